@@ -1,0 +1,1 @@
+"""Checkpoints of sharded PyTorch training: read any format, merge in constant memory, write safetensors."""

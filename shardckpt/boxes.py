@@ -1,0 +1,243 @@
+"""Boxes of n-dimensional arrays, in elements: intersect, cover, gaps, and flat ranges as boxes. Pure integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """A half-open box `[offset, offset + size)` of an array.
+
+    Attributes:
+        offset: First element in each dimension.
+        size: Elements in each dimension; a zero makes the box empty.
+    """
+
+    offset: Shape
+    size: Shape
+
+    @property
+    def stop(self) -> Shape:
+        """One past the last element in each dimension."""
+        return tuple(map(sum, zip(self.offset, self.size, strict=True)))
+
+    @property
+    def volume(self) -> int:
+        """Elements in the box; 1 for a 0-dim box."""
+        return prod(self.size)
+
+    def within(self, shape: Shape) -> bool:
+        """Tell whether the box lies inside an array of `shape`, with no negative number anywhere."""
+        return len(self.offset) == len(self.size) == len(shape) and all(
+            min(o, n) >= 0 and o + n <= s for o, n, s in zip(self.offset, self.size, shape, strict=True)
+        )
+
+    def __str__(self) -> str:
+        if not self.size:
+            return "[]"
+        return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.size, strict=True)) + "]"
+
+
+def whole(shape: Shape) -> Box:
+    """Return the box of a whole array of `shape`."""
+    return Box((0,) * len(shape), shape)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Return the elements in both boxes, or None when there are none.
+
+    Two 0-dim boxes are the same single element.
+    """
+    offset, size = [], []
+    for ao, an, bo, bn in zip(a.offset, a.size, b.offset, b.size, strict=True):
+        start = ao if ao > bo else bo
+        n = min(ao + an, bo + bn) - start
+        if n <= 0:
+            return None
+        offset.append(start)
+        size.append(n)
+    return Box(tuple(offset), tuple(size))
+
+
+def shift(box: Box, origin: Shape) -> Box:
+    """Return `box` in the coordinates of a box that starts at `origin`."""
+    return Box(tuple(o - p for o, p in zip(box.offset, origin, strict=True)), box.size)
+
+
+def strides(shape: Shape) -> Shape:
+    """Return row-major strides of `shape`, in elements."""
+    out, step = [1] * len(shape), 1
+    for d in range(len(shape) - 1, -1, -1):
+        out[d] = step
+        step *= max(shape[d], 1)
+    return tuple(out)
+
+
+class Cover(NamedTuple):
+    """What a set of boxes does to a region.
+
+    Attributes:
+        gaps: Parts of the region that no box covers, disjoint.
+        overlaps: Parts that two boxes cover, with the positions of those two in the sequence given.
+    """
+
+    gaps: list[Box]
+    overlaps: list[tuple[Box, int, int]]
+
+
+def cover(region: Box, boxes: Sequence[Box], *, limit: int = 16) -> Cover:
+    """Tell which elements of `region` are covered by no box or by several.
+
+    The region is cut, again and again, at box borders, where the cut crosses the fewest boxes: a grid of n boxes
+    takes O(n log n). The search ends once `limit` faults are known, so an adversarial set cannot make it long either.
+
+    Args:
+        region: What should be covered.
+        boxes: The boxes, of the region's rank; empty ones and parts outside are ignored.
+        limit: Gaps and overlaps to report at the most, together.
+    """
+    found = Cover([], [])
+    clipped = [(part, i) for i, box in enumerate(boxes) if (part := intersect(region, box))]
+    stack = [(region, clipped)] if region.volume else []
+    while stack and len(found.gaps) + len(found.overlaps) < limit:
+        part, inside = stack.pop()
+        if not inside:
+            found.gaps.append(part)
+            continue
+        covering = [i for box, i in inside if box == part]
+        if len(covering) > 1:
+            found.overlaps.append((part, covering[0], covering[1]))
+        elif covering and len(inside) > 1:
+            box, other = next((b, i) for b, i in inside if i != covering[0])
+            found.overlaps.append((box, covering[0], other))
+        elif not covering:
+            stack.extend(_cut(part, inside))
+    return found
+
+
+def _cut(region: Box, inside: list[tuple[Box, int]]) -> list[tuple[Box, list[tuple[Box, int]]]]:
+    """Split `region` in two at a border of a box inside it, and the boxes with it."""
+    dim, at = _best_cut(region, inside)
+    halves = []
+    for start, stop in ((region.offset[dim], at), (at, region.stop[dim])):
+        half = _with(region, dim, start, stop - start)
+        parts = [(box, i) for b, i in inside if (box := intersect(half, b))]
+        halves.append((half, parts))
+    return halves
+
+
+def _best_cut(region: Box, inside: list[tuple[Box, int]]) -> tuple[int, int]:
+    """Return the dimension and coordinate of the middle border, in the dimension where it crosses the fewest boxes."""
+    best: tuple[int, int, int] | None = None
+    for dim in range(len(region.size)):
+        low, high = region.offset[dim], region.stop[dim]
+        borders = sorted({c for b, _ in inside for c in (b.offset[dim], b.offset[dim] + b.size[dim]) if low < c < high})
+        if not borders:
+            continue
+        at = borders[len(borders) // 2]
+        crossed = sum(b.offset[dim] < at < b.offset[dim] + b.size[dim] for b, _ in inside)
+        if best is None or crossed < best[0]:
+            best = (crossed, dim, at)
+    assert best is not None, "a box inside a region that does not fill it has a border inside"
+    return best[1], best[2]
+
+
+def _with(box: Box, dim: int, offset: int, size: int) -> Box:
+    return Box(
+        (*box.offset[:dim], offset, *box.offset[dim + 1 :]),
+        (*box.size[:dim], size, *box.size[dim + 1 :]),
+    )
+
+
+def flat_to_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
+    """Return the boxes that hold the elements `[start, stop)` of an array in row-major order.
+
+    At most `2 * ndim - 1` boxes, in row-major order: a ragged head, whole slabs, a ragged tail in each dimension.
+
+    Raises:
+        ValueError: The range does not lie in the array.
+    """
+    if not 0 <= start <= stop <= prod(shape):
+        raise ValueError(f"flat range {start}:{stop} does not lie in an array of shape {shape}")
+    if start == stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        return [_prefixed(first, b) for b in flat_to_boxes(shape[1:], head, tail)]
+    boxes = []
+    if head:
+        boxes += [_prefixed(first, b) for b in flat_to_boxes(shape[1:], head, row)]
+        first += 1
+    if first < last:
+        boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    if tail:
+        boxes += [_prefixed(last, b) for b in flat_to_boxes(shape[1:], 0, tail)]
+    return boxes
+
+
+def _prefixed(index: int, box: Box) -> Box:
+    return Box((index, *box.offset), (1, *box.size))
+
+
+def boxes_to_flat(shape: Shape, boxes: Sequence[Box]) -> tuple[int, int]:
+    """Return the flat range `[start, stop)` that `boxes` hold: the inverse of `flat_to_boxes`.
+
+    Raises:
+        ValueError: The boxes, in the order given, are not one contiguous range of an array of `shape`.
+    """
+    ranges = []
+    for box in boxes:
+        if not box.within(shape) or not is_contiguous(shape, box):
+            raise ValueError(f"box {box} is no contiguous range of an array of shape {shape}")
+        first = flat_index(shape, box.offset)
+        ranges.append((first, first + box.volume))
+    if not ranges:
+        return 0, 0
+    if any(a[1] != b[0] for a, b in pairwise(ranges)):
+        raise ValueError("the boxes do not follow one another without a hole")
+    return ranges[0][0], ranges[-1][1]
+
+
+def flat_index(shape: Shape, index: Shape) -> int:
+    """Return the row-major position of `index` in an array of `shape`, in elements."""
+    return sum(i * s for i, s in zip(index, strides(shape), strict=True))
+
+
+def is_contiguous(shape: Shape, box: Box) -> bool:
+    """Tell whether `box` is one contiguous range of an array of `shape` in row-major order."""
+    inner_full = True
+    for n, s in zip(reversed(box.size), reversed(shape), strict=True):
+        if not inner_full and n != 1:
+            return False
+        inner_full = inner_full and n == s
+    return True
+
+
+def contiguous_blocks(box: Box, most: int) -> Iterator[Box]:
+    """Cut `box` into blocks of at most `most` elements, each one contiguous range of the box, in row-major order.
+
+    Args:
+        box: What is cut.
+        most: Elements in a block, at least 1.
+    """
+    if box.volume <= most:
+        if box.volume:
+            yield box
+        return
+    rows = max(most // prod(box.size[1:]), 1)
+    for start in range(0, box.size[0], rows):
+        slab = _with(box, 0, box.offset[0] + start, min(rows, box.size[0] - start))
+        if slab.volume <= most:
+            yield slab
+        else:
+            for inner in contiguous_blocks(Box(slab.offset[1:], slab.size[1:]), most):
+                yield _prefixed(slab.offset[0], inner)

@@ -1,0 +1,94 @@
+"""Names and widths of element types, as torch spells them and as safetensors does. No torch, no numpy.
+
+Safetensors names: https://huggingface.co/docs/safetensors (format section), release 0.8.
+"""
+
+from __future__ import annotations
+
+SAFETENSORS_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float6_e2m3fn": "F6_E2M3",
+    "float6_e3m2fn": "F6_E3M2",
+    "float4_e2m1fn": "F4",
+}
+"""Torch's name (or, below one byte, the one its family would have) to the name in a safetensors header."""
+
+TORCH_NAMES = {short: name for name, short in SAFETENSORS_NAMES.items()}
+
+_BITS = {
+    "bool": 8,
+    "uint8": 8,
+    "int8": 8,
+    "int16": 16,
+    "uint16": 16,
+    "int32": 32,
+    "uint32": 32,
+    "int64": 64,
+    "uint64": 64,
+    "float16": 16,
+    "bfloat16": 16,
+    "float32": 32,
+    "float64": 64,
+    "complex32": 32,
+    "complex64": 64,
+    "complex128": 128,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 8,
+    "float8_e4m3fnuz": 8,
+    "float8_e5m2fnuz": 8,
+    "float8_e8m0fnu": 8,
+    "float6_e2m3fn": 6,
+    "float6_e3m2fn": 6,
+    "float4_e2m1fn": 4,
+}
+
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+"""Types that a cast between float types applies to; fp8 and narrower come with scales and are left alone."""
+
+SHORT_NAMES = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+}
+"""What people type on a command line."""
+
+
+def bits(name: str) -> int:
+    """Return the width of one element, in bits.
+
+    Raises:
+        KeyError: No such type.
+    """
+    return _BITS[name]
+
+
+def is_known(name: str) -> bool:
+    """Tell whether `name` is a type this package can place in memory."""
+    return name in _BITS
+
+
+def nbytes(name: str, elements: int) -> int:
+    """Return the bytes that `elements` elements take, packed; a sub-byte remainder is rounded up."""
+    return (elements * _BITS[name] + 7) // 8

@@ -1,0 +1,138 @@
+"""The errors a caller can catch, and how their one-line messages are put together.
+
+ShardckptError
+├── CheckpointError (ValueError)              the checkpoint is at fault               exit code 1
+│   ├── FormatError                           a header, manifest or pickle cannot be read
+│   │   └── TruncatedError (EOFError)         bytes that should be there are not
+│   ├── UnsafeError                           reading it would run code or leave its folder
+│   ├── UnsupportedError (TypeError)          valid, but holds something this reader does not know
+│   ├── IncompleteError (LookupError)         elements that no file holds
+│   ├── OverlapError                          elements that two files claim
+│   ├── ChecksumError                         bytes differ from their stored checksum
+│   └── PrecisionError (OverflowError)        a cast would lose more than rounding
+├── UsageError (ValueError)                   the call is at fault                     exit code 2
+│   ├── SourceNotFoundError (FileNotFoundError)
+│   ├── UnknownFormatError                    no reader recognises the source
+│   ├── TargetExistsError (FileExistsError)
+│   ├── NameCollisionError                    two tensors would get one name
+│   └── AmbiguousError (LookupError)          more than one answer; the message says which option decides
+└── StorageError (OSError)                    the storage is at fault                  exit code 3
+    └── NoSpaceError                          the target cannot hold the result
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+_SHOWN = 400
+"""Characters of one part of a message that are shown; the rest is cut, since names come from hostile files."""
+
+
+def escape(text: object) -> str:
+    """Return `text` on one line: control characters, newlines and lone surrogates as backslash escapes."""
+    shown = str(text)
+    if len(shown) > _SHOWN:
+        shown = f"{shown[:_SHOWN]}... ({len(shown)} characters)"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
+
+
+class ShardckptError(Exception):
+    """Root of the tree. Its text is one line: what, where, found, expected, what to do now.
+
+    Args:
+        what: What is wrong.
+        where: File, tensor, box or rank it was met at.
+        found: The value that was met.
+        expected: The value that was expected.
+        fix: What the reader of the message can do.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(
+        self, what: str, *, where: object = "", found: object = "", expected: object = "", fix: str = ""
+    ) -> None:
+        self.what, self.where, self.found, self.expected, self.fix = what, where, found, expected, fix
+        text = f"{escape(where)}: {escape(what)}" if where != "" else escape(what)
+        if found != "":
+            text += f"; found {escape(found)}"
+        if expected != "":
+            text += f"; expected {escape(expected)}"
+        if fix:
+            text += f". {fix}"
+        super().__init__(text)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CheckpointError(ShardckptError, ValueError):
+    """The checkpoint is damaged, incomplete, unsafe, or beyond what its reader knows."""
+
+
+class FormatError(CheckpointError):
+    """A header, manifest, archive or pickle does not follow its format."""
+
+
+class TruncatedError(FormatError, EOFError):
+    """A file ends before the bytes that its format promises."""
+
+
+class UnsafeError(CheckpointError):
+    """Reading on would run code, leave the checkpoint's folder, or exceed a safety limit."""
+
+
+class UnsupportedError(CheckpointError, TypeError):
+    """The content is well-formed, but of a kind that no reader here turns into arrays."""
+
+
+class IncompleteError(CheckpointError, LookupError):
+    """Some elements of a tensor are in no file."""
+
+
+class OverlapError(CheckpointError):
+    """Some elements of a tensor are claimed by two pieces."""
+
+
+class ChecksumError(CheckpointError):
+    """Stored bytes do not match their stored checksum."""
+
+
+class PrecisionError(CheckpointError, OverflowError):
+    """A finite value would become infinite in the requested dtype."""
+
+
+class UsageError(ShardckptError, ValueError):
+    """The call asks for something that cannot be: another path, key or option is needed."""
+
+    exit_code = 2
+
+
+class SourceNotFoundError(UsageError, FileNotFoundError):
+    """Nothing lies at the source."""
+
+
+class UnknownFormatError(UsageError):
+    """Something lies at the source, but no reader recognises it."""
+
+
+class TargetExistsError(UsageError, FileExistsError):
+    """The target is not empty and overwriting was not asked for."""
+
+
+class NameCollisionError(UsageError):
+    """Two tensors would end up under one name."""
+
+
+class AmbiguousError(UsageError, LookupError):
+    """The checkpoint allows more than one reading; an option decides."""
+
+
+class StorageError(ShardckptError, OSError):
+    """Reading or writing failed underneath."""
+
+    exit_code = 3
+
+
+class NoSpaceError(StorageError):
+    """The target's free space cannot hold the result."""

@@ -1,0 +1,162 @@
+"""What every format offers: how it is recognised, and the reader that turns it into a manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from shardckpt.errors import TruncatedError
+from shardckpt.manifest import Manifest, ObjectEntry, Piece
+from shardckpt.storage.store import Listed, Store, read_bytes
+
+
+class Source:
+    """What the user pointed at: a folder, or one file in it.
+
+    Args:
+        store: Rooted at the folder, or at the folder that the file lies in.
+        file: The file's name in `store`, or None for a folder.
+    """
+
+    def __init__(self, store: Store, file: str | None = None) -> None:
+        self.store = store
+        self.file = file
+        self._heads: dict[str, bytes] = {}
+
+    @property
+    def url(self) -> str:
+        """As the user typed it."""
+        return f"{self.store.url.rstrip('/')}/{self.file}" if self.file else self.store.url
+
+    @cached_property
+    def listing(self) -> dict[str, Listed]:
+        """Name to entry of what lies directly in the folder; of the one file alone when a file was named."""
+        if self.file is not None:
+            return {self.file: Listed(self.file, self.store.size(self.file), False)}
+        return {entry.name: entry for entry in self.store.list()}
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files directly in the folder, sorted."""
+        return sorted(name for name, entry in self.listing.items() if not entry.is_folder)
+
+    @property
+    def folders(self) -> list[str]:
+        """Names of the folders directly in the folder, sorted."""
+        return sorted(name for name, entry in self.listing.items() if entry.is_folder)
+
+    def head(self, name: str, nbytes: int = 64) -> bytes:
+        """Return the first bytes of a file, fewer where it is shorter; kept, so that each probe may ask.
+
+        Raises:
+            StorageError: The store failed.
+        """
+        known = self._heads.get(name)
+        if known is None or len(known) < nbytes:
+            entry = self.listing.get(name)
+            size = entry.size if entry else self.store.size(name)
+            known = self._heads[name] = read_bytes(self.store, name, 0, min(nbytes, size))
+        return known[:nbytes]
+
+
+class Evidence(IntEnum):
+    """How sure a format is that a source is its own."""
+
+    NONE = 0
+    NAME = 1
+    """File names alone: reading may yet fail, and then the checkpoint is at fault."""
+    STRUCTURE = 2
+    """Bytes that only this format has."""
+
+
+class Checksum(NamedTuple):
+    """A checksum that a format stores beside its bytes.
+
+    Attributes:
+        file: Name relative to the store.
+        offset: First byte it covers.
+        nbytes: Bytes it covers.
+        algorithm: `crc32`.
+        value: As stored.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    algorithm: str
+    value: int
+
+
+class Reader:
+    """An open checkpoint: its manifest, and what is found out on demand.
+
+    Args:
+        store: Where its files lie; every file name in the manifest is relative to it.
+        manifest: What it holds.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self.store = store
+        self.manifest = manifest
+
+    def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces with every `Lazy` layout replaced by where the elements lie, in the same order.
+
+        All containers are opened in one batch, so that a remote store can merge the reads.
+
+        Raises:
+            CheckpointError: A container is damaged, or does not hold what the manifest says.
+            StorageError: The store failed.
+        """
+        return list(pieces)
+
+    def load_object(self, entry: ObjectEntry) -> object:
+        """Return an object's value, read without executing anything.
+
+        Raises:
+            CheckpointError: It is damaged or refused.
+            StorageError: The store failed.
+        """
+        return entry.value
+
+    def checksums(self) -> Iterator[Checksum]:
+        """Yield the checksums that the format stores, in file order; none where it stores none."""
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format that can be read.
+
+    Attributes:
+        name: Short name, as in `Manifest.format`.
+        title: What people call it.
+        looks_for: What a source must show to be recognised, one phrase.
+        recognise: Tells how sure the format is; must not raise for foreign or hostile content.
+        open: Opens a recognised source.
+    """
+
+    name: str
+    title: str
+    looks_for: str
+    recognise: Callable[[Source], Evidence]
+    open: Callable[[Source], Reader]
+
+
+def require_size(store: Store, name: str, size: int, needed: int) -> None:
+    """Check that a file is long enough for what is about to be read from it.
+
+    Raises:
+        TruncatedError: It is not.
+    """
+    if size < needed:
+        raise TruncatedError(
+            "the file ends early",
+            where=f"{store.url}/{name}",
+            found=f"{size} bytes",
+            expected=f"at least {needed}",
+            fix="Copy the file again, or restore it from the training run.",
+        )

@@ -1,0 +1,177 @@
+"""Frozen descriptions of a checkpoint: named arrays, the pieces that hold them, and small objects. No data.
+
+A reader turns any format into a `Manifest`; every verb works on manifests alone. Paths are tuples, since
+`{"a.b": t}` and `{"a": {"b": u}}` are two different things. The small ones are named tuples: a checkpoint may hold a million of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from typing import NamedTuple
+
+from shardckpt.boxes import Box, Shape
+from shardckpt.dtypes import nbytes
+
+Path = tuple[str | int, ...]
+"""Where a value sits in the nest that was saved."""
+
+
+class Span(NamedTuple):
+    """Row-major elements of the box, back to back.
+
+    Attributes:
+        offset: First byte in the file.
+        nbytes: Bytes.
+    """
+
+    offset: int
+    nbytes: int
+
+
+class Strided(NamedTuple):
+    """A view of a storage: a slice, a transposed or an expanded tensor.
+
+    Attributes:
+        offset: Byte in the file where the storage starts.
+        nbytes: Bytes of the whole storage.
+        start: Elements from the start of the storage to the box's first element.
+        strides: Elements between neighbours in each dimension; 0 repeats one element.
+    """
+
+    offset: int
+    nbytes: int
+    start: int
+    strides: Shape
+
+
+class Encoded(NamedTuple):
+    """Bytes that are decoded as a stream, from their start.
+
+    Attributes:
+        codec: `zstd` or `deflate` (raw).
+        offset: First encoded byte in the file.
+        nbytes: Encoded bytes.
+        inner: Where the elements lie in the decoded stream.
+    """
+
+    codec: str
+    offset: int
+    nbytes: int
+    inner: Span | Strided
+
+
+class Lazy(NamedTuple):
+    """A container that must be opened to learn where the elements lie; `Reader.resolve` does it.
+
+    Attributes:
+        offset: First byte of the container in the file.
+        nbytes: Bytes of the container; 0 where they are not known yet.
+        detail: What its reader needs besides; opaque to everybody else.
+    """
+
+    offset: int
+    nbytes: int
+    detail: object = None
+
+
+Layout = Span | Strided | Encoded | Lazy
+
+
+class Piece(NamedTuple):
+    """A box of an array and where its bytes lie.
+
+    Attributes:
+        box: In elements of the whole array.
+        file: Name relative to the checkpoint's store, with forward slashes.
+        layout: How the box's elements lie in that file.
+    """
+
+    box: Box
+    file: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One array of a checkpoint.
+
+    Attributes:
+        path: Where it sits in the saved nest.
+        shape: Global shape, in elements.
+        stored: Type of its elements in the files, by torch's name.
+        pieces: Disjoint boxes which together hold it; whether they cover it is `plan.coverage`'s to say.
+        delivered: Type it should be handed out in, where that differs from `stored`.
+    """
+
+    path: Path
+    shape: Shape
+    stored: str
+    pieces: tuple[Piece, ...]
+    delivered: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """Type it is handed out in."""
+        return self.delivered or self.stored
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array as delivered."""
+        return nbytes(self.dtype, prod(self.shape))
+
+
+class Unread(Enum):
+    """Marks an object whose value lies in a file and was not read."""
+
+    UNREAD = "unread"
+
+
+UNREAD = Unread.UNREAD
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEntry:
+    """One value that is no array.
+
+    Attributes:
+        path: Where it sits in the saved nest.
+        value: The value, or `UNREAD` where it lies in `file` and `Reader.load_object` has to be asked.
+        file: Name relative to the checkpoint's store; empty for a value known already.
+        layout: Its bytes in `file`; None for a value known already.
+    """
+
+    path: Path
+    value: object = UNREAD
+    file: str = ""
+    layout: Span | Encoded | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint holds and where.
+
+    Attributes:
+        format: Name of the format it was read as.
+        files: Name to size in bytes of every file a piece lies in, and of those that are missing: size -1.
+        tensors: Arrays by path, in the order they were saved; both names of a tied array.
+        objects: Other values by path; empty containers too, so that the nest can be rebuilt.
+        aliases: Path of a tied array to the path of the first array with the same elements, where the format knows it.
+        metadata: Free text that travels with the arrays (safetensors `__metadata__`).
+        warnings: What is odd but no reason to stop, one sentence each.
+    """
+
+    format: str
+    files: Mapping[str, int]
+    tensors: Mapping[Path, TensorEntry]
+    objects: Mapping[Path, ObjectEntry] = field(default_factory=dict)
+    aliases: Mapping[Path, Path] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+def dotted(path: Path) -> str:
+    """Return a path as people write it: keys joined by dots."""
+    return ".".join(map(str, path))
