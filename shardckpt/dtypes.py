@@ -7,29 +7,31 @@ from __future__ import annotations
 
 SAFETENSORS_NAMES = {
     "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "int32": "I32",
-    "uint32": "U32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn": "F4",
     "float6_e2m3fn": "F6_E2M3",
     "float6_e3m2fn": "F6_E3M2",
-    "float4_e2m1fn": "F4",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "complex64": "C64",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
 }
-"""Torch's name (or, below one byte, the one its family would have) to the name in a safetensors header."""
+"""Torch's name (or, below one byte, the one its family would have) to the name in a safetensors header.
+
+In the order of the format's reference writer, which lays out the last of these types first."""
 
 TORCH_NAMES = {short: name for name, short in SAFETENSORS_NAMES.items()}
 

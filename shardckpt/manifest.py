@@ -1,7 +1,8 @@
 """Frozen descriptions of a checkpoint: named arrays, the pieces that hold them, and small objects. No data.
 
 A reader turns any format into a `Manifest`; every verb works on manifests alone. Paths are tuples, since
-`{"a.b": t}` and `{"a": {"b": u}}` are two different things. The small ones are named tuples: a checkpoint may hold a million of them.
+`{"a.b": t}` and `{"a": {"b": u}}` are two different things. The small ones are named tuples:
+a checkpoint may hold a million of them.
 """
 
 from __future__ import annotations

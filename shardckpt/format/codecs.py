@@ -1,0 +1,153 @@
+"""Decoded streams: encoded bytes of a file, read forward in bounded memory."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable
+from typing import Protocol
+
+import zstandard
+
+from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
+from shardckpt.manifest import Encoded
+from shardckpt.storage.store import Read, Store
+
+MAX_WINDOW_BYTES = 1 << 27
+"""Largest zstd window that is accepted: what `zstd --long` asks for; more would be memory for the asking."""
+
+_CHUNK_BYTES = 1 << 18
+
+
+class _ReadsInto(Protocol):
+    def read(self, size: int = -1, /) -> bytes | None: ...
+
+
+class EncodedFile(io.RawIOBase):
+    """The encoded bytes of one piece as a file object.
+
+    Args:
+        store: Where the file lies.
+        name: The file.
+        offset: First encoded byte.
+        nbytes: Encoded bytes.
+    """
+
+    def __init__(self, store: Store, name: str, offset: int, nbytes: int) -> None:
+        super().__init__()
+        self._store, self._name, self._at, self._end = store, name, offset, offset + nbytes
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]
+        """Read on; 0 at the end."""
+        n = min(len(buffer), self._end - self._at)
+        if n:
+            self._store.read([Read(self._name, self._at, memoryview(buffer)[:n])])
+            self._at += n
+        return n
+
+
+class _Inflate:
+    """Raw deflate, at most a chunk of output at a time."""
+
+    def __init__(self, source: EncodedFile) -> None:
+        self._source, self._inflate = source, zlib.decompressobj(-15)
+
+    def read(self, size: int = -1, /) -> bytes:
+        while True:
+            data = self._inflate.unconsumed_tail or self._source.read(_CHUNK_BYTES) or b""
+            out = self._inflate.decompress(data, max(size, 1))
+            if out or not data:
+                return out
+
+
+def _zstd(source: EncodedFile) -> _ReadsInto:
+    reader: _ReadsInto = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(
+        source,  # type: ignore[arg-type]  # the stubs ask for more than the `read` that is used
+        read_size=_CHUNK_BYTES,
+        read_across_frames=True,
+    )
+    return reader
+
+
+_DECODERS: dict[str, Callable[[EncodedFile], _ReadsInto]] = {"zstd": _zstd, "deflate": _Inflate}
+
+
+class DecodedStream:
+    """The decoded bytes of an `Encoded` layout; reading forward is cheap, reading back starts over.
+
+    Args:
+        store: Where the file lies.
+        name: The file.
+        layout: What is decoded.
+
+    Raises:
+        UnsupportedError: A codec that is not known.
+    """
+
+    def __init__(self, store: Store, name: str, layout: Encoded) -> None:
+        if layout.codec not in _DECODERS:
+            raise UnsupportedError(f"no decoder for {layout.codec!r}", where=name, expected=", ".join(_DECODERS))
+        self._store, self._name, self._layout = store, name, layout
+        self._restart()
+
+    def _restart(self) -> None:
+        source = EncodedFile(self._store, self._name, self._layout.offset, self._layout.nbytes)
+        self._stream = _DECODERS[self._layout.codec](source)
+        self._at = 0
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with decoded bytes from `offset` on.
+
+        Raises:
+            FormatError: The stream is damaged.
+            TruncatedError: It ends early.
+        """
+        if offset < self._at:
+            self._restart()
+        self._skip(offset - self._at)
+        filled = 0
+        while filled < len(buffer):
+            data = self._next(len(buffer) - filled)
+            buffer[filled : filled + len(data)] = data
+            filled += len(data)
+
+    def head(self, nbytes: int) -> bytes:
+        """Return the first decoded bytes, fewer where the stream is shorter; starts over.
+
+        Raises:
+            FormatError: The stream is damaged.
+        """
+        self._restart()
+        out = bytearray()
+        while len(out) < nbytes:
+            try:
+                out += self._next(nbytes - len(out))
+            except TruncatedError:
+                break
+        return bytes(out)
+
+    def _skip(self, nbytes: int) -> None:
+        while nbytes:
+            nbytes -= len(self._next(min(nbytes, _CHUNK_BYTES)))
+
+    def _next(self, most: int) -> bytes:
+        try:
+            data = self._stream.read(min(most, _CHUNK_BYTES)) or b""
+        except (zstandard.ZstdError, zlib.error) as error:
+            raise FormatError(
+                f"the {self._layout.codec} stream cannot be decoded: {error}",
+                where=f"{self._store.url}/{self._name}",
+                found=f"at decoded byte {self._at}",
+            ) from error
+        if not data:
+            raise TruncatedError(
+                f"the {self._layout.codec} stream ends early",
+                where=f"{self._store.url}/{self._name}",
+                found=f"{self._at} decoded bytes",
+            )
+        self._at += len(data)
+        return data

@@ -1,0 +1,228 @@
+"""The safetensors file: its header read and validated, and written as the reference writer writes it.
+
+Format: 8 bytes little-endian header length N, N bytes of JSON, data without holes
+(https://github.com/huggingface/safetensors, section "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from shardckpt.boxes import Shape
+from shardckpt.dtypes import SAFETENSORS_NAMES, TORCH_NAMES, bits, nbytes
+from shardckpt.errors import FormatError, TruncatedError, UnsafeError, UnsupportedError
+from shardckpt.storage.store import Read, Store
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+_MAX_ELEMENTS = 1 << 62
+
+
+class Header(NamedTuple):
+    """What the header of one file says.
+
+    Attributes:
+        data_start: Byte in the file at which the data begins.
+        tensors: Name to (torch dtype name, shape, first byte, end byte), offsets relative to `data_start`.
+        metadata: The file's `__metadata__`.
+    """
+
+    data_start: int
+    tensors: dict[str, tuple[str, Shape, int, int]]
+    metadata: dict[str, str]
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of data that the header promises."""
+        return max((end for _, _, _, end in self.tensors.values()), default=0)
+
+
+def looks_like_safetensors(head: bytes) -> bool:
+    """Tell whether a file's first bytes could start a safetensors file; needs 9 bytes."""
+    return len(head) >= 9 and struct.unpack_from("<Q", head)[0] <= MAX_HEADER_BYTES and head[8:9] == b"{"
+
+
+def read_headers(store: Store, sizes: Mapping[str, int]) -> dict[str, Header]:
+    """Read the headers of several files in two rounds of requests.
+
+    Args:
+        store: Where they lie.
+        sizes: File name to size in bytes.
+
+    Raises:
+        FormatError: A header does not follow the format.
+        TruncatedError: A file ends inside its header.
+        UnsafeError: A header is longer than the format allows.
+    """
+    starts = {name: bytearray(8) for name in sizes}
+    for name, size in sizes.items():
+        if size < 8:
+            raise TruncatedError("no room for a safetensors header", where=_at(store, name), found=f"{size} bytes")
+    store.read([Read(name, 0, memoryview(buffer)) for name, buffer in starts.items()])
+    bodies = {name: bytearray(_header_length(store, name, starts[name], size)) for name, size in sizes.items()}
+    store.read([Read(name, 8, memoryview(body)) for name, body in bodies.items()])
+    return {name: parse_header(body, where=_at(store, name)) for name, body in bodies.items()}
+
+
+def _at(store: Store, name: str) -> str:
+    return f"{store.url}/{name}"
+
+
+def _header_length(store: Store, name: str, start: bytearray, size: int) -> int:
+    length = int(struct.unpack("<Q", start)[0])
+    if length > MAX_HEADER_BYTES:
+        raise UnsafeError(
+            "the safetensors header is longer than the format allows",
+            where=_at(store, name),
+            found=f"{length} bytes",
+            expected=f"at most {MAX_HEADER_BYTES}",
+        )
+    if 8 + length > size:
+        raise TruncatedError(
+            "the file ends inside its safetensors header",
+            where=_at(store, name),
+            found=f"{size} bytes",
+            expected=f"at least {8 + length}",
+            fix="Copy the file again.",
+        )
+    return length
+
+
+def parse_header(body: bytes | bytearray, *, where: str) -> Header:
+    """Parse and validate the JSON of a header.
+
+    Args:
+        body: The JSON bytes, without the length before them.
+        where: The file, for messages.
+
+    Raises:
+        FormatError: Not the JSON of a safetensors header: wrong types, unknown dtype, sizes that do not fit, duplicate
+            names, holes or overlaps in the data.
+        UnsupportedError: A dtype this package does not know.
+    """
+    raw = parse_json(body, where=where)
+    if not isinstance(raw, dict):
+        raise FormatError("the safetensors header is no JSON object", where=where)
+    metadata = raw.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FormatError("`__metadata__` does not map strings to strings", where=where)
+    tensors = {name: _parse_tensor(name, entry, where) for name, entry in raw.items()}
+    _check_no_holes(tensors, where)
+    return Header(8 + len(body), tensors, metadata)
+
+
+def parse_json(body: bytes | bytearray, *, where: str) -> object:
+    """Parse JSON, strictly: UTF-8, no duplicate keys, no NaN or infinity, bounded nesting.
+
+    Raises:
+        FormatError: It is none of that.
+    """
+    try:
+        return json.loads(bytes(body).decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise FormatError(f"not valid JSON: {reason}", where=where) from error
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} stands twice")
+    return result
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _parse_tensor(name: str, entry: object, where: str) -> tuple[str, Shape, int, int]:
+    try:
+        kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]  # type: ignore[index]
+        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+            raise TypeError
+    except (TypeError, KeyError, ValueError) as error:
+        raise FormatError(f"tensor {name!r} has no valid dtype, shape and data_offsets", where=where) from error
+    dtype = TORCH_NAMES.get(kind) if isinstance(kind, str) else None
+    if dtype is None:
+        raise UnsupportedError(f"tensor {name!r} has an unknown dtype", where=where, found=kind)
+    elements = prod(shape)
+    if elements > _MAX_ELEMENTS or elements * bits(dtype) != (end - begin) * 8:
+        raise FormatError(
+            f"tensor {name!r} does not fill its data_offsets",
+            where=where,
+            found=f"{end - begin} bytes",
+            expected=f"{elements} elements of {kind}",
+        )
+    return dtype, tuple(shape), begin, end
+
+
+def _check_no_holes(tensors: Mapping[str, tuple[str, Shape, int, int]], where: str) -> None:
+    at = 0
+    for begin, end, name in sorted((begin, end, name) for name, (_, _, begin, end) in tensors.items()):
+        if begin != at:
+            what = "overlaps the tensor before it" if begin < at else "follows a hole in the data"
+            raise FormatError(f"tensor {name!r} {what}", where=where, found=f"byte {begin}", expected=f"byte {at}")
+        at = end
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One tensor of a file to be written.
+
+    Attributes:
+        name: Its key.
+        dtype: Torch's name of its type.
+        shape: In elements.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return nbytes(self.dtype, prod(self.shape))
+
+
+_RANK = {name: rank for rank, name in enumerate(reversed(SAFETENSORS_NAMES))}
+
+
+def file_order(tensors: Iterable[Placed]) -> list[Placed]:
+    """Return tensors in the order the reference writer lays them out: wide types first, then by name.
+
+    Types that safetensors has no name for come last; `encode_header` refuses them.
+    """
+    return sorted(tensors, key=lambda t: (_RANK.get(t.dtype, len(_RANK)), t.name))
+
+
+def encode_header(tensors: Sequence[Placed], metadata: Mapping[str, str]) -> bytes:
+    """Return the length and the header of a file whose data holds `tensors` in the order given.
+
+    The JSON is padded with spaces so that the data begins at a multiple of 8 bytes.
+
+    Raises:
+        UnsupportedError: A type that safetensors cannot name.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for tensor in tensors:
+        short = SAFETENSORS_NAMES.get(tensor.dtype)
+        if short is None:
+            raise UnsupportedError(
+                f"safetensors has no name for {tensor.dtype}", where=tensor.name, fix="Exclude it with --exclude."
+            )
+        end = at + tensor.nbytes
+        header[tensor.name] = {"dtype": short, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    body = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    body += b" " * (-(8 + len(body)) % 8)
+    return struct.pack("<Q", len(body)) + body

@@ -1,0 +1,146 @@
+"""How one output file is filled, in order: runs copied file to file, and batches assembled in a bounded buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from shardckpt.boxes import Box, contiguous_blocks, flat_index, is_contiguous, whole
+from shardckpt.dtypes import bits, nbytes
+from shardckpt.manifest import Piece, Span
+from shardckpt.plan.outputs import OutTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A run of bytes that is taken over as it lies.
+
+    Attributes:
+        file: Source file.
+        offset: First byte in it.
+        nbytes: Bytes.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """A block of one tensor within a batch.
+
+    Attributes:
+        tensor: The tensor.
+        box: The block, one contiguous range of the tensor.
+        offset: Byte in the batch, as written, at which it starts.
+    """
+
+    tensor: OutTensor
+    box: Box
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as written."""
+        return nbytes(self.tensor.dtype, self.box.volume)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Bytes that are put together in memory, then written at once.
+
+    Attributes:
+        nbytes: Bytes as written.
+        takes: What they are made of, back to back.
+    """
+
+    nbytes: int
+    takes: tuple[Take, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A contiguous range of one tensor, and the bytes it can be copied from, if it can."""
+
+    tensor: OutTensor
+    box: Box
+    source: Copy | None
+
+
+def steps(tensors: Sequence[OutTensor], *, batch_bytes: int, copy_bytes: int) -> Iterator[Copy | Batch]:
+    """Yield what to do to write the data of `tensors` back to back.
+
+    Args:
+        tensors: In file order, covered by their pieces, resolved.
+        batch_bytes: Most bytes of a batch, as stored and as written.
+        copy_bytes: Runs of at least so many bytes are copied, smaller ones batched.
+    """
+    takes: list[Take] = []
+    size = stored = 0
+    for run in _merged(run for tensor in tensors for run in _runs(tensor, batch_bytes)):
+        source = run[0].source
+        if source is not None and sum(r.source.nbytes for r in run if r.source) >= copy_bytes:
+            if takes:
+                yield Batch(size, tuple(takes))
+                takes, size, stored = [], 0, 0
+            yield Copy(source.file, source.offset, sum(r.source.nbytes for r in run if r.source))
+            continue
+        for part in run:
+            written = nbytes(part.tensor.dtype, part.box.volume)
+            read = nbytes(part.tensor.entry.stored, part.box.volume)
+            if takes and (size + written > batch_bytes or stored + read > batch_bytes):
+                yield Batch(size, tuple(takes))
+                takes, size, stored = [], 0, 0
+            takes.append(Take(part.tensor, part.box, size))
+            size += written
+            stored += read
+    if takes:
+        yield Batch(size, tuple(takes))
+
+
+def _merged(runs: Iterator[_Run]) -> Iterator[list[_Run]]:
+    """Join runs whose source bytes follow one another in one file."""
+    group: list[_Run] = []
+    for run in runs:
+        last = group[-1].source if group else None
+        if last and run.source and (last.file, last.offset + last.nbytes) == (run.source.file, run.source.offset):
+            group.append(run)
+            continue
+        if group:
+            yield group
+        group = [run]
+    if group:
+        yield group
+
+
+def _runs(tensor: OutTensor, batch_bytes: int) -> Iterator[_Run]:
+    """Cut a tensor into contiguous ranges, in order: one a piece where every piece is one, else blocks."""
+    entry = tensor.entry
+    pieces = sorted((p for p in entry.pieces if p.box.volume), key=lambda p: flat_index(entry.shape, p.box.offset))
+    widest = max(bits(entry.stored), bits(tensor.dtype))
+    most = max(batch_bytes * 8 // widest, 1)
+    if not tensor.is_cast and all(_is_run(tensor, piece) for piece in pieces):
+        for box, file, layout in pieces:
+            copy = Copy(file, layout.offset, layout.nbytes)
+            if layout.nbytes <= batch_bytes:
+                yield _Run(tensor, box, copy)
+            else:
+                yield from _pieces_of_run(tensor, box, copy, most)
+    elif prod(entry.shape):
+        for block in contiguous_blocks(whole(entry.shape), most):
+            yield _Run(tensor, block, None)
+
+
+def _pieces_of_run(tensor: OutTensor, box: Box, copy: Copy, most: int) -> Iterator[_Run]:
+    """Cut a long run where a batch could end; `_merged` joins what is copied after all."""
+    at = copy.offset
+    for block in contiguous_blocks(box, most):
+        size = nbytes(tensor.dtype, block.volume)
+        yield _Run(tensor, block, Copy(copy.file, at, size))
+        at += size
+
+
+def _is_run(tensor: OutTensor, piece: Piece) -> bool:
+    return isinstance(piece.layout, Span) and is_contiguous(tensor.entry.shape, piece.box)

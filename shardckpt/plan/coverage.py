@@ -1,0 +1,139 @@
+"""Whether the pieces hold every element once, and whether the files hold the pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from shardckpt.boxes import Box, cover, flat_index, strides, whole
+from shardckpt.dtypes import nbytes
+from shardckpt.errors import CheckpointError, FormatError, IncompleteError, OverlapError, TruncatedError
+from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry, dotted
+
+_MAX_ELEMENTS = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong with one tensor.
+
+    Attributes:
+        kind: `gap`, `overlap`, `missing file`, `truncated` or `invalid`.
+        tensor: Its dotted name.
+        box: The elements concerned.
+        file: The file concerned, empty where none is.
+        detail: What was found, in words.
+    """
+
+    kind: str
+    tensor: str
+    box: Box
+    file: str
+    detail: str
+
+    def __str__(self) -> str:
+        place = f" in {self.file}" if self.file else ""
+        return f"{self.tensor} {self.box}: {self.kind}{place}: {self.detail}"
+
+
+def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 16) -> list[Fault]:
+    """Return what keeps `entries` from being read whole, at most `limit` faults.
+
+    Works on resolved and on lazy pieces; of a lazy one only the container is checked against the file.
+    """
+    found: list[Fault] = []
+    for entry in entries:
+        found += _of_entry(manifest, entry, limit)
+        if len(found) >= limit:
+            break
+    return found[:limit]
+
+
+def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: str) -> None:
+    """Raise unless every element of every entry lies in exactly one piece, and every piece in its file.
+
+    Args:
+        manifest: Says how large the files are.
+        entries: What will be read.
+        where: The checkpoint, for the message.
+
+    Raises:
+        IncompleteError: Elements that no file holds, or whose file is missing.
+        TruncatedError: A file ends before a piece does.
+        OverlapError: Elements that two pieces claim.
+        FormatError: A box outside its array, or a size that cannot be.
+    """
+    found = faults(manifest, entries)
+    if not found:
+        return
+    kinds: dict[str, type[CheckpointError]] = {
+        "gap": IncompleteError,
+        "missing file": IncompleteError,
+        "truncated": TruncatedError,
+        "overlap": OverlapError,
+    }
+    first = found[0]
+    more = f" ({len(found) - 1} more such faults)" if len(found) > 1 else ""
+    raise kinds.get(first.kind, FormatError)(
+        f"{first.kind}: {first.tensor} {first.box}: {first.detail}{more}",
+        where=f"{where}/{first.file}" if first.file else where,
+        fix="The save was interrupted or the copy is not whole: `shardckpt verify` lists every fault.",
+    )
+
+
+def _of_entry(manifest: Manifest, entry: TensorEntry, limit: int) -> list[Fault]:
+    name = dotted(entry.path)
+    region = whole(entry.shape)
+    if any(n < 0 for n in entry.shape) or prod(entry.shape) > _MAX_ELEMENTS:
+        return [Fault("invalid", name, region, "", f"no array has the shape {entry.shape}")]
+    found = [fault for piece in entry.pieces if (fault := _of_piece(manifest, entry, piece, name))]
+    if len(entry.pieces) == 1 and entry.pieces[0].box == region:
+        return found
+    covered = cover(region, [p.box for p in entry.pieces], limit=limit)
+    found += [Fault("gap", name, box, "", "no file holds these elements") for box in covered.gaps]
+    for box, a, b in covered.overlaps:
+        files = f"{entry.pieces[a].file} and {entry.pieces[b].file}"
+        found.append(Fault("overlap", name, box, entry.pieces[a].file, f"{files} both hold these elements"))
+    return found
+
+
+def _of_piece(manifest: Manifest, entry: TensorEntry, piece: Piece, name: str) -> Fault | None:
+    box, file, layout = piece
+    if not box.within(entry.shape):
+        return Fault("invalid", name, box, file, f"outside the array's shape {entry.shape}")
+    size = manifest.files.get(file, -1)
+    if size < 0:
+        return Fault("missing file", name, box, file, "the file is not there")
+    if layout.offset < 0 or layout.nbytes < 0:
+        return Fault("invalid", name, box, file, "a negative offset or length")
+    if layout.offset + layout.nbytes > size:
+        end = layout.offset + layout.nbytes
+        return Fault("truncated", name, box, file, f"found {size} bytes, expected at least {end}")
+    if wrong := _wrong_extent(entry, box, layout.inner if isinstance(layout, Encoded) else layout):
+        return Fault("invalid", name, box, file, wrong)
+    return None
+
+
+def _wrong_extent(entry: TensorEntry, box: Box, layout: Span | Strided | Lazy) -> str:
+    """Say what is wrong with the bytes a layout gives its box, or nothing."""
+    if isinstance(layout, Span):
+        expected = nbytes(entry.stored, box.volume)
+        return "" if layout.nbytes == expected else f"found {layout.nbytes} bytes, expected {expected}"
+    if isinstance(layout, Strided):
+        if layout.start < 0 or len(layout.strides) != len(box.size) or any(s < 0 for s in layout.strides):
+            return "a view with impossible strides"
+        last = layout.start + sum((n - 1) * s for n, s in zip(box.size, layout.strides, strict=True))
+        if box.volume and nbytes(entry.stored, last + 1) > layout.nbytes:
+            return f"the view reaches beyond its storage of {layout.nbytes} bytes"
+    return ""
+
+
+def is_row_major(box: Box, layout: Strided) -> bool:
+    """Tell whether a view's elements lie back to back in row-major order."""
+    return all(n <= 1 or s == r for n, s, r in zip(box.size, layout.strides, strides(box.size), strict=True))
+
+
+def first_element(entry: TensorEntry, box: Box) -> int:
+    """Return the row-major position of a box's first element in its array, in elements."""
+    return flat_index(entry.shape, box.offset)

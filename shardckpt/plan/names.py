@@ -1,0 +1,97 @@
+"""Canonical names: wrapper segments removed, prefixes and globs applied, collisions refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from shardckpt.errors import NameCollisionError, UsageError
+
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Segments that torch.compile, FSDP1 and activation checkpointing put into names, at any depth."""
+
+_LEADING = "module"
+"""DDP and DeepSpeed put this before every name; inside a name it may be somebody's own."""
+
+
+def clean(names: Iterable[str]) -> dict[str, str]:
+    """Return each name to the name of the unwrapped model.
+
+    `module.` is removed only where every name starts with it, however deep it is nested with the other wrappers.
+
+    Raises:
+        NameCollisionError: Two names become one.
+    """
+    cleaned = {name: ".".join(s for s in name.split(".") if s not in WRAPPERS) for name in names}
+    while cleaned and all(name.startswith(f"{_LEADING}.") for name in cleaned.values()):
+        cleaned = {name: new.removeprefix(f"{_LEADING}.") for name, new in cleaned.items()}
+    require_unique(cleaned)
+    return cleaned
+
+
+def cleaner(names: Iterable[str]) -> Callable[[str], str]:
+    """Return a function that cleans further names (of optimizer state) as `clean` cleaned these.
+
+    Args:
+        names: The model's names as stored.
+    """
+    known = clean(names)
+    strips = [name for name, new in known.items() if name != new]
+    depth = min((_leading_depth(name) for name in strips), default=0)
+
+    def apply(name: str) -> str:
+        if name in known:
+            return known[name]
+        segments = [s for s in name.split(".") if s not in WRAPPERS]
+        drop = 0
+        while drop < depth and drop < len(segments) - 1 and segments[drop] == _LEADING:
+            drop += 1
+        return ".".join(segments[drop:])
+
+    return apply
+
+
+def _leading_depth(name: str) -> int:
+    segments = [s for s in name.split(".") if s not in WRAPPERS]
+    return next((i for i, s in enumerate(segments) if s != _LEADING), len(segments))
+
+
+def require_unique(renamed: Mapping[str, str]) -> None:
+    """Refuse two names that become one.
+
+    Args:
+        renamed: Old name to new.
+
+    Raises:
+        NameCollisionError: Names both old ones and the new one.
+    """
+    taken: dict[str, str] = {}
+    for old, new in renamed.items():
+        if new in taken:
+            raise NameCollisionError(
+                f"{taken[new]!r} and {old!r} would both be named {new!r}",
+                fix="Exclude one of them with --exclude, or convert one part at a time.",
+            )
+        taken[new] = old
+
+
+def keep(names: Iterable[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    """Return the names that match a glob of `include` (all, if there is none) and none of `exclude`.
+
+    Raises:
+        UsageError: A glob that matches nothing, which is usually a slip.
+    """
+    every = list(names)
+    for glob in (*include, *exclude):
+        if not any(fnmatchcase(name, glob) for name in every):
+            raise UsageError(
+                f"the glob {glob!r} matches no tensor",
+                found=f"{len(every)} names such as {', '.join(every[:2])}" if every else "no names at all",
+                fix="Globs match final names; `shardckpt inspect` lists them.",
+            )
+    return [
+        name
+        for name in every
+        if (not include or any(fnmatchcase(name, glob) for glob in include))
+        and not any(fnmatchcase(name, glob) for glob in exclude)
+    ]

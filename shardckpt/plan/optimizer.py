@@ -1,0 +1,276 @@
+"""Optimizer state by name: nested, flattened or id-keyed in, `(fqn, slot)` and groups with names out.
+
+State belongs to a parameter by its FQN, never by position; ids become names only by a list that says so, or by the one
+way in which shapes match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardckpt.boxes import Shape
+from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, UsageError
+from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
+
+_STATE, _GROUPS = "state", "param_groups"
+Key = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimState:
+    """One optimizer, by name.
+
+    Attributes:
+        tensors: `<fqn>/<slot>` to the array.
+        scalars: FQN to slot to value, for state that is no array.
+        groups: Parameter groups as the optimizer held them, `params` as FQNs.
+    """
+
+    tensors: Mapping[str, TensorEntry]
+    scalars: Mapping[str, Mapping[str, object]]
+    groups: Sequence[Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class RawOptim:
+    """One optimizer as stored, its objects read.
+
+    Attributes:
+        tensors: Path below the optimizer's root to the array.
+        values: Path below the optimizer's root to the value.
+    """
+
+    tensors: Mapping[Path, TensorEntry]
+    values: Mapping[Path, object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Keyed:
+    tensors: dict[tuple[Key, str], TensorEntry]
+    scalars: dict[tuple[Key, str], object]
+    groups: list[dict[str, object]]
+
+
+def below(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawOptim:
+    """Cut an optimizer's subtree out of a checkpoint.
+
+    Args:
+        manifest: The checkpoint.
+        root: Where the optimizer is.
+        values: Path (from the top) to value, of the objects below `root`.
+    """
+    n = len(root)
+    return RawOptim(
+        {path[n:]: entry for path, entry in manifest.tensors.items() if path[:n] == root},
+        {path[n:]: value for path, value in values.items() if path[:n] == root},
+    )
+
+
+def by_name(
+    raw: RawOptim,
+    model: Mapping[str, Shape],
+    param_names: Mapping[int, str] | None = None,
+    clean: Callable[[str], str] = str,
+) -> OptimState:
+    """Bring an optimizer to names.
+
+    Args:
+        raw: As stored.
+        model: Names of the model's tensors, cleaned, to their shapes, in order.
+        param_names: Id to name, where the caller knows it.
+        clean: Removes wrapper segments from a name.
+
+    Raises:
+        UsageError: Ids, and nothing that says which name each one is.
+        AmbiguousError: Shapes match the names in more than one way.
+        FormatError: The subtree is no optimizer state.
+        NameCollisionError: Two keys become one name.
+    """
+    keyed = _nested(raw) if not _is_flattened(raw) else _flattened(raw, model, clean)
+    ids = sorted({k for k, _ in (*keyed.tensors, *keyed.scalars) if isinstance(k, int)} | set(_group_ids(keyed.groups)))
+    names = _names_of_ids(ids, keyed, model, param_names) if ids else {}
+
+    def name(key: Key) -> str:
+        return names[key] if isinstance(key, int) else clean(key)
+
+    tensors: dict[str, TensorEntry] = {}
+    for (key, slot), entry in keyed.tensors.items():
+        full = f"{name(key)}/{slot}"
+        if full in tensors:
+            raise NameCollisionError(f"two optimizer entries would both be named {full!r}", where=dotted(entry.path))
+        tensors[full] = entry
+    scalars: dict[str, dict[str, object]] = {}
+    for (key, slot), value in keyed.scalars.items():
+        scalars.setdefault(name(key), {})[slot] = value
+    groups = [_named_group(group, name) for group in keyed.groups]
+    return OptimState(tensors, scalars, groups)
+
+
+def _named_group(group: Mapping[str, object], name: Callable[[Key], str]) -> dict[str, object]:
+    params = group.get("params", [])
+    if not isinstance(params, (list, tuple)) or not all(type(p) in (int, str) for p in params):
+        raise FormatError("a param group's `params` is no list of names or ids", found=repr(params)[:80])
+    rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    return {**rest, "params": [name(p) for p in params]}
+
+
+def _is_flattened(raw: RawOptim) -> bool:
+    paths = [*raw.tensors, *raw.values]
+    return bool(paths) and all(
+        len(path) == 1 and str(path[0]).startswith((f"{_STATE}.", f"{_GROUPS}.")) for path in paths
+    )
+
+
+def _nested(raw: RawOptim) -> _Keyed:
+    keyed = _Keyed({}, {}, [])
+    for path, entry in raw.tensors.items():
+        if path[0] == _STATE and len(path) >= 3:
+            keyed.tensors[path[1], dotted(path[2:])] = entry
+        elif path[0] != _GROUPS:
+            raise FormatError(
+                "not a place for optimizer state", where=dotted(entry.path), expected="state.<name>.<slot>"
+            )
+    state = rebuild({path[1:]: v for path, v in raw.values.items() if path[0] == _STATE})
+    for key, slots in (state or {}).items() if isinstance(state, dict) else ():
+        for slot, value in slots.items() if isinstance(slots, dict) else ():
+            keyed.scalars[key, str(slot)] = value
+    groups = rebuild({path[1:]: v for path, v in raw.values.items() if path[0] == _GROUPS})
+    if isinstance(groups, dict):
+        groups = [groups[key] for key in sorted(groups, key=lambda k: (isinstance(k, str), k))]
+    if groups is not None and not (isinstance(groups, (list, tuple)) and all(isinstance(g, dict) for g in groups)):
+        raise FormatError("`param_groups` is no list of dicts", found=type(groups).__name__)
+    keyed.groups.extend(dict(g) for g in groups or ())
+    return keyed
+
+
+def rebuild(values: Mapping[Path, object]) -> object:
+    """Put values back into the nest they came from; integer keys stay keys of dicts. None for no values."""
+    if not values:
+        return None
+    if () in values:
+        return values[()]
+    nest: dict[Key, dict[Path, object]] = {}
+    for path, value in values.items():
+        nest.setdefault(path[0], {})[path[1:]] = value
+    return {key: rebuild(inner) for key, inner in nest.items()}
+
+
+def _flattened(raw: RawOptim, model: Mapping[str, Shape], clean: Callable[[str], str]) -> _Keyed:
+    """Split `state.{fqn}.{slot}` and `param_groups.{fqn}.{hyper}`; FQNs and slots both contain dots."""
+    keyed = _Keyed({}, {}, [])
+    hypers: dict[str, dict[str, object]] = {}
+    for path, entry in raw.tensors.items():
+        kind, key = str(path[0]).split(".", 1)
+        if kind == _STATE:
+            fqn, slot = _split_fqn(key, model, clean)
+            keyed.tensors[fqn, slot] = entry
+    for path, value in raw.values.items():
+        kind, key = str(path[0]).split(".", 1)
+        fqn, slot = _split_fqn(key, model, clean)
+        if kind == _STATE:
+            keyed.scalars[fqn, slot] = value
+        else:
+            hypers.setdefault(fqn, {})[slot] = value
+    keyed.groups.extend(_group_by_hypers(hypers))
+    return keyed
+
+
+def _split_fqn(key: str, model: Mapping[str, Shape], clean: Callable[[str], str]) -> tuple[str, str]:
+    """Split at the longest start that names a parameter; where none does, at the last dot."""
+    at = len(key)
+    while (at := key.rfind(".", 0, at)) > 0:
+        if clean(key[:at]) in model:
+            return key[:at], key[at + 1 :]
+    fqn, _, slot = key.rpartition(".")
+    return fqn, slot
+
+
+def _group_by_hypers(hypers: Mapping[str, dict[str, object]]) -> list[dict[str, object]]:
+    """Join parameters with equal hyper-parameters into groups, in order of their first member."""
+    groups: dict[str, dict[str, object]] = {}
+    for fqn, values in hypers.items():
+        group = groups.setdefault(repr(sorted(values.items())), {**values, "params": []})
+        members = group["params"]
+        assert isinstance(members, list)
+        members.append(fqn)
+    return list(groups.values())
+
+
+def _group_ids(groups: Sequence[Mapping[str, object]]) -> list[int]:
+    lists = [group.get("params") for group in groups]
+    return [p for params in lists if isinstance(params, (list, tuple)) for p in params if type(p) is int]
+
+
+def _names_of_ids(
+    ids: Sequence[int], keyed: _Keyed, model: Mapping[str, Shape], given: Mapping[int, str] | None
+) -> dict[Key, str]:
+    names: dict[Key, str] = {}
+    names.update((given if given is not None else _names_in_groups(keyed.groups)).items())
+    if not names:
+        names = _names_by_shape(keyed, model)
+    unnamed = [i for i in ids if i not in names]
+    if unnamed:
+        raise UsageError(
+            f"optimizer ids {unnamed[:6]} have no name",
+            found=f"{len(names)} names for {len(ids)} ids",
+            fix="Give --param-names FILE, a JSON object from id to name or an array of names.",
+        )
+    return names
+
+
+def _names_in_groups(groups: Sequence[Mapping[str, object]]) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for group in groups:
+        params, stored = group.get("params"), group.get("param_names")
+        if isinstance(params, (list, tuple)) and isinstance(stored, (list, tuple)) and len(params) == len(stored):
+            names |= {p: n for p, n in zip(params, stored, strict=True) if type(p) is int and isinstance(n, str)}
+    return names
+
+
+def _names_by_shape(keyed: _Keyed, model: Mapping[str, Shape]) -> dict[Key, str]:
+    """Name ids by the one way in which, group by group, their shapes appear in the model in order.
+
+    Raises:
+        AmbiguousError: There is no such way, or more than one.
+    """
+    shapes: dict[Key, Shape] = {}
+    for (key, _), entry in keyed.tensors.items():
+        if entry.shape:
+            shapes.setdefault(key, entry.shape)
+    names: dict[Key, str] = {}
+    for group in keyed.groups:
+        params = group.get("params")
+        wanted = list(params) if isinstance(params, (list, tuple)) else []
+        match = unique_match(
+            [shapes.get(p) for p in wanted], [(n, s) for n, s in model.items() if n not in names.values()]
+        )
+        if match is None:
+            raise AmbiguousError(
+                f"the optimizer's {len(wanted)} ids match the model's {len(model)} names in no way, or in several",
+                fix="Give --param-names FILE, a JSON object from id to name or an array of names.",
+            )
+        names |= dict(zip(wanted, match, strict=True))
+    return names
+
+
+def unique_match(wanted: Sequence[Shape | None], offered: Sequence[tuple[str, Shape]]) -> list[str] | None:
+    """Return the names that match `wanted` shapes in order, if exactly one choice of names does; None fits any shape.
+
+    Counts the ways from the back (dynamic programming), in `len(wanted) * len(offered)` steps.
+    """
+    rows, columns = len(wanted), len(offered)
+    ways = [[0] * (columns + 1) for _ in range(rows)] + [[1] * (columns + 1)]
+    for i in range(rows - 1, -1, -1):
+        for j in range(columns - 1, -1, -1):
+            fits = wanted[i] is None or wanted[i] == offered[j][1]
+            ways[i][j] = min(ways[i][j + 1] + (ways[i + 1][j + 1] if fits else 0), 2)
+    if ways[0][0] != 1:
+        return None
+    match, j = [], 0
+    for i in range(rows):
+        while ways[i][j + 1] == 1:
+            j += 1
+        match.append(offered[j][0])
+        j += 1
+    return match

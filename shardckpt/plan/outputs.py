@@ -1,0 +1,123 @@
+"""Which tensors go into which output file, under the names that Hugging Face readers look for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from shardckpt.boxes import Shape
+from shardckpt.dtypes import nbytes
+from shardckpt.manifest import TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class OutTensor:
+    """One tensor to be written.
+
+    Attributes:
+        name: Final name.
+        entry: Where its elements come from.
+        dtype: Torch's name of the type it is written in.
+    """
+
+    name: str
+    entry: TensorEntry
+    dtype: str
+
+    @property
+    def shape(self) -> Shape:
+        """In elements."""
+        return self.entry.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as written."""
+        return nbytes(self.dtype, prod(self.entry.shape))
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether its elements change type on the way."""
+        return self.dtype != self.entry.stored
+
+
+@dataclass(frozen=True, slots=True)
+class OutFile:
+    """One payload file to be written.
+
+    Attributes:
+        name: Its name in the target.
+        tensors: What it holds, in state-dict order; the writer of the format lays them out.
+    """
+
+    name: str
+    tensors: tuple[OutTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(t.nbytes for t in self.tensors)
+
+
+def split_by_size(tensors: Sequence[OutTensor], max_bytes: int) -> list[tuple[OutTensor, ...]]:
+    """Fill files greedily in order; a tensor larger than a file gets one of its own.
+
+    The rule of `split_state_dict_into_shards_factory` in huggingface_hub, so that both tools cut at the same places.
+
+    Args:
+        tensors: In state-dict order.
+        max_bytes: Bytes of tensor data in a file.
+    """
+    shards: list[tuple[OutTensor, ...]] = []
+    current: list[OutTensor] = []
+    size = 0
+    for tensor in tensors:
+        if tensor.nbytes > max_bytes:
+            shards.append((tensor,))
+            continue
+        if current and size + tensor.nbytes > max_bytes:
+            shards.append(tuple(current))
+            current, size = [], 0
+        current.append(tensor)
+        size += tensor.nbytes
+    return [*shards, tuple(current)] if current or not shards else shards
+
+
+def split_as_stored(tensors: Sequence[OutTensor]) -> list[tuple[OutTensor, ...]]:
+    """Keep tensors together that lie whole in one source file; tensors cut over files share one more.
+
+    Args:
+        tensors: In state-dict order.
+    """
+    files: dict[str, list[OutTensor]] = {}
+    for tensor in tensors:
+        sources = {piece.file for piece in tensor.entry.pieces}
+        files.setdefault(sources.pop() if len(sources) == 1 else "", []).append(tensor)
+    return [tuple(group) for group in files.values()]
+
+
+def name_files(groups: Sequence[tuple[OutTensor, ...]], stem: str, fresh: str = "") -> list[OutFile]:
+    """Name the files `stem.safetensors`, or `stem-00001-of-00002.safetensors` and so on.
+
+    Args:
+        groups: The tensors of each file.
+        stem: `model`, `adapter_model` or `optimizer`.
+        fresh: Put into every name, where the usual names may still be read by somebody.
+    """
+    mark = f"-{fresh}" if fresh else ""
+    if len(groups) == 1:
+        return [OutFile(f"{stem}{mark}.safetensors", groups[0])]
+    return [
+        OutFile(f"{stem}{mark}-{i:05d}-of-{len(groups):05d}.safetensors", group) for i, group in enumerate(groups, 1)
+    ]
+
+
+def index(files: Sequence[OutFile]) -> dict[str, object]:
+    """Return the content of `*.safetensors.index.json` as transformers writes it."""
+    return {
+        "metadata": {
+            "total_parameters": sum(prod(t.shape) for file in files for t in file.tensors),
+            "total_size": sum(file.nbytes for file in files),
+        },
+        "weight_map": dict(sorted((t.name, file.name) for file in files for t in file.tensors)),
+    }

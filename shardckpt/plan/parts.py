@@ -1,0 +1,161 @@
+"""Where in a checkpoint the model is, where its optimizers are, and what else there is.
+
+The rules: a subtree that holds `state` and `param_groups` is an optimizer; the model is the subtree `model`,
+`state_dict` or `module`, else the only other subtree with tensors, else the top level. Options override.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from shardckpt.errors import AmbiguousError, UsageError
+from shardckpt.manifest import Manifest, Path, dotted
+
+MODEL_KEYS = ("model", "state_dict", "module")
+_STATE, _GROUPS = "state", "param_groups"
+_FLAT = re.compile(r"(?P<root>optim|optimizer)\.(?P<rest>(state|param_groups)\..+)", re.DOTALL)
+_DEEPEST = 3
+_TORCH_FILE = re.compile(r"\.(pt|pth|bin|ckpt)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The subtrees of a checkpoint, as paths.
+
+    Attributes:
+        model: Where the model is; the empty path is the top level.
+        optimizers: Where optimizers are, in saved order.
+        others: Every other subtree or value, which no part holds.
+    """
+
+    model: Path
+    optimizers: tuple[Path, ...]
+    others: tuple[Path, ...]
+
+
+def find_parts(manifest: Manifest, model_key: str = "", optim_key: str = "") -> Parts:
+    """Find the parts of a checkpoint.
+
+    Args:
+        manifest: The checkpoint.
+        model_key: Dotted path (or file, or `file:path`) that overrides where the model is.
+        optim_key: The same for the one optimizer that is wanted.
+
+    Raises:
+        UsageError: A key that leads nowhere.
+        AmbiguousError: Several subtrees could be the model.
+    """
+    optimizers = _optimizers(manifest)
+    if optim_key:
+        optimizers = [find_key(manifest, optim_key, "--optim-key")]
+    model = find_key(manifest, model_key, "--model-key") if model_key else _model(manifest, optimizers)
+    inside = (model, *optimizers) if model else tuple(optimizers)
+    others: dict[Path, None] = {}
+    for path in _paths(manifest):
+        if model == () and path in manifest.tensors and not _below_any(path, optimizers):
+            continue
+        if not _below_any(path, inside):
+            others[_top(path, inside)] = None
+    return Parts(model, tuple(optimizers), tuple(others))
+
+
+def find_key(manifest: Manifest, key: str, option: str) -> Path:
+    """Return the path that a person means by `key`: keys joined by dots, `file`, or `file:keys`.
+
+    Raises:
+        UsageError: Nothing lies there; the message lists what does.
+    """
+    file, _, rest = key.rpartition(":")
+    wanted = {dotted((file, rest)), key} if file else {key}
+    for path in _paths(manifest):
+        for n in range(1, len(path) + 1):
+            if dotted(path[:n]) in wanted:
+                return path[:n]
+    tops = dict.fromkeys(str(path[0]) for path in _paths(manifest) if len(path) > 1)
+    raise UsageError(
+        f"{option} {key!r} leads nowhere", found=", ".join(list(tops)[:12]) or "no subtrees", fix="Choose one of those."
+    )
+
+
+def split_flat_names(manifest: Manifest) -> Manifest:
+    """Give one-key names such as `optim.state.w.exp_avg` the paths that a nested save would have given them.
+
+    Needed for old DCP folders, which keep no paths; anything else is returned as it is.
+    """
+    names = [*manifest.tensors, *manifest.objects]
+    if any(len(path) != 1 for path in names) or not any(_FLAT.fullmatch(str(path[0])) for path in names):
+        return manifest
+    moved = {path: _split(path) for path in names}
+    return replace(
+        manifest,
+        tensors={moved[p]: replace(e, path=moved[p]) for p, e in manifest.tensors.items()},
+        objects={moved[p]: replace(e, path=moved[p]) for p, e in manifest.objects.items()},
+        aliases={moved[p]: moved[q] for p, q in manifest.aliases.items()},
+    )
+
+
+def _split(path: Path) -> Path:
+    name = str(path[0])
+    if match := _FLAT.fullmatch(name):
+        return match["root"], match["rest"]
+    root, dot, rest = name.partition(".")
+    return (root, rest) if dot and root in MODEL_KEYS else path
+
+
+def _paths(manifest: Manifest) -> Iterable[Path]:
+    yield from manifest.tensors
+    yield from manifest.objects
+
+
+def _below(path: Path, root: Path) -> bool:
+    return path[: len(root)] == root
+
+
+def _below_any(path: Path, roots: Iterable[Path]) -> bool:
+    return any(_below(path, root) for root in roots)
+
+
+def _optimizers(manifest: Manifest) -> list[Path]:
+    """Return every path below which both `state` and `param_groups` lie, nested or flattened into one key."""
+    seen: dict[Path, set[str]] = {}
+    for path in _paths(manifest):
+        for n, key in enumerate(path[:_DEEPEST]):
+            if isinstance(key, str):
+                kind = key.split(".", 1)[0]
+                if kind in (_STATE, _GROUPS) and (key == kind or n == len(path) - 1):
+                    seen.setdefault(path[:n], set()).add(kind)
+    roots = [root for root, kinds in seen.items() if len(kinds) == 2]
+    return [root for root in roots if not any(other != root and _below(root, other) for other in roots)]
+
+
+def _model(manifest: Manifest, optimizers: list[Path]) -> Path:
+    tensors = [path for path in manifest.tensors if not _below_any(path, optimizers)]
+    for depth in range(1, _DEEPEST):
+        for key in MODEL_KEYS:
+            found = {path[:depth] for path in tensors if len(path) > depth and _stem(path[depth - 1]) == key}
+            if len(found) > 1:
+                raise AmbiguousError(
+                    "several subtrees could be the model",
+                    found=", ".join(sorted(map(dotted, found))),
+                    fix="Choose one with --model-key.",
+                )
+            if found:
+                return found.pop()
+    tops = {path[:1] for path in tensors if len(path) > 1}
+    if len(tops) == 1 and all(len(path) > 1 for path in tensors):
+        return tops.pop()
+    return ()
+
+
+def _stem(key: str | int) -> str:
+    return _TORCH_FILE.sub("", str(key))
+
+
+def _top(path: Path, inside: tuple[Path, ...]) -> Path:
+    """Return the shortest start of `path` that holds no part, to name what is left out in few words."""
+    for n in range(1, len(path)):
+        if not any(_below(part, path[:n]) for part in inside):
+            return path[:n]
+    return path
