@@ -1,0 +1,519 @@
+"""What stands in for the classes and functions that pickles name: values without behaviour, and the allow-list.
+
+A pickle says `module.name`, and then calls it. Here a name on the list below means a small pure function of our own,
+or an `Inert` that merely remembers its arguments; a name off the list means nothing at all. Nothing is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardckpt.errors import FormatError, UnsafeError
+
+Builder = Callable[["Global", tuple[object, ...]], object]
+"""Makes the stand-in that a call of a global yields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """A torch dtype.
+
+    Attributes:
+        name: As torch spells it, without `torch.`; it need not be one that `shardckpt.dtypes` knows.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StorageType:
+    """A torch storage class.
+
+    Attributes:
+        dtype: Type of the elements that the storage counts in; `uint8` for untyped storages.
+    """
+
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStub:
+    """A tensor: a view of a storage.
+
+    Attributes:
+        storage: What the caller's `persistent` returned for its storage.
+        offset: Elements from the start of the storage to the first element.
+        shape: Elements in each dimension.
+        strides: Elements between neighbours in each dimension.
+        dtype: Type of the elements; empty where the storage's own type says it.
+        bits: Flags of a lazily changed view, `conj` or `neg`: its bytes are not its values.
+    """
+
+    storage: object
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str = ""
+    bits: tuple[str, ...] = ()
+
+
+class Inert:
+    """An instance of a listed class, never constructed: its name, the arguments, and the state set on it.
+
+    Attributes:
+        name: `module.name` of the class.
+        args: Positional arguments that it would have been made with.
+        state: What `__setstate__` would have been given; None where nothing was.
+    """
+
+    __slots__ = ("args", "name", "state")
+
+    def __init__(self, name: str, args: tuple[object, ...] = (), state: object = None) -> None:
+        self.name = name
+        self.args = args
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class Ordered(dict[object, object]):
+    """A `collections.OrderedDict` or a relative of it.
+
+    Attributes:
+        attributes: What was set on the dict object itself, such as `_metadata` of a module's state dict.
+    """
+
+    __slots__ = ("attributes",)
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.attributes: object = None
+
+
+class Global(NamedTuple):
+    """A listed name.
+
+    Attributes:
+        name: `module.name`.
+        call: What a call of it yields; None where it may be named, but not called.
+    """
+
+    name: str
+    call: Builder | None
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The allow-list.
+
+    Attributes:
+        names: `(module, name)` to the stand-in.
+    """
+
+    names: dict[tuple[str, str], object] = field(default_factory=dict)
+
+    def find(self, module: str, name: str) -> object | None:
+        """Return the stand-in of a name, or None for one that is not listed."""
+        return self.names.get((module, name))
+
+
+NEVER_RUN = "Nothing in a checkpoint is executed here; ask its author for a file of plain tensors (safetensors)."
+"""What an error about a refused name ends with."""
+
+
+def malformed(what: Global, args: tuple[object, ...]) -> FormatError:
+    """Return the error for a listed function with arguments that no writer gives it."""
+    kinds = ", ".join(type(a).__name__ for a in args[:8])
+    return FormatError(f"the pickle calls {what.name} in a way that no writer does", found=f"arguments ({kinds})")
+
+
+def _inert(what: Global, args: tuple[object, ...]) -> object:
+    return Inert(what.name, args)
+
+
+def _ordered(what: Global, args: tuple[object, ...]) -> object:
+    if not args:
+        return Ordered()
+    pairs = args[0]
+    if len(args) != 1 or not isinstance(pairs, list | tuple | dict):
+        raise malformed(what, args)
+    if isinstance(pairs, dict):
+        return Ordered(pairs)
+    checked = [tuple(p) for p in pairs if isinstance(p, list | tuple) and len(p) == 2 and isinstance(p[0], str | int)]
+    if len(checked) != len(pairs):
+        raise malformed(what, args)
+    return Ordered(checked)
+
+
+def _default_dict(what: Global, args: tuple[object, ...]) -> object:
+    if len(args) > 1:
+        return _ordered(what, args[1:])
+    return Ordered()
+
+
+def _sequence(make: Callable[[list[object]], object]) -> Builder:
+    def build(what: Global, args: tuple[object, ...]) -> object:
+        if not args:
+            return make([])
+        if len(args) != 1 or not isinstance(args[0], list | tuple):
+            raise malformed(what, args)
+        return make(list(args[0]))
+
+    return build
+
+
+def _hashed(make: Callable[[list[object]], object]) -> Builder:
+    """Sets of plain values only: hashing what a stranger nested may take for ever."""
+
+    def build(what: Global, args: tuple[object, ...]) -> object:
+        items = args[0] if args else []
+        if len(args) > 1 or not isinstance(items, list | tuple):
+            raise malformed(what, args)
+        if not all(isinstance(i, str | int | float | bytes | Dtype | None) for i in items):
+            raise malformed(what, args)
+        return make(list(items))
+
+    return build
+
+
+def _deque(what: Global, args: tuple[object, ...]) -> object:
+    if args and not isinstance(args[0], list | tuple):
+        raise malformed(what, args)
+    return list(args[0]) if args and isinstance(args[0], list | tuple) else []
+
+
+def _bytes(what: Global, args: tuple[object, ...]) -> object:
+    """`bytes` and `bytearray`, without the form that takes a length: it would allocate on a stranger's word."""
+    if not args:
+        return b""
+    first = args[0]
+    if isinstance(first, str) and len(args) == 2 and args[1] in ("latin1", "latin-1", "utf-8", "utf8", "ascii"):
+        return first.encode("latin-1" if str(args[1]).startswith("latin") else "utf-8")
+    if isinstance(first, bytes | bytearray) and len(args) == 1:
+        return bytes(first)
+    if isinstance(first, list) and len(args) == 1 and all(isinstance(b, int) and 0 <= b < 256 for b in first):
+        return bytes(first)
+    raise malformed(what, args)
+
+
+def _encode(what: Global, args: tuple[object, ...]) -> object:
+    """`_codecs.encode`, which protocol 2 uses to write bytes."""
+    if len(args) != 2 or not isinstance(args[0], str):
+        raise malformed(what, args)
+    return _bytes(what, args)
+
+
+def _complex(what: Global, args: tuple[object, ...]) -> object:
+    if len(args) == 2 and isinstance(args[0], int | float) and isinstance(args[1], int | float):
+        return complex(args[0], args[1])
+    raise malformed(what, args)
+
+
+def _number(make: Callable[[], object]) -> Builder:
+    def build(what: Global, args: tuple[object, ...]) -> object:
+        if not args:
+            return make()
+        if len(args) != 1 or not isinstance(args[0], int | float):
+            raise malformed(what, args)
+        return args[0]
+
+    return build
+
+
+def _path(what: Global, args: tuple[object, ...]) -> object:
+    if not all(isinstance(a, str) for a in args):
+        raise malformed(what, args)
+    parts = [str(a) for a in args]
+    separator = "\\" if "Windows" in what.name else "/"
+    root = parts.pop(0) if parts and parts[0].endswith(separator) else ""
+    return root + separator.join(parts)
+
+
+def _device(what: Global, args: tuple[object, ...]) -> object:
+    if not args or not isinstance(args[0], str) or not all(isinstance(a, int) for a in args[1:]):
+        raise malformed(what, args)
+    return ":".join(map(str, args))
+
+
+def _text(what: Global, args: tuple[object, ...]) -> object:
+    if len(args) != 1 or not isinstance(args[0], str):
+        raise malformed(what, args)
+    return args[0]
+
+
+def _sizes(what: Global, args: tuple[object, ...], value: object) -> tuple[int, ...]:
+    """Return non-negative 64-bit sizes; torch knows no others."""
+    if (
+        not isinstance(value, list | tuple)
+        or len(value) > 64
+        or not all(type(n) is int and 0 <= n < 2**63 for n in value)
+    ):
+        raise malformed(what, args)
+    return tuple(value)
+
+
+def _size(what: Global, args: tuple[object, ...]) -> object:
+    if not args:
+        return ()
+    if len(args) == 1 and type(args[0]) is tuple:
+        for n in args[0]:
+            if type(n) is not int:
+                break
+        else:
+            return args[0]
+    raise malformed(what, args)
+
+
+def _tensor(what: Global, args: tuple[object, ...]) -> object:
+    """`_rebuild_tensor` and its versions 2 and 3."""
+    v3 = what.name.endswith("_v3")
+    if len(args) < 4 or type(args[1]) is not int or not 0 <= args[1] < 2**63:
+        raise malformed(what, args)
+    shape, strides = _sizes(what, args, args[2]), _sizes(what, args, args[3])
+    if len(shape) != len(strides):
+        raise malformed(what, args)
+    dtype = ""
+    if v3:
+        if len(args) < 7 or not isinstance(args[6], Dtype):
+            raise malformed(what, args)
+        dtype = args[6].name
+    flags = args[7 if v3 else 6] if len(args) > (7 if v3 else 6) else None
+    if flags and not isinstance(flags, dict):
+        raise malformed(what, args)
+    bits = tuple(str(k) for k, v in flags.items() if v) if isinstance(flags, dict) else ()
+    return TensorStub(args[0], args[1], shape, strides, dtype, bits)
+
+
+def _inner(what: Global, args: tuple[object, ...]) -> object:
+    """A parameter is its tensor."""
+    if not args:
+        raise malformed(what, args)
+    return args[0]
+
+
+def _typed(what: Global, args: tuple[object, ...]) -> object:
+    """`_rebuild_from_type_v2(function, class, arguments, state)`: a tensor that carries Python attributes."""
+    if len(args) != 4 or not isinstance(args[0], Global) or not isinstance(args[2], tuple):
+        raise malformed(what, args)
+    function, kind, inner, state = args
+    assert isinstance(function, Global) and isinstance(inner, tuple)
+    if function.call is None or not function.name.startswith("torch._utils._rebuild_"):
+        raise malformed(what, args)
+    made = function.call(function, inner)
+    if isinstance(made, Inert):
+        made.state = state
+    elif not isinstance(kind, Global) or kind.name not in _PLAIN_TENSORS:
+        name = kind.name if isinstance(kind, Global) else "a tensor subclass"
+        return Inert(name, (made,), state)
+    return made
+
+
+def _wrapper(what: Global, args: tuple[object, ...]) -> object:
+    """`_rebuild_wrapper_subclass(class, dtype, size, ...)`: a DTensor or a relative, named by its class."""
+    if not args or not isinstance(args[0], Global):
+        raise malformed(what, args)
+    return Inert(args[0].name, args[1:])
+
+
+def _reconstructor(what: Global, args: tuple[object, ...]) -> object:
+    """`copyreg._reconstructor(class, base, state)`, how protocols 0 and 1 write an instance."""
+    if len(args) != 3 or not isinstance(args[0], Global) or args[0].call is not _inert:
+        raise malformed(what, args)
+    return Inert(args[0].name, () if args[2] is None else (args[2],))
+
+
+def _nested_class(what: Global, args: tuple[object, ...]) -> object:
+    """`getattr`, for the one nested class that a torch class pickles by it."""
+    if len(args) == 2 and isinstance(args[0], Global) and (args[0].name, args[1]) == _NESTED:
+        return Global(".".join(_NESTED), _inert)
+    raise UnsafeError(
+        f"the pickle calls {what.name}, which could reach any function", found=f"{args[1:]}", fix=NEVER_RUN
+    )
+
+
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+_NESTED = (_SHARDED_TENSOR, "ProcessGroupState")
+_PLAIN_TENSORS = frozenset(
+    {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer", "torch.nn.Parameter"}
+)
+
+_STORAGES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+    "QUInt8": "quint8",
+    "QInt8": "qint8",
+    "QInt32": "qint32",
+    "QUInt4x2": "quint4x2",
+    "QUInt2x4": "quint2x4",
+}
+_DTYPES = (
+    *("bool", "bfloat16", "float16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *(f"{kind}{n}" for kind in ("int", "uint") for n in (*range(1, 9), 16, 32, 64)),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    *("quint8", "qint8", "qint32", "quint4x2", "quint2x4"),
+    *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+)
+
+_FUNCTIONS: dict[str, dict[str, Builder | None]] = {
+    "builtins": {
+        "bytearray": _bytes,
+        "bytes": _bytes,
+        "complex": _complex,
+        "dict": _ordered,
+        "float": _number(float),
+        "frozenset": _hashed(frozenset),
+        "getattr": _nested_class,
+        "int": _number(int),
+        "list": _sequence(list),
+        "object": None,
+        "range": _inert,
+        "set": _hashed(set),
+        "slice": _inert,
+        "str": None,
+        "bool": None,
+        "tuple": _sequence(tuple),
+    },
+    "_codecs": {"encode": _encode},
+    "collections": {"Counter": _ordered, "OrderedDict": _ordered, "defaultdict": _default_dict, "deque": _deque},
+    "copyreg": {"_reconstructor": _reconstructor},
+    "torch": {"Size": _size, "device": _device, "Tensor": None},
+    "torch.serialization": {"_get_layout": _text},
+    "torch._utils": {
+        "_rebuild_tensor": _tensor,
+        "_rebuild_tensor_v2": _tensor,
+        "_rebuild_tensor_v3": _tensor,
+        "_rebuild_parameter": _inner,
+        "_rebuild_parameter_with_state": _inner,
+        "_rebuild_wrapper_subclass": _wrapper,
+    },
+    "torch._tensor": {"_rebuild_from_type_v2": _typed},
+    "torch.nn.parameter": {"Parameter": None, "Buffer": None},
+    **{
+        module: dict.fromkeys(
+            ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"), _path
+        )
+        for module in ("pathlib", "pathlib._local")
+    },
+}
+
+_DCP_METADATA = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+_MULTIARRAY = ("_reconstruct", "scalar", "_frombuffer")
+_INERT: dict[str, tuple[str, ...]] = {
+    "argparse": ("Namespace",),
+    "types": ("SimpleNamespace",),
+    "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
+    "deepspeed.runtime.zero.config": (
+        "DeepSpeedZeroConfig",
+        "ZeroStageEnum",
+    ),
+    "deepspeed.runtime.zero.offload_config": (
+        "DeepSpeedZeroOffloadOptimizerConfig",
+        "DeepSpeedZeroOffloadParamConfig",
+        "OffloadDeviceEnum",
+    ),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata",),
+    "megatron.core.enums": ("ModelType",),
+    "megatron.core.transformer.enums": ("AttnBackend", "AttnMaskType", "LayerType"),
+    "numpy": ("dtype", "ndarray", "bool_", "float32", "float64", "int32", "int64"),
+    "numpy.core.multiarray": _MULTIARRAY,
+    "numpy._core.multiarray": _MULTIARRAY,
+    "numpy.core.numeric": ("_frombuffer",),
+    "numpy._core.numeric": ("_frombuffer",),
+    "torch": (
+        "Generator",
+        "channels_last",
+        "contiguous_format",
+        "per_channel_affine",
+        "per_channel_affine_float_qparams",
+        "per_channel_symmetric",
+        "per_tensor_affine",
+        "per_tensor_symmetric",
+        "preserve_format",
+        "strided",
+    ),
+    "torch._utils": (
+        "_rebuild_device_tensor_from_cpu_tensor",
+        "_rebuild_device_tensor_from_numpy",
+        "_rebuild_meta_tensor_no_storage",
+        "_rebuild_nested_tensor",
+        "_rebuild_qtensor",
+        "_rebuild_sparse_tensor",
+        "_rebuild_xla_tensor",
+    ),
+    "torch.storage": ("_load_from_bytes",),
+    "torch.distributed._mesh_layout": ("_FlatLayout", "_MeshLayout"),
+    "torch.distributed._shard.checkpoint.metadata": _DCP_METADATA,
+    "torch.distributed._shard.metadata": ("ShardMetadata",),
+    "torch.distributed._shard.sharded_tensor.api": ("ShardedTensor", "ShardedTensor.ProcessGroupState"),
+    "torch.distributed._shard.sharded_tensor.metadata": (
+        "MEM_FORMAT_ENCODING",
+        "ShardedTensorMetadata",
+        "TensorProperties",
+    ),
+    "torch.distributed._shard.sharded_tensor.shard": ("Shard",),
+    "torch.distributed._shard.sharding_spec.api": ("EnumerableShardingSpec", "DevicePlacementSpec"),
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec": ("ChunkShardingSpec",),
+    "torch.distributed._tensor.api": ("DTensor",),
+    "torch.distributed._tensor.device_mesh": ("DeviceMesh",),
+    "torch.distributed._tensor.placement_types": (
+        *("DTensorSpec", "Placement", "Replicate", "Shard", "TensorMeta", "_Partial", "Partial"),
+    ),
+    "torch.distributed.checkpoint._hf_utils": ("_HFStorageInfo",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": _DCP_METADATA,
+    "torch.distributed.device_mesh": ("DeviceMesh", "_MeshEnv"),
+    "torch.distributed.fsdp._flat_param": ("FlatParamShardMetadata",),
+    "torch.distributed.remote_device": ("_remote_device",),
+    "torch.distributed.tensor": ("DTensor",),
+    "torch.distributed.tensor._api": ("DTensor",),
+    "torch.distributed.tensor._dtensor_spec": ("DTensorSpec", "ShardOrderEntry", "TensorMeta"),
+    "torch.distributed.tensor.placement_types": (
+        *("MaskPartial", "Partial", "Placement", "Replicate", "Shard", "_MaskPartial", "_StridedShard"),
+    ),
+}
+
+_MODULE_SYNONYMS = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+"""What Python 2 called them, and protocols 0 to 2 still do."""
+
+
+def _default_names() -> dict[tuple[str, str], object]:
+    names: dict[tuple[str, str], object] = {("torch", name): Dtype(name) for name in _DTYPES}
+    for module in ("torch", "torch.cuda"):
+        names |= {(module, f"{kind}Storage"): StorageType(dtype) for kind, dtype in _STORAGES.items()}
+    for module, name in (("torch", "UntypedStorage"), ("torch.storage", "UntypedStorage")):
+        names[module, name] = names[module, "_" + name] = StorageType("uint8")
+    for module, members in _INERT.items():
+        names |= {(module, name): Global(f"{module}.{name}", _inert) for name in members}
+    for module, functions in _FUNCTIONS.items():
+        names |= {(module, name): Global(f"{module}.{name}", call) for name, call in functions.items()}
+    for old, module in _MODULE_SYNONYMS.items():
+        names |= {(old, name): value for (m, name), value in names.items() if m == module}
+    names["__builtin__", "unicode"] = names["builtins", "str"]
+    return names
+
+
+ALLOWED = Allowed(_default_names())
+"""Every name that may stand in a pickle."""

@@ -1,0 +1,806 @@
+"""Reads pickles without running them: our own machine for the opcodes, and only listed names mean anything.
+
+The opcodes are those of protocols 0 to 5 (PEP 3154 and 574, and the notes in CPython's `pickletools`). What a pickle
+would import, call or construct becomes a value of `shardckpt.format.inert`, or a typed error that names it.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from struct import error as StructError  # noqa: N812  # struct spells its exception in lower case
+from struct import unpack_from
+from typing import Any
+
+from shardckpt.errors import FormatError, ShardckptError, TruncatedError, UnsafeError
+from shardckpt.format.inert import (
+    ALLOWED,
+    NEVER_RUN,
+    Dtype,
+    Global,
+    Inert,
+    Ordered,
+    StorageType,
+    TensorStub,
+)
+
+__all__ = ["Dtype", "Global", "Inert", "Limits", "Ordered", "StorageType", "TensorStub", "load", "load_at"]
+
+Persistent = Callable[[object], object]
+"""Turns a persistent id, such as torch's `("storage", type, key, device, count)`, into what stands for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a pickle may ask for. Real checkpoints stay far below; no honest file should meet these.
+
+    Attributes:
+        nbytes: Bytes of the pickle itself, and with them its opcodes and strings.
+        depth: Containers in one another; 0 leaves the shape of the result unchecked, for callers that never recurse.
+        values: Values in the result, one that is used twice counted twice.
+        containers: Lists, dicts, sets and instances made.
+        int_bytes: Bytes of one integer.
+    """
+
+    nbytes: int = 1 << 30
+    depth: int = 200
+    values: int = 200_000_000
+    containers: int = 64_000_000
+    int_bytes: int = 1024
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def load(
+    data: bytes | bytearray | memoryview,
+    *,
+    where: str,
+    persistent: Persistent | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> object:
+    """Return the object of a pickle, with stand-ins for every class.
+
+    Args:
+        data: The pickle; what follows its end is ignored.
+        where: What it is, for messages.
+        persistent: Resolves persistent ids; without it they are an error.
+        limits: What it may ask for.
+
+    Raises:
+        TruncatedError: It ends before its last opcode.
+        FormatError: It is no pickle, or a damaged one.
+        UnsafeError: It names something off the allow-list, would set state on something alive, or exceeds a limit.
+    """
+    return load_at(data, 0, where=where, persistent=persistent, limits=limits)[0]
+
+
+def load_at(
+    data: bytes | bytearray | memoryview,
+    start: int,
+    *,
+    where: str,
+    persistent: Persistent | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> tuple[object, int]:
+    """Return the object of the pickle that starts at a byte of `data`, and one past its last byte.
+
+    Args:
+        data: Bytes that hold the pickle, and perhaps others before and behind it.
+        start: First byte of the pickle.
+        where: What it is, for messages.
+        persistent: Resolves persistent ids; without it they are an error.
+        limits: What it may ask for.
+
+    Raises:
+        TruncatedError: It ends before its last opcode.
+        FormatError: It is no pickle, or a damaged one.
+        UnsafeError: It names something off the allow-list, would set state on something alive, or exceeds a limit.
+    """
+    machine = _Machine(data if type(data) is bytes else bytes(data), persistent, limits)
+    try:
+        if len(data) - start > limits.nbytes:
+            raise _over("bytes", limits.nbytes)
+        return machine.run(start), machine.pos
+    except ShardckptError as error:
+        raise _placed(error, f"{where}, byte {machine.pos - start}") from None
+
+
+def _placed(error: ShardckptError, where: str) -> ShardckptError:
+    """Return the error with the name of the pickle, and the byte where reading stopped."""
+    return type(error)(
+        error.what,
+        where=error.where or where,
+        found=error.found,
+        expected=error.expected,
+        fix=error.fix or ("Copy the file again." if isinstance(error, TruncatedError) else ""),
+    )
+
+
+_ATOMS = frozenset({str, int, bool, float, complex, bytes, type(None), Dtype, StorageType, Global})
+_PLAIN_KEYS = frozenset({str, int, bool, float, bytes, type(None), Dtype, StorageType, Global, Inert, TensorStub})
+_KEY_PARTS = 64
+"""Values in one tuple used as a key; the paths and names that writers use have a handful."""
+
+
+class _Unset:
+    """Fills memo slots that a pickle skipped."""
+
+
+_UNSET = _Unset()
+
+
+def _over(what: str, limit: int) -> UnsafeError:
+    return UnsafeError(
+        f"the pickle asks for more {what} than any checkpoint needs",
+        expected=f"at most {limit}",
+        fix="It looks made to exhaust this machine; do not trust where it came from.",
+    )
+
+
+def _ends_early() -> TruncatedError:
+    return TruncatedError("the pickle ends early", expected="more bytes")
+
+
+class _Machine:
+    """The stack, the memo, and one method for each opcode that the inner loop does not do itself.
+
+    Args:
+        data: Bytes of the pickle.
+        persistent: Resolves persistent ids.
+        limits: What it may ask for.
+    """
+
+    __slots__ = ("containers", "data", "limits", "marks", "memo", "persistent", "pos", "shared", "stack")
+
+    def __init__(self, data: bytes, persistent: Persistent | None, limits: Limits) -> None:
+        self.data = data
+        self.persistent = persistent
+        self.limits = limits
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: list[object] = []
+        self.shared: set[int] = set()
+        self.containers = limits.containers
+        self.pos = 0
+
+    def run(self, start: int) -> object:
+        """Execute opcodes up to STOP and return the object made; `pos` is then one past the pickle."""
+        try:
+            self._loop(start)
+            value: object = self.stack[-1]
+            if self.limits.depth:
+                _Shape(self.limits, self.shared).visit(value, 1)
+        except StructError:
+            raise _ends_early() from None
+        except IndexError:
+            if self.pos >= len(self.data):
+                raise _ends_early() from None
+            raise FormatError("the pickle takes a value that it never made") from None
+        except ShardckptError:
+            raise
+        except (UnicodeError, ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise FormatError("the pickle is malformed", found=str(error)) from None
+        except (MemoryError, RecursionError):
+            raise UnsafeError("the pickle asks for more memory than there is") from None
+        return value
+
+    def _loop(self, pos: int) -> None:
+        """Run: the opcodes that make up nearly all of a real pickle here, most frequent first, the rest by table."""
+        data, stack, memo, marks, table = self.data, self.stack, self.memo, self.marks, _TABLE
+        push, remember, atoms = stack.append, memo.append, _ATOMS
+        try:
+            while True:
+                op = data[pos]
+                pos += 1
+                if op == 0x94:  # MEMOIZE
+                    remember(stack[-1])
+                elif op == 0x68:  # BINGET
+                    value = memo[data[pos]]
+                    pos += 1
+                    if value.__class__ not in atoms:
+                        self.share(value)
+                    push(value)
+                elif op == 0x6A:  # LONG_BINGET
+                    value = memo[data[pos] | data[pos + 1] << 8 | data[pos + 2] << 16 | data[pos + 3] << 24]
+                    pos += 4
+                    if value.__class__ not in atoms:
+                        self.share(value)
+                    push(value)
+                elif op == 0x71:  # BINPUT
+                    self.put(data[pos])
+                    pos += 1
+                elif op == 0x72:  # LONG_BINPUT
+                    self.put(data[pos] | data[pos + 1] << 8 | data[pos + 2] << 16 | data[pos + 3] << 24)
+                    pos += 4
+                elif op == 0x4B:  # BININT1
+                    push(data[pos])
+                    pos += 1
+                elif op == 0x28:  # MARK
+                    marks.append(len(stack))
+                elif op == 0x29:  # EMPTY_TUPLE
+                    push(())
+                elif op == 0x86:  # TUPLE2
+                    last = stack.pop()
+                    stack[-1] = (stack[-1], last)
+                elif op == 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                elif op == 0x4D:  # BININT2
+                    push(data[pos] | data[pos + 1] << 8)
+                    pos += 2
+                elif op == 0x2E:  # STOP
+                    return
+                else:
+                    pos = table[op](self, pos)
+        finally:
+            self.pos = pos
+
+    def share(self, value: object) -> None:
+        """Note a container that is used again: only those can make a result larger than its pickle."""
+        if value is _UNSET:
+            raise FormatError("the pickle uses a memo entry that it never set")
+        self.shared.add(id(value))
+
+    def put(self, index: int) -> None:
+        """Remember the top of the stack."""
+        memo = self.memo
+        if index == len(memo):
+            memo.append(self.stack[-1])
+        elif index < len(memo):
+            memo[index] = self.stack[-1]
+        elif index <= len(self.data):
+            memo.extend([_UNSET] * (index - len(memo)))
+            memo.append(self.stack[-1])
+        else:
+            raise _over("memo entries", len(self.data))
+
+    def get(self, index: int) -> None:
+        """Push a remembered value."""
+        if not 0 <= index < len(self.memo):
+            raise FormatError("the pickle uses a memo entry that it never set")
+        value = self.memo[index]
+        if value.__class__ not in _ATOMS:
+            self.share(value)
+        self.stack.append(value)
+
+    def take(self, pos: int, length: int) -> bytes:
+        """Return `length` bytes at `pos`."""
+        if length < 0 or length > len(self.data) - pos:
+            raise _ends_early()
+        return self.data[pos : pos + length]
+
+    def line(self, pos: int) -> tuple[bytes, int]:
+        """Return the line at `pos`, and the byte behind its end."""
+        end = self.data.find(b"\n", pos)
+        if end < 0:
+            raise _ends_early()
+        return self.data[pos:end], end + 1
+
+    def above_mark(self) -> list[Any]:
+        """Take what lies above the last mark off the stack, and the mark."""
+        if not self.marks:
+            raise FormatError("the pickle collects values without a mark")
+        mark = self.marks.pop()
+        items = self.stack[mark:]
+        del self.stack[mark:]
+        return items
+
+    def counted(self) -> None:
+        """Count one container."""
+        self.containers -= 1
+        if self.containers < 0:
+            raise _over("containers", self.limits.containers)
+
+    def fresh(self, value: object) -> None:
+        """Push a new container."""
+        self.counted()
+        self.stack.append(value)
+
+    def resolve(self, module: str, name: str) -> None:
+        """Push the stand-in of a global."""
+        found = ALLOWED.find(module, name)
+        if found is None:
+            raise UnsafeError(
+                f"the pickle names {module}.{name}, which is not on the list of harmless names", fix=NEVER_RUN
+            )
+        self.stack.append(found)
+
+    def call(self, what: object, args: object) -> object:
+        """Return what a call of a listed name stands for."""
+        if type(what) is not Global:
+            raise UnsafeError(f"the pickle calls {_described(what)}", expected="a listed class", fix=NEVER_RUN)
+        if type(args) is not tuple:
+            raise FormatError(f"the pickle calls {what.name} without a tuple of arguments")
+        if what.call is None:
+            raise UnsafeError(f"the pickle calls {what.name}, which it may only name", fix=NEVER_RUN)
+        self.counted()
+        return what.call(what, args)
+
+
+def _described(value: object) -> str:
+    return value.name if isinstance(value, Global | Inert) else f"a value of type {type(value).__name__}"
+
+
+class _Shape:
+    """Bounds the depth and the size of a result, so that whoever walks it may recurse.
+
+    Only a container that is used twice can make the result larger than the pickle, or contain itself; so only those are
+    remembered.
+
+    Args:
+        limits: What is allowed.
+        shared: Ids of the containers that are used again.
+    """
+
+    __slots__ = ("count", "deepest", "known", "limits", "shared")
+
+    def __init__(self, limits: Limits, shared: set[int]) -> None:
+        self.limits = limits
+        self.shared = shared
+        self.known: dict[int, tuple[int, int] | None] = {}
+        self.count = 0
+        self.deepest = 0
+
+    def visit(self, value: object, level: int) -> None:
+        """Count a value and everything in it, at a depth of `level`."""
+        if level > self.limits.depth:
+            raise _over("containers in one another", self.limits.depth)
+        if id(value) in self.shared:
+            self.visit_shared(value, level)
+        else:
+            self.visit_once(value, level)
+
+    def visit_once(self, value: object, level: int) -> None:
+        """Count what is in a value."""
+        children = _children(value)
+        self.count += len(children)
+        if self.count > self.limits.values:
+            raise _over("values", self.limits.values)
+        self.deepest = max(self.deepest, level)
+        for child in children:
+            if child.__class__ not in _ATOMS:
+                self.visit(child, level + 1)
+
+    def visit_shared(self, value: object, level: int) -> None:
+        """Count what is in a value that is used again: look it up the second time."""
+        key = id(value)
+        if key in self.known:
+            known = self.known[key]
+            if known is None:
+                raise UnsafeError("the pickle holds a container that contains itself")
+            self.count += known[1]
+            self.deepest = max(self.deepest, level + known[0])
+        else:
+            self.known[key] = None
+            count, deepest = self.count, self.deepest
+            self.deepest = level
+            self.visit_once(value, level)
+            self.known[key] = (self.deepest - level, self.count - count)
+            self.deepest = max(self.deepest, deepest)
+        if self.deepest > self.limits.depth:
+            raise _over("containers in one another", self.limits.depth)
+        if self.count > self.limits.values:
+            raise _over("values", self.limits.values)
+
+
+def _children(value: object) -> Collection[object]:
+    if isinstance(value, tuple | list):
+        return value
+    if isinstance(value, dict):
+        attributes = (value.attributes,) if type(value) is Ordered and value.attributes is not None else ()
+        return [*value.values(), *value, *attributes]
+    if isinstance(value, Inert):
+        return (value.args, value.state)
+    if isinstance(value, set | frozenset):
+        return value
+    return ()
+
+
+def _check_key(key: object, left: int = _KEY_PARTS) -> int:
+    """Refuse keys whose hash is costly or undefined; return how many more values a tuple may hold."""
+    if type(key) is tuple:
+        for part in key:
+            left = _check_key(part, left - 1)
+            if left <= 0:
+                raise _over("values in one key", _KEY_PARTS)
+    elif type(key) not in _PLAIN_KEYS:
+        raise FormatError(f"the pickle uses a value of type {type(key).__name__} as a key")
+    return left
+
+
+_Step = Callable[[_Machine, int], int]
+
+
+def _unknown(machine: _Machine, pos: int) -> int:
+    raise FormatError("the pickle has an unknown opcode", found=f"0x{machine.data[pos - 1]:02x}")
+
+
+def _extension(machine: _Machine, pos: int) -> int:
+    raise UnsafeError(
+        "the pickle uses the copyreg extension registry", found=f"opcode 0x{machine.data[pos - 1]:02x}", fix=NEVER_RUN
+    )
+
+
+def _protocol(machine: _Machine, pos: int) -> int:
+    if machine.data[pos] > 5:
+        raise FormatError("the pickle has an unknown protocol", found=machine.data[pos], expected="0 to 5")
+    return pos + 1
+
+
+def _frame(machine: _Machine, pos: int) -> int:
+    (length,) = unpack_from("<Q", machine.data, pos)
+    if length > len(machine.data) - pos - 8:
+        raise _ends_early()
+    return pos + 8
+
+
+def _constant(value: object) -> _Step:
+    def step(machine: _Machine, pos: int) -> int:
+        machine.stack.append(value)
+        return pos
+
+    return step
+
+
+def _packed(form: str, size: int) -> _Step:
+    def step(machine: _Machine, pos: int) -> int:
+        machine.stack.append(unpack_from(form, machine.data, pos)[0])
+        return pos + size
+
+    return step
+
+
+def _sized(form: str, size: int, decode: Callable[[bytes], object]) -> _Step:
+    """A value that is its length and then its bytes."""
+
+    def step(machine: _Machine, pos: int) -> int:
+        (length,) = unpack_from(form, machine.data, pos)
+        pos += size
+        machine.stack.append(decode(machine.take(pos, length)))
+        return pos + int(length)
+
+    return step
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
+
+
+def _old_text(raw: bytes) -> str | bytes:
+    """Python 2 wrote its strings as bytes."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return raw
+
+
+def _short_text(machine: _Machine, pos: int) -> int:
+    end = pos + 1 + machine.data[pos]
+    if end > len(machine.data):
+        raise _ends_early()
+    machine.stack.append(machine.data[pos + 1 : end].decode("utf-8", "surrogatepass"))
+    return end
+
+
+def _long(form: str, size: int) -> _Step:
+    def step(machine: _Machine, pos: int) -> int:
+        (length,) = unpack_from(form, machine.data, pos)
+        if length > machine.limits.int_bytes:
+            raise _over("bytes of an integer", machine.limits.int_bytes)
+        pos += size
+        machine.stack.append(int.from_bytes(machine.take(pos, length), "little", signed=True))
+        return pos + int(length)
+
+    return step
+
+
+def _text_number(convert: Callable[[bytes], object]) -> _Step:
+    def step(machine: _Machine, pos: int) -> int:
+        line, pos = machine.line(pos)
+        if len(line) > machine.limits.int_bytes:
+            raise _over("digits of a number", machine.limits.int_bytes)
+        machine.stack.append(convert(line))
+        return pos
+
+    return step
+
+
+def _text_int(line: bytes) -> object:
+    return {b"00": False, b"01": True}.get(line, int(line))
+
+
+def _text_long(line: bytes) -> int:
+    return int(line.removesuffix(b"L"))
+
+
+def _text_string(machine: _Machine, pos: int) -> int:
+    line, pos = machine.line(pos)
+    line = line.strip()
+    if len(line) < 2 or line[:1] not in b"'\"" or line[:1] != line[-1:]:
+        raise FormatError("the pickle has a string without quotes")
+    machine.stack.append(_old_text(codecs.escape_decode(line[1:-1])[0]))
+    return pos
+
+
+def _text_unicode(machine: _Machine, pos: int) -> int:
+    line, pos = machine.line(pos)
+    machine.stack.append(line.decode("raw-unicode-escape"))
+    return pos
+
+
+def _pop(machine: _Machine, pos: int) -> int:
+    if machine.marks and machine.marks[-1] == len(machine.stack):
+        machine.marks.pop()
+    else:
+        machine.stack.pop()
+    return pos
+
+
+def _duplicate(machine: _Machine, pos: int) -> int:
+    value = machine.stack[-1]
+    machine.share(value)
+    machine.stack.append(value)
+    return pos
+
+
+def _pop_mark(machine: _Machine, pos: int) -> int:
+    machine.above_mark()
+    return pos
+
+
+def _text_get(machine: _Machine, pos: int) -> int:
+    line, pos = machine.line(pos)
+    machine.get(int(line[:20]))
+    return pos
+
+
+def _text_put(machine: _Machine, pos: int) -> int:
+    line, pos = machine.line(pos)
+    index = int(line[:20])
+    if index < 0:
+        raise FormatError("the pickle has a negative memo index")
+    machine.put(index)
+    return pos
+
+
+def _empty_list(machine: _Machine, pos: int) -> int:
+    machine.fresh([])
+    return pos
+
+
+def _empty_dict(machine: _Machine, pos: int) -> int:
+    machine.fresh({})
+    return pos
+
+
+def _empty_set(machine: _Machine, pos: int) -> int:
+    machine.fresh(set())
+    return pos
+
+
+def _tuple(machine: _Machine, pos: int) -> int:
+    machine.stack.append(tuple(machine.above_mark()))
+    return pos
+
+
+def _tuple3(machine: _Machine, pos: int) -> int:
+    stack = machine.stack
+    last, middle = stack.pop(), stack.pop()
+    stack[-1] = (stack[-1], middle, last)
+    return pos
+
+
+def _list(machine: _Machine, pos: int) -> int:
+    machine.fresh(machine.above_mark())
+    return pos
+
+
+def _filled(target: dict[object, object], items: list[object]) -> None:
+    if len(items) % 2:
+        raise FormatError("the pickle has a key without a value")
+    keys = items[::2]
+    for key in keys:
+        if type(key) is not str:
+            _check_key(key)
+    target.update(zip(keys, items[1::2], strict=True))
+
+
+def _dict(machine: _Machine, pos: int) -> int:
+    made: dict[object, object] = {}
+    _filled(made, machine.above_mark())
+    machine.fresh(made)
+    return pos
+
+
+def _set_items(machine: _Machine, pos: int) -> int:
+    items = machine.above_mark()
+    target = machine.stack[-1]
+    if not isinstance(target, dict):
+        raise UnsafeError(f"the pickle sets items of {_described(target)}", expected="a dict", fix=NEVER_RUN)
+    _filled(target, items)
+    return pos
+
+
+def _set_item(machine: _Machine, pos: int) -> int:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    target = machine.stack[-1]
+    if not isinstance(target, dict):
+        raise UnsafeError(f"the pickle sets an item of {_described(target)}", expected="a dict", fix=NEVER_RUN)
+    _filled(target, [key, value])
+    return pos
+
+
+def _appended(machine: _Machine, items: list[object]) -> None:
+    target = machine.stack[-1]
+    if type(target) is not list:
+        raise UnsafeError(f"the pickle appends to {_described(target)}", expected="a list", fix=NEVER_RUN)
+    target.extend(items)
+
+
+def _append(machine: _Machine, pos: int) -> int:
+    _appended(machine, [machine.stack.pop()])
+    return pos
+
+
+def _appends(machine: _Machine, pos: int) -> int:
+    _appended(machine, machine.above_mark())
+    return pos
+
+
+def _add_items(machine: _Machine, pos: int) -> int:
+    items = machine.above_mark()
+    target = machine.stack[-1]
+    if type(target) is not set:
+        raise UnsafeError(f"the pickle adds to {_described(target)}", expected="a set", fix=NEVER_RUN)
+    for item in items:
+        _check_key(item)
+    target.update(items)
+    return pos
+
+
+def _frozen_set(machine: _Machine, pos: int) -> int:
+    items = machine.above_mark()
+    for item in items:
+        _check_key(item)
+    machine.fresh(frozenset(items))
+    return pos
+
+
+def _global(machine: _Machine, pos: int) -> int:
+    module, pos = machine.line(pos)
+    name, pos = machine.line(pos)
+    machine.resolve(_text(module), _text(name))
+    return pos
+
+
+def _stack_global(machine: _Machine, pos: int) -> int:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    if type(name) is not str or type(module) is not str:
+        raise FormatError("the pickle names a global by something that is no text")
+    machine.resolve(module, name)
+    return pos
+
+
+def _reduce(machine: _Machine, pos: int) -> int:
+    stack = machine.stack
+    args = stack.pop()
+    stack[-1] = machine.call(stack[-1], args)
+    return pos
+
+
+def _new_object_ex(machine: _Machine, pos: int) -> int:
+    stack = machine.stack
+    keywords, args = stack.pop(), stack.pop()
+    made = machine.call(stack[-1], args)
+    if type(made) is not Inert or type(keywords) is not dict:
+        raise FormatError(f"the pickle constructs {_described(stack[-1])} with keywords")
+    made.args = (*made.args, keywords)
+    stack[-1] = made
+    return pos
+
+
+def _instance(machine: _Machine, pos: int) -> int:
+    pos = _global(machine, pos)
+    kind = machine.stack.pop()
+    machine.stack.append(machine.call(kind, tuple(machine.above_mark())))
+    return pos
+
+
+def _object(machine: _Machine, pos: int) -> int:
+    items = machine.above_mark()
+    if not items:
+        raise FormatError("the pickle constructs an object without a class")
+    machine.stack.append(machine.call(items[0], tuple(items[1:])))
+    return pos
+
+
+def _build(machine: _Machine, pos: int) -> int:
+    state = machine.stack.pop()
+    target = machine.stack[-1]
+    if type(target) is Inert:
+        target.state = state
+    elif type(target) is Ordered:
+        target.attributes = state
+    else:
+        raise UnsafeError(
+            f"the pickle sets the state of {_described(target)}", expected="a listed class", fix=NEVER_RUN
+        )
+    return pos
+
+
+def _persistent(machine: _Machine, key: object) -> None:
+    if machine.persistent is None:
+        raise FormatError("the pickle refers to data outside of it", found=f"persistent id {key!r:.80}")
+    machine.stack.append(machine.persistent(key))
+
+
+def _text_persistent(machine: _Machine, pos: int) -> int:
+    line, pos = machine.line(pos)
+    _persistent(machine, _text(line))
+    return pos
+
+
+def _binary_persistent(machine: _Machine, pos: int) -> int:
+    _persistent(machine, machine.stack.pop())
+    return pos
+
+
+# What the inner loop does itself is missing here.
+_STEPS: dict[bytes, _Step] = {
+    b"0": _pop,
+    b"1": _pop_mark,
+    b"2": _duplicate,
+    b"B": _sized("<I", 4, bytes),
+    b"C": _sized("<B", 1, bytes),
+    b"F": _text_number(float),
+    b"G": _packed(">d", 8),
+    b"I": _text_number(_text_int),
+    b"J": _packed("<i", 4),
+    b"L": _text_number(_text_long),
+    b"N": _constant(None),
+    b"P": _text_persistent,
+    b"Q": _binary_persistent,
+    b"R": _reduce,
+    b"S": _text_string,
+    b"T": _sized("<i", 4, _old_text),
+    b"U": _sized("<B", 1, _old_text),
+    b"V": _text_unicode,
+    b"X": _sized("<I", 4, _text),
+    b"]": _empty_list,
+    b"a": _append,
+    b"b": _build,
+    b"c": _global,
+    b"d": _dict,
+    b"e": _appends,
+    b"g": _text_get,
+    b"i": _instance,
+    b"l": _list,
+    b"o": _object,
+    b"p": _text_put,
+    b"s": _set_item,
+    b"t": _tuple,
+    b"u": _set_items,
+    b"}": _empty_dict,
+    b"\x80": _protocol,
+    b"\x81": _reduce,
+    b"\x82": _extension,
+    b"\x83": _extension,
+    b"\x84": _extension,
+    b"\x87": _tuple3,
+    b"\x88": _constant(True),
+    b"\x89": _constant(False),
+    b"\x8a": _long("<B", 1),
+    b"\x8b": _long("<i", 4),
+    b"\x8c": _short_text,
+    b"\x8d": _sized("<Q", 8, _text),
+    b"\x8e": _sized("<Q", 8, bytes),
+    b"\x8f": _empty_set,
+    b"\x90": _add_items,
+    b"\x91": _frozen_set,
+    b"\x92": _new_object_ex,
+    b"\x93": _stack_global,
+    b"\x95": _frame,
+    b"\x96": _sized("<Q", 8, bytes),
+}
+_TABLE = [_STEPS.get(bytes([code]), _unknown) for code in range(256)]
