@@ -1,0 +1,52 @@
+"""Whole arrays of an open checkpoint: located, proven complete, and read block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+
+from shardckpt.boxes import contiguous_blocks, whole
+from shardckpt.dtypes import bits, nbytes
+from shardckpt.format.pieces import PieceReader, Want
+from shardckpt.format.reader import Reader
+from shardckpt.manifest import Manifest, TensorEntry
+from shardckpt.plan.coverage import require_complete
+
+
+def resolve(reader: Reader, manifest: Manifest, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+    """Return the entries with every piece located, once their coverage was proven, before and after.
+
+    Raises:
+        CheckpointError: Elements are missing or doubled, or a container is damaged.
+    """
+    require_complete(manifest, entries, reader.store.url)
+    located = iter(reader.resolve([piece for entry in entries for piece in entry.pieces]))
+    resolved = [replace(entry, pieces=tuple(next(located) for _ in entry.pieces)) for entry in entries]
+    require_complete(manifest, resolved, reader.store.url)
+    return resolved
+
+
+def same_bits(reader: Reader, manifest: Manifest, a: TensorEntry, b: TensorEntry) -> bool:
+    """Tell whether two arrays of one checkpoint hold the same bits, block by block."""
+    from_a, from_b = resolve(reader, manifest, [a, b])
+    return all(x == y for x, y in zip(blocks_of(reader, from_a), blocks_of(reader, from_b), strict=True))
+
+
+def blocks_of(reader: Reader, entry: TensorEntry, block_bytes: int = 1 << 22) -> Iterator[bytearray]:
+    """Yield the bytes of a resolved array in row-major order, a block at a time.
+
+    Args:
+        reader: The open checkpoint.
+        entry: With resolved pieces.
+        block_bytes: Most bytes of a block.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+    """
+    pieces = PieceReader(reader.store)
+    most = max(block_bytes * 8 // bits(entry.stored), 1)
+    for box in contiguous_blocks(whole(entry.shape), most) if prod(entry.shape) else ():
+        buffer = bytearray(nbytes(entry.stored, box.volume))
+        pieces.fill([Want(entry.pieces, box, entry.stored, memoryview(buffer))])
+        yield buffer

@@ -1,0 +1,102 @@
+"""Config and tokenizer files that travel with a model, found beside the checkpoint or where the user says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from shardckpt.errors import FormatError, UsageError
+from shardckpt.format.reader import Source
+from shardckpt.format.safetensors import parse_json
+from shardckpt.storage.open_store import kind, open_store, split
+from shardckpt.storage.store import Store, read_bytes
+
+CONFIG = "config.json"
+_NAMES = (
+    CONFIG,
+    "generation_config.json",
+    "adapter_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+_MAX_BYTES = 256 * 2**20
+_MAX_CONFIG_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Files that are copied to the target as they are.
+
+    Attributes:
+        store: Where they lie; None where there are none.
+        files: Name to size in bytes.
+        config: The parsed `config.json`, empty where there is none.
+    """
+
+    store: Store | None
+    files: dict[str, int]
+    config: dict[str, object]
+
+
+def find_carried(source: Source, config_from: str = "") -> Carried:
+    """Find what to carry: in `config_from`, else in the source's folder, else in the folder that one lies in.
+
+    The folder above counts only where it holds the `config.json` of a model.
+
+    Raises:
+        UsageError: `config_from` is no folder, or holds nothing to carry.
+        FormatError: Its `config.json` is no JSON object.
+        StorageError: A store failed.
+    """
+    if config_from:
+        if kind(config_from) != "folder":
+            raise UsageError("--config-from is no folder", found=config_from)
+        carried = _carried(open_store(config_from))
+        if not carried.files:
+            raise UsageError("--config-from holds no config and no tokenizer files", where=config_from)
+        return carried
+    carried = _carried(source.store)
+    if carried.files or source.file is not None:
+        return carried
+    try:
+        above = open_store(split(source.store.url)[0])
+    except UsageError:
+        return carried
+    if not any(e.name == CONFIG and not e.is_folder for e in above.list()):
+        return carried
+    found = _carried(above)
+    return found if "model_type" in found.config or "architectures" in found.config else carried
+
+
+def _carried(store: Store) -> Carried:
+    files = {
+        e.name: e.size
+        for e in store.list()
+        if not e.is_folder and e.size <= _MAX_BYTES and any(fnmatchcase(e.name, glob) for glob in _NAMES)
+    }
+    return Carried(store, files, read_config(store, files.get(CONFIG, -1)))
+
+
+def read_config(store: Store, size: int) -> dict[str, object]:
+    """Return the parsed `config.json` of a folder; empty where there is none.
+
+    Raises:
+        FormatError: It is no JSON object, or too large to be one.
+    """
+    if size < 0:
+        return {}
+    where = f"{store.url}/{CONFIG}"
+    if size > _MAX_CONFIG_BYTES:
+        raise FormatError("too large for a model's config", where=where, found=f"{size} bytes")
+    config = parse_json(read_bytes(store, CONFIG, 0, size), where=where)
+    if not isinstance(config, dict):
+        raise FormatError("no JSON object", where=where)
+    return config

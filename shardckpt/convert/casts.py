@@ -1,0 +1,60 @@
+"""Casts between float types, with the promise that no finite value silently becomes infinite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shardckpt.errors import PrecisionError
+
+_NUMPY: dict[str, Any] = {
+    "bfloat16": ml_dtypes.bfloat16,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+    "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "float8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
+}
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return numpy's type for torch's name.
+
+    Raises:
+        TypeError: Numpy has none (types narrower than a byte, complex32).
+    """
+    kind: np.dtype[Any] = np.dtype(_NUMPY.get(name, name))
+    return kind
+
+
+def cast_into(
+    data: memoryview, stored: str, out: memoryview, dtype: str, *, name: str, allow_overflow: bool = False
+) -> None:
+    """Cast elements, rounding to nearest even as torch does.
+
+    Args:
+        data: Elements as stored.
+        stored: Their type.
+        out: Filled with as many elements of `dtype`.
+        dtype: The type wanted.
+        name: The tensor, for the message.
+        allow_overflow: Let finite values become infinite.
+
+    Raises:
+        PrecisionError: A finite value becomes infinite.
+    """
+    source = np.frombuffer(data, numpy_dtype(stored))
+    target = np.frombuffer(out, numpy_dtype(dtype))
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        # torch casts float64 to bfloat16 through float32
+        target[:] = source.astype(np.float32) if (stored, dtype) == ("float64", "bfloat16") else source
+        lost = 0 if allow_overflow else np.count_nonzero(np.isinf(target)) - np.count_nonzero(np.isinf(source))
+    if lost:
+        where = np.flatnonzero(np.isinf(target) & np.isfinite(source))
+        raise PrecisionError(
+            f"{lost} finite values of {name!r} become infinite in {dtype}",
+            found=f"{source[where[0]]} in {stored}",
+            fix="Keep the tensor with --keep-fp32, or allow it with --allow-overflow.",
+        )

@@ -1,0 +1,273 @@
+"""The verbs `consolidate` and `convert`: open, check, plan, stream, publish."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from shardckpt.convert.carried import Carried, find_carried
+from shardckpt.convert.options import Options, parse_size
+from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch, WrittenFile
+from shardckpt.convert.selection import Selection, select
+from shardckpt.convert.stream import Budget, Laid, lay_out, write_file
+from shardckpt.errors import UsageError
+from shardckpt.format.detect import detect, open_source
+from shardckpt.format.hf import PARAM_GROUPS, SUFFIX
+from shardckpt.format.reader import Reader
+from shardckpt.plan.outputs import OutTensor, index, name_files, split_as_stored, split_by_size
+from shardckpt.storage.open_store import local_path
+from shardckpt.storage.publication import Publication
+from shardckpt.storage.publish import overlaps, publish
+
+_OTHER_FILES = (".pt", ".pth", ".bin")
+_INDEX = "{}.safetensors.index.json"
+Split = Callable[[Sequence[OutTensor]], list[tuple[OutTensor, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One conversion, decided: the source is open and proven complete, the target was not touched.
+
+    Attributes:
+        source: As the caller gave it.
+        target: As the caller gave it.
+        options: What was asked for.
+        reader: The open checkpoint.
+        carried: Config and tokenizer files.
+        selection: What is written, under which names.
+        groups: Tensors of each payload file, by stem: `model` or `adapter_model`, `optimizer`.
+    """
+
+    source: str
+    target: str
+    options: Options
+    reader: Reader
+    carried: Carried
+    selection: Selection
+    groups: Mapping[str, list[tuple[OutTensor, ...]]]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the target is one file."""
+        return self.target.endswith(SUFFIX)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(t.nbytes for parts in self.groups.values() for part in parts for t in part)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The files of the target.
+
+    Attributes:
+        payload: With their headers made, in order.
+        small: Other files, name to content, written after the payload.
+    """
+
+    payload: tuple[Laid, ...]
+    small: Mapping[str, bytes]
+
+
+def consolidate(src: str, dst: str, *, on_progress: OnProgress | None = None, **options: Any) -> Report:
+    """Merge a sharded checkpoint into full tensors, as safetensors that `transformers` loads as they are.
+
+    Memory is constant: bytes go from file to file, or through a bounded buffer. Nothing appears under `dst` before all
+    of it is there.
+
+    Args:
+        src: Checkpoint in any readable format: a folder or file, a path or URL.
+        dst: Folder to write, or one file where it ends in `.safetensors`.
+        on_progress: Called as bytes are written; what it raises stops the work and leaves nothing.
+        **options: Fields of `Options`.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UsageError: The call cannot be done: no such source, a target that exists, an option that does not fit.
+        CheckpointError: The checkpoint is damaged, incomplete or unsafe; the message names tensor and box.
+        StorageError: Reading or writing failed, or the target has no room.
+
+    Example:
+        >>> shardckpt.consolidate("run/step-100", "model", dtype="bf16")  # doctest: +SKIP
+    """
+    chosen = _options(options)
+    return _export(
+        src, dst, chosen, lambda tensors: split_by_size(tensors, parse_size(chosen.max_shard_size)), on_progress
+    )
+
+
+def convert(src: str, dst: str, *, on_progress: OnProgress | None = None, **options: Any) -> Report:
+    """Convert a checkpoint as `consolidate` does, but keep how its tensors are split over files.
+
+    Tensors that lie whole in one source file stay together; those cut over several files are joined into one more.
+
+    Args:
+        src: As for `consolidate`.
+        dst: As for `consolidate`.
+        on_progress: As for `consolidate`.
+        **options: Fields of `Options`; `max_shard_size` is not used.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UsageError: As for `consolidate`.
+        CheckpointError: As for `consolidate`.
+        StorageError: As for `consolidate`.
+    """
+    return _export(src, dst, _options(options), split_as_stored, on_progress)
+
+
+def _options(given: Mapping[str, Any]) -> Options:
+    lists = {key: tuple(given[key]) for key in ("keep_fp32", "include", "exclude") if key in given}
+    return Options(**{**given, **lists}).validated()
+
+
+def _export(src: str, dst: str, options: Options, split: Split, on_progress: OnProgress | None) -> Report:
+    watch = Stopwatch()
+    _check_target(src, dst)
+    source = open_source(src)
+    reader = detect(source).open(source)
+    carried = find_carried(source, options.config_from)
+    watch.lap("open")
+    selection = select(reader, options, carried.config)
+    job = Job(src, dst, options, reader, carried, selection, _grouped(reader, selection, options, split))
+    _check_single(job)
+    watch.lap("plan")
+    if options.dry_run:
+        return _report(job, _lay_out(job, ""), watch)
+    return _run(job, watch, on_progress)
+
+
+def _check_target(src: str, dst: str) -> None:
+    if dst.endswith(_OTHER_FILES):
+        raise UsageError("this release writes safetensors only", found=dst, fix="Name a folder or a .safetensors file.")
+    if overlaps(src, dst):
+        raise UsageError("source and target overlap", found=dst, where=src, fix="Write to another folder.")
+
+
+def _check_single(job: Job) -> None:
+    if job.is_single and len(job.groups) > 1:
+        raise UsageError(
+            "one file cannot hold model and optimizer",
+            found=job.target,
+            fix="Name a folder, or choose --part model or --part optim.",
+        )
+
+
+def _grouped(
+    reader: Reader, selection: Selection, options: Options, split: Split
+) -> dict[str, list[tuple[OutTensor, ...]]]:
+    """Return the tensors of each payload file, by stem. A part that is there and empty gets a file too."""
+    stem = "adapter_model" if reader.manifest.format == "adapter" else "model"
+    groups = {}
+    if options.part != "optim":
+        groups[stem] = split(selection.model)
+    if selection.groups is not None:
+        groups["optimizer"] = split(selection.optim)
+    return {stem: parts or [()] for stem, parts in groups.items()}
+
+
+def _run(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
+    carried = 0 if job.is_single else sum(job.carried.files.values())
+    with publish(
+        job.target,
+        overwrite=job.options.overwrite,
+        needed_bytes=job.payload_bytes + carried,
+        last=_INDEX.format(next(iter(job.groups))),
+        single_file=job.is_single,
+    ) as publication:
+        layout = _lay_out(job, publication.fresh)
+        _write_payload(job, layout, publication, Meter(job.payload_bytes, on_progress))
+        watch.lap("copy")
+        _write_small(job, layout, publication)
+    watch.lap("publish")
+    return _report(job, layout, watch)
+
+
+def _lay_out(job: Job, fresh: str) -> Layout:
+    """Name the files, make headers and indexes.
+
+    The model's index is written where there are several files, where optimizer files lie beside them (readers that glob
+    would take those for shards), and on stores without rename, where it is what makes the result loadable.
+    """
+    if job.is_single:
+        files = {stem: name_files(parts, stem) for stem, parts in job.groups.items()}
+        return Layout(tuple(lay_out(f, _metadata(job)) for fs in files.values() for f in fs), {})
+    files = {stem: name_files(parts, stem, fresh) for stem, parts in job.groups.items()}
+    small: dict[str, bytes] = {}
+    if job.selection.groups is not None:
+        small[PARAM_GROUPS] = _json(job.selection.groups)
+    always = job.options.part != "model" or local_path(job.target) is None
+    for stem, written in reversed(files.items()):
+        if len(written) > 1 or (always and (stem != "optimizer" or len(files) == 1)):
+            small[_INDEX.format(stem)] = _json(index(written))
+    return Layout(tuple(lay_out(f, _metadata(job)) for fs in files.values() for f in fs), small)
+
+
+def _json(content: Mapping[str, object]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+
+
+def _metadata(job: Job) -> dict[str, str]:
+    """Return what headers carry: the source's text, ties as `dropped: kept` (as `save_model` writes them), casts."""
+    metadata = {**job.reader.manifest.metadata, "format": "pt", **job.selection.ties}
+    casts = {t.name: t.entry.stored for t in job.selection.model if t.is_cast}
+    if casts:
+        kinds = set(casts.values())
+        metadata["source_dtype"] = kinds.pop() if len(kinds) == 1 else json.dumps(casts)
+    return dict(sorted(metadata.items()))
+
+
+def _write_payload(job: Job, layout: Layout, publication: Publication, meter: Meter) -> None:
+    writers = min(job.options.jobs, len(layout.payload))
+    budget = Budget.of(parse_size(job.options.max_memory), writers)
+
+    def write(file: Laid) -> None:
+        with publication.create(job.target.rpartition("/")[2] if job.is_single else file.name) as writer:
+            write_file(job.reader, file, writer, budget=budget, allow_overflow=job.options.allow_overflow, meter=meter)
+
+    if writers == 1:
+        for file in layout.payload:
+            write(file)
+        return
+    with ThreadPoolExecutor(writers) as pool:
+        for done in [pool.submit(write, file) for file in layout.payload]:
+            done.result()
+
+
+def _write_small(job: Job, layout: Layout, publication: Publication) -> None:
+    if job.carried.store is not None and not job.is_single:
+        for name, size in job.carried.files.items():
+            with publication.create(name) as writer:
+                writer.copy_from(job.carried.store, name, 0, size)
+    for name, content in layout.small.items():
+        with publication.create(name) as writer:
+            writer.write(content)
+
+
+def _report(job: Job, layout: Layout, watch: Stopwatch) -> Report:
+    tensors = [*job.selection.model, *job.selection.optim]
+    return Report(
+        source=job.source,
+        target=job.target,
+        format=job.reader.manifest.format,
+        part=job.options.part,
+        files=tuple(WrittenFile(f.name, f.nbytes, len(f.tensors)) for f in layout.payload),
+        carried=(*(() if job.is_single else job.carried.files), *layout.small),
+        tensors=len(tensors),
+        nbytes=job.payload_bytes,
+        ties=job.selection.ties,
+        cast=dict(Counter(f"{t.entry.stored} -> {t.dtype}" for t in tensors if t.is_cast)),
+        left_out=job.selection.left_out,
+        warnings=job.selection.warnings,
+        seconds=watch.seconds,
+        dry_run=job.options.dry_run,
+    )

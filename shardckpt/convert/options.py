@@ -1,0 +1,112 @@
+"""What a conversion can be asked for, and how sizes and types are written by people."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from shardckpt.dtypes import FLOATS, SHORT_NAMES
+from shardckpt.errors import UsageError
+
+Part = Literal["model", "optim", "all"]
+PARTS: tuple[Part, ...] = ("model", "optim", "all")
+TARGETS = ("safetensors",)
+DEFAULT_SHARD_BYTES = 5 * 10**9
+DEFAULT_MEMORY_BYTES = 256 * 2**20
+_LEAST_MEMORY_BYTES = 2**20
+
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGTP]?)(?P<binary>i?)B?", re.IGNORECASE)
+
+
+def parse_size(text: int | str) -> int:
+    """Return bytes: `5GB` is decimal, `5GiB` binary, a plain number bytes.
+
+    Raises:
+        UsageError: It is no size, or not positive.
+    """
+    match = _SIZE.fullmatch(str(text).strip())
+    value = 0
+    if match and (match["unit"] or not match["binary"]):
+        step = 1024 if match["binary"] else 1000
+        value = int(float(match["number"]) * step ** " KMGTP".index(match["unit"].upper() or " "))
+    if value <= 0:
+        raise UsageError("no size in bytes", found=repr(text), expected="a number such as 5GB, 512MiB or 1000000")
+    return value
+
+
+def parse_dtype(text: str) -> str:
+    """Return torch's name of a float type that tensors can be cast to; empty stays empty.
+
+    Raises:
+        UsageError: No such type, or none that values can be cast to.
+    """
+    name = SHORT_NAMES.get(text, text)
+    if name and name not in FLOATS:
+        raise UsageError(
+            f"--dtype {text!r} is no float type to cast to", expected=", ".join(sorted({*SHORT_NAMES, *FLOATS}))
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `consolidate` and `convert` can be asked for. Field names are the command's options, with underscores.
+
+    Attributes:
+        to: Format to write; `safetensors`.
+        part: `model`, `optim` or `all`.
+        model_key: Where the model is, where the rules find another place.
+        optim_key: Where the optimizer is: a key, a file, or `file:key`.
+        param_names: JSON file from optimizer id to name, or an array of names.
+        shapes_from: Any checkpoint whose tensors have the right global shapes, to check against.
+        dtype: Float type to cast the model's float tensors to.
+        keep_fp32: Globs of final names that are not cast.
+        allow_overflow: Let finite values become infinite in a cast.
+        max_shard_size: Bytes of tensor data in a file.
+        max_memory: Bytes that the process may add to its start-up.
+        include: Globs of final names to take; all, where there is none.
+        exclude: Globs of final names to leave.
+        config_from: Folder whose config and tokenizer files are carried along.
+        overwrite: Replace what lies at the target.
+        dry_run: Plan and check, write nothing.
+        jobs: Output files written side by side.
+    """
+
+    to: str = "safetensors"
+    part: Part = "model"
+    model_key: str = ""
+    optim_key: str = ""
+    param_names: str = ""
+    shapes_from: str = ""
+    dtype: str = ""
+    keep_fp32: tuple[str, ...] = ()
+    allow_overflow: bool = False
+    max_shard_size: int | str = DEFAULT_SHARD_BYTES
+    max_memory: int | str = DEFAULT_MEMORY_BYTES
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    config_from: str = ""
+    overwrite: bool = False
+    dry_run: bool = False
+    jobs: int = 1
+
+    def validated(self) -> Options:
+        """Return the same options once everything that can be checked without a checkpoint was checked.
+
+        Raises:
+            UsageError: A value that cannot be.
+        """
+        if self.to not in TARGETS:
+            raise UsageError(f"--to {self.to!r} is no format this release writes", expected=", ".join(TARGETS))
+        if self.part not in PARTS:
+            raise UsageError(f"--part {self.part!r} is no part", expected=", ".join(PARTS))
+        parse_dtype(self.dtype)
+        parse_size(self.max_shard_size)
+        if parse_size(self.max_memory) < _LEAST_MEMORY_BYTES:
+            raise UsageError(
+                "--max-memory is too small to work in", found=str(self.max_memory), expected="1MiB or more"
+            )
+        if self.jobs < 1:
+            raise UsageError("--jobs is no number of files", found=str(self.jobs), expected="1 or more")
+        return self

@@ -1,0 +1,244 @@
+"""What a verb tells its caller while it works and when it is done: frozen values, no printing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from threading import Lock
+
+from shardckpt.boxes import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the copying of tensor data is.
+
+    Attributes:
+        done_bytes: Bytes of tensor data written so far.
+        total_bytes: Bytes that will be written.
+        seconds: Since the first byte.
+    """
+
+    done_bytes: int
+    total_bytes: int
+    seconds: float
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """One payload file of the target.
+
+    Attributes:
+        name: In the target.
+        nbytes: Bytes of the whole file.
+        tensors: How many tensors it holds.
+    """
+
+    name: str
+    nbytes: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a conversion did, or with `dry_run` would do.
+
+    Attributes:
+        source: Where it read.
+        target: Where it wrote.
+        format: Format of the source.
+        part: What was asked for.
+        files: Payload files, in order.
+        carried: Other files of the target.
+        tensors: Tensors written.
+        nbytes: Bytes of tensor data written.
+        ties: Name that is not written to the name that stands for it.
+        cast: Tensors that changed type, by stored and written type: `float32 -> bfloat16`.
+        left_out: Subtrees of the source that no part asked for holds.
+        warnings: What is odd, one sentence each.
+        seconds: Phase to seconds: open, plan, copy, publish.
+        dry_run: Whether nothing was written.
+    """
+
+    source: str
+    target: str
+    format: str
+    part: str
+    files: tuple[WrittenFile, ...]
+    carried: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    ties: Mapping[str, str]
+    cast: Mapping[str, int]
+    left_out: tuple[str, ...]
+    warnings: tuple[str, ...]
+    seconds: Mapping[str, float]
+    dry_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor, as `inspect` shows it.
+
+    Attributes:
+        name: Dotted path.
+        dtype: As stored.
+        shape: Global shape, in elements.
+        nbytes: Bytes of the whole tensor.
+        pieces: In how many pieces it lies.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    nbytes: int
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a checkpoint holds.
+
+    Attributes:
+        source: Where it lies.
+        format: What it was read as.
+        files: File to size in bytes, -1 for a missing one.
+        tensors: In saved order.
+        objects: Dotted path of every value that is no tensor, to a short rendering where it is known.
+        ties: Dotted path to the dotted path of the array it shares.
+        metadata: Free text stored with the tensors.
+        parts: Part (`model`, `optimizer`, `other`) to where it is.
+        warnings: What is odd: gaps, overlaps, missing or short files.
+    """
+
+    source: str
+    format: str
+    files: Mapping[str, int]
+    tensors: tuple[TensorInfo, ...]
+    objects: Mapping[str, str]
+    ties: Mapping[str, str]
+    metadata: Mapping[str, str]
+    parts: Mapping[str, tuple[str, ...]]
+    warnings: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors; a tied one counts once."""
+        return sum(t.nbytes for t in self.tensors if t.name not in self.ties)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Whether a checkpoint is whole.
+
+    Attributes:
+        source: Where it lies.
+        format: What it was read as.
+        tensors: Tensors whose coverage was checked.
+        checked_bytes: Bytes compared with a stored checksum.
+        problems: Every fault found, one sentence each.
+        warnings: What is odd but no fault.
+    """
+
+    source: str
+    format: str
+    tensors: int
+    checked_bytes: int
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem."""
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """One tensor that differs.
+
+    Attributes:
+        name: Canonical name.
+        kind: `only in a`, `only in b`, `dtype`, `shape` or `values`.
+        a: What the first holds, in words.
+        b: What the second holds, in words.
+        max_abs: Largest absolute difference; None where values were not compared.
+        max_rel: Largest difference relative to the larger magnitude; None where values were not compared.
+        nans: NaNs in the first and in the second.
+    """
+
+    name: str
+    kind: str
+    a: str
+    b: str
+    max_abs: float | None = None
+    max_rel: float | None = None
+    nans: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How two checkpoints differ.
+
+    Attributes:
+        a: Where the first lies.
+        b: Where the second lies.
+        compared: Tensors in both.
+        equal: Tensors with the same dtype, shape and bits.
+        differences: The rest, in order of name.
+        warnings: What is odd.
+    """
+
+    a: str
+    b: str
+    compared: int
+    equal: int
+    differences: tuple[TensorDifference, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Whether there is no difference."""
+        return not self.differences
+
+
+class Stopwatch:
+    """Seconds spent in each phase; the phases follow one another.
+
+    Attributes:
+        seconds: Phase to seconds so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Count the time since the last lap to `phase`."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
+        self._since = now
+
+
+class Meter:
+    """Counts written bytes, from several threads, and tells the caller.
+
+    Args:
+        total_bytes: Bytes that will be written.
+        tell: Called after every step, under a lock; may raise to stop the work.
+    """
+
+    def __init__(self, total_bytes: int, tell: OnProgress | None) -> None:
+        self._total, self._tell = total_bytes, tell
+        self._done, self._start, self._lock = 0, time.perf_counter(), Lock()
+
+    def add(self, nbytes: int) -> None:
+        """Count `nbytes` more."""
+        with self._lock:
+            self._done += nbytes
+            if self._tell is not None:
+                self._tell(Progress(self._done, self._total, time.perf_counter() - self._start))

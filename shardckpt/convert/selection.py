@@ -1,0 +1,286 @@
+"""What a conversion takes from a checkpoint, and under which names: the model, the optimizer, and what is left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+
+import numpy as np
+
+from shardckpt.convert.arrays import blocks_of, resolve, same_bits
+from shardckpt.convert.casts import numpy_dtype
+from shardckpt.convert.options import Options, parse_dtype
+from shardckpt.dtypes import FLOATS
+from shardckpt.errors import (
+    AmbiguousError,
+    CheckpointError,
+    FormatError,
+    IncompleteError,
+    UsageError,
+)
+from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.reader import Reader
+from shardckpt.format.safetensors import parse_json
+from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
+from shardckpt.plan import names, optimizer, parts, ties
+from shardckpt.plan.outputs import OutTensor
+from shardckpt.storage.open_store import open_store, split
+from shardckpt.storage.store import read_bytes
+
+_SMALL_ELEMENTS = 64
+_MAX_NAMES_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What will be written.
+
+    Attributes:
+        model: The model's tensors, in state-dict order, tied ones once.
+        optim: Optimizer state, keys `<fqn>/<slot>`.
+        groups: Content of `param_groups.json`; None without an optimizer.
+        ties: Name that is not written to the name that stands for it.
+        left_out: What no part asked for holds, as dotted paths.
+        warnings: What is odd, one sentence each.
+    """
+
+    model: tuple[OutTensor, ...]
+    optim: tuple[OutTensor, ...]
+    groups: Mapping[str, object] | None
+    ties: Mapping[str, str]
+    left_out: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A checkpoint's tensors under canonical names.
+
+    Attributes:
+        tensors: Name to array, in saved order.
+        clean: Cleans further names as these were.
+    """
+
+    tensors: dict[str, TensorEntry]
+    clean: Callable[[str], str]
+
+
+def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Selection:
+    """Decide what is written, check that every element of it is there, and where its bytes lie.
+
+    Args:
+        reader: The open checkpoint.
+        options: What was asked for.
+        config: The model's `config.json`, for ties.
+
+    Raises:
+        UsageError: Nothing to write, or an option that does not fit the checkpoint.
+        CheckpointError: Something wanted is missing, short, doubled or refused.
+        StorageError: The store failed.
+    """
+    manifest = parts.split_flat_names(reader.manifest)
+    found = parts.find_parts(manifest, options.model_key, options.optim_key)
+    model = name_model(manifest, found)
+    if not model.tensors and options.part != "optim":
+        raise IncompleteError("the checkpoint holds no model tensors", where=reader.store.url, found=_tops(manifest))
+    _check_shapes(model.tensors, options.shapes_from)
+    chosen = names.keep(model.tensors, options.include, options.exclude)
+    dropped, warnings = _ties(reader, manifest, model, chosen, config)
+    state = _optimizer(reader, manifest, found, model, options) if options.part != "model" else None
+    kept = [name for name in chosen if name not in dropped] if options.part != "optim" else []
+    wanted = [model.tensors[n] for n in kept] + (list(state.tensors.values()) if state else [])
+    resolved = iter(resolve(reader, manifest, wanted))
+    unasked = [r for r in (found.model, *found.optimizers) if _is_unasked(r, found, options)]
+    groups, odd = _groups_json(state) if state else (None, ())
+    return Selection(
+        model=tuple(OutTensor(n, next(resolved), _target_dtype(n, model.tensors[n], options)) for n in kept),
+        optim=tuple(OutTensor(n, e, e.dtype) for n, e in zip(state.tensors, resolved, strict=True)) if state else (),
+        groups=groups,
+        ties=dropped if options.part != "optim" else {},
+        left_out=tuple(dotted(p) for p in (*unasked, *found.others)),
+        warnings=(*manifest.warnings, *warnings, *odd),
+    )
+
+
+def name_model(manifest: Manifest, found: parts.Parts) -> Named:
+    """Return the model's tensors under the names of the unwrapped model.
+
+    Raises:
+        NameCollisionError: Two tensors would get one name.
+    """
+    depth = len(found.model)
+    paths = [
+        path
+        for path in manifest.tensors
+        if path[:depth] == found.model and not any(path[: len(o)] == o for o in found.optimizers)
+    ]
+    stored = {path: dotted(path[depth:]) or dotted(path) for path in paths}
+    names.require_unique({f"{i}:{n}": n for i, n in enumerate(stored.values())})
+    clean = names.clean(stored.values())
+    return Named({clean[stored[path]]: manifest.tensors[path] for path in paths}, names.cleaner(stored.values()))
+
+
+def _is_unasked(root: Path, found: parts.Parts, options: Options) -> bool:
+    if root == found.model:
+        return options.part == "optim" and root != ()
+    return options.part == "model"
+
+
+def _tops(manifest: Manifest) -> str:
+    tops = dict.fromkeys(str(p[0]) for p in (*manifest.tensors, *manifest.objects) if p)
+    return ", ".join(list(tops)[:8]) or "nothing"
+
+
+def _target_dtype(name: str, entry: TensorEntry, options: Options) -> str:
+    dtype = parse_dtype(options.dtype)
+    if not dtype or entry.dtype not in FLOATS or any(fnmatchcase(name, glob) for glob in options.keep_fp32):
+        return entry.dtype
+    return dtype
+
+
+def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
+    """Compare global shapes with those of another checkpoint: formats that store no shape can hide a missing end."""
+    if not shapes_from:
+        return
+    other = parts.split_flat_names(open_checkpoint(shapes_from).manifest)
+    shapes = name_model(other, parts.find_parts(other)).tensors
+    for name, entry in tensors.items():
+        if name in shapes and shapes[name].shape != entry.shape:
+            raise IncompleteError(
+                f"{name} has another shape than in --shapes-from",
+                where=dotted(entry.path),
+                found=entry.shape,
+                expected=shapes[name].shape,
+                fix="A file with the end of the tensor is probably missing.",
+            )
+    missing = [name for name in shapes if name not in tensors]
+    if missing and not set(shapes) & set(tensors):
+        raise UsageError("--shapes-from shares no name with the checkpoint", where=shapes_from, found=missing[0])
+
+
+def _ties(
+    reader: Reader, manifest: Manifest, model: Named, chosen: Sequence[str], config: Mapping[str, object]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the names that are not written, and what is odd about ties."""
+    tensors = {name: model.tensors[name] for name in chosen}
+    paths = {name: entry.path for name, entry in tensors.items()}
+    tied = ties.ties_of_config(config, tensors)
+    dropped = ties.kept_names(chosen, paths, manifest.aliases, prefer=tied.values())
+    warnings = []
+    for head, embedding in tied.items():
+        if head in dropped or embedding in dropped:
+            continue
+        if same_bits(reader, manifest, tensors[head], tensors[embedding]):
+            dropped[head] = embedding
+        else:
+            warnings.append(f"config.json ties {head} to {embedding}, but their values differ: both are written")
+    return dropped, warnings
+
+
+def _optimizer(
+    reader: Reader, manifest: Manifest, found: parts.Parts, model: Named, options: Options
+) -> optimizer.OptimState | None:
+    if not found.optimizers:
+        if options.part == "optim":
+            raise IncompleteError(
+                "the checkpoint holds no optimizer",
+                where=reader.store.url,
+                found=_tops(manifest),
+                expected="a subtree with `state` and `param_groups`",
+                fix="Name it with --optim-key if it is somewhere else.",
+            )
+        return None
+    if len(found.optimizers) > 1:
+        raise AmbiguousError(
+            "the checkpoint holds several optimizers",
+            where=reader.store.url,
+            found=", ".join(map(dotted, found.optimizers)),
+            fix="Choose one with --optim-key.",
+        )
+    root = found.optimizers[0]
+    values = load_values(reader, manifest, root)
+    raw = optimizer.below(manifest, root, values)
+    state = optimizer.by_name(
+        raw,
+        {name: entry.shape for name, entry in model.tensors.items()},
+        read_param_names(options.param_names) if options.param_names else None,
+        model.clean,
+    )
+    if not (options.include or options.exclude):
+        return state
+    fqns = set(names.keep(model.tensors, options.include, options.exclude))
+    kept = {key: entry for key, entry in state.tensors.items() if key.rpartition("/")[0] in fqns}
+    return replace(state, tensors=kept)
+
+
+def load_values(reader: Reader, manifest: Manifest, root: Path) -> dict[Path, object]:
+    """Return the objects below `root`, and small tensors among the hyper-parameters as numbers.
+
+    Raises:
+        CheckpointError: One of them is damaged or refused.
+    """
+    n = len(root)
+    values: dict[Path, object] = {}
+    for path, entry in manifest.objects.items():
+        if path[:n] == root:
+            values[path] = reader.load_object(entry) if entry.value is UNREAD else entry.value
+    for path, tensor in manifest.tensors.items():
+        if path[: n + 1] == (*root, "param_groups") and prod(tensor.shape) <= _SMALL_ELEMENTS:
+            [located] = resolve(reader, manifest, [tensor])
+            data = b"".join(blocks_of(reader, located))
+            values[path] = np.frombuffer(data, numpy_dtype(tensor.stored)).reshape(tensor.shape).tolist()
+    return values
+
+
+def read_param_names(url: str) -> dict[int, str]:
+    """Read `--param-names`: a JSON object from id to name, or an array of names.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    parent, name = split(url)
+    reader = open_store(parent)
+    size = reader.size(name)
+    if size > _MAX_NAMES_BYTES:
+        raise UsageError("--param-names is too large", where=url, found=f"{size} bytes")
+    try:
+        raw = parse_json(read_bytes(reader, name, 0, size), where=url)
+    except FormatError as error:
+        raise UsageError(f"--param-names is no JSON: {error.what}", where=url) from error
+    pairs = enumerate(raw) if isinstance(raw, list) else raw.items() if isinstance(raw, dict) else ()
+    try:
+        named = {int(key): value for key, value in pairs}
+    except (TypeError, ValueError) as error:
+        raise UsageError("--param-names has a key that is no id", where=url) from error
+    if not named or not all(isinstance(value, str) for value in named.values()):
+        raise UsageError("--param-names holds no names", where=url, expected="an object from id to name, or an array")
+    return named
+
+
+def _groups_json(state: optimizer.OptimState) -> tuple[dict[str, object], tuple[str, ...]]:
+    """Return the content of `param_groups.json`, and which values JSON cannot hold."""
+    odd: list[str] = []
+
+    def plain(value: object, at: str) -> object:
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, float):
+            return value if np.isfinite(value) else str(value)
+        if isinstance(value, (list, tuple)):
+            return [plain(v, f"{at}.{i}") for i, v in enumerate(value)]
+        if isinstance(value, dict):
+            return {str(k): plain(v, f"{at}.{k}") for k, v in value.items()}
+        odd.append(f"{at} is a {type(value).__name__}, which JSON cannot hold: written as text")
+        return str(value)
+
+    groups = [plain(dict(g), f"param_groups.{i}") for i, g in enumerate(state.groups)]
+    scalars = plain({k: dict(v) for k, v in state.scalars.items()}, "state")
+    content: dict[str, object] = {"param_groups": groups, "non_tensor_state": scalars}
+    try:
+        json.dumps(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError("the param groups cannot be written as JSON", found=str(error)) from error
+    return content, tuple(odd)

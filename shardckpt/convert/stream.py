@@ -1,0 +1,129 @@
+"""Writing one output file: a header, then its tensors as runs and batches under a byte budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardckpt.convert.casts import cast_into
+from shardckpt.convert.report import Meter
+from shardckpt.dtypes import nbytes
+from shardckpt.format.pieces import PieceReader, Want
+from shardckpt.format.reader import Reader
+from shardckpt.format.safetensors import Placed, encode_header, file_order
+from shardckpt.plan.blocks import Batch, Copy, Take, steps
+from shardckpt.plan.outputs import OutFile, OutTensor
+from shardckpt.storage.store import Store, Writer
+
+_RESERVED_BYTES = 24 * 2**20
+"""What the interpreter adds once numpy and the buffers' bookkeeping are there, measured as resident memory."""
+
+_BUFFERS = 4
+"""A batch exists at most so many times: as stored, as staged, as cast, and as a part in flight at a remote store."""
+
+_BATCH_BYTES = (1 << 16, 1 << 23)
+_COPY_BYTES = 1 << 18
+_COPY_STEP_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much memory one writer may use.
+
+    Attributes:
+        batch_bytes: Most bytes of one batch.
+    """
+
+    batch_bytes: int
+
+    @classmethod
+    def of(cls, max_memory: int, writers: int) -> Budget:
+        """Share a cap on added memory, in bytes, among writers that run side by side."""
+        share = max(max_memory - _RESERVED_BYTES, max_memory // 4) // (_BUFFERS * writers)
+        return cls(min(max(share, _BATCH_BYTES[0]), _BATCH_BYTES[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """An output file with its header made.
+
+    Attributes:
+        name: In the target.
+        header: First bytes of the file.
+        tensors: In the order of the data.
+    """
+
+    name: str
+    header: bytes
+    tensors: tuple[OutTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + sum(t.nbytes for t in self.tensors)
+
+
+def lay_out(file: OutFile, metadata: Mapping[str, str]) -> Laid:
+    """Order a file's tensors and make its header.
+
+    Raises:
+        UnsupportedError: A type that safetensors cannot hold.
+    """
+    tensors = {t.name: t for t in file.tensors}
+    order = file_order(Placed(t.name, t.dtype, t.shape) for t in file.tensors)
+    return Laid(file.name, encode_header(order, metadata), tuple(tensors[p.name] for p in order))
+
+
+def write_file(
+    reader: Reader, file: Laid, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+) -> None:
+    """Write a file from start to end; the caller closes the writer.
+
+    Raises:
+        CheckpointError: The source's bytes cannot be read, or a cast overflows.
+        StorageError: Reading or writing failed.
+    """
+    writer.write(file.header)
+    pieces = PieceReader(reader.store)
+    buffer = bytearray(budget.batch_bytes)
+    current: OutTensor | None = None
+    for step in steps(file.tensors, batch_bytes=budget.batch_bytes, copy_bytes=_COPY_BYTES):
+        if isinstance(step, Copy):
+            _copy(reader.store, step, writer, meter)
+            continue
+        if step.takes[-1].tensor is not current:
+            pieces.forget()
+            current = step.takes[-1].tensor
+        if step.nbytes > len(buffer):
+            buffer = bytearray(step.nbytes)
+        _assemble(pieces, step, memoryview(buffer)[: step.nbytes], allow_overflow)
+        writer.write(memoryview(buffer)[: step.nbytes])
+        meter.add(step.nbytes)
+
+
+def _copy(store: Store, step: Copy, writer: Writer, meter: Meter) -> None:
+    for start in range(0, step.nbytes, _COPY_STEP_BYTES):
+        size = min(_COPY_STEP_BYTES, step.nbytes - start)
+        writer.copy_from(store, step.file, step.offset + start, size)
+        meter.add(size)
+
+
+def _assemble(pieces: PieceReader, batch: Batch, out: memoryview, allow_overflow: bool) -> None:
+    """Fill `out` with the batch, cast where the tensors are cast."""
+    staged: Sequence[tuple[Take, memoryview]] = [
+        (take, memoryview(bytearray(nbytes(take.tensor.entry.stored, take.box.volume))))
+        if take.tensor.is_cast
+        else (take, out[take.offset : take.offset + take.nbytes])
+        for take in batch.takes
+    ]
+    pieces.fill([Want(t.tensor.entry.pieces, t.box, t.tensor.entry.stored, target) for t, target in staged])
+    for take, data in staged:
+        if take.tensor.is_cast:
+            cast_into(
+                data,
+                take.tensor.entry.stored,
+                out[take.offset : take.offset + take.nbytes],
+                take.tensor.dtype,
+                name=take.tensor.name,
+                allow_overflow=allow_overflow,
+            )

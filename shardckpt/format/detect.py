@@ -1,0 +1,90 @@
+"""From a path or URL to an open checkpoint: every registered format is asked, structure first, name second."""
+
+from __future__ import annotations
+
+from shardckpt.errors import SourceNotFoundError, UnknownFormatError, escape
+from shardckpt.format import hf
+from shardckpt.format.reader import Evidence, Format, Reader, Source
+from shardckpt.storage.open_store import kind, open_store, split
+
+FORMATS: tuple[Format, ...] = (hf.FORMAT,)
+"""Every format that can be read. Those that contain others stand before them."""
+
+_FOREIGN = (
+    (("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA"), "an Orbax (JAX) folder, which needs TensorStore to read"),
+    (("latest_checkpointed_iteration.txt", "mp_rank_00", "mp_rank_00_000"), "a Megatron folder; point at one iter_*"),
+    (("latest", "zero_to_fp32.py"), "a DeepSpeed folder, which a later release reads"),
+    (("checkpoint-1", "trainer_state.json"), "a folder of a transformers Trainer without model files"),
+    (("COMMIT",), "a shardckpt step, which a later release reads"),
+)
+_SHOWN = 8
+
+
+def open_source(url: str) -> Source:
+    """Return what lies at a path or URL, unopened.
+
+    Raises:
+        SourceNotFoundError: Nothing lies there.
+        UsageError: No filesystem for the URL's protocol.
+        StorageError: The store failed.
+    """
+    found = kind(url)
+    if found == "missing":
+        raise SourceNotFoundError("nothing lies here", where=url, fix="Check the path or URL.")
+    if found == "file":
+        parent, name = split(url)
+        return Source(open_store(parent), name)
+    return Source(open_store(url))
+
+
+def detect(source: Source) -> Format:
+    """Return the format of a source.
+
+    Raises:
+        UnknownFormatError: No reader recognises it; the message lists what was found and what was looked for.
+    """
+    named: Format | None = None
+    for candidate in FORMATS:
+        evidence = candidate.recognise(source)
+        if evidence is Evidence.STRUCTURE:
+            return candidate
+        if evidence is Evidence.NAME and named is None:
+            named = candidate
+    if named is not None:
+        return named
+    raise UnknownFormatError(
+        f"no reader recognises this{_explanation(source)}",
+        where=source.url,
+        found=_found(source),
+        expected="one of: " + "; ".join(f.looks_for for f in FORMATS),
+        fix="Point at the folder or file that holds the checkpoint.",
+    )
+
+
+def open_checkpoint(url: str) -> Reader:
+    """Open the checkpoint at a path or URL, whatever its format.
+
+    Raises:
+        SourceNotFoundError: Nothing lies there.
+        UnknownFormatError: No reader recognises it.
+        CheckpointError: It is recognised and cannot be read.
+        StorageError: The store failed.
+    """
+    source = open_source(url)
+    return detect(source).open(source)
+
+
+def _explanation(source: Source) -> str:
+    names = set(source.listing)
+    for marks, what in _FOREIGN:
+        if names & set(marks):
+            return f": this looks like {what}"
+    return ""
+
+
+def _found(source: Source) -> str:
+    names = sorted(source.listing)
+    if not names:
+        return "an empty folder"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return escape(", ".join(names[:_SHOWN]) + more)
