@@ -17,6 +17,7 @@ ShardckptError
 │   ├── NameCollisionError                    two tensors would get one name
 │   └── AmbiguousError (LookupError)          more than one answer; the message says which option decides
 └── StorageError (OSError)                    the storage is at fault                  exit code 3
+    ├── MissingFileError (FileNotFoundError)  a file that was asked for is not there
     └── NoSpaceError                          the target cannot hold the result
 """
 
@@ -132,6 +133,10 @@ class StorageError(ShardckptError, OSError):
     """Reading or writing failed underneath."""
 
     exit_code = 3
+
+
+class MissingFileError(StorageError, FileNotFoundError):
+    """The store holds no file of this name."""
 
 
 class NoSpaceError(StorageError):

@@ -103,8 +103,9 @@ class Store(Protocol):
         """Return a file's size in bytes.
 
         Raises:
-            FileNotFoundError: As StorageError; no such file.
+            MissingFileError: No such file.
             UnsafeError: The name or its real path leaves the root.
+            StorageError: The store failed.
         """
 
     def read(self, reads: Sequence[Read]) -> None:
@@ -112,6 +113,7 @@ class Store(Protocol):
 
         Raises:
             TruncatedError: A file ends before a range does.
+            MissingFileError: No such file.
             UnsafeError: A name or its real path leaves the root.
             StorageError: The store failed, after retries.
         """

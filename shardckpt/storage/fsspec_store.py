@@ -1,0 +1,417 @@
+"""Bytes at names in a bucket, or wherever else fsspec reaches. The only module that imports fsspec."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import fsspec
+from fsspec.core import url_to_fs
+from typing_extensions import Self
+
+from shardckpt.errors import MissingFileError, StorageError, TruncatedError, UsageError
+from shardckpt.storage.blocks import MAX_REQUEST, BlockCache, Span, plan_requests
+from shardckpt.storage.names import check_name
+from shardckpt.storage.retry import ShortBodyError, attempt, remote_error
+from shardckpt.storage.store import Listed, Read, Store, Traits
+
+CACHE_BYTES = 32 << 20
+"""Fetched bytes one store keeps, so that a small checkpoint is fetched once however it is read."""
+
+CONCURRENT = 8
+"""Requests of one read that run at once."""
+
+PART_BYTES = 16 << 20
+"""Bytes of one part of an upload, of which one is buffered; they grow once there are many."""
+
+_PARTS = 1000
+"""Parts after which their size grows with the file: S3 takes 10,000, which this reaches beyond its 5 TB."""
+
+_SLICE = 4 << 20
+"""Bytes handed to a back end's writer at once, so that its buffer does not outgrow a part."""
+
+_COPY_BUFFER = 4 * MAX_REQUEST
+
+_APPEARS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", "oci", "oss", "obs", "tos", "r2"}
+"""Protocols whose objects appear when their writer closes; elsewhere a name beside is used and moved."""
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "abfs": "azure", "abfss": "azure", "az": "azure", "sftp": "sftp", "ssh": "sftp"}
+
+
+class _Wanted(NamedTuple):
+    """A range that was not held: where it goes once it is fetched."""
+
+    name: str
+    start: int
+    target: memoryview
+
+
+_Parts = list[_Wanted]
+_Requests = list[tuple[str, Span]]
+_Futures = list[Future[bytes] | None]
+
+
+class FsspecStore:
+    """A folder anywhere that fsspec reaches. Reads are thread-safe; endpoints and keys come from the environment.
+
+    Args:
+        url: The folder.
+        cache_bytes: Fetched bytes to keep.
+        storage_options: For the file system, as fsspec takes them.
+
+    Raises:
+        UsageError: The protocol is not known, or its package is not installed.
+    """
+
+    def __init__(self, url: str, *, cache_bytes: int = CACHE_BYTES, **storage_options: object) -> None:
+        self._url = url
+        self._fs, path = connect(url, **storage_options)
+        self._root: str = path.rstrip("/")
+        self._sizes: dict[str, int] = {}
+        self._cache = BlockCache(cache_bytes)
+        self._next: dict[str, Span] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """The root, as it was given."""
+        return self._url
+
+    @property
+    def traits(self) -> Traits:
+        """No rename, and every read is a request."""
+        return Traits(renames=False, is_local=False)
+
+    def list(self, folder: str = "") -> list[Listed]:
+        """Return what lies directly in `folder`, sorted by name; nothing for a folder that does not exist.
+
+        Raises:
+            UnsafeError: The folder leaves the root.
+            StorageError: The store failed, after retries.
+        """
+        path = self._path(folder) if folder else self._root
+        try:
+            entries: list[dict[str, Any]] = attempt(
+                lambda: self._fs.ls(path, detail=True), "cannot list", self._shown(folder)
+            )
+        except MissingFileError:
+            return []
+        found = []
+        for entry in entries:
+            base = entry["name"].rstrip("/").rpartition("/")[2]
+            if entry["name"].strip("/") == path.strip("/") or base in {"", ".", ".."}:
+                continue  # some stores list the folder's own marker
+            name = f"{folder}/{base}" if folder else base
+            is_folder = entry["type"] == "directory"
+            if not is_folder and entry["size"] is not None:
+                self._sizes[name] = entry["size"]
+            found.append(Listed(name, 0 if is_folder else entry["size"] or 0, is_folder))
+        return sorted(found)
+
+    def size(self, name: str) -> int:
+        """Return a file's size in bytes, without a request where it is known from a list.
+
+        Raises:
+            MissingFileError: No such file.
+            UnsafeError: The name leaves the root.
+            StorageError: The store failed, after retries, or does not tell.
+        """
+        known = self._sizes.get(name)
+        if known is not None:
+            return known
+        path, shown = self._path(name), self._shown(name)
+        entry: dict[str, Any] = attempt(lambda: self._fs.info(path), "cannot find the size", shown)
+        if entry["type"] == "directory":
+            raise MissingFileError("this is a folder, not a file", where=shown)
+        if entry["size"] is None:
+            raise StorageError("the store does not tell the size", where=shown, fix="Copy the file to a disk first.")
+        self._sizes[name] = entry["size"]
+        return self._sizes[name]
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Fill every buffer: from what is held, and by few concurrent requests for the rest.
+
+        Raises:
+            TruncatedError: A file ends before a range does.
+            MissingFileError: No such file.
+            UnsafeError: A name leaves the root.
+            StorageError: The store failed, after retries.
+        """
+        for name, offset, buffer in reads:
+            self._check_range(name, offset, offset + buffer.nbytes)
+        wanted: dict[str, _Parts] = {}
+        with self._lock:
+            for name, offset, buffer in reads:
+                view = buffer.cast("B") if buffer.nbytes else buffer
+                for start, stop in self._cache.copy(name, offset, view) if buffer.nbytes else []:
+                    part = view[start - offset : stop - offset]
+                    wanted.setdefault(name, []).append(_Wanted(name, start, part))
+            requests: _Requests = [(name, span) for name, parts in wanted.items() for span in self._plan(name, parts)]
+        if len(requests) == 1:
+            self._deliver(*requests[0], self._fetch(*requests[0], threading.Event()), wanted)
+        elif requests:
+            self._fetch_all(requests, wanted)
+
+    def _plan(self, name: str, parts: _Parts) -> Sequence[Span]:
+        """Return the requests for what is missing of a file, one that goes on where the last ended reading ahead."""
+        size = self._sizes[name]
+        missing = [Span(part.start, part.start + len(part.target)) for part in parts]
+        requests = plan_requests(self._cache, name, size, missing)
+        last = self._next.get(name)
+        if last and len(requests) == 1 and requests[0].start == last.stop:
+            start = last.stop
+            stop = min(max(requests[0].stop, start + min(2 * (start - last.start), MAX_REQUEST)), size)
+            if not self._cache.holds(name, start, stop):
+                requests = [Span(start, stop)]
+        self._next[name] = requests[-1]
+        return requests
+
+    def _fetch_all(self, requests: _Requests, wanted: dict[str, _Parts]) -> None:
+        stop = threading.Event()
+        pool = ThreadPoolExecutor(min(CONCURRENT, len(requests)), "shardckpt-read")
+        try:
+            futures: _Futures = [pool.submit(self._fetch, *request, stop) for request in requests]
+            for index, request in enumerate(requests):
+                future, futures[index] = futures[index], None  # so that its bytes can go
+                assert future is not None
+                self._deliver(*request, future.result(), wanted)
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+    def _fetch(self, name: str, span: Span, stop: threading.Event) -> bytes:
+        path, start, end = self._path(name), span.start, span.stop
+
+        def request() -> bytes:
+            data = self._cat(path, start, end)
+            if len(data) != end - start:
+                raise ShortBodyError(f"{len(data)} of {end - start} bytes")
+            return data
+
+        return attempt(request, "cannot read", f"{self._shown(name)} bytes {start}-{end}", pause=stop.wait)
+
+    def _cat(self, path: str, start: int, end: int) -> bytes:
+        if type(self._fs).cat_file is fsspec.AbstractFileSystem.cat_file:
+            # Its own would read ahead, by megabytes.
+            with self._fs.open(path, "rb", cache_type="none") as file:
+                file.seek(start)
+                return bytes(file.read(end - start))
+        return bytes(self._fs.cat_file(path, start=start, end=end))
+
+    def _deliver(self, name: str, span: Span, data: bytes, wanted: dict[str, _Parts]) -> None:
+        for _, start, target in wanted[name]:
+            low, high = max(start, span.start), min(start + len(target), span.stop)
+            if low < high:
+                target[low - start : high - start] = memoryview(data)[low - span.start : high - span.start]
+        with self._lock:
+            self._cache.add(name, span.start, data)
+
+    def _check_range(self, name: str, start: int, stop: int) -> None:
+        size = self.size(name)
+        if start < 0 or stop > size:
+            raise TruncatedError(
+                "the file ends early",
+                where=self._shown(name),
+                found=f"{size} bytes",
+                expected=f"at least {stop}",
+                fix="Copy the file again, or restore it from the training run.",
+            )
+
+    def create(self, name: str) -> FsspecWriter:
+        """Start a new file.
+
+        Raises:
+            UnsafeError: The name leaves the root.
+            StorageError: It cannot be created.
+        """
+        path = self._path(name)
+        self._forget(name)
+        return FsspecWriter(self._fs, path, self._shown(name))
+
+    def delete(self, name: str) -> None:
+        """Remove a file; a missing one is no error.
+
+        Raises:
+            UnsafeError: The name leaves the root.
+            StorageError: The store failed, after retries.
+        """
+        path = self._path(name)
+        self._forget(name)
+        with suppress(MissingFileError):
+            attempt(lambda: self._fs.rm_file(path), "cannot delete", self._shown(name))
+
+    def rename(self, source: str, target: str) -> None:
+        """Refuse: no step of this store renames a folder whole."""
+        raise StorageError("this store cannot rename", where=self._shown(source), expected=target)
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._sizes.pop(name, None)
+            self._next.pop(name, None)
+            self._cache.forget(name)
+
+    def _path(self, name: str) -> str:
+        check_name(name, self._url)
+        return f"{self._root}/{name}"
+
+    def _shown(self, name: str) -> str:
+        return f"{self._url.rstrip('/')}/{name}" if name else self._url
+
+
+class FsspecWriter:
+    """A streamed upload; the object appears at its end.
+
+    Args:
+        fs: The file system.
+        path: The object it becomes, as the file system names it.
+        shown: The same for messages.
+
+    Raises:
+        StorageError: It cannot be started.
+    """
+
+    def __init__(self, fs: Any, path: str, shown: str) -> None:
+        self._fs, self._path, self._shown = fs, path, shown
+        self._is_open = True
+        self._written = 0
+        self._buffer: memoryview | None = None
+        protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+        folder, _, base = path.rpartition("/")
+        self._partial = "" if protocols & _APPEARS_WHOLE else f"{folder}/.{base}.partial-{os.urandom(6).hex()}"
+        self._file: Any = attempt(self._open, "cannot create", shown)
+
+    def _open(self) -> Any:
+        if self._partial:
+            self._fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
+        return self._fs.open(self._partial or self._path, "wb", block_size=PART_BYTES)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append `data`.
+
+        Raises:
+            StorageError: The store did not take it.
+        """
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), _SLICE):
+                part = bytes(view[start : start + _SLICE])
+                self._file.write(part)
+                self._written += len(part)
+                self._grow()
+        except Exception as error:
+            raise remote_error(error, "cannot write", self._shown) from error
+
+    def _grow(self) -> None:
+        if self._written > PART_BYTES * _PARTS and not getattr(self._fs, "fixed_upload_size", False):
+            self._file.blocksize = max(PART_BYTES, self._written // _PARTS)
+
+    def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
+        """Append a range of a file of `source`.
+
+        Raises:
+            TruncatedError: The file ends before the range does.
+            StorageError: Reading or writing failed.
+        """
+        if nbytes and self._buffer is None:
+            self._buffer = memoryview(bytearray(min(nbytes, _COPY_BUFFER)))
+        while nbytes:
+            assert self._buffer is not None
+            part = self._buffer[: min(nbytes, len(self._buffer))]
+            source.read([Read(name, offset, part)])
+            self.write(part)
+            offset, nbytes = offset + len(part), nbytes - len(part)
+
+    def close(self) -> None:
+        """Let the object appear.
+
+        Raises:
+            StorageError: The store did not take it; the upload is dropped.
+        """
+        if not self._is_open:
+            return
+        self._buffer = None
+        try:
+            self._file.close()
+            if self._partial:
+                self._fs.mv(self._partial, self._path)
+        except Exception as error:
+            self.abort()
+            raise remote_error(error, "cannot finish", self._shown) from error
+        except BaseException:
+            self.abort()
+            raise
+        self._is_open = False
+
+    def abort(self) -> None:
+        """Drop what was written; never raises."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._buffer = None
+        with suppress(Exception):
+            self._drop()
+        if isinstance(self._file, fsspec.spec.AbstractBufferedFile):
+            self._file.closed = True  # or it would be finished when it is collected
+
+    def _drop(self) -> None:
+        if not self._partial:
+            self._file.discard()
+            return
+        with suppress(Exception):
+            self._file.close()
+        self._fs.rm_file(self._partial)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+def connect(url: str, **storage_options: object) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it.
+
+    Raises:
+        UsageError: The protocol is not known, or its package is not installed.
+        StorageError: The file system cannot be set up.
+    """
+    protocol = url.partition(":")[0]
+    try:
+        fs, path = url_to_fs(url, **storage_options)
+        fs.invalidate_cache()  # fsspec shares file systems, and with them lists from before
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        fix = f"pip install 'shardckpt[{extra}]'" if extra else "Install the package that fsspec names."
+        raise UsageError(f"{protocol}:// needs a package that is missing", where=url, found=error, fix=fix) from error
+    except ValueError as error:
+        raise UsageError(
+            "this URL cannot be used", where=url, found=error, fix="Check it for typing errors."
+        ) from error
+    except Exception as error:
+        raise remote_error(error, "cannot set up access", url) from error
+    return fs, path
+
+
+def kind_of(url: str) -> str:
+    """Return what lies at a remote URL: `file`, `folder` or `missing`.
+
+    Raises:
+        UsageError: The protocol is not known, or its package is not installed.
+        StorageError: The store does not answer, after retries.
+    """
+    fs, path = connect(url)
+    try:
+        entry: dict[str, Any] = attempt(lambda: fs.info(path), "cannot look at it", url)
+    except MissingFileError:
+        return "missing"
+    return "folder" if entry["type"] == "directory" else "file"

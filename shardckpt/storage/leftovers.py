@@ -1,0 +1,122 @@
+"""What a publication lays beside its target, whose it is, and what becomes of it when its process was killed.
+
+A partial belongs to whoever holds a flock on it: the kernel drops the lock with the process, and process ids, which
+containers share and systems reuse, play no part. Where a file system knows no locks, leftovers stay until removed by
+hand.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from contextlib import suppress
+
+PARTIAL = "partial"
+"""Being written; worthless without its owner."""
+
+OLD = "old"
+"""The former content, moved aside; the only copy if its owner died before the new one was in place."""
+
+
+def beside(target: str, kind: str) -> str:
+    """Return a new path beside `target` for a leftover of this kind."""
+    folder, name = os.path.split(target)
+    return os.path.join(folder, f".{name}.{kind}-{os.urandom(6).hex()}")
+
+
+def make_partial(target: str) -> tuple[str, int]:
+    """Make a folder beside `target` and own it.
+
+    Returns:
+        Its path, and the descriptor whose lock makes it ours; closing it gives it up.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    while True:
+        path = beside(target, PARTIAL)
+        os.mkdir(path)
+        with suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            hold(fd)
+            # Another run's sweep may have come between making the folder and holding it.
+            if is_at(fd, path):
+                return path, fd
+            os.close(fd)
+
+
+def hold(fd: int) -> None:
+    """Own an open file or folder until it is closed; does nothing on a file system without locks."""
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX)
+
+
+def take(path: str) -> int | None:
+    """Own an existing leftover; return the descriptor that does, None where somebody else owns it or nobody can."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def is_at(fd: int, path: str) -> bool:
+    """Return whether an open file or folder is what lies at `path` now."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except OSError:
+        return False
+
+
+def abandoned(target: str, kind: str) -> list[str]:
+    """Return leftovers of this kind beside `target` that no process owns, oldest first."""
+    folder, name = os.path.split(target)
+    pattern = re.compile(rf"\.{re.escape(name)}\.{kind}-[0-9a-f]{{12}}")
+    try:
+        with os.scandir(folder) as entries:
+            paths = [entry.path for entry in entries if pattern.fullmatch(entry.name)]
+    except OSError:
+        return []
+    return sorted((path for path in paths if _is_free(path)), key=_changed)
+
+
+def _is_free(path: str) -> bool:
+    fd = take(path)
+    if fd is None:
+        return False
+    os.close(fd)
+    return True
+
+
+def _changed(path: str) -> int:
+    try:
+        return os.stat(path, follow_symlinks=False).st_ctime_ns
+    except OSError:
+        return 0
+
+
+def sweep(target: str, kind: str) -> None:
+    """Remove leftovers of this kind beside `target` that no process owns; never raises for those that resist."""
+    for path in abandoned(target, kind):
+        fd = take(path)
+        if fd is not None:
+            try:
+                remove(path)
+            finally:
+                os.close(fd)
+
+
+def remove(path: str) -> None:
+    """Remove a file or a folder with all it holds, as far as that goes; never raises OSError."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            os.unlink(path)

@@ -1,0 +1,408 @@
+"""Bytes at names in a folder of this machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from types import TracebackType
+
+from typing_extensions import Self
+
+from shardckpt.errors import MissingFileError, TruncatedError, UnsafeError
+from shardckpt.storage.failures import failing, storage_error
+from shardckpt.storage.leftovers import PARTIAL, beside, hold
+from shardckpt.storage.names import check_name
+from shardckpt.storage.store import Listed, Read, Store, Traits
+
+_OPEN_FILES = 64
+"""File descriptors one store keeps open; a checkpoint may have thousands of files."""
+
+_KERNEL_COPY = 64 << 20
+"""Bytes of one copy_file_range call: long enough to be free of overhead, short enough to be interrupted."""
+
+_BUFFER = 4 << 20
+"""Bytes of the buffer that copies pass through where the kernel cannot copy by itself."""
+
+_REMOTE_BUFFER = 32 << 20
+"""The same where the source is remote: as much as its concurrent requests fetch at once."""
+
+_NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY, errno.EBADF}
+
+
+class OpenFile:
+    """A descriptor that closes when the last one who uses it lets go, so that eviction cannot pull it from a reader."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, path: str) -> None:
+        # Without O_NONBLOCK a fifo in a hostile folder would block for ever.
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        mode = os.fstat(self.fd).st_mode
+        if stat.S_ISDIR(mode):
+            raise MissingFileError("this is a folder, not a file", where=path)
+        if not stat.S_ISREG(mode):
+            raise UnsafeError("not a regular file", where=path, fix="Remove it from the checkpoint's folder.")
+
+    def __del__(self) -> None:
+        fd = getattr(self, "fd", -1)
+        if fd >= 0:
+            os.close(fd)
+
+
+class LocalStore:
+    """A folder on this machine. Reads are thread-safe.
+
+    Args:
+        root: The folder; it need not exist yet.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._real = os.path.realpath(root)
+        self._files: OrderedDict[str, OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """The root, as it was given."""
+        return self._root
+
+    @property
+    def traits(self) -> Traits:
+        """Folders are renamed in one step, reads are cheap."""
+        return Traits(renames=True, is_local=True)
+
+    def close(self) -> None:
+        """Close the files that are kept open; the store remains usable."""
+        with self._lock:
+            self._files.clear()
+
+    def list(self, folder: str = "") -> list[Listed]:
+        """Return what lies directly in `folder`, sorted by name; nothing for a folder that does not exist.
+
+        A file's size is that of what a link points to, 0 where it points nowhere.
+
+        Raises:
+            UnsafeError: The folder leaves the root.
+            StorageError: The folder cannot be listed.
+        """
+        path = self._path(folder) if folder else self._root
+        prefix = f"{folder}/" if folder else ""
+        try:
+            with os.scandir(path) as entries:
+                found = [_listed(prefix, entry) for entry in entries]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise storage_error(error, "cannot list", path) from error
+        return sorted(found)
+
+    def size(self, name: str) -> int:
+        """Return a file's size in bytes.
+
+        Raises:
+            MissingFileError: No such file.
+            UnsafeError: The name or its real path leaves the root, or it is no regular file.
+            StorageError: The file cannot be looked at.
+        """
+        path = self._path(name)
+        with failing("cannot find the size", path):
+            status = os.stat(path)
+        if stat.S_ISDIR(status.st_mode):
+            raise MissingFileError("this is a folder, not a file", where=path)
+        return status.st_size
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Fill every buffer.
+
+        Raises:
+            TruncatedError: A file ends before a range does.
+            MissingFileError: No such file.
+            UnsafeError: A name or its real path leaves the root, or it is no regular file.
+            StorageError: Reading failed.
+        """
+        for name, offset, buffer in reads:
+            if buffer.nbytes:
+                fill(self.open(name), self._shown(name), offset, buffer)
+
+    def open(self, name: str) -> OpenFile:
+        """Return an open file of this store; hold the object as long as its `fd` is used.
+
+        Raises:
+            MissingFileError: No such file.
+            UnsafeError: The name or its real path leaves the root, or it is no regular file.
+            StorageError: It cannot be opened.
+        """
+        with self._lock:
+            file = self._files.get(name)
+            if file is not None:
+                self._files.move_to_end(name)
+                return file
+        path = self._path(name)
+        with failing("cannot open", path):
+            file = OpenFile(path)
+        with self._lock:
+            self._files[name] = file
+            if len(self._files) > _OPEN_FILES:
+                self._files.popitem(last=False)
+        return file
+
+    def create(self, name: str) -> LocalWriter:
+        """Start a new file, folders above it included.
+
+        Raises:
+            UnsafeError: The name leaves the root.
+            StorageError: It cannot be created.
+        """
+        path = self._path(name, follow=False)
+        with failing("cannot create", path):
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            parts = name.split("/")[:-1]
+            folders = [os.path.join(self._root, *parts[:depth]) for depth in range(len(parts), -1, -1)]
+            return LocalWriter(path, folders)
+
+    def delete(self, name: str) -> None:
+        """Remove a file, of a link the link; a missing one is no error.
+
+        Raises:
+            UnsafeError: The name leaves the root.
+            StorageError: It cannot be removed.
+        """
+        path = self._path(name, follow=False)
+        self._forget()
+        with failing("cannot delete", path):
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                return
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a file or folder in one step, replacing a file.
+
+        Raises:
+            UnsafeError: A name leaves the root.
+            StorageError: It cannot be renamed.
+        """
+        old, new = self._path(source, follow=False), self._path(target, follow=False)
+        self._forget()
+        with failing("cannot rename", old):
+            os.rename(old, new)
+
+    def _forget(self) -> None:
+        self.close()
+
+    def _shown(self, name: str) -> str:
+        return os.path.join(self._root, name)
+
+    def _path(self, name: str, *, follow: bool = True) -> str:
+        """Return the path of `name`, once it is sure that it lies below the root.
+
+        Args:
+            name: Relative name.
+            follow: Whether a link at its end counts by what it points to, or by where it lies.
+        """
+        check_name(name, self._root)
+        path = self._shown(name)
+        real = os.path.realpath(path if follow else os.path.dirname(path))
+        if not (_is_below(real, self._real) or _is_cached_blob(real, self._real)):
+            raise UnsafeError(
+                "this file is a link out of the checkpoint's folder",
+                where=path,
+                found=real,
+                expected=f"a file below {self._real}",
+                fix="Copy the file into the folder if you trust it.",
+            )
+        return path
+
+
+def fill(file: OpenFile, shown: str, offset: int, buffer: memoryview) -> None:
+    """Read a range of an open file into `buffer`.
+
+    Args:
+        file: Where to read.
+        shown: Its name in messages.
+        offset: First byte.
+        buffer: Filled to its end.
+
+    Raises:
+        TruncatedError: The file ends first.
+        StorageError: Reading failed.
+    """
+    view = buffer.cast("B")
+    done = 0
+    try:
+        while done < len(view):
+            count = os.preadv(file.fd, [view[done:]], offset + done)
+            if count == 0:
+                raise _ends_early(shown, offset + done, offset + len(view))
+            done += count
+    except (OSError, OverflowError) as error:
+        cause = error if isinstance(error, OSError) else OSError(errno.EINVAL, "the offset is out of range")
+        raise storage_error(cause, "cannot read", shown) from error
+
+
+class LocalWriter:
+    """A file being written: under a name beside its own until `close` has made it safe.
+
+    Args:
+        path: The file it becomes; its folder exists.
+        folders: The file's folder and those above it that may be new; their entries are made safe with the file.
+    """
+
+    def __init__(self, path: str, folders: Sequence[str]) -> None:
+        self._path = path
+        self._folders = folders
+        self._partial = beside(path, PARTIAL)
+        self._fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        hold(self._fd)
+        self._buffer: memoryview | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append `data`.
+
+        Raises:
+            StorageError: Writing failed; NoSpaceError where the disk is full.
+        """
+        view = memoryview(data).cast("B")
+        with failing("cannot write", self._path):
+            while view:
+                view = view[os.write(self._fd, view) :]
+
+    def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
+        """Append a range of a file of `source`; inside the kernel where both are local and it can.
+
+        Raises:
+            TruncatedError: The file ends before the range does.
+            StorageError: Reading or writing failed.
+        """
+        if isinstance(source, LocalStore):
+            file = source.open(name)
+            done = self._kernel_copy(file.fd, offset, nbytes)
+            offset, nbytes = offset + done, nbytes - done
+        # What the kernel left: all where it cannot copy, nothing where it did; reading tells what the file lacks.
+        buffer = self._copy_buffer(source, nbytes)
+        while nbytes:
+            part = buffer[: min(nbytes, len(buffer))]
+            source.read([Read(name, offset, part)])
+            self.write(part)
+            offset, nbytes = offset + len(part), nbytes - len(part)
+
+    def _kernel_copy(self, source: int, offset: int, nbytes: int) -> int:
+        """Copy what the kernel copies by itself; return the bytes it copied."""
+        done = 0
+        try:
+            while done < nbytes:
+                count = os.copy_file_range(source, self._fd, min(nbytes - done, _KERNEL_COPY), offset + done)
+                if count == 0:
+                    break
+                done += count
+        except OSError as error:
+            if error.errno not in _NO_KERNEL_COPY:
+                raise storage_error(error, "cannot write", self._path) from error
+        except OverflowError:
+            pass
+        return done
+
+    def _copy_buffer(self, source: Store, nbytes: int) -> memoryview:
+        size = min(nbytes, _BUFFER if source.traits.is_local else _REMOTE_BUFFER)
+        if self._buffer is None or len(self._buffer) < size:
+            self._buffer = memoryview(bytearray(size))
+        return self._buffer
+
+    def close(self) -> None:
+        """Give the file its name, once its bytes are on the disk.
+
+        Raises:
+            StorageError: The disk did not take them; the file is dropped.
+        """
+        if self._fd < 0:
+            return
+        self._buffer = None
+        try:
+            with failing("cannot finish", self._path):
+                os.fsync(self._fd)
+                self._close_fd()
+                os.replace(self._partial, self._path)
+                for folder in self._folders:
+                    sync_folder(folder)
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Drop what was written; never raises."""
+        self._buffer = None
+        try:
+            self._close_fd()
+            os.unlink(self._partial)
+        except OSError:
+            pass  # it is gone already, or the disk is, and the error that led here says more
+
+    def _close_fd(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a folder survive a power cut, where the file system can promise that.
+
+    Raises:
+        OSError: The disk failed.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network file systems know no fsync of folders.
+        if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}:
+            raise
+    finally:
+        os.close(fd)
+
+
+def _listed(prefix: str, entry: os.DirEntry[str]) -> Listed:
+    try:
+        is_folder = entry.is_dir()
+        size = 0 if is_folder else entry.stat().st_size
+    except OSError:  # a link to nowhere
+        is_folder, size = False, 0
+    return Listed(prefix + entry.name, size, is_folder)
+
+
+def _is_below(real: str, root: str) -> bool:
+    return real == root or real.startswith(root.rstrip("/") + "/")
+
+
+def _is_cached_blob(real: str, root: str) -> bool:
+    """Whether `root` is a snapshot of a Hugging Face cache and `real` one of that cache's own blobs."""
+    snapshots, revision = os.path.split(root)
+    if os.path.basename(snapshots) != "snapshots" or not revision:
+        return False
+    blobs = os.path.join(os.path.dirname(snapshots), "blobs")
+    return not os.path.islink(blobs) and _is_below(real, blobs)
+
+
+def _ends_early(shown: str, end: int, expected: int) -> TruncatedError:
+    return TruncatedError(
+        "the file ends early",
+        where=shown,
+        found=f"{end} bytes",
+        expected=f"at least {expected}",
+        fix="Copy the file again, or restore it from the training run.",
+    )

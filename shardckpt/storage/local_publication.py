@@ -1,0 +1,218 @@
+"""Publishing on a disk: written beside the target, made safe, then put in its place in one step."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+
+from shardckpt.errors import NoSpaceError, TargetExistsError, UsageError
+from shardckpt.storage.exchange import exchange
+from shardckpt.storage.failures import failing
+from shardckpt.storage.leftovers import OLD, PARTIAL, abandoned, beside, is_at, make_partial, remove, sweep, take
+from shardckpt.storage.local import LocalStore, LocalWriter, sync_folder
+from shardckpt.storage.publication import Publication
+
+
+class LocalPublication(Publication):
+    """A folder, or one file, that appears under its name in one rename.
+
+    Args:
+        path: The target. Of a link, what it points to is replaced and the link stays.
+        overwrite: Replace what lies there.
+        needed_bytes: Bytes the result will have; the old content stays until the new one is in place, so both must fit.
+        single_file: The target is a file.
+
+    Raises:
+        UsageError: The target cannot be one; TargetExistsError where it would have to be overwritten.
+        NoSpaceError: The disk cannot hold the result.
+        StorageError: The target's parent cannot be written.
+    """
+
+    def __init__(self, path: str, *, overwrite: bool, needed_bytes: int, single_file: bool) -> None:
+        self._target = _checked_target(path)
+        self._single_file = single_file
+        self._overwrite = overwrite
+        self._made: list[str] = []
+        self._old = ""
+        self._is_doubtful = False
+        with failing("cannot prepare the target", self._target):
+            _restore(self._target)
+            _refuse_existing(self._target, overwrite=overwrite, single_file=single_file)
+            sweep(self._target, PARTIAL)
+            sweep(self._target, OLD)
+            _require_space(self._target, needed_bytes)
+            try:
+                self._make_parents()
+                self._partial, self._lock = make_partial(self._target)
+            except BaseException:
+                self._remove_parents()
+                raise
+        self._result = self._lock
+        self._store = LocalStore(self._partial)
+
+    def create(self, name: str) -> LocalWriter:
+        """Start a file of the result. Raises StorageError."""
+        assert not self._single_file or name == os.path.basename(self._target), name
+        return self._store.create(name)
+
+    def finish(self) -> None:
+        """Put the result in place, make that safe, remove the old content. Raises StorageError."""
+        with failing("cannot put the result in place", self._target):
+            if self._single_file:
+                self._place_file()
+            else:
+                self._place_folder()
+            self._settle()
+
+    def drop(self) -> None:
+        """Take back what was written; once the result is in place, only tidy up. Never raises."""
+        # Asked of the disk, since a signal may come between a rename and the line after it.
+        if is_at(self._result, self._target):
+            if not self._is_doubtful:
+                with suppress(OSError):
+                    self._settle()
+            self._release()
+            return
+        if self._old and not os.path.lexists(self._target):
+            with suppress(OSError):  # the next run restores it
+                os.rename(self._old, self._target)
+        remove(self._partial)
+        self._release()
+        self._remove_parents()
+
+    def _place_file(self) -> None:
+        source = os.path.join(self._partial, os.path.basename(self._target))
+        self._result = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        if not self._overwrite:
+            _refuse_existing(self._target, overwrite=False, single_file=True)
+        os.replace(source, self._target)
+
+    def _place_folder(self) -> None:
+        try:
+            if not self._overwrite or _is_vacant(self._target):
+                os.rename(self._partial, self._target)
+            elif not exchange(self._partial, self._target):
+                self._move_aside()
+        except OSError as error:
+            if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
+                raise _exists(self._target) from error
+            raise
+
+    def _move_aside(self) -> None:
+        old = beside(self._target, OLD)
+        # Held while the target is absent, so that nobody takes the moved content for abandoned and restores it.
+        mark = take(self._target)
+        try:
+            self._old = old
+            os.rename(self._target, old)
+            os.rename(self._partial, self._target)
+        finally:
+            if mark is not None:
+                os.close(mark)
+
+    def _settle(self) -> None:
+        """Make the swap safe, then remove the old content, which an exchange has left under the partial's name."""
+        try:
+            sync_folder(os.path.dirname(self._target))
+        except OSError:
+            # A power cut may bring the old content back under the target's name, so it has to stay whole.
+            self._is_doubtful = True
+            raise
+        remove(self._partial)
+        if self._old:
+            remove(self._old)
+        self._release()
+
+    def _release(self) -> None:
+        for fd in {self._lock, self._result} - {-1}:
+            os.close(fd)
+        self._lock = self._result = -1
+
+    def _make_parents(self) -> None:
+        missing = []
+        folder = os.path.dirname(self._target)
+        while not os.path.lexists(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        for new in reversed(missing):
+            os.mkdir(new)
+            self._made.append(new)
+            sync_folder(os.path.dirname(new))
+
+    def _remove_parents(self) -> None:
+        for folder in reversed(self._made):
+            try:
+                os.rmdir(folder)
+            except OSError:
+                return  # somebody else uses it by now
+
+
+def _checked_target(path: str) -> str:
+    target = os.path.realpath(path)
+    if f"{os.path.realpath('.')}/".startswith(f"{target.rstrip('/')}/"):
+        raise UsageError(
+            "the target holds the working directory, so it cannot be replaced in one step",
+            where=path,
+            fix="Name a folder below it, or run the command from elsewhere.",
+        )
+    if os.path.ismount(target):
+        raise UsageError(
+            "the target is a mount point, so it cannot be replaced in one step",
+            where=path,
+            fix="Name a folder below it.",
+        )
+    return target
+
+
+def _restore(target: str) -> None:
+    """Bring back the content that a killed run had moved aside, if nothing has taken its place."""
+    if not _is_vacant(target):
+        return
+    left = abandoned(target, OLD)
+    if left:
+        os.rename(left[-1], target)
+
+
+def _is_vacant(target: str) -> bool:
+    """Whether nothing lies at the target, or a folder without content."""
+    try:
+        return not os.listdir(target)
+    except FileNotFoundError:
+        return True
+    except NotADirectoryError:
+        return False
+
+
+def _refuse_existing(target: str, *, overwrite: bool, single_file: bool) -> None:
+    if _is_vacant(target) and not (single_file and os.path.isdir(target)):
+        return
+    if single_file == os.path.isdir(target):
+        raise TargetExistsError(
+            "the target is a folder, but the result is one file" if single_file else "the target is a file",
+            where=target,
+            fix="Choose another name.",
+        )
+    if not overwrite and not (single_file and os.path.getsize(target) == 0):
+        raise _exists(target)
+
+
+def _exists(target: str) -> TargetExistsError:
+    return TargetExistsError("the target exists already", where=target, fix="Pass --overwrite to replace it.")
+
+
+def _require_space(target: str, needed_bytes: int) -> None:
+    folder = os.path.dirname(target)
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    # Some network file systems report nothing at all.
+    if disk.f_blocks and free < needed_bytes:
+        raise NoSpaceError(
+            "the target's disk cannot hold the result",
+            where=target,
+            found=f"{free} bytes free",
+            expected=f"at least {needed_bytes}",
+            fix="Free some space, or choose a target elsewhere; an old target stays until the new one is complete.",
+        )

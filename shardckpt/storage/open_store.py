@@ -1,0 +1,81 @@
+"""From what a user types to a store: paths are local, anything with a protocol goes through fsspec."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+
+from shardckpt.errors import UsageError
+from shardckpt.storage.failures import storage_error
+from shardckpt.storage.local import LocalStore
+from shardckpt.storage.store import Store
+
+_PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
+
+
+def local_path(url: str) -> str | None:
+    """Return the path that a URL names on this machine, None where it names a remote place.
+
+    Raises:
+        UsageError: The URL is empty or holds a NUL.
+    """
+    if not url or "\0" in url:
+        raise UsageError("this is no path and no URL", where=repr(url), fix="Name a file, a folder or a URL.")
+    if url.startswith(("file://", "local://")):
+        return url.partition("://")[2] or "/"
+    return None if _PROTOCOL.match(url) else url
+
+
+def open_store(url: str) -> Store:
+    """Return the store rooted at a folder.
+
+    Args:
+        url: A path, or any URL that fsspec knows: `s3://bucket/run`, `hf://org/model`, `memory://x`.
+
+    Raises:
+        UsageError: The protocol is not known, or its package is not installed.
+    """
+    path = local_path(url)
+    if path is not None:
+        return LocalStore(path)
+    from shardckpt.storage.fsspec_store import FsspecStore  # noqa: PLC0415  (fsspec costs a tenth of a second)
+
+    return FsspecStore(url)
+
+
+def split(url: str) -> tuple[str, str]:
+    """Return the URL of the folder that something lies in, and its name there.
+
+    Raises:
+        UsageError: The URL names no place in a folder: a root, a bucket.
+    """
+    path = local_path(url)
+    trimmed = (url if path is None else path).rstrip("/")
+    parent, slash, name = trimmed.rpartition("/")
+    if not name or name in {".", ".."} or (path is None and (parent.endswith("/") or not slash)):
+        raise UsageError("this names no file or folder inside another one", where=url, fix="Name a place below it.")
+    if path is not None and not parent:
+        parent = "/" if slash else "."
+    return parent, name
+
+
+def kind(url: str) -> str:
+    """Return what lies at a URL: `file`, `folder` or `missing`.
+
+    Raises:
+        UsageError: The protocol is not known, or its package is not installed.
+        StorageError: The store does not answer.
+    """
+    path = local_path(url)
+    if path is None:
+        from shardckpt.storage.fsspec_store import kind_of  # noqa: PLC0415  (as above)
+
+        return kind_of(url)
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing"
+    except OSError as error:
+        raise storage_error(error, "cannot look at it", path) from error
+    return "folder" if stat.S_ISDIR(mode) else "file"

@@ -1,0 +1,81 @@
+"""Publishing: a result appears under its target's name whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardckpt.storage.local_publication import LocalPublication
+from shardckpt.storage.open_store import local_path
+from shardckpt.storage.publication import Publication
+
+
+@contextmanager
+def publish(
+    url: str, *, overwrite: bool, needed_bytes: int, last: str | None = None, single_file: bool = False
+) -> Iterator[Publication]:
+    """Open a publication; leaving the block puts the result in place, an exception takes it back.
+
+    On a disk everything is written beside the target, which a rename then replaces. On a store without rename files
+    get their final names as they are closed, the old content stays readable meanwhile, and `last` is written after all
+    others, whenever it was created.
+
+    Args:
+        url: The target: a folder, or one file.
+        overwrite: Replace what lies there.
+        needed_bytes: Bytes the result will have, for the check of free space; 0 where not known.
+        last: Name of the file that makes the result loadable.
+        single_file: The target is a file; the publication takes its name alone.
+
+    Yields:
+        Where to create the files of the result.
+
+    Raises:
+        TargetExistsError: The target is not empty and `overwrite` is false; nothing was written.
+        UsageError: The target cannot be one.
+        NoSpaceError: The result does not fit; nothing was written.
+        StorageError: The storage failed; nothing is left under the target's name that was not there before.
+    """
+    publication = _begin(url, overwrite=overwrite, needed_bytes=needed_bytes, last=last, single_file=single_file)
+    try:
+        yield publication
+        publication.finish()
+    except BaseException:
+        publication.drop()
+        raise
+
+
+def _begin(url: str, *, overwrite: bool, needed_bytes: int, last: str | None, single_file: bool) -> Publication:
+    path = local_path(url)
+    if path is not None:
+        return LocalPublication(path, overwrite=overwrite, needed_bytes=needed_bytes, single_file=single_file)
+    from shardckpt.storage.remote_publication import RemoteFile, RemoteFolder  # noqa: PLC0415  (needs fsspec)
+
+    if single_file:
+        return RemoteFile(url, overwrite=overwrite)
+    return RemoteFolder(url, overwrite=overwrite, last=last)
+
+
+def overlaps(source: str, target: str) -> bool:
+    """Return whether two URLs name the same place, or one a place inside the other, links resolved.
+
+    Raises:
+        UsageError: One of them is no path and no URL.
+    """
+    one, other = local_path(source), local_path(target)
+    if (one is None) != (other is None):
+        return False
+    if one is None or other is None:
+        return _is_within(_tidy(source), _tidy(target))
+    return _is_within(os.path.realpath(one), os.path.realpath(other))
+
+
+def _tidy(url: str) -> str:
+    protocol, mark, path = url.partition("://")
+    return f"{protocol.lower()}{mark}" + "/".join(part for part in path.split("/") if part)
+
+
+def _is_within(one: str, other: str) -> bool:
+    one, other = one.rstrip("/") + "/", other.rstrip("/") + "/"
+    return one.startswith(other) or other.startswith(one)
