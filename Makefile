@@ -1,0 +1,32 @@
+# `make demo` and `make test` start from nothing but Python and pip; the virtual environment is made once.
+PYTHON ?= python3
+VENV ?= .venv
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+
+.PHONY: demo test check format clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/consolidate_fsdp2.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+
+# Anew whenever what is to be installed changes; the stamp is written last, so that a broken install is not taken for a whole one.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	touch $(STAMP)
