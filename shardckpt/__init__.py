@@ -1,1 +1,140 @@
-"""Checkpoints of sharded PyTorch training: read any format, merge in constant memory, write safetensors."""
+"""Checkpoints of sharded PyTorch training: read any format, merge in constant memory, write safetensors.
+
+Names are loaded when they are first used, so that `import shardckpt` costs nothing and never imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardckpt.convert.compare import diff
+    from shardckpt.convert.export import consolidate, convert
+    from shardckpt.convert.inspect import inspect
+    from shardckpt.convert.options import Options
+    from shardckpt.convert.report import (
+        Comparison,
+        Inspection,
+        Progress,
+        Report,
+        TensorDifference,
+        TensorInfo,
+        Verification,
+        WrittenFile,
+    )
+    from shardckpt.convert.verify import verify
+    from shardckpt.errors import (
+        AmbiguousError,
+        CheckpointError,
+        ChecksumError,
+        FormatError,
+        IncompleteError,
+        MissingFileError,
+        NameCollisionError,
+        NoSpaceError,
+        OverlapError,
+        PrecisionError,
+        ShardckptError,
+        SourceNotFoundError,
+        StorageError,
+        TargetExistsError,
+        TruncatedError,
+        UnknownFormatError,
+        UnsafeError,
+        UnsupportedError,
+        UsageError,
+    )
+
+_HOMES = {
+    "shardckpt.convert.compare": ("diff",),
+    "shardckpt.convert.export": ("consolidate", "convert"),
+    "shardckpt.convert.inspect": ("inspect",),
+    "shardckpt.convert.options": ("Options",),
+    "shardckpt.convert.report": (
+        "Comparison",
+        "Inspection",
+        "Progress",
+        "Report",
+        "TensorDifference",
+        "TensorInfo",
+        "Verification",
+        "WrittenFile",
+    ),
+    "shardckpt.convert.verify": ("verify",),
+    "shardckpt.errors": (
+        "AmbiguousError",
+        "CheckpointError",
+        "ChecksumError",
+        "FormatError",
+        "IncompleteError",
+        "MissingFileError",
+        "NameCollisionError",
+        "NoSpaceError",
+        "OverlapError",
+        "PrecisionError",
+        "ShardckptError",
+        "SourceNotFoundError",
+        "StorageError",
+        "TargetExistsError",
+        "TruncatedError",
+        "UnknownFormatError",
+        "UnsafeError",
+        "UnsupportedError",
+        "UsageError",
+    ),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AmbiguousError",
+    "CheckpointError",
+    "ChecksumError",
+    "Comparison",
+    "FormatError",
+    "IncompleteError",
+    "Inspection",
+    "MissingFileError",
+    "NameCollisionError",
+    "NoSpaceError",
+    "Options",
+    "OverlapError",
+    "PrecisionError",
+    "Progress",
+    "Report",
+    "ShardckptError",
+    "SourceNotFoundError",
+    "StorageError",
+    "TargetExistsError",
+    "TensorDifference",
+    "TensorInfo",
+    "TruncatedError",
+    "UnknownFormatError",
+    "UnsafeError",
+    "UnsupportedError",
+    "UsageError",
+    "Verification",
+    "WrittenFile",
+    "__version__",
+    "consolidate",
+    "convert",
+    "diff",
+    "inspect",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module it lives in."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'shardckpt' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted({*globals(), *__all__})

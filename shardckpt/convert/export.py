@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,8 +239,14 @@ def _write_payload(job: Job, layout: Layout, publication: Publication, meter: Me
             write(file)
         return
     with ThreadPoolExecutor(writers) as pool:
-        for done in [pool.submit(write, file) for file in layout.payload]:
-            done.result()
+        started = [pool.submit(write, file) for file in layout.payload]
+        try:
+            for done in as_completed(started):
+                done.result()
+        except BaseException:
+            meter.stop()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 def _write_small(job: Job, layout: Layout, publication: Publication) -> None:

@@ -224,6 +224,10 @@ class Stopwatch:
         self._since = now
 
 
+class Stopped(Exception):  # noqa: N818  (no error: it only unwinds a thread whose work nobody wants any more)
+    """Unwinds a writing thread after another one failed."""
+
+
 class Meter:
     """Counts written bytes, from several threads, and tells the caller.
 
@@ -235,9 +239,20 @@ class Meter:
     def __init__(self, total_bytes: int, tell: OnProgress | None) -> None:
         self._total, self._tell = total_bytes, tell
         self._done, self._start, self._lock = 0, time.perf_counter(), Lock()
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Make every thread that counts on raise `Stopped`: another one failed, or the user interrupted."""
+        self._stopped = True
 
     def add(self, nbytes: int) -> None:
-        """Count `nbytes` more."""
+        """Count `nbytes` more.
+
+        Raises:
+            Stopped: The work was stopped meanwhile.
+        """
+        if self._stopped:
+            raise Stopped
         with self._lock:
             self._done += nbytes
             if self._tell is not None:

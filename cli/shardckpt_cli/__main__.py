@@ -1,0 +1,5 @@
+"""`python -m shardckpt_cli`, for launchers such as torchrun."""
+
+from shardckpt_cli.app import main
+
+main()

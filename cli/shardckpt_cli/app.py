@@ -1,0 +1,27 @@
+"""The command line: registers the commands; imports neither torch nor shardckpt before one of them runs."""
+
+from __future__ import annotations
+
+import typer
+
+from shardckpt_cli import compare, consolidate, inspect, verify
+from shardckpt_cli.exits import guarded
+
+app = typer.Typer(
+    name="shardckpt",
+    help="Read, check and merge checkpoints of sharded PyTorch training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("consolidate")(consolidate.consolidate)
+app.command("convert")(consolidate.convert)
+app.command("inspect")(inspect.inspect)
+app.command("verify")(verify.verify)
+app.command("diff")(compare.diff)
+
+
+def main() -> None:
+    """Run the command; exit codes: 0 done, 1 the checkpoint, 2 the call, 3 the storage, 130 and 143 on signals."""
+    guarded(lambda: app(standalone_mode=False))

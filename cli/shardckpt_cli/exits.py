@@ -1,0 +1,72 @@
+"""From errors and signals to one line on stderr and an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+import click
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived; unwinds like Ctrl-C, so that whatever was half-done is taken back."""
+
+
+def guarded(run: Callable[[], object]) -> NoReturn:
+    """Run a command and leave the process with the exit code of what happened.
+
+    Args:
+        run: The command; may raise anything.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(_exit_code(run))
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
+
+
+def _exit_code(run: Callable[[], object]) -> int:
+    try:
+        done = run()
+    except (KeyboardInterrupt, click.Abort):
+        return _say("interrupted; nothing was left under the target's name", 130)
+    except Terminated:
+        return _say("terminated; nothing was left under the target's name", 143)
+    except BrokenPipeError:
+        # whoever read our output has seen enough; keep the interpreter from flushing into the closed pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except click.exceptions.NoArgsIsHelpError as asked:
+        asked.show()
+        return 2
+    except click.ClickException as wrong:
+        return _say(f"{' '.join(wrong.format_message().split())} See shardckpt --help", 2)
+    except Exception as error:  # noqa: BLE001  (an error that is not ours must still be one line; the traceback on request)
+        return _failed(error)
+    return done if isinstance(done, int) else 0
+
+
+def _failed(error: Exception) -> int:
+    from shardckpt.errors import ShardckptError, escape
+
+    if isinstance(error, ShardckptError):
+        return _say(str(error), error.exit_code)
+    if os.environ.get("SHARDCKPT_TRACEBACK"):
+        raise error
+    if isinstance(error, MemoryError):
+        return _say("out of memory; lower --max-memory", 3)
+    if isinstance(error, OSError):
+        return _say(escape(error), 3)
+    what = f"{type(error).__name__}: {error}"
+    return _say(f"{escape(what)}. This is a fault of shardckpt; SHARDCKPT_TRACEBACK=1 shows where", 1)
+
+
+def _say(line: str, code: int) -> int:
+    print(f"shardckpt: {line}", file=sys.stderr)
+    return code

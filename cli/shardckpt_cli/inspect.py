@@ -1,0 +1,80 @@
+"""`shardckpt inspect`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardckpt_cli import output
+
+if TYPE_CHECKING:
+    from shardckpt import Inspection
+
+
+def inspect(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or file, path or URL.")],
+    tree: Annotated[bool, typer.Option("--tree", help="Sizes by prefix instead of a table of tensors.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Show what a checkpoint holds, from headers and metadata alone."""
+    import shardckpt
+
+    found = shardckpt.inspect(src)
+    if as_json:
+        print(output.as_json(found))
+        return
+    output.warn(found.warnings)
+    print(_summary(found))
+    print()
+    print(_tree(found) if tree else _table(found))
+
+
+def _summary(found: Inspection) -> str:
+    dtypes = Counter[str]()
+    for tensor in found.tensors:
+        dtypes[tensor.dtype] += 1
+    kinds = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
+    lines = [
+        f"{found.source}: {found.format}",
+        f"{len(found.tensors)} tensors, {output.size(found.nbytes)} ({kinds or 'none'}),"
+        f" {len(found.objects)} other values, {len(found.files)} files",
+    ]
+    for part, places in found.parts.items():
+        shown = [place or "top level" for place in places]
+        if shown:
+            lines.append(f"{part}: {', '.join(shown[:8])}{', ...' if len(shown) > 8 else ''}")
+    lines += [f"tied: {name} is {kept}" for name, kept in found.ties.items()]
+    return "\n".join(lines)
+
+
+def _table(found: Inspection) -> str:
+    from shardckpt.errors import escape
+
+    rows = [
+        (escape(t.name), t.dtype, "x".join(map(str, t.shape)) or "scalar", output.size(t.nbytes), f"{t.pieces}")
+        for t in found.tensors
+    ]
+    return output.table([("tensor", "dtype", "shape", "size", "pieces"), *rows], right=frozenset({3, 4}))
+
+
+def _tree(found: Inspection) -> str:
+    """Return sizes by prefix, children below parents; a tied tensor counts once."""
+    from shardckpt.errors import escape
+
+    sizes, counts = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+    for tensor in found.tensors:
+        segments = tuple(tensor.name.split("."))
+        for depth in range(len(segments) + 1):
+            sizes[segments[:depth]] += 0 if tensor.name in found.ties else tensor.nbytes
+            counts[segments[:depth]] += 1
+    rows = [
+        (
+            "  " * len(prefix) + (escape(prefix[-1]) if prefix else "all"),
+            f"{counts[prefix]}",
+            output.size(sizes[prefix]),
+        )
+        for prefix in sorted(sizes)
+    ]
+    return output.table([("prefix", "tensors", "size"), *rows], right=frozenset({1, 2}))

@@ -1,0 +1,101 @@
+"""How results are printed: sizes, tables, JSON, and the progress line of a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+_WIDEST = 96
+
+
+class ProgressLike(Protocol):
+    """What a progress callback is given."""
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes written so far."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that will be written."""
+
+    @property
+    def seconds(self) -> float:
+        """Since the first byte."""
+
+
+def size(nbytes: float) -> str:
+    """Return bytes as people read them, in decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def table(rows: Iterable[Sequence[str]], right: frozenset[int] = frozenset()) -> str:
+    """Return rows as aligned columns.
+
+    Args:
+        rows: Of equal length.
+        right: Columns that are aligned to the right.
+    """
+    kept = [tuple(row) for row in rows]
+    if not kept:
+        return ""
+    widths = [min(max(len(row[i]) for row in kept), _WIDEST) for i in range(len(kept[0]))]
+    return "\n".join(
+        "  ".join(
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in kept
+    )
+
+
+def as_json(result: Any) -> str:
+    """Return a frozen result as JSON, with everything a surrogate could break escaped."""
+    return json.dumps(dataclasses.asdict(result), indent=2, default=str)
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Print warnings to stderr, a line each."""
+    for line in lines:
+        print(f"warning: {line}", file=sys.stderr)
+
+
+class ProgressLine:
+    """One line on a terminal that is overwritten as bytes are written; nothing where stderr is no terminal.
+
+    Args:
+        quiet: Print nothing at all.
+    """
+
+    _LEAST_SECONDS = 0.1
+
+    def __init__(self, quiet: bool) -> None:
+        self._shown = -self._LEAST_SECONDS
+        self._on = not quiet and sys.stderr.isatty()
+        self._dirty = False
+
+    def __call__(self, progress: ProgressLike) -> None:
+        """Show how far the work is, at most ten times a second."""
+        done = progress.done_bytes >= progress.total_bytes
+        if not self._on or (progress.seconds - self._shown < self._LEAST_SECONDS and not done):
+            return
+        self._shown = progress.seconds
+        rate = progress.done_bytes / max(progress.seconds, 1e-6)
+        left = (progress.total_bytes - progress.done_bytes) / max(rate, 1.0)
+        share = 100 * progress.done_bytes / max(progress.total_bytes, 1)
+        done_of_total = f"{size(progress.done_bytes)} of {size(progress.total_bytes)} ({share:.0f} %)"
+        text = f"{done_of_total}  {size(rate)}/s  {left:.0f} s left"
+        print(f"\r{text:<72}", end="", file=sys.stderr, flush=True)
+        self._dirty = True
+
+    def clear(self) -> None:
+        """Wipe the line."""
+        if self._dirty:
+            print("\r" + " " * 72 + "\r", end="", file=sys.stderr, flush=True)
+            self._dirty = False

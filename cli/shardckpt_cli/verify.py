@@ -1,0 +1,29 @@
+"""`shardckpt verify`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardckpt_cli import output
+
+
+def verify(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or file, path or URL.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Check structure, coverage, sizes and stored checksums; exit 1 when something is wrong."""
+    import shardckpt
+
+    result = shardckpt.verify(src)
+    if as_json:
+        print(output.as_json(result))
+    else:
+        output.warn(result.warnings)
+        for problem in result.problems:
+            print(problem)
+        checked = f", {output.size(result.checked_bytes)} match their checksums" if result.checked_bytes else ""
+        state = "whole" if result.ok else f"{len(result.problems)} problems"
+        print(f"{result.source}: {result.format or 'unreadable'}: {result.tensors} tensors, {state}{checked}")
+    raise typer.Exit(0 if result.ok else 1)

@@ -1,0 +1,164 @@
+"""The verb `diff`: two checkpoints, tensor by tensor, across formats and world sizes, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.convert.arrays import blocks_of, resolve
+from shardckpt.convert.casts import numpy_dtype
+from shardckpt.convert.report import Comparison, TensorDifference
+from shardckpt.convert.selection import load_values, name_model
+from shardckpt.dtypes import bits
+from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.reader import Reader
+from shardckpt.manifest import Manifest, TensorEntry, dotted
+from shardckpt.plan import optimizer
+from shardckpt.plan.parts import find_parts, split_flat_names
+
+_BLOCK_BYTES = 1 << 21
+
+
+def diff(a: str, b: str) -> Comparison:
+    """Compare two checkpoints by canonical names, bit by bit.
+
+    Model tensors are matched by the names of the unwrapped model, optimizer state by `<fqn>/<slot>`, everything else by
+    its path. Two NaNs with the same bits are equal; values are compared where dtype and shape agree.
+
+    Args:
+        a: Checkpoint in any readable format.
+        b: Another.
+
+    Returns:
+        What is only in one, and what differs: dtype, shape, largest absolute and relative difference, NaN counts.
+
+    Raises:
+        UsageError: Nothing there, or nothing that a reader recognises.
+        CheckpointError: One of them is damaged or incomplete.
+        StorageError: Reading failed.
+    """
+    first, second = _open(a), _open(b)
+    differences: list[TensorDifference] = []
+    both = [name for name in first.tensors if name in second.tensors]
+    for name in sorted({*first.tensors, *second.tensors}):
+        found = _compare(name, first, second)
+        if found is not None:
+            differences.append(found)
+    unequal = sum(d.name in first.tensors and d.name in second.tensors for d in differences)
+    return Comparison(
+        a,
+        b,
+        len(both),
+        len(both) - unequal,
+        tuple(differences),
+        (*first.reader.manifest.warnings, *second.reader.manifest.warnings),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the two checkpoints, under canonical names."""
+
+    reader: Reader
+    tensors: Mapping[str, TensorEntry]
+
+
+def _open(url: str) -> _Side:
+    reader = open_checkpoint(url)
+    return _Side(reader, canonical(reader, split_flat_names(reader.manifest)))
+
+
+def canonical(reader: Reader, manifest: Manifest) -> dict[str, TensorEntry]:
+    """Return every tensor of a checkpoint under one name that does not depend on its format.
+
+    Raises:
+        CheckpointError: Optimizer values cannot be read.
+        UsageError: The optimizer's ids cannot be named.
+    """
+    found = find_parts(manifest)
+    model = name_model(manifest, found)
+    tensors = dict(model.tensors)
+    shapes = {name: entry.shape for name, entry in model.tensors.items()}
+    for root in found.optimizers:
+        raw = optimizer.below(manifest, root, load_values(reader, manifest, root))
+        state = optimizer.by_name(raw, shapes, clean=model.clean)
+        prefix = "" if len(found.optimizers) == 1 else f"{dotted(root)}:"
+        tensors |= {f"{prefix}{key}": entry for key, entry in state.tensors.items()}
+    known = {entry.path for entry in tensors.values()}
+    tensors |= {dotted(path): entry for path, entry in manifest.tensors.items() if path not in known}
+    return tensors
+
+
+def _compare(name: str, a: _Side, b: _Side) -> TensorDifference | None:
+    left, right = a.tensors.get(name), b.tensors.get(name)
+    if left is None or right is None:
+        kind = "only in a" if right is None else "only in b"
+        return TensorDifference(name, kind, _words(left), _words(right))
+    if left.shape != right.shape:
+        return TensorDifference(name, "shape", _words(left), _words(right))
+    [left] = resolve(a.reader, a.reader.manifest, [left])
+    [right] = resolve(b.reader, b.reader.manifest, [right])
+    return _values(name, a.reader, left, b.reader, right)
+
+
+def _words(entry: TensorEntry | None) -> str:
+    return "" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+
+
+def _values(name: str, in_a: Reader, a: TensorEntry, in_b: Reader, b: TensorEntry) -> TensorDifference | None:
+    """Compare block by block; both sides are cut at the same elements."""
+    same_type = a.stored == b.stored
+    found = _Distance()
+    equal = same_type
+    elements = max(_BLOCK_BYTES * 8 // max(bits(a.stored), bits(b.stored)), 1)
+    from_a = blocks_of(in_a, a, elements * bits(a.stored) // 8)
+    from_b = blocks_of(in_b, b, elements * bits(b.stored) // 8)
+    for x, y in zip(from_a, from_b, strict=True):
+        if same_type and x == y:
+            continue
+        equal = False
+        found = found.with_block(_numbers(x, a.stored), _numbers(y, b.stored))
+    if equal:
+        return None
+    kind = "values" if same_type else "dtype"
+    return TensorDifference(
+        name, kind, _words(a), _words(b), found.max_abs, found.max_rel, (found.nans_a, found.nans_b)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Distance:
+    """How far two arrays are apart, over the blocks seen so far that differ."""
+
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    nans_a: int = 0
+    nans_b: int = 0
+
+    def with_block(self, x: NDArray[Any], y: NDArray[Any]) -> _Distance:
+        nans_x, nans_y = np.isnan(x), np.isnan(y)
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            gap = np.where((x == y) | (nans_x & nans_y), 0.0, np.abs(x - y))
+            scale = np.maximum(np.abs(x), np.abs(y))
+            relative = np.where(gap == 0, 0.0, gap / scale)
+        gap, relative = (np.where(np.isnan(v), np.inf, v) for v in (gap, relative))
+        return _Distance(
+            max(self.max_abs, float(gap.max(initial=0.0))),
+            max(self.max_rel, float(relative.max(initial=0.0))),
+            self.nans_a + int(nans_x.sum()),
+            self.nans_b + int(nans_y.sum()),
+        )
+
+
+def _numbers(data: bytearray, dtype: str) -> NDArray[Any]:
+    """Return elements as float64 or complex128; bytes where numpy does not know the type."""
+    try:
+        kind = numpy_dtype(dtype)
+    except TypeError:
+        return np.frombuffer(data, np.uint8).astype(np.float64)
+    values = np.frombuffer(data, kind)
+    return values.astype(np.complex128 if kind.kind == "c" else np.float64)

@@ -1,0 +1,65 @@
+"""The verb `inspect`: what a checkpoint holds, from headers and metadata alone."""
+
+from __future__ import annotations
+
+from shardckpt.convert.report import Inspection, TensorInfo
+from shardckpt.errors import UsageError, escape
+from shardckpt.format.detect import open_checkpoint
+from shardckpt.manifest import UNREAD, Manifest, dotted
+from shardckpt.plan.coverage import faults
+from shardckpt.plan.parts import find_parts, split_flat_names
+
+_SHOWN = 60
+
+
+def inspect(src: str) -> Inspection:
+    """Describe a checkpoint; no tensor data is read and nothing is executed.
+
+    Args:
+        src: Checkpoint in any readable format: a folder or file, a path or URL.
+
+    Returns:
+        Its tensors, values, files and parts. Gaps, overlaps and short files are warnings here.
+
+    Raises:
+        UsageError: Nothing there, or nothing that a reader recognises.
+        CheckpointError: Headers, metadata or pickles cannot be read, or are refused.
+        StorageError: Reading failed.
+
+    Example:
+        >>> shardckpt.inspect("run/step-100").nbytes  # doctest: +SKIP
+    """
+    reader = open_checkpoint(src)
+    manifest = split_flat_names(reader.manifest)
+    return Inspection(
+        source=src,
+        format=manifest.format,
+        files=dict(manifest.files),
+        tensors=tuple(
+            TensorInfo(dotted(path), e.stored, e.shape, e.nbytes, len(e.pieces)) for path, e in manifest.tensors.items()
+        ),
+        objects={dotted(path): _render(entry.value) for path, entry in manifest.objects.items()},
+        ties={dotted(a): dotted(b) for a, b in manifest.aliases.items()},
+        metadata=dict(manifest.metadata),
+        parts=_parts(manifest),
+        warnings=(*manifest.warnings, *(str(f) for f in faults(manifest, manifest.tensors.values()))),
+    )
+
+
+def _render(value: object) -> str:
+    if value is UNREAD:
+        return ""
+    text = escape(repr(value))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _parts(manifest: Manifest) -> dict[str, tuple[str, ...]]:
+    try:
+        found = find_parts(manifest)
+    except UsageError:
+        return {}
+    return {
+        "model": (dotted(found.model),),
+        "optimizer": tuple(map(dotted, found.optimizers)),
+        "other": tuple(map(dotted, found.others)),
+    }
