@@ -53,8 +53,7 @@ class LocalPublication(Publication):
 
     def create(self, name: str) -> LocalWriter:
         """Start a file of the result. Raises StorageError."""
-        assert not self._single_file or name == os.path.basename(self._target), name
-        return self._store.create(name)
+        return self._store.create(os.path.basename(self._target) if self._single_file else name)
 
     def finish(self) -> None:
         """Put the result in place, make that safe, remove the old content. Raises StorageError."""

@@ -22,7 +22,7 @@ class Publication(ABC):
         """Start a file of the result.
 
         Args:
-            name: Relative to the target folder; of a single-file target its own name.
+            name: Relative to the target folder; a single-file target has its name already.
 
         Raises:
             StorageError: It cannot be created.

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from shardckpt.storage.local_publication import LocalPublication
 from shardckpt.storage.open_store import local_path
 from shardckpt.storage.publication import Publication
+from shardckpt.storage.remote_publication import RemoteFile, RemoteFolder
 
 
 @contextmanager
@@ -50,8 +51,6 @@ def _begin(url: str, *, overwrite: bool, needed_bytes: int, last: str | None, si
     path = local_path(url)
     if path is not None:
         return LocalPublication(path, overwrite=overwrite, needed_bytes=needed_bytes, single_file=single_file)
-    from shardckpt.storage.remote_publication import RemoteFile, RemoteFolder  # noqa: PLC0415  (needs fsspec)
-
     if single_file:
         return RemoteFile(url, overwrite=overwrite)
     return RemoteFolder(url, overwrite=overwrite, last=last)

@@ -141,8 +141,7 @@ class RemoteFile(Publication):
 
     def create(self, name: str) -> Writer:
         """Start the file; it appears at the publication's end. Raises StorageError."""
-        assert name == self._name and self._writer is None, name
-        self._writer = HeldWriter(self._store.create(name))
+        self._writer = HeldWriter(self._store.create(self._name))
         return self._writer
 
     def finish(self) -> None:
