@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from typing_extensions import Self
@@ -163,7 +163,7 @@ class LocalStore:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             parts = name.split("/")[:-1]
             folders = [os.path.join(self._root, *parts[:depth]) for depth in range(len(parts), -1, -1)]
-            return LocalWriter(path, folders)
+            return LocalWriter(path, folders, self.close)
 
     def delete(self, name: str) -> None:
         """Remove a file, of a link the link; a missing one is no error.
@@ -173,7 +173,7 @@ class LocalStore:
             StorageError: It cannot be removed.
         """
         path = self._path(name, follow=False)
-        self._forget()
+        self.close()
         with failing("cannot delete", path):
             try:
                 os.unlink(path)
@@ -188,12 +188,9 @@ class LocalStore:
             StorageError: It cannot be renamed.
         """
         old, new = self._path(source, follow=False), self._path(target, follow=False)
-        self._forget()
+        self.close()
         with failing("cannot rename", old):
             os.rename(old, new)
-
-    def _forget(self) -> None:
-        self.close()
 
     def _shown(self, name: str) -> str:
         return os.path.join(self._root, name)
@@ -251,11 +248,13 @@ class LocalWriter:
     Args:
         path: The file it becomes; its folder exists.
         folders: The file's folder and those above it that may be new; their entries are made safe with the file.
+        appeared: Called once the file has its name.
     """
 
-    def __init__(self, path: str, folders: Sequence[str]) -> None:
+    def __init__(self, path: str, folders: Sequence[str], appeared: Callable[[], None]) -> None:
         self._path = path
         self._folders = folders
+        self._appeared = appeared
         self._partial = beside(path, PARTIAL)
         self._fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         hold(self._fd)
@@ -327,6 +326,7 @@ class LocalWriter:
                 os.fsync(self._fd)
                 self._close_fd()
                 os.replace(self._partial, self._path)
+                self._appeared()
                 for folder in self._folders:
                     sync_folder(folder)
         except BaseException:

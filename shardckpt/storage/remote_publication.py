@@ -141,7 +141,8 @@ class RemoteFile(Publication):
 
     def create(self, name: str) -> Writer:
         """Start the file; it appears at the publication's end. Raises StorageError."""
-        self._writer = HeldWriter(self._store.create(self._name))
+        assert name == self._name, name
+        self._writer = HeldWriter(self._store.create(name))
         return self._writer
 
     def finish(self) -> None:

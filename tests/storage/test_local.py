@@ -1,0 +1,281 @@
+"""The store on a disk: the suite, and what only a disk can do wrong."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from store_suite import CONTENT, StoreSuite, put
+
+from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsafeError
+from shardckpt.storage import local
+from shardckpt.storage.local import LocalStore
+from shardckpt.storage.store import Read, read_bytes
+
+
+@pytest.fixture
+def store(tmp_path):
+    return LocalStore(str(tmp_path / "root"))
+
+
+class TestLocalStore(StoreSuite):
+    pass
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class TestLinks:
+    def test_a_link_inside_the_folder_is_followed(self, store, tmp_path):
+        put(store, "a.bin", b"1")
+        os.symlink("a.bin", tmp_path / "root" / "b.bin")
+        assert read_bytes(store, "b.bin", 0, 1) == b"1"
+
+    def test_a_link_out_of_the_folder_is_refused(self, store, tmp_path):
+        (tmp_path / "secret").write_bytes(b"1")
+        put(store, "a.bin")
+        os.symlink("../secret", tmp_path / "root" / "b.bin")
+        os.symlink("..", tmp_path / "root" / "up")
+        for name in ("b.bin", "up/secret"):
+            with pytest.raises(UnsafeError, match="link out of"):
+                read_bytes(store, name, 0, 1)
+            with pytest.raises(UnsafeError):
+                store.size(name)
+        for ask in (lambda: store.create("up/new"), lambda: store.delete("up/secret"), lambda: store.list("up")):
+            with pytest.raises(UnsafeError):
+                ask()
+
+    def test_the_root_itself_may_be_a_link(self, store, tmp_path):
+        put(store, "a.bin", b"1")
+        os.symlink(tmp_path / "root", tmp_path / "link")
+        assert read_bytes(LocalStore(str(tmp_path / "link")), "a.bin", 0, 1) == b"1"
+
+    def test_deleting_or_replacing_a_link_leaves_what_it_points_to(self, store, tmp_path):
+        put(store, "a.bin", b"1")
+        os.symlink("a.bin", tmp_path / "root" / "b.bin")
+        put(store, "b.bin", b"2")
+        assert read_bytes(store, "a.bin", 0, 1) == b"1"
+        os.unlink(tmp_path / "root" / "b.bin")
+        os.symlink("a.bin", tmp_path / "root" / "b.bin")
+        store.delete("b.bin")
+        assert [entry.name for entry in store.list()] == ["a.bin"]
+
+    def test_a_link_to_nowhere_is_listed_and_missing(self, store, tmp_path):
+        os.makedirs(tmp_path / "root")
+        os.symlink("gone", tmp_path / "root" / "b.bin")
+        os.symlink("loop", tmp_path / "root" / "loop")
+        assert [(entry.name, entry.size) for entry in store.list()] == [("b.bin", 0), ("loop", 0)]
+        with pytest.raises(MissingFileError):
+            read_bytes(store, "b.bin", 0, 1)
+        with pytest.raises(StorageError):
+            read_bytes(store, "loop", 0, 1)
+
+
+class TestHuggingFaceCache:
+    @pytest.fixture
+    def cache(self, tmp_path) -> Path:
+        repo = tmp_path / "models--org--name"
+        (repo / "snapshots" / "abc").mkdir(parents=True)
+        (repo / "blobs").mkdir()
+        (repo / "blobs" / "f00").write_bytes(b"blob")
+        os.symlink("../../blobs/f00", repo / "snapshots" / "abc" / "model.safetensors")
+        return repo
+
+    def test_links_of_a_snapshot_into_its_own_blobs_are_followed(self, cache):
+        store = LocalStore(str(cache / "snapshots" / "abc"))
+        assert store.size("model.safetensors") == 4
+        assert read_bytes(store, "model.safetensors", 0, 4) == b"blob"
+
+    def test_links_of_a_snapshot_anywhere_else_are_refused(self, cache):
+        (cache.parent / "secret").write_bytes(b"1")
+        os.symlink("../../../secret", cache / "snapshots" / "abc" / "x")
+        os.symlink("../../refs", cache / "snapshots" / "abc" / "y")
+        (cache / "refs").mkdir()
+        (cache / "refs" / "main").write_bytes(b"abc")
+        for name in ("x", "y/main"):
+            with pytest.raises(UnsafeError):
+                read_bytes(LocalStore(str(cache / "snapshots" / "abc")), name, 0, 1)
+
+    def test_blobs_that_are_a_link_themselves_are_refused(self, cache):
+        os.rename(cache / "blobs", cache.parent / "elsewhere")
+        os.symlink("../elsewhere", cache / "blobs")
+        with pytest.raises(UnsafeError):
+            read_bytes(LocalStore(str(cache / "snapshots" / "abc")), "model.safetensors", 0, 1)
+
+
+class TestOddFiles:
+    def test_a_fifo_is_refused_and_does_not_block(self, store, tmp_path):
+        os.makedirs(tmp_path / "root")
+        os.mkfifo(tmp_path / "root" / "pipe")
+        with pytest.raises(UnsafeError, match="not a regular file"):
+            read_bytes(store, "pipe", 0, 1)
+
+    def test_a_folder_cannot_be_read(self, store, tmp_path):
+        os.makedirs(tmp_path / "root" / "sub")
+        with pytest.raises(MissingFileError, match="folder"):
+            read_bytes(store, "sub", 0, 1)
+
+    def test_offsets_beyond_what_a_system_can_address_are_errors_of_ours(self, store):
+        put(store, "a.bin")
+        with pytest.raises(StorageError):
+            read_bytes(store, "a.bin", 1 << 70, 1)
+
+
+class TestDescriptors:
+    def test_a_thousand_files_take_at_most_64_descriptors(self, store):
+        for number in range(200):
+            put(store, f"{number}.bin", bytes([number]))
+        before = open_descriptors()
+        for number in range(200):
+            assert read_bytes(store, f"{number}.bin", 0, 1) == bytes([number])
+        assert open_descriptors() - before == 64
+        store.close()
+        assert open_descriptors() == before
+
+    def test_a_store_that_is_let_go_closes_its_files(self, tmp_path):
+        store = LocalStore(str(tmp_path))
+        put(store, "a.bin")
+        before = open_descriptors()
+        read_bytes(store, "a.bin", 0, 1)
+        del store
+        assert open_descriptors() == before
+
+    def test_eviction_never_pulls_a_file_from_a_reading_thread(self, store, monkeypatch):
+        monkeypatch.setattr(local, "_OPEN_FILES", 2)
+        for number in range(16):
+            put(store, f"{number}.bin", bytes([number]) * 1000)
+        wrong = []
+
+        def read(first: int) -> None:
+            for step in range(300):
+                number = (first + step * 7) % 16
+                if read_bytes(store, f"{number}.bin", 0, 1000) != bytes([number]) * 1000:
+                    wrong.append(number)
+
+        threads = [threading.Thread(target=read, args=(first,)) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+
+class TestFailures:
+    @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+    def test_a_full_disk_is_named_and_keeps_its_number_and_cause(self, store, monkeypatch, code):
+        def full(*_):
+            raise OSError(code, os.strerror(code))
+
+        writer = store.create("a.bin")
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(NoSpaceError, match=r"a\.bin") as caught:
+            writer.write(b"1")
+        assert caught.value.errno == code
+        assert isinstance(caught.value.__cause__, OSError)
+        writer.abort()
+        assert store.list() == []
+
+    @pytest.mark.parametrize("function", ["fsync", "replace"])
+    def test_what_fails_at_close_leaves_nothing(self, store, monkeypatch, function):
+        def broken(*_):
+            raise OSError(errno.EIO, "broken")
+
+        monkeypatch.setattr(os, function, broken)
+        with pytest.raises(StorageError, match="broken"), store.create("a.bin") as writer:
+            writer.write(b"1")
+        assert store.list() == []
+
+    def test_a_failing_read_keeps_its_cause(self, store, monkeypatch):
+        put(store, "a.bin")
+
+        def broken(*_):
+            raise OSError(errno.EIO, "broken")
+
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(StorageError, match=r"a\.bin.*broken") as caught:
+            read_bytes(store, "a.bin", 0, 1)
+        assert caught.value.errno == errno.EIO
+
+    def test_short_reads_are_continued(self, store, monkeypatch):
+        put(store, "a.bin")
+        whole = os.preadv
+        monkeypatch.setattr(os, "preadv", lambda fd, views, offset: whole(fd, [views[0][:100]], offset))
+        assert read_bytes(store, "a.bin", 5, 5000) == CONTENT[5:5005]
+
+    def test_a_folder_without_permission_is_a_storage_error(self, store, monkeypatch):
+        def refuse(*_):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(os, "scandir", refuse)
+        with pytest.raises(StorageError, match="Check the permissions"):
+            store.list()
+
+
+class TestKernelCopies:
+    def copied(self, store) -> bytes:
+        put(store, "a.bin")
+        with store.create("b.bin") as writer:
+            writer.copy_from(store, "a.bin", 10, 9000)
+        return read_bytes(store, "b.bin", 0, 9000)
+
+    def test_short_copies_are_continued(self, store, monkeypatch):
+        whole = os.copy_file_range
+        calls = []
+
+        def short(source, target, count, offset):
+            calls.append(count)
+            return whole(source, target, min(count, 1000), offset)
+
+        monkeypatch.setattr(os, "copy_file_range", short)
+        assert self.copied(store) == CONTENT[10:9010]
+        assert len(calls) == 9
+
+    @pytest.mark.parametrize("code", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+    @pytest.mark.parametrize("after", [0, 1])
+    def test_a_kernel_that_cannot_is_replaced_midway(self, store, monkeypatch, code, after):
+        whole = os.copy_file_range
+        calls = []
+
+        def refuse(source, target, count, offset):
+            calls.append(count)
+            if len(calls) > after:
+                raise OSError(code, os.strerror(code))
+            return whole(source, target, min(count, 1000), offset)
+
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+        monkeypatch.setattr(local, "_BUFFER", 4096)
+        assert self.copied(store) == CONTENT[10:9010]
+
+    def test_a_kernel_that_copies_nothing_before_the_end_is_replaced(self, store, monkeypatch):
+        monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
+        assert self.copied(store) == CONTENT[10:9010]
+
+    def test_a_full_disk_is_told_by_a_kernel_copy_too(self, store, monkeypatch):
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "copy_file_range", full)
+        with pytest.raises(NoSpaceError):
+            self.copied(store)
+        assert [entry.name for entry in store.list()] == ["a.bin"]
+
+
+def test_looking_at_a_local_folder_imports_neither_numpy_nor_fsspec(tmp_path):
+    put(LocalStore(str(tmp_path)), "a.bin")
+    code = (
+        "import sys; from shardckpt.storage.open_store import kind, open_store; from shardckpt.storage.publish import publish;"
+        f"open_store({str(tmp_path)!r}).list(); kind({str(tmp_path)!r});"
+        "print({'numpy', 'fsspec', 'torch', 'asyncio'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_reading_into_a_read_only_buffer_is_the_callers_mistake(store):
+    put(store, "a.bin")
+    with pytest.raises((TypeError, BufferError, ValueError)):
+        store.read([Read("a.bin", 0, memoryview(b"1234"))])
