@@ -1,0 +1,488 @@
+"""Zip archives as torch writes them: many at once, anywhere in a file, strictly checked, found and not extracted.
+
+APPNOTE 6.3 (zip64 included). Torch writes its archives as a stream: sizes stand in the central directory and behind
+each entry, the local headers hold zeros, and their extra field pads the data to a border; so only the local header
+says where an entry's data begin.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from struct import Struct
+from struct import error as StructError  # noqa: N812  # struct spells its exception in lower case
+from typing import NamedTuple
+
+from shardckpt.errors import ChecksumError, FormatError, TruncatedError, UnsafeError, UnsupportedError
+from shardckpt.storage.store import Read, Store
+
+LOCAL_SIGNATURE = b"PK\x03\x04"
+STORED, DEFLATED = 0, 8
+
+_LOCAL = Struct("<4sHHHHHIIIHH")
+_CENTRAL = Struct("<4sHHHHHHIIIHHHHHII")
+_END = Struct("<4sHHHHIIH")
+_END64_LOCATOR = Struct("<4sIQI")
+_END64 = Struct("<4sQHHIIQQQQ")
+_DESCRIPTOR, _DESCRIPTOR64 = Struct("<4sIII"), Struct("<4sIQQ")
+_DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
+
+_TAIL = {True: 1 << 10, False: 1 << 16}
+"""Bytes read first from an archive's end, on this machine and from elsewhere, where a round trip costs more than bytes."""
+
+_MAX_DIRECTORY_BYTES = 1 << 28
+_MAX_NAME_BYTES = 4096
+_MAX_INFLATION = 1040
+"""Deflate cannot expand further than that."""
+
+
+class Place(NamedTuple):
+    """Where an archive lies.
+
+    Attributes:
+        file: Name relative to the store.
+        offset: First byte of the archive in the file.
+        nbytes: Bytes of the archive.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+class Entry(NamedTuple):
+    """One entry of an archive.
+
+    Attributes:
+        name: As stored, with forward slashes.
+        method: 0 stored, 8 deflated; others are named only when the entry is wanted.
+        crc32: Of the decoded bytes; torch can be told not to compute it, and then stores 0.
+        compressed: Encoded bytes.
+        size: Decoded bytes.
+        header: Byte in the file where its local header starts.
+        limit: Byte in the file where it must have ended: the next header, or the directory.
+        streamed: Whether its sizes stand behind it and not in its local header.
+    """
+
+    name: str
+    method: int
+    crc32: int
+    compressed: int
+    size: int
+    header: int
+    limit: int
+    streamed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An open archive.
+
+    Attributes:
+        place: Where it lies.
+        entries: Name to entry, in the order of the directory.
+    """
+
+    place: Place
+    entries: dict[str, Entry]
+
+
+class Wanted(NamedTuple):
+    """An entry of an archive in a file.
+
+    Attributes:
+        file: Name relative to the store.
+        entry: The entry.
+    """
+
+    file: str
+    entry: Entry
+
+
+def open_archives(store: Store, places: Sequence[Place]) -> list[Archive]:
+    """Read the directories of archives, all of them in at most two batches of reads.
+
+    Args:
+        store: Where the files lie.
+        places: Where the archives lie.
+
+    Raises:
+        TruncatedError: A place reaches beyond the end of its file.
+        FormatError: There is no archive, or it contradicts itself.
+        UnsafeError: An entry's name leaves the archive, or the directory is absurdly large.
+        UnsupportedError: It is encrypted, or spread over several volumes.
+        StorageError: The store failed.
+    """
+    most = _TAIL[store.traits.is_local]
+    tails = _read(store, [(p.file, p.offset + p.nbytes - min(most, p.nbytes), min(most, p.nbytes)) for p in places])
+    ends = [_end(p, tail, _where(store, p)) for p, tail in zip(places, tails, strict=True)]
+    missing = [
+        (p.file, p.offset + end.start, p.nbytes - len(tail) - end.start)
+        for p, tail, end in zip(places, tails, ends, strict=True)
+        if end.start < p.nbytes - len(tail)
+    ]
+    fronts = iter(_read(store, missing))
+    archives = []
+    for p, tail, end in zip(places, tails, ends, strict=True):
+        known = p.nbytes - len(tail)
+        raw = next(fronts) + tail if end.start < known else tail[end.start - known :]
+        archives.append(Archive(p, _entries(p, raw[: end.nbytes], end, _where(store, p))))
+    return archives
+
+
+def locate(store: Store, wanted: Sequence[Wanted]) -> list[int]:
+    """Return the byte in its file where each entry's data start, all in one batch of reads.
+
+    Raises:
+        FormatError: A local header contradicts the directory.
+        StorageError: The store failed.
+    """
+    heads = _read(store, [(w.file, w.entry.header, _LOCAL.size + len(w.entry.name.encode())) for w in wanted])
+    return [_data_start(w, head, f"{store.url}/{w.file}") for w, head in zip(wanted, heads, strict=True)]
+
+
+def read_entries(store: Store, wanted: Sequence[Wanted], *, most: int) -> list[bytes]:
+    """Return the decoded bytes of small entries, all in one batch of reads.
+
+    Args:
+        store: Where the files lie.
+        wanted: The entries.
+        most: Decoded bytes of one entry that are accepted.
+
+    Raises:
+        FormatError: A local header contradicts the directory, or an entry cannot be decoded.
+        ChecksumError: Its bytes differ from its checksum.
+        UnsafeError: It is larger than `most`.
+        UnsupportedError: A compression method other than deflate.
+        StorageError: The store failed.
+    """
+    extents = []
+    for file, entry in wanted:
+        if entry.size > most:
+            raise UnsafeError(
+                f"{entry.name} is too large", where=f"{store.url}/{file}", found=f"{entry.size} bytes", expected=most
+            )
+        extents.append((file, entry.header, _extent(entry)))
+    found = []
+    for w, raw in zip(wanted, _read(store, extents), strict=True):
+        where = f"{store.url}/{w.file}"
+        start = _data_start(w, raw, where) - w.entry.header
+        found.append(_decoded(w.entry, raw[start : start + w.entry.compressed], where))
+    return found
+
+
+def require_known_method(entry: Entry, where: str) -> None:
+    """Refuse compression methods that are not read here.
+
+    Raises:
+        UnsupportedError: It is neither stored nor deflated.
+    """
+    if entry.method not in (STORED, DEFLATED):
+        raise UnsupportedError(
+            f"{entry.name} is compressed in a way that torch does not write",
+            where=where,
+            found=f"zip method {entry.method}",
+            expected="stored or deflated",
+        )
+
+
+def _where(store: Store, place: Place) -> str:
+    at = f", archive at byte {place.offset}" if place.offset else ""
+    return f"{store.url}/{place.file}{at}"
+
+
+def _read(store: Store, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
+    buffers = [bytearray(nbytes) for _, _, nbytes in ranges]
+    store.read([Read(f, o, memoryview(b)) for (f, o, _), b in zip(ranges, buffers, strict=True) if b])
+    return [bytes(b) for b in buffers]
+
+
+def _extent(entry: Entry) -> int:
+    """Bytes from an entry's header to the end of its data, with room for the longest extra field."""
+    longest = _LOCAL.size + 2 * 0xFFFF + entry.compressed
+    return min(entry.limit - entry.header, longest)
+
+
+class _End(NamedTuple):
+    """What the end of an archive says of its directory: first byte in the archive, bytes, entries."""
+
+    start: int
+    nbytes: int
+    entries: int
+
+
+def _end(place: Place, tail: bytes, where: str) -> _End:
+    """Find the records at the end of an archive."""
+    at = tail.rfind(b"PK\x05\x06")
+    while at >= 0 and (len(tail) - at < _END.size or at + _END.size + _END.unpack_from(tail, at)[7] != len(tail)):
+        at = tail.rfind(b"PK\x05\x06", 0, at)
+    if at < 0:
+        raise TruncatedError(
+            "the zip archive has no end record",
+            where=where,
+            found=f"{place.nbytes} bytes",
+            fix="It was cut off, or is no zip archive: copy it again.",
+        )
+    _, disk, first_disk, here, count, nbytes, start, _ = _END.unpack_from(tail, at)
+    if disk not in (0, 0xFFFF) or first_disk not in (0, 0xFFFF) or here != count:
+        raise UnsupportedError("the zip archive is spread over several volumes", where=where)
+    end, position = _End(start, nbytes, count), place.nbytes - len(tail) + at
+    wide = _end64(place, tail, at, where)
+    if wide is not None:
+        position -= _END64_LOCATOR.size + _END64.size
+        wanted = zip((start, nbytes, count), (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFF), wide, strict=True)
+        if any(narrow not in (none, full) for narrow, none, full in wanted):
+            raise FormatError("the two end records of the zip archive differ", where=where, found=end, expected=wide)
+        end = wide
+    _check_end(end, position, where)
+    return end
+
+
+def _end64(place: Place, tail: bytes, at: int, where: str) -> _End | None:
+    """Return what the zip64 record in front of the end record says, if there is one."""
+    at -= _END64_LOCATOR.size
+    if at < 0 or tail[at : at + 4] != b"PK\x06\x07":
+        return None
+    _, disk, position, disks = _END64_LOCATOR.unpack_from(tail, at)
+    at -= _END64.size
+    if at < 0 or position != place.nbytes - len(tail) + at or disk or disks != 1:
+        raise FormatError("the zip64 locator of the archive points elsewhere", where=where, found=f"byte {position}")
+    signature, size, _, _, disk, first_disk, here, count, nbytes, start = _END64.unpack_from(tail, at)
+    if signature != b"PK\x06\x06" or size != _END64.size - 12 or disk or first_disk or here != count:
+        raise FormatError("the zip64 end record of the archive is damaged", where=where)
+    return _End(start, nbytes, count)
+
+
+def _check_end(end: _End, position: int, where: str) -> None:
+    if end.start + end.nbytes != position or end.entries * _CENTRAL.size > end.nbytes:
+        raise FormatError(
+            "the directory of the zip archive is not where its end record says",
+            where=where,
+            found=f"{end.entries} entries, {end.nbytes} bytes at byte {end.start}",
+            expected=f"an end at byte {position}",
+        )
+    if end.nbytes > _MAX_DIRECTORY_BYTES:
+        raise UnsafeError(
+            "the directory of the zip archive is too large",
+            where=where,
+            found=f"{end.nbytes} bytes",
+            expected=f"at most {_MAX_DIRECTORY_BYTES}",
+        )
+
+
+class _Raw(NamedTuple):
+    """One record of the directory; the header's offset is relative to the archive."""
+
+    name: str
+    method: int
+    crc32: int
+    compressed: int
+    size: int
+    header: int
+    streamed: bool
+
+
+def _entries(place: Place, raw: bytes, end: _End, where: str) -> dict[str, Entry]:
+    """Parse a directory, and give every entry the place where it must have ended."""
+    records, at = [], 0
+    try:
+        for _ in range(end.entries):
+            record, at = _record(raw, at, where)
+            records.append(record)
+    except StructError:
+        raise FormatError("the directory of the zip archive ends inside an entry", where=where) from None
+    if at != len(raw):
+        raise FormatError("the directory of the zip archive is longer than its entries", where=where)
+    borders = sorted((r.header for r in records), reverse=False)
+    for a, b in pairwise([*borders, end.start]):
+        if b - a < _LOCAL.size:
+            raise FormatError("entries of the zip archive overlap", where=where, found=f"headers at bytes {a} and {b}")
+    following = dict(pairwise([*borders, end.start]))
+    entries: dict[str, Entry] = {}
+    for name, method, crc, compressed, size, header, streamed in records:
+        limit = following[header]
+        if name in entries:
+            raise FormatError("the zip archive holds two entries of one name", where=where, found=name)
+        if header + _LOCAL.size + len(name) + compressed > limit:
+            raise FormatError(
+                f"{name} reaches into what follows it in the zip archive",
+                where=where,
+                found=f"{compressed} bytes behind byte {header}",
+                expected=f"an end before byte {limit}",
+            )
+        offset = place.offset
+        entries[name] = Entry(name, method, crc, compressed, size, offset + header, offset + limit, streamed)
+    return entries
+
+
+def _record(raw: bytes, at: int, where: str) -> tuple[_Raw, int]:
+    """Parse one record of a directory; return it and where the next one starts."""
+    signature, _, _, flags, method, _, _, crc, compressed, size, n, extra, comment, disk, _, _, header = (
+        _CENTRAL.unpack_from(raw, at)
+    )
+    name_at = at + _CENTRAL.size
+    stop = name_at + n + extra + comment
+    if signature != b"PK\x01\x02" or stop > len(raw) or disk not in (0, 0xFFFF):
+        raise FormatError("an entry in the directory of the zip archive is damaged", where=where, found=f"byte {at}")
+    name = _name(raw[name_at : name_at + n], where)
+    if flags & 0x2041:
+        raise UnsupportedError(f"{name} in the zip archive is encrypted", where=where)
+    if 0xFFFFFFFF in (compressed, size, header):
+        size, compressed, header = _wide(raw[name_at + n : name_at + n + extra], (size, compressed, header), where)
+    if (method == STORED and compressed != size) or size > (compressed + 1) * _MAX_INFLATION:
+        raise FormatError(f"the sizes of {name} in the zip archive cannot be", where=where, found=(compressed, size))
+    return _Raw(name, method, crc, compressed, size, header, bool(flags & 8)), stop
+
+
+def _wide(extra: bytes, narrow: tuple[int, int, int], where: str) -> tuple[int, int, int]:
+    """Replace the fields that did not fit 32 bits by those of the zip64 extra field."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = int.from_bytes(extra[at : at + 2], "little"), int.from_bytes(extra[at + 2 : at + 4], "little")
+        if kind == 1:
+            values = iter(Struct(f"<{length // 8}Q").unpack_from(extra[at + 4 : at + 4 + length]))
+            try:
+                a, b, c = (next(values) if n == 0xFFFFFFFF else n for n in narrow)
+            except (StopIteration, RuntimeError, ValueError):
+                break
+            return a, b, c
+        at += 4 + length
+    raise FormatError("an entry of the zip archive lacks its 64-bit sizes", where=where)
+
+
+def _name(raw: bytes, where: str) -> str:
+    try:
+        name = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise FormatError("a name in the zip archive is not UTF-8", where=where, found=raw[:64]) from None
+    if not 0 < len(raw) <= _MAX_NAME_BYTES:
+        raise FormatError("a name in the zip archive has a wrong length", where=where, found=len(raw))
+    if name.startswith("/") or "\\" in name or "\0" in name or ".." in name.split("/"):
+        raise UnsafeError("a name in the zip archive leaves the archive", where=where, found=name)
+    return name
+
+
+def _data_start(wanted: Wanted, head: bytes, where: str) -> int:
+    """Return the byte in the file where an entry's data start, from its local header."""
+    entry = wanted.entry
+    if len(head) < _LOCAL.size:
+        raise TruncatedError(f"the local header of {entry.name} is cut off", where=where)
+    signature, _, _, method, _, _, crc, compressed, size, n, extra = _local(head, 0)
+    name = entry.name.encode()
+    if signature != LOCAL_SIGNATURE or n != len(name) or head[_LOCAL.size : _LOCAL.size + n] != name:
+        raise FormatError(
+            f"the local header of {entry.name} is not where the directory says",
+            where=where,
+            found=f"byte {entry.header}",
+        )
+    known = (method, crc, compressed, size) == (entry.method, entry.crc32, entry.compressed, entry.size)
+    wide = method == entry.method and 0xFFFFFFFF in (compressed, size)
+    if not (known or wide or (entry.streamed and method == entry.method)):
+        raise FormatError(
+            f"the local header of {entry.name} contradicts the directory",
+            where=where,
+            found=f"method {method}, {compressed} of {size} bytes",
+            expected=f"method {entry.method}, {entry.compressed} of {entry.size} bytes",
+        )
+    start = entry.header + _LOCAL.size + n + extra
+    if start + entry.compressed > entry.limit:
+        raise FormatError(f"{entry.name} reaches into what follows it", where=where, expected=f"byte {entry.limit}")
+    return start
+
+
+def _local(raw: bytes | memoryview, at: int) -> tuple[bytes, int, int, int, int, int, int, int, int, int, int]:
+    found: tuple[bytes, int, int, int, int, int, int, int, int, int, int] = _LOCAL.unpack_from(raw, at)
+    return found
+
+
+def _decoded(entry: Entry, raw: bytes, where: str) -> bytes:
+    require_known_method(entry, where)
+    if entry.method == DEFLATED:
+        inflate = zlib.decompressobj(-15)
+        try:
+            raw = inflate.decompress(raw, entry.size + 1)
+        except zlib.error as error:
+            raise FormatError(f"{entry.name} cannot be inflated: {error}", where=where) from None
+    if len(raw) != entry.size:
+        raise FormatError(f"{entry.name} decodes to a wrong size", where=where, found=len(raw), expected=entry.size)
+    if entry.crc32 and zlib.crc32(raw) != entry.crc32:
+        raise ChecksumError(
+            f"{entry.name} differs from its checksum",
+            where=where,
+            found=f"{zlib.crc32(raw):08x}",
+            expected=f"{entry.crc32:08x}",
+            fix="Copy the file again.",
+        )
+    return raw
+
+
+class Front(NamedTuple):
+    """What the front of a streamed archive holds.
+
+    Attributes:
+        contents: Name to bytes of the entries in front of the one looked for.
+        name: The entry looked for.
+        start: Byte of the archive where its data start.
+    """
+
+    contents: dict[str, bytes]
+    name: str
+    start: int
+
+
+def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) -> Front:
+    """Walk an archive from its first byte to an entry, without its directory: a decoded stream is read forward only.
+
+    Args:
+        front: First bytes of the archive.
+        is_wanted: Tells by its name whether an entry is the one looked for; the walk ends at its data.
+        where: What it is, for messages.
+
+    Raises:
+        TruncatedError: The entry starts behind `front`: ask again with more bytes.
+        FormatError: It is no archive of stored entries.
+    """
+    contents: dict[str, bytes] = {}
+    at = 0
+    while True:
+        if len(front) < at + _LOCAL.size:
+            raise TruncatedError("the archive ends early", where=where, found=f"{len(front)} bytes")
+        signature, _, flags, method, _, _, _, _, size, n, extra = _local(front, at)
+        if signature != LOCAL_SIGNATURE or method != STORED:
+            raise FormatError("no stored zip entry starts here", where=where, found=f"byte {at}")
+        start = at + _LOCAL.size + n + extra
+        if len(front) < start:
+            raise TruncatedError("the archive ends early", where=where, found=f"{len(front)} bytes")
+        name = _name(front[at + _LOCAL.size : at + _LOCAL.size + n], where)
+        if is_wanted(name):
+            return Front(contents, name, start)
+        if name in contents:
+            raise FormatError("the zip archive holds two entries of one name", where=where, found=name)
+        if flags & 8 and not size:
+            stop, at = _described_end(front, start, where)
+        else:
+            stop = at = start + size
+            if len(front) < stop:
+                raise TruncatedError("the archive ends early", where=where, found=f"{len(front)} bytes")
+        contents[name] = front[start:stop]
+
+
+def _described_end(front: bytes, start: int, where: str) -> tuple[int, int]:
+    """Return where the data that start at a byte end, and where the record behind them ends.
+
+    The record holds the size and the checksum of what lies in front of it; only where both fit is it one.
+    """
+    at = front.find(_DESCRIPTOR_SIGNATURE, start)
+    while at >= 0:
+        for form in (_DESCRIPTOR, _DESCRIPTOR64):
+            stop = at + form.size
+            if stop > len(front):
+                break
+            _, crc, compressed, size = form.unpack_from(front, at)
+            follows = front[stop : stop + 4] in (LOCAL_SIGNATURE, b"PK\x01\x02") or len(front) < stop + 4
+            if compressed == size == at - start and follows and crc in (0, zlib.crc32(front[start:at])):
+                return at, stop
+        at = front.find(_DESCRIPTOR_SIGNATURE, at + 1)
+    raise TruncatedError("the archive ends early", where=where, found=f"{len(front)} bytes")
