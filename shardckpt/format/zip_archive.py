@@ -30,7 +30,7 @@ _DESCRIPTOR, _DESCRIPTOR64 = Struct("<4sIII"), Struct("<4sIQQ")
 _DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 
 _TAIL = {True: 1 << 10, False: 1 << 16}
-"""Bytes read first from an archive's end, on this machine and from elsewhere, where a round trip costs more than bytes."""
+"""Bytes read first from the end of an archive, on this machine and from elsewhere: round trips cost more than bytes."""
 
 _MAX_DIRECTORY_BYTES = 1 << 28
 _MAX_NAME_BYTES = 4096
