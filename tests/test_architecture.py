@@ -1,0 +1,289 @@
+"""The house keeps its rooms: who imports whom, read from the sources, and what an import leaves in memory."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {"shardckpt": ROOT / "shardckpt", "shardckpt_cli": ROOT / "cli" / "shardckpt_cli"}
+
+LEAVES = {"errors", "boxes", "dtypes", "manifest", "layout"}
+
+# A room, or one file of a room where a file may do more, and the rooms that it may import besides its own.
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "boxes": {"errors"},
+    "dtypes": {"errors"},
+    "manifest": {"boxes", "dtypes"},
+    "layout": {"boxes", "dtypes"},
+    "groups": {"errors"},
+    "core": {"boxes", "dtypes", "layout", "groups", "errors"},
+    "state": {"core"} | LEAVES,
+    "plan": set(LEAVES),
+    "storage": {"errors"},
+    "format": {"storage"} | LEAVES,
+    "checkpoint": {"state", "plan", "format", "storage", "groups"} | LEAVES,
+    "convert": {"plan", "format", "storage"} | LEAVES,
+    "convert.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
+    # The door names everything for type checkers and resolves each name on first use.
+    "door": {"core", "state", "checkpoint", "convert", "format", "plan", "storage", "groups"} | LEAVES,
+    "cli": {"door", "errors"},
+}
+
+# Third-party libraries and the rooms that may know of them.
+LIBRARIES: dict[str, set[str]] = {
+    "torch": {"groups", "core", "state", "checkpoint"},
+    "fsspec": {"storage"},
+    "typer": {"cli"},
+    "click": {"cli"},
+    "rich": {"cli"},
+    "safetensors": set(),
+    "transformers": set(),
+    "accelerate": set(),
+}
+
+# Function-level imports; besides these the command imports the door inside its functions, so that --help is quick.
+LATE_IMPORTS: dict[tuple[str, str], str] = {
+    (
+        "shardckpt.convert",
+        "shardckpt.convert.export",
+    ): "the room is also the verb, and is bound before its modules load",
+    ("shardckpt.storage.open_store", "shardckpt.storage.fsspec_store"): "local paths do without fsspec's 0.1 s",
+}
+
+TORCH_FREE = ("format", "plan", "storage", "convert")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: by which module, what, where, and whether inside a function or for type checkers only."""
+
+    by: str
+    target: str
+    line: int
+    late: bool
+    for_types: bool
+
+    def __str__(self) -> str:
+        return f"{self.by}:{self.line} imports {self.target}"
+
+
+def read_sources() -> dict[str, str]:
+    """Return the source of every module of the house by its dotted name; a package is named as itself."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = (package, *path.relative_to(folder).with_suffix("").parts)
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+    return found
+
+
+def imports(sources: Mapping[str, str]) -> list[Import]:
+    """Return every import of every module, each name of a `from` import resolved to the module it is or lies in."""
+    packages = {name for name in sources if any(other.startswith(f"{name}.") for other in sources)} | set(PACKAGES)
+    found = []
+    for name, text in sources.items():
+        for node, late, for_types in _import_nodes(ast.parse(text), late=False, for_types=False):
+            for target in _targets(node, name, name in packages, sources):
+                found.append(Import(name, target, node.lineno, late, for_types))
+    return found
+
+
+def _import_nodes(
+    node: ast.AST, *, late: bool, for_types: bool
+) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, late, for_types
+        inside = late or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typed = for_types or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+        yield from _import_nodes(child, late=inside, for_types=typed)
+
+
+def _targets(node: ast.Import | ast.ImportFrom, by: str, is_package: bool, sources: Mapping[str, str]) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = node.module or ""
+    if node.level:
+        parents = by.split(".") if is_package else by.split(".")[:-1]
+        parents = parents[: len(parents) - node.level + 1]
+        base = ".".join([*parents, base] if base else parents)
+    return [f"{base}.{alias.name}" if f"{base}.{alias.name}" in sources else base for alias in node.names]
+
+
+def room(module: str) -> str:
+    """Return the room that a module of the house belongs to."""
+    parts = module.split(".")
+    if parts[0] == "shardckpt_cli":
+        return "cli"
+    return parts[1] if len(parts) > 1 else "door"
+
+
+def is_ours(module: str) -> bool:
+    return module.partition(".")[0] in PACKAGES
+
+
+def forbidden_arrows(found: list[Import]) -> list[str]:
+    """Return the imports between rooms that the table does not list."""
+    faults = []
+    for each in found:
+        if not is_ours(each.target):
+            continue
+        here, there = room(each.by), room(each.target)
+        file = each.by.removeprefix("shardckpt.")
+        if here != there and there not in ARROWS.get(file, ARROWS.get(here, set())):
+            faults.append(f"{each}: {here} may not import {there}")
+    return faults
+
+
+def forbidden_libraries(found: list[Import]) -> list[str]:
+    """Return the imports of third-party libraries by rooms that should not know of them."""
+    known = [(each, each.target.split(".")[0]) for each in found]
+    return [str(each) for each, top in known if top in LIBRARIES and room(each.by) not in LIBRARIES[top]]
+
+
+def private_names(sources: Mapping[str, str]) -> list[str]:
+    """Return the private names that a module imports from another module of the house."""
+    faults = []
+    for name, text in sources.items():
+        for node, _, _ in _import_nodes(ast.parse(text), late=False, for_types=False):
+            if isinstance(node, ast.ImportFrom) and (node.level or is_ours(node.module or "")):
+                words = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                faults += [f"{name}:{node.lineno} imports {w}" for w in words if w.startswith("_") and w[:2] != "__"]
+    return faults
+
+
+def cycles(found: list[Import]) -> list[list[str]]:
+    """Return the sets of modules that import each other, late and type-checking imports included."""
+    graph: dict[str, set[str]] = {}
+    for each in found:
+        above = each.by.startswith(f"{each.target}.")
+        if is_ours(each.target) and each.target != each.by and not above:
+            graph.setdefault(each.by, set()).add(each.target)
+    reach = {name: _reachable(graph, name) for name in graph}
+    rings = {tuple(sorted(b for b in reach[a] if a in reach.get(b, ()))) for a in graph if a in reach[a]}
+    return [list(ring) for ring in sorted(rings)]
+
+
+def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    stack = [start]
+    while stack:
+        new = graph.get(stack.pop(), set()) - seen
+        seen |= new
+        stack.extend(new)
+    return seen
+
+
+def unlisted_late_imports(found: list[Import]) -> list[str]:
+    """Return the function-level imports that nobody gave a reason for."""
+    late = [each for each in found if each.late and not (room(each.by) == "cli" and is_ours(each.target))]
+    return [str(each) for each in late if (each.by, each.target) not in LATE_IMPORTS]
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Return the top-level modules that a statement leaves in `sys.modules` of a fresh interpreter."""
+    code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {line.partition(".")[0] for line in done.stdout.split()}
+
+
+SOURCES = read_sources()
+IMPORTS = imports(SOURCES)
+
+
+class TestRooms:
+    def test_every_module_stands_in_a_room_of_the_table(self) -> None:
+        assert {room(name) for name in SOURCES} <= set(ARROWS)
+
+    def test_arrows_go_only_where_the_table_says(self) -> None:
+        assert forbidden_arrows(IMPORTS) == []
+
+    def test_third_party_libraries_are_known_to_their_rooms_only(self) -> None:
+        assert forbidden_libraries(IMPORTS) == []
+
+    def test_no_private_name_crosses_a_module(self) -> None:
+        assert private_names(SOURCES) == []
+
+    def test_no_modules_import_each_other_in_a_ring(self) -> None:
+        assert cycles(IMPORTS) == []
+
+    def test_function_level_imports_are_on_the_list(self) -> None:
+        assert unlisted_late_imports(IMPORTS) == []
+
+    def test_the_list_of_function_level_imports_names_only_those_that_exist(self) -> None:
+        assert set(LATE_IMPORTS) <= {(each.by, each.target) for each in IMPORTS if each.late}
+
+    def test_the_folder_of_the_command_is_no_package_itself(self) -> None:
+        assert not (ROOT / "cli" / "__init__.py").exists()
+
+
+class TestTheChecksCanFail:
+    @pytest.mark.parametrize(
+        ("by", "text"),
+        [
+            ("shardckpt.storage.local", "from shardckpt.format import hf"),
+            ("shardckpt.storage.local", "from shardckpt.boxes import Box"),
+            ("shardckpt.plan.blocks", "import shardckpt.storage.store"),
+            ("shardckpt.format.hf", "def f():\n    from shardckpt.convert import consolidate"),
+            ("shardckpt.format.hf", "if TYPE_CHECKING:\n    from shardckpt.convert.report import Report"),
+            ("shardckpt.format.hf", "from ..plan import names"),
+            ("shardckpt.format.hf", "import shardckpt"),
+            ("shardckpt.convert.consolidate", "from shardckpt.groups import LocalGroup"),
+            ("shardckpt.errors", "from shardckpt.dtypes import bits"),
+            ("shardckpt_cli.inspect", "from shardckpt.convert.inspect import inspect"),
+        ],
+    )
+    def test_an_arrow_upwards_is_found(self, by: str, text: str) -> None:
+        assert len(forbidden_arrows(imports({**SOURCES, by: text}))) == 1
+
+    def test_groups_are_for_parallel_conversion_alone(self) -> None:
+        assert (
+            forbidden_arrows(imports({"shardckpt.convert.parallel": "from shardckpt.groups import TorchGroup"})) == []
+        )
+
+    @pytest.mark.parametrize("text", ["import torch", "from torch.distributed import checkpoint", "import rich.table"])
+    def test_a_library_in_the_wrong_room_is_found(self, text: str) -> None:
+        assert len(forbidden_libraries(imports({"shardckpt.format.dcp": text}))) == 1
+
+    @pytest.mark.parametrize(
+        "text", ["from shardckpt.boxes import _cut", "from ._hidden import Thing", "from shardckpt.plan._x import y"]
+    )
+    def test_a_private_name_is_found(self, text: str) -> None:
+        assert len(private_names({"shardckpt.format.hf": text})) == 1
+
+    def test_a_ring_is_found_even_when_half_of_it_is_late(self) -> None:
+        ring = {
+            "shardckpt.format.a": "from shardckpt.format import b",
+            "shardckpt.format.b": "from shardckpt.format.c import x",
+            "shardckpt.format.c": "def f():\n    import shardckpt.format.a",
+        }
+        assert cycles(imports(ring)) == [sorted(ring)]
+
+    def test_a_late_import_without_a_reason_is_found(self) -> None:
+        text = "class A:\n    def f(self):\n        if self:\n            import json"
+        assert unlisted_late_imports(imports({"shardckpt.format.hf": text})) == ["shardckpt.format.hf:4 imports json"]
+
+    def test_what_an_import_leaves_in_memory_is_seen(self) -> None:
+        assert "fsspec" in loaded_by("import fsspec")
+
+
+class TestImportsStayLight:
+    def test_no_format_plan_storage_convert_or_command_module_imports_torch(self) -> None:
+        names = [name for name in SOURCES if room(name) in {*TORCH_FREE, "cli"} and not name.endswith("__main__")]
+        assert "torch" not in loaded_by("\n".join(f"import {name}" for name in names))
+
+    def test_the_door_and_the_command_import_nothing_heavy(self) -> None:
+        loaded = loaded_by("import shardckpt\nimport shardckpt_cli.app")
+        assert not loaded & {"torch", "numpy", "fsspec", "zstandard", "ml_dtypes"}
+
+    def test_help_does_without_the_library(self) -> None:
+        assert "shardckpt" not in loaded_by("import shardckpt_cli.app")

@@ -1,0 +1,79 @@
+"""The door: `shardckpt.__all__` is sorted, is exactly what is public, and every name in it can be had."""
+
+from __future__ import annotations
+
+import ast
+import types
+from pathlib import Path
+
+import pytest
+
+import shardckpt
+
+SOURCE = Path(shardckpt.__file__).read_text(encoding="utf-8")
+
+
+def names_for_types(source: str) -> dict[str, str]:
+    """Return what a module imports for type checkers only: public name to the module it comes from."""
+    blocks = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    found = {}
+    for node in [each for block in blocks for each in block.body]:
+        assert isinstance(node, ast.ImportFrom), ast.unparse(node)
+        found.update({alias.asname or alias.name: str(node.module) for alias in node.names})
+    return found
+
+
+def borrowed(source: str) -> set[str]:
+    """Return the names that a module imports from the standard library for its own use."""
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    kept = [n for n in found if not (isinstance(n, ast.ImportFrom) and str(n.module).startswith("shardckpt"))]
+    return {alias.asname or alias.name for node in kept for alias in node.names}
+
+
+def public_names(module: types.ModuleType, own: set[str]) -> set[str]:
+    """Return what a visitor finds: no underscore, no submodule that some import left there, nothing of `own`."""
+    shown = {name for name in dir(module) if not name.startswith("_")} - own
+    return {name for name in shown if name in module.__all__ or not isinstance(getattr(module, name), types.ModuleType)}
+
+
+def test_all_is_sorted_and_names_nothing_twice() -> None:
+    assert list(shardckpt.__all__) == sorted(set(shardckpt.__all__))
+
+
+def test_all_is_exactly_what_is_public() -> None:
+    assert public_names(shardckpt, borrowed(SOURCE)) == {name for name in shardckpt.__all__ if not name.startswith("_")}
+
+
+def test_the_table_for_type_checkers_is_the_table_for_the_interpreter() -> None:
+    lazy = names_for_types(SOURCE)
+    assert set(lazy) | {"__version__"} == set(shardckpt.__all__) | {"__version__"}
+
+
+@pytest.mark.parametrize("name", shardckpt.__all__)
+def test_every_public_name_can_be_had_and_comes_from_where_type_checkers_look(name: str) -> None:
+    value = getattr(shardckpt, name)
+    origin = names_for_types(SOURCE).get(name)
+    if isinstance(value, types.ModuleType):
+        assert callable(value), "a room under a public name has to be the verb too"
+    elif origin:
+        assert value.__module__ == origin
+
+
+@pytest.mark.parametrize("name", [n for n in shardckpt.__all__ if not n.startswith("__")])
+def test_every_public_name_is_documented(name: str) -> None:
+    assert (getattr(shardckpt, name).__doc__ or "").strip()
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        shardckpt.no_such_name  # noqa: B018  # the access is the test
+
+
+def test_a_public_name_outside_all_would_be_seen() -> None:
+    module = types.ModuleType("example")
+    module.__dict__.update(__all__=["a"], a=1, b=2, sys=4, json=types.ModuleType("json"), _c=3)
+    assert public_names(module, {"sys"}) == {"a", "b"}
