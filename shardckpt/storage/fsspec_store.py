@@ -43,6 +43,10 @@ _APPEARS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "abfs": "azure", "abfss": "azure", "az": "azure", "sftp": "sftp", "ssh": "sftp"}
 
 
+_S3_RETRIES = {"mode": "standard", "total_max_attempts": 3}
+"""What botocore tries by itself; its default of five with long pauses would multiply with the tries of `retry`."""
+
+
 class _Wanted(NamedTuple):
     """A range that was not held: where it goes once it is fetched."""
 
@@ -338,7 +342,7 @@ class FsspecWriter:
         try:
             self._file.close()
             if self._partial:
-                self._fs.mv(self._partial, self._path)
+                self._move()
         except Exception as error:
             self.abort()
             raise remote_error(error, "cannot finish", self._shown) from error
@@ -346,6 +350,14 @@ class FsspecWriter:
             self.abort()
             raise
         self._is_open = False
+
+    def _move(self) -> None:
+        if type(self._fs).mv is not fsspec.AbstractFileSystem.mv:
+            self._fs.mv(self._partial, self._path)
+            return
+        # Its own takes names for patterns.
+        self._fs.cp_file(self._partial, self._path)
+        self._fs.rm_file(self._partial)
 
     def abort(self) -> None:
         """Drop what was written; never raises."""
@@ -386,6 +398,9 @@ def connect(url: str, **storage_options: object) -> tuple[Any, str]:
         StorageError: The file system cannot be set up.
     """
     protocol = url.partition(":")[0]
+    if protocol in {"s3", "s3a"} and not {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & os.environ.keys():
+        # Reads are tried again here; this is left for uploads.
+        storage_options = {"config_kwargs": {"retries": _S3_RETRIES}, **storage_options}
     try:
         fs, path = url_to_fs(url, **storage_options)
         fs.invalidate_cache()  # fsspec shares file systems, and with them lists from before

@@ -51,7 +51,7 @@ def attempt(action: Callable[[], T], what: str, where: str, pause: Callable[[flo
         action: One request; may be repeated.
         what: What could not be done, for the message, e.g. "cannot read".
         where: The object, and the range if there is one.
-        pause: Waits for some seconds.
+        pause: Waits for some seconds; true where it is no use to try again.
 
     Raises:
         MissingFileError: There is no such object.
@@ -63,9 +63,9 @@ def attempt(action: Callable[[], T], what: str, where: str, pause: Callable[[flo
         except ShardckptError:
             raise
         except Exception as error:  # fsspec's back ends raise whatever their libraries do
-            if number == ATTEMPTS or not is_passing(error):
+            seconds = FIRST_PAUSE_S * 2 ** (number - 1) * random.uniform(0.5, 2)  # noqa: S311 (no secret)
+            if number == ATTEMPTS or not is_passing(error) or pause(seconds):
                 raise remote_error(error, what, where, tries=number) from error
-        pause(FIRST_PAUSE_S * 2 ** (number - 1) * random.uniform(0.5, 2))  # noqa: S311 (no secret)
     raise AssertionError("unreachable")
 
 

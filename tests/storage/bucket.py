@@ -1,0 +1,97 @@
+"""An object store in memory for tests: it counts requests, fails on demand, and objects appear when a writer closes."""
+
+from collections.abc import Callable
+from io import BytesIO
+
+import fsspec
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+
+class Bucket(AbstractFileSystem):
+    """One bucket for the whole process; `reset` empties it."""
+
+    # The second name says how its objects appear; no URL uses it.
+    protocol = ("bucket", "s3a")
+    cachable = False
+    objects: dict[str, bytes] = {}  # noqa: RUF012
+    uploads: dict[int, str] = {}  # noqa: RUF012
+    requests: list[tuple[str, str]] = []  # noqa: RUF012
+    fault: Callable[[int, str, str], object] | None = None
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.objects, cls.uploads, cls.requests, cls.fault = {}, {}, [], None
+        fsspec.register_implementation("bucket", cls, clobber=True)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("bucket://").rstrip("/")
+
+    @classmethod
+    def request(cls, verb: str, path: str) -> object:
+        """Log a request; `fault` may raise, or return what is done to a body on its way."""
+        cls.requests.append((verb, path))
+        return cls.fault(len(cls.requests), verb, path) if cls.fault else None
+
+    @classmethod
+    def count(cls, verb: str) -> int:
+        return sum(made == verb for made, _ in cls.requests)
+
+    def ls(self, path, detail=True, **kwargs):
+        path = self._strip_protocol(path)
+        self.request("list", path)
+        found = {}
+        for key, data in self.objects.items():
+            if key.startswith(path + "/"):
+                first, slash, _ = key[len(path) + 1 :].partition("/")
+                kind = "directory" if slash else "file"
+                found[first] = {"name": f"{path}/{first}", "size": 0 if slash else len(data), "type": kind}
+        if not found:
+            raise FileNotFoundError(path)
+        return list(found.values()) if detail else [entry["name"] for entry in found.values()]
+
+    def info(self, path, **kwargs):
+        path = self._strip_protocol(path)
+        self.request("head", path)
+        if path in self.objects:
+            return {"name": path, "size": len(self.objects[path]), "type": "file"}
+        if any(key.startswith(path + "/") for key in self.objects):
+            return {"name": path, "size": 0, "type": "directory"}
+        raise FileNotFoundError(path)
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        change = self.request("get", f"{path} {start}-{end}")
+        if path not in self.objects:
+            raise FileNotFoundError(path)
+        body = self.objects[path][start:end]
+        return change(body) if callable(change) else body
+
+    def _rm(self, path):
+        self.request("delete", path)
+        self.objects.pop(path, None)
+
+    def _open(self, path, mode="rb", block_size=None, **kwargs):
+        assert mode == "wb"
+        return Upload(self, path, mode, block_size)
+
+
+class Upload(AbstractBufferedFile):
+    def _initiate_upload(self):
+        self.parts = BytesIO()
+        if self.tell() >= self.blocksize:
+            self.fs.request("start", self.path)
+            self.fs.uploads[id(self)] = self.path
+
+    def _upload_chunk(self, final=False):
+        self.fs.request("put" if final and id(self) not in self.fs.uploads else "part", self.path)
+        self.parts.write(self.buffer.getvalue())
+        if final:
+            if self.fs.uploads.pop(id(self), None):
+                self.fs.request("complete", self.path)
+            self.fs.objects[self.path] = self.parts.getvalue()
+        return True
+
+    def discard(self):
+        if id(self) in self.fs.uploads:
+            self.fs.request("abort", self.path)
+            del self.fs.uploads[id(self)]
