@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, escape
-from shardckpt.format import hf
+from shardckpt.format import dcp, hf
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.storage.open_store import kind, open_store, split
 
-FORMATS: tuple[Format, ...] = (hf.FORMAT,)
+FORMATS: tuple[Format, ...] = (hf.FORMAT, dcp.FORMAT)
 """Every format that can be read. Those that contain others stand before them."""
 
 _FOREIGN = (
