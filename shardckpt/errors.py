@@ -34,6 +34,8 @@ def escape(text: object) -> str:
     shown = str(text)
     if len(shown) > _SHOWN:
         shown = f"{shown[:_SHOWN]}... ({len(shown)} characters)"
+    if shown.isprintable():
+        return shown
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+
 import typer
 
 from shardckpt_cli import compare, consolidate, inspect, verify
@@ -10,7 +13,6 @@ from shardckpt_cli.exits import guarded
 app = typer.Typer(
     name="shardckpt",
     help="Read, check and merge checkpoints of sharded PyTorch training.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -24,4 +26,6 @@ app.command("diff")(compare.diff)
 
 def main() -> None:
     """Run the command; exit codes: 0 done, 1 the checkpoint, 2 the call, 3 the storage, 130 and 143 on signals."""
-    guarded(lambda: app(standalone_mode=False))
+    # a manifest is a hundred thousand small values that live to the end: looking for cycles among them only costs
+    gc.set_threshold(200_000, 50, 100)
+    guarded(lambda: app(sys.argv[1:] or ["--help"], standalone_mode=False))

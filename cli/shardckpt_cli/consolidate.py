@@ -107,6 +107,8 @@ def _run(verb: str, given: dict[str, Any]) -> None:
 
 def _words(report: Report) -> str:
     """Return what was done (or would be) in a few lines."""
+    from shardckpt.errors import escape
+
     did = "would write" if report.dry_run else "wrote"
     files = len(report.files)
     lines = [
@@ -123,4 +125,4 @@ def _words(report: Report) -> str:
         lines.append(f"left out: {', '.join(report.left_out[:12])}{', ...' if len(report.left_out) > 12 else ''}")
     if not report.dry_run:
         lines.append("  ".join(f"{phase} {seconds:.2f} s" for phase, seconds in report.seconds.items()))
-    return "\n".join(lines)
+    return "\n".join(map(escape, lines))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-import click
+import typer
 
 
 class Terminated(BaseException):
@@ -34,7 +34,7 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
 def _exit_code(run: Callable[[], object]) -> int:
     try:
         done = run()
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted; nothing was left under the target's name", 130)
     except Terminated:
         return _say("terminated; nothing was left under the target's name", 143)
@@ -42,11 +42,6 @@ def _exit_code(run: Callable[[], object]) -> int:
         # whoever read our output has seen enough; keep the interpreter from flushing into the closed pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except click.exceptions.NoArgsIsHelpError as asked:
-        asked.show()
-        return 2
-    except click.ClickException as wrong:
-        return _say(f"{' '.join(wrong.format_message().split())} See shardckpt --help", 2)
     except Exception as error:  # noqa: BLE001  (an error that is not ours must still be one line; the traceback on request)
         return _failed(error)
     return done if isinstance(done, int) else 0
@@ -57,6 +52,8 @@ def _failed(error: Exception) -> int:
 
     if isinstance(error, ShardckptError):
         return _say(str(error), error.exit_code)
+    if hasattr(error, "format_message"):  # typer's own errors; which class they are depends on the click it carries
+        return _say(f"{' '.join(error.format_message().split()).rstrip('.')}. See `shardckpt --help`", 2)
     if os.environ.get("SHARDCKPT_TRACEBACK"):
         raise error
     if isinstance(error, MemoryError):

@@ -32,6 +32,8 @@ def inspect(
 
 
 def _summary(found: Inspection) -> str:
+    from shardckpt.errors import escape
+
     dtypes = Counter[str]()
     for tensor in found.tensors:
         dtypes[tensor.dtype] += 1
@@ -46,7 +48,7 @@ def _summary(found: Inspection) -> str:
         if shown:
             lines.append(f"{part}: {', '.join(shown[:8])}{', ...' if len(shown) > 8 else ''}")
     lines += [f"tied: {name} is {kept}" for name, kept in found.ties.items()]
-    return "\n".join(lines)
+    return "\n".join(map(escape, lines))
 
 
 def _table(found: Inspection) -> str:

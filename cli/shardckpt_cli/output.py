@@ -46,13 +46,9 @@ def table(rows: Iterable[Sequence[str]], right: frozenset[int] = frozenset()) ->
     kept = [tuple(row) for row in rows]
     if not kept:
         return ""
-    widths = [min(max(len(row[i]) for row in kept), _WIDEST) for i in range(len(kept[0]))]
-    return "\n".join(
-        "  ".join(
-            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in kept
-    )
+    widths = [min(max(map(len, column)), _WIDEST) for column in zip(*kept, strict=True)]
+    form = "  ".join(f"{{:{'>' if i in right else '<'}{width}}}" for i, width in enumerate(widths))
+    return "\n".join(form.format(*row).rstrip() for row in kept)
 
 
 def as_json(result: Any) -> str:
@@ -62,8 +58,10 @@ def as_json(result: Any) -> str:
 
 def warn(lines: Iterable[str]) -> None:
     """Print warnings to stderr, a line each."""
+    from shardckpt.errors import escape
+
     for line in lines:
-        print(f"warning: {line}", file=sys.stderr)
+        print(f"warning: {escape(line)}", file=sys.stderr)
 
 
 class ProgressLine:

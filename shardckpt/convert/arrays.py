@@ -10,7 +10,7 @@ from shardckpt.boxes import contiguous_blocks, whole
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.format.reader import Reader
-from shardckpt.manifest import Manifest, TensorEntry
+from shardckpt.manifest import Lazy, Manifest, TensorEntry
 from shardckpt.plan.coverage import require_complete
 
 
@@ -21,8 +21,11 @@ def resolve(reader: Reader, manifest: Manifest, entries: Sequence[TensorEntry]) 
         CheckpointError: Elements are missing or doubled, or a container is damaged.
     """
     require_complete(manifest, entries, reader.store.url)
-    located = iter(reader.resolve([piece for entry in entries for piece in entry.pieces]))
-    resolved = [replace(entry, pieces=tuple(next(located) for _ in entry.pieces)) for entry in entries]
+    lazy = [piece for entry in entries for piece in entry.pieces if isinstance(piece.layout, Lazy)]
+    if not lazy:
+        return list(entries)
+    located = dict(zip(map(id, lazy), reader.resolve(lazy), strict=True))
+    resolved = [replace(entry, pieces=tuple(located.get(id(p), p) for p in entry.pieces)) for entry in entries]
     require_complete(manifest, resolved, reader.store.url)
     return resolved
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from shardckpt.errors import FormatError, UsageError
+from shardckpt.dtypes import FLOATS
+from shardckpt.errors import FormatError, StorageError, UsageError
 from shardckpt.format.reader import Source
 from shardckpt.format.safetensors import parse_json
 from shardckpt.storage.open_store import kind, open_store, split
@@ -27,6 +29,7 @@ _NAMES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 _MAX_BYTES = 256 * 2**20
 _MAX_CONFIG_BYTES = 16 * 2**20
 
@@ -68,9 +71,10 @@ def find_carried(source: Source, config_from: str = "") -> Carried:
         return carried
     try:
         above = open_store(split(source.store.url)[0])
-    except UsageError:
+        has_config = any(e.name == CONFIG and not e.is_folder for e in above.list())
+    except (UsageError, StorageError):
         return carried
-    if not any(e.name == CONFIG and not e.is_folder for e in above.list()):
+    if not has_config:
         return carried
     found = _carried(above)
     return found if "model_type" in found.config or "architectures" in found.config else carried
@@ -100,3 +104,17 @@ def read_config(store: Store, size: int) -> dict[str, object]:
     if not isinstance(config, dict):
         raise FormatError("no JSON object", where=where)
     return config
+
+
+def with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
+    """Return a model's config with its dtype, and those of its parts, set to what the tensors were cast to.
+
+    Without it `from_pretrained` would cast them back. Other values stay as they are.
+    """
+    changed: dict[str, object] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            changed[key] = with_dtype(value, dtype) if key.endswith("_config") else value
+        else:
+            changed[key] = dtype if key in _DTYPE_KEYS and value in FLOATS else value
+    return changed

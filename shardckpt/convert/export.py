@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
-from shardckpt.convert.carried import Carried, find_carried
-from shardckpt.convert.options import Options, parse_size
+from shardckpt.convert.carried import CONFIG, Carried, find_carried, with_dtype
+from shardckpt.convert.options import Options, parse_dtype, parse_size
 from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch, WrittenFile
 from shardckpt.convert.selection import Selection, select
 from shardckpt.convert.stream import Budget, Laid, lay_out, write_file
@@ -205,6 +205,8 @@ def _lay_out(job: Job, fresh: str) -> Layout:
     small: dict[str, bytes] = {}
     if job.selection.groups is not None:
         small[PARAM_GROUPS] = _json(job.selection.groups)
+    if job.options.dtype and job.carried.config:
+        small[CONFIG] = _json(with_dtype(job.carried.config, parse_dtype(job.options.dtype)))
     always = job.options.part != "model" or local_path(job.target) is None
     for stem, written in reversed(files.items()):
         if len(written) > 1 or (always and (stem != "optimizer" or len(files) == 1)):
@@ -252,6 +254,8 @@ def _write_payload(job: Job, layout: Layout, publication: Publication, meter: Me
 def _write_small(job: Job, layout: Layout, publication: Publication) -> None:
     if job.carried.store is not None and not job.is_single:
         for name, size in job.carried.files.items():
+            if name in layout.small:
+                continue
             with publication.create(name) as writer:
                 writer.copy_from(job.carried.store, name, 0, size)
     for name, content in layout.small.items():
@@ -267,7 +271,7 @@ def _report(job: Job, layout: Layout, watch: Stopwatch) -> Report:
         format=job.reader.manifest.format,
         part=job.options.part,
         files=tuple(WrittenFile(f.name, f.nbytes, len(f.tensors)) for f in layout.payload),
-        carried=(*(() if job.is_single else job.carried.files), *layout.small),
+        carried=tuple(dict.fromkeys((*(() if job.is_single else job.carried.files), *layout.small))),
         tensors=len(tensors),
         nbytes=job.payload_bytes,
         ties=job.selection.ties,

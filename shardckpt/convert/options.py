@@ -14,7 +14,8 @@ PARTS: tuple[Part, ...] = ("model", "optim", "all")
 TARGETS = ("safetensors",)
 DEFAULT_SHARD_BYTES = 5 * 10**9
 DEFAULT_MEMORY_BYTES = 256 * 2**20
-_LEAST_MEMORY_BYTES = 2**20
+LEAST_MEMORY_BYTES = 24 * 2**20
+"""Below this the modules that a conversion loads (numpy above all, 16 MiB) would break the promise by themselves."""
 
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGTP]?)(?P<binary>i?)B?", re.IGNORECASE)
 
@@ -103,9 +104,9 @@ class Options:
             raise UsageError(f"--part {self.part!r} is no part", expected=", ".join(PARTS))
         parse_dtype(self.dtype)
         parse_size(self.max_shard_size)
-        if parse_size(self.max_memory) < _LEAST_MEMORY_BYTES:
+        if parse_size(self.max_memory) < LEAST_MEMORY_BYTES:
             raise UsageError(
-                "--max-memory is too small to work in", found=str(self.max_memory), expected="1MiB or more"
+                "--max-memory is too small to work in", found=str(self.max_memory), expected="24MiB or more"
             )
         if self.jobs < 1:
             raise UsageError("--jobs is no number of files", found=str(self.jobs), expected="1 or more")

@@ -204,11 +204,12 @@ def _whole_tensors(
         for name, (dtype, shape, begin, end) in header.tensors.items():
             if weight_map.get(name, file) != file:
                 continue
-            if (name,) in tensors:
-                other = tensors[(name,)].pieces[0].file
+            path = (name,)
+            if path in tensors:
+                other = tensors[path].pieces[0].file
                 raise FormatError(f"tensor {name!r} is in two files", where=f"{store.url}/{file}", found=other)
             span = Span(header.data_start + begin, end - begin)
-            tensors[(name,)] = TensorEntry((name,), shape, dtype, (Piece(whole(shape), file, span),))
+            tensors[path] = TensorEntry(path, shape, dtype, (Piece(whole(shape), file, span),))
     for name, file in weight_map.items():
         if (name,) not in tensors:
             raise IncompleteError(

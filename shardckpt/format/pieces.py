@@ -186,8 +186,6 @@ def _scatter(part: _Part) -> None:
     """Copy staged elements to their box in the want's buffer."""
     width = bits(part.want.dtype) // 8
     kind = _BY_WIDTH[width]
-    source = np.ndarray(
-        part.box.size, kind, part.staged.data, 0, tuple(s * width for s in part.strides)
-    )
+    source = np.ndarray(part.box.size, kind, part.staged.data, 0, tuple(s * width for s in part.strides))
     target = np.ndarray(part.want.box.size, kind, part.want.buffer)
     target[tuple(slice(o, o + n) for o, n in zip(part.box.offset, part.box.size, strict=True))] = source

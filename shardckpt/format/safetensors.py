@@ -145,9 +145,10 @@ def _no_constant(name: str) -> object:
 
 def _parse_tensor(name: str, entry: object, where: str) -> tuple[str, Shape, int, int]:
     try:
-        kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]  # type: ignore[index]
-        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-            raise TypeError
+        kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]  # type: ignore[index]
+        for n in (*shape, begin, end):
+            if type(n) is not int or n < 0:
+                raise TypeError
     except (TypeError, KeyError, ValueError) as error:
         raise FormatError(f"tensor {name!r} has no valid dtype, shape and data_offsets", where=where) from error
     dtype = TORCH_NAMES.get(kind) if isinstance(kind, str) else None
@@ -161,7 +162,7 @@ def _parse_tensor(name: str, entry: object, where: str) -> tuple[str, Shape, int
             found=f"{end - begin} bytes",
             expected=f"{elements} elements of {kind}",
         )
-    return dtype, tuple(shape), begin, end
+    return dtype, shape, begin, end
 
 
 def _check_no_holes(tensors: Mapping[str, tuple[str, Shape, int, int]], where: str) -> None:
