@@ -16,6 +16,7 @@ ShardckptError
 │   ├── TargetExistsError (FileExistsError)
 │   ├── NameCollisionError                    two tensors would get one name
 │   └── AmbiguousError (LookupError)          more than one answer; the message says which option decides
+├── RankError (RuntimeError)                  another rank failed or is gone           exit code 3
 └── StorageError (OSError)                    the storage is at fault                  exit code 3
     ├── MissingFileError (FileNotFoundError)  a file that was asked for is not there
     └── NoSpaceError                          the target cannot hold the result
@@ -143,3 +144,19 @@ class MissingFileError(StorageError, FileNotFoundError):
 
 class NoSpaceError(StorageError):
     """The target's free space cannot hold the result."""
+
+
+class RankError(ShardckptError, RuntimeError):
+    """A rank failed, died, or did not take part in time; raised on every rank that is left.
+
+    Args:
+        what: What is wrong, naming the rank.
+        rank: The rank; -1 where it is not known.
+        fix: What the reader of the message can do.
+    """
+
+    exit_code = 3
+
+    def __init__(self, what: str, *, rank: int = -1, fix: str = "") -> None:
+        self.rank = rank
+        super().__init__(what, fix=fix)
