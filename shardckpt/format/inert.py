@@ -300,7 +300,7 @@ def _typed(what: Global, args: tuple[object, ...]) -> object:
         raise malformed(what, args)
     function, kind, inner, state = args
     assert isinstance(function, Global) and isinstance(inner, tuple)
-    if function.call is None or not function.name.startswith("torch._utils._rebuild_"):
+    if function.call is None:
         raise malformed(what, args)
     made = function.call(function, inner)
     if isinstance(made, Inert):
@@ -421,6 +421,7 @@ _DCP_METADATA = (
 )
 _MULTIARRAY = ("_reconstruct", "scalar", "_frombuffer")
 _INERT: dict[str, tuple[str, ...]] = {
+    "_io": ("BytesIO",),
     "argparse": ("Namespace",),
     "types": ("SimpleNamespace",),
     "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
@@ -463,6 +464,8 @@ _INERT: dict[str, tuple[str, ...]] = {
         "_rebuild_sparse_tensor",
         "_rebuild_xla_tensor",
     ),
+    "torch._dynamo.decorators": ("_DimRange",),
+    "torch.nested._internal.nested_tensor": ("NestedTensor", "_rebuild_njt"),
     "torch.storage": ("_load_from_bytes",),
     "torch.distributed._mesh_layout": ("_FlatLayout", "_MeshLayout"),
     "torch.distributed._shard.checkpoint.metadata": _DCP_METADATA,

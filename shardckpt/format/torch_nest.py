@@ -1,0 +1,353 @@
+"""From the object of a torch pickle to arrays and values by path: views, ties, and what cannot be read, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple, Protocol
+
+from shardckpt.boxes import Shape, strides, whole
+from shardckpt.dtypes import bits, is_known
+from shardckpt.errors import FormatError, UnsupportedError, escape
+from shardckpt.format.pickles import Dtype, Global, Inert, StorageType, TensorStub
+from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry, dotted
+
+_QUANTISED_BYTES = {"quint8": 1, "qint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
+_MOST_ELEMENTS = 1 << 60
+
+_TENSOR_LIKE = {
+    "torch._utils._rebuild_qtensor": "a quantised tensor",
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor",
+    "torch.nested._internal.nested_tensor._rebuild_njt": "a nested tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a meta tensor, which has no data",
+    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor that was pickled through numpy",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of an accelerator outside of torch",
+    "torch.storage._load_from_bytes": "a tensor that was pickled without torch.save",
+}
+_NO_STORAGE = "a tensor whose storage lies nowhere in the file"
+_SHARDED = {"DTensor": "a DTensor of torch.distributed.tensor", "ShardedTensor": "a ShardedTensor of torch.distributed"}
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A storage that a pickle refers to.
+
+    Attributes:
+        key: Its name in the container.
+        dtype: Type it counts its elements in.
+        count: Elements.
+        base: Elements of that type in front of it, for a view of another storage (files of before torch 0.4).
+    """
+
+    key: str
+    dtype: str
+    count: int
+    base: int = 0
+
+
+class View(NamedTuple):
+    """How an array lies in its storage.
+
+    Attributes:
+        start: Elements from the start of the storage.
+        strides: Elements between neighbours in each dimension; None for row-major, back to back.
+        width: Bytes of an element.
+    """
+
+    start: int
+    strides: Shape | None
+    width: int
+
+
+class Refused(NamedTuple):
+    """Marks an array that is known, but of a kind that cannot be read.
+
+    Attributes:
+        path: Where it sits in the saved nest.
+        kind: What it is, as people say it.
+    """
+
+    path: Path
+    kind: str
+
+    def error(self, where: str) -> UnsupportedError:
+        """Return the error for asking for it."""
+        return UnsupportedError(
+            f"{dotted(self.path)!r} is {self.kind}",
+            where=where,
+            expected="a dense tensor",
+            fix="Leave it out with --exclude, or save it dense.",
+        )
+
+
+class Container(Protocol):
+    """What a torch file knows of its storages."""
+
+    def storage_bytes(self, ref: StorageRef) -> int:
+        """Return the bytes of a storage. Raises FormatError."""
+
+    def layout(self, ref: StorageRef, view: View) -> Lazy:
+        """Return where a view of a storage lies, as far as it is known without reading."""
+
+
+@dataclass(slots=True)
+class Nest:
+    """The arrays and values of one or several files, by path; `add` puts those of one pickle in.
+
+    Attributes:
+        tensors: Arrays, in saved order.
+        objects: Other values.
+        aliases: Tied arrays to the first with the same elements.
+        warnings: What is odd.
+    """
+
+    tensors: dict[Path, TensorEntry] = field(default_factory=dict)
+    objects: dict[Path, ObjectEntry] = field(default_factory=dict)
+    aliases: dict[Path, Path] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def add(self, value: object, file: str, prefix: Path, container: Container | None, where: str) -> None:
+        """Add everything in the object of one file.
+
+        Args:
+            value: The object.
+            file: The file, relative to the store.
+            prefix: What its paths start with.
+            container: Knows the storages; None for a plain pickle, which has none.
+            where: The file, for messages.
+
+        Raises:
+            FormatError: A view reaches beyond its storage, or two keys are spelt alike.
+            UnsupportedError: It holds parts of arrays that are spread over ranks.
+        """
+        if not isinstance(value, dict | list | tuple):
+            prefix = (*prefix, "tensor" if _is_tensor(value) else "object")
+        _Walk(self, file, container, where).visit(value, prefix)
+
+
+class _Walk:
+    """Goes through the object of one file.
+
+    Args:
+        nest: What is found is put there.
+        file: The file.
+        container: Knows its storages.
+        where: The file, for messages.
+    """
+
+    def __init__(self, nest: Nest, file: str, container: Container | None, where: str) -> None:
+        self._nest, self._file, self._container, self._where = nest, file, container, where
+        self._first: dict[tuple[object, ...], Path] = {}
+
+    def visit(self, value: object, path: Path) -> None:
+        """Put a value, and everything in it, under a path. The pickle machine bounded its depth."""
+        if _is_tensor(value):
+            self._put_tensor(value, path)
+        elif isinstance(value, dict) and value:
+            for key, inner in self._named(value, path):
+                self.visit(inner, (*path, key))
+        elif isinstance(value, list | tuple) and _holds_tensor(value):
+            for i, inner in enumerate(value):
+                self.visit(inner, (*path, i))
+        else:
+            self._nest.objects[path] = ObjectEntry(path, value)
+
+    def _named(self, value: dict[object, object], path: Path) -> Iterator[tuple[str | int, object]]:
+        """Yield what a dict holds, by the part of a path that its key becomes."""
+        seen: set[str | int] = set()
+        for key, inner in value.items():
+            name = key if type(key) is str or type(key) is int else _spelt(key)
+            if name in seen:
+                raise FormatError(
+                    f"two keys in {dotted(path)!r} are spelt alike", where=self._where, found=f"{escape(name)!r}"
+                )
+            seen.add(name)
+            yield name, inner
+
+    def _put_tensor(self, value: object, path: Path) -> None:
+        if isinstance(value, StorageRef):
+            value = TensorStub(value, 0, (value.count,), (1,), value.dtype)
+        if isinstance(value, TensorStub):
+            kind = _refusal(value) if self._container else _NO_STORAGE
+            shape, dtype = value.shape, value.dtype or _storage_dtype(value)
+        else:
+            assert isinstance(value, Inert)
+            self._refuse_sharded(value, path)
+            kind = _TENSOR_LIKE.get(value.name, f"a {value.name}")
+            shape, dtype = _declared(value)
+        if prod(shape) > _MOST_ELEMENTS:
+            raise FormatError(
+                f"{dotted(path)!r} has more elements than any machine holds", where=self._where, found=shape
+            )
+        if kind or not isinstance(value, TensorStub):
+            self._nest.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
+            layout = Lazy(0, 0, Refused(path, kind))
+            dtype = dtype if is_known(dtype) else "uint8"
+        else:
+            layout = self._layout(value, dtype, path)
+        self._nest.tensors[path] = TensorEntry(path, shape, dtype, (Piece(whole(shape), self._file, layout),))
+
+    def _layout(self, stub: TensorStub, dtype: str, path: Path) -> Lazy:
+        ref = stub.storage
+        assert isinstance(ref, StorageRef) and self._container is not None
+        width = bits(dtype) // 8
+        last = stub.offset + sum((n - 1) * s for n, s in zip(stub.shape, stub.strides, strict=True))
+        held = self._container.storage_bytes(ref) // width
+        if prod(stub.shape) and last >= held:
+            raise FormatError(
+                f"{dotted(path)!r} reaches beyond its storage",
+                where=self._where,
+                found=f"element {last}",
+                expected=f"fewer than {held}",
+                fix="The file was damaged or made by hand; save the checkpoint again.",
+            )
+        identity = (ref.key, ref.base, stub.offset, stub.shape, stub.strides, dtype)
+        if prod(stub.shape):
+            first = self._first.setdefault(identity, path)
+            if first != path:
+                self._nest.aliases[path] = first
+        packed = not prod(stub.shape) or all(
+            n == 1 or a == b for n, a, b in zip(stub.shape, stub.strides, strides(stub.shape), strict=True)
+        )
+        steps = None if packed else tuple(0 if n == 1 else s for n, s in zip(stub.shape, stub.strides, strict=True))
+        return self._container.layout(ref, View(ref.base + stub.offset, steps, width))
+
+    def _refuse_sharded(self, value: Inert, path: Path) -> None:
+        kind = _SHARDED.get(value.name.rpartition(".")[2])
+        if kind is not None:
+            raise UnsupportedError(
+                f"{dotted(path)!r} is {kind}: this file is one rank's part",
+                where=self._where,
+                expected="whole tensors",
+                fix="Rank files of sharded wrappers are not read yet; save with torch.distributed.checkpoint instead.",
+            )
+
+
+def _is_tensor(value: object) -> bool:
+    if isinstance(value, Inert):
+        return value.name in _TENSOR_LIKE or value.name.rpartition(".")[2] in _SHARDED or _wraps_tensor(value)
+    return isinstance(value, TensorStub | StorageRef)
+
+
+def _wraps_tensor(value: Inert) -> bool:
+    """Tell whether it is a tensor of a subclass, as `_rebuild_from_type_v2` makes them."""
+    return len(value.args) == 1 and isinstance(value.args[0], TensorStub)
+
+
+def _holds_tensor(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensor, value))
+    return _is_tensor(value)
+
+
+def _storage_dtype(stub: TensorStub) -> str:
+    return stub.storage.dtype if isinstance(stub.storage, StorageRef) else ""
+
+
+def _refusal(stub: TensorStub) -> str:
+    """Return what a tensor is, where it cannot be read; empty for an ordinary one."""
+    if not isinstance(stub.storage, StorageRef):
+        return _NO_STORAGE
+    if stub.bits:
+        return f"a lazily changed view ({', '.join(stub.bits)} bit), whose bytes are not its values"
+    dtype = stub.dtype or stub.storage.dtype
+    return "" if is_known(dtype) and bits(dtype) % 8 == 0 else f"a tensor of dtype {dtype}"
+
+
+def _declared(value: Inert) -> tuple[Shape, str]:
+    """Return the shape and dtype that an unreadable tensor declares, as far as they can be told."""
+    shape: Shape = ()
+    dtype = inner = ""
+    for part in _flat(value.args, 3):
+        if isinstance(part, StorageRef):
+            dtype = dtype or _UNQUANTISED.get(part.dtype, part.dtype)
+        elif isinstance(part, Dtype):
+            dtype = part.name
+        elif isinstance(part, TensorStub):
+            inner = part.dtype or _storage_dtype(part)
+            shape = part.shape if _wraps_tensor(value) else shape
+        elif isinstance(part, tuple) and not shape and _is_shape(part):
+            shape = part
+    return shape, dtype or inner
+
+
+_UNQUANTISED = {"quint8": "uint8", "qint8": "int8", "qint32": "int32"}
+
+
+def _is_shape(value: tuple[object, ...]) -> bool:
+    return bool(value) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _flat(values: Sequence[object], depth: int) -> Iterator[object]:
+    for value in values:
+        yield value
+        if isinstance(value, tuple) and depth:
+            yield from _flat(value, depth - 1)
+
+
+def _spelt(key: object) -> str:
+    """Return a key that is neither text nor a whole number as part of a path."""
+    if isinstance(key, tuple):
+        return "(" + ", ".join(map(_spelt, key)) + ")"
+    if isinstance(key, Dtype | Global | Inert):
+        return key.name
+    if isinstance(key, StorageType):
+        return key.dtype
+    return str(key)
+
+
+class Storages:
+    """Turns the persistent ids of a torch pickle into storages, and remembers them."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, StorageRef] = {}
+
+    def __call__(self, key: object) -> object:
+        """Return the storage of one id.
+
+        Raises:
+            FormatError: It is no id that torch writes.
+        """
+        if not isinstance(key, tuple) or len(key) not in (5, 6) or _decoded(key[0]) != "storage":
+            raise FormatError("the pickle refers to something that is no storage", found=f"persistent id {key!r:.80}")
+        kind, name, count = key[1], _decoded(key[2]), key[4]
+        if not isinstance(kind, StorageType) or not isinstance(name, str) or type(count) is not int:
+            raise FormatError("the pickle refers to a storage in an unknown way", found=f"persistent id {key!r:.80}")
+        if not 0 <= count < _MOST_ELEMENTS:
+            raise FormatError("a storage has an impossible size", found=count)
+        ref = StorageRef(name, kind.dtype, count)
+        self.found.setdefault(name, ref)
+        return _part_of(ref, key[5]) if len(key) == 6 and key[5] is not None else ref
+
+
+def _part_of(root: StorageRef, part: object) -> StorageRef:
+    """Return the part of a storage that files of before torch 0.4 name: `(key, first element, elements)`."""
+    if (
+        not isinstance(part, tuple)
+        or len(part) != 3
+        or not all(type(n) is int and n >= 0 for n in part[1:])
+        or part[1] + part[2] > root.count
+    ):
+        raise FormatError("a storage is an impossible view of another", found=f"{part!r:.80}")
+    return StorageRef(root.key, root.dtype, part[2], part[1])
+
+
+def _decoded(name: object) -> object:
+    return name.decode("ascii", "replace") if isinstance(name, bytes) else name
+
+
+def element_bytes(dtype: str) -> int:
+    """Return the bytes of one element of a storage's type.
+
+    Raises:
+        UnsupportedError: A type that is not known.
+    """
+    if dtype in _QUANTISED_BYTES:
+        return _QUANTISED_BYTES[dtype]
+    if is_known(dtype) and bits(dtype) % 8 == 0:
+        return bits(dtype) // 8
+    raise UnsupportedError("a storage has a dtype that is not known", found=dtype)
