@@ -180,7 +180,7 @@ def _is_vacant(target: str) -> bool:
     except FileNotFoundError:
         return True
     except NotADirectoryError:
-        return False
+        return not os.path.lexists(target)  # or the folder above it is a file
 
 
 def _refuse_existing(target: str, *, overwrite: bool, single_file: bool) -> None:

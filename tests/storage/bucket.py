@@ -17,10 +17,12 @@ class Bucket(AbstractFileSystem):
     uploads: dict[int, str] = {}  # noqa: RUF012
     requests: list[tuple[str, str]] = []  # noqa: RUF012
     fault: Callable[[int, str, str], object] | None = None
+    answer: Callable[[int, str, str], object] | None = None
 
     @classmethod
     def reset(cls) -> None:
-        cls.objects, cls.uploads, cls.requests, cls.fault = {}, {}, [], None
+        cls.objects, cls.uploads, cls.requests = {}, {}, []
+        cls.fault = cls.answer = None
         fsspec.register_implementation("bucket", cls, clobber=True)
 
     @classmethod
@@ -32,6 +34,12 @@ class Bucket(AbstractFileSystem):
         """Log a request; `fault` may raise, or return what is done to a body on its way."""
         cls.requests.append((verb, path))
         return cls.fault(len(cls.requests), verb, path) if cls.fault else None
+
+    @classmethod
+    def done(cls, verb: str, path: str) -> None:
+        """Answer a request that took effect; `answer` may raise, so that nobody hears of it."""
+        if cls.answer:
+            cls.answer(len(cls.requests), verb, path)
 
     @classmethod
     def count(cls, verb: str) -> int:
@@ -69,6 +77,7 @@ class Bucket(AbstractFileSystem):
     def _rm(self, path):
         self.request("delete", path)
         self.objects.pop(path, None)
+        self.done("delete", path)
 
     def _open(self, path, mode="rb", block_size=None, **kwargs):
         assert mode == "wb"
@@ -89,6 +98,7 @@ class Upload(AbstractBufferedFile):
             if self.fs.uploads.pop(id(self), None):
                 self.fs.request("complete", self.path)
             self.fs.objects[self.path] = self.parts.getvalue()
+            self.fs.done("put", self.path)
         return True
 
     def discard(self):

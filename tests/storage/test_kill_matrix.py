@@ -1,0 +1,426 @@
+"""Killed, failing or without power at every single storage operation: the old whole, the new whole, never a mix.
+
+Each matrix counts the operations of a publication and breaks every one in turn. Mutants prove that it would notice.
+"""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from bucket import Bucket
+from disk import Disk, watched
+
+from shardckpt.errors import StorageError
+from shardckpt.storage import local, local_publication, remote_publication, retry
+from shardckpt.storage.fsspec_store import FsspecWriter
+from shardckpt.storage.local import LocalWriter
+from shardckpt.storage.publish import publish
+
+LAST = "model.safetensors.index.json"
+OLD = {"config.json": b"old config", "a.bin": b"old a", "sub/b.bin": b"old b", LAST: b"old index"}
+NEW = {LAST: b"new index", "config.json": b"new config", "a.bin": b"new " * 5000, "sub/c.bin": b"new c"}
+NEWEST = {"a.bin": b"newest a", LAST: b"newest index"}
+
+
+def publish_folder(target: Path, files: dict[str, bytes], *, overwrite: bool = True) -> None:
+    with publish(str(target), overwrite=overwrite, needed_bytes=1, last=LAST) as publication:
+        for name, data in files.items():
+            with publication.create(name) as writer:
+                writer.write(data[: len(data) // 2])
+                writer.write(data[len(data) // 2 :])
+
+
+def publish_file(target: Path, files: dict[str, bytes], *, overwrite: bool = True) -> None:
+    with (
+        publish(str(target), overwrite=overwrite, needed_bytes=1, single_file=True) as publication,
+        publication.create(target.name) as writer,
+    ):
+        writer.write(files["a.bin"])
+
+
+def folder_content(target: Path) -> dict[str, bytes] | None:
+    """Return the files of a folder by name, None where it is absent or empty."""
+    found = {str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    return found or None
+
+
+def file_content(target: Path) -> dict[str, bytes] | None:
+    return {"a.bin": target.read_bytes()} if target.exists() else None
+
+
+def only_a(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {"a.bin": files["a.bin"]}
+
+
+class Case:
+    """One way to publish on a disk: what lies there before, and how it is written and read."""
+
+    def __init__(self, name: str, *, is_file: bool = False, is_first: bool = False, can_exchange: bool = True) -> None:
+        self.name, self.is_first, self.can_exchange = name, is_first, can_exchange
+        self.publish = publish_file if is_file else publish_folder
+        self.read = file_content if is_file else folder_content
+        self.old, self.new, self.newest = (only_a(f) if is_file else f for f in (OLD, NEW, NEWEST))
+
+    def prepare(self, folder: Path) -> Path:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        if not self.is_first:
+            self.publish(folder / "out", OLD)
+        return folder / "out"
+
+    def run(self, target: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if not self.can_exchange:
+                patch.setattr(local_publication, "exchange", lambda *_: False)
+            self.publish(target, NEW)
+
+    def allowed(self) -> list[dict[str, bytes] | None]:
+        """Return what may lie at the target at any moment; between two renames nothing does."""
+        return [None if self.is_first else self.old, self.new, *([] if self.can_exchange else [None])]
+
+
+CASES = [
+    Case("folder over folder"),
+    Case("folder over folder, without exchange", can_exchange=False),
+    Case("first folder", is_first=True),
+    Case("file over file", is_file=True),
+    Case("first file", is_file=True, is_first=True),
+]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.name)
+def case(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
+
+
+def run_and_die_at(case: Case, target: Path, k: int, *, half: bool) -> bool:
+    """Publish in a child that is killed before its k-th change, or amid it if it writes; tell whether it was."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+        whole_write = os.write
+
+        def before(name: str, args: tuple) -> None:
+            nonlocal count
+            count += 1
+            if count == k:
+                if half and name == "write":
+                    whole_write(args[0], args[1][: len(args[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with watched(before, lambda *_: None):
+            case.run(target)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def check_after_a_kill(case: Case, target: Path, where: str) -> None:
+    found = case.read(target)
+    assert found in case.allowed(), f"{where} left a mix: {found}"
+    if found is None and not case.is_first:
+        # The next run must not lose the only copy, even if it comes to nothing.
+        with pytest.raises(ZeroDivisionError), publish(str(target), overwrite=True, needed_bytes=1):
+            raise ZeroDivisionError
+        assert case.read(target) == case.old, f"{where}, then a failing run, lost the old"
+    case.publish(target, NEWEST)
+    assert case.read(target) == case.newest, f"the run after {where} failed"
+    assert os.listdir(target.parent) == ["out"], f"{where} left something beside"
+
+
+def kill_matrix(case: Case, folder: Path) -> int:
+    """Kill a publication at every operation; return how many there were."""
+    k = 0
+    while True:
+        k += 1
+        for half in (False, True):
+            target = case.prepare(folder)
+            was_killed = run_and_die_at(case, target, k, half=half)
+            check_after_a_kill(case, target, f"a kill at operation {k}")
+        if not was_killed:
+            return k - 1
+
+
+def fault_matrix(case: Case, folder: Path) -> int:
+    """Let every operation fail in turn; return how many there were."""
+    k = 0
+    while True:
+        k += 1
+        target = case.prepare(folder)
+        count = 0
+
+        def before(name: str, args: tuple, k: int = k) -> None:
+            nonlocal count
+            count += 1
+            if count == k:
+                raise OSError(errno.EIO, f"broken {name}")
+
+        failed = False
+        with watched(before, lambda *_: None):
+            try:
+                case.run(target)
+            except StorageError:
+                failed = True
+        found = case.read(target)
+        # A failure once the new is in place leaves it there; one that nobody heard of must have done no harm.
+        allowed = case.allowed()[:2] if failed else [case.new]
+        assert found in allowed, f"operation {k} broke, {'with' if failed else 'without'} an error: {found}"
+        case.publish(target, NEWEST)
+        assert os.listdir(target.parent) == ["out"]
+        if count < k:
+            return k - 1
+
+
+def power_matrix(case: Case, folder: Path) -> int:
+    """Cut the power before every operation and after the last; return how many there were."""
+    target = case.prepare(folder)
+    disk = Disk(str(folder))
+    count = 0
+
+    def seen(outcome: dict[str, bytes]) -> tuple[dict[str, bytes] | None, list[dict[str, bytes]]]:
+        """Return what lies at the target, and whole old copies beside it."""
+        at_target = {
+            name.removeprefix("out/") if "/" in name else "a.bin": data
+            for name, data in outcome.items()
+            if name == "out" or name.startswith("out/")
+        }
+        beside: dict[str, dict[str, bytes]] = {}
+        for name, data in outcome.items():
+            if match := re.match(r"(\.out\.old-\w+)/(.*)", name):
+                beside.setdefault(match[1], {})[match[2]] = data
+        return at_target or None, list(beside.values())
+
+    def before(name: str, args: tuple) -> None:
+        nonlocal count
+        count += 1
+        for outcome in disk.outcomes():
+            found, beside = seen(outcome)
+            assert found in case.allowed(), f"a power cut before operation {count} ({name}) leaves {outcome}"
+            if found is None and not case.is_first:
+                assert case.old in beside, f"a power cut before operation {count} ({name}) loses the old: {outcome}"
+
+    try:
+        with watched(before, disk.after):
+            case.run(target)
+        for outcome in disk.outcomes():
+            assert seen(outcome)[0] == case.new, f"a power cut after the end leaves {outcome}"
+    finally:
+        disk.close()
+    return count
+
+
+class TestOnDisk:
+    def test_a_kill_leaves_the_old_or_the_new_and_the_next_run_succeeds(self, case, tmp_path):
+        operations = kill_matrix(case, tmp_path / "here")
+        print(f"{case.name}: killed at each of {operations} operations")
+        assert operations >= (8 if case.read is file_content else 24)
+
+    def test_a_failing_operation_is_told_and_leaves_the_old_or_the_new(self, case, tmp_path):
+        operations = fault_matrix(case, tmp_path / "here")
+        print(f"{case.name}: failed at each of {operations} operations")
+        assert operations >= (8 if case.read is file_content else 24)
+
+    def test_a_power_cut_leaves_the_old_or_the_new(self, case, tmp_path):
+        operations = power_matrix(case, tmp_path / "here")
+        print(f"{case.name}: power cut at each of {operations} operations")
+        assert operations >= (8 if case.read is file_content else 24)
+
+
+# A store without rename. Its reader loads what an index lists, or one complete numbered set without index.
+
+BUCKET_OLD = {"config.json": "old", "model-00001-of-00002.bin": "old 1", "model-00002-of-00002.bin": "old 2"}
+SINGLE_OLD = {"config.json": "old", "model.bin": "old 1"}
+
+
+def publish_bucket(shards: int = 2, label: str = "new", *, index_first: bool = True) -> None:
+    with publish("bucket://b/out", overwrite=True, needed_bytes=1, last=LAST) as publication:
+        mark = f"-{publication.fresh}" if publication.fresh else ""
+        files = {f"model{mark}-{n:05}-of-{shards:05}.bin": f"{label} {n}" for n in range(1, shards + 1)}
+        index = {LAST: json.dumps(sorted(files))}
+        for name, text in {**(index if index_first else {}), "config.json": label, **files, **index}.items():
+            with publication.create(name) as writer:
+                writer.write(text.encode())
+
+
+def prepare_bucket(files: dict[str, str], *, index: bool) -> None:
+    Bucket.reset()
+    listed = json.dumps(sorted(name for name in files if name.startswith("model")))
+    for name, text in {**files, **({LAST: listed} if index else {})}.items():
+        Bucket.objects[f"b/out/{name}"] = text.encode()
+
+
+def load() -> set[str] | None:
+    """Return the generations that a reader of the bucket gets to see, None where it refuses."""
+    files = {key.removeprefix("b/out/"): data.decode() for key, data in Bucket.objects.items()}
+    if "model.bin" in files:
+        names = ["model.bin"]
+    elif LAST in files:
+        names = json.loads(files[LAST])
+    else:
+        sets: dict[str, list[str]] = {}
+        for name in files:
+            if match := re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.bin", name):
+                sets.setdefault(f"{match[1]} {match[2]}", []).append(name)
+        whole = [found for key, found in sets.items() if len(found) == int(key.split(" ")[1])]
+        if len(whole) != 1 or len(sets) != 1:
+            return None
+        names = whole[0]
+    if not all(name in files for name in names):
+        return None
+    return {files[name].split(" ")[0] for name in names} | {files.get("config.json", files[names[0]]).split(" ")[0]}
+
+
+class Dead(BaseException):
+    """The process is gone: whatever it tries from now on does not happen."""
+
+
+@contextmanager
+def broken_at(k: int, how: str):
+    """Break the bucket at request k: `killed`, `unheard` (killed once it took effect), `error` (`and no cleanup`)."""
+
+    def fault(count: int, verb: str, path: str) -> None:
+        if (how == "killed" and count >= k) or (how == "unheard" and count > k):
+            raise Dead
+        if how.startswith("error") and count == k:
+            raise PermissionError("broken")
+        if how == "error and no cleanup" and count > k and verb == "delete":
+            raise PermissionError("broken too")
+
+    def answer(count: int, verb: str, path: str) -> None:
+        if how == "unheard" and count >= k:
+            raise Dead
+
+    Bucket.requests.clear()
+    Bucket.fault, Bucket.answer = fault, answer
+    try:
+        yield
+    finally:
+        Bucket.fault = Bucket.answer = None
+
+
+def bucket_matrix(how: str, old: dict[str, str], *, index: bool) -> int:
+    """Break every request of a publication in turn; return how many there were."""
+    k = 0
+    while True:
+        k += 1
+        prepare_bucket(old, index=index)
+        with broken_at(k, how):
+            try:
+                publish_bucket()
+                failed = False
+            except (Dead, StorageError):
+                failed = True
+            made = len(Bucket.requests)
+        seen = load()
+        allowed = [{"old"}, {"new"}, None] if failed else [{"new"}]
+        assert seen in allowed, f"request {k} {how}: a reader sees {seen} in {sorted(Bucket.objects)}"
+        if how == "error" and seen == {"old"}:
+            known = {f"b/out/{name}" for name in (*old, LAST)}
+            assert Bucket.objects.keys() <= known, f"request {k} {how} left new files: {sorted(Bucket.objects)}"
+        assert Bucket.uploads == {} or how in {"killed", "unheard"}
+        publish_bucket(1, "newest")
+        assert load() == {"newest"}
+        assert len(Bucket.objects) == 3, f"the run after request {k} {how} left {sorted(Bucket.objects)}"
+        if made < k:
+            return k - 1
+
+
+@pytest.mark.parametrize("how", ["killed", "unheard", "error", "error and no cleanup"])
+@pytest.mark.parametrize(
+    ("old", "index"), [({}, False), (BUCKET_OLD, True), (SINGLE_OLD, False), (SINGLE_OLD, True)], ids=str
+)
+def test_without_rename_a_reader_sees_the_old_the_new_or_nothing(how, old, index):
+    requests = bucket_matrix(how, old, index=index)
+    print(f"{len(old)} old files: {how} at each of {requests} requests")
+    assert requests >= 5
+
+
+class TestMutants:
+    """The matrices would be worth nothing if they stayed green for these."""
+
+    OVER = CASES[0]
+
+    def test_without_fsync_the_power_matrix_is_red(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(os, "fsync", lambda _: None)
+        monkeypatch.setattr(Disk, "after", lambda *_: None)
+        with pytest.raises(AssertionError, match="power cut"):
+            power_matrix(self.OVER, tmp_path / "here")
+
+    @pytest.mark.parametrize("module", [local, local_publication])
+    def test_without_fsync_of_folders_the_power_matrix_is_red(self, tmp_path, monkeypatch, module):
+        monkeypatch.setattr(module, "sync_folder", lambda _: None)
+        with pytest.raises(AssertionError, match="power cut"):
+            power_matrix(self.OVER, tmp_path / "here")
+
+    @pytest.mark.parametrize("how", ["killed", "error and no cleanup"])
+    def test_with_the_index_written_first_the_bucket_matrix_is_red(self, monkeypatch, how):
+        whole = remote_publication.RemoteFolder.create
+
+        def create(self, name):
+            if name != LAST:
+                return whole(self, name)
+            self._old = [old for old in self._old if old != LAST]
+            self._written.append(name)
+            return self._store.create(name)
+
+        monkeypatch.setattr(remote_publication.RemoteFolder, "create", create)
+        with pytest.raises(AssertionError, match="a reader sees"):
+            bucket_matrix(how, BUCKET_OLD, index=True)
+
+    def test_with_the_old_index_deleted_last_the_bucket_matrix_is_red(self, monkeypatch):
+        def finish(self):
+            for name in sorted(self._held, key=lambda name: name == self._last):
+                self._held[name].finish()
+            for name in set(self._old) - set(self._held):
+                self._store.delete(name)
+
+        monkeypatch.setattr(remote_publication.RemoteFolder, "finish", finish)
+        with pytest.raises(AssertionError, match="a reader sees"):
+            bucket_matrix("killed", BUCKET_OLD, index=True)
+
+    @pytest.mark.parametrize("method", ["write", "close"])
+    def test_with_an_error_swallowed_on_disk_the_fault_matrix_is_red(self, tmp_path, monkeypatch, method):
+        whole = getattr(LocalWriter, method)
+
+        def swallowing(self, *args):
+            try:
+                whole(self, *args)
+            except StorageError:
+                return
+
+        monkeypatch.setattr(LocalWriter, method, swallowing)
+        with pytest.raises(AssertionError, match="without an error"):
+            fault_matrix(self.OVER, tmp_path / "here")
+
+    def test_with_an_error_swallowed_on_a_bucket_the_bucket_matrix_is_red(self, monkeypatch):
+        whole = FsspecWriter.close
+
+        def swallowing(self):
+            try:
+                whole(self)
+            except StorageError:
+                return
+
+        monkeypatch.setattr(FsspecWriter, "close", swallowing)
+        with pytest.raises(AssertionError, match="a reader sees"):
+            bucket_matrix("error", BUCKET_OLD, index=True)
+
+    def test_writing_over_the_old_in_place_turns_the_kill_matrix_red(self, tmp_path, monkeypatch):
+        def in_place(self, name):
+            return local.LocalStore(self._target).create(name)
+
+        monkeypatch.setattr(local_publication.LocalPublication, "create", in_place)
+        with pytest.raises(AssertionError, match="left a mix"):
+            kill_matrix(self.OVER, tmp_path / "here")

@@ -1,0 +1,95 @@
+"""What a user types is taken for the place it names."""
+
+import os
+
+import pytest
+from bucket import Bucket
+
+from shardckpt.errors import UsageError
+from shardckpt.storage.local import LocalStore
+from shardckpt.storage.open_store import kind, local_path, open_store, split
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("ckpt", "ckpt"),
+        ("/a/b", "/a/b"),
+        ("file:///a/b", "/a/b"),
+        ("C:odd", "C:odd"),
+        ("a:b/c", "a:b/c"),
+        ("s3://bucket/x", None),
+        ("hf://org/model", None),
+        ("simplecache::s3://bucket/x", None),
+    ],
+)
+def test_paths_are_local_and_protocols_are_not(url, path):
+    assert local_path(url) == path
+
+
+@pytest.mark.parametrize("url", ["", "a\0b"])
+def test_what_names_nothing_is_the_callers_mistake(url):
+    for ask in (open_store, split, kind):
+        with pytest.raises(UsageError):
+            ask(url)
+
+
+def test_a_path_opens_a_local_store_and_a_url_a_remote_one():
+    Bucket.reset()
+    assert isinstance(open_store("ckpt"), LocalStore)
+    assert isinstance(open_store("file:///ckpt"), LocalStore)
+    assert not open_store("bucket://b/x").traits.is_local
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("/a/b", ("/a", "b")),
+        ("/a/b/", ("/a", "b")),
+        ("/a", ("/", "a")),
+        ("a", (".", "a")),
+        ("a/b.pt", ("a", "b.pt")),
+        ("file:///a/b", ("/a", "b")),
+        ("s3://bucket/x", ("s3://bucket", "x")),
+        ("s3://bucket/x/y.pt/", ("s3://bucket/x", "y.pt")),
+    ],
+)
+def test_a_place_is_a_folder_and_a_name(url, parts):
+    assert split(url) == parts
+
+
+@pytest.mark.parametrize("url", ["/", "..", "a/..", ".", "s3://bucket", "s3://"])
+def test_a_place_in_no_folder_has_no_name(url):
+    with pytest.raises(UsageError):
+        split(url)
+
+
+def test_a_place_is_a_file_a_folder_or_missing(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    os.symlink("gone", tmp_path / "dangling")
+    assert kind(str(tmp_path)) == kind(f"{tmp_path}/") == kind(f"file://{tmp_path}") == "folder"
+    assert kind(str(tmp_path / "file")) == "file"
+    assert (
+        kind(str(tmp_path / "no"))
+        == kind(str(tmp_path / "dangling"))
+        == kind(str(tmp_path / "file" / "x"))
+        == "missing"
+    )
+
+
+def test_a_remote_place_is_a_file_a_folder_or_missing():
+    Bucket.reset()
+    Bucket.objects["b/x/file"] = b""
+    assert kind("bucket://b/x/file") == "file"
+    assert kind("bucket://b/x") == kind("bucket://b/x/") == "folder"
+    assert kind("bucket://b/y") == "missing"
+
+
+def test_s3_places_too(s3_bucket):
+    assert kind(s3_bucket) == "folder"
+    assert kind(f"{s3_bucket}/x") == "missing"
+    with open_store(s3_bucket).create("x/file") as writer:
+        writer.write(b"1")
+    assert kind(f"{s3_bucket}/x") == "folder"
+    assert kind(f"{s3_bucket}/x/file") == "file"
+    assert kind("s3://no-such-bucket-at-all/x") == "missing"

@@ -1,0 +1,487 @@
+"""A result appears under its name whole, or not at all, whatever goes wrong on the way."""
+
+import errno
+import fcntl
+import os
+from types import SimpleNamespace
+
+import pytest
+from bucket import Bucket
+from disk import watched
+
+from shardckpt.errors import NoSpaceError, StorageError, TargetExistsError, UsageError
+from shardckpt.storage import local_publication, retry
+from shardckpt.storage.local import LocalStore
+from shardckpt.storage.open_store import open_store
+from shardckpt.storage.publish import overlaps, publish
+from shardckpt.storage.store import read_bytes
+
+LAST = "model.safetensors.index.json"
+
+
+def put(publication, name: str, data: bytes) -> None:
+    with publication.create(name) as writer:
+        writer.write(data)
+
+
+def publish_files(url, files: dict[str, bytes], *, overwrite=False, fail: BaseException | None = None) -> None:
+    with publish(str(url), overwrite=overwrite, needed_bytes=100, last=LAST) as publication:
+        for name, data in files.items():
+            put(publication, name, data)
+        if fail:
+            raise fail
+
+
+def publish_file(url, data: bytes, *, overwrite=False, fail: BaseException | None = None) -> None:
+    with publish(str(url), overwrite=overwrite, needed_bytes=100, single_file=True) as publication:
+        put(publication, str(url).rpartition("/")[2], data)
+        if fail:
+            raise fail
+
+
+def content(url, folder: str = "") -> dict[str, bytes]:
+    store, found = open_store(str(url)), {}
+    for entry in store.list(folder):
+        here = {} if entry.is_folder else {entry.name: read_bytes(store, entry.name, 0, entry.size)}
+        found |= content(url, entry.name) if entry.is_folder else here
+    return found
+
+
+OLD = {"a.bin": b"old a", "sub/b.bin": b"old b", LAST: b"old index"}
+NEW = {LAST: b"new index", "a.bin": b"new a", "c.bin": b"new c"}
+
+
+@pytest.fixture(params=["disk", "bucket", "memory", "s3"])
+def target(request, tmp_path, monkeypatch):
+    """A URL at which nothing lies, on every kind of store."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+    if request.param == "disk":
+        return str(tmp_path / "deep" / "out")
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3_bucket')}/deep/out"
+    Bucket.reset()
+    return f"{request.param}://{tmp_path.name}/out"
+
+
+class TestEverywhere:
+    def test_a_folder_appears_with_all_its_files(self, target):
+        publish_files(target, OLD)
+        assert content(target) == OLD
+
+    def test_a_folder_without_files_is_no_error(self, target):
+        publish_files(target, {})
+        assert content(target) == {}
+
+    def test_a_target_with_content_is_refused_and_untouched(self, target):
+        publish_files(target, OLD)
+        with pytest.raises(TargetExistsError, match="--overwrite") as caught:
+            publish_files(target, NEW)
+        assert caught.value.exit_code == 2
+        assert content(target) == OLD
+
+    def test_overwriting_replaces_all(self, target):
+        publish_files(target, OLD)
+        publish_files(target, NEW, overwrite=True)
+        assert content(target) == NEW
+
+    @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(143)], ids=repr)
+    def test_an_exception_leaves_nothing(self, target, error):
+        with pytest.raises(type(error)):
+            publish_files(target, NEW, fail=error)
+        assert content(target) == {}
+        publish_files(target, NEW)
+
+    @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()], ids=repr)
+    def test_an_exception_while_overwriting_leaves_the_old_whole(self, target, error):
+        publish_files(target, OLD)
+        with pytest.raises(type(error)):
+            publish_files(target, NEW, overwrite=True, fail=error)
+        assert content(target) == OLD
+
+    def test_a_writer_left_open_by_an_exception_leaves_nothing(self, target):
+        with (
+            pytest.raises(ValueError, match="x"),
+            publish(target, overwrite=False, needed_bytes=0) as publication,
+            publication.create("a.bin") as writer,
+        ):
+            writer.write(b"123")
+            raise ValueError("x")
+        assert content(target) == {}
+
+    def test_a_file_appears_and_is_replaced_only_when_asked(self, target):
+        publish_file(f"{target}/x.safetensors", b"1")
+        with pytest.raises(TargetExistsError):
+            publish_file(f"{target}/x.safetensors", b"2")
+        with pytest.raises(ValueError, match="x"):
+            publish_file(f"{target}/x.safetensors", b"3", overwrite=True, fail=ValueError("x"))
+        assert content(target) == {"x.safetensors": b"1"}
+        publish_file(f"{target}/x.safetensors", b"4", overwrite=True)
+        assert content(target) == {"x.safetensors": b"4"}
+
+    def test_a_file_is_not_seen_before_the_end_and_not_after_an_exception(self, target):
+        with pytest.raises(KeyboardInterrupt):
+            publish_file(f"{target}/x.pt", b"1", fail=KeyboardInterrupt())
+        assert content(target) == {}
+
+    def test_a_folder_is_no_target_for_a_file_nor_a_file_for_a_folder(self, target):
+        publish_files(target, OLD)
+        with pytest.raises(TargetExistsError, match="folder"):
+            publish_file(target, b"1", overwrite=True)
+        with pytest.raises(TargetExistsError, match="file"):
+            publish_files(f"{target}/a.bin", NEW, overwrite=True)
+        assert content(target) == OLD
+
+    def test_a_trailing_slash_changes_nothing(self, target):
+        publish_files(f"{target}/", OLD)
+        assert content(target) == OLD
+
+
+class TestOnDisk:
+    @pytest.fixture
+    def target(self, tmp_path):
+        return tmp_path / "deep" / "out"
+
+    @pytest.fixture(params=["exchange", "move aside"])
+    def either_way(self, request, monkeypatch):
+        if request.param == "move aside":
+            monkeypatch.setattr(local_publication, "exchange", lambda *_: False)
+
+    def test_nothing_is_left_beside(self, target, either_way):
+        publish_files(target, OLD)
+        publish_files(target, NEW, overwrite=True)
+        assert os.listdir(target.parent) == ["out"]
+        with pytest.raises(ValueError, match="x"):
+            publish_files(target, OLD, overwrite=True, fail=ValueError("x"))
+        assert os.listdir(target.parent) == ["out"]
+        assert content(target) == NEW
+
+    def test_an_empty_folder_is_fine(self, target):
+        target.mkdir(parents=True)
+        publish_files(target, NEW)
+        assert content(target) == NEW
+
+    def test_folders_above_are_made_and_taken_back(self, tmp_path):
+        with pytest.raises(ValueError, match="x"):
+            publish_files(tmp_path / "a" / "b" / "out", NEW, fail=ValueError("x"))
+        assert os.listdir(tmp_path) == []
+        publish_files(tmp_path / "a" / "b" / "out", NEW)
+        assert content(tmp_path / "a" / "b" / "out") == NEW
+
+    def test_a_link_stays_and_what_it_points_to_is_replaced(self, tmp_path):
+        publish_files(tmp_path / "real", OLD)
+        os.symlink("real", tmp_path / "link")
+        publish_files(tmp_path / "link", NEW, overwrite=True)
+        assert os.path.islink(tmp_path / "link")
+        assert content(tmp_path / "real") == NEW
+        (tmp_path / "real.pt").write_bytes(b"1")
+        os.symlink("real.pt", tmp_path / "link.pt")
+        publish_file(tmp_path / "link.pt", b"2", overwrite=True)
+        assert os.path.islink(tmp_path / "link.pt")
+        assert (tmp_path / "real.pt").read_bytes() == b"2"
+
+    def test_space_is_checked_before_the_first_byte(self, target, monkeypatch):
+        disk = SimpleNamespace(f_bavail=10, f_frsize=4096, f_blocks=1000)
+        monkeypatch.setattr(os, "statvfs", lambda _: disk)
+        with (
+            pytest.raises(NoSpaceError, match="found 40960 bytes free; expected at least 40961") as caught,
+            publish(str(target), overwrite=False, needed_bytes=40961),
+        ):
+            raise AssertionError("not reached")
+        assert caught.value.exit_code == 3
+        assert not target.parent.exists()
+        with publish(str(target), overwrite=False, needed_bytes=40960) as publication:
+            put(publication, "a.bin", b"1")
+
+    def test_a_disk_that_tells_no_space_is_written_to(self, target, monkeypatch):
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=0))
+        publish_files(target, NEW)
+        assert content(target) == NEW
+
+    def test_a_disk_that_fills_up_midway_leaves_nothing(self, target, monkeypatch):
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(NoSpaceError):
+            publish_files(target, NEW)
+        assert not target.parent.exists()
+
+    def test_a_parent_that_cannot_be_written_is_a_storage_error(self, target, monkeypatch):
+        def refuse(path, *_):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+
+        target.parent.mkdir()
+        monkeypatch.setattr(os, "mkdir", refuse)
+        with pytest.raises(StorageError, match="Check the permissions"):
+            publish_files(target, NEW)
+
+    def test_a_parent_that_is_a_file_is_a_storage_error(self, tmp_path):
+        (tmp_path / "file").write_bytes(b"")
+        with pytest.raises(StorageError):
+            publish_files(tmp_path / "file" / "out", NEW)
+
+    def test_the_working_directory_and_what_holds_it_are_refused(self, target, monkeypatch):
+        publish_files(target, OLD)
+        monkeypatch.chdir(target)
+        for url in (".", str(target), str(target.parent), "/"):
+            with pytest.raises(UsageError, match="working directory"):
+                publish_files(url, NEW, overwrite=True)
+        assert content(target) == OLD
+
+    def test_a_mount_point_is_refused_before_anything_is_written(self, target, monkeypatch):
+        publish_files(target, OLD)
+        monkeypatch.setattr(os.path, "ismount", lambda path: path == str(target))
+        with pytest.raises(UsageError, match="mount point"):
+            publish_files(target, NEW, overwrite=True)
+
+    def test_the_target_is_never_absent_where_names_can_be_exchanged(self, target, monkeypatch):
+        publish_files(target, OLD)
+        seen = []
+
+        def look(name: str, args: tuple) -> None:
+            seen.append(target.exists())
+
+        with watched(look, look):
+            publish_files(target, NEW, overwrite=True)
+        assert len(seen) > 10
+        assert all(seen)
+
+    def test_a_run_that_finds_the_target_taken_meanwhile_gives_way(self, target):
+        with pytest.raises(TargetExistsError), publish(str(target), overwrite=False, needed_bytes=0) as publication:
+            put(publication, "a.bin", b"late")
+            publish_files(target, OLD)
+        assert content(target) == OLD
+        assert os.listdir(target.parent) == ["out"]
+
+    def test_a_failure_after_the_swap_leaves_the_new(self, target, monkeypatch, either_way):
+        publish_files(target, OLD)
+        sync = local_publication.sync_folder
+
+        def interrupted(path):
+            monkeypatch.setattr(local_publication, "sync_folder", sync)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(local_publication, "sync_folder", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publish_files(target, NEW, overwrite=True)
+        assert content(target) == NEW
+        assert os.listdir(target.parent) == ["out"]
+
+    def test_a_swap_that_cannot_be_made_safe_keeps_the_old_content_beside(self, target, monkeypatch, either_way):
+        publish_files(target, OLD)
+
+        def broken(path):
+            raise OSError(errno.EIO, "broken")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(local_publication, "sync_folder", broken)
+            with pytest.raises(StorageError, match="broken"):
+                publish_files(target, NEW, overwrite=True)
+        assert content(target) == NEW
+        (beside,) = set(os.listdir(target.parent)) - {"out"}
+        assert content(target.parent / beside) == OLD
+        publish_files(target, OLD, overwrite=True)
+        assert os.listdir(target.parent) == ["out"]
+
+    def test_a_second_rename_that_fails_brings_the_old_back(self, target, monkeypatch):
+        publish_files(target, OLD)
+        monkeypatch.setattr(local_publication, "exchange", lambda *_: False)
+        rename = os.rename
+
+        def second_fails(source, to, **kwargs):
+            if ".partial-" in str(source) and str(to) == str(target):
+                raise OSError(errno.EIO, "broken")
+            rename(source, to, **kwargs)
+
+        monkeypatch.setattr(os, "rename", second_fails)
+        with pytest.raises(StorageError, match="broken"):
+            publish_files(target, NEW, overwrite=True)
+        assert content(target) == OLD
+        assert os.listdir(target.parent) == ["out"]
+
+
+class TestLeftovers:
+    @pytest.fixture
+    def target(self, tmp_path):
+        return tmp_path / "out"
+
+    def leave(self, target, kind: str, number: int = 0) -> str:
+        path = target.parent / f".out.{kind}-{number:012x}"
+        publish_files(path, OLD)
+        return str(path)
+
+    @pytest.mark.parametrize("single_file", [False, True])
+    def test_a_stale_partial_does_not_block_and_is_removed(self, target, single_file):
+        self.leave(target, "partial")
+        (target.parent / ".out.partial-00000000000f").write_bytes(b"a killed writer's")
+        publish_file(target, b"1") if single_file else publish_files(target, NEW)
+        assert os.listdir(target.parent) == ["out"]
+
+    def test_a_partial_that_a_process_owns_stays(self, target):
+        path = self.leave(target, "partial")
+        owner = os.open(path, os.O_RDONLY)
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        publish_files(target, NEW)
+        assert content(path) == OLD
+        os.close(owner)
+        publish_files(target, NEW, overwrite=True)
+        assert os.listdir(target.parent) == ["out"]
+
+    def test_two_runs_at_once_leave_each_others_partials_alone(self, target):
+        with publish(str(target), overwrite=True, needed_bytes=0) as one:
+            put(one, "a.bin", b"one")
+            with publish(str(target), overwrite=True, needed_bytes=0) as other:
+                put(other, "a.bin", b"other")
+            assert content(target) == {"a.bin": b"other"}
+        assert content(target) == {"a.bin": b"one"}
+        assert os.listdir(target.parent) == ["out"]
+
+    def test_names_that_only_look_alike_stay(self, target):
+        alike = [".out.partial-notes", ".out.old-backup", ".output.partial-00000000000f", ".out.partial-00000000000f.x"]
+        for name in alike:
+            (target.parent / name).mkdir()
+        publish_files(target, NEW)
+        assert sorted(os.listdir(target.parent)) == sorted([*alike, "out"])
+
+    @pytest.mark.parametrize("with_empty_folder", [False, True])
+    def test_the_only_copy_left_by_a_kill_between_two_renames_is_restored(self, target, with_empty_folder):
+        self.leave(target, "old")
+        if with_empty_folder:
+            target.mkdir()
+        with pytest.raises(TargetExistsError):
+            publish_files(target, NEW)
+        assert content(target) == OLD
+        assert os.listdir(target.parent) == ["out"]
+
+    def test_it_survives_an_overwrite_that_fails(self, target):
+        self.leave(target, "old")
+        with pytest.raises(ValueError, match="x"):
+            publish_files(target, NEW, overwrite=True, fail=ValueError("x"))
+        assert content(target) == OLD
+
+    def test_an_old_copy_beside_a_target_is_removed(self, target):
+        self.leave(target, "old")
+        target.mkdir()
+        (target / "a.bin").write_bytes(b"newer")
+        publish_files(target, NEW, overwrite=True)
+        assert content(target) == NEW
+        assert os.listdir(target.parent) == ["out"]
+
+    def test_without_locks_leftovers_stay_and_nothing_blocks(self, target, monkeypatch):
+        def no_locks(*_):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+        path = self.leave(target, "partial")
+        publish_files(target, NEW)
+        assert content(target) == NEW
+        assert content(path) == OLD
+
+
+class TestWithoutRename:
+    @pytest.fixture
+    def target(self, monkeypatch):
+        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+        Bucket.reset()
+        return "bucket://b/out"
+
+    def test_new_names_are_needed_only_where_old_files_lie(self, target):
+        with publish(target, overwrite=True, needed_bytes=0) as publication:
+            assert publication.fresh == ""
+            put(publication, "a.bin", b"1")
+        with publish(target, overwrite=True, needed_bytes=0) as one:
+            put(one, "a.bin", b"1")
+        with publish(target, overwrite=True, needed_bytes=0) as other:
+            put(other, "a.bin", b"1")
+        assert one.fresh
+        assert other.fresh not in {"", one.fresh}
+
+    def test_the_last_file_is_written_last_whenever_it_was_created(self, target):
+        publish_files(target, NEW)
+        puts = [path for verb, path in Bucket.requests if verb == "put"]
+        assert puts[-1].endswith(LAST)
+        assert len(puts) == 3
+
+    def test_the_old_stays_whole_while_fresh_names_are_written_then_its_last_file_goes_first(self, target):
+        publish_files(target, OLD)
+        with publish(target, overwrite=True, needed_bytes=0, last=LAST) as publication:
+            put(publication, LAST, b"new index")
+            put(publication, "a.bin", b"new a")
+            put(publication, f"model-{publication.fresh}.bin", b"new model")
+            assert OLD.items() <= content(target).items()
+            Bucket.requests.clear()
+        changes = [(verb, path.removeprefix("b/out/")) for verb, path in Bucket.requests]
+        assert changes[0] == ("delete", LAST)
+        assert sorted(changes[1:3]) == [("delete", "a.bin"), ("delete", "sub/b.bin")]
+        assert changes[3:] == [("put", "a.bin"), ("put", LAST)]
+
+    def test_an_error_at_the_end_deletes_what_was_written(self, target):
+        publish_files(target, OLD)
+
+        def fault(count, verb, path):
+            if verb == "put" and path.endswith(LAST):
+                raise PermissionError("denied")
+
+        Bucket.fault = fault
+        with pytest.raises(StorageError, match="denied"):
+            publish_files(target, NEW, overwrite=True)
+        Bucket.fault = None
+        assert content(target) == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        ("a", "a", True),
+        ("a", "a/", True),
+        ("a", "./b/../a", True),
+        ("a", "a/b", True),
+        ("a/b", "a", True),
+        ("a", "ab", False),
+        ("a", "b", False),
+        ("link", "a", True),
+        ("link/x", "a", True),
+        ("a", "link/new", True),
+        ("a/f.pt", "a/g.pt", False),
+        ("file://{here}/a", "a", True),
+        ("s3://b/a", "s3://b/a/", True),
+        ("s3://b/a", "s3://b//a/x", True),
+        ("S3://b/a/x", "s3://b/a", True),
+        ("s3://b/a", "s3://b/ab", False),
+        ("s3://b/a", "a", False),
+        ("hf://b/a", "s3://b/a", False),
+    ],
+)
+def test_overlapping_places_are_recognised(tmp_path, monkeypatch, source, target, expected):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    os.symlink("a", tmp_path / "link")
+    assert overlaps(source.format(here=tmp_path), target) is expected
+
+
+def test_a_result_is_made_safe_before_and_after_its_rename(tmp_path, monkeypatch):
+    order = []
+    fsync, rename = os.fsync, os.rename
+
+    def watched_fsync(fd):
+        order.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def watched_rename(source, to):
+        order.append("rename")
+        rename(source, to)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "rename", watched_rename)
+    publish_files(tmp_path / "out", {"sub/a.bin": b"1"})
+    shown = [".out.partial" if name.startswith(".out.partial") else name for name in order]
+    assert shown[0].startswith(".a.bin.partial-")
+    assert shown[1:] == ["sub", ".out.partial", "rename", tmp_path.name]
+
+
+def test_a_local_store_is_what_a_local_publication_writes_to(tmp_path):
+    with publish(str(tmp_path / "out"), overwrite=False, needed_bytes=0) as publication:
+        writer = publication.create("a.bin")
+        writer.copy_from(LocalStore("/proc/self"), "cmdline", 0, 3)
+        writer.close()
+    assert (tmp_path / "out" / "a.bin").stat().st_size == 3
