@@ -16,7 +16,7 @@ from shardckpt.convert.selection import Selection, select
 from shardckpt.convert.stream import Budget, Laid, lay_out, write_file
 from shardckpt.errors import UsageError
 from shardckpt.format.detect import detect, open_source
-from shardckpt.format.hf import PARAM_GROUPS, SUFFIX
+from shardckpt.format.hf_files import OPTIMIZER, OPTIMIZER_FILES_KEY, PARAM_GROUPS, PARAM_GROUPS_KEY, SUFFIX
 from shardckpt.format.reader import Reader
 from shardckpt.plan.outputs import OutTensor, index, name_files, split_as_stored, split_by_size
 from shardckpt.storage.open_store import local_path
@@ -171,7 +171,7 @@ def _grouped(
     if options.part != "optim":
         groups[stem] = split(selection.model)
     if selection.groups is not None:
-        groups["optimizer"] = split(selection.optim)
+        groups[OPTIMIZER] = split(selection.optim)
     return {stem: parts or [()] for stem, parts in groups.items()}
 
 
@@ -197,21 +197,29 @@ def _lay_out(job: Job, fresh: str) -> Layout:
 
     The model's index is written where there are several files, where optimizer files lie beside them (readers that glob
     would take those for shards), and on stores without rename, where it is what makes the result loadable.
+
+    Args:
+        job: The conversion.
+        fresh: Put into names, where files under the usual ones may still be read by somebody.
     """
+    metadata = _metadata(job)
+    files = {stem: name_files(parts, stem, "" if job.is_single else fresh) for stem, parts in job.groups.items()}
+    payload = tuple(lay_out(file, metadata) for written in files.values() for file in written)
     if job.is_single:
-        files = {stem: name_files(parts, stem) for stem, parts in job.groups.items()}
-        return Layout(tuple(lay_out(f, _metadata(job)) for fs in files.values() for f in fs), {})
-    files = {stem: name_files(parts, stem, fresh) for stem, parts in job.groups.items()}
+        return Layout(payload, {})
     small: dict[str, bytes] = {}
-    if job.selection.groups is not None:
-        small[PARAM_GROUPS] = _json(job.selection.groups)
     if job.options.dtype and job.carried.config:
         small[CONFIG] = _json(with_dtype(job.carried.config, parse_dtype(job.options.dtype)))
-    always = job.options.part != "model" or local_path(job.target) is None
-    for stem, written in reversed(files.items()):
-        if len(written) > 1 or (always and (stem != "optimizer" or len(files) == 1)):
-            small[_INDEX.format(stem)] = _json(index(written))
-    return Layout(tuple(lay_out(f, _metadata(job)) for fs in files.values() for f in fs), small)
+    companions: dict[str, object] = {}
+    if job.selection.groups is not None:
+        groups = f"param_groups-{fresh}.json" if fresh else PARAM_GROUPS
+        small[groups] = _json(job.selection.groups)
+        companions = {OPTIMIZER_FILES_KEY: [f.name for f in files[OPTIMIZER]], PARAM_GROUPS_KEY: groups}
+    is_last_word = job.options.part != "model" or local_path(job.target) is None
+    stem = next(iter(files))
+    if is_last_word or len(files[stem]) > 1:
+        small[_INDEX.format(stem)] = _json(index(files[stem], companions))
+    return Layout(payload, small)
 
 
 def _json(content: Mapping[str, object]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -112,12 +112,18 @@ def name_files(groups: Sequence[tuple[OutTensor, ...]], stem: str, fresh: str = 
     ]
 
 
-def index(files: Sequence[OutFile]) -> dict[str, object]:
-    """Return the content of `*.safetensors.index.json` as transformers writes it."""
+def index(files: Sequence[OutFile], more: Mapping[str, object] | None = None) -> dict[str, object]:
+    """Return the content of `*.safetensors.index.json` as transformers writes it.
+
+    Args:
+        files: The files it lists.
+        more: Further entries of its `metadata`.
+    """
     return {
         "metadata": {
             "total_parameters": sum(prod(t.shape) for file in files for t in file.tensors),
             "total_size": sum(file.nbytes for file in files),
+            **(more or {}),
         },
         "weight_map": dict(sorted((t.name, file.name) for file in files for t in file.tensors)),
     }
