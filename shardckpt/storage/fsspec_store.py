@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -57,7 +58,7 @@ class _Wanted(NamedTuple):
 
 _Parts = list[_Wanted]
 _Requests = list[tuple[str, Span]]
-_Futures = list[Future[bytes] | None]
+_Running = deque[tuple[tuple[str, Span], Future[bytes]]]
 
 
 class FsspecStore:
@@ -178,15 +179,21 @@ class FsspecStore:
     def _fetch_all(self, requests: _Requests, wanted: dict[str, _Parts]) -> None:
         stop = threading.Event()
         pool = ThreadPoolExecutor(min(CONCURRENT, len(requests)), "shardckpt-read")
+        running: _Running = deque()
         try:
-            futures: _Futures = [pool.submit(self._fetch, *request, stop) for request in requests]
-            for index, request in enumerate(requests):
-                future, futures[index] = futures[index], None  # so that its bytes can go
-                assert future is not None
-                self._deliver(*request, future.result(), wanted)
+            for request in requests:
+                if len(running) == CONCURRENT:  # so that no more bytes wait for their turn than are fetched at once
+                    self._deliver_next(running, wanted)
+                running.append((request, pool.submit(self._fetch, *request, stop)))
+            while running:
+                self._deliver_next(running, wanted)
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
+
+    def _deliver_next(self, running: _Running, wanted: dict[str, _Parts]) -> None:
+        (name, span), future = running.popleft()
+        self._deliver(name, span, future.result(), wanted)
 
     def _fetch(self, name: str, span: Span, stop: threading.Event) -> bytes:
         path, start, end = self._path(name), span.start, span.stop

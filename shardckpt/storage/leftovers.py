@@ -19,6 +19,9 @@ PARTIAL = "partial"
 OLD = "old"
 """The former content, moved aside; the only copy if its owner died before the new one was in place."""
 
+_IDS = {PARTIAL: r"\w+", OLD: r"[0-9a-f]{8,}"}
+"""What is taken for ours: of old content, which may be precious, only what nobody would name by hand."""
+
 
 def beside(target: str, kind: str) -> str:
     """Return a new path beside `target` for a leftover of this kind."""
@@ -78,7 +81,7 @@ def is_at(fd: int, path: str) -> bool:
 def abandoned(target: str, kind: str) -> list[str]:
     """Return leftovers of this kind beside `target` that no process owns, oldest first."""
     folder, name = os.path.split(target)
-    pattern = re.compile(rf"\.{re.escape(name)}\.{kind}-[0-9a-f]{{12}}")
+    pattern = re.compile(rf"\.{re.escape(name)}\.{kind}-{_IDS[kind]}")
     try:
         with os.scandir(folder) as entries:
             paths = [entry.path for entry in entries if pattern.fullmatch(entry.name)]

@@ -390,11 +390,13 @@ def _is_below(real: str, root: str) -> bool:
 
 
 def _is_cached_blob(real: str, root: str) -> bool:
-    """Whether `root` is a snapshot of a Hugging Face cache and `real` one of that cache's own blobs."""
-    snapshots, revision = os.path.split(root)
-    if os.path.basename(snapshots) != "snapshots" or not revision:
-        return False
-    blobs = os.path.join(os.path.dirname(snapshots), "blobs")
+    """Whether `root` lies in a snapshot of a Hugging Face cache, and `real` in the blobs of that same cache."""
+    folder = root
+    while os.path.basename(os.path.dirname(folder)) != "snapshots":
+        folder, below = os.path.dirname(folder), folder
+        if folder == below:
+            return False
+    blobs = os.path.join(os.path.dirname(os.path.dirname(folder)), "blobs")
     return not os.path.islink(blobs) and _is_below(real, blobs)
 
 

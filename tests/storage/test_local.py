@@ -90,6 +90,12 @@ class TestHuggingFaceCache:
         assert store.size("model.safetensors") == 4
         assert read_bytes(store, "model.safetensors", 0, 4) == b"blob"
 
+    def test_links_below_a_folder_of_a_snapshot_are_followed_too(self, cache):
+        (cache / "snapshots" / "abc" / "unet").mkdir()
+        os.symlink("../../../blobs/f00", cache / "snapshots" / "abc" / "unet" / "model.safetensors")
+        assert read_bytes(LocalStore(str(cache / "snapshots" / "abc" / "unet")), "model.safetensors", 0, 4) == b"blob"
+        assert read_bytes(LocalStore(str(cache / "snapshots" / "abc")), "unet/model.safetensors", 0, 4) == b"blob"
+
     def test_links_of_a_snapshot_anywhere_else_are_refused(self, cache):
         (cache.parent / "secret").write_bytes(b"1")
         os.symlink("../../../secret", cache / "snapshots" / "abc" / "x")

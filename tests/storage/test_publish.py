@@ -337,7 +337,12 @@ class TestLeftovers:
         assert os.listdir(target.parent) == ["out"]
 
     def test_names_that_only_look_alike_stay(self, target):
-        alike = [".out.partial-notes", ".out.old-backup", ".output.partial-00000000000f", ".out.partial-00000000000f.x"]
+        alike = [
+            ".out.partial-my notes",
+            ".out.old-backup",
+            ".output.partial-00000000000f",
+            ".out.partial-00000000000f.x",
+        ]
         for name in alike:
             (target.parent / name).mkdir()
         publish_files(target, NEW)
