@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, escape
-from shardckpt.format import dcp, hf
+from shardckpt.format import dcp, hf, torch_file, torch_folder
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.storage.open_store import kind, open_store, split
 
-FORMATS: tuple[Format, ...] = (hf.FORMAT, dcp.FORMAT)
+FORMATS: tuple[Format, ...] = (
+    dcp.FORMAT,
+    hf.FORMAT,
+    torch_folder.HF_FORMAT,
+    torch_folder.LOOSE_FORMAT,
+    torch_file.FORMAT,
+)
 """Every format that can be read. Those that contain others stand before them."""
 
 _FOREIGN = (
