@@ -172,7 +172,7 @@ def _hashed(make: Callable[[list[object]], object]) -> Builder:
         items = args[0] if args else []
         if len(args) > 1 or not isinstance(items, list | tuple):
             raise malformed(what, args)
-        if not all(isinstance(i, str | int | float | bytes | Dtype | None) for i in items):
+        if not all(isinstance(i, str | int | float | bytes | Dtype | Inert | None) for i in items):
             raise malformed(what, args)
         return make(list(items))
 

@@ -203,8 +203,8 @@ class _Machine:
                         self.share(value)
                     push(value)
                 elif op == 0x6A:  # LONG_BINGET
-                    value = memo[data[pos] | data[pos + 1] << 8 | data[pos + 2] << 16 | data[pos + 3] << 24]
                     pos += 4
+                    value = memo[data[pos - 4] | data[pos - 3] << 8 | data[pos - 2] << 16 | data[pos - 1] << 24]
                     if value.__class__ not in atoms:
                         self.share(value)
                     push(value)
@@ -212,8 +212,8 @@ class _Machine:
                     self.put(data[pos])
                     pos += 1
                 elif op == 0x72:  # LONG_BINPUT
-                    self.put(data[pos] | data[pos + 1] << 8 | data[pos + 2] << 16 | data[pos + 3] << 24)
                     pos += 4
+                    self.put(data[pos - 4] | data[pos - 3] << 8 | data[pos - 2] << 16 | data[pos - 1] << 24)
                 elif op == 0x4B:  # BININT1
                     push(data[pos])
                     pos += 1
@@ -227,8 +227,8 @@ class _Machine:
                 elif op == 0x85:  # TUPLE1
                     stack[-1] = (stack[-1],)
                 elif op == 0x4D:  # BININT2
-                    push(data[pos] | data[pos + 1] << 8)
                     pos += 2
+                    push(data[pos - 2] | data[pos - 1] << 8)
                 elif op == 0x2E:  # STOP
                     return
                 else:

@@ -43,7 +43,9 @@ _MAGIC = b"\x8a\n" + _MAGIC_NUMBER.to_bytes(10, "little") + b"."
 _LEGACY_VERSION = 1001
 _HEAD_BYTES = 512
 _LIMITS = Limits(values=20_000_000)
-_FIRST_FRONT_BYTES = 1 << 16
+_FIRST_FRONT_BYTES = {True: 1 << 12, False: 1 << 16}
+"""Bytes read first of a file whose pickles have no known end, on this machine and from elsewhere."""
+
 _TAR_MAGIC_AT = 257
 
 
@@ -333,7 +335,7 @@ def _big_endian(where: str, found: object) -> UnsupportedError:
 def _add_pickles(store: Store, file: str, size: int, prefix: Path, nest: Nest) -> None:
     """Add a file that is no zip archive; its pickles are read from a growing front, since storages may follow."""
     where = f"{store.url}/{file}"
-    front = min(_FIRST_FRONT_BYTES, size)
+    front = min(_FIRST_FRONT_BYTES[store.traits.is_local], size)
     while True:
         raw = read_bytes(store, file, 0, front)
         _refuse_tar(raw, where)
