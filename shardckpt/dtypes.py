@@ -35,6 +35,9 @@ In the order of the format's reference writer, which lays out the last of these 
 
 TORCH_NAMES = {short: name for name, short in SAFETENSORS_NAMES.items()}
 
+UNKNOWN = "unknown"
+"""Type of a tensor whose name is known and whose file is missing; it has no bytes."""
+
 _BITS = {
     "bool": 8,
     "uint8": 8,
@@ -60,6 +63,7 @@ _BITS = {
     "float6_e2m3fn": 6,
     "float6_e3m2fn": 6,
     "float4_e2m1fn": 4,
+    UNKNOWN: 0,
 }
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -88,7 +92,7 @@ def bits(name: str) -> int:
 
 def is_known(name: str) -> bool:
     """Tell whether `name` is a type this package can place in memory."""
-    return name in _BITS
+    return name in _BITS and name != UNKNOWN
 
 
 def nbytes(name: str, elements: int) -> int:

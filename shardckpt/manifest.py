@@ -162,6 +162,8 @@ class Manifest:
         aliases: Path of a tied array to the path of the first array with the same elements, where the format knows it.
         metadata: Free text that travels with the arrays (safetensors `__metadata__`).
         warnings: What is odd but no reason to stop, one sentence each.
+        missing: Files that names promise and that are not there, where nobody can tell which tensors they held: such a
+            checkpoint can be looked at, but not be taken for whole.
     """
 
     format: str
@@ -171,6 +173,7 @@ class Manifest:
     aliases: Mapping[Path, Path] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 def dotted(path: Path) -> str:

@@ -42,7 +42,11 @@ def inspect(src: str) -> Inspection:
         ties={dotted(a): dotted(b) for a, b in manifest.aliases.items()},
         metadata=dict(manifest.metadata),
         parts=_parts(manifest),
-        warnings=(*manifest.warnings, *(str(f) for f in faults(manifest, manifest.tensors.values()))),
+        warnings=(
+            *manifest.warnings,
+            *(f"{f} is missing" for f in manifest.missing),
+            *(str(f) for f in faults(manifest, manifest.tensors.values())),
+        ),
     )
 
 

@@ -26,6 +26,7 @@ from shardckpt.format.reader import Reader
 from shardckpt.format.safetensors import parse_json
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
 from shardckpt.plan import names, optimizer, parts, ties
+from shardckpt.plan.coverage import faults
 from shardckpt.plan.outputs import OutTensor
 from shardckpt.storage.open_store import open_store, split
 from shardckpt.storage.store import read_bytes
@@ -101,7 +102,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         groups=groups,
         ties=dropped if options.part != "optim" else {},
         left_out=tuple(dotted(p) for p in (*unasked, *found.others)),
-        warnings=(*manifest.warnings, *warnings, *odd),
+        warnings=(*manifest.warnings, *warnings, *odd, *_unneeded_faults(manifest, wanted)),
     )
 
 
@@ -121,6 +122,13 @@ def name_model(manifest: Manifest, found: parts.Parts) -> Named:
     names.require_unique({f"{i}:{n}": n for i, n in enumerate(stored.values())})
     clean = names.clean(stored.values())
     return Named({clean[stored[path]]: manifest.tensors[path] for path in paths}, names.cleaner(stored.values()))
+
+
+def _unneeded_faults(manifest: Manifest, wanted: Sequence[TensorEntry]) -> list[str]:
+    """Say what is wrong with tensors that nobody asked for: no reason to stop, but worth knowing."""
+    needed = {entry.path for entry in wanted}
+    rest = (entry for path, entry in manifest.tensors.items() if path not in needed)
+    return [f"not needed here, but damaged: {fault}" for fault in faults(manifest, rest, limit=4)]
 
 
 def _is_unasked(root: Path, found: parts.Parts, options: Options) -> bool:

@@ -36,6 +36,7 @@ def verify(src: str) -> Verification:
         return Verification(src, "", 0, 0, (str(error),), ())
     manifest = reader.manifest
     problems = [escape(f) for f in faults(manifest, manifest.tensors.values(), limit=_MOST_FAULTS)]
+    problems += [escape(f"{name} is missing") for name in manifest.missing]
     checked = 0
     if not problems:
         problems += _containers(reader)

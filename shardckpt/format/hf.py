@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from shardckpt.boxes import Box, Shape, whole
+from shardckpt.dtypes import UNKNOWN
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError
 from shardckpt.format.hf_files import INDEX_SUFFIX, OPTIMIZER, SUFFIX, Files, choose, payload_sizes, read_json
 from shardckpt.format.reader import Evidence, Format, Reader, Source
@@ -65,7 +66,7 @@ def open_source(source: Source) -> Reader:
 
 def _open_files(store: Store, files: Files) -> Reader:
     sizes = files.sizes
-    headers = read_headers(store, sizes)
+    headers = read_headers(store, {name: size for name, size in sizes.items() if size >= 0})
     if any(_SHARDING_INFO in header.metadata for header in headers.values()):
         tensors = _boxes_of_dcp(store, headers)
     else:
@@ -94,6 +95,7 @@ def _open_files(store: Store, files: Files) -> Reader:
             aliases=aliases,
             metadata={k: v for k, v in metadata.items() if (k,) not in aliases and not k.startswith("DCP_")},
             warnings=(*files.warnings, *notes),
+            missing=files.missing,
         ),
     )
 
@@ -113,10 +115,13 @@ def _whole_tensors(
             span = Span(header.data_start + begin, end - begin)
             tensors[path] = TensorEntry(path, shape, dtype, (Piece(whole(shape), file, span),))
     for name, file in weight_map.items():
-        if (name,) not in tensors:
+        if (name,) in tensors:
+            continue
+        if file in headers:
             raise IncompleteError(
                 f"tensor {name!r} is not in the file the index names", where=f"{store.url}/{file}", found="no such key"
             )
+        tensors[(name,)] = TensorEntry((name,), (), UNKNOWN, (Piece(whole(()), file, Span(0, 0)),))
     return tensors
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardckpt.errors import FormatError, IncompleteError, UnsafeError
+from shardckpt.errors import FormatError, UnsafeError
 from shardckpt.format.safetensors import parse_json
 from shardckpt.storage.store import Store, read_bytes
 
@@ -33,16 +33,18 @@ class Files:
     """The files of one checkpoint.
 
     Attributes:
-        sizes: Payload file to size in bytes.
+        sizes: Payload file to size in bytes, -1 for one that an index names and that is not there.
         weight_map: Tensor to file, as the indexes say; empty without one.
         param_groups: File with the optimizer's groups; empty where there is none.
         warnings: What is odd, one sentence each.
+        missing: Files that the numbering of the others promises.
     """
 
     sizes: Mapping[str, int]
     weight_map: Mapping[str, str] = field(default_factory=dict)
     param_groups: str = ""
     warnings: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,6 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
         indexes: Every index file of the folder.
 
     Raises:
-        IncompleteError: A file that an index or a numbering promises is missing.
         FormatError: An index is damaged.
         UnsafeError: An index names a file elsewhere.
     """
@@ -78,12 +79,10 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
     wanted = set(weight_map.values()) | set(told.optimizer_files or () if told else ())
     loose = [n for n in sizes if n not in wanted and not (told or (model and not n.startswith(OPTIMIZER)))]
     chosen = {name: sizes.get(name, -1) for name in sorted(wanted | set(_preferred(loose)))}
-    _check_present(store, chosen, weight_map)
-    _check_numbering(store, chosen)
     ignored = sorted(n for n in sizes if n not in chosen)
     warning = f"{len(ignored)} safetensors files are not in the index and are ignored: {', '.join(ignored[:4])}"
     groups = told.param_groups if told else PARAM_GROUPS if any(n.startswith(OPTIMIZER) for n in chosen) else ""
-    return Files(chosen, weight_map, groups, (warning,) if ignored else ())
+    return Files(chosen, weight_map, groups, (warning,) if ignored else (), tuple(_holes(chosen)))
 
 
 def _preferred(loose: Sequence[str]) -> list[str]:
@@ -134,45 +133,26 @@ def _is_plain(name: str) -> bool:
     return bool(name) and not set(name) & set("/\\\0") and name not in {".", ".."}
 
 
-def _check_present(store: Store, chosen: Mapping[str, int], weight_map: Mapping[str, str]) -> None:
-    missing = [name for name, size in chosen.items() if size < 0]
-    if missing:
-        tensor = next((t for t, f in weight_map.items() if f == missing[0]), "optimizer state")
-        raise IncompleteError(
-            f"{missing[0]} is missing, and with it the whole of {tensor!r}",
-            where=store.url,
-            found=f"{len(chosen) - len(missing)} of {len(chosen)} files of the index",
-            fix="Copy the missing files beside the others.",
-        )
-
-
-def _check_numbering(store: Store, names: Iterable[str]) -> None:
-    """Refuse a folder in which `-i-of-n` names, or DCP's rank numbers, are not all there."""
+def _holes(names: Iterable[str]) -> list[str]:
+    """Return the files that `-i-of-n` names, or DCP's rank numbers, promise and that are not there."""
     groups: dict[tuple[str, int], set[int]] = {}
     ranks: dict[int, set[str]] = {}
     for name in names:
-        if match := _NUMBERED.fullmatch(name.rpartition("/")[2]):
-            groups.setdefault((match["stem"], int(match["n"])), set()).add(int(match["i"]))
-        if match := _RANKED.fullmatch(name.rpartition("/")[2]):
+        base = name.rpartition("/")[2]
+        if match := _RANKED.fullmatch(base):
             ranks.setdefault(int(match["rank"]), set()).add(match["rest"])
+        elif match := _NUMBERED.fullmatch(base):
+            groups.setdefault((match["stem"], int(match["n"])), set()).add(int(match["i"]))
     holes = [
         f"{stem}-{i:05d}-of-{n:05d}{SUFFIX}"
         for (stem, n), seen in groups.items()
-        if not stem.startswith("shard-")
         for i in range(1, min(n, _MOST_SHARDS) + 1)
         if i not in seen
     ]
-    if ranks:
-        rests = set().union(*ranks.values())
-        holes += [
-            f"shard-{rank:05d}-{rest}{SUFFIX}"
-            for rank in range(1, max(ranks) + 1)
-            for rest in sorted(rests)
-            if rest not in ranks.get(rank, set())
-        ]
-    if holes:
-        raise IncompleteError(
-            f"{len(holes)} files are missing, the first is {holes[0]}",
-            where=store.url,
-            fix="Copy the missing files beside the others.",
-        )
+    rests = sorted(set().union(*ranks.values()))
+    return holes + [
+        f"shard-{rank:05d}-{rest}{SUFFIX}"
+        for rank in range(1, max(ranks, default=0) + 1)
+        for rest in rests
+        if rest not in ranks.get(rank, set())
+    ]

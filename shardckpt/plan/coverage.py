@@ -64,6 +64,13 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
         OverlapError: Elements that two pieces claim.
         FormatError: A box outside its array, or a size that cannot be.
     """
+    if manifest.missing:
+        raise IncompleteError(
+            f"{len(manifest.missing)} files are missing, the first is {manifest.missing[0]}",
+            where=where,
+            found=f"{len(manifest.files)} files",
+            fix="Copy the missing files beside the others.",
+        )
     found = faults(manifest, entries)
     if not found:
         return
