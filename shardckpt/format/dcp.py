@@ -19,10 +19,10 @@ from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import is_known
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
 from shardckpt.format import pickles
-from shardckpt.format.dcp_objects import read_object
 from shardckpt.format.dcp_slices import Slice, require_bytes, resolve_slices, slice_checksums
 from shardckpt.format.pickles import Dtype, Inert
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
+from shardckpt.format.torch_object import read_object
 from shardckpt.manifest import UNREAD, Encoded, Lazy, Manifest, ObjectEntry, Path, Piece, Span, TensorEntry, dotted
 from shardckpt.storage.names import check_name
 from shardckpt.storage.store import Store, read_bytes

@@ -14,13 +14,15 @@ from typing import NamedTuple
 import zstandard
 
 from shardckpt.boxes import strides
-from shardckpt.dtypes import bits, is_known, nbytes
+from shardckpt.dtypes import bits, nbytes
 from shardckpt.errors import FormatError, IncompleteError, TruncatedError, UnsafeError, UnsupportedError
 from shardckpt.format import pickles
 from shardckpt.format.codecs import MAX_WINDOW_BYTES, DecodedStream
-from shardckpt.format.pickles import Inert, Limits, StorageType, TensorStub
+from shardckpt.format.pickles import Inert, Limits, TensorStub
 from shardckpt.format.reader import Checksum
 from shardckpt.format.safetensors import MAX_HEADER_BYTES, Header, parse_header, parse_json
+from shardckpt.format.torch_nest import StorageRef, Storages, element_bytes
+from shardckpt.format.torch_object import require_little
 from shardckpt.format.zip_archive import (
     STORED,
     Archive,
@@ -41,36 +43,6 @@ _ENCODED_HEAD_BYTES = 1 << 13
 _HEAD_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 _MAX_PICKLE_BYTES = 1 << 20
 _PICKLE_LIMITS = Limits(nbytes=_MAX_PICKLE_BYTES, values=100_000)
-
-
-class Storage(NamedTuple):
-    """A torch storage, as a persistent id describes it.
-
-    Attributes:
-        dtype: Type that its elements are counted in.
-        key: Name of its record below `data/`.
-        nbytes: Bytes.
-    """
-
-    dtype: str
-    key: str
-    nbytes: int
-
-
-def storage_of(reference: object) -> object:
-    """Return the storage that torch's persistent id `("storage", type, key, device, elements)` stands for.
-
-    Raises:
-        FormatError: It is something else.
-    """
-    if isinstance(reference, tuple) and len(reference) == 5 and reference[0] == "storage":
-        _, kind, key, _, elements = reference
-        if isinstance(kind, StorageType) and isinstance(key, str) and type(elements) is int and is_known(kind.dtype):
-            if 0 <= elements < 1 << 60:
-                return Storage(kind.dtype, key, nbytes(kind.dtype, elements))
-        elif isinstance(kind, StorageType) and not is_known(kind.dtype):
-            raise UnsupportedError("a storage of a type that cannot be converted", found=kind.dtype)
-    raise FormatError("the pickle refers to something other than a storage")
 
 
 class Blob(NamedTuple):
@@ -274,7 +246,7 @@ def _in_archives(store: Store, opened: Sequence[Opened]) -> Iterator[Span | Stri
     ]
     wanted = []
     for archive, stub, o in zip(archives, stubs, opened, strict=True):
-        assert isinstance(stub.storage, Storage)
+        assert isinstance(stub.storage, StorageRef)
         wanted.append(Wanted(archive.place.file, _entry(archive, f"data/{stub.storage.key}", o.where)))
     _check_byte_order(store, archives, opened)
     for start, (_, entry), stub, o in zip(locate(store, wanted), wanted, stubs, opened, strict=True):
@@ -304,24 +276,12 @@ def _check_byte_order(store: Store, archives: Sequence[Archive], opened: Sequenc
         require_little(order, where[file])
 
 
-def require_little(order: bytes, where: str) -> None:
-    """Refuse the content of a `byteorder` record that is not `little`.
-
-    Raises:
-        UnsupportedError: It is something else.
-    """
-    if order != b"little":
-        raise UnsupportedError(
-            "the elements are in an unusual byte order", where=where, found=order[:16], expected="little"
-        )
-
-
 def _stub(data: bytes, known: dict[bytes, TensorStub], opened: Opened) -> TensorStub:
     """Return the tensor that a slice's pickle describes; layers of one shape have the same bytes here."""
     stub = known.get(data)
     if stub is None:
-        value = pickles.load(data, where=opened.where, persistent=storage_of, limits=_PICKLE_LIMITS)
-        if not isinstance(value, TensorStub) or not isinstance(value.storage, Storage):
+        value = pickles.load(data, where=opened.where, persistent=Storages(), limits=_PICKLE_LIMITS)
+        if not isinstance(value, TensorStub) or not isinstance(value.storage, StorageRef):
             raise UnsupportedError(
                 "the slice holds something other than a plain tensor",
                 where=opened.where,
@@ -329,6 +289,11 @@ def _stub(data: bytes, known: dict[bytes, TensorStub], opened: Opened) -> Tensor
             )
         stub = known[data] = value
     return stub
+
+
+def _storage_bytes(stub: TensorStub) -> int:
+    assert isinstance(stub.storage, StorageRef)
+    return (stub.storage.base + stub.storage.count) * element_bytes(stub.storage.dtype)
 
 
 def view(stub: TensorStub, record: Span, opened: Opened) -> Span | Strided:
@@ -339,7 +304,7 @@ def view(stub: TensorStub, record: Span, opened: Opened) -> Span | Strided:
         UnsupportedError: Its values are not its bytes.
     """
     storage = stub.storage
-    assert isinstance(storage, Storage)
+    assert isinstance(storage, StorageRef)
     dtype, box = stub.dtype or storage.dtype, opened.piece.box
     if (dtype, stub.shape) != (opened.slice.stored, box.size):
         raise _differs(opened, dtype, stub.shape)
@@ -347,12 +312,12 @@ def view(stub: TensorStub, record: Span, opened: Opened) -> Span | Strided:
         raise UnsupportedError("the slice is a lazily changed view", where=opened.where, found=", ".join(stub.bits))
     width = bits(dtype) // 8
     last = stub.offset + sum((n - 1) * s for n, s in zip(stub.shape, stub.strides, strict=True))
-    if storage.nbytes != record.nbytes or (last + 1) * width > record.nbytes:
+    if _storage_bytes(stub) != record.nbytes or (last + 1) * width > record.nbytes:
         raise FormatError(
             "the slice's tensor does not lie in its storage",
             where=opened.where,
             found=f"{record.nbytes} bytes",
-            expected=f"{storage.nbytes} bytes that hold element {last}",
+            expected=f"{_storage_bytes(stub)} bytes that hold element {last}",
         )
     steps = zip(stub.shape, stub.strides, strides(stub.shape), strict=True)
     if all(n == 1 or step == row_major for n, step, row_major in steps):
@@ -406,10 +371,10 @@ def _walked(head: bytes, known: dict[bytes, TensorStub], opened: Opened) -> Span
         raise FormatError("the torch archive of the slice has no data.pkl", where=opened.where, found=front.name)
     require_little(front.contents.get(f"{root}/byteorder", b"little"), opened.where)
     stub = _stub(front.contents[f"{root}/data.pkl"], known, opened)
-    assert isinstance(stub.storage, Storage)
+    assert isinstance(stub.storage, StorageRef)
     if front.name != f"{root}/data/{stub.storage.key}":
         raise FormatError("the slice's first storage is not its tensor's", where=opened.where, found=front.name)
-    return view(stub, Span(front.start, stub.storage.nbytes), opened)
+    return view(stub, Span(front.start, _storage_bytes(stub)), opened)
 
 
 def slice_checksums(store: Store, spans: Sequence[tuple[str, Span]]) -> Iterator[Checksum]:

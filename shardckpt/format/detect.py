@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, escape
-from shardckpt.format import dcp, hf, torch_file, torch_folder
+from shardckpt.format import accelerate, dcp, hf, lightning, torch_file, torch_folder
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.storage.open_store import kind, open_store, split
 
 FORMATS: tuple[Format, ...] = (
+    accelerate.FORMAT,
+    lightning.FORMAT,
     dcp.FORMAT,
     hf.FORMAT,
     torch_folder.HF_FORMAT,

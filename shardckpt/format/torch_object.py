@@ -1,14 +1,14 @@
-"""Objects of a DCP checkpoint: the bytes of a slice become plain values; nothing of them is executed."""
+"""Small objects that torch saved, as plain values: bytes items of DCP, and files beside a checkpoint."""
 
 from __future__ import annotations
 
 import struct
 
-from shardckpt.errors import FormatError, TruncatedError, UnsafeError
+from shardckpt.errors import FormatError, TruncatedError, UnsafeError, UnsupportedError
 from shardckpt.format import pickles
 from shardckpt.format.codecs import DecodedStream
-from shardckpt.format.dcp_slices import Storage, require_little, storage_of
 from shardckpt.format.pickles import Inert, Limits, Ordered, TensorStub
+from shardckpt.format.torch_nest import StorageRef, Storages
 from shardckpt.format.zip_archive import LOCAL_SIGNATURE, walk_front
 from shardckpt.manifest import Encoded, Span
 from shardckpt.storage.store import Store, read_bytes
@@ -77,6 +77,16 @@ def _nameless(reference: object) -> object:
     return reference if isinstance(reference, tuple) else None
 
 
+def require_little(order: bytes, where: str) -> None:
+    """Refuse the content of a `byteorder` record that is not `little`.
+
+    Raises:
+        UnsupportedError: It is something else.
+    """
+    if order != b"little":
+        raise UnsupportedError("written in an unusual byte order", where=where, found=order[:16], expected="little")
+
+
 def _of_archive(raw: bytes, where: str) -> object:
     first = walk_front(raw, bool, where=where).name
     root = first.partition("/")[0]
@@ -87,7 +97,7 @@ def _of_archive(raw: bytes, where: str) -> object:
     if f"{root}/data.pkl" not in records:
         raise FormatError("the torch archive of the object has no data.pkl", where=where, found=first)
     require_little(records.get(f"{root}/byteorder", b"little"), where)
-    value = pickles.load(records[f"{root}/data.pkl"], where=where, persistent=storage_of, limits=_LIMITS)
+    value = pickles.load(records[f"{root}/data.pkl"], where=where, persistent=Storages(), limits=_LIMITS)
     storages = {name.rpartition("/")[2]: data for name, data in records.items() if name.startswith(f"{root}/data/")}
     return _Plain(storages).value(value)
 
@@ -132,9 +142,9 @@ class _Plain:
 
     def _number(self, stub: TensorStub) -> object:
         storage = stub.storage
-        form = _SCALARS.get(stub.dtype or storage.dtype) if isinstance(storage, Storage) else None
+        form = _SCALARS.get(stub.dtype or storage.dtype) if isinstance(storage, StorageRef) else None
         if form is None or stub.bits or any(n != 1 for n in stub.shape):
             return stub
-        assert isinstance(storage, Storage)
+        assert isinstance(storage, StorageRef)
         data, at = self._storages.get(storage.key, b""), stub.offset * struct.calcsize(form)
         return struct.unpack_from(form, data, at)[0] if at + struct.calcsize(form) <= len(data) else stub
