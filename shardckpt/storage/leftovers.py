@@ -29,6 +29,11 @@ def beside(target: str, kind: str) -> str:
     return os.path.join(folder, f".{name}.{kind}-{os.urandom(6).hex()}")
 
 
+def is_partial(name: str) -> bool:
+    """Return whether a file name is one that something has while it is being written."""
+    return re.fullmatch(rf"\..+\.{PARTIAL}-[0-9a-f]{{12}}", name.rpartition("/")[2]) is not None
+
+
 def make_partial(target: str) -> tuple[str, int]:
     """Make a folder beside `target` and own it.
 

@@ -293,6 +293,8 @@ class LocalWriter:
     def _kernel_copy(self, source: int, offset: int, nbytes: int) -> int:
         """Copy what the kernel copies by itself; return the bytes it copied."""
         done = 0
+        if not hasattr(os, "copy_file_range"):  # Linux alone has it
+            return done
         try:
             while done < nbytes:
                 count = os.copy_file_range(source, self._fd, min(nbytes - done, _KERNEL_COPY), offset + done)

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing_extensions import Self
 
 from shardckpt.errors import StorageError, TargetExistsError
+from shardckpt.storage.leftovers import is_partial
 from shardckpt.storage.open_store import kind, open_store, split
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Store, Writer
@@ -75,8 +76,13 @@ class RemoteFolder(Publication):
         self._store = open_store(url)
         self._last = last
         self._old = _all_files(self._store)
-        if self._old and not overwrite:
-            raise TargetExistsError("the target exists already", where=url, fix="Pass --overwrite to replace it.")
+        if not overwrite and any(not is_partial(name) for name in self._old):
+            is_whole = last is None or last in self._old
+            raise TargetExistsError(
+                "the target exists already" if is_whole else f"files lie at the target, though no {last}",
+                where=url,
+                fix="Pass --overwrite to replace it." if is_whole else "If a killed run left them, pass --overwrite.",
+            )
         self.fresh = os.urandom(4).hex() if self._old else ""
         self._held: dict[str, HeldWriter] = {}
         self._written: list[str] = []

@@ -401,6 +401,16 @@ class TestWithoutRename:
         assert one.fresh
         assert other.fresh not in {"", one.fresh}
 
+    def test_what_a_killed_writer_left_does_not_block_and_is_removed(self, target):
+        Bucket.objects["b/out/.a.bin.partial-0123456789ab"] = b"half"
+        publish_files(target, NEW)
+        assert content(target) == NEW
+
+    def test_files_of_a_killed_run_are_told_from_a_whole_result(self, target):
+        Bucket.objects["b/out/model-00001-of-00002.bin"] = b"1"
+        with pytest.raises(TargetExistsError, match=f"though no {LAST}.*killed run.*--overwrite"):
+            publish_files(target, NEW)
+
     def test_the_last_file_is_written_last_whenever_it_was_created(self, target):
         publish_files(target, NEW)
         puts = [path for verb, path in Bucket.requests if verb == "put"]
