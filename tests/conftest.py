@@ -7,6 +7,17 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "seeded",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("seeded")
 
 
 @pytest.fixture(scope="session")
