@@ -130,7 +130,8 @@ def malformed(what: Global, args: tuple[object, ...]) -> FormatError:
     return FormatError(f"the pickle calls {what.name} in a way that no writer does", found=f"arguments ({kinds})")
 
 
-def _inert(what: Global, args: tuple[object, ...]) -> object:
+def make_inert(what: Global, args: tuple[object, ...]) -> Inert:
+    """Return an instance that only remembers what it would have been made from."""
     return Inert(what.name, args)
 
 
@@ -255,7 +256,8 @@ def _sizes(what: Global, args: tuple[object, ...], value: object) -> tuple[int, 
     return tuple(value)
 
 
-def _size(what: Global, args: tuple[object, ...]) -> object:
+def make_size(what: Global, args: tuple[object, ...]) -> object:
+    """Return a `torch.Size` as a tuple."""
     if not args:
         return ()
     if len(args) == 1 and type(args[0]) is tuple:
@@ -320,7 +322,7 @@ def _wrapper(what: Global, args: tuple[object, ...]) -> object:
 
 def _reconstructor(what: Global, args: tuple[object, ...]) -> object:
     """`copyreg._reconstructor(class, base, state)`, how protocols 0 and 1 write an instance."""
-    if len(args) != 3 or not isinstance(args[0], Global) or args[0].call is not _inert:
+    if len(args) != 3 or not isinstance(args[0], Global) or args[0].call is not make_inert:
         raise malformed(what, args)
     return Inert(args[0].name, () if args[2] is None else (args[2],))
 
@@ -328,7 +330,7 @@ def _reconstructor(what: Global, args: tuple[object, ...]) -> object:
 def _nested_class(what: Global, args: tuple[object, ...]) -> object:
     """`getattr`, for the one nested class that a torch class pickles by it."""
     if len(args) == 2 and isinstance(args[0], Global) and (args[0].name, args[1]) == _NESTED:
-        return Global(".".join(_NESTED), _inert)
+        return Global(".".join(_NESTED), make_inert)
     raise UnsafeError(
         f"the pickle calls {what.name}, which could reach any function", found=f"{args[1:]}", fix=NEVER_RUN
     )
@@ -379,9 +381,9 @@ _FUNCTIONS: dict[str, dict[str, Builder | None]] = {
         "int": _number(int),
         "list": _sequence(list),
         "object": None,
-        "range": _inert,
+        "range": make_inert,
         "set": _hashed(set),
-        "slice": _inert,
+        "slice": make_inert,
         "str": None,
         "bool": None,
         "tuple": _sequence(tuple),
@@ -389,7 +391,7 @@ _FUNCTIONS: dict[str, dict[str, Builder | None]] = {
     "_codecs": {"encode": _encode},
     "collections": {"Counter": _ordered, "OrderedDict": _ordered, "defaultdict": _default_dict, "deque": _deque},
     "copyreg": {"_reconstructor": _reconstructor},
-    "torch": {"Size": _size, "device": _device, "Tensor": None},
+    "torch": {"Size": make_size, "device": _device, "Tensor": None},
     "torch.serialization": {"_get_layout": _text},
     "torch._utils": {
         "_rebuild_tensor": _tensor,
@@ -509,7 +511,7 @@ def _default_names() -> dict[tuple[str, str], object]:
     for module, name in (("torch", "UntypedStorage"), ("torch.storage", "UntypedStorage")):
         names[module, name] = names[module, "_" + name] = StorageType("uint8")
     for module, members in _INERT.items():
-        names |= {(module, name): Global(f"{module}.{name}", _inert) for name in members}
+        names |= {(module, name): Global(f"{module}.{name}", make_inert) for name in members}
     for module, functions in _FUNCTIONS.items():
         names |= {(module, name): Global(f"{module}.{name}", call) for name, call in functions.items()}
     for old, module in _MODULE_SYNONYMS.items():

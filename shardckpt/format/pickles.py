@@ -9,8 +9,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from struct import Struct, unpack_from
 from struct import error as StructError  # noqa: N812  # struct spells its exception in lower case
-from struct import unpack_from
 from typing import Any
 
 from shardckpt.errors import FormatError, ShardckptError, TruncatedError, UnsafeError
@@ -23,6 +23,8 @@ from shardckpt.format.inert import (
     Ordered,
     StorageType,
     TensorStub,
+    make_inert,
+    make_size,
 )
 
 __all__ = ["Dtype", "Global", "Inert", "Limits", "Ordered", "StorageType", "TensorStub", "load", "load_at"]
@@ -124,6 +126,9 @@ _KEY_PARTS = 64
 """Values in one tuple used as a key; the paths and names that writers use have a handful."""
 
 
+_FOUR_BYTES = Struct("<I").unpack_from
+
+
 class _Unset:
     """Fills memo slots that a pickle skipped."""
 
@@ -187,9 +192,13 @@ class _Machine:
         return value
 
     def _loop(self, pos: int) -> None:
-        """Run: the opcodes that make up nearly all of a real pickle here, most frequent first, the rest by table."""
+        """Run: the opcodes that make up nearly all of a real pickle here, most frequent first, the rest by table.
+
+        Long on purpose: a call for each of millions of opcodes would double the time.
+        """
         data, stack, memo, marks, table = self.data, self.stack, self.memo, self.marks, _TABLE
-        push, remember, atoms = stack.append, memo.append, _ATOMS
+        left, plain_keys = self.limits.containers, _PLAIN_KEYS
+        push, pop, remember, atoms, four_bytes = stack.append, stack.pop, memo.append, _ATOMS, _FOUR_BYTES
         try:
             while True:
                 op = data[pos]
@@ -203,29 +212,68 @@ class _Machine:
                         self.share(value)
                     push(value)
                 elif op == 0x6A:  # LONG_BINGET
+                    (index,) = four_bytes(data, pos)
                     pos += 4
-                    value = memo[data[pos - 4] | data[pos - 3] << 8 | data[pos - 2] << 16 | data[pos - 1] << 24]
+                    value = memo[index]
                     if value.__class__ not in atoms:
                         self.share(value)
                     push(value)
                 elif op == 0x71:  # BINPUT
                     self.put(data[pos])
                     pos += 1
-                elif op == 0x72:  # LONG_BINPUT
-                    pos += 4
-                    self.put(data[pos - 4] | data[pos - 3] << 8 | data[pos - 2] << 16 | data[pos - 1] << 24)
                 elif op == 0x4B:  # BININT1
                     push(data[pos])
                     pos += 1
                 elif op == 0x28:  # MARK
                     marks.append(len(stack))
                 elif op == 0x29:  # EMPTY_TUPLE
-                    push(())
-                elif op == 0x86:  # TUPLE2
-                    last = stack.pop()
-                    stack[-1] = (stack[-1], last)
+                    if data[pos] != 0x81:
+                        push(())
+                        continue
+                    pos += 1  # and NEWOBJ: most instances are made without arguments
+                    kind = stack[-1]
+                    if kind.__class__ is Global and kind.call is make_inert:
+                        stack[-1] = Inert(kind.name)
+                        left -= 1
+                        if left < 0:
+                            raise _over("containers", self.limits.containers)
+                    else:
+                        stack[-1] = self.call(kind, ())
                 elif op == 0x85:  # TUPLE1
                     stack[-1] = (stack[-1],)
+                elif op == 0x86:  # TUPLE2
+                    last = pop()
+                    stack[-1] = (stack[-1], last)
+                elif op == 0x52:  # REDUCE
+                    last = pop()
+                    kind = stack[-1]
+                    if kind.__class__ is Global and kind.call is make_size and last.__class__ is tuple:
+                        stack[-1] = make_size(kind, last)
+                    else:
+                        stack[-1] = self.call(kind, last)
+                elif op == 0x7D:  # EMPTY_DICT
+                    push({})
+                    left -= 1
+                    if left < 0:
+                        raise _over("containers", self.limits.containers)
+                elif op == 0x62 and stack[-2].__class__ is Inert:  # BUILD
+                    last = pop()
+                    stack[-1].state = last
+                elif op == 0x75:  # SETITEMS
+                    mark = marks.pop()
+                    target = stack[mark - 1] if mark else None
+                    if not isinstance(target, dict):
+                        raise _no_dict(target)
+                    for i in range(mark, len(stack), 2):
+                        key = stack[i]
+                        if key.__class__ not in plain_keys:
+                            _check_key(key)
+                        target[key] = stack[i + 1]
+                    del stack[mark:]
+                elif op == 0x72:  # LONG_BINPUT
+                    (index,) = four_bytes(data, pos)
+                    pos += 4
+                    self.put(index)
                 elif op == 0x4D:  # BININT2
                     pos += 2
                     push(data[pos - 2] | data[pos - 1] << 8)
@@ -569,11 +617,6 @@ def _empty_list(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _empty_dict(machine: _Machine, pos: int) -> int:
-    machine.fresh({})
-    return pos
-
-
 def _empty_set(machine: _Machine, pos: int) -> int:
     machine.fresh(set())
     return pos
@@ -596,38 +639,33 @@ def _list(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _filled(target: dict[object, object], items: list[object]) -> None:
-    if len(items) % 2:
+def _no_dict(target: object) -> UnsafeError:
+    return UnsafeError(f"the pickle sets items of {_described(target)}", expected="a dict", fix=NEVER_RUN)
+
+
+def _filled(target: object, keys: list[object], values: list[object]) -> None:
+    """Put keys and values into a dict."""
+    if not isinstance(target, dict):
+        raise _no_dict(target)
+    if len(keys) != len(values):
         raise FormatError("the pickle has a key without a value")
-    keys = items[::2]
     for key in keys:
         if type(key) is not str:
             _check_key(key)
-    target.update(zip(keys, items[1::2], strict=True))
+    target.update(zip(keys, values, strict=True))
 
 
 def _dict(machine: _Machine, pos: int) -> int:
-    made: dict[object, object] = {}
-    _filled(made, machine.above_mark())
-    machine.fresh(made)
-    return pos
-
-
-def _set_items(machine: _Machine, pos: int) -> int:
     items = machine.above_mark()
-    target = machine.stack[-1]
-    if not isinstance(target, dict):
-        raise UnsafeError(f"the pickle sets items of {_described(target)}", expected="a dict", fix=NEVER_RUN)
-    _filled(target, items)
+    made: dict[object, object] = {}
+    _filled(made, items[::2], items[1::2])
+    machine.fresh(made)
     return pos
 
 
 def _set_item(machine: _Machine, pos: int) -> int:
     value, key = machine.stack.pop(), machine.stack.pop()
-    target = machine.stack[-1]
-    if not isinstance(target, dict):
-        raise UnsafeError(f"the pickle sets an item of {_described(target)}", expected="a dict", fix=NEVER_RUN)
-    _filled(target, [key, value])
+    _filled(machine.stack[-1], [key], [value])
     return pos
 
 
@@ -761,7 +799,6 @@ _STEPS: dict[bytes, _Step] = {
     b"N": _constant(None),
     b"P": _text_persistent,
     b"Q": _binary_persistent,
-    b"R": _reduce,
     b"S": _text_string,
     b"T": _sized("<i", 4, _old_text),
     b"U": _sized("<B", 1, _old_text),
@@ -780,8 +817,6 @@ _STEPS: dict[bytes, _Step] = {
     b"p": _text_put,
     b"s": _set_item,
     b"t": _tuple,
-    b"u": _set_items,
-    b"}": _empty_dict,
     b"\x80": _protocol,
     b"\x81": _reduce,
     b"\x82": _extension,
