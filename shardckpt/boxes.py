@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -43,6 +44,7 @@ class Box(NamedTuple):
         return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.size, strict=True)) + "]"
 
 
+@lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen shapes
 def whole(shape: Shape) -> Box:
     """Return the box of a whole array of `shape`."""
     return Box((0,) * len(shape), shape)

@@ -5,6 +5,9 @@ Safetensors names: https://huggingface.co/docs/safetensors (format section), rel
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import prod
+
 SAFETENSORS_NAMES = {
     "bool": "BOOL",
     "float4_e2m1fn": "F4",
@@ -98,3 +101,9 @@ def is_known(name: str) -> bool:
 def nbytes(name: str, elements: int) -> int:
     """Return the bytes that `elements` elements take, packed; a sub-byte remainder is rounded up."""
     return (elements * _BITS[name] + 7) // 8
+
+
+@lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen types and shapes
+def array_nbytes(name: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes that an array of `shape` elements takes, packed; a sub-byte remainder is rounded up."""
+    return nbytes(name, prod(shape))

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from math import prod
 from typing import NamedTuple
 
 from shardckpt.boxes import Box, Shape
-from shardckpt.dtypes import nbytes
+from shardckpt.dtypes import array_nbytes
 
 Path = tuple[str | int, ...]
 """Where a value sits in the nest that was saved."""
@@ -95,8 +94,7 @@ class Piece(NamedTuple):
     layout: Layout
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One array of a checkpoint.
 
     Attributes:
@@ -121,7 +119,7 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole array as delivered."""
-        return nbytes(self.dtype, prod(self.shape))
+        return array_nbytes(self.dtype, self.shape)
 
 
 class Unread(Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,11 +55,13 @@ def _summary(found: Inspection) -> str:
 def _table(found: Inspection) -> str:
     from shardckpt.errors import escape
 
-    rows = [
-        (escape(t.name), t.dtype, "x".join(map(str, t.shape)) or "scalar", output.size(t.nbytes), f"{t.pieces}")
-        for t in found.tensors
-    ]
+    rows = [(escape(t.name), t.dtype, _shape(t.shape), output.size(t.nbytes), f"{t.pieces}") for t in found.tensors]
     return output.table([("tensor", "dtype", "shape", "size", "pieces"), *rows], right=frozenset({3, 4}))
+
+
+@lru_cache(maxsize=4096)
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def _tree(found: Inspection) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 _WIDEST = 96
@@ -27,6 +28,7 @@ class ProgressLike(Protocol):
         """Since the first byte."""
 
 
+@lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen sizes
 def size(nbytes: float) -> str:
     """Return bytes as people read them, in decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -53,7 +55,18 @@ def table(rows: Iterable[Sequence[str]], right: frozenset[int] = frozenset()) ->
 
 def as_json(result: Any) -> str:
     """Return a frozen result as JSON, with everything a surrogate could break escaped."""
-    return json.dumps(dataclasses.asdict(result), indent=2, default=str)
+    return json.dumps(_plain(result), indent=2, default=str)
+
+
+def _plain(value: Any) -> Any:
+    """Return frozen results, nested in one another, as what JSON knows."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
 
 
 def warn(lines: Iterable[str]) -> None:

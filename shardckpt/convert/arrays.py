@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import prod
 
 from shardckpt.boxes import contiguous_blocks, whole
@@ -25,7 +24,7 @@ def resolve(reader: Reader, manifest: Manifest, entries: Sequence[TensorEntry]) 
     if not lazy:
         return list(entries)
     located = dict(zip(map(id, lazy), reader.resolve(lazy), strict=True))
-    resolved = [replace(entry, pieces=tuple(located.get(id(p), p) for p in entry.pieces)) for entry in entries]
+    resolved = [entry._replace(pieces=tuple(located.get(id(p), p) for p in entry.pieces)) for entry in entries]
     require_complete(manifest, resolved, reader.store.url)
     return resolved
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import Lock
+from typing import NamedTuple
 
 from shardckpt.boxes import Shape
 
@@ -80,8 +81,7 @@ class Report:
     dry_run: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One tensor, as `inspect` shows it.
 
     Attributes:

@@ -91,7 +91,7 @@ def join(
     owners: dict[str, Reader] = {}
     for reader, move in parts:
         manifest = reader.manifest
-        _add(tensors, {move(p): replace(e, path=move(p)) for p, e in manifest.tensors.items()}, store)
+        _add(tensors, {move(p): e._replace(path=move(p)) for p, e in manifest.tensors.items()}, store)
         _add(objects, {move(p): replace(e, path=move(p)) for p, e in manifest.objects.items()}, store)
         aliases |= {move(a): move(b) for a, b in manifest.aliases.items()}
         assert not files.keys() & manifest.files.keys(), "each file has one reader"

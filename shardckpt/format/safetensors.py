@@ -14,14 +14,14 @@ from math import prod
 from typing import NamedTuple
 
 from shardckpt.boxes import Shape
-from shardckpt.dtypes import SAFETENSORS_NAMES, TORCH_NAMES, bits, nbytes
+from shardckpt.dtypes import SAFETENSORS_NAMES, TORCH_NAMES, array_nbytes, bits
 from shardckpt.errors import FormatError, TruncatedError, UnsafeError, UnsupportedError
 from shardckpt.storage.store import Read, Store
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
-_MAX_ELEMENTS = 1 << 62
+_MAX_BYTES = 1 << 62
 
 
 class Header(NamedTuple):
@@ -146,7 +146,9 @@ def _no_constant(name: str) -> object:
 def _parse_tensor(name: str, entry: object, where: str) -> tuple[str, Shape, int, int]:
     try:
         kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]  # type: ignore[index]
-        for n in (*shape, begin, end):
+        if type(begin) is not int or type(end) is not int or begin < 0:
+            raise TypeError
+        for n in shape:
             if type(n) is not int or n < 0:
                 raise TypeError
     except (TypeError, KeyError, ValueError) as error:
@@ -154,13 +156,13 @@ def _parse_tensor(name: str, entry: object, where: str) -> tuple[str, Shape, int
     dtype = TORCH_NAMES.get(kind) if isinstance(kind, str) else None
     if dtype is None:
         raise UnsupportedError(f"tensor {name!r} has an unknown dtype", where=where, found=kind)
-    elements = prod(shape)
-    if elements > _MAX_ELEMENTS or elements * bits(dtype) != (end - begin) * 8:
+    size = array_nbytes(dtype, shape)
+    if size != end - begin or size > _MAX_BYTES or (bits(dtype) < 8 and prod(shape) * bits(dtype) % 8):
         raise FormatError(
             f"tensor {name!r} does not fill its data_offsets",
             where=where,
             found=f"{end - begin} bytes",
-            expected=f"{elements} elements of {kind}",
+            expected=f"{size} bytes for {kind} of shape {list(shape)}",
         )
     return dtype, shape, begin, end
 
@@ -191,7 +193,7 @@ class Placed:
     @property
     def nbytes(self) -> int:
         """Bytes of its data."""
-        return nbytes(self.dtype, prod(self.shape))
+        return array_nbytes(self.dtype, self.shape)
 
 
 _RANK = {name: rank for rank, name in enumerate(reversed(SAFETENSORS_NAMES))}

@@ -145,7 +145,7 @@ def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str
                 where=f"{store.url}/{file}",
                 found=tensors[name].pieces[0].file,
             )
-        tensors[name] = replace(entry, path=name)
+        tensors[name] = entry._replace(path=name)
     for wanted, file in weight_map.items():
         if (wanted,) not in tensors:
             raise IncompleteError(

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from math import prod
 
 from shardckpt.boxes import Box, cover, flat_index, strides, whole
-from shardckpt.dtypes import nbytes
+from shardckpt.dtypes import array_nbytes, nbytes
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, OverlapError, TruncatedError
 from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry, dotted
 
 _MAX_ELEMENTS = 1 << 62
+_MAX_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +113,12 @@ def _is_plain_whole(manifest: Manifest, entry: TensorEntry) -> bool:
     if len(entry.pieces) != 1:
         return False
     box, file, layout = entry.pieces[0]
-    elements = prod(entry.shape)
     return (
         isinstance(layout, Span)
-        and box.size == entry.shape
-        and not any(box.offset)
-        and len(box.offset) == len(box.size)
-        and 0 <= elements <= _MAX_ELEMENTS
+        and box == whole(entry.shape)
         and min(entry.shape, default=0) >= 0
-        and layout.offset >= 0
-        and layout.nbytes == nbytes(entry.stored, elements)
-        and layout.offset + layout.nbytes <= manifest.files.get(file, -1)
+        and layout.nbytes == array_nbytes(entry.stored, entry.shape) < _MAX_BYTES
+        and 0 <= layout.offset <= manifest.files.get(file, -1) - layout.nbytes
     )
 
 

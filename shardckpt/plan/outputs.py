@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shardckpt.boxes import Shape
-from shardckpt.dtypes import nbytes
+from shardckpt.dtypes import array_nbytes
 from shardckpt.manifest import TensorEntry
 
 
@@ -33,7 +33,7 @@ class OutTensor:
     @property
     def nbytes(self) -> int:
         """Bytes as written."""
-        return nbytes(self.dtype, prod(self.entry.shape))
+        return array_nbytes(self.dtype, self.entry.shape)
 
     @property
     def is_cast(self) -> bool:

@@ -53,7 +53,7 @@ def find_parts(manifest: Manifest, model_key: str = "", optim_key: str = "") -> 
     model = find_key(manifest, model_key, "--model-key") if model_key else _model(manifest, optimizers)
     inside = (model, *optimizers) if model else tuple(optimizers)
     others: dict[Path, None] = {}
-    for path in _paths(manifest):
+    for path in _paths(manifest) if model or optimizers else manifest.objects:
         if model == () and path in manifest.tensors and not _below_any(path, optimizers):
             continue
         if not _below_any(path, inside):
@@ -90,7 +90,7 @@ def split_flat_names(manifest: Manifest) -> Manifest:
     moved = {path: _split(path) for path in names}
     return replace(
         manifest,
-        tensors={moved[p]: replace(e, path=moved[p]) for p, e in manifest.tensors.items()},
+        tensors={moved[p]: e._replace(path=moved[p]) for p, e in manifest.tensors.items()},
         objects={moved[p]: replace(e, path=moved[p]) for p, e in manifest.objects.items()},
         aliases={moved[p]: moved[q] for p, q in manifest.aliases.items()},
     )
@@ -123,7 +123,7 @@ def _optimizers(manifest: Manifest) -> list[Path]:
     for path in _paths(manifest):
         for n, key in enumerate(path[:_DEEPEST]):
             if isinstance(key, str):
-                kind = key.split(".", 1)[0]
+                kind = key.partition(".")[0]
                 if kind in (_STATE, _GROUPS) and (key == kind or n == len(path) - 1):
                     seen.setdefault(path[:n], set()).add(kind)
     roots = [root for root, kinds in seen.items() if len(kinds) == 2]
