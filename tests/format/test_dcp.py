@@ -354,6 +354,18 @@ class TestOtherWriters:
         assert_same(reader, ("model.w",), torch.ones(3))
         assert reader.load_object(reader.manifest.objects["step",]) == 3
 
+    def test_before_torch_2_3_properties_were_another_class(self, tmp_path):
+        save({"w": torch.ones(3)}, tmp_path)
+        raw = pickle.dumps(pickle.loads((tmp_path / ".metadata").read_bytes()), protocol=2)
+        module = b"ctorch.distributed._shard.sharded_tensor.metadata\n"
+        for new, old in ((b"TensorProperties", b"TensorProperties"), (b"_MEM_FORMAT_ENCODING", b"MEM_FORMAT_ENCODING")):
+            name = b"ctorch.distributed.checkpoint.metadata\n" + new + b"\n"
+            assert raw.count(name) == 1
+            raw = raw.replace(name, module + old + b"\n")
+        (tmp_path / ".metadata").write_bytes(raw)
+
+        assert_same(open_(tmp_path), ("w",), torch.ones(3))
+
     def test_a_planner_may_leave_something_else_than_paths(self, tmp_path):
         save({"w": torch.ones(3)}, tmp_path)
         edit_metadata(tmp_path, lambda m: setattr(m, "planner_data", {"w": 7}))
