@@ -19,7 +19,7 @@ from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import is_known
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
 from shardckpt.format import pickles
-from shardckpt.format.dcp_slices import Slice, require_bytes, resolve_slices, slice_checksums
+from shardckpt.format.dcp_slices import Blobs, Slice, require_bytes, resolve_slices, slice_checksums
 from shardckpt.format.pickles import Dtype, Inert
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
 from shardckpt.format.torch_object import read_object
@@ -399,7 +399,16 @@ def _notes(prefix: str, sizes: Mapping[str, int], names: Sequence[str], used: Ma
 
 
 class DcpReader(Reader):
-    """An open DCP folder. Slices are opened when `resolve` is asked for their elements."""
+    """An open DCP folder. Slices are opened when `resolve` is asked for their elements.
+
+    Args:
+        store: Where it lies.
+        manifest: What it holds; its lazy pieces know their `Slice`.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        super().__init__(store, manifest)
+        self._blobs: Blobs = {}
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces with every slice replaced by where its elements lie, in the same order.
@@ -408,7 +417,7 @@ class DcpReader(Reader):
             CheckpointError: A slice is damaged, or does not hold what the metadata says.
             StorageError: The store failed.
         """
-        return resolve_slices(self.store, self.manifest.files, pieces)
+        return resolve_slices(self.store, self.manifest.files, pieces, self._blobs)
 
     def load_object(self, entry: ObjectEntry) -> object:
         """Return an object's value, read without executing anything.

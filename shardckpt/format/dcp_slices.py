@@ -92,13 +92,18 @@ class Opened(NamedTuple):
     where: str
 
 
-def resolve_slices(store: Store, files: Mapping[str, int], pieces: Sequence[Piece]) -> list[Piece]:
+Blobs = dict[tuple[str, int], Blob]
+"""File and first byte to the safetensors blob that starts there."""
+
+
+def resolve_slices(store: Store, files: Mapping[str, int], pieces: Sequence[Piece], blobs: Blobs) -> list[Piece]:
     """Return DCP pieces with every `Lazy` layout replaced by where the elements lie, in the same order.
 
     Args:
         store: Where the files lie.
         files: Name to size in bytes, -1 for a missing one.
         pieces: From a DCP manifest.
+        blobs: Those met before; new ones are added, so that each header is read once.
 
     Raises:
         IncompleteError: A file is missing, or holds another chunk in place of the one that was promised.
@@ -107,7 +112,6 @@ def resolve_slices(store: Store, files: Mapping[str, int], pieces: Sequence[Piec
     """
     out = list(pieces)
     lazy = ((i, piece) for i, piece in enumerate(pieces) if isinstance(piece.layout, Lazy))
-    blobs: dict[tuple[str, int], Blob] = {}
     while batch := list(islice(lazy, _BATCH)):
         opened = [_opened(store, files, piece) for _, piece in batch]
         for (i, piece), layout in zip(batch, _layouts(store, files, opened, blobs), strict=True):
@@ -155,7 +159,7 @@ def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, w
 
 
 def _layouts(
-    store: Store, files: Mapping[str, int], opened: Sequence[Opened], blobs: dict[tuple[str, int], Blob]
+    store: Store, files: Mapping[str, int], opened: Sequence[Opened], blobs: Blobs
 ) -> list[Span | Strided | Encoded]:
     """Return where the elements of each slice lie. `blobs` keeps the safetensors files from batch to batch."""
     found: dict[int, Span | Strided | Encoded] = {}
@@ -170,9 +174,7 @@ def _layouts(
     return [found[i] for i in range(len(opened))]
 
 
-def _read_headers(
-    store: Store, files: Mapping[str, int], opened: Sequence[Opened], blobs: dict[tuple[str, int], Blob]
-) -> None:
+def _read_headers(store: Store, files: Mapping[str, int], opened: Sequence[Opened], blobs: Blobs) -> None:
     """Read the safetensors headers that are not known yet; torch stores where the header begins, not the tensor."""
     places = {(o.piece.file, o.layout.offset): o.where for o in opened}
     missing = {place: where for place, where in places.items() if place not in blobs}
