@@ -76,7 +76,7 @@ def test_every_class_has_the_exit_code_of_its_branch(kind: type[ShardckptError])
 
 @pytest.mark.parametrize(("kind", "builtin"), BUILTINS.items(), ids=lambda c: c.__name__)
 def test_errors_are_caught_as_builtins(kind: type[ShardckptError], builtin: type[Exception]) -> None:
-    with pytest.raises(builtin, match="^it broke"):
+    with pytest.raises(builtin, match=r"^it broke"):
         raise kind("it broke")
 
 
