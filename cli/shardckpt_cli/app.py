@@ -8,7 +8,7 @@ import sys
 import typer
 
 from shardckpt_cli import compare, consolidate, inspect, verify
-from shardckpt_cli.exits import guarded
+from shardckpt_cli.exits import guarded, sheltered
 
 app = typer.Typer(
     name="shardckpt",
@@ -17,11 +17,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("consolidate")(consolidate.consolidate)
-app.command("convert")(consolidate.convert)
-app.command("inspect")(inspect.inspect)
-app.command("verify")(verify.verify)
-app.command("diff")(compare.diff)
+app.command("consolidate")(sheltered(consolidate.consolidate))
+app.command("convert")(sheltered(consolidate.convert))
+app.command("inspect")(sheltered(inspect.inspect))
+app.command("verify")(sheltered(verify.verify))
+app.command("diff")(sheltered(compare.diff))
 
 
 def main() -> None:

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, ParamSpec
 
 import typer
+
+_Arguments = ParamSpec("_Arguments")
 
 
 class Terminated(BaseException):
     """SIGTERM arrived; unwinds like Ctrl-C, so that whatever was half-done is taken back."""
+
+
+class Sheltered(Exception):  # noqa: N818  (it only carries one)
+    """Carries an error past the argument parser, which takes every EOFError for the end of a dialogue."""
+
+
+def sheltered(command: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Return a command whose end-of-file errors and interruptions arrive at `guarded` as they were raised.
+
+    A truncated checkpoint is an EOFError, and the parser would turn it into "Aborted" and print an empty line.
+    """
+
+    @functools.wraps(command)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except (EOFError, KeyboardInterrupt) as error:
+            raise Sheltered from error
+
+    return run
 
 
 def guarded(run: Callable[[], object]) -> NoReturn:
@@ -33,7 +56,7 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
 
 def _exit_code(run: Callable[[], object]) -> int:
     try:
-        done = run()
+        done = _unsheltered(run)
     except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted; nothing was left under the target's name", 130)
     except Terminated:
@@ -45,6 +68,14 @@ def _exit_code(run: Callable[[], object]) -> int:
     except Exception as error:  # noqa: BLE001  (an error that is not ours must still be one line; the traceback on request)
         return _failed(error)
     return done if isinstance(done, int) else 0
+
+
+def _unsheltered(run: Callable[[], object]) -> object:
+    try:
+        return run()
+    except Sheltered as carrier:
+        assert carrier.__cause__ is not None
+        raise carrier.__cause__ from None
 
 
 def _failed(error: Exception) -> int:

@@ -1,0 +1,64 @@
+"""Whatever ends a command, a person sees one line and a script the right exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RAISING = """
+import sys, shardckpt
+
+def inspect(src):
+    raise {raised}
+
+shardckpt.inspect = inspect
+sys.argv = ["shardckpt", "inspect", "anything"]
+from shardckpt_cli.app import main
+main()
+"""
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        ("shardckpt.TruncatedError('short')", 1),
+        ("shardckpt.UnsafeError('runs code')", 1),
+        ("shardckpt.SourceNotFoundError('nothing')", 2),
+        ("shardckpt.NoSpaceError('full')", 3),
+        ("OSError(5, 'disk')", 3),
+        ("MemoryError()", 3),
+        ("EOFError()", 1),
+        ("ZeroDivisionError('a fault of ours')", 1),
+        ("KeyboardInterrupt()", 130),
+    ],
+)
+def test_an_error_is_one_line_and_its_exit_code(raised: str, code: int) -> None:
+    done = run("-c", RAISING.format(raised=raised))
+    assert done.returncode == code
+    assert done.stderr.startswith("shardckpt: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_a_truncated_file_is_the_checkpoints_fault_and_no_ctrl_c(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    done = run("-m", "shardckpt_cli", "consolidate", str(tmp_path / "model.safetensors"), str(tmp_path / "out"))
+    assert done.returncode == 1
+    assert "model.safetensors" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("arguments", [("consolidate",), ("inspect", "a", "b"), ("no-such-command",), ("diff", "--no")])
+def test_a_call_that_cannot_be_parsed_is_one_line_and_exit_2(arguments: tuple[str, ...]) -> None:
+    done = run("-m", "shardckpt_cli", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
