@@ -120,6 +120,41 @@ class Allowed:
         return self.names.get((module, name))
 
 
+PLAIN_KEYS = frozenset({str, bytes, bool, type(None), Dtype, StorageType, Global, Inert})
+"""Types that any number of different keys may have: their hashes differ, by identity or by a secret of this process."""
+
+_LARGEST_KEY = 2**61 - 2
+"""Whole numbers up to here hash to themselves. Beyond, a stranger could choose as many that hash alike as he likes."""
+
+_KEY_PARTS = 64
+"""Values in one tuple used as a key; the paths and names that writers use have a handful."""
+
+
+def check_key(key: object, left: int = _KEY_PARTS) -> int:
+    """Refuse keys whose hash is undefined, costly, or chosen; return how many more values the tuple around may hold.
+
+    Raises:
+        FormatError: The type of the key cannot be hashed here.
+        UnsafeError: Its size or its hash could exhaust this machine.
+    """
+    kind = type(key)
+    if kind is tuple:
+        assert isinstance(key, tuple)
+        for part in key:
+            left = check_key(part, left - 1)
+            if left <= 0:
+                raise UnsafeError("the pickle uses a tuple of very many values as a key", expected=_KEY_PARTS)
+            if type(part) is float or part == -2:  # -1 and -2 hash alike, and so do many floats
+                raise UnsafeError("the pickle uses a tuple of such numbers as a key", found=part)
+    elif kind is int:
+        assert isinstance(key, int)
+        if abs(key) > _LARGEST_KEY:
+            raise UnsafeError("the pickle uses a very large number as a key", found=key)
+    elif kind not in PLAIN_KEYS and kind is not float:
+        raise FormatError(f"the pickle uses a value of type {kind.__name__} as a key")
+    return left
+
+
 NEVER_RUN = "Nothing in a checkpoint is executed here; ask its author for a file of plain tensors (safetensors)."
 """What an error about a refused name ends with."""
 
@@ -143,10 +178,11 @@ def _ordered(what: Global, args: tuple[object, ...]) -> object:
         raise malformed(what, args)
     if isinstance(pairs, dict):
         return Ordered(pairs)
-    checked = [tuple(p) for p in pairs if isinstance(p, list | tuple) and len(p) == 2 and isinstance(p[0], str | int)]
-    if len(checked) != len(pairs):
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         raise malformed(what, args)
-    return Ordered(checked)
+    for key, _ in pairs:
+        check_key(key)
+    return Ordered([tuple(pair) for pair in pairs])
 
 
 def _default_dict(what: Global, args: tuple[object, ...]) -> object:
@@ -173,8 +209,8 @@ def _hashed(make: Callable[[list[object]], object]) -> Builder:
         items = args[0] if args else []
         if len(args) > 1 or not isinstance(items, list | tuple):
             raise malformed(what, args)
-        if not all(isinstance(i, str | int | float | bytes | Dtype | Inert | None) for i in items):
-            raise malformed(what, args)
+        for item in items:
+            check_key(item)
         return make(list(items))
 
     return build

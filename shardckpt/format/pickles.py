@@ -17,12 +17,14 @@ from shardckpt.errors import FormatError, ShardckptError, TruncatedError, Unsafe
 from shardckpt.format.inert import (
     ALLOWED,
     NEVER_RUN,
+    PLAIN_KEYS,
     Dtype,
     Global,
     Inert,
     Ordered,
     StorageType,
     TensorStub,
+    check_key,
     make_inert,
     make_size,
 )
@@ -40,15 +42,15 @@ class Limits:
     Attributes:
         nbytes: Bytes of the pickle itself, and with them its opcodes and strings.
         depth: Containers in one another; 0 leaves the shape of the result unchecked, for callers that never recurse.
-        values: Values in the result, one that is used twice counted twice.
+        values: Values in the result beyond one for each byte of the pickle, where one that is used twice counts twice.
         containers: Lists, dicts, sets and instances made.
         int_bytes: Bytes of one integer.
     """
 
     nbytes: int = 1 << 30
     depth: int = 200
-    values: int = 200_000_000
-    containers: int = 64_000_000
+    values: int = 1_000_000
+    containers: int = 32_000_000
     int_bytes: int = 1024
 
 
@@ -121,11 +123,6 @@ def _placed(error: ShardckptError, where: str) -> ShardckptError:
 
 
 _ATOMS = frozenset({str, int, bool, float, complex, bytes, type(None), Dtype, StorageType, Global})
-_PLAIN_KEYS = frozenset({str, int, bool, float, bytes, type(None), Dtype, StorageType, Global, Inert, TensorStub})
-_KEY_PARTS = 64
-"""Values in one tuple used as a key; the paths and names that writers use have a handful."""
-
-
 _FOUR_BYTES = Struct("<I").unpack_from
 
 
@@ -176,7 +173,7 @@ class _Machine:
             self._loop(start)
             value: object = self.stack[-1]
             if self.limits.depth:
-                _Shape(self.limits, self.shared).visit(value, 1)
+                _Shape(self.limits, self.pos - start, self.shared).visit(value, 1)
         except StructError:
             raise _ends_early() from None
         except IndexError:
@@ -197,7 +194,7 @@ class _Machine:
         Long on purpose: a call for each of millions of opcodes would double the time.
         """
         data, stack, memo, marks, table = self.data, self.stack, self.memo, self.marks, _TABLE
-        left, plain_keys = self.limits.containers, _PLAIN_KEYS
+        left, plain_keys = self.limits.containers, PLAIN_KEYS
         push, pop, remember, atoms, four_bytes = stack.append, stack.pop, memo.append, _ATOMS, _FOUR_BYTES
         try:
             while True:
@@ -267,7 +264,7 @@ class _Machine:
                     for i in range(mark, len(stack), 2):
                         key = stack[i]
                         if key.__class__ not in plain_keys:
-                            _check_key(key)
+                            check_key(key)
                         target[key] = stack[i + 1]
                     del stack[mark:]
                 elif op == 0x72:  # LONG_BINPUT
@@ -378,13 +375,15 @@ class _Shape:
 
     Args:
         limits: What is allowed.
+        nbytes: Bytes of the pickle.
         shared: Ids of the containers that are used again.
     """
 
-    __slots__ = ("count", "deepest", "known", "limits", "shared")
+    __slots__ = ("count", "deepest", "known", "limits", "most", "shared")
 
-    def __init__(self, limits: Limits, shared: set[int]) -> None:
+    def __init__(self, limits: Limits, nbytes: int, shared: set[int]) -> None:
         self.limits = limits
+        self.most = nbytes + limits.values
         self.shared = shared
         self.known: dict[int, tuple[int, int] | None] = {}
         self.count = 0
@@ -403,8 +402,8 @@ class _Shape:
         """Count what is in a value."""
         children = _children(value)
         self.count += len(children)
-        if self.count > self.limits.values:
-            raise _over("values", self.limits.values)
+        if self.count > self.most:
+            raise _over("values", self.most)
         self.deepest = max(self.deepest, level)
         for child in children:
             if child.__class__ not in _ATOMS:
@@ -428,8 +427,8 @@ class _Shape:
             self.deepest = max(self.deepest, deepest)
         if self.deepest > self.limits.depth:
             raise _over("containers in one another", self.limits.depth)
-        if self.count > self.limits.values:
-            raise _over("values", self.limits.values)
+        if self.count > self.most:
+            raise _over("values", self.most)
 
 
 def _children(value: object) -> Collection[object]:
@@ -443,18 +442,6 @@ def _children(value: object) -> Collection[object]:
     if isinstance(value, set | frozenset):
         return value
     return ()
-
-
-def _check_key(key: object, left: int = _KEY_PARTS) -> int:
-    """Refuse keys whose hash is costly or undefined; return how many more values a tuple may hold."""
-    if type(key) is tuple:
-        for part in key:
-            left = _check_key(part, left - 1)
-            if left <= 0:
-                raise _over("values in one key", _KEY_PARTS)
-    elif type(key) not in _PLAIN_KEYS:
-        raise FormatError(f"the pickle uses a value of type {type(key).__name__} as a key")
-    return left
 
 
 _Step = Callable[[_Machine, int], int]
@@ -651,7 +638,7 @@ def _filled(target: object, keys: list[object], values: list[object]) -> None:
         raise FormatError("the pickle has a key without a value")
     for key in keys:
         if type(key) is not str:
-            _check_key(key)
+            check_key(key)
     target.update(zip(keys, values, strict=True))
 
 
@@ -692,7 +679,7 @@ def _add_items(machine: _Machine, pos: int) -> int:
     if type(target) is not set:
         raise UnsafeError(f"the pickle adds to {_described(target)}", expected="a set", fix=NEVER_RUN)
     for item in items:
-        _check_key(item)
+        check_key(item)
     target.update(items)
     return pos
 
@@ -700,7 +687,7 @@ def _add_items(machine: _Machine, pos: int) -> int:
 def _frozen_set(machine: _Machine, pos: int) -> int:
     items = machine.above_mark()
     for item in items:
-        _check_key(item)
+        check_key(item)
     machine.fresh(frozenset(items))
     return pos
 

@@ -42,7 +42,7 @@ _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _MAGIC = b"\x8a\n" + _MAGIC_NUMBER.to_bytes(10, "little") + b"."
 _LEGACY_VERSION = 1001
 _HEAD_BYTES = 512
-_LIMITS = Limits(values=20_000_000)
+_LIMITS = Limits(nbytes=1 << 29, containers=8_000_000)
 _FIRST_FRONT_BYTES = {True: 1 << 12, False: 1 << 16}
 """Bytes read first of a file whose pickles have no known end, on this machine and from elsewhere."""
 

@@ -355,10 +355,25 @@ def test_a_memo_bomb_is_refused() -> None:
 
 def test_a_tuple_that_takes_for_ever_to_hash_is_refused_as_a_key() -> None:
     key = b")q\x000" + b"".join(b"h%ch%c\x86q%c0" % (i, i, i + 1) for i in range(60)) + b"h\x3c"
-    with pytest.raises(UnsafeError, match="one key"):
+    with pytest.raises(UnsafeError, match="as a key"):
         load(b"}" + key + b"Ns.", where="bomb")
-    with pytest.raises(UnsafeError, match="one key"):
+    with pytest.raises(UnsafeError, match="as a key"):
         load(b"\x8f(" + key + b"\x90.", where="bomb")
+
+
+def test_keys_whose_hashes_could_be_chosen_are_refused() -> None:
+    alike = 2**61 - 1
+    assert hash(alike) == hash(2 * alike) == 0
+    for key in (alike, -alike, 2**200, (1, -2), (0.5, 1)):
+        for raw in (
+            pickle.dumps({key: 1}, protocol=2),
+            pickle.dumps({key}, protocol=4),
+            pickle.dumps({key}, protocol=2),
+        ):
+            with pytest.raises(UnsafeError, match="as a key"):
+                load(raw, where="x")
+    fine = {-1: 0, -2: 0, 2**60: 0, 0.5: 0, ("a", -1, (2, None)): 0}
+    assert load(pickle.dumps(fine), where="x") == fine
 
 
 def test_a_container_that_contains_itself_is_refused() -> None:
@@ -376,7 +391,7 @@ def test_limits_are_the_callers_to_set() -> None:
     with pytest.raises(UnsafeError, match="in one another"):
         load(raw, where="x", limits=Limits(depth=1))
     with pytest.raises(UnsafeError, match="values"):
-        load(raw, where="x", limits=Limits(values=5))
+        load(b"(]q\x00(" + b"h\x00" * 9 + b"lq\x01" + b"h\x01" * 99 + b"l.", where="x", limits=Limits(values=5))
     assert load(raw, where="x", limits=Limits(depth=2)) == [[1], [2], [3]]
 
 
