@@ -265,7 +265,7 @@ def open_files(store: Store, sizes: Mapping[str, int], prefixes: Mapping[str, Pa
         StorageError: The store failed.
     """
     opened = _Opened()
-    zips = [f for f in sizes if _starts_like_zip(store, f, sizes[f])]
+    zips = _zips(store, sizes)
     objects = _zip_objects(store, {f: sizes[f] for f in zips}, opened)
     for file, size in sizes.items():
         where = f"{store.url}/{file}"
@@ -283,8 +283,11 @@ def open_files(store: Store, sizes: Mapping[str, int], prefixes: Mapping[str, Pa
     return TorchReader(store, manifest, opened.archives)
 
 
-def _starts_like_zip(store: Store, file: str, size: int) -> bool:
-    return size >= 4 and read_bytes(store, file, 0, 4) == LOCAL_SIGNATURE
+def _zips(store: Store, sizes: Mapping[str, int]) -> list[str]:
+    """Return the files that start like zip archives."""
+    heads = {file: bytearray(len(LOCAL_SIGNATURE)) for file, size in sizes.items() if size >= len(LOCAL_SIGNATURE)}
+    store.read([Read(file, 0, memoryview(head)) for file, head in heads.items()])
+    return [file for file, head in heads.items() if head == LOCAL_SIGNATURE]
 
 
 def _zip_objects(store: Store, sizes: Mapping[str, int], opened: _Opened) -> dict[str, object]:
