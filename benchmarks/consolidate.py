@@ -273,7 +273,7 @@ class Bench:
         commands = {"help": ["--help"], "inspect": ["inspect"]}
         rows = []
         for name in names:
-            more = [str(self.source("listed")), "--json"] if name == "inspect" else []
+            more = [str(self.source("listed"))] if name == "inspect" else []
             command = [PYTHON, "-m", "shardckpt_cli", *commands[name], *more]
             found = [run(command, self.log) for _ in range(self.rounds + 1)][1:]
             what = "`shardckpt --help`" if name == "help" else "`shardckpt inspect` of 100,000 tensors in 8 files"

@@ -1,0 +1,205 @@
+"""What the documentation shows is what happens: every code block of README.md and docs/ runs, or says why it does not.
+
+`python` blocks of a page share one namespace. In `console` blocks, lines after `$` are run by bash and what follows is
+compared with what they print: `...` stands for anything within a line, alone on a line for any lines; seconds and
+rates are never compared. Any other block needs `<!-- not run: the reason -->` on the line before it.
+
+`UPDATE_DOCS=1 pytest tests/test_docs.py` writes what is printed now into the pages, where it differs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+REASON = re.compile(r"<!-- not run: (.+?) -->\n\Z")
+SECONDS = re.compile(r"\b\d+\.\d+ s\b")
+
+
+class Block(NamedTuple):
+    """One fenced block: its language, its text, the line it starts on, and why it is not run, if it is not."""
+
+    language: str
+    text: str
+    line: int
+    reason: str
+
+
+class Step(NamedTuple):
+    """One command of a console block and what it is said to print."""
+
+    command: str
+    output: str
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """Yield the fenced blocks of a page, in order."""
+    for found in FENCE.finditer(text):
+        before = text[: found.start()]
+        reason = REASON.search(before)
+        yield Block(found[1], found[2], before.count("\n") + 1, reason[1] if reason else "")
+
+
+def steps(text: str) -> list[Step]:
+    """Return the commands of a console block; a backslash continues one on the next line."""
+    parts = re.split(r"^\$ ", text, flags=re.MULTILINE)
+    assert not parts[0].strip(), "a console block starts with a command"
+    found = []
+    for part in parts[1:]:
+        command, _, output = re.sub(r"\\\n\s*", "", part).partition("\n")
+        found.append(Step(command, output))
+    return found
+
+
+def matches(shown: str, printed: str) -> bool:
+    """Tell whether what a page shows is what was printed, up to seconds and `...`."""
+    lines = SECONDS.sub("0 s", shown.strip()).split("\n")
+    pattern = "".join(
+        r"(?:.*\n)*" if line.strip() == "..." else re.escape(line).replace(r"\.\.\.", ".*") + r"\n" for line in lines
+    )
+    return re.fullmatch(pattern, SECONDS.sub("0 s", printed.strip()) + "\n") is not None
+
+
+def run(command: str, folder: Path) -> str:
+    """Run a command as a reader would, and return all that it prints."""
+    scripts = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "LC_ALL": "C"}
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.stdout
+
+
+def unexplained(text: str) -> list[str]:
+    """Return the blocks of a page that neither run nor say why."""
+    known = {"python", "console"}
+    return [
+        f"line {b.line}: a {b.language or 'plain'} block"
+        for b in blocks(text)
+        if b.language not in known and not b.reason
+    ]
+
+
+class Ran(NamedTuple):
+    """A command of a page that was run: the line its block starts on, what is shown, what was printed."""
+
+    line: int
+    step: Step
+    printed: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: $ {self.step.command}\nshows:\n{self.step.output}\nprints:\n{self.printed}"
+
+
+def run_page(text: str, folder: Path) -> list[Ran]:
+    """Run a page's blocks in a folder and return the commands that print something else than it shows."""
+    ran = []
+    names: dict[str, Any] = {"__name__": "__page__"}
+    for block in blocks(text):
+        if block.reason:
+            continue
+        if block.language == "python":
+            exec(compile("\n" * block.line + block.text, "page", "exec"), names)
+        elif block.language == "console":
+            ran += [Ran(block.line, step, run(step.command, folder)) for step in steps(block.text)]
+    return [each for each in ran if not matches(each.step.output, each.printed)]
+
+
+def updated(text: str, wrong: list[Ran]) -> str:
+    """Return a page with what it shows replaced by what was printed."""
+    for _, step, printed in wrong:
+        shown = f"$ {step.command}\n{step.output}".rstrip("\n") + "\n"
+        text = text.replace(shown, f"$ {step.command}\n{printed.rstrip()}\n", 1)
+    return text
+
+
+def make_samples(folder: Path) -> Path:
+    """Write the checkpoints that the pages work on."""
+    script = ROOT / "tests" / "docs_samples.py"
+    subprocess.run([sys.executable, str(script), str(folder)], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_samples(tmp_path_factory.mktemp("docs") / "samples")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+class TestPages:
+    def test_every_block_runs_or_says_why_not(self, page: Path) -> None:
+        assert unexplained(page.read_text(encoding="utf-8")) == []
+
+    def test_what_it_shows_is_what_happens(
+        self, page: Path, samples: Path, tmp_path: Path, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = shutil.copytree(samples, tmp_path / "page")
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("BUCKET", s3_bucket)
+        wrong = run_page(page.read_text(encoding="utf-8"), folder)
+        if wrong and os.environ.get("UPDATE_DOCS"):
+            page.write_text(updated(page.read_text(encoding="utf-8"), wrong), encoding="utf-8")
+        assert not wrong, "\n\n".join(map(str, wrong))
+
+    def test_its_links_lead_somewhere(self, page: Path) -> None:
+        links = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8"))
+        assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+class TestTheChecksCanFail:
+    def test_a_block_without_a_reason_is_found(self) -> None:
+        page = "a\n```bash\nmake\n```\n<!-- not run: CI does -->\n```bash\nmake\n```\n```\nplain\n```\n"
+        assert unexplained(page) == ["line 2: a bash block", "line 9: a plain block"]
+
+    def test_another_output_is_found(self, tmp_path: Path) -> None:
+        page = "```console\n$ echo one\none\n$ echo two\nthree\n```\n"
+        wrong = run_page(page, tmp_path)
+        assert [(each.step.output, each.printed) for each in wrong] == [("three\n", "two\n")]
+        assert updated(page, wrong) == page.replace("three", "two")
+
+    def test_a_failing_python_block_is_found(self, tmp_path: Path) -> None:
+        with pytest.raises(ZeroDivisionError):
+            run_page("```python\na = 0\n```\n```python\n1 / a\n```\n", tmp_path)
+
+    @pytest.mark.parametrize(
+        ("shown", "printed"),
+        [
+            ("took 0.10 s", "took 12.34 s"),
+            ("in /tmp/.../x", "in /tmp/abc/x"),
+            ("one\n...\nfour", "one\ntwo\nthree\nfour"),
+            ("one\n...", "one\ntwo\nthree"),
+            ("one\n...\ntwo", "one\ntwo"),
+        ],
+    )
+    def test_an_ellipsis_and_seconds_match(self, shown: str, printed: str) -> None:
+        assert matches(shown, printed)
+
+    @pytest.mark.parametrize(
+        ("shown", "printed"),
+        [
+            ("one ... two", "one three"),
+            ("one\n...\nfour", "one\ntwo"),
+            ("12 MB", "13 MB"),
+            ("one", "one\ntwo"),
+            ("a.b", "acb"),
+        ],
+    )
+    def test_nothing_else_does(self, shown: str, printed: str) -> None:
+        assert not matches(shown, printed)
