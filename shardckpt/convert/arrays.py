@@ -10,6 +10,7 @@ from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Lazy, Manifest, TensorEntry
+from shardckpt.plan.blocks import as_bytes
 from shardckpt.plan.coverage import require_complete
 
 
@@ -46,6 +47,8 @@ def blocks_of(reader: Reader, entry: TensorEntry, block_bytes: int = 1 << 22) ->
     Raises:
         CheckpointError: The bytes cannot be read.
     """
+    if bits(entry.stored) % 8:
+        entry = as_bytes(entry)
     pieces = PieceReader(reader.store)
     most = max(block_bytes * 8 // bits(entry.stored), 1)
     for box in contiguous_blocks(whole(entry.shape), most) if prod(entry.shape) else ():

@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from shardckpt.dtypes import bits
 from shardckpt.errors import PrecisionError
 
 _NUMPY: dict[str, Any] = {
@@ -23,8 +24,10 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return numpy's type for torch's name.
 
     Raises:
-        TypeError: Numpy has none (types narrower than a byte, complex32).
+        TypeError: Numpy has none, or none that every release has (types narrower than a byte, complex32).
     """
+    if name == "complex32" or bits(name) % 8:
+        raise TypeError(f"numpy has no type for {name}")
     kind: np.dtype[Any] = np.dtype(_NUMPY.get(name, name))
     return kind
 
@@ -48,8 +51,9 @@ def cast_into(
     source = np.frombuffer(data, numpy_dtype(stored))
     target = np.frombuffer(out, numpy_dtype(dtype))
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        # torch casts float64 to bfloat16 through float32
-        target[:] = source.astype(np.float32) if (stored, dtype) == ("float64", "bfloat16") else source
+        # torch casts float64 to the halves through float32, so that some values are rounded twice
+        through = stored == "float64" and dtype in ("bfloat16", "float16")
+        target[:] = source.astype(np.float32) if through else source
         lost = 0 if allow_overflow else np.count_nonzero(np.isinf(target)) - np.count_nonzero(np.isinf(source))
     if lost:
         where = np.flatnonzero(np.isinf(target) & np.isfinite(source))

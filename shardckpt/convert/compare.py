@@ -112,6 +112,7 @@ def _words(entry: TensorEntry | None) -> str:
 def _values(name: str, in_a: Reader, a: TensorEntry, in_b: Reader, b: TensorEntry) -> TensorDifference | None:
     """Compare block by block; both sides are cut at the same elements."""
     same_type = a.stored == b.stored
+    have_numbers = same_type or (bits(a.stored) % 8 == bits(b.stored) % 8 == 0)
     found = _Distance()
     equal = same_type
     elements = max(_BLOCK_BYTES * 8 // max(bits(a.stored), bits(b.stored)), 1)
@@ -121,10 +122,13 @@ def _values(name: str, in_a: Reader, a: TensorEntry, in_b: Reader, b: TensorEntr
         if same_type and x == y:
             continue
         equal = False
-        found = found.with_block(_numbers(x, a.stored), _numbers(y, b.stored))
+        if have_numbers:
+            found = found.with_block(_numbers(x, a.stored), _numbers(y, b.stored))
     if equal:
         return None
     kind = "values" if same_type else "dtype"
+    if not have_numbers:
+        return TensorDifference(name, kind, _words(a), _words(b))
     return TensorDifference(
         name, kind, _words(a), _words(b), found.max_abs, found.max_rel, (found.nans_a, found.nans_b)
     )
@@ -156,6 +160,8 @@ class _Distance:
 
 def _numbers(data: bytearray, dtype: str) -> NDArray[Any]:
     """Return elements as float64 or complex128; bytes where numpy does not know the type."""
+    if dtype == "complex32":
+        return np.frombuffer(data, np.float16).astype(np.float64).view(np.complex128)
     try:
         kind = numpy_dtype(dtype)
     except TypeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from shardckpt.dtypes import FLOATS, SHORT_NAMES
@@ -17,7 +18,7 @@ DEFAULT_MEMORY_BYTES = 256 * 2**20
 LEAST_MEMORY_BYTES = 24 * 2**20
 """Below this the modules that a conversion loads (numpy above all, 16 MiB) would break the promise by themselves."""
 
-_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGTP]?)(?P<binary>i?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"(?P<number>[0-9]{1,30}(\.[0-9]{1,30})?)\s*(?P<unit>[KMGTP]?)(?P<binary>i?)B?", re.IGNORECASE)
 
 
 def parse_size(text: int | str) -> int:
@@ -30,7 +31,7 @@ def parse_size(text: int | str) -> int:
     value = 0
     if match and (match["unit"] or not match["binary"]):
         step = 1024 if match["binary"] else 1000
-        value = int(float(match["number"]) * step ** " KMGTP".index(match["unit"].upper() or " "))
+        value = int(Fraction(match["number"]) * step ** " KMGTP".index(match["unit"].upper() or " "))
     if value <= 0:
         raise UsageError("no size in bytes", found=repr(text), expected="a number such as 5GB, 512MiB or 1000000")
     return value

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from shardckpt.boxes import Box, contiguous_blocks, flat_index, is_contiguous, whole
 from shardckpt.dtypes import bits, nbytes
-from shardckpt.manifest import Piece, Span
+from shardckpt.manifest import Piece, Span, TensorEntry
 from shardckpt.plan.outputs import OutTensor
 
 
@@ -117,6 +117,8 @@ def _merged(runs: Iterator[_Run]) -> Iterator[list[_Run]]:
 
 def _runs(tensor: OutTensor, batch_bytes: int) -> Iterator[_Run]:
     """Cut a tensor into contiguous ranges, in order: one a piece where every piece is one, else blocks."""
+    if bits(tensor.entry.stored) % 8:
+        tensor = replace(tensor, entry=as_bytes(tensor.entry), dtype=as_bytes(tensor.entry).stored)
     entry = tensor.entry
     pieces = sorted((p for p in entry.pieces if p.box.volume), key=lambda p: flat_index(entry.shape, p.box.offset))
     widest = max(bits(entry.stored), bits(tensor.dtype))
@@ -131,6 +133,18 @@ def _runs(tensor: OutTensor, batch_bytes: int) -> Iterator[_Run]:
     elif prod(entry.shape):
         for block in contiguous_blocks(whole(entry.shape), most):
             yield _Run(tensor, block, None)
+
+
+def as_bytes(entry: TensorEntry) -> TensorEntry:
+    """Return an array of elements narrower than a byte as an array of bytes, which can be cut anywhere.
+
+    One that does not lie in one span is returned as it is: a cut between its elements may fall inside a byte.
+    """
+    if len(entry.pieces) != 1 or not isinstance(entry.pieces[0].layout, Span):
+        return entry
+    _, file, span = entry.pieces[0]
+    shape = (span.nbytes,)
+    return TensorEntry(entry.path, shape, "uint8", (Piece(whole(shape), file, span),))
 
 
 def _pieces_of_run(tensor: OutTensor, box: Box, copy: Copy, most: int) -> Iterator[_Run]:

@@ -1,0 +1,183 @@
+"""The steps of an output file, carried out on bytes in memory, give the arrays: any sharding, any sizes, any cast."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.boxes import Box, contiguous_blocks, is_contiguous, strides, whole
+from shardckpt.dtypes import bits
+from shardckpt.manifest import Piece, Span, Strided, TensorEntry
+from shardckpt.plan.blocks import Batch, Copy, steps
+from shardckpt.plan.outputs import OutTensor
+
+KINDS = {"uint8": np.uint8, "float16": np.float16, "float32": np.float32, "float64": np.float64}
+
+
+class Files:
+    """Files in memory, which arrays are put into piece by piece."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, bytearray] = {}
+
+    def put(self, file: str, data: bytes, gap: int = 0) -> int:
+        content = self.content.setdefault(file, bytearray())
+        content += b"\xee" * gap
+        content += data
+        return len(content) - len(data)
+
+
+def execute(tensors: list[OutTensor], files: Files, *, batch_bytes: int, copy_bytes: int) -> bytes:
+    """Carry the steps out, naively, and check what they promise on the way."""
+    out = bytearray()
+    for step in steps(tensors, batch_bytes=batch_bytes, copy_bytes=copy_bytes):
+        if isinstance(step, Copy):
+            data = files.content[step.file][step.offset : step.offset + step.nbytes]
+            assert len(data) == step.nbytes >= copy_bytes
+            out += data
+            continue
+        assert isinstance(step, Batch)
+        alone = max(bits(t.tensor.dtype) // 8 for t in step.takes)
+        assert step.nbytes <= max(batch_bytes, copy_bytes, alone)
+        at = len(out)
+        for take in step.takes:
+            assert len(out) - at == take.offset, "takes follow one another"
+            assert is_contiguous(take.tensor.shape, take.box)
+            out += taken(take.tensor, take.box, files)
+        assert len(out) - at == step.nbytes
+    return bytes(out)
+
+
+def taken(tensor: OutTensor, box: Box, files: Files) -> bytes:
+    entry = tensor.entry
+    array = np.zeros(entry.shape, KINDS[entry.stored])
+    for piece in entry.pieces:
+        raw = bytes(files.content[piece.file])
+        width = array.itemsize
+        if isinstance(piece.layout, Span):
+            part = np.frombuffer(raw, array.dtype, piece.box.volume, piece.layout.offset).reshape(piece.box.size)
+        else:
+            assert isinstance(piece.layout, Strided)
+            start = piece.layout.offset + piece.layout.start * width
+            part = np.ndarray(piece.box.size, array.dtype, raw, start, [s * width for s in piece.layout.strides])
+        array[where(piece.box)] = part
+    return array[where(box)].astype(KINDS[tensor.dtype]).tobytes()
+
+
+def where(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.offset, box.stop, strict=True))
+
+
+@st.composite
+def sharded(draw: st.DrawFn, files: Files, name: str) -> tuple[OutTensor, np.ndarray]:
+    """A tensor cut into a random grid, its pieces in a random order in two files, some of them as views."""
+    kind = draw(st.sampled_from(sorted(KINDS)))
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    array = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 99, shape).astype(KINDS[kind])
+    cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
+    grid = [
+        Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        for cell in product(*map(list, map(pairwise, cuts)))
+    ]
+    pieces = []
+    for box in draw(st.permutations(grid)):
+        file = draw(st.sampled_from(["a", "b"]))
+        part = array[where(box)]
+        if draw(st.integers(0, 4)) == 0:
+            offset = files.put(file, np.asfortranarray(part).tobytes("F"))
+            steps_ = tuple(reversed(strides(tuple(reversed(part.shape)))))
+            pieces.append(Piece(box, file, Strided(offset, part.nbytes, 0, steps_)))
+        else:
+            offset = files.put(file, part.tobytes(), draw(st.sampled_from([0, 0, 0, 3])))
+            pieces.append(Piece(box, file, Span(offset, part.nbytes)))
+    dtype = draw(st.sampled_from([kind, kind, kind, "float64", "float32"]))
+    entry = TensorEntry((name,), shape, kind, tuple(pieces))
+    return OutTensor(name, entry, dtype), array.astype(KINDS[dtype])
+
+
+@given(st.data(), st.sampled_from([1, 8, 30, 200, 10**6]), st.sampled_from([1, 16, 100, 10**6]))
+def test_steps_give_the_arrays_back_to_back(data: st.DataObject, batch_bytes: int, copy_bytes: int) -> None:
+    files = Files()
+    made = [data.draw(sharded(files, f"t{i}")) for i in range(data.draw(st.integers(0, 5)))]
+    out = execute([t for t, _ in made], files, batch_bytes=batch_bytes, copy_bytes=copy_bytes)
+    assert out == b"".join(array.tobytes() for _, array in made)
+
+
+def spans(files: Files, arrays: list[np.ndarray], *, parts: int = 1, dim: int = 0) -> list[OutTensor]:
+    tensors = []
+    for i, array in enumerate(arrays):
+        pieces, at = [], 0
+        for part in np.array_split(array, parts, dim):
+            offset = tuple(at if d == dim else 0 for d in range(array.ndim))
+            at += part.shape[dim]
+            pieces.append(Piece(Box(offset, part.shape), "a", Span(files.put("a", part.tobytes()), part.nbytes)))
+        tensors.append(
+            OutTensor(f"t{i}", TensorEntry((f"t{i}",), array.shape, str(array.dtype), tuple(pieces)), str(array.dtype))
+        )
+    return tensors
+
+
+def test_neighbours_in_one_file_become_one_copy() -> None:
+    """A file of many small tensors is copied at once, also where ranks were written one after the other."""
+    files = Files()
+    tensors = spans(files, [np.arange(10.0) + i for i in range(100)], parts=2)
+    [step] = list(steps(tensors, batch_bytes=64, copy_bytes=1000))
+    assert step == Copy("a", 0, 8000)
+
+
+def test_small_runs_are_batched_and_large_ones_copied() -> None:
+    files = Files()
+    [large] = spans(files, [np.arange(1000.0)])
+    files.put("a", b"gap")
+    [small] = spans(files, [np.arange(3.0)])
+    found = list(steps([small, large, small], batch_bytes=4096, copy_bytes=4096))
+    assert [type(s) for s in found] == [Batch, Copy, Batch]
+
+
+def test_a_tensor_cut_in_its_second_dimension_is_read_in_blocks_of_rows() -> None:
+    files = Files()
+    array = np.arange(64.0).reshape(8, 8)
+    tensors = spans(files, [array], parts=3, dim=1)
+    found = list(steps(tensors, batch_bytes=128, copy_bytes=1))
+    assert [s.nbytes for s in found] == [128] * 4
+    assert execute(tensors, files, batch_bytes=128, copy_bytes=1) == array.tobytes()
+
+
+def test_a_cast_is_cut_by_the_wider_of_both_types() -> None:
+    files = Files()
+    [plain] = spans(files, [np.arange(100, dtype=np.float32)])
+    cast = OutTensor("t", plain.entry, "float16")
+    found = list(steps([cast], batch_bytes=40, copy_bytes=1))
+    assert {s.nbytes for s in found} == {20}
+    assert execute([cast], files, batch_bytes=40, copy_bytes=1) == np.arange(100, dtype=np.float16).tobytes()
+
+
+@pytest.mark.parametrize("shape", [(101, 2), (7, 4, 2), (202,)])
+def test_elements_narrower_than_a_byte_are_copied_as_bytes(shape: tuple[int, ...]) -> None:
+    """Cuts between rows of an odd length would fall inside a byte."""
+    files = Files()
+    half = int(np.prod(shape)) // 2
+    data = bytes(range(half)) if half < 256 else bytes(half)
+    piece = Piece(whole(shape), "a", Span(files.put("a", data, gap=5), half))
+    tensor = OutTensor("t", TensorEntry(("t",), shape, "float4_e2m1fn", (piece,)), "float4_e2m1fn")
+    for batch_bytes, copy_bytes in ((3, 1), (3, 1000), (1000, 1000)):
+        out = execute([tensor], files, batch_bytes=batch_bytes, copy_bytes=copy_bytes)
+        assert out == data
+
+
+def test_a_million_rows_are_planned_without_listing_them() -> None:
+    files = Files()
+    piece = Piece(whole((1 << 30, 1 << 10)), "a", Span(0, 1 << 42))
+    tensor = OutTensor("t", TensorEntry(("t",), (1 << 30, 1 << 10), "float32", (piece,)), "float32")
+    assert list(steps([tensor], batch_bytes=1 << 30, copy_bytes=1 << 18)) == [Copy("a", 0, 1 << 42)]
+    assert not files.content
+
+
+def test_empty_tensors_take_no_step() -> None:
+    tensor = OutTensor("t", TensorEntry(("t",), (0, 4), "float32", ()), "float32")
+    assert list(steps([tensor], batch_bytes=8, copy_bytes=8)) == []
+    assert list(contiguous_blocks(whole((0, 4)), 3)) == []
