@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from shardckpt.manifest import UNREAD, Encoded, Lazy, Manifest, ObjectEntry, Pie
 
 def entry(**changes: object) -> TensorEntry:
     piece = Piece(whole((2, 3)), "a.bin", Span(8, 24))
-    return dataclasses.replace(TensorEntry(("w",), (2, 3), "float32", (piece,)), **changes)
+    return TensorEntry(("w",), (2, 3), "float32", (piece,))._replace(**changes)
 
 
 def test_a_tensor_is_delivered_as_stored_unless_it_says_otherwise() -> None:
@@ -28,7 +27,7 @@ def test_a_tensor_is_delivered_as_stored_unless_it_says_otherwise() -> None:
 def test_descriptions_cannot_be_changed() -> None:
     manifest = Manifest("x", {}, {("w",): entry()})
     for thing, name in ((entry(), "shape"), (manifest, "tensors"), (ObjectEntry(("a",)), "value")):
-        with pytest.raises(dataclasses.FrozenInstanceError):
+        with pytest.raises(AttributeError):
             setattr(thing, name, None)
 
 
