@@ -100,11 +100,12 @@ def _of_entry(manifest: Manifest, entry: TensorEntry, limit: int) -> list[Fault]
     found = [fault for piece in entry.pieces if (fault := _of_piece(manifest, entry, piece, name))]
     if len(entry.pieces) == 1 and entry.pieces[0].box == region:
         return found
-    covered = cover(region, [p.box for p in entry.pieces], limit=limit)
+    pieces = [p for p in entry.pieces if len(p.box.offset) == len(p.box.size) == len(entry.shape)]
+    covered = cover(region, [p.box for p in pieces], limit=limit)
     found += [Fault("gap", name, box, "", "no file holds these elements") for box in covered.gaps]
     for box, a, b in covered.overlaps:
-        files = f"{entry.pieces[a].file} and {entry.pieces[b].file}"
-        found.append(Fault("overlap", name, box, entry.pieces[a].file, f"{files} both hold these elements"))
+        files = f"{pieces[a].file} and {pieces[b].file}"
+        found.append(Fault("overlap", name, box, pieces[a].file, f"{files} both hold these elements"))
     return found
 
 

@@ -17,13 +17,14 @@ _LEADING = "module"
 def clean(names: Iterable[str]) -> dict[str, str]:
     """Return each name to the name of the unwrapped model.
 
-    `module.` is removed only where every name starts with it, however deep it is nested with the other wrappers.
+    `module.` is removed only where every name starts with it, however deep it is nested with the other wrappers. A name
+    of nothing but wrappers stays as it is.
 
     Raises:
         NameCollisionError: Two names become one.
     """
-    cleaned = {name: ".".join(s for s in name.split(".") if s not in WRAPPERS) for name in names}
-    while cleaned and all(name.startswith(f"{_LEADING}.") for name in cleaned.values()):
+    cleaned = {name: ".".join(s for s in name.split(".") if s not in WRAPPERS) or name for name in names}
+    while cleaned and all(name.startswith(f"{_LEADING}.") and name != f"{_LEADING}." for name in cleaned.values()):
         cleaned = {name: new.removeprefix(f"{_LEADING}.") for name, new in cleaned.items()}
     require_unique(cleaned)
     return cleaned

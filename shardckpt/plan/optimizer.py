@@ -6,7 +6,7 @@ way in which shapes match.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardckpt.boxes import Shape
@@ -88,6 +88,7 @@ def by_name(
         NameCollisionError: Two keys become one name.
     """
     keyed = _nested(raw) if not _is_flattened(raw) else _flattened(raw, model, clean)
+    _require_keys({key for key, _ in (*keyed.tensors, *keyed.scalars)}, "state")
     ids = sorted({k for k, _ in (*keyed.tensors, *keyed.scalars) if isinstance(k, int)} | set(_group_ids(keyed.groups)))
     names = _names_of_ids(ids, keyed, model, param_names) if ids else {}
 
@@ -105,6 +106,12 @@ def by_name(
         scalars.setdefault(name(key), {})[slot] = value
     groups = [_named_group(group, name) for group in keyed.groups]
     return OptimState(tensors, scalars, groups)
+
+
+def _require_keys(keys: Iterable[object], place: str) -> None:
+    for key in keys:
+        if type(key) not in (int, str):
+            raise FormatError(f"a key of `{place}` is neither a name nor an id", found=repr(key)[:80])
 
 
 def _named_group(group: Mapping[str, object], name: Callable[[Key], str]) -> dict[str, object]:
@@ -137,6 +144,7 @@ def _nested(raw: RawOptim) -> _Keyed:
             keyed.scalars[key, str(slot)] = value
     groups = rebuild({path[1:]: v for path, v in raw.values.items() if path[0] == _GROUPS})
     if isinstance(groups, dict):
+        _require_keys(groups, _GROUPS)
         groups = [groups[key] for key in sorted(groups, key=lambda k: (isinstance(k, str), k))]
     if groups is not None and not (isinstance(groups, (list, tuple)) and all(isinstance(g, dict) for g in groups)):
         raise FormatError("`param_groups` is no list of dicts", found=type(groups).__name__)

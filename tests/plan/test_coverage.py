@@ -1,0 +1,116 @@
+"""What is missing, doubled, cut short or impossible is found before a byte is read, and named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.boxes import Box, whole
+from shardckpt.errors import FormatError, IncompleteError, OverlapError, TruncatedError
+from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry
+from shardckpt.plan.coverage import faults, is_row_major, require_complete
+
+BIG = 1 << 80
+
+
+def manifest(*pieces: Piece, shape: tuple[int, ...] = (4,), stored: str = "float32", size: int = 100) -> Manifest:
+    entry = TensorEntry(("model", "w"), shape, stored, pieces)
+    return Manifest("test", {"a.bin": size, "gone.bin": -1}, {entry.path: entry})
+
+
+def kinds(found: Manifest) -> list[str]:
+    return [fault.kind for fault in faults(found, found.tensors.values())]
+
+
+def span(start: int, stop: int, offset: int = 0, file: str = "a.bin") -> Piece:
+    return Piece(Box((start,), (stop - start,)), file, Span(offset, 4 * (stop - start)))
+
+
+def test_pieces_that_cover_an_array_have_no_fault() -> None:
+    assert kinds(manifest(span(0, 4))) == []
+    assert kinds(manifest(span(2, 4), span(0, 2))) == []
+    assert kinds(manifest(Piece(Box((), ()), "a.bin", Span(96, 4)), shape=())) == []
+    assert kinds(manifest(shape=(0, 4))) == []
+    assert kinds(manifest(Piece(whole((4,)), "a.bin", Lazy(0, 100)))) == []
+    assert kinds(manifest(Piece(whole((4,)), "a.bin", Encoded("zstd", 0, 9, Span(7, 16))))) == []
+
+
+@pytest.mark.parametrize(
+    ("pieces", "kind", "error"),
+    [
+        ([], "gap", IncompleteError),
+        ([span(0, 3)], "gap", IncompleteError),
+        ([span(0, 3), span(2, 4)], "overlap", OverlapError),
+        ([span(0, 4), span(0, 4)], "overlap", OverlapError),
+        ([span(0, 4, offset=85)], "truncated", TruncatedError),
+        ([span(0, 4, file="gone.bin")], "missing file", IncompleteError),
+        ([span(0, 4, file="never.bin")], "missing file", IncompleteError),
+        ([span(0, 5)], "invalid", FormatError),
+        ([span(-1, 3)], "invalid", FormatError),
+        ([span(0, 4, offset=-1)], "invalid", FormatError),
+        ([span(0, 4, offset=BIG)], "truncated", TruncatedError),
+        ([Piece(whole((4,)), "a.bin", Span(0, 15))], "invalid", FormatError),
+        ([Piece(whole((4,)), "a.bin", Span(0, -16))], "invalid", FormatError),
+        ([Piece(Box((0,), (BIG,)), "a.bin", Span(0, 4 * BIG))], "invalid", FormatError),
+        ([Piece(whole((4, 1)), "a.bin", Span(0, 16))], "invalid", FormatError),
+        ([Piece(whole((4,)), "a.bin", Strided(0, 16, 0, (2,)))], "invalid", FormatError),
+        ([Piece(whole((4,)), "a.bin", Strided(0, 16, -1, (1,)))], "invalid", FormatError),
+        ([Piece(whole((4,)), "a.bin", Strided(0, 16, 3, (-1,)))], "invalid", FormatError),
+        ([Piece(whole((4,)), "a.bin", Strided(0, 16, 0, (1, 1)))], "invalid", FormatError),
+        ([Piece(whole((4,)), "a.bin", Strided(0, 16, 0, (BIG,)))], "invalid", FormatError),
+        ([Piece(whole((4,)), "a.bin", Encoded("zstd", 90, 11, Span(0, 16)))], "truncated", TruncatedError),
+        ([Piece(whole((4,)), "a.bin", Encoded("zstd", 0, 9, Span(0, 12)))], "invalid", FormatError),
+        ([Piece(whole((4,)), "a.bin", Lazy(90, 11))], "truncated", TruncatedError),
+    ],
+)
+def test_every_fault_has_its_kind_and_its_error(pieces: list[Piece], kind: str, error: type[Exception]) -> None:
+    broken = manifest(*pieces)
+    assert kind in kinds(broken)
+    with pytest.raises(error, match=r"model\.w"):
+        require_complete(broken, broken.tensors.values(), "/ckpt")
+
+
+@pytest.mark.parametrize("shape", [(-1,), (BIG,), (1 << 40, 1 << 40), (-1, -4)])
+def test_shapes_that_no_array_has_are_refused(shape: tuple[int, ...]) -> None:
+    broken = manifest(Piece(whole(shape), "a.bin", Span(0, 16)), shape=shape)
+    assert kinds(broken) == ["invalid"]
+
+
+def test_a_message_names_tensor_box_file_and_sizes() -> None:
+    broken = manifest(span(0, 4, offset=85))
+    with pytest.raises(TruncatedError, match=r"/ckpt/a.bin: truncated: model.w \[0:4\]: found 100 bytes, .* 101"):
+        require_complete(broken, broken.tensors.values(), "/ckpt")
+
+
+def test_files_that_names_promise_must_be_there() -> None:
+    whole_one = manifest(span(0, 4))
+    broken = Manifest("test", whole_one.files, whole_one.tensors, missing=("b-00002-of-00002.bin",))
+    with pytest.raises(IncompleteError, match="b-00002-of-00002"):
+        require_complete(broken, broken.tensors.values(), "/ckpt")
+
+
+def test_an_expanded_view_needs_only_its_one_element() -> None:
+    one = Piece(whole((4,)), "a.bin", Strided(0, 4, 0, (0,)))
+    assert kinds(manifest(one)) == []
+
+
+def test_a_thousand_faults_are_not_listed() -> None:
+    entries = [TensorEntry((f"w{i}",), (4,), "float32", ()) for i in range(1000)]
+    found = Manifest("test", {}, {e.path: e for e in entries})
+    assert len(faults(found, entries, limit=5)) == 5
+
+
+@given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 10)), max_size=6))
+def test_coverage_of_a_line_is_right_for_any_cuts(cuts: list[tuple[int, int]]) -> None:
+    parts = [span(min(c), max(c)) for c in cuts]
+    times = [sum(p.box.offset[0] <= i < p.box.stop[0] for p in parts) for i in range(10)]
+    found = set(kinds(manifest(*parts, shape=(10,))))
+    assert ("gap" in found) == (0 in times)
+    assert ("overlap" in found) == (max(times) > 1)
+
+
+def test_row_major_views_are_known() -> None:
+    assert is_row_major(whole((2, 3)), Strided(0, 24, 0, (3, 1)))
+    assert is_row_major(whole((1, 3)), Strided(0, 24, 0, (99, 1)))
+    assert not is_row_major(whole((2, 3)), Strided(0, 24, 0, (1, 2)))

@@ -1,0 +1,188 @@
+"""Optimizer state by name, whatever it was stored by: names, ids, or one flat key a value. Never by a guess."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.boxes import whole
+from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, UsageError
+from shardckpt.manifest import Path, Piece, Span, TensorEntry
+from shardckpt.plan.names import cleaner
+from shardckpt.plan.optimizer import OptimState, RawOptim, by_name, rebuild, unique_match
+
+MODEL: dict[str, tuple[int, ...]] = {"a.w": (2, 3), "a.b": (3,), "c": (5,)}
+
+
+def tensor(path: Path, shape: tuple[int, ...] = (1,)) -> TensorEntry:
+    return TensorEntry(path, shape, "float32", (Piece(whole(shape), "f", Span(0, 4)),))
+
+
+def raw(tensors: dict[Path, tuple[int, ...]], values: dict[Path, object] | None = None) -> RawOptim:
+    return RawOptim({p: tensor(p, s) for p, s in tensors.items()}, values or {})
+
+
+def slots(state: OptimState) -> dict[str, Path]:
+    return {name: entry.path for name, entry in state.tensors.items()}
+
+
+def nested(ids: dict[int, tuple[int, ...]], groups: list[dict[str, object]]) -> RawOptim:
+    values = {("param_groups", i, k): v for i, g in enumerate(groups) for k, v in g.items()}
+    return raw({("state", i, "exp_avg"): s for i, s in ids.items()}, values)
+
+
+class TestByName:
+    def test_names_with_dots_stay_whole(self) -> None:
+        found = by_name(raw({("state", "a.w", "exp_avg"): (2, 3)}, {("param_groups",): [{"params": ["a.w"]}]}), MODEL)
+        assert slots(found) == {"a.w/exp_avg": ("state", "a.w", "exp_avg")}
+        assert found.groups == [{"params": ["a.w"]}]
+
+    def test_slots_may_be_nested(self) -> None:
+        found = by_name(raw({("state", "c", "shampoo", 0, "q"): (5,)}), MODEL)
+        assert list(found.tensors) == ["c/shampoo.0.q"]
+
+    def test_state_that_is_no_tensor_is_kept(self) -> None:
+        found = by_name(raw({}, {("state", "c", "step"): 3, ("param_groups", 0, "params"): ["c"]}), MODEL)
+        assert found.scalars == {"c": {"step": 3}}
+
+    def test_names_are_cleaned_as_the_models_were(self) -> None:
+        clean = cleaner(["module._orig_mod.a.w"])
+        found = by_name(
+            raw({("state", "module._orig_mod.a.w", "m"): (2, 3)}, {("param_groups",): [{"params": ["module.a.w"]}]}),
+            MODEL,
+            clean=clean,
+        )
+        assert list(found.tensors) == ["a.w/m"]
+        assert found.groups == [{"params": ["a.w"]}]
+
+    def test_two_entries_of_one_name_are_refused(self) -> None:
+        clashing = raw({("state", "_orig_mod.c", "m"): (5,), ("state", "c", "m"): (5,)})
+        with pytest.raises(NameCollisionError, match="c/m"):
+            by_name(clashing, MODEL, clean=cleaner(["c"]))
+
+    def test_groups_stored_value_by_value_are_put_back_in_order(self) -> None:
+        values: dict[Path, object] = {("param_groups", i, "lr"): i / 10 for i in (10, 2, 0)}
+        found = by_name(raw({}, values), MODEL)
+        assert [g["lr"] for g in found.groups] == [0.0, 0.2, 1.0]
+
+
+class TestFlattened:
+    """Keys such as `state.a.w.exp_avg`: both names and slots contain dots, the longest name wins."""
+
+    def test_the_longest_name_wins(self) -> None:
+        model = {"a": (1,), "a.w": (2,), "a.w.exp": (3,)}
+        found = by_name(raw({("state.a.w.exp.exp_avg",): (3,), ("state.a.w.exp_avg",): (2,)}), model)
+        assert list(found.tensors) == ["a.w.exp/exp_avg", "a.w/exp_avg"]
+
+    def test_slots_may_have_dots(self) -> None:
+        found = by_name(raw({("state.c.factors.0",): (5,)}), MODEL)
+        assert list(found.tensors) == ["c/factors.0"]
+
+    def test_a_parameter_that_the_model_lacks_is_cut_at_the_last_dot(self) -> None:
+        found = by_name(raw({("state.gone.w.exp_avg",): (5,)}), MODEL)
+        assert list(found.tensors) == ["gone.w/exp_avg"]
+
+    def test_parameters_with_equal_hypers_are_one_group(self) -> None:
+        values: dict[Path, object] = {
+            ("param_groups.a.w.lr",): 0.1,
+            ("param_groups.c.lr",): 0.2,
+            ("param_groups.a.b.lr",): 0.1,
+            ("state.c.step",): 4,
+        }
+        found = by_name(raw({("state.a.w.exp_avg",): (2, 3)}, values), MODEL)
+        assert found.groups == [{"lr": 0.1, "params": ["a.w", "a.b"]}, {"lr": 0.2, "params": ["c"]}]
+        assert found.scalars == {"c": {"step": 4}}
+
+
+class TestIds:
+    def test_names_in_the_groups_are_believed(self) -> None:
+        found = by_name(
+            nested({0: (5,), 1: (2, 3)}, [{"params": [0, 1], "param_names": ["c", "a.w"], "lr": 1.0}]), MODEL
+        )
+        assert list(found.tensors) == ["c/exp_avg", "a.w/exp_avg"]
+        assert found.groups == [{"lr": 1.0, "params": ["c", "a.w"]}]
+
+    def test_names_that_the_caller_gives_come_first(self) -> None:
+        source = nested({0: (5,)}, [{"params": [0], "param_names": ["wrong"]}])
+        assert list(by_name(source, MODEL, {0: "c"}).tensors) == ["c/exp_avg"]
+
+    def test_ids_without_a_name_are_refused(self) -> None:
+        with pytest.raises(UsageError, match=r"ids \[1\] have no name.*--param-names"):
+            by_name(nested({0: (5,), 1: (2, 3)}, [{"params": [0, 1]}]), MODEL, {0: "c"})
+
+    def test_shapes_name_ids_where_only_one_way_fits(self) -> None:
+        found = by_name(nested({0: (2, 3), 1: (3,), 2: (5,)}, [{"params": [0, 1]}, {"params": [2]}]), MODEL)
+        assert list(found.tensors) == ["a.w/exp_avg", "a.b/exp_avg", "c/exp_avg"]
+
+    def test_buffers_between_parameters_are_passed_over(self) -> None:
+        model = {"a": (2,), "running": (7,), "b": (3,)}
+        found = by_name(nested({0: (2,), 1: (3,)}, [{"params": [0, 1]}]), model)
+        assert list(found.tensors) == ["a/exp_avg", "b/exp_avg"]
+
+    @pytest.mark.parametrize("model", [{"a": (2,), "b": (2,)}, {"a": (9,)}])
+    def test_several_ways_or_none_need_help(self, model: dict[str, tuple[int, ...]]) -> None:
+        with pytest.raises(AmbiguousError, match="--param-names"):
+            by_name(nested({0: (2,)}, [{"params": [0]}]), model)
+
+    def test_equal_shapes_in_equal_number_are_one_way(self) -> None:
+        model = {"a": (2,), "b": (2,)}
+        found = by_name(nested({0: (2,), 1: (2,)}, [{"params": [0, 1]}]), model)
+        assert list(found.tensors) == ["a/exp_avg", "b/exp_avg"]
+
+    def test_an_empty_group_stays(self) -> None:
+        found = by_name(nested({0: (5,)}, [{"params": [0]}, {"params": [], "lr": 9}]), MODEL, {0: "c"})
+        assert found.groups == [{"params": ["c"]}, {"lr": 9, "params": []}]
+
+
+@given(
+    st.lists(st.sampled_from([(1,), (2,), (3,)]), max_size=5),
+    st.lists(st.sampled_from([(1,), (2,), None]), max_size=4),
+)
+def test_a_match_of_shapes_is_the_only_one_or_none(
+    offered: list[tuple[int, ...]], wanted: list[tuple[int, ...] | None]
+) -> None:
+    named = [(f"p{i}", shape) for i, shape in enumerate(offered)]
+    ways = [
+        [name for name, _ in choice]
+        for choice in combinations(named, len(wanted))
+        if all(w is None or w == shape for w, (_, shape) in zip(wanted, choice, strict=True))
+    ]
+    assert unique_match(wanted, named) == (ways[0] if len(ways) == 1 else None)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {("param_groups",): "no list"},
+        {("param_groups",): [1, 2]},
+        {("param_groups",): [{"params": 5}]},
+        {("param_groups",): [{"params": [None]}]},
+        {("param_groups",): [{"params": [[1]]}]},
+        {("param_groups", 0): 7},
+        {("param_groups", 0, "params"): {"a": 1}},
+    ],
+)
+def test_groups_that_are_none_are_a_format_error(values: dict[Path, object]) -> None:
+    with pytest.raises(FormatError):
+        by_name(raw({}, values), MODEL)
+
+
+@pytest.mark.parametrize("path", [("other", "x"), ("state",), ("state", "x")])
+def test_tensors_in_odd_places_are_a_format_error(path: Path) -> None:
+    with pytest.raises(FormatError, match="not a place"):
+        by_name(raw({path: (1,)}, {("param_groups",): []}), MODEL)
+
+
+@pytest.mark.parametrize("key", [True, 1.5, None, ("a",)])
+def test_keys_that_are_neither_name_nor_id_are_a_format_error(key: object) -> None:
+    with pytest.raises(FormatError):
+        by_name(raw({("state", key, "m"): (1,)}, {("param_groups",): []}), MODEL)  # type: ignore[dict-item]
+
+
+def test_a_nest_is_put_back() -> None:
+    assert rebuild({(0, "lr"): 1, (0, "betas", 0): 2, (1,): 3}) == {0: {"lr": 1, "betas": {0: 2}}, 1: 3}
+    assert rebuild({(): 5}) == 5
+    assert rebuild({}) is None
