@@ -1,0 +1,38 @@
+"""The benchmark still runs: its inputs are written, its peers start, and every output is compared with the truth."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "consolidate.py"
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_small_run_prints_a_row_for_every_tool(tmp_path: Path) -> None:
+    options = ["--size", "1MB", "--rounds", "1", "--cases", "hf,help", "--fsync", "neither", "--folder", str(tmp_path)]
+    done = bench(*options)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]
+    assert {"cp", "shardckpt consolidate", "torch HF consolidation", "`shardckpt --help`"} <= set(rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [("--cases", "no-such-case"), ("--size", "many")])
+def test_what_cannot_be_run_is_refused(arguments: tuple[str, str]) -> None:
+    assert bench(*arguments).returncode == 2
+
+
+def test_a_wrong_output_stops_the_run(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    inputs = SCRIPT.with_name("inputs.py")
+    command = [sys.executable, str(inputs), "check", "hf", str(tmp_path), "1000000", "float32"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "missing" in done.stderr
