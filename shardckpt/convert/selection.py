@@ -89,6 +89,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         raise IncompleteError("the checkpoint holds no model tensors", where=reader.store.url, found=_tops(manifest))
     _check_shapes(model.tensors, options.shapes_from)
     chosen = names.keep(model.tensors, options.include, options.exclude)
+    names.require_matches(options.keep_fp32, chosen)
     dropped, warnings = _ties(reader, manifest, model, chosen, config)
     state = _optimizer(reader, manifest, found, model, options) if options.part != "model" else None
     kept = [name for name in chosen if name not in dropped] if options.part != "optim" else []

@@ -83,16 +83,25 @@ def keep(names: Iterable[str], include: Sequence[str], exclude: Sequence[str]) -
         UsageError: A glob that matches nothing, which is usually a slip.
     """
     every = list(names)
-    for glob in (*include, *exclude):
-        if not any(fnmatchcase(name, glob) for name in every):
-            raise UsageError(
-                f"the glob {glob!r} matches no tensor",
-                found=f"{len(every)} names such as {', '.join(every[:2])}" if every else "no names at all",
-                fix="Globs match final names; `shardckpt inspect` lists them.",
-            )
+    require_matches((*include, *exclude), every)
     return [
         name
         for name in every
         if (not include or any(fnmatchcase(name, glob) for glob in include))
         and not any(fnmatchcase(name, glob) for glob in exclude)
     ]
+
+
+def require_matches(globs: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse a glob that matches none of the names.
+
+    Raises:
+        UsageError: There is one; the message shows some of the names.
+    """
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UsageError(
+                f"the glob {glob!r} matches no tensor",
+                found=f"{len(names)} names such as {', '.join(names[:2])}" if names else "no names at all",
+                fix="Globs match final names; `shardckpt inspect` lists them.",
+            )
