@@ -17,12 +17,10 @@ from shardckpt.storage.failures import failing, storage_error
 from shardckpt.storage.leftovers import PARTIAL, beside, hold
 from shardckpt.storage.names import check_name
 from shardckpt.storage.store import Listed, Read, Store, Traits
+from shardckpt.storage.writeback import STEP_BYTES, start_writeback
 
 _OPEN_FILES = 64
 """File descriptors one store keeps open; a checkpoint may have thousands of files."""
-
-_KERNEL_COPY = 64 << 20
-"""Bytes of one copy_file_range call: long enough to be free of overhead, short enough to be interrupted."""
 
 _BUFFER = 4 << 20
 """Bytes of the buffer that copies pass through where the kernel cannot copy by itself."""
@@ -259,6 +257,8 @@ class LocalWriter:
         self._fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         hold(self._fd)
         self._buffer: memoryview | None = None
+        self._written = 0
+        self._started = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append `data`.
@@ -269,7 +269,9 @@ class LocalWriter:
         view = memoryview(data).cast("B")
         with failing("cannot write", self._path):
             while view:
-                view = view[os.write(self._fd, view) :]
+                count = os.write(self._fd, view)
+                self._count(count)
+                view = view[count:]
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
         """Append a range of a file of `source`; inside the kernel where both are local and it can.
@@ -290,6 +292,13 @@ class LocalWriter:
             self.write(part)
             offset, nbytes = offset + len(part), nbytes - len(part)
 
+    def _count(self, nbytes: int) -> None:
+        """Count appended bytes, and let the disk begin on them while the next ones are made."""
+        self._written += nbytes
+        if self._written - self._started >= STEP_BYTES:
+            start_writeback(self._fd, self._started, self._written - self._started)
+            self._started = self._written
+
     def _kernel_copy(self, source: int, offset: int, nbytes: int) -> int:
         """Copy what the kernel copies by itself; return the bytes it copied."""
         done = 0
@@ -297,9 +306,10 @@ class LocalWriter:
             return done
         try:
             while done < nbytes:
-                count = os.copy_file_range(source, self._fd, min(nbytes - done, _KERNEL_COPY), offset + done)
+                count = os.copy_file_range(source, self._fd, min(nbytes - done, STEP_BYTES), offset + done)
                 if count == 0:
                     break
+                self._count(count)
                 done += count
         except OSError as error:
             if error.errno not in _NO_KERNEL_COPY:
