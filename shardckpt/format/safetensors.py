@@ -213,7 +213,7 @@ def encode_header(tensors: Sequence[Placed], metadata: Mapping[str, str]) -> byt
     The JSON is padded with spaces so that the data begins at a multiple of 8 bytes.
 
     Raises:
-        UnsupportedError: A type that safetensors cannot name.
+        UnsupportedError: A type that safetensors cannot name, or a name that is no text.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -226,6 +226,11 @@ def encode_header(tensors: Sequence[Placed], metadata: Mapping[str, str]) -> byt
         end = at + tensor.nbytes
         header[tensor.name] = {"dtype": short, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
-    body = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    try:
+        body = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedError(
+            "a name with half a surrogate pair cannot be written", found=error.object[error.start : error.end]
+        ) from error
     body += b" " * (-(8 + len(body)) % 8)
     return struct.pack("<Q", len(body)) + body
