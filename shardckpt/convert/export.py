@@ -223,7 +223,10 @@ def _lay_out(job: Job, fresh: str) -> Layout:
 
 
 def _json(content: Mapping[str, object]) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+    try:
+        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can only hold escaped
+        return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _metadata(job: Job) -> dict[str, str]:
