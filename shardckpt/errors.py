@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-_SHOWN = 400
+_SHOWN = 1000
 """Characters of one part of a message that are shown; the rest is cut, since names come from hostile files."""
 
 

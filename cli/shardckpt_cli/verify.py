@@ -24,6 +24,7 @@ def verify(
         for problem in result.problems:
             print(problem)
         checked = f", {output.size(result.checked_bytes)} match their checksums" if result.checked_bytes else ""
-        state = "whole" if result.ok else f"{len(result.problems)} problems"
+        count = len(result.problems)
+        state = "whole" if result.ok else f"{count} problem{'s' * (count != 1)}"
         print(f"{result.source}: {result.format or 'unreadable'}: {result.tensors} tensors, {state}{checked}")
     raise typer.Exit(0 if result.ok else 1)

@@ -241,7 +241,7 @@ def _metadata(job: Job) -> dict[str, str]:
 
 def _write_payload(job: Job, layout: Layout, publication: Publication, meter: Meter) -> None:
     writers = min(job.options.jobs, len(layout.payload))
-    budget = Budget.of(parse_size(job.options.max_memory), writers)
+    budget = Budget.of(parse_size(job.options.max_memory), writers, is_local=job.reader.store.traits.is_local)
 
     def write(file: Laid) -> None:
         with publication.create(job.target.rpartition("/")[2] if job.is_single else file.name) as writer:

@@ -139,7 +139,7 @@ class Verification:
         source: Where it lies.
         format: What it was read as.
         tensors: Tensors whose coverage was checked.
-        checked_bytes: Bytes compared with a stored checksum.
+        checked_bytes: Bytes that match a stored checksum.
         problems: Every fault found, one sentence each.
         warnings: What is odd but no fault.
     """

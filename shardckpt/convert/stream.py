@@ -21,7 +21,13 @@ _RESERVED_BYTES = 20 * 2**20
 _BUFFERS = 4
 """A batch exists at most so many times: as stored, as staged, as cast, and as a part in flight at a remote store."""
 
-_BATCH_BYTES = (1 << 16, 1 << 23)
+_LEAST_BATCH_BYTES = 1 << 16
+_LOCAL_BATCH_BYTES = 1 << 20
+"""On a disk a batch that stays in the processor's cache is moved fastest."""
+
+_REMOTE_BATCH_BYTES = 1 << 23
+"""From a remote store fewer and larger requests are."""
+
 _COPY_BYTES = 1 << 18
 _COPY_STEP_BYTES = 1 << 28
 
@@ -32,15 +38,24 @@ class Budget:
 
     Attributes:
         batch_bytes: Most bytes of one batch.
+        step_bytes: Most bytes of one copy, after which progress is told; a remote source holds so many in memory.
     """
 
     batch_bytes: int
+    step_bytes: int
 
     @classmethod
-    def of(cls, max_memory: int, writers: int) -> Budget:
-        """Share a cap on added memory, in bytes, among writers that run side by side."""
+    def of(cls, max_memory: int, writers: int, *, is_local: bool) -> Budget:
+        """Share a cap on added memory, in bytes, among writers that run side by side.
+
+        Args:
+            max_memory: The cap.
+            writers: How many share it.
+            is_local: Whether the source's files are on this machine.
+        """
         share = max(max_memory - _RESERVED_BYTES, 0) // (_BUFFERS * writers)
-        return cls(min(max(share, _BATCH_BYTES[0]), _BATCH_BYTES[1]))
+        batch = min(max(share, _LEAST_BATCH_BYTES), _LOCAL_BATCH_BYTES if is_local else _REMOTE_BATCH_BYTES)
+        return cls(batch, _COPY_STEP_BYTES if is_local else 2 * batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +104,7 @@ def write_file(
     current: OutTensor | None = None
     for step in steps(file.tensors, batch_bytes=budget.batch_bytes, copy_bytes=_COPY_BYTES):
         if isinstance(step, Copy):
-            _copy(reader.store, step, writer, meter)
+            _copy(reader.store, step, writer, budget.step_bytes, meter)
             continue
         if step.takes[-1].tensor is not current:
             pieces.forget()
@@ -101,9 +116,9 @@ def write_file(
         meter.add(step.nbytes)
 
 
-def _copy(store: Store, step: Copy, writer: Writer, meter: Meter) -> None:
-    for start in range(0, step.nbytes, _COPY_STEP_BYTES):
-        size = min(_COPY_STEP_BYTES, step.nbytes - start)
+def _copy(store: Store, step: Copy, writer: Writer, most: int, meter: Meter) -> None:
+    for start in range(0, step.nbytes, most):
+        size = min(most, step.nbytes - start)
         writer.copy_from(store, step.file, step.offset + start, size)
         meter.add(size)
 

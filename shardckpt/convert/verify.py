@@ -60,8 +60,9 @@ def _checksums(reader: Reader) -> tuple[int, list[str]]:
     try:
         for checksum in reader.checksums():
             value = _crc32(reader, checksum)
-            checked += checksum.nbytes
-            if value != checksum.value:
+            if value == checksum.value:
+                checked += checksum.nbytes
+            else:
                 error = ChecksumError(
                     f"bytes {checksum.offset} to {checksum.offset + checksum.nbytes} do not match their checksum",
                     where=f"{reader.store.url}/{checksum.file}",

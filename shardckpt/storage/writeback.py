@@ -8,7 +8,7 @@ _WRITE = 2
 """SYNC_FILE_RANGE_WRITE: begin writing what is dirty, wait for nothing. It promises nothing either; fsync does."""
 
 STEP_BYTES = 1 << 25
-"""Bytes after which it is worth a call; also those of one kernel copy: free of overhead, short to interrupt."""
+"""Bytes after which it is worth a call."""
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:

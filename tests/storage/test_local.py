@@ -221,52 +221,40 @@ class TestFailures:
             store.list()
 
 
-class TestKernelCopies:
+class TestCopies:
     def copied(self, store) -> bytes:
         put(store, "a.bin")
         with store.create("b.bin") as writer:
             writer.copy_from(store, "a.bin", 10, 9000)
         return read_bytes(store, "b.bin", 0, 9000)
 
-    def test_short_copies_are_continued(self, store, monkeypatch):
-        whole = os.copy_file_range
-        calls = []
-
-        def short(source, target, count, offset):
-            calls.append(count)
-            return whole(source, target, min(count, 1000), offset)
-
-        monkeypatch.setattr(os, "copy_file_range", short)
+    def test_short_reads_and_writes_are_continued(self, store, monkeypatch):
+        read, write = os.preadv, os.write
+        monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:700]], offset))
+        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:900]))
         assert self.copied(store) == CONTENT[10:9010]
-        assert len(calls) == 9
 
-    @pytest.mark.parametrize("code", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
-    @pytest.mark.parametrize("after", [0, 1])
-    def test_a_kernel_that_cannot_is_replaced_midway(self, store, monkeypatch, code, after):
-        whole = os.copy_file_range
-        calls = []
-
-        def refuse(source, target, count, offset):
-            calls.append(count)
-            if len(calls) > after:
-                raise OSError(code, os.strerror(code))
-            return whole(source, target, min(count, 1000), offset)
-
-        monkeypatch.setattr(os, "copy_file_range", refuse)
+    def test_a_copy_larger_than_its_buffer_takes_several_rounds(self, store, monkeypatch):
         monkeypatch.setattr(local, "_BUFFER", 4096)
         assert self.copied(store) == CONTENT[10:9010]
 
-    def test_a_kernel_that_copies_nothing_before_the_end_is_replaced(self, store, monkeypatch):
-        monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
-        assert self.copied(store) == CONTENT[10:9010]
+    def test_the_disk_is_asked_to_begin_before_the_end(self, store, monkeypatch):
+        asked = []
+        monkeypatch.setattr(local, "start_writeback", lambda fd, offset, nbytes: asked.append((offset, nbytes)))
+        monkeypatch.setattr(local, "STEP_BYTES", 4096)
+        monkeypatch.setattr(local, "_BUFFER", 1024)
+        self.copied(store)
+        assert asked == [(0, 4096), (4096, 4096)]
 
-    def test_a_full_disk_is_told_by_a_kernel_copy_too(self, store, monkeypatch):
+    def test_a_full_disk_is_told_and_leaves_nothing(self, store, monkeypatch):
+        put(store, "a.bin")
+
         def full(*_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(os, "copy_file_range", full)
-        with pytest.raises(NoSpaceError):
-            self.copied(store)
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(NoSpaceError), store.create("b.bin") as writer:
+            writer.copy_from(store, "a.bin", 10, 9000)
         assert [entry.name for entry in store.list()] == ["a.bin"]
 
 
