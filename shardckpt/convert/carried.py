@@ -116,5 +116,6 @@ def with_dtype(config: Mapping[str, object], dtype: str) -> dict[str, object]:
         if isinstance(value, dict):
             changed[key] = with_dtype(value, dtype) if key.endswith("_config") else value
         else:
-            changed[key] = dtype if key in _DTYPE_KEYS and value in FLOATS else value
+            is_float = isinstance(value, str) and value in FLOATS
+            changed[key] = dtype if key in _DTYPE_KEYS and is_float else value
     return changed

@@ -18,7 +18,7 @@ from shardckpt.errors import UsageError
 from shardckpt.format.detect import detect, open_source
 from shardckpt.format.hf_files import OPTIMIZER, OPTIMIZER_FILES_KEY, PARAM_GROUPS, PARAM_GROUPS_KEY, SUFFIX
 from shardckpt.format.reader import Reader
-from shardckpt.plan.outputs import OutTensor, index, name_files, split_as_stored, split_by_size
+from shardckpt.plan.outputs import OutFile, OutTensor, index, name_files, split_as_stored, split_by_size
 from shardckpt.storage.open_store import local_path
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import overlaps, publish
@@ -203,10 +203,11 @@ def _lay_out(job: Job, fresh: str) -> Layout:
         fresh: Put into names, where files under the usual ones may still be read by somebody.
     """
     metadata = _metadata(job)
-    files = {stem: name_files(parts, stem, "" if job.is_single else fresh) for stem, parts in job.groups.items()}
-    payload = tuple(lay_out(file, metadata) for written in files.values() for file in written)
     if job.is_single:
-        return Layout(payload, {})
+        [[tensors]] = job.groups.values()
+        return Layout((lay_out(OutFile(job.target.rpartition("/")[2], tensors), metadata),), {})
+    files = {stem: name_files(parts, stem, fresh) for stem, parts in job.groups.items()}
+    payload = tuple(lay_out(file, metadata) for written in files.values() for file in written)
     small: dict[str, bytes] = {}
     if job.options.dtype and job.carried.config:
         small[CONFIG] = _json(with_dtype(job.carried.config, parse_dtype(job.options.dtype)))
@@ -244,7 +245,7 @@ def _write_payload(job: Job, layout: Layout, publication: Publication, meter: Me
     budget = Budget.of(parse_size(job.options.max_memory), writers, is_local=job.reader.store.traits.is_local)
 
     def write(file: Laid) -> None:
-        with publication.create(job.target.rpartition("/")[2] if job.is_single else file.name) as writer:
+        with publication.create(file.name) as writer:
             write_file(job.reader, file, writer, budget=budget, allow_overflow=job.options.allow_overflow, meter=meter)
 
     if writers == 1:

@@ -165,9 +165,18 @@ def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
                 expected=shapes[name].shape,
                 fix="A file with the end of the tensor is probably missing.",
             )
-    missing = [name for name in shapes if name not in tensors]
-    if missing and not set(shapes) & set(tensors):
+    paths = {entry.path for name, entry in shapes.items() if name in tensors}
+    kept = {other.aliases.get(path, path) for path in paths}
+    missing = [n for n, e in shapes.items() if n not in tensors and other.aliases.get(e.path, e.path) not in kept]
+    if missing and not paths:
         raise UsageError("--shapes-from shares no name with the checkpoint", where=shapes_from, found=missing[0])
+    if missing:
+        raise IncompleteError(
+            f"{missing[0]} is in --shapes-from and not in the checkpoint",
+            where=shapes_from,
+            found=f"{len(missing)} such tensors",
+            fix="The file that held it is probably missing.",
+        )
 
 
 def _ties(

@@ -1,0 +1,123 @@
+"""What `inspect` shows, and what it does not read to show it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from cases import NAMES, read_case
+from safetensors.torch import save_file
+
+import shardckpt
+from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UnsafeError
+from shardckpt.storage.local import LocalStore
+from shardckpt.storage.store import Read
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Every range of every file that is read."""
+    seen: list[tuple[str, int, int]] = []
+    real = LocalStore.read
+
+    def counting(self: LocalStore, reads: Sequence[Read]) -> None:
+        seen.extend((f"{self.url}/{r.name}", r.offset, len(r.buffer)) for r in reads)
+        real(self, reads)
+
+    monkeypatch.setattr(LocalStore, "read", counting)
+    return seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_is_shown_with_its_type_and_shape(name: str, fixtures: Path, tmp_path: Path) -> None:
+    case = read_case(fixtures, name, tmp_path)
+    found = shardckpt.inspect(str(case.source))
+    shown = {t.name: t for t in found.tensors}
+    kinds = sorted((str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in case.model.values())
+    if not name.startswith("hf_pretrained"):
+        stored = sorted((t.dtype, t.shape) for t in shown.values())
+        assert not [kind for kind in kinds if kind not in stored]
+    assert found.warnings == ()
+    json.dumps(found.parts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_headers_and_metadata_are_read(
+    name: str, fixtures: Path, tmp_path: Path, ranges: list[tuple[str, int, int]]
+) -> None:
+    source = read_case(fixtures, name, tmp_path).source
+    shardckpt.inspect(str(source))
+    assert len(ranges) == len(set(ranges)), "nothing is read twice"
+    assert not [r for r in ranges if r[0].endswith(".distcp")], "slices are found by the metadata alone"
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_data_is_not_read_however_much_there_is(form: str, tmp_path: Path, ranges: list[tuple[str, int, int]]) -> None:
+    tensors = {f"layers.{i}.w": torch.ones(1 << 18) for i in range(8)}
+    if form == "torch":
+        torch.save(tensors, tmp_path / "a.pt")
+    else:
+        save_file(tensors, tmp_path / "a.safetensors")
+    assert shardckpt.inspect(str(tmp_path)).nbytes == 8 << 20
+    assert sum(n for _, _, n in ranges) < 150_000
+
+
+def test_parts_ties_and_values_are_told(fixtures: Path) -> None:
+    found = shardckpt.inspect(str(fixtures / "torch_save_zip_nasty" / "ckpt" / "checkpoint.pt"))
+    assert found.parts["model"] == ("model",)
+    assert found.parts["optimizer"] == ("optimizer",)
+    assert set(found.parts["other"]) == {"views", "epoch", "args"}
+    assert found.ties["model.head.weight"] == "model.embed.weight"
+    assert found.nbytes < sum(t.nbytes for t in found.tensors), "a tied tensor counts once"
+    assert found.objects["epoch"].isdigit()
+
+
+def test_a_long_or_odd_value_is_cut_to_a_line(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(1)}, "note": "a\nb" * 1000}, tmp_path / "a.pt")
+    [shown] = [v for k, v in shardckpt.inspect(str(tmp_path / "a.pt")).objects.items() if k == "note"]
+    assert shown.isprintable()
+    assert len(shown) < 100
+
+
+def test_nothing_there_and_nothing_known_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(SourceNotFoundError):
+        shardckpt.inspect(str(tmp_path / "none"))
+    with pytest.raises(UnknownFormatError, match="an empty folder"):
+        shardckpt.inspect(str(tmp_path))
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(UnknownFormatError, match=r"found notes\.txt.*\.metadata.*safetensors"):
+        shardckpt.inspect(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [("manifest.ocdbt", "Orbax"), ("latest_checkpointed_iteration.txt", "Megatron"), ("zero_to_fp32.py", "DeepSpeed")],
+)
+def test_folders_of_others_are_named(tmp_path: Path, mark: str, message: str) -> None:
+    (tmp_path / mark).write_text("x")
+    with pytest.raises(UnknownFormatError, match=message):
+        shardckpt.inspect(str(tmp_path))
+
+
+def test_objects_that_would_run_code_are_refused(tmp_path: Path) -> None:
+    class Bad:
+        def __reduce__(self) -> tuple[object, ...]:
+            return eval, ("1",)
+
+    torch.save({"w": torch.ones(1), "bad": Bad()}, tmp_path / "a.pt")
+    with pytest.raises(UnsafeError, match="eval"):
+        shardckpt.inspect(str(tmp_path / "a.pt"))
+
+
+def test_looking_at_local_safetensors_imports_neither_numpy_nor_fsspec(fixtures: Path) -> None:
+    folder = str(fixtures / "hf_pretrained_llama" / "ckpt")
+    code = (
+        f"import sys, shardckpt; shardckpt.inspect({folder!r});"
+        "print([m for m in ('numpy', 'torch', 'fsspec') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
