@@ -138,7 +138,8 @@ def _export(src: str, dst: str, options: Options, split: Split, on_progress: OnP
     carried = find_carried(source, options.config_from)
     watch.lap("open")
     selection = select(reader, options, carried.config)
-    job = Job(src, dst, options, reader, carried, selection, _grouped(reader, selection, options, split))
+    groups = _grouped(reader, selection, options, _in_one if dst.endswith(SUFFIX) else split)
+    job = Job(src, dst, options, reader, carried, selection, groups)
     _check_single(job)
     watch.lap("plan")
     if options.dry_run:
@@ -160,6 +161,10 @@ def _check_single(job: Job) -> None:
             found=job.target,
             fix="Name a folder, or choose --part model or --part optim.",
         )
+
+
+def _in_one(tensors: Sequence[OutTensor]) -> list[tuple[OutTensor, ...]]:
+    return [tuple(tensors)]
 
 
 def _grouped(
