@@ -7,7 +7,7 @@ from shardckpt.errors import UsageError, escape
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.manifest import UNREAD, Manifest, dotted
 from shardckpt.plan.coverage import faults
-from shardckpt.plan.parts import find_parts, split_flat_names
+from shardckpt.plan.parts import find_parts, model_paths, split_flat_names
 
 _SHOWN = 60
 

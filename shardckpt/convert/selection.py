@@ -114,11 +114,7 @@ def name_model(manifest: Manifest, found: parts.Parts) -> Named:
         NameCollisionError: Two tensors would get one name.
     """
     depth = len(found.model)
-    paths = [
-        path
-        for path in manifest.tensors
-        if path[:depth] == found.model and not any(path[: len(o)] == o for o in found.optimizers)
-    ]
+    paths = list(parts.model_paths(manifest, found))
     stored = {path: dotted(path[depth:]) or dotted(path) for path in paths}
     names.require_unique({f"{i}:{n}": n for i, n in enumerate(stored.values())})
     clean = names.clean(stored.values())

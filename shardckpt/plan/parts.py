@@ -7,7 +7,7 @@ The rules: a subtree that holds `state` and `param_groups` is an optimizer; the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shardckpt.errors import AmbiguousError, UsageError
@@ -59,6 +59,14 @@ def find_parts(manifest: Manifest, model_key: str = "", optim_key: str = "") -> 
         if not _below_any(path, inside):
             others[_top(path, inside)] = None
     return Parts(model, tuple(optimizers), tuple(others))
+
+
+def model_paths(manifest: Manifest, found: Parts) -> Iterator[Path]:
+    """Yield the paths of the model's tensors, in saved order."""
+    depth = len(found.model)
+    for path in manifest.tensors:
+        if path[:depth] == found.model and not _below_any(path, found.optimizers):
+            yield path
 
 
 def find_key(manifest: Manifest, key: str, option: str) -> Path:
