@@ -63,7 +63,7 @@ def _parts(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     except UsageError:
         return {}
     return {
-        "model": (dotted(found.model),),
+        "model": (dotted(found.model),) if any(True for _ in model_paths(manifest, found)) else (),
         "optimizer": tuple(map(dotted, found.optimizers)),
         "other": tuple(map(dotted, found.others)),
     }
