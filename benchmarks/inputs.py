@@ -69,7 +69,8 @@ def shards(rank: int, nbytes: int, dim: int) -> dict[str, DTensor]:
     for name, shape in shapes("large", nbytes).items():
         full = truth(name, shape)
         along = min(dim, full.ndim - 1)
-        local = full.chunk(RANKS, along)[rank].contiguous()
+        # a copy: a view would keep the whole tensor in the memory of every rank
+        local = full.chunk(RANKS, along)[rank].clone(memory_format=torch.contiguous_format)
         found[name] = DTensor.from_local(local, mesh, [Shard(along)], shape=full.size(), stride=full.stride())
     return found
 
