@@ -20,20 +20,21 @@ class Terminated(BaseException):
 
 
 class Sheltered(Exception):  # noqa: N818  (it only carries one)
-    """Carries an error past the argument parser, which takes every EOFError for the end of a dialogue."""
+    """Carries an error past the argument parser, which has its own idea of what to do about it."""
 
 
 def sheltered(command: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Return a command whose end-of-file errors and interruptions arrive at `guarded` as they were raised.
+    """Return a command whose end-of-file errors, interruptions and broken pipes reach `guarded` as they were raised.
 
-    A truncated checkpoint is an EOFError, and the parser would turn it into "Aborted" and print an empty line.
+    A truncated checkpoint is an EOFError, and the parser would turn it into "Aborted" and print an empty line; a reader
+    that has seen enough is no failure, and the parser would exit with 1.
     """
 
     @functools.wraps(command)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except (EOFError, KeyboardInterrupt) as error:
+        except (EOFError, KeyboardInterrupt, BrokenPipeError) as error:
             raise Sheltered from error
 
     return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -54,7 +55,7 @@ def table(rows: Iterable[Sequence[str]], right: frozenset[int] = frozenset()) ->
 
 
 def as_json(result: Any) -> str:
-    """Return a frozen result as JSON, with everything a surrogate could break escaped."""
+    """Return a frozen result as JSON; surrogates are escaped, and numbers that JSON lacks are text: "inf", "nan"."""
     return json.dumps(_plain(result), indent=2, default=str)
 
 
@@ -66,6 +67,8 @@ def _plain(value: Any) -> Any:
         return value._asdict()
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     return value
 
 

@@ -1,0 +1,76 @@
+"""The command as a person runs it: in a process of its own, or quickly in this one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardckpt_cli.app import app
+from shardckpt_cli.exits import guarded
+
+_ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "cli")])}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def start(*args: object, **options: object) -> subprocess.Popen[str]:
+    """Start the command in a process of its own."""
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT, **options}
+    return subprocess.Popen([sys.executable, "-m", "shardckpt_cli", *map(str, args)], **settings)  # type: ignore[call-overload,no-any-return]
+
+
+def start_slow(*args: object) -> subprocess.Popen[str]:
+    """Start the command so that it pauses after every step of a copy."""
+    code = (
+        "import sys, time\n"
+        "from shardckpt.convert.report import Meter\n"
+        "add = Meter.add\n"
+        "Meter.add = lambda self, n: (add(self, n), time.sleep(0.3))\n"
+        "from shardckpt_cli.app import main\n"
+        "main()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> Outcome:
+    out, err = process.communicate(timeout=60)
+    return Outcome(process.returncode, out or "", err or "")
+
+
+def run(*args: object, **options: object) -> Outcome:
+    """Run the command in a process of its own."""
+    return finish(start(*args, **options))
+
+
+def run_here(*args: object) -> Outcome:
+    """Run the command in this process: for suites of many calls."""
+    out, err = io.StringIO(), io.StringIO()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            guarded(lambda: app(list(map(str, args)), standalone_mode=False))
+    except SystemExit as end:
+        return Outcome(int(end.code or 0), out.getvalue(), err.getvalue())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    raise AssertionError("a command always ends with an exit code")

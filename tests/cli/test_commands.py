@@ -1,0 +1,373 @@
+"""The command: exit codes, one line on stderr, silence when nobody looks, and nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pty
+import re
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from command import ENVIRONMENT, Outcome, finish, run, run_here, start, start_slow
+from safetensors.torch import save_file
+
+import shardckpt
+from shardckpt.storage.local import LocalStore
+
+VERBS = ["consolidate", "convert", "inspect", "verify", "diff"]
+
+
+@pytest.fixture
+def src(tmp_path: Path) -> Path:
+    folder = tmp_path / "src"
+    folder.mkdir()
+    save_file({"a.w": torch.arange(6.0), "b": torch.ones(2)}, folder / "model.safetensors")
+    return folder
+
+
+def one_line(found: Outcome) -> str:
+    """Return the one line on stderr; anything else is a failure."""
+    lines = found.err.splitlines()
+    assert len(lines) == 1, found
+    assert lines[0].startswith("shardckpt: ")
+    assert lines[0].isprintable()
+    return lines[0]
+
+
+def sparse(folder: Path, nbytes: int) -> Path:
+    """A model of zeros that takes no room, for copies that take their time."""
+    folder.mkdir()
+    body = json.dumps({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(body)) + body)
+        file.truncate(8 + len(body) + nbytes)
+    return folder
+
+
+class TestExitCodes:
+    def test_done_is_0(self, src: Path, tmp_path: Path) -> None:
+        assert run_here("consolidate", src, tmp_path / "out").code == 0
+        assert run_here("convert", src, tmp_path / "out2").code == 0
+        assert run_here("inspect", src).code == 0
+        assert run_here("verify", src).code == 0
+        assert run_here("diff", src, tmp_path / "out").code == 0
+
+    def test_a_damaged_checkpoint_is_1(self, src: Path, tmp_path: Path) -> None:
+        file = src / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+        found = run_here("consolidate", src, tmp_path / "out")
+        assert found.code == 1
+        assert "model.safetensors" in one_line(found)
+        assert run_here("inspect", src).code == 0, "a short file is a warning here"
+        assert run_here("verify", src).code == 1
+        assert not (tmp_path / "out").exists()
+
+    def test_checkpoints_that_differ_are_1(self, src: Path, tmp_path: Path) -> None:
+        save_file({"a.w": torch.zeros(6), "b": torch.ones(2)}, tmp_path / "b.safetensors")
+        found = run_here("diff", src, tmp_path / "b.safetensors")
+        assert (found.code, found.err) == (1, "")
+        assert "a.w" in found.out
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ("consolidate", "SRC/none", "OUT"),
+            ("consolidate", "SRC"),
+            ("consolidate", "SRC", "OUT", "--part", "weights"),
+            ("consolidate", "SRC", "OUT", "--dtype", "int8"),
+            ("consolidate", "SRC", "OUT", "--max-memory", "1kB"),
+            ("consolidate", "SRC", "OUT", "--jobs", "0"),
+            ("consolidate", "SRC", "OUT", "--jobs", "many"),
+            ("consolidate", "SRC", "OUT", "--no-such-option"),
+            ("consolidate", "SRC", "OUT", "--include", "nothing.*"),
+            ("consolidate", "SRC", "SRC"),
+            ("consolidate", "SRC", "OUT.pt"),
+            ("consolidate", "nosuch://bucket/a", "OUT"),
+            ("inspect", "SRC/none"),
+            ("inspect", "EMPTY"),
+            ("inspect",),
+            ("verify", "SRC/none"),
+            ("diff", "SRC"),
+            ("diff", "SRC", "EMPTY"),
+            ("merge",),
+            ("--no-such-option",),
+        ],
+    )
+    def test_a_call_that_cannot_be_is_2(self, args: tuple[str, ...], src: Path, tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        places = {"SRC": src, "OUT": tmp_path / "out", "EMPTY": tmp_path / "empty"}
+        pattern = re.compile("|".join(places))
+        found = run_here(*(pattern.sub(lambda match: str(places[match[0]]), arg) for arg in args))
+        assert found.code == 2
+        one_line(found)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "src"]
+
+    def test_a_target_that_is_taken_is_2(self, src: Path, tmp_path: Path) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine").write_text("mine")
+        found = run_here("consolidate", src, tmp_path / "out")
+        assert found.code == 2
+        assert "--overwrite" in one_line(found)
+        assert run_here("consolidate", src, tmp_path / "out", "--overwrite").code == 0
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+    def test_a_target_that_may_not_be_written_is_3(self, src: Path, tmp_path: Path) -> None:
+        (tmp_path / "locked").mkdir(mode=0o500)
+        found = run_here("consolidate", src, tmp_path / "locked" / "out")
+        assert found.code == 3
+        one_line(found)
+
+    def test_a_target_below_a_file_is_3_or_2(self, src: Path, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("x")
+        found = run_here("consolidate", src, tmp_path / "file" / "out")
+        assert found.code in {2, 3}
+        one_line(found)
+
+
+class TestOutput:
+    def test_json_of_every_command_parses(self, src: Path, tmp_path: Path) -> None:
+        for args in (
+            ("consolidate", src, tmp_path / "out"),
+            ("convert", src, tmp_path / "out2", "--dry-run"),
+            ("inspect", src),
+            ("verify", src),
+            ("diff", src, src),
+        ):
+            found = run_here(*args, "--json")
+            assert found.code == 0
+            assert isinstance(json.loads(found.out), dict)
+            assert found.err == ""
+
+    def test_numbers_that_json_lacks_are_not_printed(self, tmp_path: Path) -> None:
+        save_file({"w": torch.tensor([float("inf")])}, tmp_path / "a.safetensors")
+        save_file({"w": torch.tensor([1.0])}, tmp_path / "b.safetensors")
+
+        def refuse(name: str) -> None:
+            raise AssertionError(f"{name} is no JSON")
+
+        found = run_here("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--json")
+        json.loads(found.out, parse_constant=refuse)
+
+    def test_quiet_prints_nothing(self, src: Path, tmp_path: Path) -> None:
+        found = run("consolidate", src, tmp_path / "out", "--quiet")
+        assert (found.code, found.out, found.err) == (0, "", "")
+
+    def test_without_a_terminal_there_is_no_progress(self, src: Path, tmp_path: Path) -> None:
+        found = run("consolidate", src, tmp_path / "out")
+        assert found.err == ""
+        assert "wrote 2 tensors" in found.out
+
+    def test_on_a_terminal_there_is(self, src: Path, tmp_path: Path) -> None:
+        ours, theirs = pty.openpty()
+        assert run("consolidate", src, tmp_path / "out", stderr=theirs).code == 0
+        os.close(theirs)
+        shown = os.read(ours, 10_000).decode()
+        os.close(ours)
+        assert "100 %" in shown
+        assert "/s" in shown
+        assert "s left" in shown
+
+    def test_a_dry_run_says_what_it_would_and_writes_nothing(self, src: Path, tmp_path: Path) -> None:
+        found = run_here("consolidate", src, tmp_path / "out", "--dry-run")
+        assert "would write 2 tensors" in found.out
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+    def test_inspect_shows_a_table_or_a_tree(self, src: Path) -> None:
+        table = run_here("inspect", src).out
+        assert "a.w" in table
+        assert "float32" in table
+        tree = run_here("inspect", src, "--tree").out
+        assert [line.split()[0] for line in tree.splitlines()[-4:]] == ["all", "a", "w", "b"]
+
+    def test_names_with_newlines_and_colours_stay_on_their_line(self, tmp_path: Path) -> None:
+        save_file({"a\nb\x1b[31m\u202e": torch.ones(1), "c\r": torch.ones(1)}, tmp_path / "a.safetensors")
+        for args in (("inspect",), ("inspect", "--tree"), ("verify",)):
+            found = run_here(args[0], tmp_path / "a.safetensors", *args[1:])
+            assert found.code == 0
+            assert all(line.isprintable() for line in found.out.splitlines())
+        save_file({"a\nb\x1b[31m\u202e": torch.ones(2)}, tmp_path / "b.safetensors")
+        found = run_here("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+        assert all(line.isprintable() for line in found.out.splitlines())
+        assert len(found.out.splitlines()) == 3
+
+    def test_a_reader_that_leaves_early_is_no_error(self, tmp_path: Path) -> None:
+        save_file({f"layer.{i}.with.a.long.name": torch.ones(1) for i in range(4000)}, tmp_path / "a.safetensors")
+        process = start("inspect", tmp_path / "a.safetensors")
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        process.stderr.close()
+        assert process.wait(60) == 0
+
+    def test_help_is_0_and_names_every_command(self) -> None:
+        found = run("--help")
+        assert found.code == 0
+        assert all(verb in found.out for verb in VERBS)
+        for verb in VERBS:
+            assert run_here(verb, "--help").code == 0
+
+
+def many(folder: Path) -> Path:
+    """Eight tensors of a MiB, for copies of eight steps."""
+    folder.mkdir()
+    save_file({f"t{i}": torch.zeros(1 << 18) for i in range(8)}, folder / "model.safetensors")
+    return folder
+
+
+def begun(folder: Path, times: int = 2) -> None:
+    """Wait until a copy below `folder` is well under way."""
+    wait_for(lambda: sum(f.stat().st_size > 0 for f in folder.glob(".*.partial-*/*.safetensors")) >= times)
+
+
+SHARDED = ("--max-shard-size", "1.5MB")
+
+
+class TestSignals:
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+    @pytest.mark.parametrize("jobs", [1, 2])
+    def test_a_signal_in_the_middle_of_a_copy_leaves_nothing(
+        self, number: signal.Signals, code: int, jobs: int, tmp_path: Path
+    ) -> None:
+        folder = many(tmp_path / "src")
+        process = start_slow("consolidate", folder, tmp_path / "out", *SHARDED, "--jobs", jobs)
+        begun(tmp_path)
+        process.send_signal(number)
+        found = finish(process)
+        assert found.code == code
+        assert "nothing was left" in one_line(found)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+    def test_what_lay_at_the_target_survives_a_signal(self, tmp_path: Path) -> None:
+        folder = many(tmp_path / "src")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "old").write_text("old")
+        process = start_slow("consolidate", folder, tmp_path / "out", "--overwrite", *SHARDED)
+        begun(tmp_path)
+        process.send_signal(signal.SIGTERM)
+        assert finish(process).code == 143
+        assert [p.name for p in (tmp_path / "out").iterdir()] == ["old"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "src"]
+
+    def test_a_single_file_is_not_left_half_written(self, tmp_path: Path) -> None:
+        folder = many(tmp_path / "src")
+        process = start_slow("consolidate", folder, tmp_path / "one.safetensors")
+        wait_for(lambda: any(p.name != "src" for p in tmp_path.iterdir()))
+        process.send_signal(signal.SIGTERM)
+        assert finish(process).code == 143
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+    def test_a_killed_run_does_not_block_the_next(self, tmp_path: Path) -> None:
+        folder = many(tmp_path / "src")
+        process = start_slow("consolidate", folder, tmp_path / "out", *SHARDED)
+        begun(tmp_path)
+        process.kill()
+        finish(process)
+        assert len(list(tmp_path.iterdir())) == 2, "a killed run leaves its partial folder, and no target"
+        assert run("consolidate", folder, tmp_path / "out").code == 0
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "src"]
+
+
+class TestRoom:
+    def test_a_result_larger_than_the_disk_is_refused_before_the_first_byte(self, src: Path, tmp_path: Path) -> None:
+        free = shutil.disk_usage(tmp_path).free
+        huge = sparse(tmp_path / "huge", min(free * 4, 1 << 43))
+        found = run_here("consolidate", huge, tmp_path / "out")
+        assert found.code == 3
+        assert "space" in one_line(found) or "room" in found.err
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["huge", "src"]
+
+    def test_a_disk_that_fills_up_meanwhile_is_3(
+        self, src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        for name in ("write", "pwrite", "copy_file_range", "sendfile", "writev"):
+            monkeypatch.setattr(os, name, full)
+        found = run_here("consolidate", src, tmp_path / "out")
+        monkeypatch.undo()
+        assert found.code == 3
+        one_line(found)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+    def test_a_limit_on_file_size_is_3_and_leaves_nothing(self, tmp_path: Path) -> None:
+        folder = sparse(tmp_path / "src", 8 << 20)
+
+        def limited() -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+        found = run("consolidate", folder, tmp_path / "out", preexec_fn=limited)
+        assert found.code == 3
+        one_line(found)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+    def test_a_source_that_cannot_be_read_is_3(
+        self, src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        real = LocalStore.read
+        calls = 0
+
+        def sometimes(self: LocalStore, reads: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > 3:
+                broken()
+            real(self, reads)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(LocalStore, "read", sometimes)
+        found = run_here("consolidate", src, tmp_path / "out", "--dtype", "bf16")
+        monkeypatch.undo()
+        assert found.code == 3
+        one_line(found)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+
+def test_a_fault_of_ours_is_one_line_too(src: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: str) -> None:
+        raise RuntimeError("a\nb")
+
+    monkeypatch.setattr(shardckpt, "inspect", broken)
+    found = run_here("inspect", src)
+    assert found.code == 1
+    assert "fault of shardckpt" in one_line(found)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_command_imports_torch(verb: str, src: Path, tmp_path: Path) -> None:
+    args = [
+        verb,
+        str(src),
+        *([str(src)] if verb == "diff" else [str(tmp_path / "out")] if verb.startswith("con") else []),
+    ]
+    code = (
+        "import sys; from shardckpt_cli.app import main\n"
+        f"sys.argv[1:] = {args!r}\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "print([m for m in ('torch', 'transformers', 'pandas') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def wait_for(ready: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.002)
