@@ -162,6 +162,8 @@ class Manifest:
         warnings: What is odd but no reason to stop, one sentence each.
         missing: Files that names promise and that are not there, where nobody can tell which tensors they held: such a
             checkpoint can be looked at, but not be taken for whole.
+        has_shapes: Whether global shapes are stored. Where not, they are the hulls of the boxes that are there, and
+            nothing shows that the last rows of an array are gone.
     """
 
     format: str
@@ -172,6 +174,7 @@ class Manifest:
     metadata: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    has_shapes: bool = True
 
 
 def dotted(path: Path) -> str:

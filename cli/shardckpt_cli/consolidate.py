@@ -102,7 +102,8 @@ def _run(verb: str, given: dict[str, Any]) -> None:
         return
     if not quiet:
         output.warn(report.warnings)
-        print(_words(report))
+        print(_words(report), flush=True)
+        output.left_out(report.left_out)
 
 
 def _words(report: Report) -> str:
@@ -121,8 +122,6 @@ def _words(report: Report) -> str:
         lines.append(f"  and {', '.join(report.carried)}")
     lines += [f"tied: {name} is {kept}" for name, kept in report.ties.items()]
     lines += [f"cast: {count} tensors {kinds}" for kinds, count in report.cast.items()]
-    if report.left_out:
-        lines.append(f"left out: {', '.join(report.left_out[:12])}{', ...' if len(report.left_out) > 12 else ''}")
     if not report.dry_run:
         lines.append("  ".join(f"{phase} {seconds:.2f} s" for phase, seconds in report.seconds.items()))
     return "\n".join(map(escape, lines))

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 _WIDEST = 96
+_MOST_PLACES = 12
 
 
 class ProgressLike(Protocol):
@@ -78,6 +79,15 @@ def warn(lines: Iterable[str]) -> None:
 
     for line in lines:
         print(f"warning: {escape(line)}", file=sys.stderr)
+
+
+def left_out(places: Sequence[str]) -> None:
+    """Say on stderr what of the source was not asked for, so that nothing is dropped in silence."""
+    from shardckpt.errors import escape
+
+    if places:
+        more = f" and {len(places) - _MOST_PLACES} more" if len(places) > _MOST_PLACES else ""
+        print(f"left out: {escape(', '.join(places[:_MOST_PLACES]))}{more}", file=sys.stderr)
 
 
 class ProgressLine:

@@ -10,6 +10,11 @@ from typing import NamedTuple
 
 from shardckpt.boxes import Shape
 
+NO_SHAPES = (
+    "this layout stores neither full shapes nor the number of ranks: if the last rank's files were lost, nothing here"
+    " shows it; `consolidate --shapes-from` another checkpoint of the model does"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:

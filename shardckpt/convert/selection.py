@@ -13,6 +13,7 @@ import numpy as np
 from shardckpt.convert.arrays import blocks_of, resolve, same_bits
 from shardckpt.convert.casts import numpy_dtype
 from shardckpt.convert.options import Options, parse_dtype
+from shardckpt.convert.report import NO_SHAPES
 from shardckpt.dtypes import FLOATS
 from shardckpt.errors import (
     AmbiguousError,
@@ -103,7 +104,13 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         groups=groups,
         ties=dropped if options.part != "optim" else {},
         left_out=tuple(dotted(p) for p in (*unasked, *found.others)),
-        warnings=(*manifest.warnings, *warnings, *odd, *_unneeded_faults(manifest, wanted)),
+        warnings=(
+            *manifest.warnings,
+            *(() if manifest.has_shapes or options.shapes_from else (NO_SHAPES,)),
+            *warnings,
+            *odd,
+            *_unneeded_faults(manifest, wanted),
+        ),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from shardckpt.convert.report import Verification
+from shardckpt.convert.report import NO_SHAPES, Verification
 from shardckpt.errors import CheckpointError, ChecksumError, escape
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import Checksum, Reader
@@ -43,7 +43,8 @@ def verify(src: str) -> Verification:
     if not problems:
         checked, wrong = _checksums(reader)
         problems += wrong
-    return Verification(src, manifest.format, len(manifest.tensors), checked, tuple(problems), manifest.warnings)
+    warnings = (*manifest.warnings, *(() if manifest.has_shapes else (NO_SHAPES,)))
+    return Verification(src, manifest.format, len(manifest.tensors), checked, tuple(problems), warnings)
 
 
 def _containers(reader: Reader) -> list[str]:

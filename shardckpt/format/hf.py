@@ -67,10 +67,8 @@ def open_source(source: Source) -> Reader:
 def _open_files(store: Store, files: Files) -> Reader:
     sizes = files.sizes
     headers = read_headers(store, {name: size for name, size in sizes.items() if size >= 0})
-    if any(_SHARDING_INFO in header.metadata for header in headers.values()):
-        tensors = _boxes_of_dcp(store, headers)
-    else:
-        tensors = _whole_tensors(store, headers, files.weight_map)
+    is_dcp = any(_SHARDING_INFO in header.metadata for header in headers.values())
+    tensors = _boxes_of_dcp(store, headers) if is_dcp else _whole_tensors(store, headers, files.weight_map)
     notes = [
         f"{name} is {sizes[name] - header.data_start - header.data_bytes} bytes longer than its header says"
         for name, header in headers.items()
@@ -96,6 +94,7 @@ def _open_files(store: Store, files: Files) -> Reader:
             metadata={k: v for k, v in metadata.items() if (k,) not in aliases and not k.startswith("DCP_")},
             warnings=(*files.warnings, *notes),
             missing=files.missing,
+            has_shapes=not is_dcp,
         ),
     )
 

@@ -163,6 +163,12 @@ class TestOutput:
         found = run("consolidate", src, tmp_path / "out", "--quiet")
         assert (found.code, found.out, found.err) == (0, "", "")
 
+    def test_what_is_left_out_is_said_on_stderr(self, tmp_path: Path) -> None:
+        torch.save({"model": {"w": torch.ones(2)}, "trainer": {"step": 3}}, tmp_path / "run.pt")
+        found = run_here("consolidate", tmp_path / "run.pt", tmp_path / "out")
+        assert found.err == "left out: trainer\n"
+        assert "trainer" not in found.out
+
     def test_without_a_terminal_there_is_no_progress(self, src: Path, tmp_path: Path) -> None:
         found = run("consolidate", src, tmp_path / "out")
         assert found.err == ""

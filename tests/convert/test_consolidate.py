@@ -199,6 +199,9 @@ class TestWherePeersFail:
         with pytest.raises(IncompleteError, match="shapes-from"):
             shardckpt.consolidate(str(source), str(tmp_path / "out"), shapes_from=str(case.source))
         assert not (tmp_path / "out").exists()
+        assert any("--shapes-from" in w for w in shardckpt.verify(str(source)).warnings)
+        report = shardckpt.consolidate(str(source), str(tmp_path / "out"))
+        assert any("--shapes-from" in w for w in report.warnings), "who cannot prove it says so"
 
     def test_a6_a_scalar_keeps_its_value(self, tmp_path: Path) -> None:
         rank_files(tmp_path / "src", {"scale": [((), torch.tensor(3.5))]})
