@@ -123,7 +123,7 @@ def name_model(manifest: Manifest, found: parts.Parts) -> Named:
     depth = len(found.model)
     paths = list(parts.model_paths(manifest, found))
     stored = {path: dotted(path[depth:]) or dotted(path) for path in paths}
-    names.require_unique({f"{i}:{n}": n for i, n in enumerate(stored.values())})
+    names.require_unique({str(path): name for path, name in stored.items()})
     clean = names.clean(stored.values())
     return Named({clean[stored[path]]: manifest.tensors[path] for path in paths}, names.cleaner(stored.values()))
 

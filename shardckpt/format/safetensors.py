@@ -213,7 +213,7 @@ def encode_header(tensors: Sequence[Placed], metadata: Mapping[str, str]) -> byt
     The JSON is padded with spaces so that the data begins at a multiple of 8 bytes.
 
     Raises:
-        UnsupportedError: A type that safetensors cannot name, or a name that is no text.
+        UnsupportedError: A type that safetensors cannot name, a name that is no text or that it keeps for itself.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -222,6 +222,10 @@ def encode_header(tensors: Sequence[Placed], metadata: Mapping[str, str]) -> byt
         if short is None:
             raise UnsupportedError(
                 f"safetensors has no name for {tensor.dtype}", where=tensor.name, fix="Exclude it with --exclude."
+            )
+        if tensor.name == "__metadata__":
+            raise UnsupportedError(
+                "safetensors keeps the name '__metadata__' for itself", fix="Leave the tensor out with --exclude."
             )
         end = at + tensor.nbytes
         header[tensor.name] = {"dtype": short, "shape": list(tensor.shape), "data_offsets": [at, end]}

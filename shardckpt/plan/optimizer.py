@@ -14,6 +14,9 @@ from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, Us
 from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
 
 _STATE, _GROUPS = "state", "param_groups"
+_ALIKE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
+"""Slots of torch's own optimizers that are shaped like their parameter."""
+
 Key = str | int
 
 
@@ -91,9 +94,11 @@ def by_name(
     _require_keys({key for key, _ in (*keyed.tensors, *keyed.scalars)}, "state")
     ids = sorted({k for k, _ in (*keyed.tensors, *keyed.scalars) if isinstance(k, int)} | set(_group_ids(keyed.groups)))
     names = _names_of_ids(ids, keyed, model, param_names) if ids else {}
+    if param_names and model:
+        _require_known({i: clean(names[i]) for i in ids}, keyed, model)
 
     def name(key: Key) -> str:
-        return names[key] if isinstance(key, int) else clean(key)
+        return clean(names[key] if isinstance(key, int) else key)
 
     tensors: dict[str, TensorEntry] = {}
     for (key, slot), entry in keyed.tensors.items():
@@ -225,6 +230,26 @@ def _names_of_ids(
             fix="Give --param-names FILE, a JSON object from id to name or an array of names.",
         )
     return names
+
+
+def _require_known(names: Mapping[Key, str], keyed: _Keyed, model: Mapping[str, Shape]) -> None:
+    """Refuse names given by the caller that the model lacks, or whose moments have another shape than the parameter."""
+    for key, name in names.items():
+        if name not in model:
+            raise UsageError(
+                f"--param-names calls id {key} {name!r}, which the model lacks",
+                found=f"{len(model)} names such as {', '.join(list(model)[:2])}",
+                fix="Give the names that `shardckpt inspect` shows for the model.",
+            )
+    for (key, slot), entry in keyed.tensors.items():
+        if slot in _ALIKE and key in names and entry.shape != model[names[key]]:
+            raise UsageError(
+                f"--param-names calls id {key} {names[key]!r}, whose shape is another",
+                where=dotted(entry.path),
+                found=entry.shape,
+                expected=model[names[key]],
+                fix="Check the order of the names.",
+            )
 
 
 def _names_in_groups(groups: Sequence[Mapping[str, object]]) -> dict[int, str]:

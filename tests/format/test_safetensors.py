@@ -216,6 +216,12 @@ def test_names_that_are_no_text_are_refused() -> None:
         encode_header([Placed("\ud800", "uint8", (1,))], {})
 
 
+def test_the_name_of_the_metadata_is_no_tensors() -> None:
+    """Two keys of that name would make a file that no reader accepts."""
+    with pytest.raises(UnsupportedError, match="__metadata__"):
+        encode_header([Placed("__metadata__", "uint8", (1,))], {"format": "pt"})
+
+
 def test_types_that_safetensors_cannot_name_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"w.*complex128"):
         encode_header([Placed("w", "complex128", (1,))], {})

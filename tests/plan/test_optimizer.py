@@ -109,6 +109,21 @@ class TestIds:
         source = nested({0: (5,)}, [{"params": [0], "param_names": ["wrong"]}])
         assert list(by_name(source, MODEL, {0: "c"}).tensors) == ["c/exp_avg"]
 
+    def test_names_in_the_groups_are_cleaned_as_the_models_were(self) -> None:
+        """An optimizer made from the named parameters of a wrapped model keeps the wrapper's names."""
+        source = nested({0: (5,)}, [{"params": [0], "param_names": ["module.c"]}])
+        found = by_name(source, MODEL, clean=cleaner([f"module.{name}" for name in MODEL]))
+        assert list(found.tensors) == ["c/exp_avg"]
+        assert found.groups == [{"params": ["c"]}]
+
+    def test_a_given_name_that_the_model_lacks_is_refused(self) -> None:
+        with pytest.raises(UsageError, match=r"id 0 'nope', which the model lacks.*a\.w"):
+            by_name(nested({0: (5,)}, [{"params": [0]}]), MODEL, {0: "nope"})
+
+    def test_given_names_in_the_wrong_order_are_refused(self) -> None:
+        with pytest.raises(UsageError, match=r"id 0 'a\.w', whose shape is another.*\(5,\)"):
+            by_name(nested({0: (5,), 1: (2, 3)}, [{"params": [0, 1]}]), MODEL, {0: "a.w", 1: "c"})
+
     def test_ids_without_a_name_are_refused(self) -> None:
         with pytest.raises(UsageError, match=r"ids \[1\] have no name.*--param-names"):
             by_name(nested({0: (5,), 1: (2, 3)}, [{"params": [0, 1]}]), MODEL, {0: "c"})
