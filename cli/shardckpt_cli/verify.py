@@ -15,6 +15,7 @@ def verify(
 ) -> None:
     """Check structure, coverage, sizes and stored checksums; exit 1 when something is wrong."""
     import shardckpt
+    from shardckpt.errors import escape
 
     result = shardckpt.verify(src)
     if as_json:
@@ -26,5 +27,5 @@ def verify(
         checked = f", {output.size(result.checked_bytes)} match their checksums" if result.checked_bytes else ""
         count = len(result.problems)
         state = "whole" if result.ok else f"{count} problem{'s' * (count != 1)}"
-        print(f"{result.source}: {result.format or 'unreadable'}: {result.tensors} tensors, {state}{checked}")
+        print(f"{escape(result.source)}: {result.format or 'unreadable'}: {result.tensors} tensors, {state}{checked}")
     raise typer.Exit(0 if result.ok else 1)

@@ -183,9 +183,14 @@ def _halves(box: Box, steps: Shape) -> tuple[Box, Box]:
 
 
 def _scatter(part: _Part) -> None:
-    """Copy staged elements to their box in the want's buffer."""
+    """Copy staged elements to their box in the want's buffer.
+
+    Dimensions of one index are left out: numpy holds 64, and a hostile file may have any number of those.
+    """
     width = bits(part.want.dtype) // 8
     kind = _BY_WIDTH[width]
-    source = np.ndarray(part.box.size, kind, part.staged.data, 0, tuple(s * width for s in part.strides))
-    target = np.ndarray(part.want.box.size, kind, part.want.buffer)
-    target[tuple(slice(o, o + n) for o, n in zip(part.box.offset, part.box.size, strict=True))] = source
+    dims = [d for d, n in enumerate(part.want.box.size) if n != 1]
+    size, steps = [part.box.size[d] for d in dims], [part.strides[d] * width for d in dims]
+    source = np.ndarray(size, kind, part.staged.data, 0, steps)
+    target = np.ndarray([part.want.box.size[d] for d in dims], kind, part.want.buffer)
+    target[tuple(slice(part.box.offset[d], part.box.offset[d] + part.box.size[d]) for d in dims)] = source

@@ -21,6 +21,9 @@ from shardckpt.storage.store import Read, Store
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
+MAX_DIMS = 64
+"""What numpy holds; each number of a shape also costs every reader memory."""
+
 _MAX_BYTES = 1 << 62
 
 
@@ -156,6 +159,13 @@ def _parse_tensor(name: str, entry: object, where: str) -> tuple[str, Shape, int
     dtype = TORCH_NAMES.get(kind) if isinstance(kind, str) else None
     if dtype is None:
         raise UnsupportedError(f"tensor {name!r} has an unknown dtype", where=where, found=kind)
+    if len(shape) > MAX_DIMS:
+        raise UnsupportedError(
+            f"tensor {name!r} has more dimensions than any library holds",
+            where=where,
+            found=len(shape),
+            expected=f"at most {MAX_DIMS}",
+        )
     size = array_nbytes(dtype, shape)
     if size != end - begin or size > _MAX_BYTES or (bits(dtype) < 8 and prod(shape) * bits(dtype) % 8):
         raise FormatError(

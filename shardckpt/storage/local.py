@@ -212,6 +212,10 @@ class LocalStore:
                 expected=f"a file below {self._real}",
                 fix="Copy the file into the folder if you trust it.",
             )
+        if follow and not os.path.exists(real) and os.path.islink(path):
+            raise UnsafeError(
+                "this link leads nowhere", where=path, found=os.readlink(path), fix="Copy the file it stood for again."
+            )
         return path
 
 

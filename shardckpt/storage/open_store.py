@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -77,5 +78,7 @@ def kind(url: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return "missing"
     except OSError as error:
+        if error.errno == errno.ELOOP:  # a link in a circle leads nowhere
+            return "missing"
         raise storage_error(error, "cannot look at it", path) from error
     return "folder" if stat.S_ISDIR(mode) else "file"

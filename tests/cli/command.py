@@ -11,9 +11,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import typer
 from shardckpt_cli.app import app
 from shardckpt_cli.exits import guarded
 
+_COMMAND = typer.main.get_command(app)
 _ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "cli")])}
 
@@ -68,7 +70,7 @@ def run_here(*args: object) -> Outcome:
     before = signal.getsignal(signal.SIGTERM)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            guarded(lambda: app(list(map(str, args)), standalone_mode=False))
+            guarded(lambda: _COMMAND(list(map(str, args)), standalone_mode=False))
     except SystemExit as end:
         return Outcome(int(end.code or 0), out.getvalue(), err.getvalue())
     finally:

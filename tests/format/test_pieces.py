@@ -134,6 +134,19 @@ def test_any_torch_view_is_what_torch_says(data: st.DataObject, tmp_path_factory
     assert bytes(out) == np.ascontiguousarray(view.numpy()[at(box)]).tobytes()
 
 
+def test_dimensions_of_one_index_count_for_nothing(tmp_path: Path) -> None:
+    """Torch holds any number of them, numpy 64."""
+    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+    folder = Folder(tmp_path / "s")
+    ones = (1,) * 90
+    layout = Strided(folder.put(array.tobytes()), 12, 0, (*ones, 1, 3))
+    reader, _ = folder.reader()
+    out = bytearray(12)
+    box = whole((*ones, 3, 2))
+    reader.fill([Want([Piece(box, "a", layout)], box, "int16", memoryview(out))])
+    assert bytes(out) == array.T.tobytes()
+
+
 class TestBytesRead:
     """One row of one tensor costs that row, rounded to a block; nothing else of the file is touched."""
 
