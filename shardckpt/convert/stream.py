@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from shardckpt.convert.casts import cast_into
@@ -19,7 +20,7 @@ _RESERVED_BYTES = 20 * 2**20
 """What the modules of a conversion add to those of `inspect`, measured as resident memory (numpy: 16 MiB)."""
 
 _BUFFERS = 4
-"""A batch exists at most so many times: as stored, as staged, as cast, and as a part in flight at a remote store."""
+"""A batch exists at most so many times: being written, and as stored, as staged and as cast of the one after it."""
 
 _LEAST_BATCH_BYTES = 1 << 16
 _LOCAL_BATCH_BYTES = 1 << 20
@@ -27,6 +28,9 @@ _LOCAL_BATCH_BYTES = 1 << 20
 
 _REMOTE_BATCH_BYTES = 1 << 23
 """From a remote store fewer and larger requests are."""
+
+_WIDE_BATCH_BYTES = 1 << 25
+"""Each batch of a transposed view reads much of its storage again, so that few large ones are fastest."""
 
 _COPY_BYTES = 1 << 18
 _COPY_STEP_BYTES = 1 << 28
@@ -38,10 +42,12 @@ class Budget:
 
     Attributes:
         batch_bytes: Most bytes of one batch.
+        wide_bytes: Most bytes of one batch of a transposed view.
         step_bytes: Most bytes of one copy, after which progress is told; a remote source holds so many in memory.
     """
 
     batch_bytes: int
+    wide_bytes: int
     step_bytes: int
 
     @classmethod
@@ -54,8 +60,9 @@ class Budget:
             is_local: Whether the source's files are on this machine.
         """
         share = max(max_memory - _RESERVED_BYTES, 0) // (_BUFFERS * writers)
-        batch = min(max(share, _LEAST_BATCH_BYTES), _LOCAL_BATCH_BYTES if is_local else _REMOTE_BATCH_BYTES)
-        return cls(batch, _COPY_STEP_BYTES if is_local else 2 * batch)
+        share = max(share, _LEAST_BATCH_BYTES)
+        batch = min(share, _LOCAL_BATCH_BYTES if is_local else _REMOTE_BATCH_BYTES)
+        return cls(batch, min(share, _WIDE_BATCH_BYTES), _COPY_STEP_BYTES if is_local else 2 * batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +107,71 @@ def write_file(
     """
     writer.write(file.header)
     pieces = PieceReader(reader.store)
-    buffer = bytearray(budget.batch_bytes)
     current: OutTensor | None = None
-    for step in steps(file.tensors, batch_bytes=budget.batch_bytes, copy_bytes=_COPY_BYTES):
-        if isinstance(step, Copy):
-            _copy(reader.store, step, writer, budget.step_bytes, meter)
-            continue
-        if step.takes[-1].tensor is not current:
-            pieces.forget()
-            current = step.takes[-1].tensor
-        if step.nbytes > len(buffer):
-            buffer = bytearray(step.nbytes)
-        _assemble(pieces, step, memoryview(buffer)[: step.nbytes], allow_overflow)
-        writer.write(memoryview(buffer)[: step.nbytes])
-        meter.add(step.nbytes)
+    with _WriteBehind(writer, budget.batch_bytes) as behind:
+        for step in steps(file.tensors, batch_bytes=budget.batch_bytes, copy_bytes=_COPY_BYTES):
+            if isinstance(step, Copy):
+                behind.wait()
+                _copy(reader.store, step, writer, budget.step_bytes, meter)
+                continue
+            if step.takes[-1].tensor is not current:
+                pieces.forget()
+                current = step.takes[-1].tensor
+            batch = behind.buffer(step.nbytes)
+            _assemble(pieces, step, batch, allow_overflow)
+            behind.write(batch)
+            meter.add(step.nbytes)
+
+
+class _WriteBehind:
+    """Writes one batch on a thread of its own while the next one is assembled, through two buffers.
+
+    Leaving the block waits for the last write, whatever happened, so that nobody closes the file under it.
+
+    Args:
+        writer: Where the batches go, in order.
+        nbytes: Bytes of a usual batch.
+    """
+
+    def __init__(self, writer: Writer, nbytes: int) -> None:
+        self._writer = writer
+        self._free, self._busy = bytearray(nbytes), bytearray(nbytes)
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """Return a buffer of `nbytes` that no write is reading."""
+        if len(self._free) < nbytes:
+            self._free = bytearray(nbytes)
+        return memoryview(self._free)[:nbytes]
+
+    def write(self, batch: memoryview) -> None:
+        """Begin to write what the last buffer holds, once the write before is done.
+
+        Raises:
+            StorageError: The write before failed.
+        """
+        self.wait()
+        self._pending = self._thread.submit(self._writer.write, batch)
+        self._free, self._busy = self._busy, self._free
+
+    def wait(self) -> None:
+        """Wait for the write that is under way.
+
+        Raises:
+            StorageError: It failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> _WriteBehind:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._thread.shutdown(wait=True)
+        if kind is None:
+            self.wait()
 
 
 def _copy(store: Store, step: Copy, writer: Writer, most: int, meter: Meter) -> None:

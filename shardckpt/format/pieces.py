@@ -19,6 +19,15 @@ from shardckpt.storage.store import Read, Store
 _NEAR_BYTES = 4096
 """A range this short is read whole, however little of it is needed: it is one block of a disk."""
 
+_NEAR_BYTES_OF_LARGE = 1 << 18
+"""The same for large boxes of strided views: reading so much costs no more than one more call."""
+
+_LARGE_BYTES = 1 << 18
+
+_MOST_STAGED_BYTES = 1 << 21
+_MOST_STAGED = 4096
+"""Staged ranges of strided views are read and scattered whenever so much or so many are planned."""
+
 _BY_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 """Types that numpy moves without looking at the bits."""
 
@@ -63,7 +72,8 @@ class PieceReader:
     def fill(self, wants: Sequence[Want]) -> None:
         """Fill the buffers of all wants, with one batch of reads.
 
-        Memory: besides the buffers, at most their size again, and twice the bytes of strided views.
+        Memory: besides the buffers, at most their size again, and 2 MiB for strided views, which are read in several
+        batches.
 
         Raises:
             TruncatedError: A file ends early.
@@ -78,9 +88,14 @@ class PieceReader:
                 inner = intersect(piece.box, want.box)
                 if inner is not None:
                     self._plan(want, piece, inner, reads, parts)
+        self._carry_out(reads, parts)
+
+    def _carry_out(self, reads: list[Read], parts: list[_Part]) -> None:
         self._store.read(reads)
         for part in parts:
             _scatter(part)
+        reads.clear()
+        parts.clear()
 
     def forget(self) -> None:
         """Drop the decoders: nothing of the tensors read so far is wanted any more."""
@@ -92,9 +107,14 @@ class PieceReader:
             for target, start in _span_ranges(want, piece, layout, inner, parts):
                 reads.append(Read(piece.file, start, target))
         elif isinstance(layout, Strided):
+            staged = 0
             for part, start in _strided_ranges(want, piece, layout, inner):
                 reads.append(Read(piece.file, start, memoryview(part.staged)))  # type: ignore[arg-type]
                 parts.append(part)
+                staged += part.staged.nbytes
+                if staged >= _MOST_STAGED_BYTES or len(parts) >= _MOST_STAGED:
+                    self._carry_out(reads, parts)
+                    staged = 0
         elif isinstance(layout, Encoded):
             self._decode(want, piece, layout, inner, parts)
         else:
@@ -110,7 +130,7 @@ class PieceReader:
         else:
             for part, start in _strided_ranges(want, piece, layout.inner, inner):
                 stream.read_into(start, memoryview(part.staged))  # type: ignore[arg-type]
-                parts.append(part)
+                _scatter(part)
 
 
 def _span_ranges(
@@ -155,6 +175,7 @@ def _rows(box: Box) -> Iterator[Box]:
 def _strided_ranges(want: Want, piece: Piece, layout: Strided, inner: Box) -> Iterator[tuple[_Part, int]]:
     """Yield the byte ranges of a storage that hold `inner`, cut where too much lies between its elements."""
     width = bits(want.dtype) // 8
+    near = _NEAR_BYTES if len(want.buffer) < _LARGE_BYTES else _NEAR_BYTES_OF_LARGE
     todo = [inner]
     while todo:
         box = todo.pop()
@@ -162,12 +183,13 @@ def _strided_ranges(want: Want, piece: Piece, layout: Strided, inner: Box) -> It
         first = layout.start + sum(o * s for o, s in zip(rel.offset, layout.strides, strict=True))
         length = 1 + sum((n - 1) * s for n, s in zip(box.size, layout.strides, strict=True))
         needed = prod(n for n, s in zip(box.size, layout.strides, strict=True) if s)
-        if length * width <= max(_NEAR_BYTES, 2 * needed * width):
+        if length * width <= max(near, min(2 * needed * width, _MOST_STAGED_BYTES)):
             staged = np.empty(length * width, np.uint8)
             part = _Part(want, shift(box, want.box.offset), staged, layout.strides)
             yield part, layout.offset + first * width
         else:
-            todo.extend(_halves(box, layout.strides))
+            low, high = _halves(box, layout.strides)
+            todo += (high, low)  # the low one is next: decoders only run forward
 
 
 def _halves(box: Box, steps: Shape) -> tuple[Box, Box]:

@@ -8,7 +8,7 @@ from math import prod
 
 from shardckpt.boxes import Box, contiguous_blocks, flat_index, is_contiguous, whole
 from shardckpt.dtypes import bits, nbytes
-from shardckpt.manifest import Piece, Span, TensorEntry
+from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
 from shardckpt.plan.outputs import OutTensor
 
 
@@ -69,17 +69,24 @@ class _Run:
     source: Copy | None
 
 
-def steps(tensors: Sequence[OutTensor], *, batch_bytes: int, copy_bytes: int) -> Iterator[Copy | Batch]:
+def steps(
+    tensors: Sequence[OutTensor], *, batch_bytes: int, copy_bytes: int, wide_bytes: int = 0
+) -> Iterator[Copy | Batch]:
     """Yield what to do to write the data of `tensors` back to back.
 
     Args:
         tensors: In file order, covered by their pieces, resolved.
         batch_bytes: Most bytes of a batch, as stored and as written.
         copy_bytes: Runs of at least so many bytes are copied, smaller ones batched.
+        wide_bytes: Most bytes of a batch of a transposed view, whose blocks each touch much of its storage: the fewer
+            they are, the less is read again. As `batch_bytes` where smaller.
     """
+    wide_bytes = max(batch_bytes, wide_bytes)
     takes: list[Take] = []
     size = stored = 0
-    for run in _merged(run for tensor in tensors for run in _runs(tensor, batch_bytes)):
+    for run in _merged(
+        run for tensor in tensors for run in _runs(tensor, wide_bytes if _is_scattered(tensor) else batch_bytes)
+    ):
         source = run[0].source
         if source is not None and sum(r.source.nbytes for r in run if r.source) >= copy_bytes:
             if takes:
@@ -133,6 +140,15 @@ def _runs(tensor: OutTensor, batch_bytes: int) -> Iterator[_Run]:
     elif prod(entry.shape):
         for block in contiguous_blocks(whole(entry.shape), most):
             yield _Run(tensor, block, None)
+
+
+def _is_scattered(tensor: OutTensor) -> bool:
+    """Tell whether neighbours in the tensor lie far apart in a storage."""
+    return any(
+        isinstance(inner := p.layout.inner if isinstance(p.layout, Encoded) else p.layout, Strided)
+        and list(inner.strides) != sorted(inner.strides, reverse=True)
+        for p in tensor.entry.pieces
+    )
 
 
 def as_bytes(entry: TensorEntry) -> TensorEntry:

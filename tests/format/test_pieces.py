@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from shardckpt.boxes import Box, whole
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
+from shardckpt.format.codecs import DecodedStream
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.manifest import Encoded, Piece, Span, Strided
 from shardckpt.storage.open_store import open_store
@@ -290,3 +291,40 @@ class TestDamage:
         piece = Piece(whole((2, 3)), "a", Span(0, 3))
         with pytest.raises(UnsupportedError, match="inside a byte"):
             folder.reader()[0].fill([Want([piece], Box((1, 0), (1, 3)), "float4_e2m1fn", memoryview(bytearray(2)))])
+
+
+def test_a_large_box_of_a_scattered_view_is_read_in_few_pieces_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run of four elements lies 2 KiB from the next: neither a call for each, nor all of them held at once."""
+    array = np.arange(1 << 21, dtype=np.float32).reshape(32, 128, 512)
+    folder = Folder(tmp_path / "s")
+    layout = Strided(folder.put(array.tobytes()), array.nbytes, 0, (1, 512, 512 * 128))
+    reader, store = folder.reader()
+    batches: list[list[int]] = []
+    real = type(store).read
+    monkeypatch.setattr(
+        type(store), "read", lambda self, reads: (batches.append([len(r.buffer) for r in reads]), real(self, reads))[1]
+    )
+    box, piece = Box((4, 0, 0), (16, 128, 32)), Piece(whole((512, 128, 32)), "a", layout)
+    out = bytearray(box.volume * 4)
+    reader.fill([Want([piece], box, "float32", memoryview(out))])
+    assert bytes(out) == array.transpose()[at(box)].tobytes()
+    assert sum(map(len, batches)) <= 64, "not one call a run"
+    assert max(map(sum, batches)) <= 3 << 20, "not all of the storage at once"
+
+
+def test_a_scattered_view_of_a_stream_is_decoded_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(1 << 16, dtype=np.float32).reshape(64, 1024)
+    folder = Folder(tmp_path / "s")
+    data = encoded("zstd", array.tobytes())
+    layout = Encoded("zstd", folder.put(data), len(data), Strided(0, array.nbytes, 0, (1, 1024)))
+    reader, _ = folder.reader()
+    restarts: list[int] = []
+    real = DecodedStream._restart
+    monkeypatch.setattr(DecodedStream, "_restart", lambda self: (restarts.append(1), real(self))[1])
+    box = Box((0, 0), (4, 64))
+    out = bytearray(box.volume * 4)
+    reader.fill([Want([Piece(whole((1024, 64)), "a", layout)], box, "float32", memoryview(out))])
+    assert bytes(out) == array.transpose()[at(box)].tobytes()
+    assert len(restarts) == 1

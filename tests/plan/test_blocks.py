@@ -147,6 +147,17 @@ def test_a_tensor_cut_in_its_second_dimension_is_read_in_blocks_of_rows() -> Non
     assert execute(tensors, files, batch_bytes=128, copy_bytes=1) == array.tobytes()
 
 
+def test_a_transposed_view_is_read_in_wide_blocks() -> None:
+    """Each of its blocks touches much of the storage, so that every further one reads much of it again."""
+    entry = TensorEntry(("t",), (8, 16), "float64", (Piece(whole((8, 16)), "a", Strided(0, 1024, 0, (1, 8))),))
+    rows = entry._replace(pieces=(Piece(whole((8, 16)), "a", Strided(0, 2048, 0, (32, 1))),))
+    sizes = [
+        [step.nbytes for step in steps([OutTensor("t", e, "float64")], batch_bytes=128, copy_bytes=1, wide_bytes=512)]
+        for e in (entry, rows)
+    ]
+    assert sizes == [[512] * 2, [128] * 8]
+
+
 def test_a_cast_is_cut_by_the_wider_of_both_types() -> None:
     files = Files()
     [plain] = spans(files, [np.arange(100, dtype=np.float32)])
