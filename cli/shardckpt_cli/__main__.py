@@ -1,5 +1,5 @@
 """`python -m shardckpt_cli`, for launchers such as torchrun."""
 
-from shardckpt_cli.app import main
+from shardckpt_cli.start import main
 
 main()

@@ -47,6 +47,7 @@ def guarded(run: Callable[[], object]) -> NoReturn:
         run: The command; may raise anything.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(_exit_code(run))
 
 
