@@ -37,6 +37,9 @@ _MAX_NAME_BYTES = 4096
 _MAX_INFLATION = 1040
 """Deflate cannot expand further than that."""
 
+_MOST_INFLATED_BYTES = 1 << 26
+"""Of an entry that is compressed: torch stores, so a large one was made to cost memory that its file does not hold."""
+
 
 class Place(NamedTuple):
     """Where an archive lies.
@@ -149,7 +152,7 @@ def read_entries(store: Store, wanted: Sequence[Wanted], *, most: int) -> list[b
     Args:
         store: Where the files lie.
         wanted: The entries.
-        most: Decoded bytes of one entry that are accepted.
+        most: Decoded bytes of one entry that are accepted; of a compressed one 64 MiB at the most.
 
     Raises:
         FormatError: A local header contradicts the directory, or an entry cannot be decoded.
@@ -160,9 +163,13 @@ def read_entries(store: Store, wanted: Sequence[Wanted], *, most: int) -> list[b
     """
     extents = []
     for file, entry in wanted:
-        if entry.size > most:
+        accepted = most if entry.method == STORED else min(most, _MOST_INFLATED_BYTES)
+        if entry.size > accepted:
             raise UnsafeError(
-                f"{entry.name} is too large", where=f"{store.url}/{file}", found=f"{entry.size} bytes", expected=most
+                f"{entry.name} is too large",
+                where=f"{store.url}/{file}",
+                found=f"{entry.size} bytes",
+                expected=f"at most {accepted}",
             )
         extents.append((file, entry.header, _extent(entry)))
     found = []

@@ -1,0 +1,156 @@
+"""A good checkpoint of every format that can be read, small, written by the libraries that write such files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from dcp_writers import save, save_chunked
+from safetensors.torch import save_file
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+Builder = Callable[[Path], Path]
+
+MODEL = {
+    "a.w": torch.arange(24.0).reshape(6, 4),
+    "b": torch.tensor([1, 2, 3, 1 << 40, 5]),
+    "s": torch.tensor(3.5),
+    "half": torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16),
+    "mask": torch.tensor([True, False]),
+}
+"""What every sample holds, whatever its form."""
+
+OPTIM: dict[str, Any] = {
+    "state": {"a.w": {"exp_avg": torch.ones(6, 4), "step": torch.tensor(3.0)}},
+    "param_groups": [{"params": ["a.w"], "lr": 0.1}],
+}
+_BOXES = {"model.a.w": [((0, 0), (6, 1)), ((0, 1), (6, 3))]}
+
+
+def _state() -> dict[str, Any]:
+    return {"model": dict(MODEL), "optimizer": OPTIM, "epoch": {"n": 7}}
+
+
+def _dcp(**options: Any) -> Builder:
+    return lambda folder: save(_state(), folder, **options)
+
+
+def _dcp_chunks(folder: Path) -> Path:
+    return save_chunked(_state(), _BOXES, folder)
+
+
+def _accelerate_sharded(folder: Path) -> Path:
+    save({"model": dict(MODEL)}, folder / "pytorch_model_fsdp_0")
+    save({"optimizer": OPTIM}, folder / "optimizer_0")
+    torch.save({"step": 3}, folder / "random_states_0.pkl")
+    return folder
+
+
+def _accelerate_full(folder: Path) -> Path:
+    folder.mkdir()
+    torch.save(MODEL, folder / "pytorch_model_fsdp.bin")
+    torch.save(OPTIM, folder / "optimizer.bin")
+    torch.save({"step": 3}, folder / "random_states_0.pkl")
+    return folder
+
+
+def _fabric(folder: Path) -> Path:
+    save({"model": dict(MODEL), "optimizer": OPTIM}, folder)
+    torch.save({"epoch": 3}, folder / "meta.pt")
+    return folder
+
+
+def _one_file(folder: Path) -> Path:
+    folder.mkdir()
+    save_file(MODEL, folder / "model.safetensors", {"format": "pt"})
+    return folder / "model.safetensors"
+
+
+def _halves() -> list[dict[str, torch.Tensor]]:
+    names = list(MODEL)
+    return [{n: MODEL[n] for n in names[:2]}, {n: MODEL[n] for n in names[2:]}]
+
+
+def _shards(folder: Path) -> Path:
+    folder.mkdir()
+    weight_map = {}
+    for i, part in enumerate(_halves(), 1):
+        file = f"model-{i:05d}-of-00002.safetensors"
+        save_file(part, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def _ranks(folder: Path) -> Path:
+    folder.mkdir()
+    for rank in range(2):
+        offsets: dict[str, list[int]] = {}
+        mine: dict[str, torch.Tensor] = {}
+        for name, tensor in MODEL.items():
+            if tensor.dim():
+                parts = tensor.tensor_split(2)
+                mine[name] = parts[rank].clone()
+                offsets[name] = [rank * parts[0].shape[0], *(0 for _ in tensor.shape[1:])]
+            elif rank == 0:
+                mine[name], offsets[name] = tensor, []
+        info = json.dumps({name: {"saved_offsets": offset} for name, offset in offsets.items()})
+        name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        save_file(mine, folder / name, {"DCP_SHARDING_INFO": info, "DCP_VERSION": "1.0", "format": "pt"})
+    return folder
+
+
+def _adapter(folder: Path) -> Path:
+    folder.mkdir()
+    save_file(MODEL, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    return folder
+
+
+def _hf_torch(folder: Path) -> Path:
+    folder.mkdir()
+    weight_map = {}
+    for i, part in enumerate(_halves(), 1):
+        file = f"pytorch_model-{i:05d}-of-00002.bin"
+        torch.save(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def _torch_folder(folder: Path) -> Path:
+    folder.mkdir()
+    torch.save(MODEL, folder / "model.pt")
+    torch.save(OPTIM, folder / "optim.pt")
+    return folder
+
+
+def _torch_file(**options: Any) -> Builder:
+    def build(folder: Path) -> Path:
+        folder.mkdir()
+        torch.save(_state(), folder / "a.pt", **options)
+        return folder / "a.pt"
+
+    return build
+
+
+SAMPLES: Mapping[str, Mapping[str, Builder]] = {
+    "accelerate": {"sharded": _accelerate_sharded, "full": _accelerate_full},
+    "fabric": {"sharded": _fabric},
+    "dcp": {
+        "torch": _dcp(),
+        "chunks": _dcp_chunks,
+        "safetensors": _dcp(serialization_format=SerializationFormat.SAFETENSORS),
+        "zstd": lambda folder: save(_state(), folder, _extensions=[ZStandard()]),
+    },
+    "safetensors": {"file": _one_file, "shards": _shards, "ranks": _ranks, "adapter": _adapter},
+    "hf-torch": {"shards": _hf_torch},
+    "torch-folder": {"loose": _torch_folder},
+    "torch": {"zip": _torch_file(), "legacy": _torch_file(_use_new_zipfile_serialization=False)},
+}
+"""Name of a registered format to builders: each fills a folder that does not exist and returns the source."""
