@@ -29,9 +29,15 @@ class Outcome:
     err: str
 
 
+def _heed_interrupts() -> None:
+    """A job in the background of a shell ignores Ctrl-C, and what it starts does too; here it must count."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*args: object, **options: object) -> subprocess.Popen[str]:
     """Start the command in a process of its own."""
     settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT, **options}
+    settings.setdefault("preexec_fn", _heed_interrupts)
     return subprocess.Popen([sys.executable, "-m", "shardckpt_cli", *map(str, args)], **settings)  # type: ignore[call-overload,no-any-return]
 
 
@@ -51,6 +57,7 @@ def start_slow(*args: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
+        preexec_fn=_heed_interrupts,
     )
 
 
