@@ -1,0 +1,53 @@
+"""A store in memory: thousands of damaged checkpoints need no disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardckpt.errors import MissingFileError, TruncatedError
+from shardckpt.storage.names import check_name
+from shardckpt.storage.store import Listed, Read, Traits, Writer
+
+
+class MemoryStore:
+    """Files in a dict, which nobody changes.
+
+    Args:
+        files: Name to content.
+    """
+
+    url = "memory"
+    traits = Traits(renames=True, is_local=True)
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self._files = files
+
+    def list(self, folder: str = "") -> list[Listed]:
+        prefix = f"{folder}/" if folder else ""
+        below = [name for name in self._files if name.startswith(prefix)]
+        files = [Listed(n, len(self._files[n]), False) for n in below if "/" not in n[len(prefix) :]]
+        folders = {prefix + n[len(prefix) :].split("/")[0] for n in below if "/" in n[len(prefix) :]}
+        return sorted([*files, *(Listed(n, 0, True) for n in folders)])
+
+    def size(self, name: str) -> int:
+        check_name(name, self.url)
+        if name not in self._files:
+            raise MissingFileError("no such file", where=name)
+        return len(self._files[name])
+
+    def read(self, reads: Sequence[Read]) -> None:
+        for name, offset, buffer in reads:
+            size = self.size(name)
+            assert offset >= 0, "a reader asks for nothing before a file"
+            if offset + len(buffer) > size:
+                raise TruncatedError("the file ends early", where=name)
+            buffer[:] = self._files[name][offset : offset + len(buffer)]
+
+    def create(self, name: str) -> Writer:
+        raise AssertionError("nothing is written into a source")
+
+    def delete(self, name: str) -> None:
+        raise AssertionError("nothing is deleted in a source")
+
+    def rename(self, source: str, target: str) -> None:
+        raise AssertionError("nothing is renamed in a source")

@@ -1,0 +1,170 @@
+"""What is fuzzed: every parser alone, and every reader over a checkpoint of which one file is damaged."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import zstandard
+from safetensors.torch import save
+from samples import SAMPLES
+
+from shardckpt.convert.arrays import blocks_of
+from shardckpt.convert.options import Options, parse_size
+from shardckpt.convert.selection import select
+from shardckpt.format.codecs import DecodedStream
+from shardckpt.format.detect import detect
+from shardckpt.format.hf_files import choose
+from shardckpt.format.pickles import load
+from shardckpt.format.reader import Reader, Source
+from shardckpt.format.safetensors import parse_header, parse_json, read_headers
+from shardckpt.format.zip_archive import Place, Wanted, open_archives, read_entries, walk_front
+from shardckpt.manifest import Encoded, Span
+
+from .memory import MemoryStore
+
+_SMALL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that takes hostile bytes.
+
+    Attributes:
+        seeds: Good input, which is damaged.
+        run: Takes the damaged input; which seed it was made of is its first argument.
+    """
+
+    seeds: Callable[[], list[bytes]]
+    run: Callable[[int, bytes], object]
+
+
+def _zip_bytes(method: int) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", method) as archive:
+        archive.writestr("a/data.pkl", pickle.dumps({"w": 1}))
+        archive.writestr("a/data/0", bytes(100))
+        archive.writestr("a/byteorder", b"little")
+    return out.getvalue()
+
+
+def _torch_bytes(value: object, **options: bool) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out, **options)
+    return out.getvalue()
+
+
+def _headers() -> list[bytes]:
+    raw = save({"a.b": torch.zeros(2, 3), "s": torch.tensor(1.0), "e": torch.zeros(0, 4)}, {"format": "pt"})
+    sharded = save({"w": torch.zeros(2)}, {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0]}})})
+    return [raw, sharded]
+
+
+def _bodies() -> list[bytes]:
+    return [raw[8 : 8 + int.from_bytes(raw[:8], "little")] for raw in _headers()]
+
+
+def _safetensors_file(_: int, data: bytes) -> None:
+    read_headers(MemoryStore({"a": data}), {"a": len(data)})
+
+
+def _index(_: int, data: bytes) -> None:
+    store = MemoryStore({"model.safetensors.index.json": data, "a.safetensors": b""})
+    choose(store, {"a.safetensors": 0}, ["model.safetensors.index.json"])
+
+
+def _pickles() -> list[bytes]:
+    nest = {"a": [1, 2.5, None, True, (3, "x"), b"y", {4}], 5: {"b": -(1 << 70)}}
+    state = {"w": torch.ones(2, 2), "p": torch.nn.Parameter(torch.ones(1)), "d": torch.float16, "s": torch.Size([1])}
+    with zipfile.ZipFile(io.BytesIO(_torch_bytes(state))) as archive:
+        pickled = archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl")))
+    return [*(pickle.dumps(nest, protocol) for protocol in range(6)), pickled]
+
+
+def _pickle(_: int, data: bytes) -> None:
+    load(data, where="fuzz", persistent=lambda key: str(key)[:50])
+
+
+def _zip(_: int, data: bytes) -> None:
+    store = MemoryStore({"a": data})
+    [archive] = open_archives(store, [Place("a", 0, len(data))])
+    for entry in archive.entries.values():
+        read_entries(store, [Wanted("a", entry)], most=_SMALL_BYTES)
+
+
+def _front(_: int, data: bytes) -> None:
+    walk_front(data, lambda name: name.endswith("data.pkl"), where="fuzz")
+
+
+def _stream(codec: str) -> Callable[[int, bytes], None]:
+    def run(_: int, data: bytes) -> None:
+        stream = DecodedStream(MemoryStore({"a": data}), "a", Encoded(codec, 0, len(data), Span(0, 0)))
+        stream.head(100)
+        stream.read_into(50, memoryview(bytearray(100)))
+
+    return run
+
+
+def _deflated() -> list[bytes]:
+    packer = zlib.compressobj(wbits=-15)
+    return [packer.compress(bytes(range(200)) * 9) + packer.flush()]
+
+
+def use(reader: Reader) -> None:
+    """Do everything that a verb can ask of a reader, as far as it stays small."""
+    selection = select(reader, Options(part="all").validated(), {})
+    for tensor in (*selection.model, *selection.optim):
+        if tensor.entry.nbytes <= _SMALL_BYTES:
+            for _ in blocks_of(reader, tensor.entry):
+                pass
+    for entry in reader.manifest.objects.values():
+        reader.load_object(entry)
+    for checksum in reader.checksums():
+        assert checksum.offset + checksum.nbytes <= reader.manifest.files[checksum.file]
+
+
+@cache
+def _sample(name: str, variant: str) -> tuple[Mapping[str, bytes], str | None]:
+    """Return a good checkpoint's files, and the one that is named as the source, if one is."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "src"
+        source = SAMPLES[name][variant](folder)
+        files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+        return files, source.name if source.is_file() else None
+
+
+def _reader(name: str, variant: str) -> Target:
+    def run(which: int, data: bytes) -> None:
+        files, named = _sample(name, variant)
+        damaged = {**files, list(files)[which]: data}
+        source = Source(MemoryStore(damaged), named)
+        use(detect(source).open(source))
+
+    return Target(lambda: list(_sample(name, variant)[0].values()), run)
+
+
+TARGETS: dict[str, Target] = {
+    "json": Target(
+        lambda: [b'{"a": [1, 2.5, "x\\n", null, true], "b": {"c": -1}}'], lambda _, d: parse_json(d, where="f")
+    ),
+    "size": Target(lambda: [b"1.5 GiB", b"12kB"], lambda _, d: parse_size(d.decode("latin-1"))),
+    "header": Target(_bodies, lambda _, d: parse_header(d, where="fuzz")),
+    "safetensors": Target(_headers, _safetensors_file),
+    "index": Target(
+        lambda: [b'{"metadata": {"optimizer_files": ["b"]}, "weight_map": {"w": "a.safetensors"}}'], _index
+    ),
+    "pickle": Target(_pickles, _pickle),
+    "zip": Target(lambda: [_zip_bytes(0), _zip_bytes(8), _torch_bytes({"w": torch.ones(9)})], _zip),
+    "zip front": Target(lambda: [_zip_bytes(0), _torch_bytes({"w": torch.ones(9)})], _front),
+    "zstd": Target(lambda: [zstandard.ZstdCompressor().compress(bytes(range(200)) * 9)], _stream("zstd")),
+    "deflate": Target(_deflated, _stream("deflate")),
+} | {f"{name} {variant}": _reader(name, variant) for name, variants in SAMPLES.items() for variant in variants}
