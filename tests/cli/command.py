@@ -57,7 +57,7 @@ def start_slow(*args: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
-        preexec_fn=_heed_interrupts,
+        preexec_fn=_heed_interrupts,  # noqa: PLW1509  (this process has one thread here)
     )
 
 
