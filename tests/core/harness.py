@@ -22,6 +22,7 @@ from multiprocessing import connection
 from typing import Any
 
 import torch
+import torch._dynamo  # what optimizers import at their first step: once here, not in every rank
 import torch.distributed as dist
 
 FORK = multiprocessing.get_context("fork")
@@ -84,8 +85,8 @@ _METHODS = {
     "_allgather_base": ("all_gather", 0, 1),
     "reduce_scatter_single": ("reduce_scatter", 0, 1),
     "_reduce_scatter_base": ("reduce_scatter", 0, 1),
-    "allgather": ("all_gather_list", 0, 1),
-    "reduce_scatter": ("reduce_scatter_list", 0, 1),
+    "allgather": ("all_gather", 0, 1),
+    "reduce_scatter": ("reduce_scatter", 0, 1),
     "allreduce": ("all_reduce", 0, 0),
     "allreduce_coalesced": ("all_reduce", 0, 0),
     "all_gather_single_coalesced": ("all_gather", 0, 1),
@@ -159,6 +160,11 @@ def since(start: int) -> list[Call]:
     return _LOG[start:]
 
 
+def note(text: str) -> None:
+    """Write an event of the test's own between the collectives."""
+    _LOG.append(Call(text, 0, 0, "-", 0))
+
+
 def count(calls: list[Call], op: str) -> int:
     """How many of `calls` are `op`."""
     return sum(call.op == op for call in calls)
@@ -207,8 +213,6 @@ def _join(rank: int, world: int, folder: pathlib.Path, timeout: float) -> None:
 def _rank(body: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], folder: pathlib.Path, timeout: float, pipe: Any) -> None:
     """Life of a rank; it stays until the parent has heard of all, so that no rank sees another's connection break."""
     global _TRACE  # noqa: PLW0603
-    gc.collect()
-    gc.freeze()
     torch.set_num_threads(1)
     stack = (folder / f"stack.{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
@@ -268,12 +272,14 @@ def outcomes(
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = pathlib.Path(name)
         pipes, ranks = {}, []
+        gc.freeze()  # what is here now is no rank's own: not counted, and its pages are not copied by collections
         for rank in range(world):
             ours, theirs = FORK.Pipe()
             process = FORK.Process(target=_rank, args=(body, rank, world, args, folder, group_timeout, theirs), daemon=True)
             process.start()
             theirs.close()
             pipes[rank], _ = ours, ranks.append(process)
+        gc.unfreeze()
         got = _heard(pipes, timeout)
         hanging = [ranks[rank] for rank in pipes if rank not in got]
         for process in hanging:
