@@ -94,8 +94,8 @@ class _Hooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         owner = self._find(tensor)
         if owner is not None:
-            return _Saved(tensor, owner)
-        return tensor if self._before is None else self._before[0](tensor)
+            return _Saved(tensor.detach(), owner)
+        return (tensor.detach(), tensor._version) if self._before is None else self._before[0](tensor)
 
     def unpack(self, value: Any) -> torch.Tensor:
         if isinstance(value, _Saved):
@@ -103,8 +103,15 @@ class _Hooks:
             if value.tensor._version != value.version:
                 raise RuntimeError(value.owner.stale())
             return value.tensor
-        found: torch.Tensor = value if self._before is None else self._before[1](value)
-        return found
+        if self._before is not None:
+            return self._before[1](value)
+        tensor: torch.Tensor = value[0]
+        if tensor._version != value[1]:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {value[1]}"
+            )
+        return tensor
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+import torch
+
 from shardckpt.core import autograd
 from shardckpt.core.bucket import Bucket
 from shardckpt.core.config import BackwardPrefetch
@@ -30,6 +32,7 @@ class Context:
         self._cursor = 0
         self._backward = False
         self._touched = False
+        self._open: list[Call] = []
         self._owners: dict[int, Unit] = {}
         self._reducing: Unit | None = None
         for name, unit in units:
@@ -43,9 +46,7 @@ class Context:
             return
         self.recover()
         self._first_order = self._first_order or self._begun
-        self._order, self._begun, self._places = [], [], {}
-        for unit in self.units:
-            unit.begin_forward_pass()
+        self._order, self._begun, self._places, self._open = [], [], {}, []
 
     def forward_failed(self) -> None:
         """The root's forward raised; in a recomputation that is how checkpointing stops early."""
@@ -62,18 +63,21 @@ class Context:
         """Bring every unit back to rest, without the gradients of the iteration that failed."""
         self._backward = False
         self._reducing = None
-        self._order, self._begun, self._places = [], [], {}
+        self._order, self._begun, self._places, self._open = [], [], {}, []
         for unit in self.units:
             unit.abandon()
 
-    def forward_begins(self, unit: Unit) -> Call:
+    def calls_ended(self) -> int:
+        """Return how many calls have ended in this forward."""
+        return len(self._order)
+
+    def forward_begins(self, unit: Unit) -> None:
         """Start to gather the unit that came next in the first iteration, where forward prefetching is on."""
         position = len(self._begun)
         self._begun.append(unit)
-        if unit.config.forward_prefetch and position + 1 < len(self._first_order):
-            if self._first_order[position] is unit:
-                self._first_order[position + 1].prefetch()
-        return Call(unit, len(self._order))
+        begun = self._first_order[position : position + 2]
+        if unit.config.forward_prefetch and len(begun) == 2 and begun[0] is unit:
+            begun[1].prefetch()
 
     def forward_ended(self, call: Call) -> None:
         """Note the order: backward goes through it from its end, on every rank alike."""
@@ -91,7 +95,7 @@ class Context:
         if self._backward:
             return
         self._backward = True
-        self._touched = False
+        self._touched, self._open = False, []
         self._cursor = len(self._order)
         autograd.at_end_of_backward(self._finish)
         for each in self.units:
@@ -107,18 +111,31 @@ class Context:
             return
         self._touched = True
         self._skip_to(place + 1)
+        self._close_above(place)
         self._cursor = min(self._cursor, place)
+        if not call.threaded and call not in self._open:
+            self._open.append(call)
 
     def backward_passes(self, call: Call) -> None:
         """Skip what is nested in the call and was not reached."""
         if call in self._places:
             self._skip_to(call.below)
+            self._close_above(call.below - 1, self._places[call])
 
     def _skip_to(self, place: int) -> None:
         while self._cursor > place:
+            self._close_above(self._cursor - 1)
             self._cursor -= 1
             call = self._order[self._cursor]
             call.unit.skip(call)
+
+    def _close_above(self, place: int, limit: int | None = None) -> None:
+        """End the calls whose inputs have no gradients, once backward has gone below all that is nested in them."""
+        for call in tuple(self._open):
+            at = self._places.get(call, -1)
+            if call in self._open and call.below > place and (limit is None or at < limit):
+                self._open.remove(call)
+                call.unit.passed(call)
 
     def backward_needs(self, unit: Unit) -> None:
         """Start to gather what is needed next."""
@@ -144,6 +161,7 @@ class Context:
         """The end of a backward: what is left is reduced in the fixed order of units, everything is freed."""
         if self._touched:
             self._skip_to(0)
+            self._close_above(-1)
         for unit in reversed(self.units):
             if unit.owes_reduction:
                 unit.finish_backward()

@@ -32,17 +32,22 @@ class Call:
     Args:
         unit: The unit.
         below: How many calls had ended when it began: later ones that end before it are nested in it.
+        threaded: Whether a node in front of its inputs tells when everything behind them has its gradients.
     """
 
-    def __init__(self, unit: Unit, below: int) -> None:
+    def __init__(self, unit: Unit, below: int, threaded: bool = False) -> None:
         self.unit = unit
         self.below = below
+        self.threaded = threaded
 
 
 class Iteration(Protocol):
     """What a unit tells its root, which knows the order of all units."""
 
-    def forward_begins(self, unit: Unit) -> Call:
+    def calls_ended(self) -> int:
+        """Return how many calls have ended in this forward."""
+
+    def forward_begins(self, unit: Unit) -> None:
         """The unit computes now; its parameters are there."""
 
     def forward_ended(self, call: Call) -> None:
@@ -100,7 +105,6 @@ class Unit:
         self._calls: set[Call] = set()
         self._running: list[Call] = []
         self._owed = False
-        self._without_inputs = False
         self._addresses: list[int] = []
         self._full_shown = False
         self._held_back = False
@@ -211,31 +215,18 @@ class Unit:
             The arguments to compute with.
         """
         again = autograd.in_backward()
-        call = Call(self, 0)
+        found = [t for t in tensors((args, kwargs)) if t.requires_grad] if torch.is_grad_enabled() else []
+        call = Call(self, 0 if again else self._root.calls_ended(), bool(found))
         self._running.append(call)
         if not again:
             self.phase = Phase.FORWARD
         self.fill()
         if not again:
-            self._running[-1] = call = self._root.forward_begins(self)
-        if not torch.is_grad_enabled() or not self.exposures:
+            self._root.forward_begins(self)
+        self._owed |= torch.is_grad_enabled()
+        if not found or not self.exposures:
             return args, kwargs
-        return self._threaded(args, kwargs, call, again)
-
-    def _threaded(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, again: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        found = [t for t in tensors((args, kwargs)) if t.requires_grad]
-        if not again:
-            self._owed = True
-            self._without_inputs |= not found
-        elif not found:
-            self._owed = self._without_inputs = True
-        if not found:
-            return args, kwargs
-        if not again:
-            self._calls.add(call)
-        through = iter(autograd.thread(found, lambda: self._passed(call)))
+        through = iter(autograd.thread(found, lambda: self.passed(call)))
         return mapped((args, kwargs), lambda t: next(through) if t.requires_grad else t)  # type: ignore[no-any-return]
 
     def after_forward(self, output: Any) -> Any:
@@ -253,6 +244,7 @@ class Unit:
         for tensor in found:
             tensor.register_hook(lambda _: self._reached(call))  # type: ignore[no-untyped-call]
         if found and not again and self.exposures:
+            self._calls.add(call)
             self._root.forward_ended(call)
         if again or self._running:
             return output
@@ -310,13 +302,14 @@ class Unit:
         """Do for a call that this rank's gradients do not reach what the other ranks do for it. Collective."""
         self.fill_for_backward()
         if call in self._calls:
-            self._passed(call)
+            self.passed(call)
 
-    def _passed(self, call: Call) -> None:
+    def passed(self, call: Call) -> None:
+        """Everything behind a call has its gradients; after the last call of the unit they are reduced. Collective."""
         self._root.backward_begins()
         self._root.backward_passes(call)
         self._calls.discard(call)
-        if self._calls or self._without_inputs:
+        if self._calls:
             return
         self.finish_backward()
 
@@ -371,15 +364,11 @@ class Unit:
         self._full_shown = False
         self.phase = Phase.IDLE
 
-    def begin_forward_pass(self) -> None:
-        """Before the root computes: forget whether an earlier pass lacked inputs with gradients."""
-        self._without_inputs = False
-
     def abandon(self) -> None:
         """After a failure: be as before the iteration, without its gradients."""
         self._calls.clear()
         self._running.clear()
-        self._owed = self._without_inputs = self._held_back = False
+        self._owed = self._held_back = False
         try:
             for each in self.exposures:
                 each.abandon()
