@@ -258,7 +258,7 @@ def _outcome(rank: int, report: tuple[str, bytes] | None, folder: pathlib.Path) 
 
 
 def outcomes(
-    world: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0, group_timeout: float = 8.0
+    world: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0, group_timeout: float = 5.0
 ) -> list[Outcome]:
     """Run `body(rank, world, *args)` on forked ranks and tell what became of each, in rank order.
 
@@ -306,7 +306,7 @@ def _told(outcome: Outcome) -> str:
     return f"rank {outcome.rank} finished{last}"
 
 
-def run(world: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0, group_timeout: float = 8.0) -> list[Any]:
+def run(world: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0, group_timeout: float = 5.0) -> list[Any]:
     """As `outcomes`, but give the values alone.
 
     Raises:

@@ -34,7 +34,7 @@ from models import (
 from reference import Training, adamw, compare, mismatches, groups, reduce_gradients, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from under_test import TORCH, Strategy, shard, torch_is_wrong
+from under_test import TORCH, Strategy, engine_lacks, shard, torch_is_wrong
 
 FULL, GRAD_OP = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP
 BOTH = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
@@ -137,6 +137,7 @@ def test_nested_units_used_on_some_ranks_only(sets, orig):
     same_order_and_right(Case("nested ranked", NestedRanked, using(*sets), cut_inner), 2, orig)
 
 
+@engine_lacks("ranks whose backward takes other paths reduce in other orders (note 1)")
 @torch_is_wrong("units that no backward reached are not reduced on that rank")
 @BOTH
 @EACH
@@ -145,6 +146,7 @@ def test_backward_from_other_outputs_on_each_rank(strategy, orig):
     same_order_and_right(case_, 2, orig, strategy)
 
 
+@engine_lacks("ranks whose backward takes other paths reduce in other orders (note 1)")
 @torch_is_wrong("a unit that nothing came back to is not reduced on that rank")
 @BOTH
 def test_a_rank_that_detaches_a_units_output(orig):
@@ -285,6 +287,47 @@ def test_a_weight_edited_between_forward_and_backward_is_an_error():
         square(model(floats(rank, 0))).backward()
 
     assert all(error.is_a(RuntimeError) and "modified" in error.message for error in raised_everywhere(2, body))
+
+
+@engine_lacks("a pack hook gives foreign tensors back as they are (note 6)")
+def test_an_activation_edited_between_forward_and_backward_is_an_error():
+    """Hooks on saved tensors switch autograd's own check off: the engine has to make it."""
+
+    class Editing(Block):
+        def forward(self, x):
+            y = torch.tanh(self.up(x))
+            z = self.down(y)
+            with torch.no_grad():
+                y.mul_(2.0)
+            return x + z
+
+    class Edited(Stack):
+        block = Editing
+
+    def body(rank, world):
+        _, model = cut(Case("edited", Edited), True)
+        square(model(floats(rank, 0))).backward()
+
+    assert all(error.is_a(RuntimeError) and "modified" in error.message for error in raised_everywhere(2, body))
+
+
+@engine_lacks("a pack hook gives foreign tensors back as they are (note 6)")
+@BOTH
+@EACH
+def test_a_forward_that_no_backward_follows_leaves_nothing(strategy, orig):
+    """A pack hook that gives back the tensor itself makes a circle through autograd, which nothing collects."""
+
+    def body(rank, world):
+        _, model = cut(PLAIN, orig, strategy)
+        held = []
+        for step in range(6):
+            loss = square(model(floats(rank, step)))
+            del loss
+            held.append(stored_bytes())
+        return held
+
+    for held in run(2, body):
+        assert held[-1] == held[1], held
 
 
 # ------------------------------------------------------------------------------ trap 5: backward inside backward
@@ -460,6 +503,7 @@ def test_a_weight_that_a_custom_function_keeps_to_itself(orig):
     assert run(2, lambda rank, world: trained(which, orig))[0] == []
 
 
+@engine_lacks("G18: deepcopy of groups and hooks (note 5)")
 @torch_is_wrong("deepcopy of a sharded model fails (G18)")
 @BOTH
 def test_g18_a_copy_trains_like_the_original(orig):
@@ -583,8 +627,8 @@ def test_g32_nothing_stays_whole_after_an_exception_and_an_iteration(where, orig
         torch.manual_seed(0)
         model = blocks_and_root(Wide(probe=probe), lambda m: shard(m, use_orig_params=orig))
         held = []
-        for step in range(4):
-            armed[:] = [step == 2][: step == 2]
+        for step in range(6):
+            armed[:] = [True] if step in (2, 3, 4) else []
             try:
                 square(model(floats(rank, step))).backward()
             except ZeroDivisionError:
@@ -596,7 +640,7 @@ def test_g32_nothing_stays_whole_after_an_exception_and_an_iteration(where, orig
 
     for held in run(2, body):
         assert len(held) == 3
-        assert held[2] <= held[1] + 4000
+        assert held[2] <= held[1] + 16_000, 'activations at most: a unit has 50,000 bytes and more'
 
 
 @torch_is_wrong("the flag of no_sync and the states stay as they were (G32)")

@@ -10,10 +10,20 @@ import torch
 from harness import run
 from models import CASES, PLAIN, Case, built, case
 from reference import Training, adamw, compare, product, sgd
-from under_test import TORCH, Strategy, core, shard
+from under_test import TORCH, Strategy, core, engine_lacks, shard
 
 STRATEGIES = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
 ACCUMULATION = ((1, False), (2, True), (2, False))
+
+
+PATHS = "ranks whose backward takes other paths reduce in other orders (note 1)"
+LACKING = {"tied across units": "G10: ties across units are not planned yet (note 3)", "part of the outputs by rank": PATHS}
+
+
+def cases(world: int) -> list:
+    """All cases, with what the engine lacks marked."""
+    lacking = {name: reason for name, reason in LACKING.items() if world > 1 or reason != PATHS}
+    return [pytest.param(c, id=c.name, marks=[engine_lacks(lacking[c.name])] if c.name in lacking else []) for c in CASES]
 
 
 def torch_can(which: Case, orig: bool) -> bool:
@@ -52,7 +62,7 @@ def table(which: Case, world: int, rows: list[dict]) -> None:
 ROWS = product(strategy=STRATEGIES, orig=(False, True), accumulation=ACCUMULATION)
 
 
-@pytest.mark.parametrize("which", CASES, ids=str)
+@pytest.mark.parametrize("which", cases(2))
 def test_the_full_product_on_two_ranks(which):
     rows = [{**row, "optimizer": (sgd, adamw)[index % 2]} for index, row in enumerate(ROWS) if torch_can(which, row["orig"])]
     if not rows:
@@ -70,9 +80,18 @@ def pairs(which: Case, world: int) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
-@pytest.mark.parametrize("which", CASES, ids=str)
-def test_pairs_of_settings_on_other_numbers_of_ranks(which, world):
+@pytest.mark.parametrize("which", cases(1))
+def test_pairs_of_settings_on_one_rank(which):
+    some(which, 1)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("which", cases(3))
+def test_pairs_of_settings_on_more_ranks(which, world):
+    some(which, world)
+
+
+def some(which: Case, world: int) -> None:
     rows = pairs(which, world)
     if not rows:
         pytest.skip("torch is wrong")
