@@ -210,7 +210,15 @@ def _join(rank: int, world: int, folder: pathlib.Path, timeout: float) -> None:
     )
 
 
-def _rank(body: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], folder: pathlib.Path, timeout: float, pipe: Any) -> None:
+def _rank(
+    body: Callable[..., Any],
+    rank: int,
+    world: int,
+    args: tuple[Any, ...],
+    folder: pathlib.Path,
+    timeout: float,
+    pipe: Any,
+) -> None:
     """Life of a rank; it stays until the parent has heard of all, so that no rank sees another's connection break."""
     global _TRACE  # noqa: PLW0603
     torch.set_num_threads(1)
@@ -275,7 +283,9 @@ def outcomes(
         gc.freeze()  # what is here now is no rank's own: not counted, and its pages are not copied by collections
         for rank in range(world):
             ours, theirs = FORK.Pipe()
-            process = FORK.Process(target=_rank, args=(body, rank, world, args, folder, group_timeout, theirs), daemon=True)
+            process = FORK.Process(
+                target=_rank, args=(body, rank, world, args, folder, group_timeout, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             pipes[rank], _ = ours, ranks.append(process)
@@ -306,7 +316,9 @@ def _told(outcome: Outcome) -> str:
     return f"rank {outcome.rank} finished{last}"
 
 
-def run(world: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0, group_timeout: float = 5.0) -> list[Any]:
+def run(
+    world: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0, group_timeout: float = 5.0
+) -> list[Any]:
     """As `outcomes`, but give the values alone.
 
     Raises:

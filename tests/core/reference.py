@@ -165,9 +165,7 @@ def mismatches(
 def _gradient(members: list[nn.Parameter]) -> Grad:
     if all(member.grad is None for member in members):
         return None
-    return torch.cat(
-        [torch.zeros(m.numel(), dtype=m.dtype) if m.grad is None else _as(m, m.grad) for m in members]
-    )
+    return torch.cat([torch.zeros(m.numel(), dtype=m.dtype) if m.grad is None else _as(m, m.grad) for m in members])
 
 
 def _as(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
@@ -219,7 +217,9 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def compare(case: Case, model: nn.Module, plain: nn.Module, how: Training, *, orig: bool, replicated: bool) -> list[str]:
+def compare(
+    case: Case, model: nn.Module, plain: nn.Module, how: Training, *, orig: bool, replicated: bool
+) -> list[str]:
     """Train both side by side and tell where losses, gradients or parameters part, with the step."""
     shared = groups(model, plain, orig)
     if any(p.dtype in (torch.bfloat16, torch.float16) for p in plain.parameters()):

@@ -31,7 +31,7 @@ from models import (
     square,
     tokens,
 )
-from reference import Training, adamw, compare, mismatches, groups, reduce_gradients, sgd
+from reference import Training, adamw, compare, groups, mismatches, reduce_gradients, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from under_test import TORCH, Strategy, engine_lacks, shard, torch_is_wrong
@@ -130,7 +130,11 @@ def cut_inner(model, sharder):
 @BOTH
 @pytest.mark.parametrize(
     "sets",
-    [({("own", 0)}, {("own", 1)}), ({("inner", 0)}, {("own", 0), ("inner", 1)}), (set(), {("own", 0), ("own", 1), ("inner", 0)})],
+    [
+        ({("own", 0)}, {("own", 1)}),
+        ({("inner", 0)}, {("own", 0), ("inner", 1)}),
+        (set(), {("own", 0), ("own", 1), ("inner", 0)}),
+    ],
     ids=["outer", "inner and outer", "one rank alone"],
 )
 def test_nested_units_used_on_some_ranks_only(sets, orig):
@@ -640,7 +644,7 @@ def test_g32_nothing_stays_whole_after_an_exception_and_an_iteration(where, orig
 
     for held in run(2, body):
         assert len(held) == 3
-        assert held[2] <= held[1] + 16_000, 'activations at most: a unit has 50,000 bytes and more'
+        assert held[2] <= held[1] + 16_000, "activations at most: a unit has 50,000 bytes and more"
 
 
 @torch_is_wrong("the flag of no_sync and the states stay as they were (G32)")
@@ -678,7 +682,10 @@ def test_an_exception_leaves_no_hooks_on_saved_tensors():
 
 @BOTH
 def test_embedding_and_root_alone(orig):
-    assert run(2, lambda rank, world: trained(Case("tied", case("tied in the root").build, tokens, root_alone), orig))[0] == []
+    assert (
+        run(2, lambda rank, world: trained(Case("tied", case("tied in the root").build, tokens, root_alone), orig))[0]
+        == []
+    )
 
 
 def test_noted_blocks_note():

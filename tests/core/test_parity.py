@@ -17,20 +17,27 @@ ACCUMULATION = ((1, False), (2, True), (2, False))
 
 
 PATHS = "ranks whose backward takes other paths reduce in other orders (note 1)"
-LACKING = {"tied across units": "G10: ties across units are not planned yet (note 3)", "part of the outputs by rank": PATHS}
+LACKING = {
+    "tied across units": "G10: ties across units are not planned yet (note 3)",
+    "part of the outputs by rank": PATHS,
+}
 
 
 def cases(world: int) -> list:
     """All cases, with what the engine lacks marked."""
     lacking = {name: reason for name, reason in LACKING.items() if world > 1 or reason != PATHS}
-    return [pytest.param(c, id=c.name, marks=[engine_lacks(lacking[c.name])] if c.name in lacking else []) for c in CASES]
+    return [
+        pytest.param(c, id=c.name, marks=[engine_lacks(lacking[c.name])] if c.name in lacking else []) for c in CASES
+    ]
 
 
 def torch_can(which: Case, orig: bool) -> bool:
     return not TORCH or which.torch in ("yes", "orig" if orig else "flat")
 
 
-def difference(which: Case, world: int, *, strategy: Strategy, orig: bool, accumulation=(1, False), optimizer=adamw, **more):
+def difference(
+    which: Case, world: int, *, strategy: Strategy, orig: bool, accumulation=(1, False), optimizer=adamw, **more
+):
     """What parts the case from its unsharded twin under these settings."""
     plain = built(which)
     settings = {"sharding_strategy": strategy, "use_orig_params": orig, **more}
@@ -64,7 +71,9 @@ ROWS = product(strategy=STRATEGIES, orig=(False, True), accumulation=ACCUMULATIO
 
 @pytest.mark.parametrize("which", cases(2))
 def test_the_full_product_on_two_ranks(which):
-    rows = [{**row, "optimizer": (sgd, adamw)[index % 2]} for index, row in enumerate(ROWS) if torch_can(which, row["orig"])]
+    rows = [
+        {**row, "optimizer": (sgd, adamw)[index % 2]} for index, row in enumerate(ROWS) if torch_can(which, row["orig"])
+    ]
     if not rows:
         pytest.skip("torch is wrong")
     table(which, 2, rows)
@@ -109,9 +118,14 @@ def test_two_ranks_give_the_bits_of_the_unsharded_model():
         found = []
         for row in product(strategy=STRATEGIES, orig=(False, True)):
             plain = built(PLAIN)
-            model = PLAIN.cut(copy.deepcopy(plain), lambda m, r=row: shard(m, sharding_strategy=r["strategy"], use_orig_params=r["orig"]))
+            model = PLAIN.cut(
+                copy.deepcopy(plain),
+                lambda m, r=row: shard(m, sharding_strategy=r["strategy"], use_orig_params=r["orig"]),
+            )
             exact = Training(sgd, close=lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0))
-            found += compare(PLAIN, model, plain, exact, orig=row["orig"], replicated=row["strategy"] is Strategy.NO_SHARD)
+            found += compare(
+                PLAIN, model, plain, exact, orig=row["orig"], replicated=row["strategy"] is Strategy.NO_SHARD
+            )
         return found
 
     assert run(2, body)[0] == []
@@ -121,11 +135,36 @@ def test_two_ranks_give_the_bits_of_the_unsharded_model():
 def test_prefetch_and_limiter_change_no_number(name):
     before, after = core.BackwardPrefetch.BACKWARD_PRE, core.BackwardPrefetch.BACKWARD_POST
     rows = [
-        {"backward_prefetch": None, "forward_prefetch": True, "limit_all_gathers": False, "strategy": Strategy.FULL_SHARD},
-        {"backward_prefetch": before, "forward_prefetch": True, "limit_all_gathers": True, "strategy": Strategy.FULL_SHARD},
-        {"backward_prefetch": after, "forward_prefetch": False, "limit_all_gathers": False, "strategy": Strategy.FULL_SHARD},
-        {"backward_prefetch": None, "forward_prefetch": False, "limit_all_gathers": True, "strategy": Strategy.SHARD_GRAD_OP},
-        {"backward_prefetch": after, "forward_prefetch": True, "limit_all_gathers": True, "strategy": Strategy.SHARD_GRAD_OP},
+        {
+            "backward_prefetch": None,
+            "forward_prefetch": True,
+            "limit_all_gathers": False,
+            "strategy": Strategy.FULL_SHARD,
+        },
+        {
+            "backward_prefetch": before,
+            "forward_prefetch": True,
+            "limit_all_gathers": True,
+            "strategy": Strategy.FULL_SHARD,
+        },
+        {
+            "backward_prefetch": after,
+            "forward_prefetch": False,
+            "limit_all_gathers": False,
+            "strategy": Strategy.FULL_SHARD,
+        },
+        {
+            "backward_prefetch": None,
+            "forward_prefetch": False,
+            "limit_all_gathers": True,
+            "strategy": Strategy.SHARD_GRAD_OP,
+        },
+        {
+            "backward_prefetch": after,
+            "forward_prefetch": True,
+            "limit_all_gathers": True,
+            "strategy": Strategy.SHARD_GRAD_OP,
+        },
     ]
     table(case(name), 2, [{"orig": index % 2 == 0, **row} for index, row in enumerate(rows)])
 
@@ -153,7 +192,10 @@ def test_eval_and_no_grad_forwards_between_steps_change_nothing():
         found = []
         for row in product(strategy=STRATEGIES, orig=(False, True)):
             plain = built(PLAIN)
-            model = PLAIN.cut(copy.deepcopy(plain), lambda m, r=row: shard(m, sharding_strategy=r["strategy"], use_orig_params=r["orig"]))
+            model = PLAIN.cut(
+                copy.deepcopy(plain),
+                lambda m, r=row: shard(m, sharding_strategy=r["strategy"], use_orig_params=r["orig"]),
+            )
             replicated = row["strategy"] is Strategy.NO_SHARD
             for _ in range(2):
                 with torch.no_grad():

@@ -93,7 +93,9 @@ def test_nothing_grows_from_iteration_to_iteration(orig):
 
 
 @BOTH
-@pytest.mark.parametrize(("strategy", "kept"), [(FULL, ("",)), (GRAD_OP, ("", "blocks.0", "blocks.1", "blocks.2", "blocks.3"))])
+@pytest.mark.parametrize(
+    ("strategy", "kept"), [(FULL, ("",)), (GRAD_OP, ("", "blocks.0", "blocks.1", "blocks.2", "blocks.3"))]
+)
 def test_between_forward_and_backward_only_what_the_strategy_keeps_is_whole(strategy, kept, orig):
     def body(rank, world):
         model, sizes = wide(strategy, orig)
@@ -176,11 +178,16 @@ def logged(model, rank: int, steps: int = 2, forward_only: bool = False) -> list
 
 
 @BOTH
-@pytest.mark.parametrize(("strategy", "gathers", "scatters", "reduces"), [(FULL, 9, 5, 0), (GRAD_OP, 5, 5, 0), (NONE, 0, 0, 5)])
+@pytest.mark.parametrize(
+    ("strategy", "gathers", "scatters", "reduces"), [(FULL, 9, 5, 0), (GRAD_OP, 5, 5, 0), (NONE, 0, 0, 5)]
+)
 def test_each_strategy_issues_its_collectives_and_no_other(strategy, gathers, scatters, reduces, orig):
     """Four blocks and the root: FULL_SHARD gathers all in forward and the blocks again in backward."""
     calls = run(2, lambda rank, world: logged(wide(strategy, orig)[0], rank))
-    found = [(count(each, "all_gather"), count(each, "reduce_scatter"), count(each, "all_reduce"), len(each)) for each in calls]
+    found = [
+        (count(each, "all_gather"), count(each, "reduce_scatter"), count(each, "all_reduce"), len(each))
+        for each in calls
+    ]
     assert found == [(gathers, scatters, reduces, gathers + scatters + reduces)] * 2
     assert calls[0] == calls[1]
 
@@ -368,7 +375,9 @@ def test_inside_forward_parameters_have_their_own_shapes_and_names():
         for orig in (False, True):
             model = copy.deepcopy(plain)
             block = model.blocks[0]
-            block.up.register_forward_pre_hook(lambda m, _, o=orig: found.update({o: (tuple(m.weight.shape), tuple(m.bias.shape))}))
+            block.up.register_forward_pre_hook(
+                lambda m, _, o=orig: found.update({o: (tuple(m.weight.shape), tuple(m.bias.shape))})
+            )
             model = blocks_and_root(model, lambda m, o=orig: shard(m, use_orig_params=o))
             model(floats(rank, 0))
         return found
