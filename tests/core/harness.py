@@ -1,4 +1,4 @@
-"""Ranks for tests: forked from a parent that has torch already, joined by gloo over a file, with what each gave, raised or waits for."""
+"""Ranks for tests: forked from a parent that has torch, joined by gloo over a file; what each gave, raised, waits for."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Outcome:
     calls: list[str] = field(default_factory=list)
 
 
-class RanksFailed(AssertionError):
+class RanksError(AssertionError):
     """Some ranks raised or hang; the message tells of each rank what it did last."""
 
 
@@ -78,8 +78,8 @@ class RanksFailed(AssertionError):
 _LOG: list[Call] = []
 _TRACE: io.RawIOBase | None = None
 
-# Method of ProcessGroup -> (our name, position of what comes in, position of what goes out). Every Python collective ends in one of
-# these, also those whose function an engine bound before the test began.
+# Method of ProcessGroup -> (our name, position of what comes in, position of what goes out). Every Python collective
+# ends in one of these, also those whose function an engine bound before the test began.
 _METHODS = {
     "all_gather_single": ("all_gather", 0, 1),
     "_allgather_base": ("all_gather", 0, 1),
@@ -141,7 +141,7 @@ def _watch_collectives() -> None:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Collect the collectives that this rank issues inside, in their order; the list is filled when the context ends."""
+    """Collect the collectives that this rank issues inside, in order; the list is filled when the context ends."""
     calls: list[Call] = []
     start = len(_LOG)
     try:
@@ -322,11 +322,11 @@ def run(
     """As `outcomes`, but give the values alone.
 
     Raises:
-        RanksFailed: A rank raised, hangs or died; the message tells the last collectives and the stack of each.
+        RanksError: A rank raised, hangs or died; the message tells the last collectives and the stack of each.
     """
     found = outcomes(world, body, *args, timeout=timeout, group_timeout=group_timeout)
     if any(outcome.raised is not None or outcome.waits is not None for outcome in found):
-        raise RanksFailed("\n".join(["not every rank finished", *map(_told, found)]))
+        raise RanksError("\n".join(["not every rank finished", *map(_told, found)]))
     return [outcome.value for outcome in found]
 
 
@@ -334,9 +334,9 @@ def raised_everywhere(world: int, body: Callable[..., Any], *args: Any, **kwargs
     """The exception of each rank.
 
     Raises:
-        RanksFailed: A rank finished, hangs or died instead.
+        RanksError: A rank finished, hangs or died instead.
     """
     found = outcomes(world, body, *args, **kwargs)
     if any(outcome.raised is None for outcome in found):
-        raise RanksFailed("\n".join(["not every rank raised", *map(_told, found)]))
+        raise RanksError("\n".join(["not every rank raised", *map(_told, found)]))
     return [outcome.raised for outcome in found if outcome.raised is not None]

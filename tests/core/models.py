@@ -112,7 +112,7 @@ class Gated(Block):
 
 
 class Ranked(nn.Module):
-    """Parameters used on some ranks only: `batch[1]` names the blocks whose extra part this rank uses; all units have one size."""
+    """Units of one size; `batch[1]` names the blocks whose extra part this rank uses."""
 
     def __init__(self, depth: int = 4) -> None:
         super().__init__()
@@ -470,7 +470,7 @@ def sequences(size: int) -> Callable[[int, int], torch.Tensor]:
 
 
 def ranked(rank: int, step: int) -> tuple[torch.Tensor, set[int]]:
-    """Each rank uses the extra part of another set of blocks, another one each step; one block's is used by nobody at times."""
+    """Each rank uses the extra part of other blocks, each step anew; some parts are used by nobody at times."""
     return rows(rank, step), {(rank + step) % 4, (2 * rank + step) % 4}
 
 
@@ -521,7 +521,7 @@ def square(out: Any) -> torch.Tensor:
 class Case:
     """A model, how it is cut, and what it is fed.
 
-    `torch` says where torch's engine is right: "yes", "orig" (with original parameters only), "flat" (without only), "no".
+    `torch` says where torch's engine is right: "yes", "orig" (with original parameters only), "flat" (without), "no".
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What training must give: the unsharded model with a hand-written all-reduce, and what a sharded model holds, gathered for comparison."""
+"""What training must give: the unsharded model with a hand-written all-reduce; what a sharded one holds, gathered."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def units(model: nn.Module) -> list[str]:
     return [clean(name) for name, module in model.named_modules() if isinstance(module, FSDP)]
 
 
-def owner(name: str, prefixes: Iterable[str]) -> str:
-    """The unit that manages the parameter of that clean name."""
-    return max((p for p in prefixes if not p or name.startswith(p + ".")), key=len)
+def owner(names: list[str], prefixes: Iterable[str]) -> str:
+    """The unit that manages the parameter of these clean names: the innermost with all of its users below it."""
+    return max((p for p in prefixes if not p or all(name.startswith(p + ".") for name in names)), key=len)
 
 
 def groups(model: nn.Module, plain: nn.Module, orig: bool) -> list[Group]:
@@ -52,7 +52,9 @@ def groups(model: nn.Module, plain: nn.Module, orig: bool) -> list[Group]:
     prefixes = units(model)
     found: dict[Any, Group] = {}
     for name, parameter in plain.named_parameters():
-        unit = owner(name, prefixes)
+        unit = owner(
+            [other for other, each in plain.named_parameters(remove_duplicate=False) if each is parameter], prefixes
+        )
         key = name if orig else (unit, parameter.dtype, parameter.requires_grad)
         names = (*found[key].names, name) if key in found else (name,)
         found[key] = Group(unit, names, parameter.dtype, parameter.requires_grad, not orig)

@@ -1,4 +1,4 @@
-"""What the constructor and its neighbours accept, and the errors for what they do not: builtin types, with the unit and the names in the message."""
+"""What the constructor and its neighbours accept; the rest are errors of builtin types that name unit and parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def told(world: int, action) -> tuple[tuple[str, ...], str, list[str]]:
-    """The exception's classes and message, and the warnings, that `action()` gives on rank 0; all ranks must agree on the class."""
+    """The exception's classes and message, and the warnings, of `action()` on rank 0; all ranks agree on the class."""
 
     def body(rank, world):
         with warnings.catch_warnings(record=True) as caught:

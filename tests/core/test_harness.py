@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RanksFailed, count, outcomes, raised_everywhere, recorded, run, stored_bytes
+from harness import RanksError, count, outcomes, raised_everywhere, recorded, run, stored_bytes
 
 
 def test_ranks_talk_and_give_what_they_computed():
@@ -53,7 +53,7 @@ def test_a_hang_names_the_rank_that_waits_and_where():
     assert "all_reduce" in found[0].waits
     assert found[0].calls == ["all_reduce(7->7 float32 on 2)"]
     assert found[1].waits is None
-    with pytest.raises(RanksFailed, match="rank 0 hangs"):
+    with pytest.raises(RanksError, match="rank 0 hangs"):
         run(2, body, timeout=1.0, group_timeout=20.0)
 
 

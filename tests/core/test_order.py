@@ -141,7 +141,6 @@ def test_nested_units_used_on_some_ranks_only(sets, orig):
     same_order_and_right(Case("nested ranked", NestedRanked, using(*sets), cut_inner), 2, orig)
 
 
-@engine_lacks("ranks whose backward takes other paths reduce in other orders (note 1)")
 @torch_is_wrong("units that no backward reached are not reduced on that rank")
 @BOTH
 @EACH
@@ -150,7 +149,6 @@ def test_backward_from_other_outputs_on_each_rank(strategy, orig):
     same_order_and_right(case_, 2, orig, strategy)
 
 
-@engine_lacks("ranks whose backward takes other paths reduce in other orders (note 1)")
 @torch_is_wrong("a unit that nothing came back to is not reduced on that rank")
 @BOTH
 def test_a_rank_that_detaches_a_units_output(orig):
@@ -293,7 +291,6 @@ def test_a_weight_edited_between_forward_and_backward_is_an_error():
     assert all(error.is_a(RuntimeError) and "modified" in error.message for error in raised_everywhere(2, body))
 
 
-@engine_lacks("a pack hook gives foreign tensors back as they are (note 6)")
 def test_an_activation_edited_between_forward_and_backward_is_an_error():
     """Hooks on saved tensors switch autograd's own check off: the engine has to make it."""
 
@@ -315,7 +312,6 @@ def test_an_activation_edited_between_forward_and_backward_is_an_error():
     assert all(error.is_a(RuntimeError) and "modified" in error.message for error in raised_everywhere(2, body))
 
 
-@engine_lacks("a pack hook gives foreign tensors back as they are (note 6)")
 @BOTH
 @EACH
 def test_a_forward_that_no_backward_follows_leaves_nothing(strategy, orig):

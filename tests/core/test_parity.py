@@ -80,7 +80,7 @@ def test_the_full_product_on_two_ranks(which):
 
 
 def pairs(which: Case, world: int) -> list[dict]:
-    """A row with and one without original parameters; over all cases each pair of settings comes up at each number of ranks."""
+    """A row with and one without original parameters; over all cases each pair of settings comes up."""
     turn = CASES.index(which) + world
     return [
         {"strategy": STRATEGIES[(turn + orig) % 3], "orig": orig, "accumulation": ACCUMULATION[(turn // 3 + orig) % 3]}

@@ -1,4 +1,4 @@
-"""What the ranks hold and what they send: shards outside compute, one full unit at a time inside, and no collective too many."""
+"""What ranks hold and send: shards outside compute, one full unit at a time inside, and no collective too many."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_while_a_block_computes_at_most_the_next_unit_is_whole_besides(orig):
             own, following = sizes[f"blocks.{index}"], sizes.get(f"blocks.{index + 1}", 0)
             preceding = sizes.get(f"blocks.{index - 1}", 0)
             assert seen[f"run blocks.{index}"] <= share + root + own + following + SLACK
-            # In backward the gradient shards of later blocks have come, and the last one's whole gradient is on its way.
+            # In backward gradient shards of later blocks have come, and the last one's whole gradient is on its way.
             grads = share + 2 * own + following
             assert seen[f"grad blocks.{index}"] <= share + root + own + preceding + grads + SLACK
 
