@@ -1,4 +1,4 @@
-"""The sharding engine: names, arguments and behaviour of `torch.distributed.fsdp`; changing the import is the migration."""
+"""The sharding engine, with the names, arguments and behaviour of `torch.distributed.fsdp`."""
 
 from __future__ import annotations
 

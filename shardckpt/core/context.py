@@ -113,8 +113,7 @@ class Context:
         self._skip_to(place + 1)
         self._close_above(place)
         self._cursor = min(self._cursor, place)
-        if not call.threaded and call not in self._open:
-            self._open.append(call)
+        self._await_end(call)
 
     def backward_passes(self, call: Call) -> None:
         """Skip what is nested in the call and was not reached."""
@@ -127,7 +126,15 @@ class Context:
             self._close_above(self._cursor - 1)
             self._cursor -= 1
             call = self._order[self._cursor]
-            call.unit.skip(call)
+            if call.below < place:  # what was reached is nested in it: it has only begun
+                call.unit.fill_for_backward()
+                self._await_end(call)
+            else:
+                call.unit.skip(call)
+
+    def _await_end(self, call: Call) -> None:
+        if not call.threaded and call not in self._open:
+            self._open.append(call)
 
     def _close_above(self, place: int, limit: int | None = None) -> None:
         """End the calls whose inputs have no gradients, once backward has gone below all that is nested in them."""

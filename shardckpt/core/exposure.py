@@ -56,7 +56,7 @@ class AbsentParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         absent = next((each for each in args if isinstance(each, AbsentParameter)), None)
         raise NotGatheredError(
-            f"parameter {absent.fqn if absent is not None else ''} is used outside its unit's forward, while it is sharded",
+            f"parameter {absent.fqn if absent is not None else ''} is used outside its unit's forward, while sharded",
             where=absent.unit if absent is not None else "",
             found=f"a call of {name}",
             fix="Call the unit itself, or gather it: register_fsdp_forward_method, summon_full_params or unshard.",
@@ -74,6 +74,8 @@ class Exposure(ABC):
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         self.bucket = bucket
         self._unit = unit
+        for member in bucket.members:
+            member.identity.hold(self)
         self._parked: list[torch.Tensor | None] = []
         self._shown: list[tuple[nn.Parameter, torch.Tensor, int]] = []
 
@@ -81,6 +83,15 @@ class Exposure(ABC):
     @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that an optimizer gets."""
+
+    def restore(self) -> None:
+        """Undo the sharding: register full parameters again. Collective."""
+        self.adopt()
+        self.bucket.begin_gather()
+        self.bucket.finish_gather()
+        for member, leaf in zip(self.bucket.members, self.bucket.leaves, strict=True):
+            member.restore(leaf.detach().clone().requires_grad_(leaf.requires_grad))
+        self.bucket.free()
 
     @abstractmethod
     def show_full(self) -> None:
@@ -196,6 +207,7 @@ class FlatExposure(Exposure):
     def __init__(self, bucket: Bucket, unit: Name, module: nn.Module, attribute: str) -> None:
         super().__init__(bucket, unit)
         self.flat = nn.Parameter(bucket.shard.data, requires_grad=bucket.trainable)
+        self._home = (module, attribute)
         self._absent = self._stand_ins()
         for member in bucket.members:
             for place in member.places:
@@ -203,6 +215,12 @@ class FlatExposure(Exposure):
             member.forget()
         module.register_parameter(attribute, self.flat)
         self.show_sharded()
+
+    def restore(self) -> None:
+        """Undo the sharding, and take the flat parameter away. Collective."""
+        super().restore()
+        module, attribute = self._home
+        module._parameters.pop(attribute)
 
     def _stand_ins(self) -> list[AbsentParameter]:
         pairs = zip(self.bucket.leaves, self.bucket.layout.specs, strict=True)
@@ -369,7 +387,7 @@ class OriginalExposure(Exposure):
         self._reset_data()
 
     def add_gradient(self, reduced: Reduced) -> None:
-        """Add each parameter's part to its gradient; nothing for those that no rank used, or of which it has no part."""
+        """Add each parameter's part to its gradient; nothing for what no rank used or what it has no part of."""
         bucket = self.bucket
         for index, (original, view) in enumerate(zip(self._originals, self._views, strict=True)):
             if not reduced.used[index] or (index not in bucket.runs and view.numel() == 0):

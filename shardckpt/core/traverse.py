@@ -8,7 +8,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from weakref import WeakSet
+from weakref import ref as weakref
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,6 +76,28 @@ class Place:
     fqn: str
 
 
+class Identity:
+    """Tells that two parameters were one object, also after one of them has been taken apart."""
+
+    def __init__(self) -> None:
+        self._holder: weakref[object] | None = None
+
+    @property
+    def held(self) -> bool:
+        """Tell whether a unit that still exists has sharded the parameter."""
+        return self._holder is not None and self._holder() is not None
+
+    def hold(self, holder: object | None) -> None:
+        """Say who has sharded the parameter; None for nobody."""
+        self._holder = weakref(holder) if holder is not None else None
+
+
+def identity(parameter: nn.Parameter) -> Identity:
+    """Return the identity of a parameter; it has one from the first question on."""
+    found: Identity = parameter.__dict__.setdefault("_shardckpt_identity", Identity())
+    return found
+
+
 @dataclass(eq=False)
 class Managed:
     """A parameter that a unit manages, and every place where it is an attribute.
@@ -81,10 +105,32 @@ class Managed:
     Attributes:
         original: The user's object; None once it is let go.
         places: Where it is; the first gives the name.
+        identity: Stays when the object is let go.
     """
 
     original: nn.Parameter | None
     places: list[Place] = field(default_factory=list)
+    identity: Identity = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.original is not None, "a parameter is managed from its original on"
+        self.identity = identity(self.original)
+
+    def restore(self, value: torch.Tensor) -> nn.Parameter:
+        """Register a full value at every place again, in the user's object where it was kept.
+
+        Args:
+            value: The full parameter; it is aliased.
+        """
+        if self.original is None:
+            self.original = nn.Parameter(value, requires_grad=value.requires_grad)
+            self.original.__dict__["_shardckpt_identity"] = self.identity
+        self.original.grad = None
+        self.original.data = value.data
+        self.identity.hold(None)
+        for place in self.places:
+            setattr(place.module, place.attribute, self.original)
+        return self.original
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -122,8 +168,8 @@ def managed_parameters(module: nn.Module, exempt: set[nn.Parameter]) -> list[Man
     found: dict[nn.Parameter, Managed] = {}
     for prefix, each in walk(module, is_incompatible):
         for name, parameter in each._parameters.items():
-            if parameter is None or parameter in exempt:
-                continue
+            if parameter is None or parameter in exempt or identity(parameter).held:
+                continue  # one that is held by a unit elsewhere is its tie, and waits for the unit above both
             fqn = clean(f"{prefix}.{name}" if prefix else name)
             entry = found.setdefault(parameter, Managed(parameter))
             if not any(p.module is each and p.attribute == name for p in entry.places):

@@ -14,7 +14,7 @@ from shardckpt.core import autograd
 from shardckpt.core.bucket import Bucket
 from shardckpt.core.config import UnitConfig
 from shardckpt.core.exposure import Exposure
-from shardckpt.core.traverse import Name
+from shardckpt.core.traverse import Managed, Name
 from shardckpt.core.tree import mapped, tensors
 
 
@@ -120,6 +120,16 @@ class Unit:
     def buckets(self) -> list[Bucket]:
         """The buckets, in their fixed order."""
         return [each.bucket for each in self.exposures]
+
+    @property
+    def members(self) -> list[Managed]:
+        """The parameters of all buckets."""
+        return [member for each in self.exposures for member in each.bucket.members]
+
+    def restore(self) -> None:
+        """Undo the sharding; the unit is done with after that. Collective."""
+        for each in self.exposures:
+            each.restore()
 
     @property
     def filled(self) -> bool:

@@ -35,7 +35,19 @@ from shardckpt.core.config import (
 )
 from shardckpt.core.context import Context
 from shardckpt.core.exposure import Exposure, FlatExposure, OriginalExposure
-from shardckpt.core.traverse import WRAPPED, Managed, Name, clean, managed_parameters, parameters_below, ties_below
+from shardckpt.core.traverse import (
+    WRAPPED,
+    Identity,
+    Managed,
+    Name,
+    clean,
+    identity,
+    is_incompatible,
+    managed_parameters,
+    parameters_below,
+    ties_below,
+    walk,
+)
 from shardckpt.core.unit import Phase, Unit
 from shardckpt.core.wrap import Policy, WrapError, auto_wrap
 from shardckpt.errors import ShardckptError
@@ -128,7 +140,10 @@ class FullyShardedDataParallel(nn.Module):
         _move(module, device_id, ignored.parameters)
         if sync_module_states:
             _broadcast(module, self._group, ignored.parameters)
+        reopened = self._reopen_ties(module)
         with ties_below(module):
+            for each in reopened:
+                each._remake()
             if auto_wrap_policy is not None:
                 settings = {
                     "process_group": (self._group.shard, self._group.replicate)
@@ -171,6 +186,43 @@ class FullyShardedDataParallel(nn.Module):
         for each in nested:
             exempt |= {p for exposure in each._unit.exposures for p in exposure.parameters} | each._ignored_params
         return managed_parameters(module, exempt)
+
+    @staticmethod
+    def _reopen_ties(module: nn.Module) -> list[FullyShardedDataParallel]:
+        """Undo the sharding of nested units that hold a parameter which others below `module` use too. Collective.
+
+        Returns:
+            Those units, inner ones first; each has to be made again.
+        """
+        nested = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        users: dict[Identity, set[tuple[int, str]]] = {}
+        for each in nested:
+            for member in each._unit.members:
+                users.setdefault(member.identity, set()).update((id(p.module), p.attribute) for p in member.places)
+        for _, inner in walk(module, is_incompatible):
+            for name, parameter in inner._parameters.items():
+                if parameter is not None and identity(parameter) in users:
+                    users[identity(parameter)].add((id(inner), name))
+        tied = _split(nested, users)
+        reopened = [each for each in reversed(nested) if any(m.identity in tied for m in each._unit.members)]
+        first: dict[Identity, nn.Parameter] = {}
+        for each in reopened:
+            members = each._unit.members
+            each._unit.restore()
+            for member in members:
+                _unify(member, first)
+        if tied:
+            _unify_registered(module, first)
+            warnings.warn(
+                f"parameters used by {[type(each.module).__name__ for each in reopened]} are also used outside them; "
+                f"the unit of {type(module).__name__} takes them over",
+                stacklevel=3,
+            )
+        return reopened
+
+    def _remake(self) -> None:
+        module = self._fsdp_wrapped_module
+        self._unit = self._make_unit(module, self._managed(module))
 
     def _refuse_mixed(self, module: nn.Module, name: str) -> None:
         """Refuse, or warn of, a unit that a policy makes of frozen and trainable parameters."""
@@ -433,7 +485,7 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Inside, the instances have these settings; on any exit they have the ones before. As `set_state_dict_type`."""
+        """Inside, the instances have these settings, as by `set_state_dict_type`; on any exit the ones before."""
         before = FullyShardedDataParallel.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
@@ -552,6 +604,30 @@ def _refuse_load(*_: Any) -> None:
     protocol.call("load_module_state_dict")
 
 
+def _split(nested: list[FullyShardedDataParallel], users: Mapping[Identity, set[tuple[int, str]]]) -> set[Identity]:
+    """Return the parameters of which some unit has not all places."""
+    found = set()
+    for each in nested:
+        for member in each._unit.members:
+            if {(id(p.module), p.attribute) for p in member.places} != users[member.identity]:
+                found.add(member.identity)
+    return found
+
+
+def _unify(member: Managed, first: dict[Identity, nn.Parameter]) -> None:
+    """Let all places of one identity have one object again."""
+    kept = first.setdefault(member.identity, member.parameter)
+    for place in member.places:
+        setattr(place.module, place.attribute, kept)
+
+
+def _unify_registered(module: nn.Module, first: Mapping[Identity, nn.Parameter]) -> None:
+    for _, each in walk(module, is_incompatible):
+        for name, parameter in list(each._parameters.items()):
+            if parameter is not None and identity(parameter) in first:
+                setattr(each, name, first[identity(parameter)])
+
+
 class _Ignored:
     """What is left alone: whole modules, and parameters."""
 
@@ -604,7 +680,7 @@ class _Ignored:
 def _warn_of_containers(module: nn.Module) -> None:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         warnings.warn(
-            f"FSDP will not all-gather parameters for containers that do not implement forward: {type(module).__name__}",
+            f"FSDP will not all-gather parameters for containers that do not implement forward: {type(module)}",
             stacklevel=3,
         )
 
