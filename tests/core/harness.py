@@ -1,4 +1,4 @@
-"""Ranks for tests: forked from a parent that has torch, joined by gloo over a file; what each gave, raised, waits for."""
+"""Ranks for tests: forked from a parent that has torch, joined by gloo; what each gave, raised, waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the constructor and its neighbours accept; the rest are errors of builtin types that name unit and parameters."""
+"""What the constructor and its neighbours accept; the rest are errors of builtin types that name unit and names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks issue the same collectives in the same order, whatever each of them computed; and the traps of the mechanism (reference 9.1)."""
+"""All ranks issue the same collectives in the same order, whatever each computed; the traps of the mechanism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine under test: ours, or torch's own with SHARDCKPT_TEST_ENGINE=torch, which shows that the tests are right."""
+"""The engine under test: ours, or torch's own with SHARDCKPT_TEST_ENGINE=torch, to show that the tests are right."""
 
 from __future__ import annotations
 
