@@ -59,7 +59,7 @@ class ArgumentError(ShardckptError, ValueError):
     """An argument of the constructor, or two that do not go together."""
 
 
-class ArgumentTypeError(ShardckptError, TypeError):
+class ArgumentTypeError(ShardckptError, TypeError, ValueError):
     """An argument of another type than its own."""
 
 
@@ -277,6 +277,7 @@ class FullyShardedDataParallel(nn.Module):
                     where=roots[0],
                     fix="Run the outermost FullyShardedDataParallel first.",
                 )
+            _agree(named)
             units = [(clean(name) or type(self.module).__name__, each._unit) for name, each in named]
             context = Context(self._unit, units)
             for _, each in named:
@@ -602,6 +603,21 @@ def _settings(
 
 def _refuse_load(*_: Any) -> None:
     protocol.call("load_module_state_dict")
+
+
+def _agree(named: Iterable[tuple[str, FullyShardedDataParallel]]) -> None:
+    """Refuse a tree whose units were told different things where one iteration needs one answer."""
+    for setting in ("use_orig_params", "limit_all_gathers"):
+        told: dict[bool, list[str]] = {}
+        for name, each in named:
+            value = each._use_orig_params if setting == "use_orig_params" else each.limit_all_gathers
+            told.setdefault(value, []).append(clean(name) or "the root")
+        if len(told) > 1:
+            raise ArgumentError(
+                f"Expects a homogeneous value for {setting} among all units of one tree",
+                found="; ".join(f"{value} in {', '.join(names)}" for value, names in told.items()),
+                fix="Give all of them the same.",
+            )
 
 
 def _split(nested: list[FullyShardedDataParallel], users: Mapping[Identity, set[tuple[int, str]]]) -> set[Identity]:

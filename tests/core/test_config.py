@@ -133,7 +133,6 @@ def test_ignored_modules_that_are_no_list():
     refused(TypeError, lambda: bare(Block(), ignored_modules=3), ours=("ignored_modules",))
 
 
-@engine_lacks("documented as TypeError, a ValueError in torch 2.13: ours is to be both (note 9)")
 @pytest.mark.parametrize("modules", [["up"], [torch.zeros(1)]], ids=["names", "tensors"])
 def test_ignored_modules_that_are_no_modules(modules):
     refused(ValueError, lambda: bare(Block(), ignored_modules=modules), "ignored_modules")
@@ -344,7 +343,6 @@ def test_no_sync_below_the_root():
     refused(RuntimeError, below, "no_sync", "root")
 
 
-@engine_lacks("units that disagree are not found at lazy init (note 7)")
 @pytest.mark.parametrize("setting", ["use_orig_params", "limit_all_gathers"])
 def test_units_of_one_tree_agree(setting):
     def apart():

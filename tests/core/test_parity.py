@@ -10,25 +10,10 @@ import torch
 from harness import run
 from models import CASES, PLAIN, Case, built, case
 from reference import Training, adamw, compare, product, sgd
-from under_test import TORCH, Strategy, core, engine_lacks, shard
+from under_test import TORCH, Strategy, core, shard
 
 STRATEGIES = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
 ACCUMULATION = ((1, False), (2, True), (2, False))
-
-
-PATHS = "ranks whose backward takes other paths reduce in other orders (note 1)"
-LACKING = {
-    "tied across units": "G10: ties across units are not planned yet (note 3)",
-    "part of the outputs by rank": PATHS,
-}
-
-
-def cases(world: int) -> list:
-    """All cases, with what the engine lacks marked."""
-    lacking = {name: reason for name, reason in LACKING.items() if world > 1 or reason != PATHS}
-    return [
-        pytest.param(c, id=c.name, marks=[engine_lacks(lacking[c.name])] if c.name in lacking else []) for c in CASES
-    ]
 
 
 def torch_can(which: Case, orig: bool) -> bool:
@@ -69,7 +54,7 @@ def table(which: Case, world: int, rows: list[dict]) -> None:
 ROWS = product(strategy=STRATEGIES, orig=(False, True), accumulation=ACCUMULATION)
 
 
-@pytest.mark.parametrize("which", cases(2))
+@pytest.mark.parametrize("which", CASES, ids=str)
 def test_the_full_product_on_two_ranks(which):
     rows = [
         {**row, "optimizer": (sgd, adamw)[index % 2]} for index, row in enumerate(ROWS) if torch_can(which, row["orig"])
@@ -89,13 +74,13 @@ def pairs(which: Case, world: int) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("which", cases(1))
+@pytest.mark.parametrize("which", CASES, ids=str)
 def test_pairs_of_settings_on_one_rank(which):
     some(which, 1)
 
 
 @pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.parametrize("which", cases(3))
+@pytest.mark.parametrize("which", CASES, ids=str)
 def test_pairs_of_settings_on_more_ranks(which, world):
     some(which, world)
 
