@@ -22,7 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "boxes": {"errors"},
     "dtypes": {"errors"},
     "manifest": {"boxes", "dtypes"},
-    "layout": {"boxes", "dtypes"},
+    "layout": {"boxes", "dtypes", "errors"},
     "groups": {"errors"},
     "core": {"boxes", "dtypes", "layout", "groups", "errors"},
     "state": {"core"} | LEAVES,

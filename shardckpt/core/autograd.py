@@ -1,0 +1,131 @@
+"""Autograd's underside, and the only file that touches it: what runs around and at the end of a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Run `function` when the graph task that is under way ends; only inside a backward pass.
+
+    Autograd has no public name for it; DistributedDataParallel uses the same one.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def in_backward() -> bool:
+    """Tell whether a backward pass is under way on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _hooks_on_entry() -> tuple[Pack, Unpack] | None:
+    """Return the saved-tensor hooks that are active now: there is no public way to ask."""
+    found: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
+class _Passing(torch.autograd.Function):
+    """Identity; its backward, which runs once all gradients behind it are known, tells `done`."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *tensors: torch.Tensor) -> Any:
+        """Pass the tensors on."""
+        ctx.done = done
+        ctx.set_materialize_grads(False)
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Tell that everything behind has its gradients, and pass them on."""
+        ctx.done()
+        return (None, *grads)
+
+
+def thread(tensors: list[torch.Tensor], done: Callable[[], None]) -> list[torch.Tensor]:
+    """Return the tensors behind an identity node; `done` is called when backward passes it.
+
+    Args:
+        tensors: Tensors that require gradients; at least one.
+        done: Called without arguments, once a backward pass.
+    """
+    return list(_Passing.apply(done, *tensors))  # type: ignore[no-untyped-call]
+
+
+class Owner(Protocol):
+    """Who fills a buffer again that was freed after its tensors had been saved."""
+
+    def fill_for_backward(self) -> None:
+        """Make the buffer's content readable."""
+
+    def stale(self) -> str:
+        """Return a sentence for the case that a saved parameter has changed since."""
+
+
+class _Saved:
+    """A saved tensor that lies in a buffer of the engine: the tensor, its version, and who can fill it."""
+
+    __slots__ = ("owner", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, owner: Owner) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.owner = owner
+
+
+class _Hooks:
+    """One pair of hooks: tensors of our buffers are kept by reference, all others go where they went before."""
+
+    def __init__(self, find: Callable[[torch.Tensor], Owner | None], before: tuple[Pack, Unpack] | None) -> None:
+        self._find = find
+        self._before = before
+
+    @property
+    def finder(self) -> Callable[[torch.Tensor], Owner | None]:
+        """Whose buffers these hooks know."""
+        return self._find
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        owner = self._find(tensor)
+        if owner is not None:
+            return _Saved(tensor.detach(), owner)
+        return (tensor.detach(), tensor._version) if self._before is None else self._before[0](tensor)
+
+    def unpack(self, value: Any) -> torch.Tensor:
+        if isinstance(value, _Saved):
+            value.owner.fill_for_backward()
+            if value.tensor._version != value.version:
+                raise RuntimeError(value.owner.stale())
+            return value.tensor
+        if self._before is not None:
+            return self._before[1](value)
+        tensor: torch.Tensor = value[0]
+        if tensor._version != value[1]:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {value[1]}"
+            )
+        return tensor
+
+
+@contextmanager
+def saving(find: Callable[[torch.Tensor], Owner | None]) -> Iterator[None]:
+    """Inside, tensors saved for backward that lie in a buffer of the engine fill it again when backward reads them.
+
+    Args:
+        find: Returns the owner of the buffer that a tensor lies in, None for all others.
+    """
+    before = _hooks_on_entry()
+    ours = getattr(before[0], "__self__", None) if before else None
+    if not torch.is_grad_enabled() or (isinstance(ours, _Hooks) and ours.finder == find):
+        yield
+        return
+    hooks = _Hooks(find, before)
+    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+        yield

@@ -1,0 +1,208 @@
+"""Walks through modules: names without wrappers, what a unit manages, what is ignored, who shares a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from weakref import WeakSet
+from weakref import ref as weakref
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+WRAPPED = "_fsdp_wrapped_module"
+"""Under this name the wrapper holds the module it wraps; the segment appears in no name that leaves the engine."""
+
+_SEGMENTS = frozenset({WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"})
+_INCOMPATIBLE: WeakSet[nn.Module] = WeakSet()
+
+Stop = Callable[[nn.Module], bool]
+
+
+def clean(name: str) -> str:
+    """Return a dotted name without the segments that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _SEGMENTS)
+
+
+def mark_incompatible(module: nn.Module) -> None:
+    """Let the engine leave a module and everything below it alone, as it does with DistributedDataParallel."""
+    _INCOMPATIBLE.add(module)
+
+
+def is_incompatible(module: nn.Module) -> bool:
+    """Tell whether the engine leaves a module alone because something else looks after its parameters."""
+    return isinstance(module, DistributedDataParallel) or module in _INCOMPATIBLE or _is_of_torch(module)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    homes = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.distributed._replicate")
+    return any(base.__module__.startswith(homes) for base in type(module).__mro__)
+
+
+class Name:
+    """A unit's name in messages: its class at first, its place below the root once there is one.
+
+    Args:
+        text: The first name.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def become(self, text: str) -> None:
+        """Take another name."""
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(eq=False)
+class Place:
+    """Where a parameter is an attribute.
+
+    Attributes:
+        module: The module that has it.
+        attribute: Its name there.
+        fqn: Clean name from the unit's module.
+    """
+
+    module: nn.Module
+    attribute: str
+    fqn: str
+
+
+class Identity:
+    """Tells that two parameters were one object, also after one of them has been taken apart."""
+
+    def __init__(self) -> None:
+        self._holder: weakref[object] | None = None
+
+    @property
+    def held(self) -> bool:
+        """Tell whether a unit that still exists has sharded the parameter."""
+        return self._holder is not None and self._holder() is not None
+
+    def hold(self, holder: object | None) -> None:
+        """Say who has sharded the parameter; None for nobody."""
+        self._holder = weakref(holder) if holder is not None else None
+
+
+def identity(parameter: nn.Parameter) -> Identity:
+    """Return the identity of a parameter; it has one from the first question on."""
+    found: Identity = parameter.__dict__.setdefault("_shardckpt_identity", Identity())
+    return found
+
+
+@dataclass(eq=False)
+class Managed:
+    """A parameter that a unit manages, and every place where it is an attribute.
+
+    Attributes:
+        original: The user's object; None once it is let go.
+        places: Where it is; the first gives the name.
+        identity: Stays when the object is let go.
+    """
+
+    original: nn.Parameter | None
+    places: list[Place] = field(default_factory=list)
+    identity: Identity = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.original is not None, "a parameter is managed from its original on"
+        self.identity = identity(self.original)
+
+    def restore(self, value: torch.Tensor) -> nn.Parameter:
+        """Register a full value at every place again, in the user's object where it was kept.
+
+        Args:
+            value: The full parameter; it is aliased.
+        """
+        if self.original is None:
+            self.original = nn.Parameter(value, requires_grad=value.requires_grad)
+            self.original.__dict__["_shardckpt_identity"] = self.identity
+        self.original.grad = None
+        self.original.data = value.data
+        self.identity.hold(None)
+        for place in self.places:
+            setattr(place.module, place.attribute, self.original)
+        return self.original
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The user's object, as long as it is kept."""
+        assert self.original is not None, "only original parameters are kept"
+        return self.original
+
+    def forget(self) -> None:
+        """Let go of the user's object, which nothing registers any more, and of its memory."""
+        self.original = None
+
+    @property
+    def fqn(self) -> str:
+        """Clean name from the unit's module."""
+        return self.places[0].fqn
+
+
+def walk(module: nn.Module, stop: Stop, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield `(name, module)` depth first, shared modules each time they appear, not what `stop` names or below."""
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and not stop(child):
+            yield from walk(child, stop, f"{prefix}.{name}" if prefix else name)
+
+
+def managed_parameters(module: nn.Module, exempt: set[nn.Parameter]) -> list[Managed]:
+    """Return the parameters below a module, each once, in the order of `named_parameters`.
+
+    One that is also an attribute outside, as the tie counted by `ties_below` tells, is left for the unit above.
+
+    Args:
+        module: The unit's module.
+        exempt: Parameters that nested units have, and ignored ones.
+    """
+    found: dict[nn.Parameter, Managed] = {}
+    for prefix, each in walk(module, is_incompatible):
+        for name, parameter in each._parameters.items():
+            if parameter is None or parameter in exempt or identity(parameter).held:
+                continue  # one that is held by a unit elsewhere is its tie, and waits for the unit above both
+            fqn = clean(f"{prefix}.{name}" if prefix else name)
+            entry = found.setdefault(parameter, Managed(parameter))
+            if not any(p.module is each and p.attribute == name for p in entry.places):
+                entry.places.append(Place(each, name, fqn))
+    expected = _TIES.get()
+    return [entry for entry in found.values() if len(entry.places) >= expected.get(entry.parameter, 1)]
+
+
+_TIES: ContextVar[Mapping[nn.Parameter, int]] = ContextVar("ties", default=MappingProxyType({}))
+
+
+def _places(module: nn.Module) -> dict[nn.Parameter, set[tuple[int, str]]]:
+    found: dict[nn.Parameter, set[tuple[int, str]]] = {}
+    for _, each in walk(module, is_incompatible):
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, set()).add((id(each), name))
+    return found
+
+
+@contextmanager
+def ties_below(module: nn.Module) -> Iterator[None]:
+    """Inside, units below `module` leave parameters to the unit that has all users of them below it."""
+    if _TIES.get():
+        yield
+        return
+    token = _TIES.set({parameter: len(places) for parameter, places in _places(module).items() if len(places) > 1})
+    try:
+        yield
+    finally:
+        _TIES.reset(token)
+
+
+def parameters_below(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Return all parameters of some modules and of everything below them."""
+    return {parameter for module in modules for parameter in module.parameters()}

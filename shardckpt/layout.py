@@ -1,0 +1,323 @@
+"""How full parameters map to shards: flat and per dimension, padding, any world size to any other. No torch.
+
+A rank's shard is one 1-D run of `chunk` elements, zero padded, the same length on every rank. A layout says which
+elements of which parameter lie where in it; both layouts answer in the same words, boxes and runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from shardckpt import dtypes
+from shardckpt.boxes import Box, Shape, flat_to_boxes, intersect
+from shardckpt.errors import FormatError
+
+ALIGNMENT = 16
+"""Bytes that a parameter's place in an aligned flat layout is a multiple of."""
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of a layout.
+
+    Attributes:
+        name: Fully qualified name, without segments of wrappers.
+        shape: Full shape, in elements.
+        dtype: Stored dtype, as torch spells it.
+        order: Dimensions from the slowest to the fastest in memory; empty means row-major.
+        aliases: Other names of the same parameter.
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
+    order: tuple[int, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(n < 0 for n in self.shape):
+            raise FormatError("a parameter has a negative size", where=self.name, found=self.shape)
+        if not dtypes.is_known(self.dtype):
+            raise FormatError("a parameter has a dtype that is not known", where=self.name, found=self.dtype)
+        if self.order and sorted(self.order) != list(range(len(self.shape))):
+            raise FormatError("a memory order is no permutation", where=self.name, found=self.order)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return prod(self.shape)
+
+    @property
+    def memory_shape(self) -> Shape:
+        """The shape as it lies in memory, row-major."""
+        return tuple(self.shape[d] for d in self.order) if self.order else self.shape
+
+    def boxes(self, start: int, stop: int) -> list[Box]:
+        """Return the boxes of the full parameter that its elements `[start, stop)`, in memory order, are."""
+        found = flat_to_boxes(self.memory_shape, start, stop)
+        return [self._restored(box) for box in found] if self.order else found
+
+    def _restored(self, box: Box) -> Box:
+        place = {dim: at for at, dim in enumerate(self.order)}
+        dims = range(len(self.shape))
+        return Box(tuple(box.offset[place[d]] for d in dims), tuple(box.size[place[d]] for d in dims))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements of one parameter that lie next to each other in one rank's shard.
+
+    Attributes:
+        index: Which parameter.
+        rank: Whose shard.
+        start: First element, in the parameter's memory order.
+        stop: One past the last.
+        offset: Where the first lies in the shard, in elements.
+    """
+
+    index: int
+    rank: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the run."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Parameters laid end to end, the whole cut into equal chunks anywhere.
+
+    Attributes:
+        specs: The parameters, in order.
+        world: Ranks that share them.
+        alignment: Elements that each parameter's offset is a multiple of.
+    """
+
+    specs: tuple[ParamSpec, ...]
+    world: int
+    alignment: int = 1
+
+    def __post_init__(self) -> None:
+        _check_world(self.world)
+        if self.alignment < 1:
+            raise FormatError("an alignment is below one element", found=self.alignment)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter begins in the whole, in elements."""
+        found, at = [], 0
+        for spec in self.specs:
+            at = -(-at // self.alignment) * self.alignment
+            found.append(at)
+            at += spec.numel
+        return tuple(found)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole, holes between parameters counted, padding at its end not."""
+        return self.offsets[-1] + self.specs[-1].numel if self.specs else 0
+
+    @cached_property
+    def chunk(self) -> int:
+        """Elements of every rank's shard, padding included."""
+        return -(-self.numel // self.world)
+
+    def owned(self, rank: int) -> int:
+        """Return how many elements of a rank's shard are not padding at the end."""
+        return max(0, min(self.numel - rank * self.chunk, self.chunk))
+
+    def runs(self, rank: int) -> list[Run]:
+        """Return what lies in a rank's shard, in order; parameters that have nothing there are left out."""
+        low, high = rank * self.chunk, (rank + 1) * self.chunk
+        found = []
+        for index, (spec, at) in enumerate(zip(self.specs, self.offsets, strict=True)):
+            start, stop = max(at, low), min(at + spec.numel, high)
+            if start < stop:
+                found.append(Run(index, rank, start - at, stop - at, start - low))
+        return found
+
+    def boxes(self, rank: int) -> list[tuple[int, Box, int]]:
+        """Return `(parameter, box, offset in the shard)` of everything in a rank's shard, in order.
+
+        A box of a parameter that is stored in another order than row-major lies permuted in the shard.
+        """
+        return list(_boxes_of_runs(self.specs, self.runs(rank)))
+
+    def resized(self, world: int) -> FlatLayout:
+        """Return the same parameters on another number of ranks."""
+        return FlatLayout(self.specs, world, self.alignment)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the layout as plain JSON values."""
+        return {**_head("flat", self.world, self.specs), "alignment": self.alignment}
+
+
+@dataclass(frozen=True)
+class DimLayout:
+    """Each parameter cut along a dimension of its own into rows of equal number; later ranks may have fewer or none.
+
+    Attributes:
+        specs: The parameters, in order; all in row-major order.
+        world: Ranks that share them.
+        dims: The dimension that each is cut along; a 0-dim parameter counts as one row.
+    """
+
+    specs: tuple[ParamSpec, ...]
+    world: int
+    dims: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_world(self.world)
+        if len(self.dims) != len(self.specs):
+            raise FormatError("not every parameter has a dimension to be cut along", found=len(self.dims))
+        for spec, dim in zip(self.specs, self.dims, strict=True):
+            if not 0 <= dim < max(len(spec.shape), 1) or spec.order:
+                raise FormatError("a parameter cannot be cut along this dimension", where=spec.name, found=dim)
+
+    def box(self, index: int, rank: int) -> Box:
+        """Return what a rank holds of one parameter; a box with a zero where it holds nothing."""
+        spec, dim = self.specs[index], self.dims[index]
+        if not spec.shape:
+            return Box((), ()) if rank == 0 else Box((0,), (0,))
+        rows = -(-spec.shape[dim] // self.world)
+        first = min(rank * rows, spec.shape[dim])
+        held = min(rows, spec.shape[dim] - first)
+        offset = tuple(first if d == dim else 0 for d in range(len(spec.shape)))
+        return Box(offset, tuple(held if d == dim else n for d, n in enumerate(spec.shape)))
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where each parameter begins in every rank's shard, in elements."""
+        found, at = [], 0
+        for index in range(len(self.specs)):
+            found.append(at)
+            at += self.box(index, 0).volume
+        return tuple(found)
+
+    @cached_property
+    def chunk(self) -> int:
+        """Elements of every rank's shard, padding included: what rank 0 holds."""
+        return self.places[-1] + self.box(len(self.specs) - 1, 0).volume if self.specs else 0
+
+    def boxes(self, rank: int) -> list[tuple[int, Box, int]]:
+        """Return `(parameter, box, offset in the shard)` of everything in a rank's shard, in order."""
+        found = [(index, self.box(index, rank), self.places[index]) for index in range(len(self.specs))]
+        return [each for each in found if each[1].volume]
+
+    def resized(self, world: int) -> DimLayout:
+        """Return the same parameters on another number of ranks."""
+        return DimLayout(self.specs, world, self.dims)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the layout as plain JSON values."""
+        return {**_head("dim", self.world, self.specs), "dims": list(self.dims)}
+
+
+Layout = FlatLayout | DimLayout
+
+
+@dataclass(frozen=True)
+class Move:
+    """A box of a parameter that one rank of a layout gives and one rank of another takes."""
+
+    index: int
+    box: Box
+    giver: int
+    taker: int
+
+
+def moves(before: Layout, after: Layout) -> Iterator[Move]:
+    """Yield what goes where when parameters pass from one layout to another: every element once.
+
+    Args:
+        before: The layout that holds the values.
+        after: A layout of the same parameters on any number of ranks.
+
+    Raises:
+        FormatError: The layouts do not hold the same parameters.
+    """
+    if [(s.name, s.shape) for s in before.specs] != [(s.name, s.shape) for s in after.specs]:
+        raise FormatError("two layouts hold different parameters", fix="Match them by name first.")
+    held: dict[int, list[tuple[int, Box]]] = {}
+    for rank in range(before.world):
+        for index, box, _ in before.boxes(rank):
+            held.setdefault(index, []).append((rank, box))
+    for taker in range(after.world):
+        for index, wanted, _ in after.boxes(taker):
+            for giver, box in held.get(index, ()):
+                common = intersect(wanted, box)
+                if common is not None:
+                    yield Move(index, common, giver, taker)
+
+
+def from_json(value: object) -> Layout:
+    """Return the layout that `to_json` wrote.
+
+    Raises:
+        FormatError: The value is not such a layout.
+    """
+    try:
+        return _parsed(value)
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise FormatError(f"a layout cannot be read: {type(error).__name__} {error}") from error
+
+
+def _parsed(value: Any) -> Layout:
+    if not isinstance(value, Mapping) or value["format"] != _FORMAT:
+        raise FormatError("this is no layout of a known format", expected=_FORMAT)
+    specs = tuple(_spec(each) for each in value["params"])
+    world = _whole(value["world"])
+    if value["kind"] == "flat":
+        return FlatLayout(specs, world, _whole(value["alignment"]))
+    if value["kind"] == "dim":
+        return DimLayout(specs, world, tuple(_whole(d) for d in value["dims"]))
+    raise FormatError("a layout is of an unknown kind", found=value["kind"], expected="flat or dim")
+
+
+def _spec(value: Mapping[str, Any]) -> ParamSpec:
+    name, dtype, aliases = value["name"], value["dtype"], value.get("aliases", [])
+    if not all(isinstance(each, str) for each in (name, dtype, *aliases)):
+        raise FormatError("a name in a layout is no text", found=name)
+    shape = tuple(_whole(n) for n in value["shape"])
+    return ParamSpec(name, shape, dtype, tuple(_whole(d) for d in value.get("order", [])), tuple(aliases))
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise FormatError("a number in a layout is not whole or negative", found=value)
+    return value
+
+
+def _head(kind: str, world: int, specs: tuple[ParamSpec, ...]) -> dict[str, Any]:
+    params = []
+    for spec in specs:
+        row: dict[str, Any] = {"name": spec.name, "shape": list(spec.shape), "dtype": spec.dtype}
+        if spec.order:
+            row["order"] = list(spec.order)
+        if spec.aliases:
+            row["aliases"] = list(spec.aliases)
+        params.append(row)
+    return {"format": _FORMAT, "kind": kind, "world": world, "params": params}
+
+
+def _boxes_of_runs(specs: tuple[ParamSpec, ...], runs: list[Run]) -> Iterator[tuple[int, Box, int]]:
+    for run in runs:
+        at = run.offset
+        for box in specs[run.index].boxes(run.start, run.stop):
+            yield run.index, box, at
+            at += box.volume
+
+
+def _check_world(world: int) -> None:
+    if world < 1:
+        raise FormatError("a layout needs at least one rank", found=world)

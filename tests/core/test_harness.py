@@ -1,0 +1,69 @@
+"""The harness itself: ranks talk, errors and hangs are told with what each rank did last."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RanksError, count, outcomes, raised_everywhere, recorded, run, stored_bytes
+
+
+def test_ranks_talk_and_give_what_they_computed():
+    def body(rank, world):
+        value = torch.full((3,), float(rank))
+        dist.all_reduce(value)
+        return value.tolist()
+
+    assert run(3, body) == [[3.0] * 3] * 3
+
+
+def test_collectives_are_recorded_with_sizes_and_order():
+    def body(rank, world):
+        with recorded() as calls:
+            dist.all_gather_single(torch.empty(8), torch.ones(4))
+            dist.reduce_scatter_single(torch.empty(4), torch.ones(8))
+            dist.all_reduce(torch.ones(5))
+            dist.reduce_scatter_single(torch.empty(4), torch.ones(8), async_op=True).wait()
+        return [str(call) for call in calls], count(calls, "reduce_scatter")
+
+    expected = [
+        "all_gather(4->8 float32 on 2)",
+        "reduce_scatter(8->4 float32 on 2)",
+        "all_reduce(5->5 float32 on 2)",
+        "reduce_scatter(8->4 float32 on 2)",
+    ]
+    assert run(2, body) == [(expected, 2)] * 2
+
+
+def test_an_exception_comes_back_with_its_bases():
+    def body(rank, world):
+        raise FileNotFoundError(f"rank {rank} misses it")
+
+    first, second = raised_everywhere(2, body)
+    assert first.is_a(OSError)
+    assert second.message == "rank 1 misses it"
+
+
+def test_a_hang_names_the_rank_that_waits_and_where():
+    def body(rank, world):
+        if rank == 0:
+            dist.all_reduce(torch.ones(7))
+
+    found = outcomes(2, body, timeout=1.0, group_timeout=20.0)
+    assert "all_reduce" in found[0].waits
+    assert found[0].calls == ["all_reduce(7->7 float32 on 2)"]
+    assert found[1].waits is None
+    with pytest.raises(RanksError, match="rank 0 hangs"):
+        run(2, body, timeout=1.0, group_timeout=20.0)
+
+
+def test_held_bytes_are_counted_once_per_storage():
+    def body(rank, world):
+        before = stored_bytes()
+        whole = torch.zeros(1000)
+        parts = [whole[:10], whole[10:]]
+        held = stored_bytes() - before
+        whole.untyped_storage().resize_(0)
+        return held, stored_bytes() - before, len(parts)
+
+    assert run(1, body) == [(4000, 0, 2)]
