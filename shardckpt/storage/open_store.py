@@ -78,7 +78,7 @@ def kind(url: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return "missing"
     except OSError as error:
-        if error.errno == errno.ELOOP:  # a link in a circle leads nowhere
+        if error.errno in {errno.ELOOP, errno.ENAMETOOLONG}:  # nothing can lie there
             return "missing"
         raise storage_error(error, "cannot look at it", path) from error
     return "folder" if stat.S_ISDIR(mode) else "file"
