@@ -60,7 +60,8 @@ class _Inflate:
         while True:
             data = self._inflate.unconsumed_tail or self._source.read(_CHUNK_BYTES) or b""
             out = self._inflate.decompress(data, max(size, 1))
-            if out or not data:
+            # at its end zlib may keep bytes behind the stream as unconsumed for ever
+            if out or not data or self._inflate.eof:
                 return out
 
 

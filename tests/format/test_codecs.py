@@ -87,6 +87,16 @@ def test_a_stream_that_ends_early_says_where(codec: str, tmp_path: Path) -> None
         decoded.read_into(50, memoryview(bytearray(51)))
 
 
+@pytest.mark.parametrize("codec", ["zstd", "deflate"])
+@pytest.mark.timeout(20)
+def test_bytes_behind_a_stream_do_not_keep_it_open(codec: str, tmp_path: Path) -> None:
+    """Read in small steps up to its end, with more behind it: zlib then holds those bytes back for ever."""
+    decoded, _ = stream(tmp_path, codec, ENCODE[codec](bytes(range(200)) * 9) + b"more" * 50)
+    with pytest.raises(FormatError):
+        for start in range(0, 2000, 100):
+            decoded.read_into(start, memoryview(bytearray(100)))
+
+
 def test_a_window_that_only_asks_for_memory_is_refused(tmp_path: Path) -> None:
     parameters = zstandard.ZstdCompressionParameters(window_log=29, compression_level=1, write_content_size=0)
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
