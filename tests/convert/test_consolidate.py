@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import NAMES, READABLE, Case, assert_same, load_folder, metadata_of, read_case, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -27,6 +30,7 @@ from shardckpt.errors import (
 )
 
 Snapshot = dict[str, bytes]
+FLOATS = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(params=NAMES)
@@ -403,6 +407,34 @@ def test_an_optimizer_that_is_not_there_cannot_be_asked_for(named: Callable[[str
     with pytest.raises(IncompleteError, match="no optimizer"):
         shardckpt.consolidate(source, str(tmp_path / "out"), part="optim")
     assert shardckpt.consolidate(source, str(tmp_path / "all"), part="all").tensors == 29
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_any_sharding_is_joined_whatever_is_asked_for_besides(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Random tensors cut in any dimension over ranks, into files of any size, cast or not: each as torch has it."""
+    folder = tmp_path_factory.mktemp("any")
+    tensors, chunks = {}, {}
+    for i in range(data.draw(st.integers(1, 4))):
+        shape = data.draw(st.lists(st.integers(1, 5), max_size=3))
+        kind = data.draw(st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.float8_e5m2]))
+        tensor = torch.arange(math.prod(shape)).reshape(shape).to(kind)
+        tensors[f"t{i}"] = tensor
+        dim = data.draw(st.integers(0, max(len(shape) - 1, 0)))
+        parts = tensor.tensor_split(data.draw(st.integers(1, 3)), dim) if shape else [tensor]
+        starts = [sum(p.shape[dim] for p in parts[:n]) if shape else 0 for n in range(len(parts))]
+        chunks[f"t{i}"] = [
+            (tuple(start if d == dim else 0 for d in range(len(shape))), part)
+            for start, part in zip(starts, parts, strict=True)
+        ]
+    rank_files(folder / "src", chunks, ranks=3)
+    dtype = data.draw(st.sampled_from(["", "float32", "bfloat16"]))
+    shard = data.draw(st.integers(1, 200))
+    shardckpt.consolidate(str(folder / "src"), str(folder / "out"), dtype=dtype, max_shard_size=shard)
+    cast = {n: t.to(getattr(torch, dtype)) if dtype and t.dtype in FLOATS else t for n, t in tensors.items()}
+    assert_same(load_folder(folder / "out"), cast)
 
 
 def copied(source: Path, target: Path) -> Path:

@@ -1,0 +1,138 @@
+"""Formats are told by structure first and by name second, and looking never fails, whatever lies there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from samples import MODEL, SAMPLES
+
+from shardckpt.errors import CheckpointError, SourceNotFoundError, UnknownFormatError, UsageError
+from shardckpt.format.detect import FORMATS, detect, open_checkpoint, open_source
+from shardckpt.format.reader import Evidence, Source
+from shardckpt.storage.local import LocalStore
+
+NAMES = [
+    ".metadata",
+    "__0_0.distcp",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-00001-of-00002.safetensors",
+    "adapter_model.safetensors",
+    "shard-00001-model-00001-of-00001.safetensors",
+    "optimizer.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "pytorch_model-00001-of-00002.bin",
+    "pytorch_model_fsdp.bin",
+    "random_states_0.pkl",
+    "meta.pt",
+    "a.pt",
+    "a.ckpt",
+    "config.json",
+    "0.metadata",
+    "__0.metadata",
+]
+HEADS = [
+    b"",
+    b"\0",
+    b"{",
+    b"PK\x03\x04",
+    b"\x80\x02",
+    b"\x80\x04\x95",
+    b"\x10\0\0\0\0\0\0\0{",
+    b"\xff" * 40,
+    b"PK\x05\x06" + bytes(18),
+]
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), st.tuples(st.sampled_from(HEADS), st.binary(max_size=40)), max_size=6))
+def test_looking_at_anything_tells_how_sure_each_format_is(
+    tmp_path_factory: pytest.TempPathFactory, files: dict[str, tuple[bytes, bytes]]
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    for name, (head, rest) in files.items():
+        (folder / name).write_bytes(head + rest)
+    for source in (Source(LocalStore(str(folder))), *(Source(LocalStore(str(folder)), name) for name in files)):
+        for form in FORMATS:
+            assert isinstance(form.recognise(source), Evidence)
+        try:
+            detect(source).open(source)
+        except (CheckpointError, UsageError) as error:
+            assert str(error).isprintable()
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_each_sample_is_its_own_format_and_no_others(name: str, tmp_path: Path) -> None:
+    for variant, build in SAMPLES[name].items():
+        source = open_source(str(build(tmp_path / variant)))
+        assert detect(source).name == name
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "expected"),
+    [
+        (lambda path: save_file(MODEL, path), "weights.bin", "safetensors"),
+        (lambda path: save_file(MODEL, path), "weights.pt", "safetensors"),
+        (lambda path: torch.save(MODEL, path), "weights.safetensors", "torch"),
+        (lambda path: torch.save(MODEL, path), "no ending", "torch"),
+        (lambda path: torch.save(MODEL, path, _use_new_zipfile_serialization=False), "weights.ckpt", "torch"),
+    ],
+)
+def test_structure_counts_more_than_the_name(
+    write: Callable[[Path], None], name: str, expected: str, tmp_path: Path
+) -> None:
+    write(tmp_path / name)
+    assert detect(open_source(str(tmp_path / name))).name == expected
+
+
+def test_of_two_formats_in_a_folder_the_one_that_holds_the_other_wins(tmp_path: Path) -> None:
+    folder = SAMPLES["dcp"]["torch"](tmp_path / "src")
+    torch.save({"epoch": 1}, folder / "extra.pt")
+    assert detect(open_source(str(folder))).name == "dcp"
+    save_file(MODEL, tmp_path / "model.safetensors")
+    torch.save(MODEL, tmp_path / "pytorch_model.bin")
+    assert detect(open_source(str(tmp_path))).name == "safetensors"
+
+
+def test_what_is_recognised_by_name_and_cannot_be_read_is_the_checkpoints_fault(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "a.pt", ".metadata"):
+        folder = tmp_path / name.strip(".")
+        folder.mkdir()
+        (folder / name).write_bytes(b"\xff" * 100)
+        (folder / "__0_0.distcp").write_bytes(b"") if name == ".metadata" else None
+        with pytest.raises(CheckpointError):
+            open_checkpoint(str(folder))
+
+
+def test_what_nobody_recognises_says_what_was_found_and_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "notes\n.txt").write_text("x")
+    with pytest.raises(UnknownFormatError) as caught:
+        open_checkpoint(str(tmp_path))
+    text = str(caught.value)
+    assert text.isprintable()
+    assert "notes\\n.txt" in text
+    assert all(form.looks_for in text for form in FORMATS)
+
+
+def test_a_long_listing_is_cut(tmp_path: Path) -> None:
+    for i in range(100):
+        (tmp_path / f"{i:03d}.txt").write_text("x")
+    with pytest.raises(UnknownFormatError, match="and 92 more"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_nothing_there_is_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(SourceNotFoundError, match="nothing lies here"):
+        open_checkpoint(str(tmp_path / "none"))
+
+
+def test_formats_have_names_of_their_own() -> None:
+    assert len({form.name for form in FORMATS}) == len({form.title for form in FORMATS}) == len(FORMATS)
