@@ -439,7 +439,7 @@ def test_those_pickles_would_run(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["os.system", "getattr to eval", "nested", "deep lists", "text of 4 EiB"])
 @pytest.mark.parametrize("form", ["dcp-torch", "dcp-zstd", "fabric-sharded"])
 def test_pickles_in_slices_never_run(name: str, form: str, tmp_path: Path) -> None:
-    """In the archive of a tensor's slice, and in an object that the optimizer needs."""
+    """In the archive of a tensor's slice."""
     sample = fresh(tmp_path, *form.split("-"))
     content = evil(sample.canary)[name]
     archive = swapped_in_zip(zip_of(torch.ones(6, 4)), content)
@@ -454,9 +454,27 @@ def test_pickles_in_slices_never_run(name: str, form: str, tmp_path: Path) -> No
     (sample.folder / "evil.distcp").write_bytes(archive)
     edit_metadata(sample.folder, redirect)
     assert check(sample, f"{name} in a slice", expect="refused")["inspect"].code == 0
-    again = fresh(tmp_path / "two", *form.split("-")) if (tmp_path / "two").mkdir() is None else sample
-    put_object(again.folder, "optimizer.state.a.w.odd", zip_with(content))
-    check(again, f"{name} in an object")
+
+
+@pytest.mark.parametrize("name", ["os.system", "getattr to eval", "nested", "deep lists", "text of 4 EiB"])
+@pytest.mark.parametrize("form", ["dcp-torch", "dcp-zstd", "fabric-sharded"])
+def test_pickles_in_objects_that_are_needed_never_run(name: str, form: str, tmp_path: Path) -> None:
+    sample = fresh(tmp_path, *form.split("-"))
+    put_object(sample.folder, "odd", zip_with(evil(sample.canary)[name]))
+
+    def into_groups(metadata: Any) -> None:
+        metadata.planner_data["odd"] = ("optimizer", "param_groups", 0, "odd")
+
+    edit_metadata(sample.folder, into_groups)
+    assert check(sample, f"{name} in an object", expect="refused")["inspect"].code == 0
+
+
+@pytest.mark.parametrize("form", ["dcp-torch", "dcp-zstd", "fabric-sharded"])
+def test_objects_that_nobody_needs_are_not_even_opened(form: str, tmp_path: Path) -> None:
+    sample = fresh(tmp_path, *form.split("-"))
+    put_object(sample.folder, "trainer", zip_with(evil(sample.canary)["os.system"]))
+    found = check(sample, "an object beside model and optimizer", expect="same")
+    assert found["inspect"].code == 0
 
 
 def zip_of(value: Any) -> bytes:
