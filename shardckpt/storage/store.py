@@ -61,7 +61,7 @@ class Writer(Protocol):
         """Append `data`. Raises StorageError."""
 
     def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`, without passing through Python objects where both are local.
+        """Append a range of a file of `source`, through one buffer of bounded size.
 
         Raises:
             TruncatedError: The file ends before the range does.
