@@ -11,7 +11,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/consolidate_fsdp2.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

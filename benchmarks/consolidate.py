@@ -17,7 +17,6 @@ import contextlib
 import datetime
 import importlib.util
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -29,9 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from results import RESULTS, machine, record
+
 HERE = Path(__file__).resolve().parent
 INPUTS = HERE / "inputs.py"
-RESULTS = HERE / "RESULTS.md"
 PYTHON = sys.executable
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -295,15 +295,6 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
-def machine() -> str:
-    """Return a line on what this ran on."""
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    model = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    system = f"Linux {platform.release()}, Python {platform.python_version()}"
-    return f"{os.cpu_count()} cores ({model}), {memory:.0f} GiB, {system}"
-
-
 def file_system(folder: Path) -> str:
     """Return the type of the file system that a folder lies in."""
     done = subprocess.run(["df", "--output=fstype", str(folder)], capture_output=True, text=True, check=True)
@@ -318,17 +309,6 @@ def scratch(parent: str | None, nbytes: int) -> Iterator[Path]:
         if free < 3.2 * nbytes:
             raise SystemExit(f"{name} has {free / 1e9:.1f} GB free; inputs and outputs need {3.2 * nbytes / 1e9:.1f}")
         yield Path(name)
-
-
-def record(title: str, lines: Sequence[str]) -> None:
-    """Put the section of this run into RESULTS.md, in place of an older one of the same title."""
-    head = (
-        "# Results\n\nWritten by `python benchmarks/consolidate.py --record`; see there for what is measured and how.\n"
-    )
-    text = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else head
-    sections = [part for part in re.split(r"(?m)^(?=## )", text) if not part.startswith(f"## {title}\n")]
-    sections.append(f"## {title}\n\n" + "\n".join(lines).strip() + "\n")
-    RESULTS.write_text("\n\n".join(part.strip() for part in sections) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardckpt.convert.export import consolidate, convert
     from shardckpt.convert.inspect import inspect
     from shardckpt.convert.options import Options
+    from shardckpt.convert.rekey import rekey
     from shardckpt.convert.report import (
         Comparison,
         Inspection,
@@ -46,12 +47,18 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
+    from shardckpt.state.kinds import StateKind
+    from shardckpt.state.loading import load_model_state_dict
+    from shardckpt.state.model import iter_full_state_dict, model_state_dict
+    from shardckpt.state.optim_loading import load_optim_state_dict
+    from shardckpt.state.optimizer import optim_state_dict
 
 _HOMES = {
     "shardckpt.convert.compare": ("diff",),
     "shardckpt.convert.export": ("consolidate", "convert"),
     "shardckpt.convert.inspect": ("inspect",),
     "shardckpt.convert.options": ("Options",),
+    "shardckpt.convert.rekey": ("rekey",),
     "shardckpt.convert.report": (
         "Comparison",
         "Inspection",
@@ -85,6 +92,11 @@ _HOMES = {
         "UnsupportedError",
         "UsageError",
     ),
+    "shardckpt.state.kinds": ("StateKind",),
+    "shardckpt.state.loading": ("load_model_state_dict",),
+    "shardckpt.state.model": ("iter_full_state_dict", "model_state_dict"),
+    "shardckpt.state.optim_loading": ("load_optim_state_dict",),
+    "shardckpt.state.optimizer": ("optim_state_dict",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -109,6 +121,7 @@ __all__ = [
     "Report",
     "ShardckptError",
     "SourceNotFoundError",
+    "StateKind",
     "StorageError",
     "TargetExistsError",
     "TensorDifference",
@@ -125,6 +138,12 @@ __all__ = [
     "convert",
     "diff",
     "inspect",
+    "iter_full_state_dict",
+    "load_model_state_dict",
+    "load_optim_state_dict",
+    "model_state_dict",
+    "optim_state_dict",
+    "rekey",
     "verify",
 ]
 

@@ -47,6 +47,14 @@ class Group(ABC):
             RankError: A rank did not take part in time.
         """
 
+    def all_gather_equal(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes, of which each gives as many, in rank order. Collective: one, where that is less.
+
+        Args:
+            data: This rank's.
+        """
+        return self.all_gather(data)
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Run a block on every rank; a failure on one is raised on all, naming the rank. One collective at its end.
@@ -62,7 +70,7 @@ class Group(ABC):
             yield
         except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
             failure = error
-        told = self.all_gather(_fixed(failure))
+        told = self.all_gather_equal(_fixed(failure))
         if failure is not None:
             raise failure
         _raise_first(what, told)
@@ -140,6 +148,13 @@ class TorchGroup(Group):
             rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(rows, _padded(data, longest), group=self._group)
         return [row[: int(n)].numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
+
+    def all_gather_equal(self, data: bytes) -> list[bytes]:
+        """Gather the bytes, whose number is known."""
+        with self._named("all-gather"):
+            rows = [torch.empty(len(data), dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(rows, _padded(data, len(data)), group=self._group)
+        return [row.numpy().tobytes() for row in rows]
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
         """Broadcast the length, then the bytes."""

@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "layout": {"boxes", "dtypes", "errors"},
     "groups": {"errors"},
     "core": {"boxes", "dtypes", "layout", "groups", "errors"},
-    "state": {"core"} | LEAVES,
+    "state": {"core", "groups"} | LEAVES,
     "plan": set(LEAVES),
     "storage": {"errors"},
     "format": {"storage"} | LEAVES,

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from shardckpt_cli import compare, consolidate, inspect, verify
+from shardckpt_cli import compare, consolidate, inspect, rekey, verify
 from shardckpt_cli.exits import guarded, sheltered
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command("consolidate")(sheltered(consolidate.consolidate))
 app.command("convert")(sheltered(consolidate.convert))
+app.command("rekey")(sheltered(rekey.rekey))
 app.command("inspect")(sheltered(inspect.inspect))
 app.command("verify")(sheltered(verify.verify))
 app.command("diff")(sheltered(compare.diff))

@@ -58,7 +58,7 @@ def consolidate(
     as_json: _Json = False,
 ) -> None:
     """Merge a sharded checkpoint into full tensors, in constant memory; the result loads in transformers as it is."""
-    _run("consolidate", locals())
+    run("consolidate", locals())
 
 
 def convert(
@@ -84,10 +84,16 @@ def convert(
     as_json: _Json = False,
 ) -> None:
     """Convert a checkpoint, keeping how its tensors are split over files."""
-    _run("convert", locals())
+    run("convert", locals())
 
 
-def _run(verb: str, given: dict[str, Any]) -> None:
+def run(verb: str, given: dict[str, Any]) -> None:
+    """Call a verb that writes a checkpoint, and print what it did.
+
+    Args:
+        verb: Its name on the front door.
+        given: Its arguments, with `quiet` and `as_json` for the printing; None for what was not given.
+    """
     import shardckpt
 
     quiet, as_json = given.pop("quiet"), given.pop("as_json")

@@ -26,6 +26,11 @@ from shardckpt.storage.publish import overlaps, publish
 _OTHER_FILES = (".pt", ".pth", ".bin")
 _INDEX = "{}.safetensors.index.json"
 Split = Callable[[Sequence[OutTensor]], list[tuple[OutTensor, ...]]]
+Change = Callable[[Selection], Selection]
+
+
+def _unchanged(selection: Selection) -> Selection:
+    return selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +102,8 @@ def consolidate(src: str, dst: str, *, on_progress: OnProgress | None = None, **
     Example:
         >>> shardckpt.consolidate("run/step-100", "model", dtype="bf16")  # doctest: +SKIP
     """
-    chosen = _options(options)
-    return _export(
-        src, dst, chosen, lambda tensors: split_by_size(tensors, parse_size(chosen.max_shard_size)), on_progress
-    )
+    chosen = parse_options(options)
+    return export(src, dst, chosen, by_size(chosen), on_progress)
 
 
 def convert(src: str, dst: str, *, on_progress: OnProgress | None = None, **options: Any) -> Report:
@@ -122,22 +125,47 @@ def convert(src: str, dst: str, *, on_progress: OnProgress | None = None, **opti
         CheckpointError: As for `consolidate`.
         StorageError: As for `consolidate`.
     """
-    return _export(src, dst, _options(options), split_as_stored, on_progress)
+    return export(src, dst, parse_options(options), split_as_stored, on_progress)
 
 
-def _options(given: Mapping[str, Any]) -> Options:
+def parse_options(given: Mapping[str, Any]) -> Options:
+    """Return options given by name, checked.
+
+    Raises:
+        UsageError: A value that cannot be.
+    """
     lists = {key: tuple(given[key]) for key in ("keep_fp32", "include", "exclude") if key in given}
     return Options(**{**given, **lists}).validated()
 
 
-def _export(src: str, dst: str, options: Options, split: Split, on_progress: OnProgress | None) -> Report:
+def by_size(options: Options) -> Split:
+    """Return the split of `consolidate`: files are filled up to a size."""
+    return lambda tensors: split_by_size(tensors, parse_size(options.max_shard_size))
+
+
+def export(
+    src: str, dst: str, options: Options, split: Split, on_progress: OnProgress | None, change: Change = _unchanged
+) -> Report:
+    """Open, check, plan, stream, publish.
+
+    Args:
+        src: As for `consolidate`.
+        dst: As for `consolidate`.
+        options: Validated.
+        split: Says which tensors share a file.
+        on_progress: As for `consolidate`.
+        change: Has the last word on what is written, and under which names.
+
+    Raises:
+        ShardckptError: As `consolidate` does.
+    """
     watch = Stopwatch()
     _check_target(src, dst)
     source = open_source(src)
     reader = detect(source).open(source)
     carried = find_carried(source, options.config_from)
     watch.lap("open")
-    selection = select(reader, options, carried.config)
+    selection = change(select(reader, options, carried.config))
     groups = _grouped(reader, selection, options, _in_one if dst.endswith(SUFFIX) else split)
     job = Job(src, dst, options, reader, carried, selection, groups)
     _check_single(job)

@@ -25,6 +25,12 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def differentiating_functionally() -> bool:
+    """Tell whether a `torch.func` transform that differentiates is around: its tensors have no storage of their own."""
+    level = torch._C._functorch.peek_interpreter_stack()
+    return level is not None and level.key().name in ("Grad", "Jvp")
+
+
 def _hooks_on_entry() -> tuple[Pack, Unpack] | None:
     """Return the saved-tensor hooks that are active now: there is no public way to ask."""
     found: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -61,6 +67,9 @@ def thread(tensors: list[torch.Tensor], done: Callable[[], None]) -> list[torch.
 class Owner(Protocol):
     """Who fills a buffer again that was freed after its tensors had been saved."""
 
+    def saved(self) -> None:
+        """Note that a tensor in the buffer was saved by way of these hooks."""
+
     def fill_for_backward(self) -> None:
         """Make the buffer's content readable."""
 
@@ -94,6 +103,7 @@ class _Hooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         owner = self._find(tensor)
         if owner is not None:
+            owner.saved()
             return _Saved(tensor.detach(), owner)
         return (tensor.detach(), tensor._version) if self._before is None else self._before[0](tensor)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardckpt.errors import RankError
 
-_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Names, looked up at each call: who replaces the function of torch.distributed, to count or to check, is heard.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 # Types that gloo moves as they are; everything else travels as bytes, which a gather does not mind.
 _MOVABLE = frozenset(
@@ -41,6 +42,11 @@ class Pending:
     def __init__(self, work: Any, what: str) -> None:
         self._work = work
         self._what = what
+
+    @property
+    def done(self) -> bool:
+        """Tell whether `wait` would return at once."""
+        return self._work is None or (isinstance(self._work, dist.Work) and self._work.is_completed())
 
     def wait(self) -> None:
         """Return when the result can be read.
@@ -74,60 +80,153 @@ class _Named:
 
 
 @dataclass(frozen=True)
+class CommHook:
+    """What a user averages gradients with instead of the engine.
+
+    Attributes:
+        state: Handed to every call.
+        call: `(state, gradient)` in place where nothing is sharded, else `(state, whole gradient, this rank's part)`;
+            gradients are 1-D and padded.
+    """
+
+    state: object
+    call: Callable[..., None]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CommHook:
+        """It is the user's, and shared by copies."""
+        return self
+
+
+class AllGather(Protocol):
+    """An all-gather of a user's own."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor to gather into."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Fill the output with everyone's input, in rank order; return what can be waited for, or None."""
+
+
+class ReduceScatter(Protocol):
+    """A reduce-scatter of a user's own."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor to reduce from."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Fill the output with this rank's part of the reduced inputs; return what can be waited for, or None."""
+
+
+@dataclass(frozen=True)
+class Comms:
+    """What a user put in place of collectives; None for the engine's own.
+
+    Attributes:
+        all_gather: Gathers shards.
+        reduce_scatter: Sums gradients.
+        all_reduce_hook: Given this rank's part of the averaged gradient, changes it in place.
+    """
+
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Comms:
+        """They are the user's, and shared by copies."""
+        return self
+
+
+@dataclass(frozen=True)
 class ShardGroup:
     """The ranks among which a bucket is cut, and those that hold copies of the same shard.
 
     Attributes:
         shard: Ranks that share the bucket; None where nothing is cut.
         replicate: Ranks that hold this rank's shard; None where there is no other.
+        scatter: The ranks of `shard` again, with channels of their own for gradients; None for the same ones.
     """
 
     shard: dist.ProcessGroup | None
     replicate: dist.ProcessGroup | None = None
+    scatter: dist.ProcessGroup | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
+        """Ranks are shared, not copied."""
+        return self
 
     @property
     def size(self) -> int:
         """Ranks that share the bucket."""
-        return dist.get_world_size(self.shard) if self.shard is not None else 1
+        return self.shard.size() if self.shard is not None else 1
 
     @property
     def rank(self) -> int:
         """This rank's place among them."""
-        return dist.get_rank(self.shard) if self.shard is not None else 0
+        return self.shard.rank() if self.shard is not None else 0
 
     @property
     def replicas(self) -> int:
         """Ranks that hold this rank's shard."""
-        return dist.get_world_size(self.replicate) if self.replicate is not None else 1
+        return self.replicate.size() if self.replicate is not None else 1
 
     @property
     def world(self) -> int:
         """Ranks whose gradients are averaged."""
         return self.size * self.replicas
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, what: str) -> Pending:
+    def all_gather(
+        self, whole: torch.Tensor, shard: torch.Tensor, what: str, instead: AllGather | None = None
+    ) -> Pending:
         """Fill `whole` with everyone's shard, in rank order.
 
         Args:
             whole: 1-D, `size` times as long as `shard`.
-            shard: This rank's part, 1-D.
+            shard: This rank's part, 1-D; it may be its place in `whole`.
             what: What it is for, named when it fails.
+            instead: Gathers in the engine's place.
         """
-        if self.size == 1:
-            whole.copy_(shard)
+        if self.size == 1 and instead is None:
+            if shard.data_ptr() != whole.data_ptr():
+                whole.copy_(shard)
             return Pending(None, what)
+        assert self.shard is not None or instead is not None
+        if instead is not None:
+            with _Named(what):
+                return Pending(instead(whole, shard, self.shard, async_op=True), what)  # type: ignore[arg-type]
         if shard.dtype not in _MOVABLE:
             whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
         with _Named(what):
-            return Pending(_ALL_GATHER(whole, shard, group=self.shard, async_op=True), what)
+            return Pending(getattr(dist, _ALL_GATHER)(whole, shard, group=self.shard, async_op=True), what)
 
-    def reduce_scatter(self, out: torch.Tensor, whole: torch.Tensor, what: str) -> Pending:
+    def reduce_scatter(
+        self, out: torch.Tensor, whole: torch.Tensor, what: str, instead: ReduceScatter | None = None
+    ) -> Pending:
         """Fill `out` with the sum over ranks of this rank's part of `whole`. Both 1-D."""
+        group = self.scatter or self.shard
+        if instead is not None and group is not None:
+            with _Named(what):
+                return Pending(instead(out, whole, group, dist.ReduceOp.SUM, async_op=True), what)
         if self.size == 1:
             out.copy_(whole)
             return Pending(None, what)
         with _Named(what):
-            return Pending(_REDUCE_SCATTER(out, whole, group=self.shard, async_op=True), what)
+            return Pending(getattr(dist, _REDUCE_SCATTER)(out, whole, group=group, async_op=True), what)
+
+    def count(self, flags: torch.Tensor, what: str) -> None:
+        """Replace a few numbers by their sums over all ranks."""
+        for group in (self.shard, self.replicate):
+            if group is not None and dist.get_world_size(group) > 1:
+                with _Named(what):
+                    dist.all_reduce(flags, group=group)
 
     def all_reduce(self, shard: torch.Tensor, what: str) -> Pending:
         """Replace `shard` by its sum over replicas."""
@@ -142,3 +241,45 @@ class ShardGroup:
             if group is not None and dist.get_world_size(group) > 1:
                 data = tensor if tensor.dtype in _MOVABLE else tensor.view(torch.uint8)
                 dist.broadcast(data, group=group, group_src=0)
+
+    @property
+    def is_first(self) -> bool:
+        """Tell whether this rank is the first of all that share, or have copies."""
+        return self.rank == 0 and (self.replicate is None or self.replicate.rank() == 0)
+
+    def collect(self, whole: torch.Tensor | None, shard: torch.Tensor, what: str) -> None:
+        """Fill the first rank's `whole` with the shards of the ranks that share it with the first, in rank order.
+
+        Args:
+            whole: 1-D, `size` times as long as `shard`, on the first rank; None elsewhere.
+            shard: This rank's part, 1-D.
+            what: What it is for, named when it fails.
+        """
+        if self.replicate is not None and self.replicate.rank() != 0:
+            return
+        parts = None if whole is None else [_bytes(part) for part in whole.chunk(self.size)]
+        with _Named(what):
+            dist.gather(_bytes(shard), parts, group=self.shard, group_dst=0)
+
+    def deal(self, out: torch.Tensor, rows: torch.Tensor | None, what: str) -> None:
+        """Give each rank its row of the first rank's table, and ranks that have copies the same.
+
+        Args:
+            out: 1-D, as long as a row; filled.
+            rows: `(size, elements)` on the first rank; None elsewhere.
+            what: What it is for, named when it fails.
+        """
+        replica = dist.get_rank(self.replicate) if self.replicate is not None else 0
+        if self.size == 1 and rows is not None:
+            out.copy_(rows[0])
+        with _Named(what):
+            if self.size > 1 and replica == 0:
+                row = _bytes(out)
+                table = [_bytes(each) for each in rows.unbind()] if rows is not None else None
+                dist.scatter(row, table, group=self.shard, group_src=0)
+            if self.replicas > 1:
+                dist.broadcast(_bytes(out), group=self.replicate, group_src=0)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype in _MOVABLE else tensor.view(torch.uint8)

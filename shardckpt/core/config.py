@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
@@ -133,6 +133,14 @@ class StateDictSettings:
     optim_state_dict_config: OptimStateDictConfig
 
 
+class TrainingState(Enum):
+    """What an instance is in the middle of, as assertions on it name it."""
+
+    IDLE = auto()
+    FORWARD_BACKWARD = auto()
+    SUMMON_FULL_PARAMS = auto()
+
+
 class OptimStateKeyType(Enum):
     """How an optimizer state dict names parameters."""
 
@@ -141,23 +149,90 @@ class OptimStateKeyType(Enum):
 
 
 @dataclass(frozen=True)
+class Precision:
+    """Dtypes of one unit's computation, for either face; None keeps the original. Only floating types are changed.
+
+    Attributes:
+        param_dtype: Type of the full parameters while the unit computes.
+        reduce_dtype: Type that gradients are averaged in; `param_dtype` where None.
+        output_dtype: Type of the unit's results.
+        buffer_dtype: Type of the unit's buffers.
+        cast_inputs: Cast the unit's arguments to `param_dtype`.
+        cast_root_inputs: Cast them where the unit is the root.
+        keep_low_precision_grads: Leave the sharded gradient in the type it was averaged in.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    cast_inputs: bool = False
+    cast_root_inputs: bool = False
+    keep_low_precision_grads: bool = False
+
+    def computed(self, stored: torch.dtype) -> torch.dtype:
+        """Return the type that parameters of a stored type compute in."""
+        return self.param_dtype if self.param_dtype is not None and stored.is_floating_point else stored
+
+    def reduced(self, stored: torch.dtype) -> torch.dtype:
+        """Return the type that gradients of parameters of a stored type are averaged in."""
+        wanted = self.reduce_dtype if stored.is_floating_point else None
+        return wanted if wanted is not None else self.computed(stored)
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where a unit's shards live between iterations.
+
+    Attributes:
+        enabled: On the CPU, gradients as well.
+        pin: In memory that an accelerator can read by itself.
+    """
+
+    enabled: bool = False
+    pin: bool = True
+
+
+@dataclass(frozen=True)
 class UnitConfig:
     """What one unit of either face is told.
 
     Attributes:
         frees_after_forward: Full parameters go between forward and backward.
+        keeps_as_root: Unless the unit is the root.
+        keeps_slice: Ranks among which what is kept after forward is gathered again; 0 where nothing is kept.
+        keeps_without_grad: Full parameters that stay after forward stay also when nothing was recorded for backward.
+        frees_after_backward: Full parameters go after backward.
+        keeps_while_held: Those that stay after forward stay after a backward that held its reductions back.
+        gathers_in_backward: Full parameters are gathered for backward.
         keeps_full: Full parameters are the shard and never go (nothing is sharded).
         original_params: The user's parameters stay registered; else one flat parameter a bucket.
         backward_prefetch: When the next unit is gathered in backward.
         forward_prefetch: Gather the next unit while this one computes forward.
         limit_gathers: At most two gathered units wait for their computation.
-        alignment: Bytes that the place of a parameter in a bucket is a multiple of.
+        precision: Dtypes.
+        offload: Where shards live.
+        divide_factor: What summed gradients are divided by; the number of ranks where None.
+        force_sum: Divide before and after a plain sum, whatever the backend could do.
+        zeros_for_unused: A parameter that no rank used gets a gradient of zeros.
+        reductions_under_way: So many reductions of units may be under way at once.
     """
 
     frees_after_forward: bool = True
+    keeps_as_root: bool = True
+    keeps_slice: int = 0
+    keeps_without_grad: bool = False
+    frees_after_backward: bool = True
+    keeps_while_held: bool = True
+    gathers_in_backward: bool = True
     keeps_full: bool = False
     original_params: bool = False
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     forward_prefetch: bool = False
     limit_gathers: bool = True
-    alignment: int = field(default=1)
+    precision: Precision = Precision()
+    offload: Offload = Offload()
+    divide_factor: float | None = None
+    force_sum: bool = False
+    zeros_for_unused: bool = False
+    reductions_under_way: int = 1

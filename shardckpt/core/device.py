@@ -1,6 +1,12 @@
-"""Storage of full buffers: given, taken back and counted. CPU; streams and pinning come with their first user."""
+"""What devices differ in: storage given and taken back and counted, the stream that gathers, pinned memory."""
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -43,11 +49,25 @@ class Resizable:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = numel * dtype.itemsize
         self._alive = True
-        FULL_BYTES.add(self._nbytes)
+        self._counted = device.type != "meta"
+        self._count(self._nbytes)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Resizable:
+        """Return one over a tensor that exists; nothing is copied."""
+        made = cls(0, tensor.dtype, tensor.device)
+        made.tensor = tensor
+        made._nbytes = tensor.nbytes
+        made._count(made._nbytes)
+        return made
+
+    def _count(self, nbytes: int) -> None:
+        if self._counted:
+            FULL_BYTES.add(nbytes)
 
     def __del__(self) -> None:
         if getattr(self, "_alive", False):
-            FULL_BYTES.add(-self._nbytes)
+            self._count(-self._nbytes)
 
     @property
     def alive(self) -> bool:
@@ -59,11 +79,98 @@ class Resizable:
         if not self._alive:
             self.tensor.untyped_storage().resize_(self._nbytes)
             self._alive = True
-            FULL_BYTES.add(self._nbytes)
+            self._count(self._nbytes)
 
     def free(self) -> None:
         """Take the storage's bytes; nothing when they are gone."""
         if self._alive:
+            in_use(self.tensor)
             self.tensor.untyped_storage().resize_(0)
             self._alive = False
-            FULL_BYTES.add(-self._nbytes)
+            self._count(-self._nbytes)
+
+
+def in_use(tensor: torch.Tensor) -> None:
+    """Say, before it is given up, that a tensor from the gathering stream is in use by what is queued here."""
+    if tensor.device.type not in ("cpu", "meta"):
+        tensor.record_stream(_module(tensor.device).current_stream(tensor.device))
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+@cache
+def _gathering_stream(device: torch.device) -> Any:
+    return _module(device).Stream(device, priority=-1)
+
+
+@contextmanager
+def gathering(device: torch.device) -> Iterator[None]:
+    """Inside, what is queued runs beside the computation, on a stream that all gathers of a device share."""
+    if device.type in ("cpu", "meta"):
+        yield
+        return
+    with _module(device).stream(_gathering_stream(device)):
+        yield
+
+
+def await_gather(device: torch.device) -> None:
+    """Let what is queued for computation from now on wait for the gathers that are queued."""
+    if device.type not in ("cpu", "meta"):
+        _module(device).current_stream(device).wait_stream(_gathering_stream(device))
+
+
+def gathers_await(device: torch.device, event: Any = None) -> None:
+    """Let gathers from now on wait for the computation that is queued: the optimizer's.
+
+    Args:
+        device: Where.
+        event: Wait for this instead.
+    """
+    if device.type not in ("cpu", "meta"):
+        stream = _gathering_stream(device)
+        if event is not None:
+            stream.wait_event(event)
+        else:
+            stream.wait_stream(_module(device).current_stream(device))
+
+
+def pinned(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
+    """Return a CPU tensor in memory that an accelerator reads by itself; the same where there is none."""
+    if not wanted or not torch.cuda.is_available() or tensor.is_pinned():
+        return tensor
+    return tensor.pin_memory()
+
+
+class Limiter:
+    """Holds gathers back while the computation is more than two freed units behind: the CPU must not run ahead.
+
+    Attributes:
+        waits: How often a gather was held back.
+    """
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self._freed: deque[Any] = deque()
+
+    def freed(self, device: torch.device) -> None:
+        """Note that a unit's memory is free once what is queued now has run."""
+        event = None
+        if device.type not in ("cpu", "meta"):
+            event = _module(device).Event()
+            event.record()
+        self._freed.append(event)
+
+    def admit(self) -> None:
+        """Return when another gather may begin."""
+        if len(self._freed) < 2:
+            return
+        self.waits += 1
+        event = self._freed.popleft()
+        if event is not None:
+            event.synchronize()
+
+    def clear(self) -> None:
+        """Forget what was freed: nothing of it is waited for."""
+        self._freed.clear()

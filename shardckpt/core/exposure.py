@@ -1,66 +1,27 @@
-"""What is registered while a bucket is sharded: one flat parameter, or the user's own parameters as 1-D views."""
+"""What is registered while a bucket is sharded, and what the user and the optimizer see of it: what all forms share."""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardckpt.core.bucket import Bucket, Reduced
-from shardckpt.core.traverse import Name, Place
+from shardckpt.core.bucket import Bucket
+from shardckpt.core.errors import StateError
+from shardckpt.core.gate import Gate
+from shardckpt.core.gradients import restore_gradient
+from shardckpt.core.reduction import Reduced
+from shardckpt.core.traverse import Name
 from shardckpt.errors import ShardckptError
 
 
-class NotGatheredError(ShardckptError, RuntimeError):
-    """A full parameter was used while its unit is sharded."""
-
-
-_READABLE = frozenset({"__get__", "size", "dim", "numel", "nelement", "stride", "is_floating_point", "element_size"})
-
-
-class AbsentParameter(nn.Parameter):
-    """Stands for a full parameter while its unit is sharded: it has a shape and a dtype, and no values.
-
-    Args:
-        like: The full parameter.
-        unit: Name of the unit, for the message.
-        fqn: Name of the parameter.
-    """
-
-    unit: Name
-    fqn: str
-    true_device: torch.device
-
-    def __new__(cls, like: torch.Tensor, unit: Name, fqn: str) -> AbsentParameter:
-        """Make one; no memory is taken."""
-        empty = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
-        made: AbsentParameter = torch.Tensor._make_subclass(cls, empty, like.requires_grad)
-        made.unit = unit
-        made.fqn = fqn
-        made.true_device = like.device
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Answer what needs no values; refuse the rest by name."""
-        name = getattr(func, "__name__", "")
-        if func is torch.Tensor.device.__get__:
-            return args[0].true_device
-        if name in _READABLE or (name in ("__repr__", "__set__") and len(types) == 1):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        absent = next((each for each in args if isinstance(each, AbsentParameter)), None)
-        raise NotGatheredError(
-            f"parameter {absent.fqn if absent is not None else ''} is used outside its unit's forward, while sharded",
-            where=absent.unit if absent is not None else "",
-            found=f"a call of {name}",
-            fix="Call the unit itself, or gather it: register_fsdp_forward_method, summon_full_params or unshard.",
-        )
+class ChangedError(ShardckptError, RuntimeError, AssertionError):
+    """A full parameter was changed where its old value is still needed."""
 
 
 class Exposure(ABC):
@@ -74,10 +35,62 @@ class Exposure(ABC):
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         self.bucket = bucket
         self._unit = unit
+        self._kept: list[tuple[torch.Tensor, int, int]] = []  # what is shown, its version, its memory
         for member in bucket.members:
             member.identity.hold(self)
-        self._parked: list[torch.Tensor | None] = []
-        self._shown: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+
+    def _watch(self, shown: Sequence[torch.Tensor]) -> None:
+        """Note what a user could change while full parameters are kept between forward and backward."""
+        self._kept = [] if self.bucket.aliased else [(each, each._version, each.data_ptr()) for each in shown]
+
+    @property
+    def _changed(self) -> bool:
+        return any(each._version != version for each, version, _ in self._kept)
+
+    @property
+    def _replaced(self) -> bool:
+        return any(each.data_ptr() != memory for each, _, memory in self._kept)
+
+    def _refuse_changes(self) -> None:
+        """Raise where a user changed what was kept: gradients would be those of neither value."""
+        if self._changed or self._replaced:
+            raise ChangedError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation, or "
+                "replaced: FSDP does not support changing the parameters between forward and backward",
+                where=self._unit,
+                fix="Change parameters after backward, or after a forward under no_grad.",
+            )
+        self._kept = []
+
+    def _take_changes(self) -> None:
+        """Take over what a user changed while it was kept, before it goes."""
+        if self._changed and self.bucket.filled:
+            if self.bucket.exact:
+                self.bucket.write_back()
+            else:  # taking over a rounded copy would round what nobody changed
+                warnings.warn(f"{self._unit}: changes of parameters in their compute dtype are lost", stacklevel=2)
+        self._kept = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exposure:
+        """Return what a copy of the model shows of a copy of the bucket, without gradients."""
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = copy.deepcopy(value, memo)
+        for ours, copied in zip(self.parameters, made.parameters, strict=True):
+            copied.__dict__.update(copy.deepcopy(ours.__dict__, memo))
+        for member in made.bucket.members:
+            member.identity.hold(made)
+        made.alias()
+        return made
+
+    def copy_parameters(self, memo: dict[int, Any]) -> None:
+        """Copy first what cannot copy itself."""
+        del memo
+
+    @abstractmethod
+    def alias(self) -> None:
+        """Let the exposed parameters be of the shard's memory."""
 
     @property
     @abstractmethod
@@ -87,7 +100,8 @@ class Exposure(ABC):
     def restore(self) -> None:
         """Undo the sharding: register full parameters again. Collective."""
         self.adopt()
-        self.bucket.begin_gather()
+        self.bucket.free()
+        self.bucket.begin_gather(exact=True)
         self.bucket.finish_gather()
         for member, leaf in zip(self.bucket.members, self.bucket.leaves, strict=True):
             member.restore(leaf.detach().clone().requires_grad_(leaf.requires_grad))
@@ -113,6 +127,80 @@ class Exposure(ABC):
     def add_gradient(self, reduced: Reduced) -> None:
         """Add an averaged gradient to what the optimizer sees."""
 
+    def computed(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """Return what the module would have for a full value of a parameter: with tensor parallelism a DTensor."""
+        return self.bucket.computed(index, value)
+
+    @property
+    def shows_held(self) -> bool:
+        """Tell whether the gradients that are exposed are unsharded ones, held back from reduction."""
+        return False
+
+    @abstractmethod
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return this rank's part of each parameter's gradient; all of it where it is held back."""
+
+    @abstractmethod
+    def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
+        """Set the gradients to other parts.
+
+        Args:
+            parts: For each parameter this rank's part, None for one without a gradient.
+        """
+
+    @abstractmethod
+    def show_whole(
+        self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
+    ) -> list[nn.Parameter]:
+        """Register full parameters with other memory than the bucket's; `hide_whole` undoes it.
+
+        Args:
+            values: Full values, which are aliased.
+            gradients: And their gradients; None to leave gradients as they are.
+
+        Returns:
+            What is registered now, for each parameter.
+        """
+
+    @abstractmethod
+    def hide_whole(self) -> None:
+        """Register again what is registered while sharded, with the gradients of before."""
+
+    @abstractmethod
+    def hold_gradients(self) -> None:
+        """After a backward without a reduction: keep the leaves' gradients for the next one."""
+
+    @abstractmethod
+    def take_held(self) -> None:
+        """Before the next backward: go on from what is kept."""
+
+    def abandon(self) -> None:
+        """After a failure: forget the gradients of the iteration."""
+        self.bucket.abandon()
+
+
+class ShowingExposure(Exposure):
+    """Gradients that are held back are the exposed parameters' own meanwhile, so that `zero_grad` drops them."""
+
+    def __init__(self, bucket: Bucket, unit: Name) -> None:
+        super().__init__(bucket, unit)
+        self._parked: list[torch.Tensor | None] = []
+        self._shown: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exposure:
+        """Return what a copy of the model shows; gradients that are held back stay with this one."""
+        aside = self._parked, self._shown
+        self._parked, self._shown = [], []
+        try:
+            return super().__deepcopy__(memo)
+        finally:
+            self._parked, self._shown = aside
+
+    @property
+    def shows_held(self) -> bool:
+        """Tell whether the gradients that are exposed are unsharded ones, held back from reduction."""
+        return bool(self._shown)
+
     @abstractmethod
     def _unsharded(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Return exposed parameters with the unsharded gradients that the leaves hold."""
@@ -121,8 +209,12 @@ class Exposure(ABC):
     def _reset_data(self) -> None:
         """Let the exposed parameters' data be the shard again."""
 
-    def expose_unsharded(self) -> None:
-        """After a backward without a reduction: show the leaves' gradients as the exposed parameters' own."""
+    @abstractmethod
+    def _forget(self, parameter: nn.Parameter) -> None:
+        """Drop the leaf gradients behind an exposed parameter."""
+
+    def hold_gradients(self) -> None:
+        """Show the leaves' gradients as the exposed parameters' own."""
         if self._shown:
             return
         for parameter, grad in self._unsharded():
@@ -132,6 +224,21 @@ class Exposure(ABC):
             parameter.grad = grad
             self._shown.append((parameter, grad, grad._version))
         self._reset_data()
+
+    def take_held(self) -> None:
+        """Take the shown gradients back, or forget them where the user has."""
+        shown, self._shown = self._shown, []
+        parked, self._parked = self._parked, []
+        for (parameter, grad, version), before in zip(shown, parked, strict=True):
+            kept = parameter.grad is grad
+            zeroed = kept and grad._version != version and not bool(grad.any())
+            if not kept:
+                self._forget(parameter)
+                if parameter.grad is not None:
+                    continue
+            parameter.grad = None
+            if kept and not zeroed and before is not None:
+                restore_gradient(parameter, before)
 
     def abandon(self) -> None:
         """After a failure: forget the gradients of the iteration, those that are shown included."""
@@ -144,270 +251,80 @@ class Exposure(ABC):
                 if parameter.grad is grad:
                     parameter.grad = None
                     if before is not None:
-                        self._restore(parameter, before)
-
-    def take_unsharded(self) -> None:
-        """Before the next backward: take the shown gradients back, or forget them where the user has."""
-        shown, self._shown = self._shown, []
-        parked, self._parked = self._parked, []
-        for (parameter, grad, version), before in zip(shown, parked, strict=True):
-            kept = parameter.grad is grad
-            zeroed = kept and grad._version != version and not bool(grad.any())
-            if not kept:
-                self._forget(parameter)
-                if parameter.grad is not None:
-                    continue
-            parameter.grad = None
-            if kept and not zeroed and before is not None:
-                self._restore(parameter, before)
-
-    @abstractmethod
-    def _forget(self, parameter: nn.Parameter) -> None:
-        """Drop the leaf gradients behind an exposed parameter."""
-
-    def _restore(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
-        data = parameter.data
-        parameter.data = grad
-        parameter.grad = grad
-        parameter.data = data
+                        restore_gradient(parameter, before)
 
 
-def _put(place: Place, value: torch.Tensor) -> None:
-    """Make `value` an attribute of a module without registering it."""
-    module, name = place.module, place.attribute
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        module.__dict__[name] = value
-        return
-    module._parameters.pop(name, None)
-    setattr(module, name, value)  # recurrent layers keep lists of their weights and watch their attributes
-    if name in module._parameters:
-        module._parameters.pop(name)
-        module.__dict__[name] = value
-
-
-def _register(place: Place, value: nn.Parameter) -> None:
-    """Make `value` the registered parameter of a module, in its old position."""
-    module, name = place.module, place.attribute
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = value
-    else:
-        setattr(module, name, value)
-
-
-class FlatExposure(Exposure):
-    """One flat parameter is registered on the unit's module; the submodules hold full ones as plain attributes.
-
-    Args:
-        bucket: The bucket.
-        unit: Name of the unit, for messages.
-        module: The unit's module.
-        attribute: Name of the flat parameter there.
-    """
-
-    def __init__(self, bucket: Bucket, unit: Name, module: nn.Module, attribute: str) -> None:
-        super().__init__(bucket, unit)
-        self.flat = nn.Parameter(bucket.shard.data, requires_grad=bucket.trainable)
-        self._home = (module, attribute)
-        self._absent = self._stand_ins()
-        for member in bucket.members:
-            for place in member.places:
-                place.module._parameters.pop(place.attribute, None)
-            member.forget()
-        module.register_parameter(attribute, self.flat)
-        self.show_sharded()
-
-    def restore(self) -> None:
-        """Undo the sharding, and take the flat parameter away. Collective."""
-        super().restore()
-        module, attribute = self._home
-        module._parameters.pop(attribute)
-
-    def _stand_ins(self) -> list[AbsentParameter]:
-        pairs = zip(self.bucket.leaves, self.bucket.layout.specs, strict=True)
-        return [AbsentParameter(leaf, self._unit, spec.name) for leaf, spec in pairs]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The flat parameter."""
-        return [self.flat]
-
-    def show_full(self) -> None:
-        """Put the leaves into the modules."""
-        for member, leaf in zip(self.bucket.members, self.bucket.leaves, strict=True):
-            for place in member.places:
-                _put(place, leaf)
-
-    def show_kept(self) -> None:
-        """Leave the leaves where they are."""
-
-    def show_sharded(self) -> None:
-        """Put stand-ins into the modules, since reading freed memory would end the process."""
-        if self.bucket.keeps_full:
-            self.show_full()
-            return
-        for member, absent in zip(self.bucket.members, self._absent, strict=True):
-            for place in member.places:
-                _put(place, absent)
-
-    def adopt(self) -> None:
-        """Take the flat parameter's data as the shard where they have parted."""
-        bucket, data = self.bucket, self.flat.data
-        if data.data_ptr() != bucket.shard.data_ptr() or data.dtype != bucket.dtype:
-            if data.numel() != bucket.shard.numel():
-                raise ShardckptError(
-                    "the flat parameter was replaced by one of another size",
-                    where=self._unit,
-                    found=tuple(data.shape),
-                    expected=tuple(bucket.shard.shape),
-                )
-            bucket.replace_shard(data.reshape(-1))
-            self.flat.data = bucket.shard.data
-            self._absent = self._stand_ins()
-        for leaf in bucket.leaves:
-            if leaf.requires_grad != self.flat.requires_grad:
-                leaf.requires_grad_(self.flat.requires_grad)
-
-    def add_gradient(self, reduced: Reduced) -> None:
-        """Add it to the flat parameter's gradient; nothing when no rank used any of its parameters."""
-        if not any(reduced.used):
-            return
-        if self.flat.grad is None:
-            self.flat.grad = reduced.gradient
-        else:
-            self.flat.grad.add_(reduced.gradient)
-
-    def _unsharded(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        bucket = self.bucket
-        if all(leaf.grad is None for leaf in bucket.leaves):
-            return []
-        whole = torch.zeros(bucket.layout.chunk * bucket.group.size, dtype=bucket.dtype, device=bucket.shard.device)
-        for spec, at, leaf in zip(bucket.layout.specs, bucket.layout.offsets, bucket.leaves, strict=True):
-            if leaf.grad is None:
-                continue
-            view = whole[at : at + spec.numel].view(spec.memory_shape)
-            if spec.order:
-                view = view.permute([spec.order.index(d) for d in range(len(spec.order))])
-            view.copy_(leaf.grad)
-            leaf.grad = view
-        return [(self.flat, whole)]
-
-    def _reset_data(self) -> None:
-        self.flat.data = self.bucket.shard.data
-
-    def _forget(self, parameter: nn.Parameter) -> None:  # noqa: ARG002  (there is one only)
-        self.bucket.drop_gradients()
-
-
-class OriginalExposure(Exposure):
-    """The user's own parameters stay registered; while sharded each is a 1-D view of its part of the shard.
-
-    Args:
-        bucket: The bucket.
-        unit: Name of the unit, for messages.
-    """
+class PartsExposure(Exposure):
+    """Each parameter is exposed by itself, as this rank's part of it."""
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         super().__init__(bucket, unit)
-        self._originals = [member.parameter for member in bucket.members]
-        self._views: list[torch.Tensor] = []
-        self._renew()
-        self.show_sharded()
+        self._views = bucket.parts
+        homes = {place.module: member.fqn for member in reversed(bucket.members) for place in member.places}
+        self._gates = [Gate(module, unit, fqn) for module, fqn in homes.items()]
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The user's parameters."""
-        return self._originals
+    def restore(self) -> None:
+        """Undo the sharding: register full parameters again. Collective."""
+        super().restore()
+        self._let_in()
 
-    def _renew(self) -> None:
-        bucket = self.bucket
-        if bucket.keeps_full:
-            self._views = [leaf.data for leaf in bucket.leaves]
-        else:
-            empty = slice(0, 0)
-            self._views = [bucket.shard.data[bucket.runs.get(i, empty)] for i in range(len(bucket.leaves))]
+    def _let_in(self) -> None:
+        """Let the modules compute, with what is registered now."""
+        for gate in self._gates:
+            gate.open()
 
-    def show_full(self) -> None:
-        """Register the leaves."""
-        for member, leaf in zip(self.bucket.members, self.bucket.leaves, strict=True):
-            for place in member.places:
-                _register(place, leaf)
+    def _keep_out(self) -> None:
+        """Let the modules refuse to compute with parts of parameters."""
+        for gate in self._gates:
+            gate.close()
 
-    def show_kept(self) -> None:
-        """Register the user's parameters with full shapes."""
-        for original, leaf in zip(self._originals, self.bucket.leaves, strict=True):
-            original.data = leaf.data
-        self._register_originals()
-
-    def show_sharded(self) -> None:
-        """Register the user's parameters as views of the shard."""
+    def alias(self) -> None:
+        """Let the exposed parameters be the parts of the shard."""
+        self._views = self.bucket.parts
         self._reset_data()
-        self._register_originals()
 
-    def _register_originals(self) -> None:
-        for member in self.bucket.members:
-            for place in member.places:
-                _register(place, member.parameter)
+    @abstractmethod
+    def _current(self) -> list[torch.Tensor]:
+        """Return what the exposed parameters hold now, as plain tensors."""
 
+    @abstractmethod
     def _reset_data(self) -> None:
-        for original, view in zip(self._originals, self._views, strict=True):
-            original.data = view
+        """Let the exposed parameters hold the views of the shard."""
 
     def adopt(self) -> None:
         """Copy what a user put in place of the views into the shard, and alias it again."""
-        moved = [
-            (original.data, view)
-            for original, view in zip(self._originals, self._views, strict=True)
-            if original.data.data_ptr() != view.data_ptr() or original.dtype != view.dtype
-        ]
-        for data, view in moved:
+        current = self._current()
+        pairs = list(zip(current, self._views, strict=True))
+        moved = [(data, view) for data, view in pairs if _parted(data, view)]
+        for member, (data, view) in zip(self.bucket.members, pairs, strict=True):
             if data.shape != view.shape:
-                raise ShardckptError(
-                    "a parameter was replaced by one of another shape while its unit is sharded",
+                raise StateError(
+                    f"Cannot writeback when the parameter shape changes: {member.fqn} was replaced",
                     where=self._unit,
                     found=tuple(data.shape),
                     expected=tuple(view.shape),
+                    fix="While its unit is sharded it has the shape of this rank's part; full values go in "
+                    "by summon_full_params.",
                 )
         if moved:
-            self._take(moved)
-        for original, leaf in zip(self._originals, self.bucket.leaves, strict=True):
-            if original.requires_grad != leaf.requires_grad:
-                leaf.requires_grad_(original.requires_grad)
+            self._take(current, moved)
+        for exposed, leaf in zip(self.parameters, self.bucket.leaves, strict=True):
+            if exposed.requires_grad != leaf.requires_grad:
+                leaf.requires_grad_(exposed.requires_grad)
 
-    def _take(self, moved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _take(self, current: list[torch.Tensor], moved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         like = moved[0][0]
         if like.dtype != self.bucket.dtype or like.device != self.bucket.shard.device:
-            self.bucket.replace_shard(self.bucket.shard.to(device=like.device, dtype=like.dtype))
-            values = [original.data for original in self._originals]
-            self._renew()
-            for value, view in zip(values, self._views, strict=True):
-                view.copy_(value)
-        else:
-            for data, view in moved:
-                view.copy_(data)
+            shard = self.bucket.shard
+            self.bucket.replace_shard(like.new_zeros(shard.shape, dtype=like.dtype, device=like.device))
+            self._views = self.bucket.parts
+            moved = list(zip(current, self._views, strict=True))
+        for data, view in moved:
+            view.copy_(data)
         self._reset_data()
 
-    def add_gradient(self, reduced: Reduced) -> None:
-        """Add each parameter's part to its gradient; nothing for what no rank used or what it has no part of."""
-        bucket = self.bucket
-        for index, (original, view) in enumerate(zip(self._originals, self._views, strict=True)):
-            if not reduced.used[index] or (index not in bucket.runs and view.numel() == 0):
-                continue
-            grad = reduced.gradient[bucket.runs[index]]
-            if bucket.keeps_full:
-                order = bucket.layout.specs[index].order
-                grad = grad.view(bucket.layout.specs[index].memory_shape)
-                grad = grad.permute([order.index(d) for d in range(len(order))]) if order else grad
-            if original.grad is None:
-                original.data = view
-                original.grad = grad
-            else:
-                original.grad.add_(grad)
 
-    def _unsharded(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        pairs = zip(self._originals, self.bucket.leaves, strict=True)
-        return [(original, leaf.grad) for original, leaf in pairs if leaf.grad is not None]
-
-    def _forget(self, parameter: nn.Parameter) -> None:
-        for original, leaf in zip(self._originals, self.bucket.leaves, strict=True):
-            if original is parameter:
-                leaf.grad = None
+def _parted(data: torch.Tensor, view: torch.Tensor) -> bool:
+    if data.dtype != view.dtype or data.device != view.device or data.shape != view.shape:
+        return True
+    return data.numel() > 0 and data.data_ptr() != view.data_ptr()

@@ -1,27 +1,77 @@
-"""Dtypes of computation, as far as they can be chosen: for now parameters, gradients and buffers keep their own."""
+"""Casts of what goes into a unit, what comes out, and of its buffers; moves of inputs to where the unit computes."""
 
 from __future__ import annotations
 
-from shardckpt.core.config import CPUOffload, MixedPrecision
-from shardckpt.errors import ShardckptError
+import copy
+import os
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from shardckpt.core.tree import mapped
+
+FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+"""Set to 1, this environment variable lets units that are in eval mode compute in the stored types."""
 
 
-class NotYetError(ShardckptError, NotImplementedError):
-    """A setting of torch's engine that this version does not have yet."""
+def full_in_eval() -> bool:
+    """Tell whether units in eval mode compute in the stored types."""
+    return os.environ.get(FULL_IN_EVAL, "") == "1"
 
 
-def check(mixed_precision: MixedPrecision | None, cpu_offload: CPUOffload | None) -> None:
-    """Refuse what is not there yet, rather than train in another way than was asked for.
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return a value with its floating tensors, wherever they are in it, in another type."""
 
-    Raises:
-        NotYetError: A dtype is to change, or shards are to live on the CPU.
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return mapped(value, change)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return a value with its tensors on a device; nothing changes where the device is the CPU."""
+    if device.type in ("cpu", "meta"):
+        return value
+    return mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+class Buffers:
+    """Buffers of some modules in a type to compute with, and the types they had.
+
+    Args:
+        modules: The modules; their own buffers only.
     """
-    wanted = mixed_precision and (
-        mixed_precision.param_dtype or mixed_precision.reduce_dtype or mixed_precision.buffer_dtype
-    )
-    if wanted:
-        raise NotYetError(
-            "mixed precision is not there yet", found=mixed_precision, fix="Use torch.autocast, or no mixed_precision."
-        )
-    if cpu_offload is not None and cpu_offload.offload_params:
-        raise NotYetError("offloading to the CPU is not there yet", found=cpu_offload, fix="Leave out cpu_offload.")
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = tuple(modules)
+        self._original: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffers:
+        """Return those of the copied modules."""
+        made = memo[id(self)] = Buffers(copy.deepcopy(self._modules, memo))
+        for module, types in self._original.items():
+            made._original[copy.deepcopy(module, memo)] = dict(types)
+        return made
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Cast floating buffers; the types they have at the first call are the original ones."""
+        for module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    self._original.setdefault(module, {}).setdefault(name, buffer.dtype)
+                    module._buffers[name] = buffer.to(dtype)
+
+    def original(self, module: nn.Module, name: str) -> torch.dtype | None:
+        """Return the type a buffer had before it was cast; None where it never was."""
+        return self._original.get(module, {}).get(name)
+
+    def restore(self) -> None:
+        """Cast buffers back to the types they had."""
+        for module, types in self._original.items():
+            for name, dtype in types.items():
+                buffer = module._buffers.get(name)
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(dtype)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 from weakref import WeakSet
 from weakref import ref as weakref
 
@@ -82,6 +84,11 @@ class Identity:
     def __init__(self) -> None:
         self._holder: weakref[object] | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Identity:
+        """Return that of a copied parameter, which nobody holds yet."""
+        made = memo[id(self)] = Identity()
+        return made
+
     @property
     def held(self) -> bool:
         """Tell whether a unit that still exists has sharded the parameter."""
@@ -90,6 +97,15 @@ class Identity:
     def hold(self, holder: object | None) -> None:
         """Say who has sharded the parameter; None for nobody."""
         self._holder = weakref(holder) if holder is not None else None
+
+
+_ORDER = itertools.count()
+
+
+def is_held(parameter: nn.Parameter) -> bool:
+    """Tell whether a parameter is one that a unit has sharded."""
+    found: Identity | None = parameter.__dict__.get("_shardckpt_identity")
+    return found is not None and found.held
 
 
 def identity(parameter: nn.Parameter) -> Identity:
@@ -106,11 +122,13 @@ class Managed:
         original: The user's object; None once it is let go.
         places: Where it is; the first gives the name.
         identity: Stays when the object is let go.
+        order: Parameters of a unit have growing ones, in the order of `named_parameters`.
     """
 
     original: nn.Parameter | None
     places: list[Place] = field(default_factory=list)
     identity: Identity = field(init=False)
+    order: int = field(default_factory=lambda: next(_ORDER))
 
     def __post_init__(self) -> None:
         assert self.original is not None, "a parameter is managed from its original on"
@@ -122,9 +140,9 @@ class Managed:
         Args:
             value: The full parameter; it is aliased.
         """
-        if self.original is None:
-            self.original = nn.Parameter(value, requires_grad=value.requires_grad)
-            self.original.__dict__["_shardckpt_identity"] = self.identity
+        if self.original is None or type(self.original.data) is not type(value.data):
+            self.replace(nn.Parameter(value, requires_grad=value.requires_grad))
+        assert self.original is not None
         self.original.grad = None
         self.original.data = value.data
         self.identity.hold(None)
@@ -137,6 +155,15 @@ class Managed:
         """The user's object, as long as it is kept."""
         assert self.original is not None, "only original parameters are kept"
         return self.original
+
+    def replace(self, parameter: nn.Parameter) -> None:
+        """Let another object be the user's: a plain one where theirs is a DTensor, and back.
+
+        Args:
+            parameter: The other one; it is not registered yet.
+        """
+        parameter.__dict__["_shardckpt_identity"] = self.identity
+        self.original = parameter
 
     def forget(self) -> None:
         """Let go of the user's object, which nothing registers any more, and of its memory."""

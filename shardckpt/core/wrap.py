@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 
+from shardckpt.core.queries import ShardedModule
+from shardckpt.core.traverse import clean, is_incompatible, walk
+from shardckpt.core.tree import mapped
 from shardckpt.errors import ShardckptError
 
 CallablePolicy = Callable[..., bool]
@@ -41,6 +46,14 @@ def transformer_auto_wrap_policy(
     """Wrap the instances of some classes."""
     del nonwrapped_numel
     return True if recurse else isinstance(module, tuple(transformer_layer_cls))
+
+
+def _or_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
+) -> bool:
+    """Wrap what one of several policies wraps; peft and others import it by this name."""
+    asked = {"module": module, "recurse": recurse, "nonwrapped_numel": nonwrapped_numel}
+    return any(policy(**asked) for policy in policies)
 
 
 def size_based_auto_wrap_policy(
@@ -88,7 +101,7 @@ class ModuleWrapPolicy:
         return True if recurse else isinstance(module, tuple(self._module_classes))
 
     def targets(
-        self, root: nn.Module, ignored: set[nn.Module], settings: Mapping[str, Any]
+        self, root: nn.Module, ignored: Set[nn.Module], settings: Mapping[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
         """Return the modules to wrap, with the settings of each."""
         classes = tuple(self._module_classes)
@@ -109,7 +122,7 @@ class CustomPolicy:
         self._lambda_fn = lambda_fn
 
     def targets(
-        self, root: nn.Module, ignored: set[nn.Module], settings: Mapping[str, Any]
+        self, root: nn.Module, ignored: Set[nn.Module], settings: Mapping[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
         """Return the modules to wrap, with the settings of each.
 
@@ -175,44 +188,145 @@ def auto_wrap(
     root: nn.Module,
     policy: Policy,
     wrapper: Callable[..., nn.Module],
-    settings: Mapping[str, Any],
-    ignored: set[nn.Module],
-    ignored_parameters: set[nn.Parameter],
-    check: Callable[[nn.Module, str], None],
+    settings: Mapping[str, Any] | None = None,
+    ignored_modules: Set[nn.Module] = frozenset(),
+    ignored_params: Set[nn.Parameter] = frozenset(),
 ) -> None:
-    """Replace the submodules that a policy names by wrapped ones, from the bottom up; the root itself stays.
+    """Shard the submodules that a policy names, from the bottom up; the root itself is left to the caller.
+
+    Where `mixed_precision` is among the settings, the modules of the classes that it ignores become units of their own
+    that compute in float32.
 
     Args:
         root: The module to look into.
         policy: Says which.
-        wrapper: Wraps one.
-        settings: What it is given besides the module.
-        ignored: Modules that are left alone.
-        ignored_parameters: Parameters that do not count.
-        check: Given a module that a policy object names, and its name, refuses what cannot be wrapped.
+        wrapper: Shards one: a wrapper's class, or a function that does it in place as `fully_shard` does.
+        settings: What it is given by name besides the module.
+        ignored_modules: Modules that are left alone.
+        ignored_params: Parameters that do not count.
 
     Raises:
-        WrapError: A submodule is wrapped already.
+        WrapError: A submodule is sharded already, or would be a unit of frozen and trainable parameters that cannot
+            be one.
     """
-    if isinstance(wrapper, type):
-        for name, module in root.named_modules():
-            if isinstance(module, wrapper):
-                raise WrapError(
-                    f"FSDP auto wrapping requires modules to not already have FSDP applied but found {name} in\n{root}",
-                    fix="Wrap by hand everywhere, or nowhere.",
-                )
+    settings = dict(settings or {})
+    _refuse_sharded(root)
+    ignored = {below for each in root.modules() if is_incompatible(each) for below in each.modules()} | ignored_modules
+    exact = _exact(root, settings.get("mixed_precision"), ignored)
+    unmixed = {**settings, "mixed_precision": None}
     if isinstance(policy, (ModuleWrapPolicy, CustomPolicy)):
         targets = policy.targets(root, ignored, settings)
+        targets |= {each: {**targets.get(each, unmixed), "mixed_precision": None} for each in exact}
         targets.pop(root, None)
-        names = {module: name for name, module in root.named_modules()}
-
-        def wrapped(module: nn.Module) -> nn.Module:
-            check(module, names[module])
-            return wrapper(module, **targets[module])
-
-        _replace(root, set(targets), wrapped, {})
+        if "use_orig_params" in settings:
+            _check_frozen(root, targets, ignored_params)
+        _replace(root, set(targets), lambda module: wrapper(module, **targets[module]), {})
     else:
-        _Recursion(policy, wrapper, settings, ignored, ignored_parameters).below(root)
+        shard = _Shard(wrapper, settings, unmixed, exact)
+        _Recursion(policy, shard, ignored, ignored_params).below(root)
+
+
+def _refuse_sharded(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        if isinstance(module, ShardedModule):
+            raise WrapError(
+                f"FSDP auto wrapping requires modules to not already have FSDP applied but found {name} in\n{root}",
+                fix="Wrap by hand everywhere, or nowhere.",
+            )
+
+
+# -------------------------------------------------------------------------------------------- full precision
+
+
+def _exact(root: nn.Module, mixed_precision: Any, ignored: Set[nn.Module]) -> set[nn.Module]:
+    """Return the modules whose class mixed precision is not for, and let them compute in float32."""
+    classes = tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
+    found = [module for module in root.modules() if isinstance(module, classes) and module not in ignored]
+    for module in found:
+        _compute_exactly(module)
+    if found:
+        warnings.warn(
+            "Both mixed precision and an auto_wrap_policy were specified to FSDP, where the wrapped module has "
+            f"submodules of type: {sorted({type(module).__name__ for module in found})}. These modules will be wrapped "
+            "as separate FSDP instances with mixed precision disabled.",
+            stacklevel=5,
+        )
+    return set(found)
+
+
+def _compute_exactly(module: nn.Module) -> None:
+    """Let a module see its floating inputs in float32, and the others its results as its last input was."""
+    last: list[torch.dtype] = []
+
+    def exact(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        last[:] = [tensor.dtype]
+        return tensor.float()
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        last.clear()
+        return mapped((args, kwargs), exact)
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        return mapped(output, lambda t: t.to(last[0]) if last and t.is_floating_point() else t)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+# --------------------------------------------------------------------------------------- frozen and trainable
+
+
+def _check_frozen(root: nn.Module, targets: Mapping[nn.Module, Mapping[str, Any]], ignored: Set[nn.Parameter]) -> None:
+    """Refuse, or warn of, units of frozen and trainable parameters, the deepest and first registered one first."""
+    for name, module in reversed(list(_named_last_first(root))):
+        if module not in targets:
+            continue
+        sides: dict[bool, dict[str, nn.Parameter]] = {True: {}, False: {}}
+        for prefix, each in walk(module, lambda m: m in targets or is_incompatible(m), name):
+            for key, parameter in each._parameters.items():
+                if parameter is not None and parameter not in ignored:
+                    sides[parameter.requires_grad][clean(f"{prefix}.{key}" if prefix else key)] = parameter
+        if sides[True] and sides[False]:
+            _mixed(clean(name), sides[True], sides[False], fatal=not targets[module].get("use_orig_params", False))
+
+
+def _named_last_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield names and modules so that their reverse is from the bottom up, and in order of registration on a level."""
+    seen, stack = {root}, [("", root)]
+    while stack:
+        name, module = stack.pop()
+        yield name, module
+        for key, child in module.named_children():
+            if child not in seen:
+                seen.add(child)
+                stack.append((f"{name}.{key}" if name else key, child))
+
+
+def _mixed(
+    name: str, trainable: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], *, fatal: bool
+) -> None:
+    what = f"{name} has both parameters with requires_grad=True and False."
+    lists = (
+        f"The following parameters have requires_grad=True: {list(trainable)}. "
+        f"The following parameters have requires_grad=False: {list(frozen)}"
+    )
+    if fatal:
+        raise WrapError(
+            f"{what} FSDP does not support wrapping such modules when use_orig_params=False. {lists}",
+            fix="Pass use_orig_params=True, or wrap the frozen parameters separately.",
+        )
+    numel = sum(each.numel() for each in trainable.values())
+    total = numel + sum(each.numel() for each in frozen.values())
+    warnings.warn(
+        f"{what} We do not recommend wrapping such modules: they are kept apart ({numel} of {total} numel have "
+        f"gradients), which takes a collective more for each unit. {lists}",
+        stacklevel=5,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- replacement
 
 
 def _replace(
@@ -233,28 +347,44 @@ def _replace(
             setattr(module, name, done[child])
 
 
+class _Shard:
+    """Shards one module: with the settings, or without mixed precision those that it is not for."""
+
+    def __init__(
+        self,
+        wrapper: Callable[..., nn.Module],
+        settings: Mapping[str, Any],
+        unmixed: Mapping[str, Any],
+        exact: Set[nn.Module],
+    ) -> None:
+        self._wrapper = wrapper
+        self._settings = settings
+        self._unmixed = unmixed
+        self.exact = exact
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        return self._wrapper(module, **(self._unmixed if module in self.exact else self._settings))
+
+
 class _Recursion:
     """The descent that policies which are functions are asked along."""
 
     def __init__(
-        self,
-        policy: CallablePolicy,
-        wrapper: Callable[..., nn.Module],
-        settings: Mapping[str, Any],
-        ignored: set[nn.Module],
-        ignored_parameters: set[nn.Parameter],
+        self, policy: CallablePolicy, shard: _Shard, ignored: Set[nn.Module], ignored_params: Set[nn.Parameter]
     ) -> None:
         self._policy = policy
-        self._wrapper = wrapper
-        self._settings = settings
+        self._shard = shard
         self._ignored = ignored
-        self._ignored_parameters = ignored_parameters
+        self._ignored_params = ignored_params
         self._done: dict[nn.Module, nn.Module] = {}
+
+    def _numel(self, module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if p not in self._ignored_params)
 
     def below(self, module: nn.Module) -> int | None:
         """Wrap below a module; return the elements that have been wrapped there, None where the policy stops."""
-        numel = sum(p.numel() for p in module.parameters() if p not in self._ignored_parameters)
-        if not self._policy(module=module, recurse=True, nonwrapped_numel=numel):
+        goes_on = self._policy(module=module, recurse=True, nonwrapped_numel=self._numel(module))
+        if not goes_on and self._shard.exact.isdisjoint(module.modules()):
             return None
         wrapped = 0
         for name, child in list(module._modules.items()):
@@ -263,18 +393,20 @@ class _Recursion:
             if child in self._done:
                 setattr(module, name, self._done[child])
                 continue
-            made, inside = self._one(child)
+            made, inside = self._one(child, asked=goes_on)
             self._done[child] = made
             wrapped += inside
             if made is not child:
                 setattr(module, name, made)
-        return wrapped
+        return wrapped if goes_on else None
 
-    def _one(self, module: nn.Module) -> tuple[nn.Module, int]:
-        numel = sum(p.numel() for p in module.parameters() if p not in self._ignored_parameters)
+    def _one(self, module: nn.Module, *, asked: bool) -> tuple[nn.Module, int]:
+        numel = self._numel(module)
         inside = self.below(module)
-        if inside is None:
-            return module, 0
+        if module in self._shard.exact:
+            return self._shard(module), numel
+        if not asked or inside is None:
+            return module, inside or 0
         if self._policy(module=module, recurse=False, nonwrapped_numel=numel - inside):
-            return self._wrapper(module, **self._settings), numel
+            return self._shard(module), numel
         return module, inside

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,69 +15,51 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardckpt.core import precision, protocol
-from shardckpt.core.bucket import Bucket
-from shardckpt.core.comm import ShardGroup
+from shardckpt.core import beneath, clip, comm_hooks, flat_view, groups, materialize, running, summon, ties
+from shardckpt.core.bucket import Bucket, Cut
+from shardckpt.core.comm import CommHook
 from shardckpt.core.config import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
+    Offload,
+    Precision,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
+    TrainingState,
     UnitConfig,
 )
 from shardckpt.core.context import Context
-from shardckpt.core.exposure import Exposure, FlatExposure, OriginalExposure
-from shardckpt.core.traverse import (
-    WRAPPED,
-    Identity,
-    Managed,
-    Name,
-    clean,
-    identity,
-    is_incompatible,
-    managed_parameters,
-    parameters_below,
-    ties_below,
-    walk,
-)
+from shardckpt.core.eager import around, hidden
+from shardckpt.core.errors import ArgumentError, BusyError, SettingsDifferError, StateError
+from shardckpt.core.exposure import Exposure
+from shardckpt.core.flat_exposure import FlatExposure
+from shardckpt.core.handle import UnshardHandle
+from shardckpt.core.ignored import Ignored
+from shardckpt.core.original_exposure import OriginalExposure
+from shardckpt.core.precision import Buffers
+from shardckpt.core.queries import ShardedModule
+from shardckpt.core.statics import StateStatics
+from shardckpt.core.traverse import WRAPPED, Managed, Name, clean, is_incompatible, managed_parameters, ties_below
 from shardckpt.core.unit import Phase, Unit
-from shardckpt.core.wrap import Policy, WrapError, auto_wrap
-from shardckpt.errors import ShardckptError
+from shardckpt.core.wrap import Policy, auto_wrap
 
 FLAT_PARAM = "_flat_param"
-
-
-class ArgumentError(ShardckptError, ValueError):
-    """An argument of the constructor, or two that do not go together."""
-
-
-class ArgumentTypeError(ShardckptError, TypeError, ValueError):
-    """An argument of another type than its own."""
-
-
-class StateError(ShardckptError, RuntimeError):
-    """A call at a time, or on a module, where it cannot be."""
-
-
-class SettingsDifferError(ShardckptError, AssertionError):
-    """Instances in one tree were told different things where they have to agree."""
-
 
 _ProcessGroup = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
 
-class FullyShardedDataParallel(nn.Module):
+def _precision(given: MixedPrecision) -> Precision:
+    return Precision(
+        param_dtype=given.param_dtype,
+        reduce_dtype=given.reduce_dtype,
+        buffer_dtype=given.buffer_dtype,
+        cast_inputs=given.cast_forward_inputs,
+        cast_root_inputs=given.cast_root_forward_inputs,
+        keep_low_precision_grads=given.keep_low_precision_grads,
+    )
+
+
+class FullyShardedDataParallel(StateStatics):
     """Shards a module's parameters across ranks; they are whole only while the module computes.
 
     Arguments, defaults and members are those of `torch.distributed.fsdp.FullyShardedDataParallel`.
@@ -118,127 +103,127 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        if process_group is not None and device_mesh is not None:
-            raise ArgumentError("Cannot pass both process_group and device_mesh at the same time")
-        precision.check(mixed_precision, cpu_offload)
-        if param_init_fn is not None or any(p.is_meta for p in module.parameters()):
-            raise precision.NotYetError("parameters on the meta device are not there yet", fix="Initialise them first.")
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         _warn_of_containers(module)
-        ignored = _Ignored.of(module, ignored_modules, ignored_states)
-        self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        ignored = Ignored.of(module, ignored_modules, ignored_states, FullyShardedDataParallel)
+        self._group = groups.resolve(strategy, process_group, device_mesh, by_hand=auto_wrap_policy is None)
+        self._device_mesh = device_mesh
+        self._inter_node_pg = self._group.replicate if strategy.is_hybrid else None
+        self.process_group = self._group.shard or self._group.replicate
+        assert self.process_group is not None
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+        self.sharding_strategy = strategy
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
         self.limit_all_gathers = limit_all_gathers
         self._use_orig_params = use_orig_params
-        self._ignored_params = ignored.parameters
-        self._group = _groups(self.sharding_strategy, process_group, device_mesh, auto_wrap_policy)
-        self._device_mesh = device_mesh
-        self.process_group = self._group.shard or self._group.replicate
-        self.rank, self.world_size = self._group.rank, self._group.size
-        _move(module, device_id, ignored.parameters)
-        if sync_module_states:
-            _broadcast(module, self._group, ignored.parameters)
+        self._ignored_params = ignored.parameters - _exposed(module)
+        self._context: Context | None = None
+        self._hook: CommHook | None = None
+        self._synchronised = sync_module_states
+        self._device = materialize.device_of(device_id, self.rank) or self._offloaded_from()
+        own = {"mixed_precision": mixed_precision, "param_init_fn": param_init_fn, "device_id": device_id}
+        self._buffer_types, managed = self._prepared(module, ignored, auto_wrap_policy, own)
+        self._unit = self._make_unit(module, managed)
+        self._fsdp_wrapped_module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        """Return a wrapper of a copy of the module, over the same ranks; it belongs to no root yet."""
+        if self._unit.attached:
+            self._unit.free()
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        for name, value in self.__dict__.items():
+            shared = isinstance(value, (dist.ProcessGroup, DeviceMesh))
+            made.__dict__[name] = value if shared else copy.deepcopy(value, memo) if name != "_context" else None
+        return made
+
+    # ----------------------------------------------------------------------------------------- construction
+
+    def _prepared(
+        self, module: nn.Module, ignored: Ignored, policy: Policy | None, own: Mapping[str, Any]
+    ) -> tuple[Buffers, list[Managed]]:
+        """Wrap what is below, give states memory, values and a place; return those that are this unit's. Collective."""
+        initializer = self._initializer(own["param_init_fn"])
+        initializer.run_early(self._scope(module, ignored))
         reopened = self._reopen_ties(module)
         with ties_below(module):
             for each in reopened:
                 each._remake()
-            if auto_wrap_policy is not None:
-                settings = {
-                    "process_group": (self._group.shard, self._group.replicate)
-                    if self.sharding_strategy.is_hybrid
-                    else process_group,
-                    "device_mesh": None if self.sharding_strategy.is_hybrid else device_mesh,
-                    "sharding_strategy": sharding_strategy,
-                    "cpu_offload": cpu_offload,
-                    "backward_prefetch": backward_prefetch,
-                    "mixed_precision": mixed_precision,
-                    "device_id": device_id,
-                    "forward_prefetch": forward_prefetch,
-                    "limit_all_gathers": limit_all_gathers,
-                    "use_orig_params": use_orig_params,
-                    "ignored_states": ignored.parameters,
-                }
-                auto_wrap(
-                    module,
-                    auto_wrap_policy,
-                    type(self),
-                    settings,
-                    ignored.modules,
-                    ignored.parameters,
-                    self._refuse_mixed,
-                )
-            managed = self._managed(module)
-        self._unit = self._make_unit(module, managed)
-        self._context: Context | None = None
-        self._state_dict_settings = StateDictSettings(
-            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+            if policy is not None:
+                self._wrap_children(module, policy, ignored, own)
+            scope = self._scope(module, ignored)
+            initializer.run(scope)
+            materialize.move(scope, self._device)
+            managed = managed_parameters(module, self._exempt(module))
+        if self._synchronised:
+            self._broadcast(module, managed)
+        return Buffers(scope.modules), managed
+
+    def _exempt(self, module: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters below a module that are not this unit's: ignored ones, and those of nested units."""
+        nested = (each._ignored_params for each in _instances(module))
+        return self._ignored_params.union(_exposed(module), *nested)
+
+    def _scope(self, module: nn.Module, ignored: Ignored) -> materialize.Scope:
+        """Return the modules whose states this instance initialises and moves: down to ignored and sharded ones."""
+
+        def left_alone(each: nn.Module) -> bool:
+            return each in ignored.modules or isinstance(each, FullyShardedDataParallel) or is_incompatible(each)
+
+        return materialize.Scope.of(module, left_alone, self._exempt(module))
+
+    def _offloaded_from(self) -> torch.device | None:
+        """Return where to compute with parameters that live on the CPU, when nobody said where."""
+        assert self.process_group is not None
+        return materialize.default_device(self.process_group) if self.cpu_offload.offload_params else None
+
+    def _initializer(self, function: Callable[[nn.Module], None] | None) -> materialize.Initializer:
+        assert self.process_group is not None
+        sends = self._group.rank == 0 and (self._group.replicate is None or self._group.replicate.rank() == 0)
+        return materialize.Initializer(
+            function,
+            self._device or materialize.default_device(self.process_group),
+            values_matter=sends or not self._synchronised,
         )
-        self._fsdp_wrapped_module = module
-        self.register_load_state_dict_pre_hook(_refuse_load)  # type: ignore[no-untyped-call]
 
-    # ----------------------------------------------------------------------------------------- construction
+    def _broadcast(self, module: nn.Module, managed: list[Managed]) -> None:
+        """Let all ranks begin with the first one's values, where a nested instance has not seen to that. Collective."""
+        done = {id(b) for each in _instances(module) if each._synchronised for b in each.buffers()}
+        buffers = [buffer for buffer in module.buffers() if id(buffer) not in done]
+        materialize.broadcast([*(each.parameter for each in managed), *buffers], self._group)
 
-    def _managed(self, module: nn.Module) -> list[Managed]:
-        nested = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
-        exempt = set(self._ignored_params)
-        for each in nested:
-            exempt |= {p for exposure in each._unit.exposures for p in exposure.parameters} | each._ignored_params
-        return managed_parameters(module, exempt)
+    def _wrap_children(self, module: nn.Module, policy: Policy, ignored: Ignored, own: Mapping[str, Any]) -> None:
+        """Let a policy wrap what is below, with the groups and the settings of this instance."""
+        pair = (self._group.shard, self._group.replicate)
+        settings = {
+            "process_group": pair if self.sharding_strategy.is_hybrid else self.process_group,
+            "device_mesh": None,
+            "sharding_strategy": self.sharding_strategy,
+            "cpu_offload": self.cpu_offload,
+            "backward_prefetch": self.backward_prefetch,
+            "sync_module_states": self._synchronised,
+            "forward_prefetch": self.forward_prefetch,
+            "limit_all_gathers": self.limit_all_gathers,
+            "use_orig_params": self._use_orig_params,
+            "ignored_states": ignored.parameters,
+            **own,
+        }
+        if self._device_mesh is not None:
+            settings |= {"process_group": None, "device_mesh": self._device_mesh}
+        auto_wrap(module, policy, type(self), settings, ignored.modules, ignored.parameters)
 
     @staticmethod
     def _reopen_ties(module: nn.Module) -> list[FullyShardedDataParallel]:
-        """Undo the sharding of nested units that hold a parameter which others below `module` use too. Collective.
-
-        Returns:
-            Those units, inner ones first; each has to be made again.
-        """
-        nested = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
-        users: dict[Identity, set[tuple[int, str]]] = {}
-        for each in nested:
-            for member in each._unit.members:
-                users.setdefault(member.identity, set()).update((id(p.module), p.attribute) for p in member.places)
-        for _, inner in walk(module, is_incompatible):
-            for name, parameter in inner._parameters.items():
-                if parameter is not None and identity(parameter) in users:
-                    users[identity(parameter)].add((id(inner), name))
-        tied = _split(nested, users)
-        reopened = [each for each in reversed(nested) if any(m.identity in tied for m in each._unit.members)]
-        first: dict[Identity, nn.Parameter] = {}
-        for each in reopened:
-            members = each._unit.members
-            each._unit.restore()
-            for member in members:
-                _unify(member, first)
-        if tied:
-            _unify_registered(module, first)
-            warnings.warn(
-                f"parameters used by {[type(each.module).__name__ for each in reopened]} are also used outside them; "
-                f"the unit of {type(module).__name__} takes them over",
-                stacklevel=3,
-            )
-        return reopened
+        """Return the instances below that have to be sharded again, since others use parameters of theirs too."""
+        owners = {each._unit: each for each in _instances(module)}
+        return [owners[unit] for unit in ties.reopen(module, list(owners))]
 
     def _remake(self) -> None:
         module = self._fsdp_wrapped_module
-        self._unit = self._make_unit(module, self._managed(module))
-
-    def _refuse_mixed(self, module: nn.Module, name: str) -> None:
-        """Refuse, or warn of, a unit that a policy makes of frozen and trainable parameters."""
-        sides: dict[bool, list[str]] = {True: [], False: []}
-        for each in self._managed(module):
-            sides[each.parameter.requires_grad].append(f"{name}.{each.fqn}" if name else each.fqn)
-        if not (sides[True] and sides[False]):
-            return
-        what = f"{name} has both parameters with requires_grad=True and False"
-        if not self._use_orig_params:
-            raise WrapError(
-                f"{what}. We do not support wrapping such modules with use_orig_params=False",
-                found=f"trainable {sides[True]}, frozen {sides[False]}",
-                fix="Use use_orig_params=True, or wrap the frozen ones apart.",
-            )
-        warnings.warn(f"{what}; trainable {sides[True]}, frozen {sides[False]}", stacklevel=2)
+        self._unit = self._make_unit(module, managed_parameters(module, self._exempt(module)))
 
     def _make_unit(self, module: nn.Module, managed: list[Managed]) -> Unit:
         strategy = self.sharding_strategy
@@ -249,28 +234,35 @@ class FullyShardedDataParallel(nn.Module):
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch,
             limit_gathers=self.limit_all_gathers,
+            precision=_precision(self.mixed_precision),
+            offload=Offload(self.cpu_offload.offload_params),
         )
         name = Name(type(module).__name__)
         sets: dict[tuple[torch.dtype, bool], list[Managed]] = {}
         for each in managed:
             sets.setdefault((each.parameter.dtype, each.parameter.requires_grad), []).append(each)
-        exposures = [self._expose(module, name, members, i) for i, members in enumerate(sets.values())]
-        return Unit(name, module, exposures, config)
+        exposures = [self._expose(module, name, members, i, config) for i, members in enumerate(sets.values())]
+        return Unit(name, [module], exposures, config, self._buffer_types)
 
-    def _expose(self, module: nn.Module, name: Name, members: list[Managed], index: int) -> Exposure:
-        keeps = self.sharding_strategy is ShardingStrategy.NO_SHARD
-        bucket = Bucket(members, self._group, name, aligned=self._use_orig_params, keeps_full=keeps)
+    def _expose(
+        self, module: nn.Module, name: Name, members: list[Managed], index: int, config: UnitConfig
+    ) -> Exposure:
+        placed = beneath.placed(members)
+        cut = Cut(aligned=self._use_orig_params, keeps_full=config.keeps_full, placed=placed, flat=True)
+        bucket = Bucket(members, self._group, name, cut, config.precision, config.offload)
         if self._use_orig_params:
+            beneath.expose_plain(members)
             return OriginalExposure(bucket, name)
         return FlatExposure(bucket, name, module, f"{FLAT_PARAM}_{index}" if index else FLAT_PARAM)
 
     # ---------------------------------------------------------------------------------------------- running
 
+    @hidden
     def _ensure_root(self) -> Context:
         """Make this instance the root, unless it has one."""
         if self._context is None:
             named = [(n, m) for n, m in self.named_modules() if isinstance(m, FullyShardedDataParallel)]
-            roots = [clean(name) for name, each in named if each._context is not None]
+            roots = [clean(name) for name, each in named if each.is_sharding_root]
             if roots:
                 raise StateError(
                     "a unit below this one ran before it and took itself for the root",
@@ -278,39 +270,53 @@ class FullyShardedDataParallel(nn.Module):
                     fix="Run the outermost FullyShardedDataParallel first.",
                 )
             _agree(named)
+            self._leave_roots([each for _, each in named])
             units = [(clean(name) or type(self.module).__name__, each._unit) for name, each in named]
             context = Context(self._unit, units)
             for _, each in named:
                 each._join(context)
+                if each.mixed_precision.buffer_dtype is not None:
+                    each._buffer_types.cast(each.mixed_precision.buffer_dtype)
         assert self._context is not None
         return self._context
+
+    def _leave_roots(self, instances: list[FullyShardedDataParallel]) -> None:
+        """Let instances that ran below a root of before, whose module was wrapped again, be as if they never had."""
+        if any(each._context is not None for each in instances):
+            for each in instances:
+                each._unit.recover()
+                each._unit.free()
+            self._reset_lazy_init()
 
     def _join(self, context: Context) -> None:
         self._context = context
 
+    @around
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
-        context, unit = self._ensure_root(), self._unit
-        is_root = context.root is unit
-        if is_root:
-            context.forward_starts()
-        try:
-            args, kwargs = unit.before_forward(args, kwargs)
-            with unit.computing():
-                output = self._fsdp_wrapped_module(*args, **kwargs)
-            return unit.after_forward(output)
-        except BaseException:
-            unit.forward_failed()
-            if is_root:
-                context.forward_failed()
-            raise
+        return running.compute(self._ensure_root(), self._unit, self._fsdp_wrapped_module, args, kwargs)
+
+    def gathers_for(self, method_name: str) -> None:
+        """Let a method of the wrapped module run with its parameters gathered, when it is called on the wrapper.
+
+        Args:
+            method_name: The method.
+        """
+
+        @functools.wraps(getattr(self._fsdp_wrapped_module, method_name))
+        def gathered(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            method = getattr(self._fsdp_wrapped_module, method_name)
+            return running.compute(self._ensure_root(), self._unit, method, args, kwargs)
+
+        setattr(self, method_name, MethodType(gathered, self))
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
         """Inside, gradients are held back unsharded instead of being reduced.
 
         Raises:
-            StateError: This instance is not the root, or computes at the moment.
+            StateError: This instance is not the root.
+            BusyError: It computes at the moment.
         """
         context = self._ensure_root()
         if context.root is not self._unit:
@@ -318,6 +324,7 @@ class FullyShardedDataParallel(nn.Module):
                 "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module",
                 where=self._unit.name,
             )
+        self._assert_state(TrainingState.IDLE)
         before = [unit.sync_gradients for unit in context.units]
         for unit in context.units:
             unit.synchronise(False)
@@ -327,6 +334,76 @@ class FullyShardedDataParallel(nn.Module):
             for unit, on in zip(context.units, before, strict=True):
                 unit.synchronise(on)
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients below so that their norm over all ranks is at most `max_norm`. Collective.
+
+        Gradients of ignored parameters, which differ between ranks, are neither counted nor scaled.
+
+        Args:
+            max_norm: The norm that is allowed.
+            norm_type: Order of the norm, infinity for the largest absolute value.
+            error_if_nonfinite: Refuse a norm that is infinite or no number, rather than scale by it.
+
+        Returns:
+            The norm before, of the same bits on every rank.
+
+        Raises:
+            StateError: This instance is not the root, or the norm is not finite and that was to be refused.
+        """
+        context = self._ensure_root()
+        if context.root is not self._unit:
+            raise StateError(
+                "`clip_grad_norm_()` should only be called on the root FSDP instance", where=self._unit.name
+            )
+        return clip.clip(
+            context.units,
+            self._group,
+            self.compute_device,
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let a hook average gradients in the engine's place, in this instance and all below.
+
+        Args:
+            state: Given to the hook each time.
+            hook: `hook(state, gradient, out)` where parameters are sharded, `hook(state, gradient)` with NO_SHARD; see
+                `shardckpt.core.comm_hooks`.
+
+        Raises:
+            HookError: This instance is not the root, a unit is hybrid, has a hook, or is between forward and backward.
+            ArgumentError: The hook cannot be called.
+        """
+        root = self.check_is_root()
+        found = _instances(self)
+        comm_hooks.check(hook, root, [(each._unit, each.sharding_strategy, each._comm_hook) for each in found])
+        for each in found:
+            each._take_hook(state, hook)
+
+    def _take_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        self._hook = CommHook(state, hook)
+        for bucket in self._unit.buckets:
+            bucket.use(hook=self._hook)
+
+    @property
+    def _comm_hook(self) -> Callable[..., Any] | None:
+        return self._hook.call if self._hook is not None else None
+
+    @_comm_hook.setter
+    def _comm_hook(self, hook: Callable[..., Any]) -> None:
+        self._take_hook(self._comm_hook_state, hook)
+
+    @property
+    def _comm_hook_state(self) -> object:
+        return self._hook.state if self._hook is not None else None
+
+    def _low_precision_hook_enabled(self) -> bool:
+        return comm_hooks.is_low_precision(self._comm_hook)
+
     # --------------------------------------------------------------------------------------------- the module
 
     def named_parameters(
@@ -335,7 +412,51 @@ class FullyShardedDataParallel(nn.Module):
         """Yield names and parameters as `torch.nn.Module` does, after a failed backward those of before it."""
         if self._context is not None:
             self._context.recover()
-        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield self._shown_name(name), parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and buffers as `torch.nn.Module` does."""
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield self._shown_name(name), buffer
+
+    def _shown_name(self, name: str) -> str:
+        """Return a name without the wrapper's segment where full parameters were summoned, as torch does."""
+        return name.replace(f"{WRAPPED}.", "") if self._unit.lent else name
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Generator[None, None, None]:
+        """Inside, the modules have their full parameters, in the types that they are stored in. Collective.
+
+        All combinations work. Inside, units compute as plain modules would, and `named_parameters` and `named_buffers`
+        give the names of the model that was not wrapped.
+
+        Args:
+            module: An instance, or a module with instances below.
+            recurse: Those of instances below as well; all are gathered at once.
+            writeback: Changes are kept, also where an exception leaves the context. Without it they are lost, unless
+                nothing is sharded (NO_SHARD).
+            rank0_only: Only the first rank has them; with `writeback` its changes are given to all.
+            offload_to_cpu: They are in the memory of the CPU.
+            with_grads: Gradients are full as well, and with `writeback` changes to them are kept.
+
+        Raises:
+            BusyError: In a forward, in a backward, or inside another one for the same instance.
+            SummonShapeError: On exit: a parameter was replaced by one of another shape.
+        """
+        wanted = summon.Summons(writeback, rank0_only, offload_to_cpu, with_grads)
+        with summon.summoned(module, wanted, recurse=recurse):
+            yield
 
     @property
     def module(self) -> nn.Module:
@@ -354,9 +475,41 @@ class FullyShardedDataParallel(nn.Module):
         return found.flat if isinstance(found, FlatExposure) else None
 
     @property
+    def params(self) -> list[nn.Parameter]:
+        """What an optimizer sees of this instance alone."""
+        return [parameter for exposure in self._unit.exposures for parameter in exposure.parameters]
+
+    @property
+    def _is_root(self) -> bool | None:
+        return None if self._context is None else self.is_sharding_root
+
+    def _mixed_precision_enabled_for_buffers(self) -> bool:
+        return self.mixed_precision.buffer_dtype is not None
+
+    @property
     def compute_device(self) -> torch.device:
         """Where the module computes."""
-        return next((bucket.shard.device for bucket in self._unit.buckets), torch.device("cpu"))
+        return next((bucket.compute_device for bucket in self._unit.buckets), self._device or torch.device("cpu"))
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this instance's parameters. Collective.
+
+        Args:
+            async_op: Return while they are under way; the forward waits for them.
+
+        Returns:
+            What waits for them; None where they are there.
+        """
+        self._ensure_root()
+        handle = UnshardHandle(self._unit.fill)
+        if async_op:
+            self._unit.prefetch()
+            return handle
+        handle.wait()
+        return None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Nothing: what a gather gives is waited for where it is used, by the stream that uses it."""
 
     def __getattr__(self, name: str) -> Any:
         """Ask the wrapped module for what the wrapper does not have."""
@@ -371,6 +524,16 @@ class FullyShardedDataParallel(nn.Module):
         """Ask the wrapped module."""
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
+    @property
+    def sharding_unit(self) -> Unit:
+        """The unit of this instance."""
+        return self._unit
+
+    @property
+    def is_sharding_root(self) -> bool:
+        """Tell whether this instance ran first of all around it."""
+        return self._context is not None and self._context.root is self._unit
+
     def check_is_root(self) -> bool:
         """Tell whether this is the outermost instance; the tree is fixed by the question."""
         return self._ensure_root().root is self._unit
@@ -383,314 +546,103 @@ class FullyShardedDataParallel(nn.Module):
             module: Where to look.
             root_only: Leave out those that know a root above them.
         """
-        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        found = _instances(module)
         return [each for each in found if each.check_is_root()] if root_only else found
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FullyShardedDataParallel:
         self._unit.free()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._unit.lent:
+            return self
         for exposure in self._unit.exposures:
             exposure.adopt()
             exposure.show_sharded()
         return self
 
+    @contextmanager
+    def _deregister_orig_params_ctx(self) -> Generator[None, None, None]:
+        """Inside, flat parameters are registered instead of the original ones, here and below.
+
+        Raises:
+            SettingsDifferError: Original parameters are not used.
+            BusyError: A unit computes at the moment, or its full parameters were summoned.
+        """
+        found = _instances(self)
+        for each in found:
+            if not each._use_orig_params:
+                raise SettingsDifferError(
+                    "`_deregister_orig_params_ctx()` should only be called when `_use_orig_params=True`",
+                    where=each._unit.name,
+                )
+            each._assert_state(TrainingState.IDLE)
+        self._ensure_root()
+        with flat_view.flat_instead([(each._fsdp_wrapped_module, each._unit) for each in found], FLAT_PARAM):
+            yield
+
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply a function to every module below, with this unit's parameters gathered; changes are kept. Collective.
 
         Raises:
-            StateError: The unit computes at the moment.
+            BusyError: The unit computes at the moment, or its full parameters were summoned.
         """
-        self._assert_idle()
-        fresh = self._context is None
-        self._ensure_root()
-        self._unit.fill()
-        try:
+        self._assert_state(TrainingState.IDLE)
+        with summon.summoned(self, summon.Summons(), recurse=False):
             super().apply(fn)
-            for bucket in self._unit.buckets:
-                bucket.write_back()
-        finally:
-            self._unit.free()
-            if fresh:
-                self._leave_root()
         return self
 
-    def _leave_root(self) -> None:
-        for each in FullyShardedDataParallel.fsdp_modules(self):
+    def _reset_lazy_init(self) -> None:
+        """Forget the root: the next call that needs one finds it anew."""
+        for each in _instances(self):
             each._context = None
             each._unit.attach(None)
 
-    def _assert_idle(self) -> None:
-        if self._unit.phase is not Phase.IDLE:
-            raise StateError("the unit computes at the moment", where=self._unit.name, found=self._unit.phase.name)
+    @property
+    def training_state(self) -> TrainingState:
+        """What this instance is in the middle of."""
+        if self._unit.lent:
+            return TrainingState.SUMMON_FULL_PARAMS
+        return TrainingState.IDLE if self._unit.phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
 
-    # -------------------------------------------------------------------------------------------- state dicts
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state as the settings of `state_dict_type` say, from the provider of state dicts."""
-        return protocol.call("module_state_dict", self, *args, **kwargs)
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """Return the settings of the instances in a module; None where there is none.
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """Refuse a call in another state than one of these.
 
         Raises:
-            SettingsDifferError: They have different ones.
+            BusyError: It is in another.
         """
-        found = [each._state_dict_settings for each in FullyShardedDataParallel.fsdp_modules(module)]
-        if any(each != found[0] for each in found):
-            raise SettingsDifferError("All FSDP modules must have the same state dict settings", found=found)
-        return found[0] if found else None
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings | None:
-        """Tell the instances in a module what their state dicts hold.
-
-        Args:
-            module: Where the instances are.
-            state_dict_type: Full, local or sharded.
-            state_dict_config: Settings for the model; the defaults of the type where None.
-            optim_state_dict_config: And for the optimizer.
-
-        Returns:
-            The settings before.
-
-        Raises:
-            StateError: A configuration is of another type.
-            SettingsDifferError: The instances had different settings.
-        """
-        warnings.warn(
-            "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated: state dicts take their kind "
-            "as an argument",
-            FutureWarning,
-            stacklevel=2,
-        )
-        made = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
-        before = FullyShardedDataParallel.get_state_dict_type(module)
-        for each in FullyShardedDataParallel.fsdp_modules(module):
-            each._set_settings(made)
-        return before
-
-    def _set_settings(self, settings: StateDictSettings) -> None:
-        self._state_dict_settings = settings
-
-    @staticmethod
-    @contextmanager
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Iterator[None]:
-        """Inside, the instances have these settings, as by `set_state_dict_type`; on any exit the ones before."""
-        before = FullyShardedDataParallel.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-        try:
-            yield
-        finally:
-            for each in FullyShardedDataParallel.fsdp_modules(module):
-                if before is not None:
-                    each._set_settings(before)
-
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: Any = None,
-        rank0_only: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return the whole optimizer state, by the provider of state dicts."""
-        return protocol.call("full_optim_state_dict", model, optim, optim_input, rank0_only, group)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def sharded_optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
-    ) -> dict[str, Any]:
-        """Return this rank's part of the optimizer state, by the provider of state dicts."""
-        return protocol.call("sharded_optim_state_dict", model, optim, group)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Return this rank's part of a whole optimizer state, by the provider of state dicts."""
-        return protocol.call("shard_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        """Return a sharded optimizer state for flat parameters, by the provider of state dicts."""
-        return protocol.call("flatten_sharded_optim_state_dict", sharded_optim_state_dict, model, optim)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
-        model: nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return this rank's part of rank 0's optimizer state, by the provider of state dicts."""
-        return protocol.call("scatter_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, group)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Return an optimizer state with other keys, by the provider of state dicts."""
-        return protocol.call(  # type: ignore[no-any-return]
-            "rekey_optim_state_dict", optim_state_dict, optim_state_key_type, model, optim_input, optim
-        )
-
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return the optimizer state as the settings say, by the provider of state dicts."""
-        return protocol.call("optim_state_dict", model, optim, optim_state_dict, group)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return what `optim.load_state_dict` takes, by the provider of state dicts."""
-        return protocol.call(  # type: ignore[no-any-return]
-            "optim_state_dict_to_load", model, optim, optim_state_dict, is_named_optimizer, load_directly, group
-        )
-
-
-_CONFIGS: Mapping[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
-
-
-def _settings(
-    kind: StateDictType, model: StateDictConfig | None, optim: OptimStateDictConfig | None
-) -> StateDictSettings:
-    model_class, optim_class = _CONFIGS[kind]
-    model, optim = model_class() if model is None else model, optim_class() if optim is None else optim
-    for given, expected in ((model, model_class), (optim, optim_class)):
-        if type(given) is not expected:
-            raise StateError(
-                f"Expected state_dict_config of type {expected} but got {type(given)}", expected=expected.__name__
+        states = state if isinstance(state, list) else [state]
+        if self.training_state not in states:
+            raise BusyError(
+                f"expected to be in states {states} but current state is {self.training_state}",
+                where=self._unit.name,
+                fix="Call it outside the forward and the backward of the unit.",
             )
-    return StateDictSettings(kind, model, optim)
 
 
-def _refuse_load(*_: Any) -> None:
-    protocol.call("load_module_state_dict")
+ShardedModule.register(FullyShardedDataParallel)
+
+
+def _instances(module: nn.Module) -> list[FullyShardedDataParallel]:
+    return [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+
+
+def _exposed(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of the instances in a module."""
+    return {parameter for each in _instances(module) for parameter in each.params}
 
 
 def _agree(named: Iterable[tuple[str, FullyShardedDataParallel]]) -> None:
     """Refuse a tree whose units were told different things where one iteration needs one answer."""
-    for setting in ("use_orig_params", "limit_all_gathers"):
-        told: dict[bool, list[str]] = {}
+    named = list(named)
+    for setting in ("_use_orig_params", "limit_all_gathers"):
+        told: dict[object, list[str]] = {}
         for name, each in named:
-            value = each._use_orig_params if setting == "use_orig_params" else each.limit_all_gathers
-            told.setdefault(value, []).append(clean(name) or "the root")
+            told.setdefault(getattr(each, setting), []).append(clean(name) or "the root")
         if len(told) > 1:
             raise ArgumentError(
-                f"Expects a homogeneous value for {setting} among all units of one tree",
+                f"Expects one homogeneous value for {setting} among all units of one tree",
                 found="; ".join(f"{value} in {', '.join(names)}" for value, names in told.items()),
                 fix="Give all of them the same.",
             )
-
-
-def _split(nested: list[FullyShardedDataParallel], users: Mapping[Identity, set[tuple[int, str]]]) -> set[Identity]:
-    """Return the parameters of which some unit has not all places."""
-    found = set()
-    for each in nested:
-        for member in each._unit.members:
-            if {(id(p.module), p.attribute) for p in member.places} != users[member.identity]:
-                found.add(member.identity)
-    return found
-
-
-def _unify(member: Managed, first: dict[Identity, nn.Parameter]) -> None:
-    """Let all places of one identity have one object again."""
-    kept = first.setdefault(member.identity, member.parameter)
-    for place in member.places:
-        setattr(place.module, place.attribute, kept)
-
-
-def _unify_registered(module: nn.Module, first: Mapping[Identity, nn.Parameter]) -> None:
-    for _, each in walk(module, is_incompatible):
-        for name, parameter in list(each._parameters.items()):
-            if parameter is not None and identity(parameter) in first:
-                setattr(each, name, first[identity(parameter)])
-
-
-class _Ignored:
-    """What is left alone: whole modules, and parameters."""
-
-    def __init__(self, modules: set[nn.Module], parameters: set[nn.Parameter]) -> None:
-        self.modules = modules
-        self.parameters = parameters
-
-    @classmethod
-    def of(
-        cls,
-        root: nn.Module,
-        ignored_modules: Iterable[nn.Module] | None,
-        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
-    ) -> _Ignored:
-        if ignored_modules is not None and ignored_states is not None:
-            raise ArgumentError("Cannot pass both ignored_modules and ignored_states at the same time")
-        if ignored_states is not None:
-            states: list[Any] = list(ignored_states)
-            if states and all(isinstance(each, nn.Parameter) for each in states):
-                return cls(set(), set(states))
-            if not all(isinstance(each, nn.Module) for each in states):
-                kinds = sorted({type(each).__name__ for each in states})
-                raise ArgumentError(
-                    "ignored_states expects all nn.Parameter or all nn.Module list elements", found=kinds
-                )
-            ignored_modules = states
-        return cls._of_modules(root, ignored_modules)
-
-    @classmethod
-    def _of_modules(cls, root: nn.Module, given: Iterable[nn.Module] | None) -> _Ignored:
-        try:
-            modules = list(given or ())
-        except TypeError as error:
-            raise ArgumentTypeError(
-                f"ignored_modules should be an iterable of modules but got {type(given)}"
-            ) from error
-        for each in modules:
-            if not isinstance(each, nn.Module):
-                raise ArgumentTypeError(f"ignored_modules should be an iterable of modules but got {type(each)} in it")
-            if isinstance(each, FullyShardedDataParallel):
-                raise ArgumentError("`ignored_modules` should not include FSDP modules")
-            if each is root:
-                warnings.warn(
-                    "Trying to ignore the top-level module passed into the FSDP constructor itself", stacklevel=3
-                )
-        below = {inner for each in modules for inner in each.modules()}
-        return cls(below, parameters_below(modules))
 
 
 def _warn_of_containers(module: nn.Module) -> None:
@@ -699,77 +651,3 @@ def _warn_of_containers(module: nn.Module) -> None:
             f"FSDP will not all-gather parameters for containers that do not implement forward: {type(module)}",
             stacklevel=3,
         )
-
-
-def _groups(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, policy: Policy | None) -> ShardGroup:
-    if strategy.is_hybrid:
-        return _hybrid_groups(given, mesh, policy)
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise ArgumentError("a mesh of one dimension is needed", found=f"{mesh.ndim} dimensions")
-        given = mesh.get_group()
-    group = given if given is not None else dist.group.WORLD
-    if group is None:
-        raise ArgumentError(
-            "Default process group has not been initialized", fix="Call torch.distributed.init_process_group first."
-        )
-    if strategy is ShardingStrategy.NO_SHARD:
-        if dist.get_world_size(group) > 1:
-            warnings.warn(
-                "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use "
-                "`DistributedDataParallel` instead",
-                FutureWarning,
-                stacklevel=4,
-            )
-        return ShardGroup(None, group)
-    return ShardGroup(group)
-
-
-def _hybrid_groups(given: Any, mesh: DeviceMesh | None, policy: Policy | None) -> ShardGroup:
-    if mesh is not None:
-        if mesh.ndim != 2:
-            raise ArgumentError("hybrid strategies need a mesh of two dimensions", found=f"{mesh.ndim} dimensions")
-        return ShardGroup(mesh.get_group(1), mesh.get_group(0))
-    if given is None and policy is None:
-        raise ArgumentError(
-            "Manual wrapping with a hybrid strategy requires explicit specification of process group or device_mesh"
-        )
-    if given is None:
-        raise precision.NotYetError(
-            "groups of one node are not made yet", fix="Give a device_mesh of two dimensions, (replicate, shard)."
-        )
-    if not (isinstance(given, tuple) and len(given) == 2):
-        raise ArgumentError("Expected process_group to be a tuple of two process groups", found=type(given).__name__)
-    return ShardGroup(given[0], given[1])
-
-
-def _move(module: nn.Module, device_id: int | torch.device | None, ignored: set[nn.Parameter]) -> None:
-    devices = {p.device for p in module.parameters() if p not in ignored}
-    if device_id is None:
-        if len(devices) > 1:
-            raise StateError(
-                "FSDP only supports single device modules", found=f"parameters on {sorted(map(str, devices))}"
-            )
-        return
-    target = torch.device(device_id) if not isinstance(device_id, int) else torch.device("cuda", device_id)
-    elsewhere = {d for d in devices if d.type != "cpu" and d != target}
-    if elsewhere:
-        raise ArgumentError(
-            "the parameters are on another device than `device_id`", found=sorted(map(str, elsewhere)), expected=target
-        )
-    if any(d != target for d in devices):
-        module.to(target)
-
-
-def _broadcast(module: nn.Module, group: ShardGroup, ignored: set[nn.Parameter]) -> None:
-    nested = {
-        p
-        for each in FullyShardedDataParallel.fsdp_modules(module)
-        for exposure in each._unit.exposures
-        for p in exposure.parameters
-    }
-    for parameter in module.parameters():
-        if parameter not in nested and parameter not in ignored:
-            group.broadcast(parameter.detach())
-    for buffer in module.buffers():
-        group.broadcast(buffer.detach())

@@ -12,6 +12,7 @@ from shardckpt.boxes import Box, Shape, whole
 from shardckpt.dtypes import UNKNOWN
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError
 from shardckpt.format.hf_files import INDEX_SUFFIX, OPTIMIZER, SUFFIX, Files, choose, payload_sizes, read_json
+from shardckpt.format.optimizer_keys import OptimizerFile
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.safetensors import Header, looks_like_safetensors, parse_json, read_headers
 from shardckpt.manifest import Manifest, ObjectEntry, Path, Piece, Span, TensorEntry
@@ -80,8 +81,10 @@ def _open_files(store: Store, files: Files) -> Reader:
         tensors[name] = TensorEntry(name, *_same_as(tensors[aliases[name]]))
     objects: dict[Path, ObjectEntry] = {}
     if any(name.startswith(OPTIMIZER) for name in sizes):
-        tensors = _split_optimizer(tensors)
-        objects = _param_groups(store, files.param_groups)
+        groups = _param_groups(store, files.param_groups)
+        tensors = _split_optimizer(tensors, groups)
+        values: dict[Path, object] = {(OPTIMIZER, "param_groups"): groups.groups, (OPTIMIZER, "state"): groups.values}
+        objects = {path: ObjectEntry(path, value) for path, value in values.items()}
         aliases = {("model", *name): ("model", *kept) for name, kept in aliases.items()}
     return Reader(
         store,
@@ -181,25 +184,21 @@ def _same_as(entry: TensorEntry) -> tuple[Shape, str, tuple[Piece, ...]]:
     return entry.shape, entry.stored, entry.pieces
 
 
-def _split_optimizer(tensors: Mapping[Path, TensorEntry]) -> dict[Path, TensorEntry]:
+def _split_optimizer(tensors: Mapping[Path, TensorEntry], groups: OptimizerFile) -> dict[Path, TensorEntry]:
     """Put what `optimizer*.safetensors` holds below `optimizer`, the rest below `model`."""
     moved: dict[Path, TensorEntry] = {}
     for path, entry in tensors.items():
         name = str(path[0])
         file = entry.pieces[0].file if entry.pieces else ""
-        if file.startswith(OPTIMIZER):
-            fqn, _, slot = name.rpartition("/")
-            path = (OPTIMIZER, "state", fqn, slot)
-        else:
-            path = ("model", name)
+        is_optimizer = file.startswith(OPTIMIZER)
+        path = (OPTIMIZER, "state", *groups.split(name)) if is_optimizer else ("model", name)
         moved[path] = TensorEntry(path, entry.shape, entry.stored, entry.pieces)
     return moved
 
 
-def _param_groups(store: Store, name: str) -> dict[Path, ObjectEntry]:
+def _param_groups(store: Store, name: str) -> OptimizerFile:
     raw = read_json(store, name) if any(entry.name == name for entry in store.list()) else {}
-    values = {"param_groups": raw.get("param_groups", []), "state": raw.get("non_tensor_state", {})}
-    return {(OPTIMIZER, key): ObjectEntry((OPTIMIZER, key), value) for key, value in values.items()}
+    return OptimizerFile.of(raw, f"{store.url}/{name}")
 
 
 FORMAT = Format(

@@ -10,12 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
 
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
 from shardckpt.format.pickles import Limits, load, load_at
+from shardckpt.format.rank_files import put_together
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
-from shardckpt.format.torch_nest import Nest, Refused, StorageRef, Storages, View, element_bytes
+from shardckpt.format.torch_nest import (
+    LegacyView,
+    Nest,
+    RankNote,
+    Refused,
+    StorageRef,
+    Storages,
+    View,
+    ZipView,
+    element_bytes,
+)
 from shardckpt.format.zip_archive import (
     LOCAL_SIGNATURE,
     STORED,
@@ -47,27 +57,6 @@ _FIRST_FRONT_BYTES = {True: 1 << 12, False: 1 << 16}
 """Bytes read first of a file whose pickles have no known end, on this machine and from elsewhere."""
 
 _TAR_MAGIC_AT = 257
-
-
-class ZipView(NamedTuple):
-    """What a `Lazy` layout knows of an array in a zip container: the entry of its storage, and the view of that."""
-
-    entry: Entry
-    view: View
-
-
-class LegacyView(NamedTuple):
-    """What a `Lazy` layout knows of an array in a legacy container.
-
-    Attributes:
-        elements: What the 8 bytes in front of the storage must say.
-        nbytes: Bytes of the storage.
-        view: The view of it.
-    """
-
-    elements: int
-    nbytes: int
-    view: View
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +127,28 @@ class TorchReader(Reader):
         store: Where they lie.
         manifest: What they hold.
         archives: File to its open archive, for those that are zip containers.
+        notes: States in them that are one rank's.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, archives: Mapping[str, Archive]) -> None:
+    def __init__(
+        self, store: Store, manifest: Manifest, archives: Mapping[str, Archive], notes: Sequence[RankNote] = ()
+    ) -> None:
         super().__init__(store, manifest)
         self._archives = archives
+        self._notes = tuple(notes)
         self._starts: dict[tuple[str, int], int] = {}
 
     def restated(self, manifest: Manifest) -> TorchReader:
         """Return a reader of the same files with another manifest."""
         return TorchReader(self.store, manifest, self._archives)
+
+    def joined(self) -> TorchReader:
+        """Return a reader of the whole tensors that rank files hold together; itself where nothing is one rank's.
+
+        Raises:
+            CheckpointError: What the ranks say of themselves does not fit together, or to what they hold.
+        """
+        return self.restated(put_together(self.manifest, self._notes, self.store.url)) if self._notes else self
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Find where the storages of the pieces lie, all in one batch of reads."""
@@ -280,7 +281,7 @@ def open_files(store: Store, sizes: Mapping[str, int], prefixes: Mapping[str, Pa
     manifest = Manifest(
         format_name, dict(sizes), nest.tensors, nest.objects, nest.aliases, warnings=tuple(nest.warnings)
     )
-    return TorchReader(store, manifest, opened.archives)
+    return TorchReader(store, manifest, opened.archives, nest.notes)
 
 
 def _zips(store: Store, sizes: Mapping[str, int]) -> list[str]:
@@ -415,7 +416,8 @@ def open_source(source: Source) -> Reader:
         StorageError: The store failed.
     """
     assert source.file is not None, "only single files are recognised"
-    return open_files(source.store, {source.file: source.listing[source.file].size}, {source.file: ()}, FORMAT.name)
+    sizes = {source.file: source.listing[source.file].size}
+    return open_files(source.store, sizes, {source.file: ()}, FORMAT.name).joined()
 
 
 FORMAT = Format(

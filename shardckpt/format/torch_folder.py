@@ -161,6 +161,8 @@ def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str
 def open_loose(source: Source) -> Reader:
     """Open a folder of `torch.save` files; where there are several, paths start with the file's name.
 
+    Files of ranks that saved LOCAL states are one checkpoint of whole tensors.
+
     Raises:
         CheckpointError: A file is damaged, refused, or of a kind that is not read.
         StorageError: The store failed.
@@ -168,7 +170,7 @@ def open_loose(source: Source) -> Reader:
     names = _loose_names(source.files)
     sizes = {name: source.listing[name].size for name in names}
     prefixes: dict[str, Path] = {name: (name,) if len(names) > 1 else () for name in names}
-    reader = open_files(source.store, sizes, prefixes, LOOSE_FORMAT.name)
+    reader = open_files(source.store, sizes, prefixes, LOOSE_FORMAT.name).joined()
     skipped = sorted(_CONFIGURATION & set(source.files))
     if skipped:
         warnings = (*reader.manifest.warnings, f"{skipped[0]} holds a live configuration object and is not read")

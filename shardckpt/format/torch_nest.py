@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, Protocol
@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 from shardckpt.boxes import Shape, strides, whole
 from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import FormatError, UnsupportedError, escape
-from shardckpt.format.pickles import Dtype, Global, Inert, StorageType, TensorStub
+from shardckpt.format.pickles import Dtype, Global, Inert, Ordered, StorageType, TensorStub
+from shardckpt.format.zip_archive import Entry
 from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry, dotted
 
 _QUANTISED_BYTES = {"quint8": 1, "qint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
@@ -26,6 +27,9 @@ _TENSOR_LIKE = {
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of an accelerator outside of torch",
     "torch.storage._load_from_bytes": "a tensor that was pickled without torch.save",
 }
+_NOTE, _LOCAL = "shardckpt", "LOCAL"
+"""Where `shardckpt.state` notes how a state was taken, and what it says of one rank's."""
+
 _NO_STORAGE = "a tensor whose storage lies nowhere in the file"
 _SHARDED = {"DTensor": "a DTensor of torch.distributed.tensor", "ShardedTensor": "a ShardedTensor of torch.distributed"}
 
@@ -59,6 +63,60 @@ class View(NamedTuple):
     start: int
     strides: Shape | None
     width: int
+
+
+class ZipView(NamedTuple):
+    """What a `Lazy` layout knows of an array in a zip container: the entry of its storage, and the view of that."""
+
+    entry: Entry
+    view: View
+
+
+class LegacyView(NamedTuple):
+    """What a `Lazy` layout knows of an array in a legacy container.
+
+    Attributes:
+        elements: What the 8 bytes in front of the storage must say.
+        nbytes: Bytes of the storage.
+        view: The view of it.
+    """
+
+    elements: int
+    nbytes: int
+    view: View
+
+
+def narrowed(layout: Lazy, first: int, steps: Shape | None) -> Lazy:
+    """Return the layout of some elements of a 1-D array; what cannot be read stays so.
+
+    Args:
+        layout: Of the array.
+        first: Which of its elements comes first.
+        steps: Elements of the array between neighbours in each dimension; None for row-major, back to back.
+    """
+    detail = layout.detail
+    if not isinstance(detail, ZipView | LegacyView):
+        return layout
+    view = detail.view
+    step = view.strides[0] if view.strides else 1
+    moved = View(view.start + first * step, steps and tuple(s * step for s in steps), view.width)
+    return layout._replace(detail=detail._replace(view=moved))
+
+
+class RankNote(NamedTuple):
+    """What a LOCAL state of `shardckpt.state` says of itself: that it is one rank's, and how that is laid out.
+
+    Attributes:
+        file: The file it stands in, relative to the store.
+        prefix: What the paths of that file start with.
+        root: Path of the state, from the top.
+        said: Its content, unchecked.
+    """
+
+    file: str
+    prefix: Path
+    root: Path
+    said: Mapping[object, object]
 
 
 class Refused(NamedTuple):
@@ -101,12 +159,14 @@ class Nest:
         objects: Other values.
         aliases: Tied arrays to the first with the same elements.
         warnings: What is odd.
+        notes: States that are one rank's.
     """
 
     tensors: dict[Path, TensorEntry] = field(default_factory=dict)
     objects: dict[Path, ObjectEntry] = field(default_factory=dict)
     aliases: dict[Path, Path] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    notes: list[RankNote] = field(default_factory=list)
 
     def add(self, value: object, file: str, prefix: Path, container: Container | None, where: str) -> None:
         """Add everything in the object of one file.
@@ -124,6 +184,7 @@ class Nest:
         """
         if not isinstance(value, dict | list | tuple):
             prefix = (*prefix, "tensor" if _is_tensor(value) else "object")
+        self.notes += [RankNote(file, prefix, root, said) for root, said in _local_states(value, prefix)]
         _Walk(self, file, container, where).visit(value, prefix)
 
 
@@ -221,8 +282,23 @@ class _Walk:
                 f"{dotted(path)!r} is {kind}: this file is one rank's part",
                 where=self._where,
                 expected="whole tensors",
-                fix="Rank files of sharded wrappers are not read yet; save with torch.distributed.checkpoint instead.",
+                fix="Save LOCAL states of shardckpt.state, or with torch.distributed.checkpoint.",
             )
+
+
+def _local_states(value: object, path: Path) -> Iterator[tuple[Path, Mapping[object, object]]]:
+    """Yield the LOCAL states in nested dicts, and what is noted on each."""
+    if not isinstance(value, dict):
+        return
+    attributes = value.attributes if isinstance(value, Ordered) else None
+    metadata = attributes.get("_metadata") if isinstance(attributes, dict) else None
+    said = metadata.get(_NOTE) if isinstance(metadata, dict) else None
+    if isinstance(said, dict) and said.get("kind") == _LOCAL:
+        yield path, said
+        return
+    for key, inner in value.items():
+        if isinstance(key, str) and isinstance(inner, dict):
+            yield from _local_states(inner, (*path, key))
 
 
 def _is_tensor(value: object) -> bool:

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 import shardckpt
 from shardckpt.storage.local import LocalStore
 
-VERBS = ["consolidate", "convert", "inspect", "verify", "diff"]
+VERBS = ["consolidate", "convert", "rekey", "inspect", "verify", "diff"]
 
 
 @pytest.fixture
@@ -362,11 +362,11 @@ def test_a_fault_of_ours_is_one_line_too(src: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_command_imports_torch(verb: str, src: Path, tmp_path: Path) -> None:
-    args = [
-        verb,
-        str(src),
-        *([str(src)] if verb == "diff" else [str(tmp_path / "out")] if verb.startswith("con") else []),
-    ]
+    more = {"diff": [src], "rekey": [tmp_path / "out", "--to-ids"]}
+    if verb == "rekey":
+        save_file({"b/m": torch.ones(2)}, src / "optimizer.safetensors")
+        (src / "param_groups.json").write_text('{"param_groups": [{"params": ["b"]}]}')
+    args = [verb, *map(str, [src, *more.get(verb, [tmp_path / "out"] if verb.startswith("con") else [])])]
     code = (
         "import sys; from shardckpt_cli.app import main\n"
         f"sys.argv[1:] = {args!r}\n"
@@ -383,3 +383,19 @@ def wait_for(ready: Callable[[], bool], seconds: float = 60) -> None:
     while not ready():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.002)
+
+
+class TestRekey:
+    def test_one_of_its_four_ways_is_chosen(self, src: Path, tmp_path: Path) -> None:
+        for flags in ((), ("--to-ids", "--flatten")):
+            found = run_here("rekey", src, tmp_path / "out", *flags)
+            assert found.code == 2
+            assert "--to-names" in one_line(found)
+
+    def test_it_says_what_it_did(self, tmp_path: Path) -> None:
+        state = {"state": {"w": {"m": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+        torch.save({"model": {"w": torch.zeros(3)}, "optimizer": state}, tmp_path / "x.pt")
+        found = run_here("rekey", tmp_path / "x.pt", tmp_path / "out", "--to-ids")
+        assert (found.code, found.err) == (0, "")
+        assert "wrote 2 tensors" in found.out
+        assert run_here("inspect", tmp_path / "out").code == 0

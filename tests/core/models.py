@@ -64,6 +64,28 @@ class Tied(nn.Module):
         return self.head(x)
 
 
+class Mix(nn.Module):
+    """What a model may be: recomputing in its blocks, frozen in part, tied from head to embedding."""
+
+    def __init__(self, *, checkpointed: bool, frozen: bool, tied: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        if frozen:
+            self.blocks[0].requires_grad_(False)
+            self.blocks[1].up.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x)
+
+
 class FrozenMix(Stack):
     """A unit that is frozen whole, one that is frozen in part, one that trains."""
 
@@ -521,7 +543,8 @@ def square(out: Any) -> torch.Tensor:
 class Case:
     """A model, how it is cut, and what it is fed.
 
-    `torch` says where torch's engine is right: "yes", "orig" (with original parameters only), "flat" (without), "no".
+    `torch` says where torch is right: "yes", "orig" (its wrapper with original parameters only), "flat" (without),
+    "no" (nowhere).
     """
 
     name: str

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,10 +15,13 @@ import torch
 import torch.distributed as dist
 from models import Case, square
 from torch import nn
-from under_test import FSDP
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
+from under_test import LOW, is_unit, no_sync
 
 SEGMENTS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 Grad = torch.Tensor | None
+_Packed = tuple[torch.dtype, bytes]  # a tensor's elements
 
 
 def clean(name: str) -> str:
@@ -38,8 +43,8 @@ class Group:
 
 
 def units(model: nn.Module) -> list[str]:
-    """Clean prefixes of the wrapped modules."""
-    return [clean(name) for name, module in model.named_modules() if isinstance(module, FSDP)]
+    """Clean prefixes of the modules that are units."""
+    return [clean(name) for name, module in model.named_modules() if is_unit(module)]
 
 
 def owner(names: list[str], prefixes: Iterable[str]) -> str:
@@ -98,10 +103,29 @@ def _means(parameters: list[nn.Parameter]) -> None:
 
 def gathered(values: dict[str, Grad]) -> dict[str, list[Grad]]:
     """What each rank holds under each name, 1-D, by one exchange; None where it holds nothing."""
-    mine = {name: None if value is None else storage_order(value.detach()).clone() for name, value in values.items()}
-    found: list[dict[str, Grad]] = [{} for _ in range(dist.get_world_size())]
+    mine = {name: None if value is None else _packed(value.detach()) for name, value in values.items()}
+    found: list[dict[str, _Packed | None]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, mine)
-    return {name: [theirs[name] for theirs in found] for name in values}
+    return {name: [None if each[name] is None else _unpacked(*each[name]) for each in found] for name in values}
+
+
+def _packed(tensor: torch.Tensor) -> _Packed:
+    """As bytes, which pickle much faster than a tensor."""
+    copied = storage_order(tensor).clone()  # NumPy lets nobody resize a storage that it has seen
+    return tensor.dtype, copied.view(torch.uint8).numpy().tobytes()
+
+
+def _unpacked(dtype: torch.dtype, content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+
+
+def of_one_group(pieces: list[Grad], replicas: int) -> list[Grad]:
+    """The pieces of the first of so many groups of ranks, each of which holds them all."""
+    size = len(pieces) // replicas
+    for start in range(size, len(pieces), size):
+        for one, other in zip(pieces[:size], pieces[start : start + size], strict=True):
+            assert one is other is None or torch.equal(one, other), "replicas differ"
+    return pieces[:size]
 
 
 def whole(pieces: list[Grad], numel: int, replicated: bool) -> Grad:
@@ -112,7 +136,7 @@ def whole(pieces: list[Grad], numel: int, replicated: bool) -> Grad:
     held = [piece for piece in pieces if piece is not None and piece.numel()]
     if not held:
         return None
-    if replicated or (len(held) == dist.get_world_size() and all(piece.numel() == numel for piece in held)):
+    if replicated or (len(held) == len(pieces) and all(piece.numel() == numel for piece in held)):
         assert all(torch.equal(held[0], piece) for piece in held), "replicas differ"
         return held[0][:numel]
     joined = torch.cat(held)
@@ -148,13 +172,20 @@ def storage_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mismatches(
-    model: nn.Module, plain: nn.Module, shared: list[Group], replicated: bool, close: Callable[..., Any]
+    model: nn.Module,
+    plain: nn.Module,
+    shared: list[Group],
+    replicated: bool,
+    close: Callable[..., Any],
+    replicas: int = 1,
 ) -> list[str]:
     """Where the sharded model's parameters and gradients differ from its twin's; the same answer on every rank."""
     parameters, twins, wrong = exposed(model), dict(plain.named_parameters()), []
     matched = {group.names[0]: _match(group, parameters) for group in shared}
+    if any(isinstance(parameter, DTensor) for parameter in matched.values()):
+        return _everywhere([each for name, p in matched.items() for each in _differs_here(name, p, twins[name], close)])
     gradients = {f"{name}.grad": parameter.grad for name, parameter in matched.items()}
-    held = gathered({**matched, **gradients})
+    held = {name: of_one_group(pieces, replicas) for name, pieces in gathered({**matched, **gradients}).items()}
     for group in shared:
         name, members = group.names[0], [twins[each] for each in group.names]
         numel = sum(member.numel() for member in members)
@@ -162,6 +193,39 @@ def mismatches(
         wrong += _differs(name, whole(held[name], numel, replicated), wanted, close)
         wrong += _differs(f"{name}.grad", whole(held[f"{name}.grad"], numel, replicated), _gradient(members), close)
     return wrong
+
+
+def _differs_here(name: str, found: nn.Parameter, wanted: nn.Parameter, close: Callable[..., Any]) -> Iterable[str]:
+    """Where this rank's part of a DTensor, or of its gradient, is another than it must be."""
+    if not isinstance(found, DTensor):
+        return [f"{name}: a {type(found).__name__} among DTensors"]
+    if found.shape != wanted.shape or found.stride() != wanted.contiguous().stride():
+        return [f"{name}: a DTensor of {tuple(found.shape)} and {found.stride()}, expected {tuple(wanted.shape)}"]
+    if found.grad is not None and found.grad.placements != found.placements:
+        return [f"{name}.grad: placed as {found.grad.placements}, the parameter as {found.placements}"]
+    pairs = {name: (found, wanted.detach()), f"{name}.grad": (found.grad, wanted.grad)}
+    return [
+        each
+        for key, (whole_, twin) in pairs.items()
+        for each in _differs(
+            key,
+            None if whole_ is None else whole_.to_local().detach(),
+            None if twin is None else mine(twin, found),
+            close,
+        )
+    ]
+
+
+def mine(whole_: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of a tensor, cut as a DTensor is: in chunks, the last ones smaller or empty."""
+    mesh = like.device_mesh
+    for dim, placement in enumerate(like.placements):
+        if isinstance(placement, Replicate):
+            continue
+        parts = whole_.chunk(mesh.size(dim), placement.dim)
+        rank = mesh.get_local_rank(dim)
+        whole_ = parts[rank] if rank < len(parts) else whole_.narrow(placement.dim, 0, 0)
+    return whole_
 
 
 def _gradient(members: list[nn.Parameter]) -> Grad:
@@ -200,23 +264,34 @@ def _brief(value: Grad) -> str:
 
 @dataclass
 class Training:
-    """How a case is trained: steps of micro batches, with or without `no_sync` for all but the last of a step."""
+    """How a case is trained: steps of micro batches, with or without `no_sync` for all but the last of a step.
+
+    With `low` the twin computes in bf16 with copies of its parameters, and adds up gradients in fp32. `equal` says that
+    there is nothing between the two when training begins, `replicas` that so many groups of ranks hold the whole each.
+    """
 
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     steps: int = 3
     micro: int = 1
     no_sync: bool = False
+    low: bool = False
+    equal: bool = True
+    replicas: int = 1
     close: Callable[..., Any] = field(default=lambda a, b: torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-6))
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW whose epsilon keeps tiny gradients from deciding steps."""
-    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2, weight_decay=0.1, eps=1e-4)
+    return torch.optim.AdamW(
+        [p for p in parameters if p.requires_grad], lr=1e-2, weight_decay=0.1, eps=1e-4, foreach=True
+    )
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """SGD with momentum, where a zero gradient and none make a difference."""
-    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1, momentum=0.9, weight_decay=0.01)
+    return torch.optim.SGD(
+        [p for p in parameters if p.requires_grad], lr=0.1, momentum=0.9, weight_decay=0.01, foreach=True
+    )
 
 
 def compare(
@@ -224,30 +299,63 @@ def compare(
 ) -> list[str]:
     """Train both side by side and tell where losses, gradients or parameters part, with the step."""
     shared = groups(model, plain, orig)
-    if any(p.dtype in (torch.bfloat16, torch.float16) for p in plain.parameters()):
-        how = dataclasses.replace(how, close=_roughly)  # without a reduce dtype, gradients are averaged in their own
+    if any(p.dtype in (torch.bfloat16, torch.float16) for p in plain.parameters()) or (how.low and how.micro > 1):
+        how = dataclasses.replace(how, close=_roughly)  # sums of gradients are made in their own type, or may be
     ours, theirs = how.optimizer(model.parameters()), how.optimizer(plain.parameters())
-    rank, wrong = dist.get_rank(), mismatches(model, plain, shared, replicated, how.close)
+    backward = _in_low(plain) if how.low else functools.partial(_backward, plain)
+    differing = functools.partial(
+        mismatches, model, plain, shared, replicated=replicated, close=how.close, replicas=how.replicas
+    )
+    wrong = differing() if how.equal else []
+    if wrong:
+        return [f"before: {each}" for each in wrong]
+    rank, apart = dist.get_rank(), []
     for step in range(how.steps):
         for micro in range(how.micro):
             batch = case.batch(rank, step * how.micro + micro)
-            apart = how.no_sync and micro + 1 < how.micro
-            with model.no_sync() if apart else contextlib.nullcontext():
-                loss = square(model(batch))
-                loss.backward()
-            expected = square(plain(batch))
-            expected.backward()
-            wrong += _differs("loss", loss.detach(), expected.detach(), how.close)
+            held_back = how.no_sync and micro + 1 < how.micro
+            with no_sync(model) if held_back else contextlib.nullcontext():
+                loss = _backward(model, batch)
+            apart += _differs(f"loss of step {step}", loss, backward(batch), how.close)
         reduce_gradients(plain, shared)
         ours.step()
         theirs.step()
-        wrong = _everywhere([f"step {step}: {each}" for each in wrong])
-        wrong += [f"step {step}: {each}" for each in mismatches(model, plain, shared, replicated, how.close)]
-        if wrong:
-            break
+        found = differing()
+        if found:
+            return [f"step {step}: {each}" for each in [*_everywhere(apart), *found]]
         ours.zero_grad()
         theirs.zero_grad()
-    return wrong
+    return _everywhere(apart)
+
+
+def _backward(net: nn.Module, batch: Any) -> torch.Tensor:
+    loss = square(net(batch))
+    loss.backward()
+    return loss.detach()
+
+
+def _in_low(plain: nn.Module) -> Callable[[Any], torch.Tensor]:
+    """A forward and backward of `plain` with its parameters and inputs in bf16; gradients are left in fp32."""
+    low = copy.deepcopy(plain).to(LOW)
+
+    def backward(batch: Any) -> torch.Tensor:
+        pairs = list(zip(plain.parameters(), low.parameters(), strict=True))
+        with torch.no_grad():
+            for parameter, copied in pairs:
+                copied.copy_(parameter)
+                copied.grad = None
+        loss = _backward(low, pytree.tree_map_only(torch.Tensor, _lowered, batch))
+        for parameter, copied in pairs:
+            if copied.grad is not None:
+                wide = copied.grad.to(parameter.dtype)
+                parameter.grad = wide if parameter.grad is None else parameter.grad + wide
+        return loss
+
+    return backward
+
+
+def _lowered(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(LOW) if tensor.is_floating_point() else tensor
 
 
 def _everywhere(wrong: list[str]) -> list[str]:

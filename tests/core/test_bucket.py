@@ -6,9 +6,11 @@ import torch
 from harness import run
 from torch import nn
 
-from shardckpt.core.bucket import Bucket, memory_order
+from shardckpt.core.bucket import Bucket, Cut
 from shardckpt.core.comm import ShardGroup
+from shardckpt.core.config import Offload, Precision
 from shardckpt.core.device import FULL_BYTES
+from shardckpt.core.packing import memory_order
 from shardckpt.core.traverse import Name, managed_parameters
 
 
@@ -25,7 +27,7 @@ def made(group, **settings) -> tuple[Bucket, list[torch.Tensor]]:
     module = Uneven()
     values = [p.detach().clone() for p in module.parameters()]
     managed = managed_parameters(module, set())
-    return Bucket(managed, group, Name("unit"), **{"aligned": False, "keeps_full": False, **settings}), values
+    return Bucket(managed, group, Name("unit"), Cut(**settings), Precision(), Offload()), values
 
 
 def gathered(bucket: Bucket) -> None:
@@ -97,7 +99,8 @@ def test_integers_of_sixteen_bits_are_gathered():
         module = nn.Module()
         module.table = nn.Parameter(torch.arange(7, dtype=torch.int16), requires_grad=False)
         managed = managed_parameters(module, set())
-        bucket = Bucket(managed, ShardGroup(torch.distributed.group.WORLD), Name("u"), aligned=True, keeps_full=False)
+        group = ShardGroup(torch.distributed.group.WORLD)
+        bucket = Bucket(managed, group, Name("u"), Cut(aligned=True), Precision(), Offload())
         gathered(bucket)
         return bucket.leaves[0].tolist(), bucket.requires_grad
 

@@ -8,12 +8,13 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import count, recorded, run
 from models import PLAIN, Block, FrozenMix, Nested, Stack, blocks_and_root, built, case, deep, floats, square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from under_test import FSDP, TORCH, Strategy, core, engine_lacks, shard, torch_is_wrong, wrap
+from torch.nn.parallel import DistributedDataParallel
+from under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong, wrap
 
 CPU = torch.device("cpu")
 
@@ -178,6 +179,59 @@ def test_hybrid_with_one_group():
     )
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_pair_of_groups_for_a_strategy_that_is_not_hybrid(strategy):
+    def pair():
+        bare(Block(), sharding_strategy=Strategy[strategy], process_group=(dist.group.WORLD, dist.group.WORLD))
+
+    bases, message, _ = told(1, pair)
+    assert "Exception" in bases
+    if not TORCH:
+        assert {"TypeError", "ValueError"} <= set(bases)
+        assert "process_group" in message
+
+
+@torch_is_wrong("the second dimension is silently left out")
+def test_a_mesh_of_two_dimensions_for_a_strategy_that_is_not_hybrid():
+    refused(ValueError, lambda: bare(Block(), device_mesh=init_device_mesh("cpu", (1, 1))), "mesh", "2 dimensions")
+
+
+def test_without_a_default_group():
+    def alone():
+        dist.destroy_process_group()
+        bare(Block())
+
+    refused(ValueError, alone, "Default process group has not been initialized", ours=("init_process_group",))
+
+
+@pytest.mark.skipif(TORCH, reason="with pretended devices, which torch's constructor does not take")
+@pytest.mark.parametrize(
+    ("devices", "device_id", "kind", "words"),
+    [
+        (["cuda:0", "cuda:1"], None, RuntimeError, ("single device modules", "p1 on cuda:1")),
+        (["cpu", "cuda:0", "cuda:1"], "cuda:0", RuntimeError, ("single device modules",)),
+        (["cpu", "cuda:0"], None, RuntimeError, ("both CPU and GPU params", "device_id", "p0 on cpu")),
+        (["cuda:0"], "cuda:1", ValueError, ("Inconsistent compute device and `device_id`", "p0 on cuda:0", "cuda:1")),
+        (["cuda:0"], "cpu", ValueError, ("Inconsistent compute device and `device_id`",)),
+    ],
+)
+def test_parameters_on_several_devices_or_on_another_than_was_said(devices, device_id, kind, words):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from shardckpt.core import materialize
+
+    module = nn.Module()
+    with FakeTensorMode():
+        for i, device in enumerate(devices):
+            module.register_parameter(f"p{i}", nn.Parameter(torch.empty(2, device=device)))
+        with pytest.raises(kind) as error:
+            materialize.move(
+                materialize.Scope.of(module, lambda _: False, set()), torch.device(device_id) if device_id else None
+            )
+    for word in words:
+        assert word in str(error.value)
+
+
 @pytest.mark.parametrize("kind", [nn.ModuleList, lambda blocks: nn.ModuleDict({"a": blocks[0]})], ids=["list", "dict"])
 def test_a_container_without_forward_is_warned_of(kind):
     assert any("forward" in warning.lower() for warning in accepted(lambda: bare(kind([Block()]))))
@@ -253,6 +307,15 @@ def test_g17_the_cpu_needs_no_device_id():
     assert run(2, body) == [True, True]
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an index is one of the accelerator")
+@torch_is_wrong("it cannot tell an index without an accelerator")
+def test_an_index_means_the_cpu_where_there_is_nothing_else():
+    def body(rank, world):
+        return str(FSDP(Block(), device_id=rank).compute_device)
+
+    assert run(2, body) == ["cpu", "cpu"]
+
+
 @pytest.mark.parametrize("device", [CPU, "cpu"])
 def test_the_cpu_may_be_named(device):
     accepted(lambda: FSDP(Block(), device_id=torch.device(device)))
@@ -319,6 +382,84 @@ def test_the_first_to_run_is_the_root():
         return model.check_is_root(), model.blocks[0].check_is_root(), len(FSDP.fsdp_modules(model, root_only=True))
 
     assert run(1, body) == [(True, False, 1)]
+
+
+def test_lazy_initialisation_can_be_undone():
+    def body(rank, world):
+        model = blocks_and_root(Stack(), shard)
+        model.blocks[0].check_is_root()
+        for each in FSDP.fsdp_modules(model):
+            each._reset_lazy_init()
+        return model._is_root, model.check_is_root(), model.blocks[0].check_is_root(), model._is_root
+
+    assert run(1, body) == [(None, True, False, True)]
+
+
+def test_flat_parameters_and_whether_there_are_any():
+    def body(rank, world):
+        model = shard(nn.Sequential(shard(nn.Linear(2, 2)), nn.ReLU()))
+        return (
+            model._has_params,
+            model._flat_param is None,
+            model[0]._has_params,
+            model[0]._flat_param is next(iter(model.parameters())),
+        )
+
+    assert run(1, body) == [(False, True, True, True)]
+
+
+def test_what_buffers_and_hooks_do_to_precision_can_be_asked():
+    def body(rank, world):
+        plain, mixed = shard(Block()), shard(Block(), mixed_precision=core.MixedPrecision(buffer_dtype=torch.bfloat16))
+        return (
+            plain._mixed_precision_enabled_for_buffers(),
+            mixed._mixed_precision_enabled_for_buffers(),
+            plain._low_precision_hook_enabled(),
+        )
+
+    assert run(1, body) == [(False, True, False)]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_parameters_can_be_gathered_ahead_of_forward(async_op):
+    def body(rank, world):
+        model = shard(Block())
+        x = torch.ones(2, 7)
+        model(x).sum().backward()
+        with recorded() as first:
+            handle = model._unshard(async_op)
+            if handle is not None:
+                handle.wait()
+            model._wait_unshard_streams_on_current_stream()
+        with recorded() as second:
+            out = model(x)
+        return count(first, "all_gather"), count(second, "all_gather"), (handle is None) != async_op, out.shape
+
+    if TORCH:
+        pytest.skip("it wants streams")
+    assert run(2, body) == [(1, 0, True, (2, 7))] * 2
+
+
+@pytest.mark.parametrize("call", ["no_sync", "apply"])
+def test_calls_that_wait_for_the_end_of_a_forward(call):
+    def middle():
+        model = shard(Block())
+
+        def hook(*_):
+            if call == "apply":
+                model.apply(lambda module: None)
+            with model.no_sync():
+                pass
+
+        model.module.register_forward_pre_hook(hook)
+        model(torch.ones(2, 7))
+
+    bases, message, _ = told(1, middle)
+    assert "Exception" in bases
+    if not TORCH:
+        assert {"ValueError", "AssertionError"} & set(bases)
+        assert "FORWARD" in message
+        assert "Block" in message
 
 
 def test_a_unit_that_ran_before_its_root_is_an_error():
@@ -436,6 +577,21 @@ def test_settings_are_given_back_and_asked_for():
     assert run(1, body) == [("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", None)]
 
 
+@pytest.mark.parametrize("parent", ["plain", "ddp"])
+def test_settings_of_what_lies_in_a_parent_that_is_not_sharded(parent):
+    def body(rank, world):
+        warnings.simplefilter("ignore")
+        inner = blocks_and_root(Stack(), shard)
+        outer = nn.Sequential(inner, nn.Linear(2, 2)) if parent == "plain" else DistributedDataParallel(inner)
+        before = FSDP.set_state_dict_type(outer, core.StateDictType.SHARDED_STATE_DICT)
+        with FSDP.state_dict_type(outer, core.StateDictType.FULL_STATE_DICT, core.FullStateDictConfig(rank0_only=True)):
+            inside = FSDP.get_state_dict_type(outer).state_dict_config.rank0_only
+        kinds = {FSDP.get_state_dict_type(each).state_dict_type.name for each in FSDP.fsdp_modules(outer)}
+        return before.state_dict_type.name, inside, kinds
+
+    assert run(1, body) == [("FULL_STATE_DICT", True, {"SHARDED_STATE_DICT"})]
+
+
 @torch_is_wrong("the context leaks (G2)")
 def test_g2_settings_come_back_after_an_exception():
     def body(rank, world):
@@ -532,9 +688,7 @@ def test_annotations_do_not_nest():
 
 
 @torch_is_wrong("'weight must be 2-D' says neither unit nor fix")
-@pytest.mark.parametrize(
-    "orig", [False, pytest.param(True, marks=engine_lacks("G28 with original parameters (note 8)"))]
-)
+@pytest.mark.parametrize("orig", [False, True])
 def test_g28_a_submodule_called_outside_its_unit(orig):
     def outside():
         model = blocks_and_root(Stack(), lambda m: shard(m, use_orig_params=orig))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -34,29 +35,43 @@ from models import (
 from reference import Training, adamw, compare, groups, mismatches, reduce_gradients, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from under_test import TORCH, Strategy, engine_lacks, shard, torch_is_wrong
+from under_test import STYLES, TORCH, Strategy, Style, no_sync, sharder, torch_is_wrong
 
-FULL, GRAD_OP = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP
-BOTH = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
-EACH = pytest.mark.parametrize("strategy", [FULL, GRAD_OP], ids=["full", "grad_op"])
+FULL, GRAD_OP, HYBRID = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.HYBRID_SHARD
+WRAPPERS = pytest.mark.parametrize("style", [Style.FLAT, Style.ORIGINAL], ids=["flat", "orig"])
+STRATEGIES = pytest.mark.parametrize("strategy", [FULL, GRAD_OP], ids=["full", "grad_op"])
+EXACT = [Style.ORIGINAL, Style.EACH]  # what shows each parameter by itself
 
 
-def cut(which: Case, orig: bool = True, strategy: Strategy = FULL, **more):
+def cut(which: Case, style: Style = Style.ORIGINAL, strategy: Strategy = FULL, **more):
     """The unsharded model of a case and its sharded twin."""
     plain = built(which)
-    settings = {"use_orig_params": orig, "sharding_strategy": strategy, **more}
-    return plain, which.cut(copy.deepcopy(plain), lambda module: shard(module, **settings))
+    return plain, which.cut(copy.deepcopy(plain), sharder(style, strategy, **more))
 
 
-def trained(which: Case, orig: bool = True, strategy: Strategy = FULL, optimizer=sgd, steps: int = 3) -> list[str]:
+def parted(which: Case, model, plain, style: Style, optimizer=sgd, steps: int = 3, equal: bool = True) -> list[str]:
+    """Where training parts from the reference from here on."""
+    how = Training(optimizer, steps=steps, equal=equal)
+    return compare(which, model, plain, how, orig=style is not Style.FLAT, replicated=False)
+
+
+def differing(model, plain, style: Style) -> list[str]:
+    """Where gradients and parameters part from the reference, once the reference's are averaged."""
+    shared = groups(model, plain, style is not Style.FLAT)
+    reduce_gradients(plain, shared)
+    return mismatches(model, plain, shared, False, Training(sgd).close)
+
+
+def trained(which: Case, style: Style = Style.ORIGINAL, strategy: Strategy = FULL, steps: int = 2) -> list[str]:
     """Where training parts from the reference."""
-    plain, model = cut(which, orig, strategy)
-    return compare(which, model, plain, Training(optimizer, steps=steps), orig=orig, replicated=False)
+    plain, model = cut(which, style, strategy)
+    how = Training(sgd, steps=steps, replicas=2 if strategy is HYBRID else 1)
+    return compare(which, model, plain, how, orig=style is not Style.FLAT, replicated=False)
 
 
-def order(which: Case, rank: int, orig: bool, strategy: Strategy = FULL, steps: int = 3) -> list[str]:
+def order(which: Case, rank: int, style: Style, strategy: Strategy = FULL, steps: int = 2) -> list[str]:
     """Every collective of some iterations, as text."""
-    _, model = cut(which, orig, strategy)
+    _, model = cut(which, style, strategy)
     start = mark()
     for step in range(steps):
         square(model(which.batch(rank, step))).backward()
@@ -64,11 +79,19 @@ def order(which: Case, rank: int, orig: bool, strategy: Strategy = FULL, steps: 
     return [str(call) for call in since(start)]
 
 
-def same_order_and_right(which: Case, world: int, orig: bool, strategy: Strategy = FULL) -> None:
-    found = run(world, lambda rank, world: (order(which, rank, orig, strategy), trained(which, orig, strategy)))
-    assert all(log == found[0][0] for log, _ in found)
-    assert found[0][0], "collectives were recorded"
-    assert found[0][1] == []
+def same_order_and_right(
+    which: Case, world: int, styles: Iterable[Style] = Style, strategies: tuple[Strategy, ...] = (FULL,)
+) -> None:
+    """All ranks issue the same collectives and train as the reference, in each style with each strategy."""
+    rows = [(style, strategy) for style in styles for strategy in strategies]
+
+    def body(rank, world):
+        return [(order(which, rank, *row), trained(which, *row)) for row in rows]
+
+    for row, *found in zip(rows, *run(world, body, timeout=60), strict=True):
+        assert all(log == found[0][0] for log, _ in found), row
+        assert found[0][0], "collectives were recorded"
+        assert found[0][1] == [], row
 
 
 # ---------------------------------------------------------------------------- trap 1: graphs that differ by rank
@@ -80,20 +103,25 @@ def using(*sets: set[int]):
 
 
 @torch_is_wrong("ranks reduce in different orders or hang")
-@BOTH
 @pytest.mark.parametrize(
     "sets",
     [({0}, set()), ({1}, {2}), ({3}, set()), ({0, 1, 2, 3}, set()), ({0, 3}, {1, 2}), (set(), set())],
     ids=["first", "middle", "last", "all or none", "crosswise", "nobody"],
 )
-def test_parameters_used_on_some_ranks_only(sets, orig):
-    same_order_and_right(Case("ranked", Ranked, using(*sets)), 2, orig)
+def test_parameters_used_on_some_ranks_only(sets):
+    same_order_and_right(Case("ranked", Ranked, using(*sets)), 2)
 
 
 @torch_is_wrong("ranks reduce in different orders or hang")
 @pytest.mark.parametrize("world", [3, 4])
 def test_parameters_used_on_some_of_many_ranks(world):
-    same_order_and_right(Case("ranked", Ranked, using({0, 1}, {2}, set(), {3, 0})), world, True)
+    same_order_and_right(Case("ranked", Ranked, using({0, 1}, {2}, set(), {3, 0})), world, EXACT)
+
+
+@torch_is_wrong("ranks reduce in different orders or hang")
+def test_parameters_used_on_some_ranks_of_some_replicas():
+    sets = ({0, 1}, {2}, set(), {2, 3})
+    same_order_and_right(Case("ranked", Ranked, using(*sets)), 4, strategies=(HYBRID,))
 
 
 class NestedRanked(nn.Module):
@@ -127,7 +155,6 @@ def cut_inner(model, sharder):
 
 
 @torch_is_wrong("ranks reduce in different orders or hang")
-@BOTH
 @pytest.mark.parametrize(
     "sets",
     [
@@ -137,21 +164,18 @@ def cut_inner(model, sharder):
     ],
     ids=["outer", "inner and outer", "one rank alone"],
 )
-def test_nested_units_used_on_some_ranks_only(sets, orig):
-    same_order_and_right(Case("nested ranked", NestedRanked, using(*sets), cut_inner), 2, orig)
+def test_nested_units_used_on_some_ranks_only(sets):
+    same_order_and_right(Case("nested ranked", NestedRanked, using(*sets), cut_inner), 2)
 
 
 @torch_is_wrong("units that no backward reached are not reduced on that rank")
-@BOTH
-@EACH
-def test_backward_from_other_outputs_on_each_rank(strategy, orig):
+def test_backward_from_other_outputs_on_each_rank():
     case_ = Case("partial", Partial, lambda rank, step: (floats(rank, step), (rank + step) % 2 == 0))
-    same_order_and_right(case_, 2, orig, strategy)
+    same_order_and_right(case_, 2, strategies=(FULL, GRAD_OP))
 
 
 @torch_is_wrong("a unit that nothing came back to is not reduced on that rank")
-@BOTH
-def test_a_rank_that_detaches_a_units_output(orig):
+def test_a_rank_that_detaches_a_units_output():
     class Detaching(Stack):
         def forward(self, batch):
             x, at = batch
@@ -160,7 +184,7 @@ def test_a_rank_that_detaches_a_units_output(orig):
                 x = block(x).detach() if index == at else block(x)
             return self.last(x)
 
-    same_order_and_right(Case("detaching", Detaching, lambda rank, step: (floats(rank, step), rank)), 2, orig)
+    same_order_and_right(Case("detaching", Detaching, lambda rank, step: (floats(rank, step), rank)), 2)
 
 
 # ------------------------------------------------------------------- units used several times, and recomputation
@@ -183,31 +207,29 @@ def test_order_is_equal_on_all_ranks(name):
     which = case(name)
 
     def body(rank, world):
-        return [order(which, rank, orig, strategy) for orig in (False, True) for strategy in (FULL, GRAD_OP)]
+        return [order(which, rank, style, strategy) for style in Style for strategy in (FULL, GRAD_OP)]
 
     first, *others = run(3, body)
     assert all(each == first for each in others)
 
 
 @torch_is_wrong("a unit used several times under reentrant checkpointing gets wrong gradients, or hangs")
-@BOTH
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_unit_used_several_times_under_reentrant_checkpointing(world, orig):
-    same_order_and_right(Case("twice", TwiceCheckpointedReentrant), world, orig)
+def test_a_unit_used_several_times_under_reentrant_checkpointing(world):
+    same_order_and_right(Case("twice", TwiceCheckpointedReentrant), world)
 
 
-@BOTH
-def test_a_unit_used_several_times_reduces_once(orig):
+@STYLES
+def test_a_unit_used_several_times_reduces_once(style):
     def body(rank, world):
-        log = order(Case("twice", TwiceCheckpointed), rank, orig, steps=1)
+        log = order(Case("twice", TwiceCheckpointed), rank, style, steps=1)
         return sum(call.startswith("reduce_scatter") for call in log)
 
     assert run(2, body) == [4, 4]
 
 
 @torch_is_wrong("the frozen first part leaves checkpointed blocks without gradients to their inputs")
-@BOTH
-def test_reentrant_checkpointing_where_ranks_differ(orig):
+def test_reentrant_checkpointing_where_ranks_differ():
     class Mixed(Ranked):
         def forward(self, batch):
             x, used = batch
@@ -216,7 +238,7 @@ def test_reentrant_checkpointing_where_ranks_differ(orig):
                 x = checkpoint(block, x, index in used, use_reentrant=True)
             return x
 
-    same_order_and_right(Case("mixed", Mixed, using({0, 2}, {1})), 2, orig)
+    same_order_and_right(Case("mixed", Mixed, using({0, 2}, {1})), 2)
 
 
 # ------------------------------------------------------------------------- trap 2, 3: saved tensors and their hooks
@@ -224,23 +246,22 @@ def test_reentrant_checkpointing_where_ranks_differ(orig):
 
 @pytest.mark.parametrize("name", ["view changed in place", "escaped tensor", "unknown containers"])
 @torch_is_wrong("the gather before backward hangs on the output object (G8, G9)")
-@BOTH
-@EACH
-def test_gradients_do_not_depend_on_the_output_object(name, strategy, orig):
-    same_order_and_right(case(name), 2, orig, strategy)
+def test_gradients_do_not_depend_on_the_output_object(name):
+    same_order_and_right(case(name), 2, strategies=(FULL, GRAD_OP))
 
 
 @torch_is_wrong("parameters saved for backward are freed before they are needed")
 def test_g8_dataclass_outputs():
-    same_order_and_right(case("containers"), 2, True)
+    same_order_and_right(case("containers"), 2)
 
 
-@EACH
-def test_saved_tensors_still_go_through_the_users_hooks(strategy):
+@STYLES
+@STRATEGIES
+def test_saved_tensors_still_go_through_the_users_hooks(strategy, style):
     """The engine takes what is its own; activations go to whoever asked for them, here a copy on the way."""
 
     def body(rank, world):
-        plain, model = cut(PLAIN, True, strategy)
+        plain, model = cut(PLAIN, style, strategy)
         packed = []
 
         def pack(tensor):
@@ -251,27 +272,25 @@ def test_saved_tensors_still_go_through_the_users_hooks(strategy):
             loss = square(model(floats(rank, 0)))
         loss.backward()
         square(plain(floats(rank, 0))).backward()
-        shared = groups(model, plain, True)
-        reduce_gradients(plain, shared)
-        close = Training(sgd).close
-        return mismatches(model, plain, shared, False, close), packed.count(4 * 9)
+        return differing(model, plain, style), packed.count(4 * 9)
 
     for wrong, activations in run(2, body):
         assert wrong == []
         assert activations >= 3, "the blocks' activations were packed by the user's hook"
 
 
-@BOTH
-def test_save_on_cpu_around_forward(orig):
+@STYLES
+def test_save_on_cpu_around_forward(style):
     class Saved(Stack):
         def forward(self, x):
             with torch.autograd.graph.save_on_cpu():
                 return super().forward(x)
 
-    assert run(2, lambda rank, world: trained(Case("saved", Saved), orig))[0] == []
+    assert run(2, lambda rank, world: trained(Case("saved", Saved), style))[0] == []
 
 
-def test_a_weight_edited_between_forward_and_backward_is_an_error():
+@STYLES
+def test_a_weight_edited_between_forward_and_backward_is_an_error(style):
     """As in plain autograd: what was saved has changed."""
 
     class Editing(Block):
@@ -285,13 +304,14 @@ def test_a_weight_edited_between_forward_and_backward_is_an_error():
         block = Editing
 
     def body(rank, world):
-        _, model = cut(Case("edited", Edited), True, GRAD_OP)
+        _, model = cut(Case("edited", Edited), style, GRAD_OP)
         square(model(floats(rank, 0))).backward()
 
     assert all(error.is_a(RuntimeError) and "modified" in error.message for error in raised_everywhere(2, body))
 
 
-def test_an_activation_edited_between_forward_and_backward_is_an_error():
+@STYLES
+def test_an_activation_edited_between_forward_and_backward_is_an_error(style):
     """Hooks on saved tensors switch autograd's own check off: the engine has to make it."""
 
     class Editing(Block):
@@ -306,19 +326,19 @@ def test_an_activation_edited_between_forward_and_backward_is_an_error():
         block = Editing
 
     def body(rank, world):
-        _, model = cut(Case("edited", Edited), True)
+        _, model = cut(Case("edited", Edited), style)
         square(model(floats(rank, 0))).backward()
 
     assert all(error.is_a(RuntimeError) and "modified" in error.message for error in raised_everywhere(2, body))
 
 
-@BOTH
-@EACH
-def test_a_forward_that_no_backward_follows_leaves_nothing(strategy, orig):
+@STYLES
+@STRATEGIES
+def test_a_forward_that_no_backward_follows_leaves_nothing(strategy, style):
     """A pack hook that gives back the tensor itself makes a circle through autograd, which nothing collects."""
 
     def body(rank, world):
-        _, model = cut(PLAIN, orig, strategy)
+        _, model = cut(PLAIN, style, strategy)
         held = []
         for step in range(6):
             loss = square(model(floats(rank, step)))
@@ -333,8 +353,8 @@ def test_a_forward_that_no_backward_follows_leaves_nothing(strategy, orig):
 # ------------------------------------------------------------------------------ trap 5: backward inside backward
 
 
-@BOTH
-def test_a_backward_inside_a_hook_ends_nothing(orig):
+@STYLES
+def test_a_backward_inside_a_hook_ends_nothing(style):
     class Hooked(Stack):
         def forward(self, x):
             x = self.first(x)
@@ -351,13 +371,12 @@ def test_a_backward_inside_a_hook_ends_nothing(orig):
             return grad * leaf.grad[0]
 
     which = Case("hooked", Hooked)
-    found = run(2, lambda rank, world: (order(which, rank, orig), trained(which, orig)))
+    found = run(2, lambda rank, world: (order(which, rank, style), trained(which, style)))
     assert found[0][0] == found[1][0]
     assert found[0][1] == []
 
 
-@BOTH
-def test_reentrant_checkpoint_inside_reentrant_checkpoint(orig):
+def test_reentrant_checkpoint_inside_reentrant_checkpoint():
     class Outer(CheckpointedReentrant):
         def forward(self, x):
             x = self.first(x)
@@ -371,19 +390,21 @@ def test_reentrant_checkpoint_inside_reentrant_checkpoint(orig):
 
     if TORCH:
         pytest.skip("not asked of torch")
-    same_order_and_right(Case("outer", Outer), 2, orig)
+    same_order_and_right(Case("outer", Outer), 2)
 
 
 # ----------------------------------------------------------------------------------------- trap 7: autocast cache
 
 
-@BOTH
+@STYLES
 @pytest.mark.parametrize("training", [False, True])
-def test_two_forwards_in_one_autocast_region_see_changed_weights(training, orig):
+def test_two_forwards_in_one_autocast_region_see_changed_weights(training, style):
+    if TORCH and style is Style.EACH:
+        pytest.skip("torch is wrong: it computes with the bf16 copies that were made for the first")
     which = case("inputs without gradients")  # its root has no parameters: torch keeps the root's after such a forward
 
     def body(rank, world):
-        plain, model = cut(which, orig)
+        plain, model = cut(which, style)
         found, wanted = [], []
         for net, answers in ((model, found), (plain, wanted)):
             net.train(training)
@@ -399,44 +420,62 @@ def test_two_forwards_in_one_autocast_region_see_changed_weights(training, orig)
     assert run(2, body) == [([True, True], False)] * 2
 
 
-@BOTH
-def test_training_under_autocast(orig):
+@STYLES
+def test_training_under_autocast(style):
     class Cast(Stack):
         def forward(self, x):
             with torch.autocast("cpu", torch.bfloat16):
                 return super().forward(x)
 
-    assert run(2, lambda rank, world: trained(Case("cast", Cast), orig))[0] == []
+    assert run(2, lambda rank, world: trained(Case("cast", Cast), style))[0] == []
 
 
 # ----------------------------------------------------------------------------------- trap 9: gradients in no_sync
 
 
-@BOTH
-@EACH
-def test_zero_grad_discards_what_no_sync_gathered(strategy, orig):
+@WRAPPERS
+@STRATEGIES
+def test_zero_grad_discards_what_no_sync_gathered(strategy, style):
     def body(rank, world):
-        plain, model = cut(PLAIN, orig, strategy)
-        with model.no_sync():
+        plain, model = cut(PLAIN, style, strategy)
+        with no_sync(model):
             square(model(floats(rank, 7))).backward()
         held = [p.grad is not None for p in model.parameters() if p.numel()]
         model.zero_grad()
-        return compare(PLAIN, model, plain, Training(sgd, steps=2), orig=orig, replicated=False), all(held)
+        return parted(PLAIN, model, plain, style, steps=2), all(held)
 
     for wrong, held in run(2, body):
         assert held, "the gradient is there to be discarded"
         assert wrong == []
 
 
-@BOTH
-def test_no_sync_is_left_even_when_its_body_raises(orig):
+@STRATEGIES
+def test_zero_grad_leaves_what_fully_shard_held_back(strategy):
+    """It keeps the gradients to itself: nothing to be seen before the next reduction, which has them all."""
+
     def body(rank, world):
-        plain, model = cut(PLAIN, orig)
+        plain, model = cut(PLAIN, Style.EACH, strategy)
+        with no_sync(model):
+            square(model(floats(rank, 7))).backward()
+        hidden = all(p.grad is None for p in model.parameters())
+        model.zero_grad()
+        square(plain(floats(rank, 7))).backward()
+        return parted(PLAIN, model, plain, Style.EACH, steps=2, equal=False), hidden
+
+    for wrong, hidden in run(2, body):
+        assert hidden
+        assert wrong == []
+
+
+@STYLES
+def test_no_sync_is_left_even_when_its_body_raises(style):
+    def body(rank, world):
+        plain, model = cut(PLAIN, style)
         model(floats(rank, 0)).sum().backward()
         model.zero_grad()
-        with pytest.raises(ZeroDivisionError), model.no_sync():
+        with pytest.raises(ZeroDivisionError), no_sync(model):
             raise ZeroDivisionError
-        return compare(PLAIN, model, plain, Training(sgd, steps=1), orig=orig, replicated=False)
+        return parted(PLAIN, model, plain, style, steps=1)
 
     assert run(2, body)[0] == []
 
@@ -445,32 +484,28 @@ def test_no_sync_is_left_even_when_its_body_raises(orig):
 
 
 @torch_is_wrong("the second backward finds parameters freed or reduces them twice")
-@BOTH
-@EACH
-def test_two_backwards_through_one_graph(strategy, orig):
+@STYLES
+@STRATEGIES
+def test_two_backwards_through_one_graph(strategy, style):
     def body(rank, world):
-        plain, model = cut(PLAIN, orig, strategy)
+        plain, model = cut(PLAIN, style, strategy)
         for net in (model, plain):
             loss = square(net(floats(rank, 0)))
             loss.backward(retain_graph=True)
             loss.backward()
-        shared = groups(model, plain, orig)
-        reduce_gradients(plain, shared)
-        return mismatches(model, plain, shared, False, Training(sgd).close)
+        return differing(model, plain, style)
 
     assert run(2, body)[0] == []
 
 
-@BOTH
-def test_two_forwards_and_then_two_backwards(orig):
+@STYLES
+def test_two_forwards_and_then_two_backwards(style):
     def body(rank, world):
-        plain, model = cut(PLAIN, orig)
+        plain, model = cut(PLAIN, style)
         for net in (model, plain):
             first, second = square(net(floats(rank, 0))), square(net(floats(rank, 1)))
             (first + second).backward()
-        shared = groups(model, plain, orig)
-        reduce_gradients(plain, shared)
-        return mismatches(model, plain, shared, False, Training(sgd).close)
+        return differing(model, plain, style)
 
     assert run(2, body)[0] == []
 
@@ -488,8 +523,8 @@ class Stashing(torch.autograd.Function):
         return grad @ ctx.weight, grad.t() @ ctx.x
 
 
-@BOTH
-def test_a_weight_that_a_custom_function_keeps_to_itself(orig):
+@STYLES
+def test_a_weight_that_a_custom_function_keeps_to_itself(style):
     class Stasher(Block):
         def forward(self, x):
             return x + Stashing.apply(torch.tanh(self.up(x)), self.down.weight)
@@ -498,45 +533,45 @@ def test_a_weight_that_a_custom_function_keeps_to_itself(orig):
         block = Stasher
 
     which = Case("stash", Stashers, torch="no")
-    if TORCH and orig:
+    if TORCH and style is Style.ORIGINAL:
         pytest.skip("torch gives zeros where nothing was used")
-    assert run(2, lambda rank, world: trained(which, orig))[0] == []
+    assert run(2, lambda rank, world: trained(which, style))[0] == []
 
 
-@engine_lacks("G18: deepcopy of groups and hooks (note 5)")
 @torch_is_wrong("deepcopy of a sharded model fails (G18)")
-@BOTH
-def test_g18_a_copy_trains_like_the_original(orig):
+@STYLES
+def test_g18_a_copy_trains_like_the_original(style):
     def body(rank, world):
-        plain, model = cut(PLAIN, orig)
+        plain, model = cut(PLAIN, style)
         square(model(floats(rank, 0))).backward()
         model.zero_grad()
         twin = copy.deepcopy(model)
-        wrong = compare(PLAIN, twin, copy.deepcopy(plain), Training(sgd, steps=2), orig=orig, replicated=False)
-        return wrong + compare(PLAIN, model, plain, Training(adamw, steps=2), orig=orig, replicated=False)
+        wrong = parted(PLAIN, twin, copy.deepcopy(plain), style, steps=2)
+        return wrong + parted(PLAIN, model, plain, style, adamw, steps=2)
 
     assert run(2, body)[0] == []
 
 
-def test_frozen_between_iterations_is_honoured():
+@pytest.mark.parametrize("style", EXACT, ids=["orig", "each"])
+def test_frozen_between_iterations_is_honoured(style):
     """G13: freezing and thawing takes effect at the next forward."""
     if TORCH:
         pytest.skip("torch is wrong: a mixed unit keeps gradients for what was frozen later")
 
     def body(rank, world):
-        plain, model = cut(PLAIN, True)
-        wrong = compare(PLAIN, model, plain, Training(sgd, steps=1), orig=True, replicated=False)
+        plain, model = cut(PLAIN, style)
+        wrong = parted(PLAIN, model, plain, style, steps=1)
         for net in (model, plain):
             for name, parameter in net.named_parameters():
                 parameter.grad = None
                 if "up.weight" in name:
                     parameter.requires_grad_(False)
-        wrong += compare(PLAIN, model, plain, Training(sgd, steps=1), orig=True, replicated=False)
+        wrong += parted(PLAIN, model, plain, style, steps=1)
         for net in (model, plain):
             for parameter in net.parameters():
                 parameter.grad = None
                 parameter.requires_grad_(True)
-        return wrong + compare(PLAIN, model, plain, Training(sgd, steps=1), orig=True, replicated=False)
+        return wrong + parted(PLAIN, model, plain, style, steps=1)
 
     assert run(2, body)[0] == []
 
@@ -586,26 +621,34 @@ def arm(model, where: str | None) -> None:
             module.armed = where
 
 
+def resumed(which: Case, model, plain, style: Style, optimizers: list[torch.optim.Optimizer]) -> list[str]:
+    """Where training parts from the reference with the optimizers that were there before, for a failed iteration may
+    leave full parameters to be seen until the next.
+    """
+    made = iter(optimizers)
+    how = Training(lambda _: next(made), steps=2, equal=False)
+    return compare(which, model, plain, how, orig=style is not Style.FLAT, replicated=False)
+
+
 @torch_is_wrong("nothing resets the state of units after an exception (G32)")
-@BOTH
-@EACH
+@STYLES
+@STRATEGIES
 @pytest.mark.parametrize("where", ["forward", "backward", "inside forward", "inside backward"])
-def test_g32_the_next_iteration_after_an_exception_works(where, strategy, orig):
+def test_g32_the_next_iteration_after_an_exception_works(where, strategy, style):
     which = Case("failing", FailingBlocks)
 
     def body(rank, world):
-        plain, model = cut(which, orig, strategy)
-        wrong = compare(which, model, plain, Training(sgd, steps=1), orig=orig, replicated=False)
-        model.zero_grad()
-        plain.zero_grad()
+        plain, model = cut(which, style, strategy)
+        ours, theirs = sgd(model.parameters()), sgd(plain.parameters())
+        wrong = resumed(which, model, plain, style, [ours, theirs])
         for _ in range(2):
             arm(model, where)
             with pytest.raises(ZeroDivisionError):
                 square(model(floats(rank, 5))).backward()
             arm(model, None)
-        model.zero_grad()
+        ours.zero_grad()
         start = mark()
-        wrong += compare(which, model, plain, Training(sgd, steps=2), orig=orig, replicated=False)
+        wrong += resumed(which, model, plain, style, [ours, theirs])
         return wrong, [str(call) for call in since(start)]
 
     first, second = run(2, body)
@@ -614,9 +657,9 @@ def test_g32_the_next_iteration_after_an_exception_works(where, strategy, orig):
 
 
 @torch_is_wrong("nothing frees what an exception left gathered (G32)")
-@BOTH
+@STYLES
 @pytest.mark.parametrize("where", ["run blocks.2", "grad blocks.2"])
-def test_g32_nothing_stays_whole_after_an_exception_and_an_iteration(where, orig):
+def test_g32_nothing_stays_whole_after_an_exception_and_an_iteration(where, style):
     def body(rank, world):
         armed = []
 
@@ -625,7 +668,7 @@ def test_g32_nothing_stays_whole_after_an_exception_and_an_iteration(where, orig
                 raise ZeroDivisionError(what)
 
         torch.manual_seed(0)
-        model = blocks_and_root(Wide(probe=probe), lambda m: shard(m, use_orig_params=orig))
+        model = blocks_and_root(Wide(probe=probe), sharder(style))
         held = []
         for step in range(6):
             armed[:] = [True] if step in (2, 3, 4) else []
@@ -644,24 +687,27 @@ def test_g32_nothing_stays_whole_after_an_exception_and_an_iteration(where, orig
 
 
 @torch_is_wrong("the flag of no_sync and the states stay as they were (G32)")
-def test_g32_an_exception_inside_no_sync():
+@STYLES
+def test_g32_an_exception_inside_no_sync(style):
     which = Case("failing", FailingBlocks)
 
     def body(rank, world):
-        plain, model = cut(which, True)
+        plain, model = cut(which, style)
+        ours, theirs = sgd(model.parameters()), sgd(plain.parameters())
         arm(model, "inside backward")
-        with pytest.raises(ZeroDivisionError), model.no_sync():
+        with pytest.raises(ZeroDivisionError), no_sync(model):
             square(model(floats(rank, 5))).backward()
         arm(model, None)
-        model.zero_grad()
-        return compare(which, model, plain, Training(sgd, steps=2), orig=True, replicated=False)
+        ours.zero_grad()
+        return resumed(which, model, plain, style, [ours, theirs])
 
     assert run(2, body)[0] == []
 
 
-def test_an_exception_leaves_no_hooks_on_saved_tensors():
+@STYLES
+def test_an_exception_leaves_no_hooks_on_saved_tensors(style):
     def body(rank, world):
-        _, model = cut(Case("failing", FailingBlocks), True)
+        _, model = cut(Case("failing", FailingBlocks), style)
         arm(model, "inside forward")
         before = stored_bytes()
         with pytest.raises(ZeroDivisionError):
@@ -676,12 +722,10 @@ def test_an_exception_leaves_no_hooks_on_saved_tensors():
         assert grads == [2.0, 2.0, 2.0]
 
 
-@BOTH
-def test_embedding_and_root_alone(orig):
-    assert (
-        run(2, lambda rank, world: trained(Case("tied", case("tied in the root").build, tokens, root_alone), orig))[0]
-        == []
-    )
+@STYLES
+def test_embedding_and_root_alone(style):
+    which = Case("tied", case("tied in the root").build, tokens, root_alone)
+    assert run(2, lambda rank, world: trained(which, style))[0] == []
 
 
 def test_noted_blocks_note():

@@ -8,92 +8,215 @@ import warnings
 import pytest
 import torch
 from harness import run
-from models import CASES, PLAIN, Case, built, case
+from models import CASES, PLAIN, Case, Mix, built, case, tokens
 from reference import Training, adamw, compare, product, sgd
-from under_test import TORCH, Strategy, core, shard
+from under_test import TORCH, Strategy, Style, core, sharder
 
-STRATEGIES = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
-ACCUMULATION = ((1, False), (2, True), (2, False))
+FULL, GRAD_OP, NONE = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD
+STRATEGIES = (FULL, GRAD_OP, NONE)
+HYBRID = (Strategy.HYBRID_SHARD, Strategy._HYBRID_SHARD_ZERO2)
+ACCUMULATION = ((1, False), (2, True), (2, False))  # micro batches, all but the last without reduction
+Row = tuple[Case, dict]
 
 
-def torch_can(which: Case, orig: bool) -> bool:
-    return not TORCH or which.torch in ("yes", "orig" if orig else "flat")
+def torch_can(which: Case, style: Style, **row) -> bool:
+    if not TORCH:
+        return True
+    if not style.wraps:
+        return which.torch != "no"
+    held_low = row.get("low") and row.get("accumulation") == (2, True)
+    return which.torch in ("yes", style.value) and not row.get("offload") and not held_low
 
 
 def difference(
-    which: Case, world: int, *, strategy: Strategy, orig: bool, accumulation=(1, False), optimizer=adamw, **more
+    which: Case,
+    world: int,
+    *,
+    style: Style,
+    strategy: Strategy = FULL,
+    accumulation=(1, False),
+    optimizer=adamw,
+    low=False,
+    steps=2,
+    equal=True,
+    **more,
 ):
     """What parts the case from its unsharded twin under these settings."""
     plain = built(which)
-    settings = {"sharding_strategy": strategy, "use_orig_params": orig, **more}
-    model = which.cut(copy.deepcopy(plain), lambda module: shard(module, **settings))
+    model = which.cut(copy.deepcopy(plain), sharder(style, strategy, low=low, **more))
     micro, no_sync = accumulation
-    how = Training(optimizer, steps=3 if micro == 1 else 2, micro=micro, no_sync=no_sync)
-    replicated = strategy is Strategy.NO_SHARD or world == 1
-    return compare(which, model, plain, how, orig=orig, replicated=replicated)
+    how = Training(optimizer, steps=steps, micro=micro, no_sync=no_sync, low=low, equal=equal)
+    how.replicas = 2 if strategy in HYBRID else 1
+    replicated = strategy is NONE or world == 1
+    return compare(which, model, plain, how, orig=style is not Style.FLAT, replicated=replicated)
 
 
-def table(which: Case, world: int, rows: list[dict]) -> None:
-    """Run the rows of settings in one group of ranks; all rows that differ are told."""
+def table(world: int, rows: list[Row], timeout: float = 120.0) -> None:
+    """Train the rows, cases with settings, in one group of ranks; all rows that differ are told."""
+    rows = [(which, row) for which, row in rows if torch_can(which, **row)]
+    if not rows:
+        pytest.skip("torch is wrong")
 
     def body(rank, world):
         warnings.simplefilter("ignore")
         found = {}
-        for row in rows:
+        for which, row in rows:
             try:
                 wrong = difference(which, world, **row)
             except Exception as error:
                 raise RuntimeError(f"{which} with {row}") from error
             if wrong:
-                found[str(row)] = wrong[:4]
+                found[f"{which} with {row}"] = wrong[:4]
         return found
 
-    assert run(world, body, timeout=60)[0] == {}
+    assert run(world, body, timeout=timeout)[0] == {}
 
 
-ROWS = product(strategy=STRATEGIES, orig=(False, True), accumulation=ACCUMULATION)
+def of(which: Case, rows: list[dict]) -> list[Row]:
+    return [(which, row) for row in rows]
 
 
-@pytest.mark.parametrize("which", CASES, ids=str)
-def test_the_full_product_on_two_ranks(which):
+# ------------------------------------------------------------------------------------------------- the tables
+
+
+def names(cases: list[Case]) -> str:
+    return ", ".join(map(str, cases))
+
+
+@pytest.mark.parametrize("cases", [CASES[start : start + 4] for start in range(0, len(CASES), 4)], ids=names)
+def test_every_case_on_two_ranks(cases):
+    """Each style with each strategy, and each of both with each kind of accumulation."""
+    places = product(style=enumerate(Style), strategy=enumerate(STRATEGIES))
     rows = [
-        {**row, "optimizer": (sgd, adamw)[index % 2]} for index, row in enumerate(ROWS) if torch_can(which, row["orig"])
+        {
+            "style": style,
+            "strategy": strategy,
+            "accumulation": ACCUMULATION[(i + j) % 3],
+            "optimizer": (sgd, adamw)[(i + j) % 2],
+        }
+        for (i, style), (j, strategy) in (place.values() for place in places)
     ]
-    if not rows:
-        pytest.skip("torch is wrong")
-    table(which, 2, rows)
+    table(2, [row for which in cases for row in of(which, rows)])
 
 
-def pairs(which: Case, world: int) -> list[dict]:
-    """A row with and one without original parameters; over all cases each pair of settings comes up."""
+def mixes(**fixed) -> list[Row]:
+    """All that a model and its training may be told, but what is fixed."""
+    axes = {
+        "checkpointed": (False, True),
+        "frozen": (False, True),
+        "tied": (False, True),
+        "style": Style,
+        "strategy": STRATEGIES,
+        "low": (False, True),
+        "offload": (False, True),
+        "accumulation": ACCUMULATION,
+    }
+    rows = product(**{name: (fixed[name],) if name in fixed else values for name, values in axes.items()})
+    return [mixed(row) for row in rows]
+
+
+def mixed(row: dict) -> Row:
+    """A row of settings with the part of it that is the model's made a case."""
+    kind = {name: row[name] for name in ("checkpointed", "frozen", "tied")}
+    rest = {name: value for name, value in row.items() if name not in kind}
+    name = " ".join(name for name, on in kind.items() if on) or "plain"
+    which = Case(name, lambda: Mix(**kind), tokens, torch="orig" if kind["frozen"] else "yes")
+    return which, {**rest, "optimizer": sgd, "steps": 2 if rest["accumulation"][0] == 1 else 1, "equal": False}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@pytest.mark.parametrize("style", list(Style), ids=lambda s: s.value)
+def test_the_full_product_on_two_ranks(style, strategy):
+    table(2, mixes(style=style, strategy=strategy))
+
+
+def covering(axes: dict[str, tuple], turn: int) -> list[dict]:
+    """Few rows in which each two values of different axes come together."""
+    names = list(axes)
+    missing = {((a, x), (b, y)) for i, a in enumerate(names) for b in names[i + 1 :] for x in axes[a] for y in axes[b]}
+    every, rows = product(**axes), []
+    every = every[turn % len(every) :] + every[: turn % len(every)]
+    while missing:
+        best = max(every, key=lambda row: len(missing & pairs_of(row)))
+        rows.append(best)
+        missing -= pairs_of(best)
+    return rows
+
+
+def pairs_of(row: dict) -> set:
+    items = list(row.items())
+    return {(one, other) for i, one in enumerate(items) for other in items[i + 1 :]}
+
+
+def pairwise(turn: int, **axes: tuple) -> list[Row]:
+    """Rows that bring every two settings together."""
+    both = (False, True)
+    kinds = {"checkpointed": both, "frozen": both, "tied": both, "low": both, "offload": both}
+    return [
+        mixed(row) for row in covering({"style": tuple(Style), **kinds, "accumulation": ACCUMULATION, **axes}, turn)
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_every_two_settings_together_on_other_numbers_of_ranks(world):
+    table(world, pairwise(7 * world, strategy=STRATEGIES))
+
+
+def test_every_two_settings_together_on_replicas_of_groups():
+    table(4, pairwise(3, strategy=HYBRID))
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_every_case_on_one_rank(part):
+    table(1, [(which, row) for which in CASES[part::2] for row in turns(which, 1, STRATEGIES)])
+
+
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("world", [3, 4])
+def test_every_case_on_more_ranks(world, part):
+    table(world, [(which, turns(which, world, STRATEGIES)[(i + world) % 3]) for i, which in own_part(part)])
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_every_case_on_replicas_of_groups(part):
+    table(4, [(which, turns(which, 4, HYBRID)[(i + 2) % 3]) for i, which in own_part(part)])
+
+
+def own_part(part: int) -> list[tuple[int, Case]]:
+    """Every other case, numbered; with the number of ranks the style moves on."""
+    return list(enumerate(CASES))[part::2]
+
+
+def turns(which: Case, world: int, strategies: tuple[Strategy, ...]) -> list[dict]:
+    """A row a style; over all cases each pair of settings comes up."""
     turn = CASES.index(which) + world
     return [
-        {"strategy": STRATEGIES[(turn + orig) % 3], "orig": orig, "accumulation": ACCUMULATION[(turn // 3 + orig) % 3]}
-        for orig in (False, True)
-        if torch_can(which, orig)
+        {
+            "style": style,
+            "strategy": strategies[(turn + index) % len(strategies)],
+            "accumulation": ACCUMULATION[(turn // 3 + index) % 3],
+        }
+        for index, style in enumerate(Style)
     ]
 
 
-@pytest.mark.parametrize("which", CASES, ids=str)
-def test_pairs_of_settings_on_one_rank(which):
-    some(which, 1)
+@pytest.mark.parametrize(("world", "answers"), [(2, (1, 2)), (4, (1, 2, 4))])
+def test_full_parameters_kept_as_slices(world, answers):
+    """`reshard_after_forward` as a number: a bool in all but name on two ranks, a slice of the whole on four."""
+    rows = product(style=[Style.EACH], reshard_after_forward=answers)
+    held_back = {"style": Style.EACH, "reshard_after_forward": 2, "accumulation": (2, True), "steps": 1}
+    others = [(case(name), held_back) for name in ("nested", "checkpoint(unit)", "called three times")]
+    table(world, [*of(PLAIN, rows), *others])
 
 
-@pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.parametrize("which", CASES, ids=str)
-def test_pairs_of_settings_on_more_ranks(which, world):
-    some(which, world)
-
-
-def some(which: Case, world: int) -> None:
-    rows = pairs(which, world)
-    if not rows:
-        pytest.skip("torch is wrong")
-    table(which, world, rows)
+def test_full_parameters_of_the_root_freed_after_forward_too():
+    told = {"style": Style.EACH, "reshard_after_forward": True}
+    cases = [case(name) for name in ("mlp", "nested", "called three times")]
+    table(2, [(which, {**told, "accumulation": kind}) for which, kind in zip(cases, ACCUMULATION, strict=True)])
 
 
 def test_both_optimizers_with_every_strategy_on_two_ranks():
-    table(PLAIN, 2, product(strategy=STRATEGIES, orig=(False, True), optimizer=(adamw, sgd)))
+    table(2, of(PLAIN, product(style=Style, strategy=STRATEGIES, optimizer=(adamw, sgd), steps=[3])))
 
 
 def test_two_ranks_give_the_bits_of_the_unsharded_model():
@@ -101,15 +224,12 @@ def test_two_ranks_give_the_bits_of_the_unsharded_model():
 
     def body(rank, world):
         found = []
-        for row in product(strategy=STRATEGIES, orig=(False, True)):
+        for row in product(style=Style, strategy=STRATEGIES):
             plain = built(PLAIN)
-            model = PLAIN.cut(
-                copy.deepcopy(plain),
-                lambda m, r=row: shard(m, sharding_strategy=r["strategy"], use_orig_params=r["orig"]),
-            )
+            model = PLAIN.cut(copy.deepcopy(plain), sharder(**row))
             exact = Training(sgd, close=lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0))
             found += compare(
-                PLAIN, model, plain, exact, orig=row["orig"], replicated=row["strategy"] is Strategy.NO_SHARD
+                PLAIN, model, plain, exact, orig=row["style"] is not Style.FLAT, replicated=row["strategy"] is NONE
             )
         return found
 
@@ -124,69 +244,61 @@ def test_prefetch_and_limiter_change_no_number(name):
             "backward_prefetch": None,
             "forward_prefetch": True,
             "limit_all_gathers": False,
-            "strategy": Strategy.FULL_SHARD,
+            "strategy": FULL,
         },
         {
             "backward_prefetch": before,
             "forward_prefetch": True,
             "limit_all_gathers": True,
-            "strategy": Strategy.FULL_SHARD,
+            "strategy": FULL,
         },
         {
             "backward_prefetch": after,
             "forward_prefetch": False,
             "limit_all_gathers": False,
-            "strategy": Strategy.FULL_SHARD,
+            "strategy": FULL,
         },
         {
             "backward_prefetch": None,
             "forward_prefetch": False,
             "limit_all_gathers": True,
-            "strategy": Strategy.SHARD_GRAD_OP,
+            "strategy": GRAD_OP,
         },
         {
             "backward_prefetch": after,
             "forward_prefetch": True,
             "limit_all_gathers": True,
-            "strategy": Strategy.SHARD_GRAD_OP,
+            "strategy": GRAD_OP,
         },
     ]
-    table(case(name), 2, [{"orig": index % 2 == 0, **row} for index, row in enumerate(rows)])
+    styles = (Style.ORIGINAL, Style.FLAT)
+    table(2, of(case(name), [{"style": styles[index % 2], **row} for index, row in enumerate(rows)]))
 
 
 def test_zero_grad_that_keeps_tensors_is_the_same():
-    def body(rank, world):
-        found = []
-        for orig in (False, True):
-            plain = built(PLAIN)
-            model = PLAIN.cut(copy.deepcopy(plain), lambda m, o=orig: shard(m, use_orig_params=o))
+    def optimizer(parameters):
+        made = sgd(parameters)
+        made.zero_grad = lambda: torch.optim.SGD.zero_grad(made, set_to_none=False)
+        return made
 
-            def optimizer(parameters):
-                made = sgd(parameters)
-                made.zero_grad = lambda: torch.optim.SGD.zero_grad(made, set_to_none=False)
-                return made
-
-            found += compare(PLAIN, model, plain, Training(optimizer), orig=orig, replicated=False)
-        return found
-
-    assert run(2, body)[0] == []
+    table(2, of(PLAIN, product(style=Style, optimizer=[optimizer])))
 
 
 def test_eval_and_no_grad_forwards_between_steps_change_nothing():
     def body(rank, world):
         found = []
-        for row in product(strategy=STRATEGIES, orig=(False, True)):
+        for row in product(style=Style, strategy=STRATEGIES):
             plain = built(PLAIN)
-            model = PLAIN.cut(
-                copy.deepcopy(plain),
-                lambda m, r=row: shard(m, sharding_strategy=r["strategy"], use_orig_params=r["orig"]),
-            )
-            replicated = row["strategy"] is Strategy.NO_SHARD
+            model = PLAIN.cut(copy.deepcopy(plain), sharder(**row))
+            optimizers = [sgd(model.parameters()), sgd(plain.parameters())]
             for _ in range(2):
                 with torch.no_grad():
                     torch.testing.assert_close(model.eval()(PLAIN.batch(rank, 9)), plain(PLAIN.batch(rank, 9)))
                 model.train()
-                found += compare(PLAIN, model, plain, Training(sgd, steps=1), orig=row["orig"], replicated=replicated)
+                made = iter(optimizers)  # a forward may leave full parameters to be seen
+                how = Training(lambda _, made=made: next(made), steps=1, equal=False)
+                orig, replicated = row["style"] is not Style.FLAT, row["strategy"] is NONE
+                found += compare(PLAIN, model, plain, how, orig=orig, replicated=replicated)
         return found
 
     assert run(2, body)[0] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from dcp_writers import save, save_chunked
 from safetensors.torch import save_file
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 
 Builder = Callable[[Path], Path]
 
@@ -130,6 +133,32 @@ def _torch_folder(folder: Path) -> Path:
     return folder
 
 
+def _rank_files(folder: Path) -> Path:
+    """LOCAL states of two ranks: floats lie flat, other types are cut by rows."""
+    folder.mkdir()
+    flat = {name: value for name, value in MODEL.items() if name in ("a.w", "s")}
+    rows = {name: value for name, value in MODEL.items() if name not in flat}
+    laid = FlatLayout(tuple(_spec(name, value) for name, value in flat.items()), 2)
+    whole = torch.cat([value.reshape(-1) for value in flat.values()])
+    cut = DimLayout(tuple(_spec(name, value) for name, value in rows.items()), 2, (0,) * len(rows))
+    for rank, shard in enumerate(whole.split(laid.chunk)):
+        state: OrderedDict[str, Any] = OrderedDict({"flat": shard.clone()})
+        for index, (name, value) in enumerate(rows.items()):
+            box = cut.box(index, rank)
+            state[name] = value[box.offset[0] : box.offset[0] + box.size[0]].clone()
+        units = [{"layout": laid.to_json(), "flat": "flat"}, {"layout": cut.to_json(), "flat": None}]
+        for unit in units:
+            unit |= {"entries": unit["layout"]["params"], "place": rank}
+        note = {"version": 1, "kind": "LOCAL", "rank": rank, "world": 2, "names": list(MODEL), "units": units}
+        state._metadata = OrderedDict(shardckpt=note)  # type: ignore[attr-defined]
+        torch.save({"model": state, "optimizer": OPTIM}, folder / f"rank{rank}.pt")
+    return folder
+
+
+def _spec(name: str, value: torch.Tensor) -> ParamSpec:
+    return ParamSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+
+
 def _torch_file(**options: Any) -> Builder:
     def build(folder: Path) -> Path:
         folder.mkdir()
@@ -150,7 +179,7 @@ SAMPLES: Mapping[str, Mapping[str, Builder]] = {
     },
     "safetensors": {"file": _one_file, "shards": _shards, "ranks": _ranks, "adapter": _adapter},
     "hf-torch": {"shards": _hf_torch},
-    "torch-folder": {"loose": _torch_folder},
+    "torch-folder": {"loose": _torch_folder, "ranks": _rank_files},
     "torch": {"zip": _torch_file(), "legacy": _torch_file(_use_new_zipfile_serialization=False)},
 }
 """Name of a registered format to builders: each fills a folder that does not exist and returns the source."""

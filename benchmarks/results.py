@@ -1,0 +1,29 @@
+"""What benchmarks share: a line on the machine, and sections of RESULTS.md that a new run replaces."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
+HEAD = "# Results\n\nWritten by the scripts beside this file with `--record`; see there for what is measured and how.\n"
+
+
+def machine() -> str:
+    """Return a line on what this ran on."""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    model = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    system = f"Linux {platform.release()}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores ({model}), {memory:.0f} GiB, {system}"
+
+
+def record(title: str, lines: Sequence[str]) -> None:
+    """Put the section of this run into RESULTS.md, in place of an older one of the same title."""
+    text = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else HEAD
+    sections = [part for part in re.split(r"(?m)^(?=## )", text) if not part.startswith(f"## {title}\n")]
+    sections.append(f"## {title}\n\n" + "\n".join(lines).strip() + "\n")
+    RESULTS.write_text("\n\n".join(part.strip() for part in sections) + "\n", encoding="utf-8")

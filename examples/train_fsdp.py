@@ -1,0 +1,128 @@
+"""Train a small language model with shardckpt's `FullyShardedDataParallel`, and print a table of losses.
+
+    python examples/train_fsdp.py                                    # forks two gloo ranks on the CPU
+    torchrun --nproc-per-node 2 examples/train_fsdp.py               # or as many as you like
+
+Coming from torch, the two import lines are all that changes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from shardckpt.core import FullyShardedDataParallel as FSDP  # noqa: N817  was: torch.distributed.fsdp
+from shardckpt.core.wrap import ModuleWrapPolicy  # was: torch.distributed.fsdp.wrap
+
+STEPS, WORDS, WIDTH, LAYERS = 20, 256, 64, 4
+
+
+class Block(nn.Module):
+    """One residual layer: attention over what came before, then a feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.feed = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.mix(self.norms[0](x)).chunk(3, dim=-1)
+        x = x + functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.feed(self.norms[1](x))
+
+
+class Model(nn.Module):
+    """Token ids in, logits of the next token out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(ids)))
+
+
+def batch(step: int) -> torch.Tensor:
+    """Return a rank's token ids of one step: sequences that count upwards, others on every rank."""
+    seeded = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    starts = torch.randint(WORDS, (16, 1), generator=seeded)
+    return (starts + torch.arange(16)) % WORDS
+
+
+def train() -> None:
+    """Be one rank."""
+    torch.manual_seed(0)  # the same model everywhere; or let rank 0 hand its own out with sync_module_states=True
+    model = Model()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    model = FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),  # each block is gathered, computed and freed as one unit
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    stored = sum(parameter.numel() for parameter in model.parameters())
+    say(f"{dist.get_world_size()} ranks; rank 0 stores {stored:,} of {total:,} parameters")
+    say("step    loss  gradient norm")
+    for step in range(STEPS):
+        ids = batch(step)
+        logits = model(ids[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        report(step, loss.detach(), norm)
+
+
+def report(step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
+    """Print a row of the table, with the mean of all ranks' losses."""
+    dist.all_reduce(loss)
+    if step % 4 == 0 or step == STEPS - 1:
+        say(f"{step:4}  {loss.item() / dist.get_world_size():6.3f}  {norm.item():13.3f}")
+
+
+def say(line: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def be_rank(train: Callable[[], None], rank: int, world: int, store: str) -> None:
+    """Be one of the forked ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    train()
+    dist.destroy_process_group()
+
+
+def launch(train: Callable[[], None], world: int = 2) -> None:
+    """Train under torchrun, or fork the ranks here."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        train()
+        dist.destroy_process_group()
+        return
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=be_rank, args=(train, r, world, f"{folder}/store")) for r in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    sys.exit(any(process.exitcode for process in ranks))
+
+
+if __name__ == "__main__":
+    launch(train)

@@ -1,0 +1,54 @@
+"""The verb `rekey`: an optimizer's state under names, numbers, or flattened names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardckpt.convert.export import by_size, export, parse_options
+from shardckpt.convert.report import OnProgress, Report
+from shardckpt.convert.selection import Selection, read_param_names
+from shardckpt.errors import UsageError
+from shardckpt.plan.rekey import Keys, rekeyed
+
+_KEYS: Mapping[str, Keys] = {"names": "names", "ids": "ids", "flatten": "flat", "nest": "names"}
+
+
+def rekey(src: str, dst: str, *, to: str, on_progress: OnProgress | None = None, **options: Any) -> Report:
+    """Write a checkpoint as `consolidate` does, its optimizer's state under other keys; no value is changed.
+
+    Args:
+        src: Checkpoint in any readable format, with an optimizer: a folder or file, a path or URL.
+        dst: Folder to write, or one file where it ends in `.safetensors`.
+        to: `names`: tensors are called `<parameter>/<slot>`. `ids`: `<number>/<slot>`, as `torch.optim` numbers
+            parameters; the groups keep the names. `flatten`: `state.<parameter>.<slot>`. `nest`: undoes that.
+        on_progress: As for `consolidate`.
+        **options: Fields of `Options`; `part` is `all` unless given. `param_names` names the numbers of a source that
+            has numbers; with `ids` and a source that has names it says which number each gets.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UsageError: The call cannot be done: `to` is unknown, nobody tells the names.
+        CheckpointError: The checkpoint is damaged, incomplete, unsafe, or holds no optimizer.
+        StorageError: Reading or writing failed.
+
+    Example:
+        >>> shardckpt.rekey("run/step-100", "by-number", to="ids")  # doctest: +SKIP
+    """
+    if to not in _KEYS:
+        raise UsageError("there are no such keys", found=to, expected=", ".join(_KEYS))
+    chosen = parse_options({"part": "all", **options})
+    if chosen.part == "model":
+        raise UsageError("the model alone has no keys to change", found="part model", expected="all or optim")
+    numbers = read_param_names(chosen.param_names) if chosen.param_names and to == "ids" else None
+
+    def change(selection: Selection) -> Selection:
+        if selection.groups is None:
+            raise UsageError("the checkpoint holds no optimizer", where=src, fix="Name it with --optim-key.")
+        optim, groups = rekeyed(selection.optim, selection.groups, _KEYS[to], numbers)
+        return replace(selection, optim=optim, groups=groups)
+
+    return export(src, dst, chosen, by_size(chosen), on_progress, change)

@@ -1,0 +1,81 @@
+"""Buffers of collectives from the allocator of the process group, where its backend has one: NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardckpt.core.policies import AllGather, ReduceScatter
+
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def allocator(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend of a group that allocates on a device; None where it does not.
+
+    Args:
+        group: The group.
+        device: Where buffers lie.
+    """
+    try:
+        backend = group._get_backend(device)
+        return backend if backend.supports_tensor_alloc(device) else None
+    except (RuntimeError, AttributeError):  # no backend for the device, or one that knows of no allocator
+        return None
+
+
+class _Allocating:
+    """Allocates with a group's backend.
+
+    Args:
+        group: The group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory that the backend moves without a copy.
+
+        Args:
+            size: Its shape.
+            dtype: Its type.
+            device: Where it lies.
+        """
+        backend = allocator(self._group, device)
+        if backend is None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        made: torch.Tensor = backend.allocate_tensor(prod(size), dtype=dtype, device=device)
+        return made.view(*size)
+
+
+class PooledAllGather(_Allocating, AllGather):
+    """The engine's all-gather, from such memory."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Fill the output with everyone's input."""
+        work: dist.Work | None = _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class PooledReduceScatter(_Allocating, ReduceScatter):
+    """The engine's reduce-scatter, from such memory."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill the output with this rank's part of the sum."""
+        work: dist.Work | None = _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return work

@@ -1,0 +1,25 @@
+"""Errors of the engine's faces; each is also the builtin that torch raises there."""
+
+from __future__ import annotations
+
+from shardckpt.errors import ShardckptError
+
+
+class ArgumentError(ShardckptError, ValueError):
+    """An argument of the constructor, or two that do not go together."""
+
+
+class ArgumentTypeError(ShardckptError, TypeError, ValueError):
+    """An argument of another type than its own."""
+
+
+class StateError(ShardckptError, RuntimeError):
+    """A call at a time, or on a module, where it cannot be."""
+
+
+class SettingsDifferError(ShardckptError, AssertionError):
+    """Instances in one tree were told different things where they have to agree."""
+
+
+class BusyError(ShardckptError, ValueError, AssertionError):
+    """A call in the middle of something that it does not go together with: a forward, a backward, another context."""

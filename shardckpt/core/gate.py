@@ -1,0 +1,86 @@
+"""What a module has for a forward while its parameters are sharded: a refusal that names its unit and the ways out."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from types import MethodType
+from typing import Any
+from weakref import ref as weakref
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.core.traverse import Name
+from shardckpt.errors import ShardckptError
+
+
+class NotGatheredError(ShardckptError, RuntimeError):
+    """A full parameter was used while its unit is sharded."""
+
+
+WAYS_OUT = "Call the unit itself, or gather it: register_fsdp_forward_method, summon_full_params or unshard."
+
+
+class Gate:
+    """Stands in for the forward of a module that has sharded parameters of its own, until they are gathered.
+
+    A forward that a user put in place of the module's own is left alone. One who took this for the module's own gets
+    that once the gate is open.
+
+    Args:
+        module: The module.
+        unit: Name of the unit that shards its parameters.
+        fqn: Name of one of them.
+    """
+
+    def __init__(self, module: nn.Module, unit: Name, fqn: str) -> None:
+        self._module = weakref(module)
+        self._unit = unit
+        self._fqn = fqn
+        self._open = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        """Return the one of the module's copy."""
+        module = self._module()
+        copied = copy.deepcopy(module, memo)  # which has a gate in it, perhaps this one's copy
+        if id(self) not in memo:
+            memo[id(self)] = Gate(copied or nn.Module(), copy.deepcopy(self._unit, memo), self._fqn)
+            memo[id(self)]._open = self._open
+        found: Gate = memo[id(self)]
+        return found
+
+    def close(self) -> None:
+        """Refuse to compute from now on."""
+        self._open = False
+        module = self._module()
+        if module is not None:
+            module.__dict__.setdefault("forward", self)
+
+    def open(self) -> None:
+        """Let the module compute."""
+        self._open = True
+        module = self._module()
+        if module is not None and module.__dict__.get("forward") is self:
+            del module.__dict__["forward"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse; compute where the gate is open, or the caller knows of DTensors."""
+        if self._open or any(isinstance(each, DTensor) for each in args):
+            return self.__func__(self._module(), *args, **kwargs)
+        raise NotGatheredError(
+            f"the module of parameter {self._fqn} is called outside its unit's forward, while sharded",
+            where=self._unit,
+            found=f"a call of {type(self._module()).__name__}",
+            fix=WAYS_OUT,
+        )
+
+    @property
+    def __func__(self) -> Any:
+        """The function behind, as bound methods have it."""
+        return type(self._module()).forward  # type: ignore[union-attr]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the module's own forward, for those who look at it."""
+        return inspect.signature(MethodType(self.__func__, self._module()))

@@ -1,0 +1,47 @@
+"""Gradients of exposed parameters, which may be of another type, or shape, than the parameter is."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
+    """Set a gradient or add to it, also one of another type than the parameter's; call the hooks that wait for it."""
+    if parameter.grad is None:
+        assign_gradient(parameter, grad)
+    else:
+        parameter.grad.add_(grad)
+    for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(parameter)
+    _step_in_backward(parameter)
+
+
+def _step_in_backward(parameter: nn.Parameter) -> None:
+    """Let optimizers step that torch's `_apply_optimizer_in_backward` gave to a parameter: its hook sees nothing."""
+    for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
+        optimizer.step()
+        parameter.grad = None
+
+
+def restore_gradient(parameter: nn.Parameter, grad: torch.Tensor) -> None:
+    """Set a gradient that has another shape than the parameter has at the moment."""
+    data = parameter.data
+    parameter.data = grad
+    assign_gradient(parameter, grad)
+    parameter.data = data
+
+
+def assign_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Set a gradient, also one of another type than the parameter's."""
+    if grad is not None and grad.dtype != parameter.dtype:
+        parameter.grad_dtype = grad.dtype
+    parameter.grad = grad
+
+
+def copy_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Let the gradient have other values; the tensor stays, where there is one."""
+    if grad is not None and parameter.grad is not None:
+        parameter.grad.copy_(grad)
+    else:
+        assign_gradient(parameter, grad)

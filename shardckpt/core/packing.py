@@ -1,0 +1,312 @@
+"""How parameters lie in the buffers that travel: values as shards, gathered shards as parameters, gradients as rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from shardckpt.boxes import Box
+from shardckpt.layout import DimLayout, FlatLayout, Layout, ParamSpec, Run
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a dense tensor from the slowest to the fastest; empty where that is row-major order."""
+    if tensor.is_contiguous():
+        return ()
+    steps = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-steps[d], d)))
+    return order if tensor.permute(order).is_contiguous() else ()
+
+
+def spec_of(name: str, tensor: torch.Tensor, aliases: tuple[str, ...], order: tuple[int, ...] = ()) -> ParamSpec:
+    """Return the description of a full parameter."""
+    return ParamSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), order, aliases)
+
+
+def ordered(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ...]) -> torch.Tensor:
+    """Return a 1-D tensor as one of a shape whose dimensions lie in memory in a given order; a view.
+
+    Args:
+        flat: Elements in memory order.
+        shape: The shape to give it.
+        order: Dimensions from the slowest to the fastest; empty for row-major.
+    """
+    if not order:
+        return flat.view(shape)
+    return flat.view([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
+
+
+class Packing(ABC):
+    """Where each parameter lies: in a rank's shard, in what was gathered, and in the buffer of full parameters."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """Where each parameter lies in every rank's shard."""
+
+    @property
+    def gathered(self) -> int:
+        """Elements of everyone's shards end to end, padding included."""
+        return self.layout.chunk * self.layout.world
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Packing:
+        """It never changes, and is shared by copies."""
+        return self
+
+    @property
+    @abstractmethod
+    def whole(self) -> int:
+        """Elements of the buffer of full parameters."""
+
+    @property
+    @abstractmethod
+    def direct(self) -> bool:
+        """Tell whether the buffer of full parameters is what is gathered."""
+
+    @abstractmethod
+    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return each full parameter as a view of their buffer."""
+
+    @abstractmethod
+    def parts(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Return each parameter's part of a rank's shard as a view, empty where it has none."""
+
+    @abstractmethod
+    def unpack(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
+        """Copy gathered shards to where the full parameters are."""
+
+    @abstractmethod
+    def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
+        """Copy full values to the rows of the ranks that have a part of them, zeros where there is no value.
+
+        Args:
+            values: For each parameter its full value, of any floating type; None for zeros. One is held at a time.
+            rows: `(world, at least chunk)`; only the first `chunk` columns are written, all of them.
+        """
+
+    def own(self, values: Sequence[torch.Tensor], rank: int, out: torch.Tensor) -> None:
+        """Copy a rank's parts of full values to its shard, zeros to its padding."""
+        out.zero_()
+        for part, value in zip(self.parts(out, rank), self.cut(values, rank), strict=True):
+            part.copy_(value)
+
+    @abstractmethod
+    def cut(self, values: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        """Return a rank's parts of full values."""
+
+
+class FlatPacking(Packing):
+    """Parameters end to end, cut anywhere: what is gathered are the full parameters.
+
+    Args:
+        names: Clean names.
+        values: The full parameters, all of one dtype.
+        aliases: Other names of each.
+        world: Ranks.
+        alignment: Elements that each one's place is a multiple of.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        values: Sequence[torch.Tensor],
+        aliases: Sequence[tuple[str, ...]],
+        world: int,
+        *,
+        alignment: int,
+    ) -> None:
+        rows = zip(names, values, aliases, strict=True)
+        specs = tuple(spec_of(name, value, other, memory_order(value)) for name, value, other in rows)
+        self._layout = FlatLayout(specs, world, alignment)
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where each parameter lies in every rank's shard."""
+        return self._layout
+
+    @property
+    def whole(self) -> int:
+        """Elements of the buffer of full parameters."""
+        return self.gathered
+
+    @property
+    def direct(self) -> bool:
+        """Nothing is copied after a gather."""
+        return True
+
+    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return each full parameter as a view of their buffer."""
+        places = zip(self._layout.specs, self._layout.offsets, strict=True)
+        return [ordered(whole[at : at + spec.numel], spec.shape, spec.order) for spec, at in places]
+
+    def parts(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Return each parameter's part of a rank's shard as a 1-D view."""
+        found = [shard[0:0]] * len(self._layout.specs)
+        for run in self._layout.runs(rank):
+            found[run.index] = shard[run.offset : run.offset + run.numel]
+        return found
+
+    def cut(self, values: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        """Return a rank's parts of full values, 1-D."""
+        found = [values[0].new_empty(0)] * len(values)
+        for run in self._layout.runs(rank):
+            found[run.index] = self._flat(values[run.index], run.index)[run.start : run.stop]
+        return found
+
+    def unpack(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
+        """Nothing to do: they are the same."""
+
+    def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
+        """Copy full values to the rows of the ranks that have a part of them, zeros elsewhere."""
+        for rank, start, stop in self._holes:
+            rows[rank, start:stop].zero_()
+        for index, (value, runs) in enumerate(zip(values, self._runs_of, strict=True)):
+            flat = None if value is None else self._flat(value, index)
+            for rank, run in runs:
+                place = rows[rank, run.offset : run.offset + run.numel]
+                if flat is None:
+                    place.zero_()
+                else:
+                    place.copy_(flat[run.start : run.stop])
+
+    def _flat(self, value: torch.Tensor, index: int) -> torch.Tensor:
+        order = self._layout.specs[index].order
+        return (value.permute(order) if order else value).reshape(-1)
+
+    @cached_property
+    def _runs(self) -> tuple[tuple[Run, ...], ...]:
+        return tuple(tuple(self._layout.runs(rank)) for rank in range(self._layout.world))
+
+    @cached_property
+    def _runs_of(self) -> tuple[tuple[tuple[int, Run], ...], ...]:
+        """For each parameter the ranks that have a part of it, each with that part."""
+        found: list[list[tuple[int, Run]]] = [[] for _ in self._layout.specs]
+        for rank, runs in enumerate(self._runs):
+            for run in runs:
+                found[run.index].append((rank, run))
+        return tuple(tuple(runs) for runs in found)
+
+    @cached_property
+    def _holes(self) -> tuple[tuple[int, int, int], ...]:
+        """Padding: `(rank, start, stop)` in its shard."""
+        found = []
+        for rank, runs in enumerate(self._runs):
+            at = 0
+            for run in runs:
+                found.append((rank, at, run.offset))
+                at = run.offset + run.numel
+            found.append((rank, at, self._layout.chunk))
+        return tuple(hole for hole in found if hole[1] < hole[2])
+
+
+class DimPacking(Packing):
+    """Each parameter cut along a dimension: what is gathered has to be put together to full parameters.
+
+    One cut along its first dimension lies rank after rank in its place of the full buffer, the padding behind it; so
+    one copy puts all of these together. Others are copied rank by rank.
+
+    Args:
+        names: Clean names.
+        values: The full parameters, all of one dtype.
+        aliases: Other names of each.
+        world: Ranks.
+        dims: The dimension that each is cut along.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        values: Sequence[torch.Tensor],
+        aliases: Sequence[tuple[str, ...]],
+        world: int,
+        *,
+        dims: Sequence[int],
+    ) -> None:
+        rows = zip(names, values, aliases, strict=True)
+        self._layout = DimLayout(tuple(spec_of(*row) for row in rows), world, tuple(dims))
+        self._orders = tuple(memory_order(value) for value in values)
+        self._sizes = [self._layout.box(i, 0).volume for i in range(len(values))]
+        self._boxes = [[self._layout.box(i, rank) for rank in range(world)] for i in range(len(values))]
+        plain = zip(dims, self._orders, strict=True)
+        self._rowwise = [dim == 0 and not order for dim, order in plain]
+
+    @property
+    def layout(self) -> DimLayout:
+        """Where each parameter lies in every rank's shard."""
+        return self._layout
+
+    @property
+    def whole(self) -> int:
+        """Elements of the buffer of full parameters, with the padding behind each."""
+        return self.gathered
+
+    @property
+    def direct(self) -> bool:
+        """One rank's shard are the full parameters."""
+        return self._layout.world == 1 and all(self._rowwise)
+
+    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return each full parameter as a view of their buffer."""
+        found = []
+        for spec, place, order in zip(self._layout.specs, self._layout.places, self._orders, strict=True):
+            at = place * self._layout.world
+            found.append(ordered(whole[at : at + spec.numel], spec.shape, order))
+        return found
+
+    def parts(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Return each parameter's part of a rank's shard, in its shape; with a zero in it where there is none."""
+        found = []
+        for boxes, place in zip(self._boxes, self._layout.places, strict=True):
+            size = boxes[rank].size
+            found.append(shard[place : place + boxes[rank].volume].view(size))
+        return found
+
+    def cut(self, values: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        """Return a rank's parts of full values, as views of them."""
+        return [_inside(value, boxes[rank]) for value, boxes in zip(values, self._boxes, strict=True)]
+
+    def unpack(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
+        """Copy gathered shards to where the full parameters are; nothing to do where that is the same."""
+        if self.direct:
+            return
+        world, rows = self._layout.world, gathered.view(self._layout.world, -1)
+        places = [whole[at * world : (at + n) * world] for at, n in zip(self._layout.places, self._sizes, strict=True)]
+        if all(self._rowwise):
+            torch.split_with_sizes_copy(
+                rows,
+                self._sizes,
+                dim=1,
+                out=[place.view(world, n) for place, n in zip(places, self._sizes, strict=True)],
+            )
+            return
+        views = self.views(whole)
+        for index, (at, n) in enumerate(zip(self._layout.places, self._sizes, strict=True)):
+            if self._rowwise[index]:
+                places[index].view(world, n).copy_(rows[:, at : at + n])
+                continue
+            for row, box in zip(rows, self._boxes[index], strict=True):
+                _inside(views[index], box).copy_(row[at : at + box.volume].view(box.size))
+
+    def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
+        """Copy full values to the rows of the ranks that have a part of them, zeros elsewhere."""
+        for index, (value, at, n) in enumerate(zip(values, self._layout.places, self._sizes, strict=True)):
+            if value is None:
+                rows[:, at : at + n].zero_()
+            elif self._rowwise[index] and value.numel() == n * self._layout.world:
+                rows[:, at : at + n].copy_(value.reshape(self._layout.world, n))
+            else:
+                for row, box in zip(rows, self._boxes[index], strict=True):
+                    row[at : at + box.volume].view(box.size).copy_(_inside(value, box))
+                    row[at + box.volume : at + n].zero_()
+
+
+def _inside(value: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the elements of a full value that lie in a box, as a view."""
+    for dim, (start, size) in enumerate(zip(box.offset, box.size, strict=True)):
+        if size != value.shape[dim]:
+            value = value.narrow(dim, start, size)
+    return value

@@ -1,0 +1,7 @@
+"""`ShardedGradScaler` where users of `torch.distributed.fsdp.sharded_grad_scaler` import it from."""
+
+from __future__ import annotations
+
+from shardckpt.core.scaler import ShardedGradScaler
+
+__all__ = ["ShardedGradScaler"]

@@ -1,0 +1,242 @@
+"""State dicts of the wrapper: what they are told to hold, and the calls that the provider of state dicts answers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardckpt.core import protocol
+from shardckpt.core.config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from shardckpt.core.errors import SettingsDifferError, StateError
+
+
+class StateStatics(nn.Module):
+    """The part of the wrapper that is about state dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state_dict_settings = StateDictSettings(
+            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+        )
+        self.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+
+    @property
+    def state_dict_settings(self) -> StateDictSettings:
+        """What this instance's state dicts hold."""
+        return self._state_dict_settings
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return self._state_dict_settings.state_dict_type
+
+    @property
+    def _state_dict_config(self) -> StateDictConfig:
+        return self._state_dict_settings.state_dict_config
+
+    @property
+    def _optim_state_dict_config(self) -> OptimStateDictConfig:
+        return self._state_dict_settings.optim_state_dict_config
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state as the settings of `state_dict_type` say, from the provider of state dicts."""
+        return protocol.call("module_state_dict", self, *args, **kwargs)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """Return the settings of the instances in a module; None where there is none.
+
+        Raises:
+            SettingsDifferError: They have different ones.
+        """
+        found = [each._state_dict_settings for each in _instances(module)]
+        if any(each != found[0] for each in found):
+            raise SettingsDifferError("All FSDP modules must have the same state dict settings", found=found)
+        return found[0] if found else None
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings | None:
+        """Tell the instances in a module what their state dicts hold.
+
+        Args:
+            module: Where the instances are.
+            state_dict_type: Full, local or sharded.
+            state_dict_config: Settings for the model; the defaults of the type where None.
+            optim_state_dict_config: And for the optimizer.
+
+        Returns:
+            The settings before.
+
+        Raises:
+            StateError: A configuration is of another type.
+            SettingsDifferError: The instances had different settings.
+        """
+        warnings.warn(
+            "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated: state dicts take their kind "
+            "as an argument",
+            FutureWarning,
+            stacklevel=2,
+        )
+        made = _settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = StateStatics.get_state_dict_type(module)
+        for each in _instances(module):
+            each._set_settings(made)
+        return before
+
+    def _set_settings(self, settings: StateDictSettings) -> None:
+        self._state_dict_settings = settings
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """Inside, the instances have these settings, as by `set_state_dict_type`; on any exit the ones before."""
+        before = StateStatics.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            for each in _instances(module):
+                if before is not None:
+                    each._set_settings(before)
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return the whole optimizer state, by the provider of state dicts."""
+        return protocol.call("full_optim_state_dict", model, optim, optim_input, rank0_only, group)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """Return this rank's part of the optimizer state, by the provider of state dicts."""
+        return protocol.call("sharded_optim_state_dict", model, optim, group)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Return this rank's part of a whole optimizer state, by the provider of state dicts."""
+        return protocol.call("shard_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Return a sharded optimizer state for flat parameters, by the provider of state dicts."""
+        return protocol.call("flatten_sharded_optim_state_dict", sharded_optim_state_dict, model, optim)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return this rank's part of rank 0's optimizer state, by the provider of state dicts."""
+        return protocol.call("scatter_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, group)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Return an optimizer state with other keys, by the provider of state dicts."""
+        return protocol.call(  # type: ignore[no-any-return]
+            "rekey_optim_state_dict", optim_state_dict, optim_state_key_type, model, optim_input, optim
+        )
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return the optimizer state as the settings say, by the provider of state dicts."""
+        return protocol.call("optim_state_dict", model, optim, optim_state_dict, group)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return what `optim.load_state_dict` takes, by the provider of state dicts."""
+        return protocol.call(  # type: ignore[no-any-return]
+            "optim_state_dict_to_load", model, optim, optim_state_dict, is_named_optimizer, load_directly, group
+        )
+
+
+def _instances(module: nn.Module) -> list[StateStatics]:
+    return [each for each in module.modules() if isinstance(each, StateStatics)]
+
+
+_CONFIGS: Mapping[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def _settings(
+    kind: StateDictType, model: StateDictConfig | None, optim: OptimStateDictConfig | None
+) -> StateDictSettings:
+    model_class, optim_class = _CONFIGS[kind]
+    model, optim = model_class() if model is None else model, optim_class() if optim is None else optim
+    for given, expected in ((model, model_class), (optim, optim_class)):
+        if type(given) is not expected:
+            raise StateError(
+                f"Expected state_dict_config of type {expected} but got {type(given)}", expected=expected.__name__
+            )
+    return StateDictSettings(kind, model, optim)
+
+
+def _before_load(module: StateStatics, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    protocol.call("before_load", module, state_dict, prefix)
+
+
+def _after_load(module: StateStatics, incompatible_keys: Any) -> None:
+    protocol.call("after_load", module, incompatible_keys)

@@ -1,0 +1,198 @@
+"""What a model consists of by the names it has unsharded: holders of its parameters, buffers, extra state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from shardckpt.core.dtensor_exposure import DTensorExposure
+from shardckpt.core.exposure import Exposure
+from shardckpt.core.flat_exposure import FlatExposure
+from shardckpt.core.original_exposure import OriginalExposure
+from shardckpt.core.queries import ShardedModule, units
+from shardckpt.core.traverse import clean, is_incompatible
+from shardckpt.state.holders import Entry, FlatHolder, Holder, RowsHolder, TensorHolder
+
+EXTRA = "_extra_state"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer of a model.
+
+    Attributes:
+        name: Clean fully qualified name.
+        module: Whose it is.
+        attribute: Its name there.
+        persistent: Whether state dicts have it.
+        dtype: The type it had before the engine cast it.
+    """
+
+    name: str
+    module: nn.Module
+    attribute: str
+    persistent: bool
+    dtype: torch.dtype
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The buffer as it is now."""
+        found = self.module._buffers[self.attribute]
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model, by names.
+
+    Attributes:
+        names: Every name that a state dict of the unsharded model has, in its order.
+        holders: Who holds the parameters.
+        buffers: The buffers, those that are not persistent too.
+        extra: Modules with state of their own making, by the name it has.
+        aliases: Names of parameters that are other names of one, with the first.
+    """
+
+    names: tuple[str, ...]
+    holders: tuple[Holder, ...]
+    buffers: tuple[Buffer, ...]
+    extra: dict[str, nn.Module]
+    aliases: dict[str, str]
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """The parameters by their first names."""
+        return {entry.name: entry for holder in self.holders for entry in holder.entries}
+
+
+def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules with the clean names they have unsharded, depth first, shared ones under each name."""
+    yield prefix, model
+    for name, child in model._modules.items():
+        if child is not None:
+            wraps = not clean(name) or (isinstance(model, DistributedDataParallel) and name == "module")
+            yield from modules(child, prefix if wraps else f"{prefix}.{name}" if prefix else name)
+
+
+def describe(model: nn.Module) -> Description:
+    """Describe a model: sharded by either face, by torch's `fully_shard`, with DTensors, replicated or plain."""
+    return _Walk(model).description()
+
+
+def settle(model: nn.Module) -> None:
+    """Give up full parameters that units still have, so that what is registered, read and written is sharded.
+
+    Args:
+        model: As for `describe`.
+    """
+    for unit in units(model):
+        unit.free()
+    for module in model.modules():
+        if not isinstance(module, ShardedModule):
+            reshard = getattr(module, "reshard", None)
+            if reshard is not None and is_incompatible(module):  # torch's fully_shard, which does so itself
+                reshard()
+
+
+class _Walk:
+    """One walk over a model, collecting names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._units = units(model)
+        self._of_place: dict[tuple[int, str], tuple[Exposure, int]] = {}
+        self._attributes: dict[int, list[str]] = {}
+        self._exposed: set[int] = set()
+        for unit in self._units:
+            for exposure in unit.exposures:
+                self._note(exposure)
+        self._flats: dict[int, str] = {}
+        self._names: list[str] = []
+        self._known: dict[Any, list[str]] = {}
+        self._plain: dict[int, nn.Parameter] = {}
+        self._buffers: dict[str, Buffer] = {}
+        self._extra: dict[str, nn.Module] = {}
+        for prefix, module in modules(model):
+            self._visit(f"{prefix}." if prefix else "", module)
+
+    def _note(self, exposure: Exposure) -> None:
+        self._exposed |= {id(parameter) for parameter in (*exposure.parameters, *exposure.bucket.leaves)}
+        for index, member in enumerate(exposure.bucket.members):
+            for place in member.places:
+                self._of_place[id(place.module), place.attribute] = (exposure, index)
+                self._attributes.setdefault(id(place.module), []).append(place.attribute)
+
+    def _visit(self, prefix: str, module: nn.Module) -> None:
+        held = self._attributes.get(id(module), [])
+        own = {name: None for name, p in module._parameters.items() if p is not None}
+        for attribute in dict.fromkeys([*own, *held]):
+            parameter = module._parameters.get(attribute)
+            key: Any = self._of_place.get((id(module), attribute))
+            if key is None:
+                if parameter is None:
+                    continue
+                if id(parameter) in self._exposed:  # a flat parameter: its members are named
+                    self._flats[id(parameter)] = prefix + attribute
+                    continue
+                self._plain[id(parameter)] = parameter
+                key = id(parameter)
+            self._named(key, prefix + attribute)
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None:
+                self._buffer(prefix + attribute, module, attribute, buffer)
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            self._extra[prefix + EXTRA] = module
+            self._names.append(prefix + EXTRA)
+
+    def _named(self, key: Any, name: str) -> None:
+        self._names.append(name)
+        self._known.setdefault(key, []).append(name)
+
+    def _buffer(self, name: str, module: nn.Module, attribute: str, buffer: torch.Tensor) -> None:
+        persistent = attribute not in module._non_persistent_buffers_set
+        if persistent:
+            self._names.append(name)
+        found = (unit.buffers.original(module, attribute) for unit in self._units)
+        dtype = next((dtype for dtype in found if dtype is not None), buffer.dtype)
+        self._buffers[name] = Buffer(name, module, attribute, persistent, dtype)
+
+    def description(self) -> Description:
+        """Return what was found."""
+        holders: list[Holder] = [self._holder(exposure) for unit in self._units for exposure in unit.exposures]
+        for key, parameter in self._plain.items():
+            first, *others = self._known[key]
+            entry = Entry(first, tuple(others), tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+            holders.append(TensorHolder(entry, parameter))
+        aliases = {name: names[0] for names in self._known.values() for name in names[1:]}
+        return Description(
+            tuple(dict.fromkeys(self._names)), tuple(holders), tuple(self._buffers.values()), self._extra, aliases
+        )
+
+    def _holder(self, exposure: Exposure) -> Holder:
+        names = [self._known[exposure, index] for index in range(len(exposure.bucket.members))]
+        if isinstance(exposure, DTensorExposure):
+            return RowsHolder(exposure, names)
+        assert isinstance(exposure, (FlatExposure, OriginalExposure)), "these are all exposures there are"
+        flat_name = self._flats[id(exposure.flat)] if isinstance(exposure, FlatExposure) else None
+        mesh = mesh_of(exposure.bucket.group.shard, exposure.bucket.compute_device)
+        return FlatHolder(exposure, names, mesh, flat_name)
+
+
+_MESHES: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+
+
+def mesh_of(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh | None:
+    """Return the ranks that share a bucket as a mesh of one dimension; None where nothing is shared."""
+    if group is None:
+        return None
+    if group not in _MESHES:
+        _MESHES[group] = DeviceMesh.from_group(group, device.type)
+    return _MESHES[group]

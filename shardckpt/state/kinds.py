@@ -1,0 +1,75 @@
+"""The three forms of state, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardckpt.errors import UsageError
+
+KEY = "shardckpt"
+"""Under this key of a state dict's `_metadata` stands what is known of how it was taken."""
+
+
+class StateKind(Enum):
+    """What a state dict holds.
+
+    FULL has whole tensors, SHARDED a DTensor for what is sharded, LOCAL what this rank holds, as it lies.
+    """
+
+    FULL = "FULL"
+    LOCAL = "LOCAL"
+    SHARDED = "SHARDED"
+
+    @classmethod
+    def of(cls, value: StateKind | str) -> StateKind:
+        """Return the kind of a name, in any case.
+
+        Raises:
+            UsageError: There is no such kind.
+        """
+        if isinstance(value, StateKind):
+            return value
+        found = cls.__members__.get(value.upper()) if isinstance(value, str) else None
+        if found is None:
+            raise UsageError("this is no kind of state", found=value, expected=", ".join(cls.__members__))
+        return found
+
+
+def note_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a state dict says of how it was taken; empty where it says nothing."""
+    metadata = getattr(state, "_metadata", None)
+    found = metadata.get(KEY) if isinstance(metadata, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def kind_of(state: Mapping[str, Any]) -> StateKind:
+    """Return the kind of a state dict: as it says itself, else by what is in it.
+
+    Args:
+        state: Names to tensors; `_metadata` as `torch.nn.Module` sets it.
+    """
+    said = note_of(state).get("kind")
+    if isinstance(said, str) and said in StateKind.__members__:
+        return StateKind[said]
+    return kind_of_values(state)
+
+
+def kind_of_values(state: Mapping[str, Any]) -> StateKind:
+    """Return the kind by what is in a state, of a model or of an optimizer."""
+    return StateKind.SHARDED if any(isinstance(value, DTensor) for value in tensors(state)) else StateKind.FULL
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested mappings, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [found for each in value.values() for found in tensors(each)]
+    if isinstance(value, (list, tuple)):
+        return [found for each in value for found in tensors(each)]
+    return []

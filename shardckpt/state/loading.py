@@ -1,0 +1,304 @@
+"""A state of a model put back: checked as a whole first, on every rank, then copied in holder by holder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardckpt.core.traverse import clean
+from shardckpt.errors import ShardckptError
+from shardckpt.groups import Group
+from shardckpt.state import foreign
+from shardckpt.state.description import Buffer, Description, describe, settle
+from shardckpt.state.holders import FlatHolder, Holder, from_first_of_all, local
+from shardckpt.state.kinds import StateKind, kind_of, note_of
+from shardckpt.state.model import units_note, world
+
+
+class StateMismatchError(ShardckptError, RuntimeError):
+    """A state does not fit the model: names, shapes, types, or the ranks it was taken on."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Names in which a state and a model differ.
+
+    Attributes:
+        missing: The model has them, the state does not.
+        unexpected: The state has them, the model does not.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+def load_model_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], *, kind: StateKind | str | None = None, strict: bool = True
+) -> Keys:
+    """Put a state into a model, whatever its sharding; nothing is changed unless all of it fits. Collective.
+
+    Args:
+        model: As for `model_state_dict`.
+        state_dict: A state of any kind, with names of the unsharded model or of a wrapped one. A FULL one may be on
+            the first rank alone, while the others give an empty one. It is not changed.
+        kind: What it is; None to read that from it.
+        strict: Names that are missing or unexpected are errors; otherwise they are returned and left alone.
+
+    Returns:
+        Names in which they differ.
+
+    Raises:
+        StateMismatchError: It does not fit; the message lists every name with what is wrong.
+        RankError: It does not fit on another rank.
+    """
+    if foreign.is_foreign(model):
+        foreign.refuse_other(kind_of(state_dict) if kind is None else StateKind.of(kind))
+        missing, unexpected = foreign.put_state(model, state_dict, strict=strict)
+        return Keys(tuple(missing), tuple(unexpected))
+    group = world()
+    from_first = _only_first(state_dict, group)
+    keys = Keys()
+    with group.together("fit a state to the model"):
+        settle(model)
+        found = describe(model)
+        given = _Given(state_dict, kind, found)
+        if not from_first or group.rank == 0:
+            keys = given.checked(strict, from_first=from_first)
+    if from_first:
+        keys = _told(keys, group)
+    absent = {found.aliases.get(name, name) for name in keys.missing}
+    for holder in found.holders:
+        _load(holder, given, absent, from_first)
+    for buffer in found.buffers:
+        _load_buffer(buffer, given, absent, from_first)
+    extra = _extra_of_first(given, group) if from_first and found.extra else given.values
+    for name, module in found.extra.items():
+        if name in extra:
+            module.set_extra_state(extra[name])
+    return keys
+
+
+def _only_first(state: Any, group: Group) -> bool:
+    """Tell whether only the first rank has a state. Collective."""
+    if group.size == 1:
+        return False
+    has = [told == b"1" for told in group.all_gather_equal(b"1" if state else b"0")]
+    return has[0] and not any(has[1:])
+
+
+def _extra_of_first(given: _Given, group: Group) -> dict[str, Any]:
+    """Return the extra state that the first rank has. Collective."""
+    told = group.broadcast(given.extra_as_json() if group.rank == 0 else None)
+    return given.extra if group.rank == 0 else dict(json.loads(told))
+
+
+def _told(keys: Keys, group: Group) -> Keys:
+    """Return the names that the first rank found. Collective."""
+    lines = group.broadcast("\n".join(f"-{n}" for n in keys.missing).encode() if group.rank == 0 else None).decode()
+    return Keys(tuple(line[1:] for line in lines.splitlines()), keys.unexpected)
+
+
+class _Given:
+    """A state that was handed in, by names of the unsharded model.
+
+    Args:
+        state: What was handed in.
+        kind: What it is; None to find out.
+        found: The model.
+    """
+
+    def __init__(self, state: Mapping[str, Any], kind: StateKind | str | None, found: Description) -> None:
+        self.kind = kind_of(state) if kind is None else StateKind.of(kind)
+        self.note = note_of(state)
+        self._found = found
+        self.values = _renamed(state, found)
+
+    def value(self, name: str, aliases: tuple[str, ...]) -> Any:
+        """Return what is given under one of an entry's names; None where there is nothing."""
+        return next((self.values[each] for each in (name, *aliases) if each in self.values), None)
+
+    def checked(self, strict: bool, *, from_first: bool = False) -> Keys:
+        """Return the names that differ; refuse what does not fit."""
+        problems = self._local_problems() if self.kind is StateKind.LOCAL else self._problems()
+        if from_first and self.extra:
+            self.extra_as_json()
+        keys = self._keys()
+        if strict:
+            problems += [f"Missing key: {name}" for name in keys.missing]
+            problems += [f"Unexpected key: {name}" for name in keys.unexpected]
+        if problems:
+            raise StateMismatchError(
+                f"the state does not fit the model in {len(problems)} places: {'; '.join(problems[:50])}",
+                fix="Nothing was changed. Names may be left out with strict=False.",
+            )
+        return keys
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """State of modules' own making."""
+        return {name: self.values[name] for name in self._found.extra if name in self.values}
+
+    def extra_as_json(self) -> bytes:
+        """Return the extra state for other ranks, to which no objects are sent."""
+        try:
+            return json.dumps(self.extra).encode()
+        except (TypeError, ValueError) as error:
+            raise StateMismatchError(
+                f"extra state that only the first rank has cannot be told to the others: {error}",
+                where=", ".join(self.extra),
+                expected="numbers, strings, lists and dicts of them",
+                fix="Give the state to every rank.",
+            ) from error
+
+    def _keys(self) -> Keys:
+        expected = dict.fromkeys(self._found.names)
+        if self.kind is StateKind.LOCAL:
+            for holder in self._found.holders:
+                if isinstance(holder, FlatHolder) and holder.flat_name is not None:
+                    expected[holder.flat_name] = None
+                    for entry in holder.entries:
+                        for name in (entry.name, *entry.aliases):
+                            expected.pop(name, None)
+        ties = self._found.aliases
+        has = {ties.get(name, name) for name in self.values}
+        missing = [name for name in expected if name not in self.values and ties.get(name, name) not in has]
+        known = set(expected) | set(self._found.names)
+        return Keys(tuple(missing), tuple(name for name in self.values if name not in known))
+
+    def _problems(self) -> list[str]:
+        found = []
+        for entry in self._found.entries.values():
+            value = self.value(entry.name, entry.aliases)
+            if value is not None:
+                found += _misfit(entry.name, value, entry.shape, entry.dtype)
+        for buffer in self._found.buffers:
+            if buffer.name in self.values:
+                found += _misfit(buffer.name, self.values[buffer.name], tuple(buffer.value.shape), buffer.dtype)
+        return found
+
+    def _local_problems(self) -> list[str]:
+        """Compare layouts: what lies in a rank's shard is known by them alone."""
+        group, said = world(), self.note
+        if said and (said.get("world"), said.get("rank")) != (group.size, group.rank):
+            return [
+                f"it was taken by rank {said.get('rank')} of {said.get('world')}, this is rank {group.rank} of "
+                f"{group.size}: take a FULL or SHARDED one, or merge the rank files with `shardckpt consolidate`"
+            ]
+        found = other_units(said, self._found)
+        for holder in self._found.holders:
+            for name, value, held in _local_values(holder, self.values):
+                found += _misfit(name, value, tuple(held.shape), held.dtype)
+        return found
+
+
+def other_units(note: Mapping[str, Any], found: Description) -> list[str]:
+    """Return how the layouts that a LOCAL state was taken with differ from those of a model.
+
+    Args:
+        note: What the state says of itself.
+        found: The model.
+    """
+    theirs, ours = note.get("units"), units_note(found)
+    if theirs is None or theirs == ours:
+        return []
+    return [
+        f"it was taken from {len(theirs)} units that hold {_names(theirs)}, here are {len(ours)} that hold "
+        f"{_names(ours)}: take a FULL or SHARDED one, or merge the rank files with `shardckpt consolidate`"
+    ]
+
+
+def _names(units: Sequence[Mapping[str, Any]]) -> str:
+    return " | ".join("+".join(entry["name"] for entry in unit["entries"]) for unit in units)[:200]
+
+
+def _renamed(state: Mapping[str, Any], found: Description) -> dict[str, Any]:
+    """Return a state by names of the unsharded model, whatever wrapped the one it was taken from."""
+    cleaned = {clean(name): value for name, value in state.items()}
+    if found.names and not any(name in cleaned for name in found.names):
+        stripped = {name.removeprefix("module."): value for name, value in cleaned.items()}
+        if any(name in stripped for name in found.names):
+            return stripped
+    return cleaned
+
+
+def _misfit(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+    if not isinstance(value, torch.Tensor):
+        return [f"{name} is no tensor but {type(value).__name__}"]
+    if tuple(value.shape) != shape:
+        return [f"size mismatch for {name}: found {tuple(value.shape)}, expected {shape}"]
+    if value.dtype != dtype:
+        return [f"dtype mismatch for {name}: found {value.dtype}, expected {dtype}"]
+    return []
+
+
+def _local_values(holder: Holder, values: Mapping[str, Any]) -> list[tuple[str, Any, torch.Tensor]]:
+    """Return, of what is given to a holder, the name, the value, and what the model has in its place."""
+    if isinstance(holder, FlatHolder) and holder.flat_name is not None:
+        held = holder.laid[: holder.owned]
+        return [(holder.flat_name, values[holder.flat_name], held)] if holder.flat_name in values else []
+    parts = holder.parts(holder.laid)
+    return [
+        (entry.name, values[entry.name], local(part))
+        for entry, part in zip(holder.entries, parts, strict=True)
+        if entry.name in values
+    ]
+
+
+def _load(holder: Holder, given: _Given, absent: set[str], from_first: bool) -> None:
+    """Put into a holder what is given for it; entries without a value keep theirs. Collective."""
+    dtype = holder.entries[0].dtype
+    if given.kind is StateKind.LOCAL:
+        for _, value, held in _local_values(holder, given.values):
+            held.copy_(value)
+        return
+    kept = {index for index, entry in enumerate(holder.entries) if entry.name in absent}
+    if len(kept) == len(holder.entries):
+        return
+    before = holder.laid.clone() if kept else None
+    laid = _laid(holder, given, kept, dtype, from_first)
+    if before is not None:
+        holder.overlay(laid, before.to(laid.device), kept)
+    holder.put(laid)
+
+
+def _laid(holder: Holder, given: _Given, kept: set[int], dtype: torch.dtype, from_first: bool) -> torch.Tensor:
+    if from_first:
+        return holder.from_first(_values(holder, given, kept) if given.values else None, dtype)
+    values = _values(holder, given, kept)
+    if given.kind is StateKind.SHARDED and not kept and holder.takes(values):
+        return holder.from_sharded(values, dtype)
+    return holder.from_full([_whole(value) for value in values], dtype)
+
+
+def _values(holder: Holder, given: _Given, kept: set[int]) -> list[torch.Tensor]:
+    return [
+        torch.zeros(entry.shape, dtype=entry.dtype)
+        if index in kept
+        else given.value(entry.name, entry.aliases).detach()
+        for index, entry in enumerate(holder.entries)
+    ]
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _load_buffer(buffer: Buffer, given: _Given, absent: set[str], from_first: bool) -> None:
+    """Copy a buffer's value, in the type it is computed with. Collective where only the first rank has it."""
+    if not buffer.persistent or buffer.name in absent or (not from_first and buffer.name not in given.values):
+        return
+    held = buffer.value
+    value = given.values.get(buffer.name)
+    if from_first:
+        value = from_first_of_all(held.shape, buffer.dtype, held.device, value)
+    assert value is not None
+    whole = _whole(value).to(held.device)
+    if isinstance(held, DTensor):
+        whole = distribute_tensor(whole, held.device_mesh, held.placements, src_data_rank=None)
+    held.copy_(whole)

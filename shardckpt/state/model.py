@@ -1,0 +1,195 @@
+"""The state of a model taken out, in any of the three forms."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.errors import UsageError
+from shardckpt.groups import Group, LocalGroup, TorchGroup
+from shardckpt.state import foreign
+from shardckpt.state.description import Description, describe, settle
+from shardckpt.state.holders import FlatHolder, Holder, RowsHolder, local
+from shardckpt.state.kinds import KEY, StateKind
+
+VERSION = 1
+"""Of the note that a LOCAL state carries."""
+
+
+def world() -> Group:
+    """Return all ranks, or this process alone."""
+    return TorchGroup(None) if dist.is_available() and dist.is_initialized() else LocalGroup()
+
+
+def iter_full_state_dict(
+    model: nn.Module, *, offload_to_cpu: bool = False, rank0_only: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) of everything a state dict of the unsharded model has, one unit gathered at a time.
+
+    Collective: every rank has to go through to the end. A tied parameter comes once, under its first name.
+
+    Args:
+        model: The model.
+        offload_to_cpu: Give tensors on the CPU.
+        rank0_only: Give tensors to the first rank alone; the others get none.
+    """
+    if foreign.is_foreign(model):
+        yield from foreign.whole_state(model, offload=offload_to_cpu, first_only=rank0_only).items()
+        return
+    settle(model)
+    found = describe(model)
+    for holder in found.holders:
+        values = holder.full(holder.laid, first_only=rank0_only)
+        if values is None:
+            continue
+        for entry, value in zip(holder.entries, values, strict=True):
+            yield entry.name, _snapshot(value, holder, offload_to_cpu)
+        del values
+    for name, value in _buffers(found, StateKind.FULL, offload_to_cpu):
+        if not rank0_only or world().rank == 0:
+            yield name, value
+
+
+def _snapshot(value: torch.Tensor, holder: Holder, offload: bool) -> torch.Tensor:
+    """Return a tensor of its own: what was gathered is a view of a whole unit. Plain tensors are given as they are."""
+    if offload and value.device.type != "cpu":
+        return value.cpu()
+    return value.clone() if isinstance(holder, (FlatHolder, RowsHolder)) else value
+
+
+def _buffers(found: Description, kind: StateKind, offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    for buffer in found.buffers:
+        if buffer.persistent:
+            value = _of_kind(buffer.value.detach().to(buffer.dtype), kind)
+            yield buffer.name, _on_cpu(value) if offload else value
+
+
+def _of_kind(value: torch.Tensor, kind: StateKind) -> torch.Tensor:
+    if not isinstance(value, DTensor) or kind is StateKind.SHARDED:
+        return value
+    return value.full_tensor() if kind is StateKind.FULL else local(value)
+
+
+def model_state_dict(
+    model: nn.Module,
+    kind: StateKind | str = StateKind.FULL,
+    *,
+    offload_to_cpu: bool = False,
+    rank0_only: bool = False,
+) -> dict[str, Any]:
+    """Return the state of a model, by the names it has unsharded. Collective.
+
+    Args:
+        model: Sharded by either face, by torch's `fully_shard`, with DTensors, replicated, compiled, plain; FULL also
+            under torch's FullyShardedDataParallel.
+        kind: FULL: whole tensors. SHARDED: a DTensor for everything sharded. LOCAL: what this rank holds, as it lies,
+            with the layouts in `_metadata["shardckpt"]`; it can be read without model or process group.
+        offload_to_cpu: Give tensors on the CPU.
+        rank0_only: With FULL, give the state to the first rank alone; the others get an empty one.
+
+    Returns:
+        Names to tensors, in the order of the unsharded model. Other names of a tied parameter have the same tensor.
+
+    Raises:
+        UsageError: There is no such kind, or `rank0_only` with another kind than FULL.
+    """
+    kind = StateKind.of(kind)
+    if rank0_only and kind is not StateKind.FULL:
+        raise UsageError("rank0_only goes with FULL alone", found=kind.name)
+    if foreign.is_foreign(model):
+        foreign.refuse_other(kind)
+        return foreign.whole_state(model, offload=offload_to_cpu, first_only=rank0_only)
+    settle(model)
+    found = describe(model)
+    if kind is StateKind.FULL:
+        tensors: dict[str, Any] = dict(
+            iter_full_state_dict(model, offload_to_cpu=offload_to_cpu, rank0_only=rank0_only)
+        )
+        if rank0_only and world().rank != 0:
+            return noted(OrderedDict(), kind, found)
+    else:
+        tensors = _sharded(found) if kind is StateKind.SHARDED else _local(found)
+        if offload_to_cpu:
+            tensors = {name: _on_cpu(value) for name, value in tensors.items()}
+        tensors.update(_buffers(found, kind, offload_to_cpu))
+    return noted(_ordered(tensors, found), kind, found)
+
+
+def _on_cpu(value: torch.Tensor) -> torch.Tensor:
+    return value.cpu() if not isinstance(value, DTensor) else value.to("cpu")
+
+
+def _sharded(found: Description) -> dict[str, torch.Tensor]:
+    return {
+        entry.name: value
+        for holder in found.holders
+        for entry, value in zip(holder.entries, holder.sharded(holder.laid), strict=True)
+    }
+
+
+def _local(found: Description) -> dict[str, torch.Tensor]:
+    """Return what this rank holds: flat parameters under their own names, without padding."""
+    tensors: dict[str, torch.Tensor] = {}
+    for holder in found.holders:
+        if isinstance(holder, FlatHolder) and holder.flat_name is not None:
+            tensors[holder.flat_name] = holder.laid[: holder.owned]
+        else:
+            parts = holder.parts(holder.laid)
+            tensors.update({entry.name: local(part) for entry, part in zip(holder.entries, parts, strict=True)})
+    return tensors
+
+
+def _ordered(tensors: Mapping[str, Any], found: Description) -> OrderedDict[str, Any]:
+    """Return the tensors under all their names, in the order of the unsharded model; others first."""
+    made: OrderedDict[str, Any] = OrderedDict()
+    for name, value in tensors.items():
+        if name not in found.names:
+            made[name] = value
+    for name in found.names:
+        if name in found.extra:
+            made[name] = found.extra[name].get_extra_state()
+            continue
+        value = tensors.get(found.aliases.get(name, name))
+        if value is not None:
+            made[name] = value
+    return made
+
+
+def noted(made: OrderedDict[str, Any], kind: StateKind, found: Description) -> OrderedDict[str, Any]:
+    """Write how a state was taken into `_metadata`, where `torch.nn.Module` keeps versions.
+
+    Args:
+        made: The state; it is changed and returned.
+        kind: What it is.
+        found: The model.
+    """
+    note: dict[str, Any] = {"version": VERSION, "kind": kind.name, "aliases": dict(found.aliases)}
+    if kind is StateKind.LOCAL:
+        note |= {"rank": world().rank, "world": world().size, "names": list(found.names)}
+        note["units"] = units_note(found)
+    made._metadata = OrderedDict({KEY: note})  # type: ignore[attr-defined]
+    return made
+
+
+def units_note(found: Description) -> list[dict[str, Any]]:
+    """Return the layouts of a model's parameters, as plain JSON values.
+
+    Args:
+        found: The model.
+    """
+    return [_unit(holder) for holder in found.holders]
+
+
+def _unit(holder: Holder) -> dict[str, Any]:
+    """Return the layout of what a holder has, as plain JSON values."""
+    entries = [
+        {"name": each.name, "aliases": list(each.aliases), "shape": list(each.shape), "dtype": str(each.dtype)[6:]}
+        for each in holder.entries
+    ]
+    return {"entries": entries, **holder.layout_note()}

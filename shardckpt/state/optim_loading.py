@@ -1,0 +1,470 @@
+"""A state of an optimizer put back by names: checked as a whole first, on every rank, then parameter by parameter."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.core.traverse import clean
+from shardckpt.errors import UsageError
+from shardckpt.groups import Group
+from shardckpt.state import foreign
+from shardckpt.state.description import Description, describe, settle
+from shardckpt.state.holders import Entry, FlatHolder, Holder, local
+from shardckpt.state.kinds import StateKind, kind_of, note_of
+from shardckpt.state.loading import StateMismatchError, other_units
+from shardckpt.state.model import world
+from shardckpt.state.optimizer import Held, Optimized, Optimizing, optimized
+from shardckpt.state.param_groups import wanted
+from shardckpt.state.slots import PLAIN, Form, OpaqueStateError, Slot, StateLayout, Survey, kinds, packed, unpacked
+
+Missing = Literal["skip", "zeros", "error"]
+"""What becomes of a parameter that no state was saved of: none, zeros, or it is an error."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A state for one optimizer on this rank.
+
+    Attributes:
+        state: What it is to keep of each parameter.
+        settings: The settings of each of its groups; empty for a group of which nothing was saved.
+    """
+
+    state: dict[nn.Parameter, dict[str, Any]]
+    settings: list[dict[str, Any]]
+
+
+def load_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    *,
+    kind: StateKind | str | None = None,
+    missing: Missing = "skip",
+    state_layout: StateLayout | None = None,
+) -> None:
+    """Put a state into a model's optimizer, by name, whatever the sharding and the groups. Collective.
+
+    A group's settings come from the saved group of its parameters. Nothing is changed unless all of it fits.
+
+    Args:
+        model: As for `model_state_dict`.
+        optim: An optimizer of any part of its parameters.
+        state_dict: A state of any kind, of which names may be those of a wrapped model. A FULL one may be on the first
+            rank alone, while the others give an empty one. It is not changed.
+        kind: What it is; None to read that from it.
+        missing: What becomes of parameters without a saved state.
+        state_layout: As for `optim_state_dict`.
+
+    Raises:
+        StateMismatchError: It does not fit: names, shapes, ranks.
+        ConflictError: Parameters of one group were saved with different settings.
+        RankError: It does not fit on another rank.
+    """
+    if foreign.is_foreign(model):
+        foreign.refuse_other(kind_of(state_dict) if kind is None else StateKind.of(kind))
+        _check_form(state_dict)
+        foreign.put_optim_state(model, optim, state_dict)
+        return
+    fitted = fit(model, optim, state_dict, kind=kind, missing=missing, state_layout=state_layout)
+    for parameter, state in fitted.state.items():
+        optim.state.pop(parameter, None)
+        if state:
+            optim.state[parameter] = state
+    for live, settings in zip(optim.param_groups, fitted.settings, strict=True):
+        live.update(settings)
+
+
+def fit(
+    model: nn.Module,
+    optim: Optimizing,
+    state_dict: Mapping[str, Any],
+    *,
+    kind: StateKind | str | None = None,
+    missing: Missing = "skip",
+    state_layout: StateLayout | None = None,
+) -> Fitted:
+    """Turn a state into what an optimizer keeps of its parameters on this rank. Collective.
+
+    Arguments and errors are those of `load_optim_state_dict`; nothing is changed.
+    """
+    if missing not in ("skip", "zeros", "error"):
+        raise UsageError("this is no way to treat missing states", found=missing, expected="skip, zeros or error")
+    group = world()
+    from_first = _only_first(state_dict, group)
+    told = b""
+    with group.together("fit a state to the optimizer"):
+        settle(model)
+        found = describe(model)
+        of = optimized(found, optim)
+        given = _Given.of(state_dict, kind, found, knows_opaque=state_layout is not None)
+        rows: Survey = [{} for held in of.held for _ in held.holder.entries]
+        changes: list[dict[str, Any]] = []
+        if not from_first or group.rank == 0:
+            rows = given.checked(of, missing)
+            changes = wanted(of.groups, given.groups)
+            told = _packed(rows, changes) if from_first else b""
+    if from_first:
+        told = group.broadcast(told if group.rank == 0 else None)
+        rows, changes = (rows, changes) if group.rank == 0 else _unpacked(told)
+    state = {}
+    putter = _Putter(given, from_first, state_layout)
+    at = iter(rows)
+    for each in of.held:
+        state.update(putter.put(each, [next(at) for _ in each.holder.entries]))
+    return Fitted(state, changes)
+
+
+def _only_first(state: Any, group: Group) -> bool:
+    """Tell whether only the first rank has a state. Collective."""
+    if group.size == 1:
+        return False
+    has = isinstance(state, Mapping) and (bool(state.get("state")) or bool(state.get("param_groups")))
+    told = [each == b"1" for each in group.all_gather_equal(b"1" if has else b"0")]
+    return told[0] and not any(told[1:])
+
+
+def _packed(rows: Survey, changes: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return what the first rank found as bytes for the others."""
+    try:
+        text = json.dumps([{k: _plain(v) for k, v in each.items()} for each in changes])
+    except TypeError as error:
+        raise UsageError(
+            f"settings of a group cannot be told to the other ranks: {error}",
+            expected="numbers, strings, lists, tuples and tensors",
+            fix="Give the state to every rank.",
+        ) from error
+    return json.dumps([packed(rows).decode(), text]).encode()
+
+
+def _unpacked(told: bytes) -> tuple[Survey, list[dict[str, Any]]]:
+    rows, text = json.loads(told)
+    return unpacked(rows.encode()), [{k: _rich(v) for k, v in each.items()} for each in json.loads(text)]
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON; tensors and tuples are marked."""
+    if isinstance(value, torch.Tensor):
+        return {"tensor": value.tolist(), "dtype": str(value.dtype)[6:]}
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(each) for each in value]}
+    return value
+
+
+def _rich(value: Any) -> Any:
+    if isinstance(value, dict) and "tensor" in value:
+        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+    if isinstance(value, dict) and "tuple" in value:
+        return tuple(_rich(each) for each in value["tuple"])
+    return value
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A state that was handed in, by names of the unsharded model."""
+
+    kind: StateKind
+    note: Mapping[str, Any]
+    state: dict[str, Mapping[str, Any]]
+    groups: list[dict[str, Any]]
+    found: Description
+    knows_opaque: bool
+
+    @cached_property
+    def scalars(self) -> frozenset[str]:
+        """Slots that are scalars: of a parameter without dimensions, its shape does not tell."""
+        entries = self.found.entries
+        shaped: dict[str, bool] = {"step": False}
+        for name, slots in self.state.items():
+            if name in entries and entries[name].shape:
+                shaped.update(
+                    {slot: value.dim() > 0 for slot, value in slots.items() if isinstance(value, torch.Tensor)}
+                )
+        return frozenset(slot for slot, has_shape in shaped.items() if not has_shape)
+
+    @classmethod
+    def of(
+        cls, given: Mapping[str, Any], kind: StateKind | str | None, found: Description, *, knows_opaque: bool
+    ) -> _Given:
+        _check_form(given)
+        state, groups = dict(given.get("state", {})), [dict(group) for group in given.get("param_groups", [])]
+        names = _names_of_ids(groups)
+        said = kind_of(given) if kind is None else StateKind.of(kind)
+        return cls(
+            said,
+            note_of(given),
+            {_first(names.get(key, key), found): value for key, value in state.items()},
+            [{**group, "params": [_first(names.get(key, key), found) for key in group["params"]]} for group in groups],
+            found,
+            knows_opaque,
+        )
+
+    def checked(self, of: Optimized, missing: Missing) -> Survey:
+        """Return what is given for every entry that the optimizer holds; refuse what does not fit."""
+        problems = [
+            f"{name!r} is the number of a parameter, not its name" for name in self._keys() if not isinstance(name, str)
+        ]
+        known = set(self.found.entries) | {h.flat_name for h in self.found.holders if isinstance(h, FlatHolder)}
+        problems += [f"Unexpected key: {name}" for name in self._keys() if isinstance(name, str) and name not in known]
+        said = (self.note.get("world"), self.note.get("rank"))
+        if self.kind is StateKind.LOCAL and self.note and said != (world().size, world().rank):
+            problems.append(
+                f"it was taken by rank {said[1]} of {said[0]}: take a FULL or SHARDED one, or merge the rank files "
+                "with `shardckpt consolidate`"
+            )
+        elif self.kind is StateKind.LOCAL:
+            problems += other_units(self.note, self.found)
+        rows = [row for held in of.held for row in self._rows(held, missing, problems)]
+        if problems:
+            raise StateMismatchError(
+                f"the state does not fit the optimizer in {len(problems)} places: {'; '.join(problems[:50])}",
+                fix="Nothing was changed. A state with numbers needs `param_names` in its groups: see rekey.",
+            )
+        return rows
+
+    def _keys(self) -> list[Any]:
+        return list(dict.fromkeys([*self.state, *(name for group in self.groups for name in group["params"])]))
+
+    def _rows(self, held: Held, missing: Missing, problems: list[str]) -> Survey:
+        """Describe what is given for a holder's entries, by what is missing too."""
+        holder = held.holder
+        if self.kind is StateKind.LOCAL:
+            problems += self._lying_misfits(held)
+            return [{} for _ in holder.entries]
+        mine = [held.is_flat or index in held.positions for index in range(len(holder.entries))]
+        rows = [self._described(e) if on else {} for e, on in zip(holder.entries, mine, strict=True)]
+        if holder.is_sharded and not self.knows_opaque:
+            problems += self._misfits(holder.entries, rows)
+        slots = {name: slot for row in rows for name, slot in row.items()}
+        lacking = [e.name for e, row, on in zip(holder.entries, rows, mine, strict=True) if on and slots and not row]
+        if missing == "error":
+            problems += [
+                f"Missing state of {e.name}"
+                for e, row, on in zip(holder.entries, rows, mine, strict=True)
+                if on and not row
+            ]
+        if held.is_flat:
+            problems += _unequal(holder.entries, rows)
+        if missing == "zeros" and lacking:
+            zeros = {
+                name: Slot(slot.form, slot.dtype, 0 if slot.form is Form.SCALAR else None)
+                for name, slot in slots.items()
+            }
+            rows = [zeros if on and not row else row for row, on in zip(rows, mine, strict=True)]
+        return rows
+
+    def lying(self, held: Held, position: int) -> Mapping[str, Any]:
+        """Return what a LOCAL state has of one exposed parameter."""
+        flat = held.holder.flat_name if isinstance(held.holder, FlatHolder) else None
+        return self.state.get(flat or held.names(position)[0], {})
+
+    def _lying_misfits(self, held: Held) -> list[str]:
+        """Compare values of a flat parameter with its length without padding: other wrapping makes other ones."""
+        if not held.is_flat or self.note:
+            return []  # the note tells whether units are the same
+        assert isinstance(held.holder, FlatHolder)
+        return [
+            f"size mismatch for {held.holder.flat_name}/{slot}: found {tuple(value.shape)}, "
+            f"expected {(held.holder.owned,)}"
+            for slot, value in self.lying(held, 0).items()
+            if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != (held.holder.owned,)
+        ]
+
+    def _misfits(self, entries: Sequence[Entry], rows: Survey) -> list[str]:
+        found = []
+        for entry, row in zip(entries, rows, strict=True):
+            for slot, each in row.items():
+                value = self.state[entry.name][slot]
+                if each.form is Form.OPAQUE and not isinstance(value, DTensor):
+                    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                    found.append(
+                        f"size mismatch for {entry.name}/{slot}: found {shape}, expected {entry.shape}; "
+                        "state_layout may tell how it is sharded"
+                    )
+        return found
+
+    def _described(self, entry: Entry) -> dict[str, Slot]:
+        return {slot: self._slot(entry, slot, value) for slot, value in self.state.get(entry.name, {}).items()}
+
+    def _slot(self, entry: Entry, slot: str, value: Any) -> Slot:
+        if not isinstance(value, torch.Tensor):
+            return Slot(Form.SCALAR, "", value) if isinstance(value, PLAIN) else Slot(Form.OPAQUE)
+        dtype = str(value.dtype)[6:]
+        if tuple(value.shape) == entry.shape and (entry.shape or slot not in self.scalars):
+            return Slot(Form.SHAPED, dtype)
+        if value.dim() == 0 and not value.is_complex():
+            return Slot(Form.SCALAR, dtype, local(value).item())
+        return Slot(Form.OPAQUE, dtype)
+
+
+def _check_form(given: Any) -> None:
+    """Refuse what is no state of an optimizer."""
+    state: Any = given.get("state", {}) if isinstance(given, Mapping) else None
+    groups: Any = given.get("param_groups", []) if isinstance(given, Mapping) else None
+    fits = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
+    fits = fits and all(isinstance(each, Mapping) for each in state.values())
+    if not fits or not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
+        raise StateMismatchError(
+            "this is no state of an optimizer",
+            found=sorted(map(str, given))[:5] if isinstance(given, Mapping) else type(given).__name__,
+            expected='{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}',
+        )
+
+
+def _names_of_ids(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    """Return names for numbers, where the groups tell them."""
+    return {
+        key: name
+        for group in groups
+        if len(group.get("param_names", ())) == len(group["params"])
+        for key, name in zip(group["params"], group["param_names"], strict=True)
+        if isinstance(key, int)
+    }
+
+
+def _first(name: Any, found: Description) -> Any:
+    """Return the first name of a parameter, whatever wrapped the model that it was saved with."""
+    if not isinstance(name, str):
+        return name
+    plain = clean(name)
+    return found.aliases.get(plain, plain)
+
+
+def _unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
+    """Name scalars and types that differ among parameters that are one flat parameter now."""
+    found = []
+    for slot in dict.fromkeys(name for row in rows for name in row):
+        values: dict[str, str] = {}
+        for entry, row in zip(entries, rows, strict=True):
+            if slot in row:
+                each = row[slot]
+                values.setdefault(str(each.value) if each.form is Form.SCALAR else each.dtype, entry.name)
+        if len(values) > 1:
+            told = ", ".join(f"{value} of {name}" for value, name in values.items())
+            found.append(f"{slot} differs among parameters of one flat parameter: {told}")
+    return found
+
+
+class _Putter:
+    """Makes the states of one holder after the other."""
+
+    def __init__(self, given: _Given, from_first: bool, layout: StateLayout | None) -> None:
+        self._given = given
+        self._from_first = from_first
+        self._layout = layout
+
+    def put(self, held: Held, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return what an optimizer is to keep of a holder's parameters. Collective."""
+        if self._given.kind is StateKind.LOCAL:
+            return self._lying(held)
+        made: dict[int, dict[str, Any]] = {position: {} for position in held.positions}
+        for name, slot, having in kinds(rows):
+            if slot.form is Form.SHAPED:
+                self._shaped(held, name, slot, having, made)
+            elif slot.form is Form.SCALAR:
+                for position in held.positions:
+                    source = min(having) if held.is_flat else position
+                    if source in having:
+                        made[position][name] = self._scalar(held, source, name, rows[source][name])
+            else:
+                self._opaque(held, name, having, made)
+        return {held.holder.exposed[at]: {} if _has_no_part(held.holder, at) else state for at, state in made.items()}
+
+    def _scalar(self, held: Held, index: int, name: str, slot: Slot) -> Any:
+        entry = held.holder.entries[index]
+        value = self._given.state.get(entry.name, {}).get(name)
+        return local(value.detach()).clone() if isinstance(value, torch.Tensor) else slot.scalar()
+
+    def _shaped(self, held: Held, name: str, slot: Slot, having: set[int], made: dict[int, dict[str, Any]]) -> None:
+        holder, dtype = held.holder, slot.torch_dtype
+        values: list[torch.Tensor] = []
+        if not self._from_first or self._given.groups:
+            for index, entry in enumerate(holder.entries):
+                given = self._given.state.get(entry.name, {}).get(name) if index in having else None
+                values.append(torch.zeros(entry.shape, dtype=dtype) if given is None else given.detach())
+        if self._from_first:
+            laid = holder.from_first(values or None, dtype)
+        elif self._given.kind is StateKind.SHARDED and holder.takes(values):
+            laid = holder.from_sharded(values, dtype)
+        else:
+            laid = holder.from_full([v.full_tensor() if isinstance(v, DTensor) else v for v in values], dtype)
+        parts = holder.parts(laid)
+        for position in held.positions:
+            if held.is_flat or position in having:
+                made[position][name] = _own(parts[position], holder.exposed[position])
+
+    def _opaque(self, held: Held, name: str, having: set[int], made: dict[int, dict[str, Any]]) -> None:
+        for position in held.positions:
+            entry = held.holder.entries[position]
+            value = self._given.state.get(entry.name, {}).get(name)
+            if position in having and value is not None:
+                made[position][name] = self._placed(held, position, name, value)
+
+    def _placed(self, held: Held, position: int, name: str, value: Any) -> Any:
+        """Return this rank's part of a value of a shape of its own."""
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not held.holder.is_sharded:
+            return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        answer = self._layout(held.holder.entries[position].name, name, value) if self._layout is not None else None
+        ranks, parameter = held.holder.ranks, held.holder.exposed[position]
+        if isinstance(answer, int) and ranks is not None:
+            return value.tensor_split(dist.get_world_size(ranks), dim=answer)[dist.get_rank(ranks)].detach().clone()
+        if isinstance(answer, int):
+            raise OpaqueStateError(
+                "what is sharded over several dimensions of a mesh is not cut along one",
+                where=name,
+                found=parameter.shape,
+            )
+        return value.detach().clone()
+
+    def _lying(self, held: Held) -> dict[nn.Parameter, dict[str, Any]]:
+        found = {}
+        for position in held.positions:
+            parameter = held.holder.exposed[position]
+            kept = self._given.lying(held, position)
+            scalars = self._given.scalars
+            owned = held.holder.owned if isinstance(held.holder, FlatHolder) and held.is_flat else -1
+            found[parameter] = {s: _as_lying(value, parameter, s in scalars, owned) for s, value in kept.items()}
+        return found
+
+
+def _has_no_part(holder: Holder, position: int) -> bool:
+    """Tell whether this rank keeps nothing of a parameter since it has no part of it."""
+    return isinstance(holder, FlatHolder) and holder.is_sharded and local(holder.exposed[position]).numel() == 0
+
+
+def _own(part: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return a tensor of its own, where the parameter is."""
+    made = part.detach().clone()
+    return made if isinstance(made, DTensor) else made.to(parameter.device)
+
+
+def _as_lying(value: Any, parameter: nn.Parameter, is_scalar: bool, owned: int) -> Any:
+    """Return a value of a LOCAL state as the optimizer keeps it: with the padding of a flat parameter, as a DTensor."""
+    if not isinstance(value, torch.Tensor) or is_scalar:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    if isinstance(parameter, DTensor):
+        if tuple(value.shape) != tuple(local(parameter).shape):
+            return value.detach().clone()
+        return DTensor.from_local(
+            value.detach().clone(),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    if tuple(value.shape) == (owned,):
+        made = value.new_zeros(parameter.shape)
+        made[: value.numel()] = value
+        return made
+    return value.detach().clone()

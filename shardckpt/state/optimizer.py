@@ -1,0 +1,332 @@
+"""The state of an optimizer taken out, in any of the three forms, by names."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.errors import ShardckptError, UsageError
+from shardckpt.groups import Group, TorchGroup
+from shardckpt.state import foreign
+from shardckpt.state.description import Description, describe, settle
+from shardckpt.state.holders import FlatHolder, Holder, local
+from shardckpt.state.kinds import StateKind
+from shardckpt.state.model import noted, world
+from shardckpt.state.param_groups import settings
+from shardckpt.state.slots import (
+    Form,
+    OpaqueStateError,
+    Slot,
+    StateLayout,
+    Survey,
+    kinds,
+    merged,
+    packed,
+    survey,
+    unpacked,
+)
+
+
+class ForeignParameterError(ShardckptError, ValueError):
+    """An optimizer holds a parameter that the model does not have."""
+
+
+class Optimizing(Protocol):
+    """What an optimizer is taken for: groups of parameters, and what it keeps of them."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def state(self) -> Any:
+        """Parameters to what is kept of them."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A holder, of which an optimizer has parameters.
+
+    Attributes:
+        holder: The holder.
+        positions: Which of its exposed parameters the optimizer has.
+    """
+
+    holder: Holder
+    positions: tuple[int, ...]
+
+    def names(self, position: int) -> list[str]:
+        """Return the names behind one exposed parameter: all of a flat one's."""
+        entries = self.holder.entries
+        return [entry.name for entry in entries] if self.is_flat else [entries[position].name]
+
+    @property
+    def is_flat(self) -> bool:
+        """Tell whether one exposed parameter stands for all entries."""
+        return isinstance(self.holder, FlatHolder) and self.holder.flat_name is not None
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """An optimizer's parameters by name.
+
+    Attributes:
+        held: Who holds them.
+        groups: The names in each group.
+    """
+
+    held: tuple[Held, ...]
+    groups: tuple[tuple[str, ...], ...]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, in an order that is the same on all ranks."""
+        return [each.holder.exposed[position] for each in self.held for position in each.positions]
+
+
+def optimized(found: Description, optim: Optimizing) -> Optimized:
+    """Find the names of an optimizer's parameters.
+
+    Args:
+        found: The model.
+        optim: The optimizer, of any part of its parameters.
+
+    Raises:
+        ForeignParameterError: One is not the model's.
+    """
+    where = {
+        id(parameter): (holder, position)
+        for holder in found.holders
+        for position, parameter in enumerate(holder.exposed)
+    }
+    positions: dict[int, set[int]] = {}
+    groups = []
+    for index, group in enumerate(optim.param_groups):
+        names: list[str] = []
+        for parameter in group["params"]:
+            if id(parameter) not in where:
+                raise ForeignParameterError(
+                    "the optimizer holds a parameter that the model does not have",
+                    where=f"param_groups[{index}]",
+                    found=tuple(parameter.shape),
+                    fix="Make the optimizer of the sharded model's parameters, after sharding.",
+                )
+            holder, position = where[id(parameter)]
+            positions.setdefault(id(holder), set()).add(position)
+            names += Held(holder, ()).names(position)
+        groups.append(tuple(names))
+    held = [Held(h, tuple(sorted(positions[id(h)]))) for h in found.holders if id(h) in positions]
+    return Optimized(tuple(held), tuple(groups))
+
+
+def kept_everywhere(of: Optimized, optim: Optimizing, group: Group) -> Survey:
+    """Return what the ranks' optimizers keep of each parameter. Collective where a rank may have no part of one."""
+    mine = survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
+    if all(each.is_flat or not each.holder.is_sharded or each.holder.all_have for each in of.held):
+        return mine
+    tells = [each.holder.tells(position) for each in of.held for position in each.positions]
+    told = packed([row if mine_to_tell else {} for row, mine_to_tell in zip(mine, tells, strict=True)])
+    return merged([*(unpacked(each) for each in group.all_gather(told)), mine])
+
+
+def optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    kind: StateKind | str = StateKind.FULL,
+    *,
+    offload_to_cpu: bool = False,
+    rank0_only: bool = False,
+    state_layout: StateLayout | None = None,
+) -> dict[str, Any]:
+    """Return the state of a model's optimizer, by the names of the unsharded model. Collective.
+
+    Args:
+        model: As for `model_state_dict`.
+        optim: An optimizer of any part of its parameters.
+        kind: FULL: whole tensors. SHARDED: a DTensor for everything sharded. LOCAL: what this rank holds, as it lies.
+        offload_to_cpu: Give tensors on the CPU.
+        rank0_only: With FULL, give the state to the first rank alone; the others get an empty one.
+        state_layout: Says how tensors are sharded that are not shaped like their parameter.
+
+    Returns:
+        `{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}`; no two entries share a
+        tensor.
+
+    Raises:
+        UsageError: There is no such kind, or `rank0_only` with another kind than FULL.
+        ForeignParameterError: The optimizer holds a parameter that the model does not have.
+        OpaqueStateError: Nobody knows how a tensor is sharded.
+    """
+    kind = StateKind.of(kind)
+    if rank0_only and kind is not StateKind.FULL:
+        raise UsageError("rank0_only goes with FULL alone", found=kind.name)
+    if foreign.is_foreign(model):
+        foreign.refuse_other(kind)
+        return foreign.whole_optim_state(model, optim, offload=offload_to_cpu, first_only=rank0_only)
+    group = world()
+    with group.together("find the parameters of the optimizer"):
+        settle(model)
+        found = describe(model)
+        of = optimized(found, optim)
+    if kind is StateKind.LOCAL:
+        kept = survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
+    else:
+        kept = kept_everywhere(of, optim, group)
+    taker = _Taker(optim, kind, rank0_only, offload_to_cpu, state_layout)
+    state: dict[str, dict[str, Any]] = {}
+    rows = iter(kept)
+    for each in of.held:
+        taker.take(each, [next(rows) for _ in each.positions], state)
+    if rank0_only and group.rank != 0:
+        return noted(OrderedDict(state={}, param_groups=[]), kind, found)
+    groups = [
+        {**settings(live), "params": list(names)} for live, names in zip(optim.param_groups, of.groups, strict=True)
+    ]
+    ordered = {name: state[name] for names in of.groups for name in names if name in state}
+    return noted(OrderedDict(state={**ordered, **state}, param_groups=groups), kind, found)
+
+
+class _Taker:
+    """Takes the states of one holder after the other."""
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        kind: StateKind,
+        first_only: bool,
+        offload: bool,
+        layout: StateLayout | None,
+    ) -> None:
+        self._optim = optim
+        self._kind = kind
+        self._first_only = first_only
+        self._offload = offload
+        self._layout = layout
+
+    def take(self, held: Held, rows: Sequence[dict[str, Slot]], state: dict[str, dict[str, Any]]) -> None:
+        """Add what the optimizers keep of a holder's parameters. Collective."""
+        for name, slot, indices in kinds(rows):
+            having = [held.positions[index] for index in sorted(indices)]
+            if slot.form is Form.SCALAR:
+                self._scalars(held, name, dict(zip(held.positions, rows, strict=True)), having, state)
+            elif slot.form is Form.SHAPED:
+                self._shaped(held, name, slot, having, state)
+            else:
+                self._opaque(held, name, slot, having, state)
+
+    def _own(self, held: Held, position: int, slot: str) -> Any:
+        return self._optim.state.get(held.holder.exposed[position], {}).get(slot)
+
+    def _scalars(
+        self,
+        held: Held,
+        slot: str,
+        rows: dict[int, dict[str, Slot]],
+        having: Sequence[int],
+        state: dict[str, dict[str, Any]],
+    ) -> None:
+        if self._first_only and world().rank != 0:
+            return
+        for position in having:
+            own = self._own(held, position, slot)
+            for name in self._names(held, position):
+                value = local(own.detach()).clone() if isinstance(own, torch.Tensor) else rows[position][slot].scalar()
+                moved = value.cpu() if self._offload and isinstance(value, torch.Tensor) else value
+                state.setdefault(name, {})[slot] = moved
+
+    def _names(self, held: Held, position: int) -> list[str]:
+        if self._kind is StateKind.LOCAL and held.is_flat:
+            assert isinstance(held.holder, FlatHolder) and held.holder.flat_name is not None
+            return [held.holder.flat_name]
+        return held.names(position)
+
+    def _shaped(
+        self, held: Held, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
+    ) -> None:
+        holder = held.holder
+        parts = [
+            self._own(held, position, slot) if position in having else None for position in range(len(holder.exposed))
+        ]
+        laid = holder.join(parts, found.torch_dtype)
+        if self._kind is StateKind.LOCAL:
+            self._local(held, slot, laid, having, state)
+            return
+        values = (
+            holder.sharded(laid) if self._kind is StateKind.SHARDED else holder.full(laid, first_only=self._first_only)
+        )
+        if values is None:
+            return
+        has = set(range(len(holder.entries))) if held.is_flat else set(having)
+        for index, (entry, value) in enumerate(zip(holder.entries, values, strict=True)):
+            if index in has:
+                own = value if self._kind is StateKind.SHARDED else value.clone()
+                state.setdefault(entry.name, {})[slot] = own.cpu() if self._offload else own
+
+    def _local(
+        self, held: Held, slot: str, laid: torch.Tensor, having: Sequence[int], state: dict[str, dict[str, Any]]
+    ) -> None:
+        holder = held.holder
+        if isinstance(holder, FlatHolder) and holder.flat_name is not None:
+            state.setdefault(holder.flat_name, {})[slot] = laid[: holder.owned].clone()
+            return
+        for index, (entry, part) in enumerate(zip(holder.entries, holder.parts(laid), strict=True)):
+            if index in having:
+                state.setdefault(entry.name, {})[slot] = local(part).clone()
+
+    def _opaque(
+        self, held: Held, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
+    ) -> None:
+        gives = not self._first_only or world().rank == 0
+        for position in having:
+            own = self._own(held, position, slot)
+            for name in self._names(held, position):
+                value = self._joined(held, name, slot, found, own)
+                if gives:
+                    moves = self._offload and isinstance(value, torch.Tensor)
+                    state.setdefault(name, {})[slot] = value.cpu() if moves else value
+
+    def _joined(self, held: Held, name: str, slot: str, found: Slot, own: Any) -> Any:
+        """Return a value of a shape of its own: as it is where that is whole, joined where it is known how."""
+        if isinstance(own, DTensor):
+            return own.full_tensor() if self._kind is StateKind.FULL else own.detach().clone()
+        if self._kind is StateKind.LOCAL or not held.holder.is_sharded:
+            return own.detach().clone() if isinstance(own, torch.Tensor) else copy.deepcopy(own)
+        if found.dtype and self._layout is not None and held.holder.ranks is not None:
+            piece = torch.empty(0, dtype=found.torch_dtype) if own is None else own.detach()
+            answer = self._layout(name, slot, piece)
+            if answer == "replicated" or isinstance(answer, int):
+                pieces = everyones(own, found.torch_dtype, held.holder.ranks)
+                return torch.cat(pieces, dim=answer) if isinstance(answer, int) else pieces[0]
+        raise OpaqueStateError(
+            "what the optimizer keeps is neither shaped like its parameter nor a number, and nobody said how it is "
+            "sharded",
+            where=f"{name}/{slot}",
+            found=tuple(own.shape) if isinstance(own, torch.Tensor) else type(own).__name__,
+            expected=next((e.shape for e in held.holder.entries if e.name == name), None),
+            fix="Pass state_layout, or take the state as LOCAL, which restores on the same ranks.",
+        )
+
+
+def everyones(own: torch.Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the tensors of the ranks that have one, in rank order, whatever their shapes. Collective.
+
+    Args:
+        own: This rank's; None where it has none.
+        dtype: The type they have.
+        ranks: Who takes part.
+    """
+    told = TorchGroup(ranks).all_gather(b"-" if own is None else ",".join(map(str, own.shape)).encode())
+    shapes = [None if each == b"-" else torch.Size(int(n) for n in each.decode().split(",") if n) for each in told]
+    device = torch.device("cpu") if own is None else own.device
+    padded = torch.zeros(max(shape.numel() for shape in shapes if shape is not None), dtype=dtype, device=device)
+    if own is not None:
+        padded[: own.numel()] = own.detach().reshape(-1)
+    rows = [torch.empty_like(padded) for _ in shapes]
+    dist.all_gather([row.view(torch.uint8) for row in rows], padded.view(torch.uint8), group=ranks)
+    return [row[: shape.numel()].view(shape) for row, shape in zip(rows, shapes, strict=True) if shape is not None]

@@ -1,0 +1,214 @@
+"""`state_dict()` and `load_state_dict()` of wrapped modules: torch's own recursion, with a unit's state in place."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.core.config import FullStateDictConfig, StateDictSettings, StateDictType
+from shardckpt.core.flat_exposure import FlatExposure
+from shardckpt.core.original_exposure import OriginalExposure
+from shardckpt.core.statics import StateStatics
+from shardckpt.core.traverse import WRAPPED, clean
+from shardckpt.core.unit import Unit
+from shardckpt.state.description import mesh_of
+from shardckpt.state.holders import FlatHolder
+from shardckpt.state.kinds import StateKind
+
+KINDS = {
+    StateDictType.FULL_STATE_DICT: StateKind.FULL,
+    StateDictType.LOCAL_STATE_DICT: StateKind.LOCAL,
+    StateDictType.SHARDED_STATE_DICT: StateKind.SHARDED,
+}
+
+
+def holders_of(unit: Unit) -> list[FlatHolder]:
+    """Return who holds the parameters of one wrapped module; names are those from the module on."""
+    found = []
+    for exposure in unit.exposures:
+        assert isinstance(exposure, (FlatExposure, OriginalExposure)), "the wrapper exposes nothing else"
+        names = [[place.fqn for place in member.places] for member in exposure.bucket.members]
+        bucket = exposure.bucket
+        flat_name = exposure.home.attribute if isinstance(exposure, FlatExposure) else None
+        found.append(FlatHolder(exposure, names, mesh_of(bucket.group.shard, bucket.compute_device), flat_name))
+    return found
+
+
+class _Shown:
+    """Some tensors registered in the modules of one unit, instead of what is registered while it is sharded.
+
+    Args:
+        holders: The unit's.
+        kind: What is shown.
+        first_only: Of whole tensors, whether only the first rank gets them.
+    """
+
+    def __init__(self, holders: Sequence[FlatHolder], kind: StateKind, *, first_only: bool = False) -> None:
+        self._holders = holders
+        self._lying = kind is StateKind.LOCAL
+        self.values = [self._of(holder, kind, first_only) for holder in holders]
+
+    @staticmethod
+    def _of(holder: FlatHolder, kind: StateKind, first_only: bool) -> list[torch.Tensor] | None:
+        laid = holder.laid
+        if kind is StateKind.SHARDED:
+            return holder.sharded(laid)
+        if kind is StateKind.FULL:
+            whole = holder.full(laid, first_only=first_only)
+            return None if whole is None else [value.clone() for value in whole]
+        return None if holder.flat_name is None else [laid[: holder.owned]]
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Inside, they are registered."""
+        for holder, values in zip(self._holders, self.values, strict=True):
+            if values is not None:
+                holder.show(values, lying=self._lying)
+        try:
+            yield
+        finally:
+            for holder in self._holders:
+                holder.hide()
+
+
+def module_state_dict(
+    module: StateStatics,
+    unit: Unit,
+    *args: Any,
+    destination: MutableMapping[str, Any] | None = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+) -> MutableMapping[str, Any]:
+    """Return the state of a wrapped module and of all below, as the settings of `state_dict_type` say. Collective.
+
+    Args:
+        module: The wrapper.
+        unit: Its unit.
+        args: As `torch.nn.Module.state_dict` has taken them by position.
+        destination: Where to put it.
+        prefix: Goes before every name.
+        keep_vars: Tensors are not detached.
+    """
+    given: dict[str, Any] = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
+    given.update(zip(given, args, strict=False))
+    prefix = given["prefix"]
+    if given["destination"] is None:
+        empty: Any = OrderedDict()
+        empty._metadata = OrderedDict()
+        given["destination"] = empty
+    settings = module.state_dict_settings
+    kind, config = KINDS[settings.state_dict_type], settings.state_dict_config
+    first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
+    unit.free()
+    with _Shown(holders_of(unit), kind, first_only=first_only).shown():
+        nn.Module.state_dict(module, **given)
+    made: MutableMapping[str, Any] = given["destination"]
+    _cleaned(made, prefix)
+    if first_only and dist.get_rank() != 0:
+        for name in [name for name in made if name.startswith(prefix)]:
+            del made[name]
+        return made
+    _finished(made, prefix, module, unit, kind, settings)
+    return made
+
+
+def _cleaned(destination: MutableMapping[str, Any], prefix: str) -> None:
+    """Take the segments of wrappers out of the names that begin with a prefix, keeping their order."""
+    for mapping in (destination, getattr(destination, "_metadata", {})):
+        for name in [name for name in mapping if name.startswith(prefix)]:
+            value = mapping.pop(name)
+            mapping[prefix + clean(name[len(prefix) :])] = value
+
+
+def _finished(
+    destination: MutableMapping[str, Any],
+    prefix: str,
+    module: nn.Module,
+    unit: Unit,
+    kind: StateKind,
+    settings: StateDictSettings,
+) -> None:
+    """Give buffers the types they had, and move everything where it is wanted."""
+    for name, owner, attribute in _buffers(module):
+        dtype = unit.buffers.original(owner, attribute)
+        if dtype is not None and kind is not StateKind.LOCAL and prefix + name in destination:
+            destination[prefix + name] = destination[prefix + name].to(dtype)
+    if settings.state_dict_config.offload_to_cpu:
+        for name, value in destination.items():
+            if name.startswith(prefix) and isinstance(value, torch.Tensor):
+                destination[name] = value.to("cpu") if isinstance(value, DTensor) else value.cpu()
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for prefix, owner in module.named_modules():
+        for attribute in owner._buffers:
+            yield clean(f"{prefix}.{attribute}" if prefix else attribute), owner, attribute
+
+
+# ----------------------------------------------------------------------------------------------------- loading
+
+
+class Loading:
+    """One `load_state_dict` passing through a wrapped module: the unit's tensors are registered meanwhile.
+
+    Args:
+        module: The wrapper.
+        unit: Its unit.
+    """
+
+    def __init__(self, module: StateStatics, unit: Unit) -> None:
+        unit.free()
+        kind = KINDS[module.state_dict_settings.state_dict_type]
+        self._kind = kind
+        self._holders = holders_of(unit)
+        self._shown = _Shown(self._holders, kind)
+        for holder, values in zip(self._holders, self._shown.values, strict=True):
+            if values is not None:
+                made = [nn.Parameter(value, requires_grad=False) for value in values]
+                holder.show(made, lying=kind is StateKind.LOCAL)
+
+    def finish(self) -> None:
+        """Take what was loaded as the unit's parameters. Collective for sharded states."""
+        for holder, values in zip(self._holders, self._shown.values, strict=True):
+            if values is None:
+                continue
+            loaded = [value.detach() for value in holder.registered(lying=self._kind is StateKind.LOCAL)]
+            holder.hide()  # first, or it takes what is shown for parameters that a user put there
+            dtype = holder.entries[0].dtype
+            if self._kind is StateKind.FULL:
+                laid = holder.from_full(loaded, dtype)
+            elif self._kind is StateKind.SHARDED:
+                laid = holder.from_sharded(loaded, dtype)
+            else:
+                laid = holder.laid
+                laid[: holder.owned] = loaded[0]
+            holder.put(laid)
+
+
+def _is_any(value: Any, addresses: Sequence[int]) -> bool:
+    return isinstance(value, nn.Parameter) and value.numel() > 0 and value.data_ptr() in addresses
+
+
+def prepared(state: MutableMapping[str, Any], prefix: str, unit: Unit) -> None:
+    """Rename what is under a prefix to what the recursion looks for: below the wrapper's own attribute. In place.
+
+    Args:
+        state: torch's own copy of what a user handed in.
+        prefix: The wrapper's.
+        unit: Its unit. Where flat parameters themselves are handed back under their names, as torch's
+            `set_model_state_dict` does beside the state, there is nothing to load.
+    """
+    flats = [each.flat.data_ptr() for each in unit.exposures if isinstance(each, FlatExposure)]
+    for name in [name for name, value in state.items() if name.startswith(prefix) and _is_any(value, flats)]:
+        del state[name]
+    for name in [name for name in state if name.startswith(prefix)]:
+        value = state.pop(name)
+        rest = name[len(prefix) :]
+        state[name if rest.startswith(f"{WRAPPED}.") else f"{prefix}{WRAPPED}.{rest}"] = value

@@ -1,0 +1,147 @@
+"""What an optimizer keeps of one parameter: which values are shaped like it, which are scalars, which are neither."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.errors import ShardckptError
+
+StateLayout = Callable[[str, str, torch.Tensor], "int | str | None"]
+"""Given (FQN, slot, tensor of this rank), the dimension along which ranks' tensors are joined, "replicated" where every
+rank has the same, None where it is not known."""
+
+
+class OpaqueStateError(ShardckptError, RuntimeError):
+    """A value of an optimizer's state of which nobody knows how it is sharded."""
+
+
+PLAIN = (bool, int, float, str, type(None))
+"""What is told to ranks that do not have it themselves."""
+
+
+class Form(Enum):
+    """How a value of an optimizer's state relates to its parameter."""
+
+    SHAPED = "shaped"
+    SCALAR = "scalar"
+    OPAQUE = "opaque"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One value that an optimizer keeps of a parameter, without the value.
+
+    Attributes:
+        form: What it is.
+        dtype: The tensor's type, as torch spells it; empty for what is no tensor.
+        value: A scalar's value.
+    """
+
+    form: Form
+    dtype: str = ""
+    value: Any = None
+
+    @property
+    def kind(self) -> tuple[Form, str]:
+        """What values of several parameters have in common when they are moved together."""
+        return self.form, self.dtype
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The tensor's type."""
+        found = getattr(torch, self.dtype)
+        assert isinstance(found, torch.dtype)
+        return found
+
+    def scalar(self) -> Any:
+        """Return the scalar, a tensor of its own where it is one; on the CPU."""
+        return torch.tensor(self.value, dtype=self.torch_dtype) if self.dtype else self.value
+
+
+def slot_of(parameter: nn.Parameter, value: Any) -> Slot:
+    """Describe one value.
+
+    Args:
+        parameter: As the optimizer holds it.
+        value: What it keeps.
+    """
+    if not isinstance(value, torch.Tensor):
+        return Slot(Form.SCALAR, "", value) if isinstance(value, PLAIN) else Slot(Form.OPAQUE)
+    dtype = str(value.dtype).removeprefix("torch.")
+    cut = isinstance(parameter.data, DTensor)
+    if value.shape == parameter.shape and isinstance(value, DTensor) == cut and (cut or value.dim()):
+        return Slot(Form.SHAPED, dtype)
+    if value.dim() == 0 and not value.is_complex():
+        return Slot(Form.SCALAR, dtype, (value.to_local() if isinstance(value, DTensor) else value).item())
+    return Slot(Form.OPAQUE, dtype)
+
+
+Survey = list[dict[str, Slot]]
+"""For each parameter, in a fixed order, what the optimizers of all ranks keep of it."""
+
+
+def survey(kept: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> Survey:
+    """Describe what this rank's optimizer keeps.
+
+    Args:
+        kept: Parameters with their states, in an order that is the same on all ranks.
+    """
+    return [{name: slot_of(parameter, value) for name, value in state.items()} for parameter, state in kept]
+
+
+def packed(found: Survey) -> bytes:
+    """Return a survey as bytes; equal descriptions are written once."""
+    kinds: dict[tuple[str, str, str], int] = {}
+    rows = []
+    for state in found:
+        row = []
+        for name, slot in state.items():
+            at = kinds.setdefault((name, slot.form.value, slot.dtype), len(kinds))
+            row.append([at, slot.value] if slot.form is Form.SCALAR else at)
+        rows.append(row)
+    return json.dumps([list(kinds), rows], separators=(",", ":")).encode()
+
+
+def unpacked(data: bytes) -> Survey:
+    """Return the survey that `packed` wrote."""
+    kinds, rows = json.loads(data)
+    found = []
+    for row in rows:
+        state = {}
+        for each in row:
+            at, value = each if isinstance(each, list) else (each, None)
+            name, form, dtype = kinds[at]
+            state[name] = Slot(Form(form), dtype, value)
+        found.append(state)
+    return found
+
+
+def merged(surveys: Sequence[Survey]) -> Survey:
+    """Join what ranks keep: of a parameter of which a rank has no part, it keeps nothing."""
+    made: Survey = [{} for _ in surveys[0]]
+    for each in surveys:
+        for mine, theirs in zip(made, each, strict=True):
+            for name, slot in theirs.items():
+                mine.setdefault(name, slot)
+    return made
+
+
+def kinds(rows: Sequence[Mapping[str, Slot]]) -> list[tuple[str, Slot, set[int]]]:
+    """Return what is moved together: a slot's name, what it is, and which rows have it so.
+
+    Args:
+        rows: What is kept of each parameter.
+    """
+    found: dict[tuple[str, Form, str], tuple[Slot, set[int]]] = {}
+    for index, row in enumerate(rows):
+        for name, slot in row.items():
+            found.setdefault((name, *slot.kind), (slot, set()))[1].add(index)
+    return [(name, slot, having) for (name, *_), (slot, having) in found.items()]

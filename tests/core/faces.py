@@ -1,0 +1,134 @@
+"""The faces of the engine as one thing to shard with and to compare by: flat, with original parameters, in place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Case, Sharder, built, square
+from reference import Grad, Group, Training, clean, groups, mismatches, reduce_gradients
+from torch import nn
+from torch.distributed.tensor import DTensor
+from under_test import Strategy, core, shard, wrap
+
+FACES = ("flat", "orig", "in place")
+
+
+def sharder(face: str, *, frees: bool | None = True, offload: bool = False, **settings: Any) -> Sharder:
+    """What shards a module by a face.
+
+    Args:
+        face: One of `FACES`.
+        frees: Whether full parameters go between forward and backward.
+        offload: Shards live on the CPU.
+        settings: More, in the words of the face.
+    """
+
+    def apply(module: nn.Module, policy: Any = None) -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if face == "in place":
+                given = {"reshard_after_forward": frees, **settings}
+                if offload:
+                    given["offload_policy"] = core.CPUOffloadPolicy(pin_memory=False)
+                if policy is not None:
+                    wrap.auto_wrap(module, policy, core.fully_shard, given)
+                return core.fully_shard(module, **given)
+            strategy = Strategy.FULL_SHARD if frees in (True, None) else Strategy.SHARD_GRAD_OP
+            more = {"sharding_strategy": strategy, "cpu_offload": core.CPUOffload(offload), **settings}
+            return shard(module, use_orig_params=face == "orig", auto_wrap_policy=policy, **more)
+
+    return apply
+
+
+def exposures(model: nn.Module, plain: nn.Module, face: str) -> list[Group]:
+    """What `model` exposes, told by the parameters of its unsharded twin."""
+    if face != "in place":
+        return groups(model, plain, face == "orig")
+    return [Group("", (name,), p.dtype, p.requires_grad, flat=False) for name, p in plain.named_parameters()]
+
+
+def differing(model: nn.Module, plain: nn.Module, face: str, close: Callable[..., Any]) -> list[str]:
+    """Where parameters and gradients part from those of the twin, whose gradients are averaged already."""
+    if face != "in place":
+        return mismatches(model, plain, exposures(model, plain, face), False, close)
+    ours, wrong = {clean(name): p for name, p in model.named_parameters()}, []
+    for name, theirs in plain.named_parameters():
+        wrong += _differs(name, full(ours[name]), theirs.detach(), close)
+        grad = ours[name].grad
+        wrong += _differs(f"{name}.grad", None if grad is None else full(grad), theirs.grad, close)
+    return wrong
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    """The whole of a parameter or gradient of `fully_shard`."""
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+
+
+def _differs(name: str, found: Grad, wanted: Grad, close: Callable[..., Any]) -> list[str]:
+    if found is None or wanted is None:
+        return [] if found is wanted else [f"{name}: found {found}, expected {wanted}"]
+    try:
+        close(found, wanted)
+    except AssertionError as error:
+        return [f"{name}: {' '.join(str(error).split())[:300]}"]
+    return []
+
+
+@contextlib.contextmanager
+def apart(model: nn.Module, face: str) -> Iterator[None]:
+    """Inside, gradients are not reduced."""
+    if face != "in place":
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def train(which: Case, model: nn.Module, plain: nn.Module, how: Training, face: str) -> list[str]:
+    """Train both side by side; tell where losses, gradients or parameters part, the same on every rank."""
+    if any(p.dtype in (torch.bfloat16, torch.float16) for p in plain.parameters()):
+        how = dataclasses.replace(how, close=_roughly)
+    ours, theirs = how.optimizer(model.parameters()), how.optimizer(plain.parameters())
+    rank, wrong = dist.get_rank(), differing(model, plain, face, how.close)
+    for step in range(how.steps):
+        for micro in range(how.micro):
+            batch = which.batch(rank, step * how.micro + micro)
+            held = how.no_sync and micro + 1 < how.micro
+            with apart(model, face) if held else contextlib.nullcontext():
+                loss = square(model(batch))
+                loss.backward()
+            expected = square(plain(batch))
+            expected.backward()
+            wrong += _differs("loss", loss.detach(), expected.detach(), how.close)
+        reduce_gradients(plain, exposures(model, plain, face))
+        wrong += differing(model, plain, face, how.close)
+        ours.step()
+        theirs.step()
+        wrong = [f"step {step}: {each}" for each in [*wrong, *differing(model, plain, face, how.close)]]
+        told: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(told, wrong)
+        wrong = [f"rank {rank}: {each}" for rank, found in enumerate(told) for each in found]
+        if wrong:
+            break
+        ours.zero_grad()
+        theirs.zero_grad()
+    return wrong
+
+
+def _roughly(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-3)
+
+
+def twins(which: Case, face: str, **settings: Any) -> tuple[nn.Module, nn.Module]:
+    """The unsharded model of a case and its sharded twin."""
+    return built(which), which.cut(built(which), sharder(face, **settings))

@@ -1,0 +1,43 @@
+"""Units in eval mode that compute in the stored types, on wish of the environment, also backward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness import run
+from torch import nn
+from under_test import core, shard
+
+
+def trained_in_turns(rank: int, world: int, original: bool, toggled: bool) -> bool:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    reference = copy.deepcopy(plain)
+    low = {"mixed_precision": core.MixedPrecision(param_dtype=torch.bfloat16), "use_orig_params": original}
+    for index in (0, 2):
+        plain[index] = shard(plain[index], **low)
+    model = shard(plain, **low)
+    for training in (True, False, True, False):
+        model.train(training)
+        for each in (model, reference):
+            each.zero_grad()
+        x = torch.randn(3, 4)
+        loss, wanted = model(x).square().sum(), reference(x).square().sum()
+        if toggled:
+            model.train(not training)
+        loss.backward()
+        wanted.backward()
+        norm = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
+        tolerance = 0.1 if training else 1e-5
+        if not torch.allclose(model.clip_grad_norm_(1e9).float(), norm, rtol=tolerance):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("toggled", [False, True], ids=["as it was", "toggled before backward"])
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "orig"])
+def test_gradients_of_a_forward_in_full_precision_are_exact(monkeypatch, original, toggled):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    assert run(2, trained_in_turns, original, toggled) == [True, True]

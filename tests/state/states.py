@@ -1,0 +1,189 @@
+"""A small model, the ways in which it can be sharded and wrapped, and what tells two states apart."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import torch
+from torch import nn
+from torch.distributed import fsdp as theirs
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from shardckpt import core as ours
+from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, shape: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.last = nn.Linear(6, 3)
+        self.gain = nn.Parameter(torch.full(shape, 1.5))
+        self.register_buffer("scale", torch.arange(1.0, 7.0).view(2, 3).t())
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * self.gain * self.scale[:, 0]
+
+
+def quiet(action, *args, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return action(*args, **kwargs)
+
+
+def wrapper(engine, **settings):
+    def shard(net: nn.Module, mesh=None) -> nn.Module:
+        kwargs = dict(settings)
+        if engine is theirs:
+            kwargs["device_id"] = torch.device("cpu")
+        if mesh is not None:
+            kwargs["device_mesh"] = mesh
+        if mesh is not None and mesh.ndim == 2:
+            kwargs["sharding_strategy"] = engine.ShardingStrategy.HYBRID_SHARD
+        for index, block in enumerate(net.blocks):
+            net.blocks[index] = quiet(engine.FullyShardedDataParallel, block, **kwargs)
+        return quiet(engine.FullyShardedDataParallel, net, **kwargs)
+
+    return shard
+
+
+def in_place(engine, **settings):
+    def shard(net: nn.Module, mesh=None) -> nn.Module:
+        for block in net.blocks:
+            engine.fully_shard(block, mesh=mesh, **settings)
+        return engine.fully_shard(net, mesh=mesh, **settings)
+
+    return shard
+
+
+def wrapped_inside(net: nn.Module, mesh=None) -> nn.Module:
+    """Our units around recomputing, compiled blocks."""
+    for index, block in enumerate(net.blocks):
+        inside = torch.compile(checkpoint_wrapper(block), backend="eager")
+        net.blocks[index] = quiet(ours.FullyShardedDataParallel, inside, use_orig_params=True)
+    return quiet(ours.FullyShardedDataParallel, checkpoint_wrapper(net), use_orig_params=True)
+
+
+def parallel(engine_shard):
+    def shard(net: nn.Module, mesh) -> nn.Module:
+        for block in net.blocks:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return engine_shard(net, mesh["dp"])
+
+    return shard
+
+
+def plain_of(net: nn.Module, mesh=None) -> nn.Module:
+    return net
+
+
+FACES = {
+    "plain": plain_of,
+    "flat": wrapper(ours),
+    "orig": wrapper(ours, use_orig_params=True),
+    "whole": wrapper(ours, sharding_strategy=ours.ShardingStrategy.NO_SHARD),
+    "kept": wrapper(ours, sharding_strategy=ours.ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True),
+    "offloaded": wrapper(ours, cpu_offload=ours.CPUOffload(offload_params=True)),
+    "in place": in_place(ours),
+    "wrapped inside": wrapped_inside,
+    "compiled": lambda net, mesh=None: torch.compile(in_place(ours)(net), backend="eager"),
+    "ddp": lambda net, mesh=None: DistributedDataParallel(net),
+    "torch in place": in_place(theirs),
+}
+MAIN = ("flat", "orig", "in place")
+HYBRID = {"flat": FACES["flat"], "orig": FACES["orig"], "in place": FACES["in place"]}
+PARALLEL = {
+    "in place": parallel(in_place(ours)),
+    "orig": parallel(wrapper(ours, use_orig_params=True)),
+    "torch in place": parallel(in_place(theirs)),
+}
+
+
+def step(model: nn.Module, optim, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    optim.zero_grad()
+    model(torch.randn(4, 5)).square().mean().backward()
+    optim.step()
+
+
+def whole(value):
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def flat(state) -> dict:
+    made = {(name, slot): whole(value) for name, slots in state["state"].items() for slot, value in slots.items()}
+    groups = [{**group, "params": sorted(group["params"])} for group in state["param_groups"]]
+    return made | {("group", index): str(group) for index, group in enumerate(groups)}
+
+
+def differing(found: dict, expected: dict, exact: bool = True) -> list[str]:
+    wrong = [str(name) for name in set(found) ^ set(expected)]
+    for name in set(found) & set(expected):
+        a, b = found[name], expected[name]
+        if isinstance(b, torch.Tensor):
+            equal = torch.equal(a, b) if exact else torch.allclose(a, b, atol=1e-5)
+            if a.shape != b.shape or a.dtype != b.dtype or not equal:
+                wrong.append(f"{name} differs: {a.dtype} {tuple(a.shape)}")
+        elif a != b:
+            wrong.append(f"{name}: {a} instead of {b}")
+    return wrong
+
+
+def everything(faces: dict, shape: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> list[str]:
+    """Load the state of a plain trained model into each face in each form, and look at it in each form."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if shape else None
+    first = torch.distributed.get_rank() == 0
+    torch.manual_seed(0)
+    net = Net((1,) if any("torch" in name for name in faces) else ())  # torch shards no scalars
+    start = copy.deepcopy(net)
+    optim = torch.optim.AdamW(net.parameters(), lr=0.01)
+    step(net, optim)
+    weights, moments = copy.deepcopy(net.state_dict()), copy.deepcopy(optim_state_dict(net, optim))
+    step(net, optim, 1)
+    wrong = []
+    for name, shard in faces.items():
+        for kind in ("FULL", "first", "SHARDED", "LOCAL") if name in MAIN and mesh is None else ("first", "SHARDED"):
+            model = shard(copy.deepcopy(start), mesh)
+            other = torch.optim.AdamW(model.parameters(), lr=7.0)
+            load_model_state_dict(model, weights)
+            load_optim_state_dict(model, other, moments)
+            how = {"rank0_only": True, "offload_to_cpu": True} if kind == "first" else {}
+            told = "FULL" if kind == "first" else kind
+            taken, kept = model_state_dict(model, told, **how), optim_state_dict(model, other, told, **how)
+            if kind == "first":
+                wrong += [] if first or not (taken or kept["state"]) else [f"{name}: not the first rank's alone"]
+            if kind != "LOCAL" and (kind != "first" or first):
+                wrong += [
+                    f"{name} {kind} {each}" for each in differing({n: whole(v) for n, v in taken.items()}, weights)
+                ]
+                wrong += [f"{name} {kind} {each}" for each in differing(flat(kept), flat(moments))]
+            model = shard(copy.deepcopy(start), mesh)
+            other = torch.optim.AdamW(model.parameters(), lr=7.0)
+            load_model_state_dict(model, taken)
+            load_optim_state_dict(model, other, kept)
+            step(model, other, 1)
+            wrong += [
+                f"{name} after {kind} {each}"
+                for each in differing(model_state_dict(model), dict(net.state_dict()), False)
+            ]
+    return wrong

@@ -1,0 +1,93 @@
+"""The state of a sharded model is that of the unsharded one, in every form; what was taken can be put back."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from harness import run
+from models import CASES, Case, built
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.core import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from shardckpt.state.kinds import StateKind
+from shardckpt.state.loading import load_model_state_dict
+from shardckpt.state.model import model_state_dict
+
+STYLES = ("flat", "orig", "in place")
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)
+
+
+def sharded(which: Case, plain: nn.Module, style: str, strategy=ShardingStrategy.FULL_SHARD) -> nn.Module:
+    def cut(module: nn.Module) -> nn.Module:
+        if style == "in place":
+            return fully_shard(module, reshard_after_forward=strategy is ShardingStrategy.FULL_SHARD)
+        return FullyShardedDataParallel(module, use_orig_params=style == "orig", sharding_strategy=strategy)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return which.cut(copy.deepcopy(plain), cut)
+
+
+def strategies(index: int, world: int) -> tuple[ShardingStrategy, ...]:
+    """Every third case on two ranks, others on one; now and then nothing is sharded."""
+    if (index + world) % 3:
+        return ()
+    return STRATEGIES if world == 2 and index % 2 == 0 else STRATEGIES[:1]
+
+
+def same(found, expected) -> list[str]:
+    wrong = [f"names: {list(found)} instead of {list(expected)}"] if list(found) != list(expected) else []
+    for name, value in expected.items():
+        got = found.get(name)
+        if got is None:
+            wrong.append(f"{name} is missing")
+        elif isinstance(value, torch.Tensor) and not (got.dtype == value.dtype and torch.equal(got, value)):
+            wrong.append(f"{name} differs")
+    return wrong
+
+
+def whole(state):
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
+
+
+def other(plain: nn.Module) -> nn.Module:
+    made = copy.deepcopy(plain)
+    with torch.no_grad():
+        for tensor in [*made.parameters(), *made.buffers()]:
+            tensor.copy_(torch.zeros_like(tensor))
+    return made
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("style", STYLES)
+def test_every_form_holds_the_unsharded_state_and_goes_back(style, world):
+    def body(rank, world):
+        warnings.simplefilter("ignore")
+        wrong = {}
+        for index, which in enumerate(CASES):
+            plain = built(which)
+            for strategy in strategies(index, world):
+                model = sharded(which, plain, style, strategy)
+                expected = plain.state_dict()
+                found = [f"FULL {w}" for w in same(model_state_dict(model, "full"), expected)]
+                first = model_state_dict(model, "FULL", rank0_only=True, offload_to_cpu=True)
+                found += [f"rank0 {w}" for w in same(first, expected if rank == 0 else {})]
+                pieces = model_state_dict(model, StateKind.SHARDED)
+                found += [f"SHARDED {w}" for w in same(whole(pieces), expected)]
+                lying = model_state_dict(model, "local")
+                lying_copy = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in lying.items()}
+                noted = type(lying)(lying_copy)
+                noted._metadata = lying._metadata
+                for kind, state in (("FULL", expected), ("first", first), ("SHARDED", pieces), ("LOCAL", noted)):
+                    fresh = sharded(which, other(plain), style, strategy)
+                    load_model_state_dict(fresh, state)
+                    found += [f"after {kind} {w}" for w in same(model_state_dict(fresh), expected)]
+                if found:
+                    wrong[f"{which} {strategy}"] = found[:4]
+        return wrong
+
+    assert run(world, body, timeout=120) == [{}] * world

@@ -1,0 +1,289 @@
+"""What optimizers keep besides two moments of everything: subsets, settings, factored states, types of their own."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from harness import run
+from states import FACES, Net, differing, flat, step, whole
+
+from shardckpt.errors import ShardckptError
+from shardckpt.state import (
+    ConflictError,
+    OpaqueStateError,
+    load_model_state_dict,
+    load_optim_state_dict,
+    model_state_dict,
+    optim_state_dict,
+)
+
+FORMS = ("flat", "orig", "in place")
+
+
+def refused(action, *args, **kwargs) -> str:
+    try:
+        action(*args, **kwargs)
+    except ShardckptError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def parts(model) -> tuple[list, list, list]:
+    """Parameters of the two blocks, and the others."""
+    named = list(model.named_parameters())
+    blocks = [[p for n, p in named if f"blocks.{i}" in n] for i in range(2)]
+    return (*blocks, [p for n, p in named if "blocks" not in n])
+
+
+def names_of(*, block: int | None) -> list[str]:
+    named = [name for name, _ in Net().named_parameters()]
+    return [n for n in named if (f"blocks.{block}" in n if block is not None else "blocks" not in n)]
+
+
+def moments(net=None) -> dict:
+    """Of a plain model, with three groups."""
+    torch.manual_seed(0)
+    net = net or Net()
+    a, b, rest = parts(net)
+    groups = [{"params": a, "lr": 0.1}, {"params": b, "lr": 0.2}, {"params": rest, "lr": 0.3, "betas": (0.5, 0.6)}]
+    optim = torch.optim.Adam(groups)
+    step(net, optim)
+    return optim_state_dict(net, optim)
+
+
+def of(state: dict, names: list[str]) -> dict:
+    return {key: value for key, value in flat(state).items() if key[0] in names}
+
+
+@pytest.mark.parametrize("source", ["flat", "orig"])
+@pytest.mark.parametrize("target", ["flat", "orig"])
+def test_g1_reordered_split_and_merged_groups(source, target):
+    def body(rank, world):
+        torch.manual_seed(0)
+        model = FACES[source](Net())
+        a, b, rest = parts(model)
+        optim = torch.optim.Adam([{"params": a, "lr": 0.1}, {"params": b, "lr": 0.2}, {"params": rest, "lr": 0.1}])
+        step(model, optim)
+        wrong = []
+        for kind in ("FULL", "SHARDED"):
+            saved = optim_state_dict(model, optim, kind)
+            expected = {k: v for k, v in flat(saved).items() if k[0] != "group"}
+            other = FACES[target](Net())
+            a, b, rest = parts(other)
+            shapes = {
+                "reordered": [{"params": rest}, {"params": b}, {"params": a}],
+                "split": [{"params": a[:1]}, {"params": a[1:]}, {"params": b}, {"params": []}, {"params": rest}],
+                "merged": [{"params": [*rest, *a]}, {"params": b}],
+            }
+            for shape, groups in shapes.items():
+                again = torch.optim.Adam([g for g in groups if g["params"] or shape == "split"], lr=9.0)
+                load_optim_state_dict(other, again, saved)
+                back = optim_state_dict(other, again)
+                wrong += [
+                    (shape, w) for w in differing({k: v for k, v in flat(back).items() if k[0] != "group"}, expected)
+                ]
+                for group in again.param_groups:
+                    rate = 0.2 if any(p is each for p in group["params"] for each in b) else 0.1
+                    if group["params"] and group["lr"] != rate:
+                        wrong.append((shape, group["lr"]))
+                step(other, again)
+            told = refused(load_optim_state_dict, other, torch.optim.Adam(other.parameters(), lr=9.0), saved)
+            wrong += [] if "ConflictError" in told and "lr=0.1" in told and "lr=0.2" in told else [told]
+        return wrong
+
+    assert issubclass(ConflictError, ValueError)
+    assert run(2, body) == [[], []]
+
+
+@pytest.mark.parametrize("face", FORMS)
+def test_g14_optimizers_of_parts_of_a_model_each_have_their_own(face):
+    def body(rank, world):
+        saved = moments()
+        model = FACES[face](Net())
+        a, b, rest = parts(model)
+        first, second = torch.optim.Adam(a, lr=1.0), torch.optim.Adam([{"params": b}, {"params": rest}], lr=1.0)
+        load_optim_state_dict(model, first, saved)
+        load_optim_state_dict(model, second, saved)
+        one, two = optim_state_dict(model, first), optim_state_dict(model, second)
+        wrong = differing(
+            {**of(one, names_of(block=0)), **of(two, names_of(block=1) + names_of(block=None))},
+            {k: v for k, v in flat(saved).items() if k[0] != "group"},
+        )
+        wrong += [] if set(one["state"]) == set(names_of(block=0)) else ["the first has others"]
+        rates = [g["lr"] for g in [*first.param_groups, *second.param_groups]], second.param_groups[1]["betas"]
+        wrong += [] if rates == ([0.1, 0.2, 0.3], (0.5, 0.6)) else [rates]
+        for p in a:
+            p.requires_grad_(False)  # frozen later: what was kept of it stays
+        step(model, second)
+        kept = optim_state_dict(model, first)
+        wrong += differing(of(kept, names_of(block=0)), of(saved, names_of(block=0)))
+        fresh = torch.optim.Adam(b, lr=0.7)
+        load_optim_state_dict(model, fresh, {"state": {}, "param_groups": saved["param_groups"]})
+        wrong += [] if not fresh.state and fresh.param_groups[0]["lr"] == 0.2 else ["a state from nowhere"]
+        some = {n: s for n, s in saved["state"].items() if n != "blocks.1.up.bias"}
+        load_optim_state_dict(model, fresh, {**saved, "state": some}, missing="zeros")
+        zeros = optim_state_dict(model, fresh)["state"]["blocks.1.up.bias"] if face != "flat" else None
+        if zeros is not None and (zeros["exp_avg"].any() or zeros["step"] != 0):
+            wrong.append("not zeros")
+        return wrong
+
+    assert run(2, body) == [[], []]
+
+
+def optimizers() -> dict:
+    return {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "amsgrad": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), amsgrad=True),
+        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.5),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    }
+
+
+@pytest.mark.parametrize("face", FORMS)
+def test_states_of_other_optimizers_come_back_and_train_on(face):
+    def body(rank, world):
+        wrong = []
+        for name, make in optimizers().items():
+            torch.manual_seed(0)
+            model = FACES[face](Net())
+            optim = make(model.parameters())
+            step(model, optim)
+            for kind in ("FULL", "SHARDED", "LOCAL"):
+                saved = optim_state_dict(model, optim, kind)
+                other = FACES[face](Net())
+                load_model_state_dict(other, copy.deepcopy(model_state_dict(model)))
+                again = make(other.parameters())
+                again.param_groups[0]["lr"] = 5.0
+                load_optim_state_dict(other, again, saved)
+                step(other, again, 1)
+                mine = {n: whole(v) for n, v in model_state_dict(other).items()}
+                plain = Net()
+                plain.load_state_dict(model_state_dict(model))
+                last = make(plain.parameters())
+                load_optim_state_dict(plain, last, optim_state_dict(model, optim))
+                step(plain, last, 1)
+                wrong += [(name, kind, each) for each in differing(mine, dict(plain.state_dict()), False)]
+        return wrong
+
+    assert run(2, body) == [[], []]
+
+
+@pytest.mark.parametrize("face", FORMS)
+def test_g30_moments_and_steps_keep_the_types_they_have(face):
+    def body(rank, world):
+        saved = moments()
+        for index, (name, slots) in enumerate(saved["state"].items()):
+            low = face == "flat" or index % 2
+            slots["exp_avg"] = slots["exp_avg"].to(torch.bfloat16 if low else torch.float32)
+            slots["step"] = 3.0 if face == "flat" or "bias" in name else torch.tensor(3, dtype=torch.int64)
+            slots["note"] = "kept" if index % 2 or face == "flat" else None
+        model = FACES[face](Net())
+        a, b, rest = parts(model)
+        optim = torch.optim.Adam([{"params": a}, {"params": b}, {"params": rest}])
+        load_optim_state_dict(model, optim, saved)
+        wrong = []
+        for kind in ("FULL", "SHARDED"):
+            wrong += differing(flat(optim_state_dict(model, optim, kind)), flat(saved))
+        other = torch.optim.Adam([{"params": a}, {"params": b}, {"params": rest}])
+        load_optim_state_dict(model, other, optim_state_dict(model, optim, "LOCAL"))
+        wrong += differing(flat(optim_state_dict(model, other)), flat(saved))
+        return wrong
+
+    assert run(2, body) == [[], []]
+
+
+class Rows(torch.optim.Optimizer):
+    """Keeps one number a row of what it sees, an object, and a table that is the same everywhere."""
+
+    def __init__(self, params, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                local = p.to_local() if hasattr(p, "to_local") else p
+                if p.grad is not None and local.numel():
+                    self.state[p].setdefault(
+                        "rows", local.reshape(local.shape[0] if local.dim() else 1, -1).sum(1)[:, None, None]
+                    )
+                    self.state[p].setdefault("table", torch.arange(4.0).view(2, 2))
+
+
+@pytest.mark.parametrize("face", FORMS)
+def test_g24_what_is_shaped_otherwise_is_refused_or_joined_as_told(face):
+    def layout(name, slot, value):
+        return 0 if slot == "rows" else "replicated"
+
+    def body(rank, world):
+        torch.manual_seed(0)
+        model = FACES[face](Net((1,)))
+        optim = Rows(model.parameters())
+        step(model, optim)
+        wrong = []
+        told = refused(optim_state_dict, model, optim)
+        wrong += [] if "OpaqueStateError" in told and "state_layout" in told else [told]
+        saved = optim_state_dict(model, optim, state_layout=layout)
+        tables = [slots["table"] for slots in saved["state"].values()]
+        wrong += [] if all(torch.equal(each, tables[0]) for each in tables) else ["tables differ"]
+        wrong += [] if all(slots["rows"].dim() == 3 for slots in saved["state"].values()) else ["rows differ"]
+        told = refused(load_optim_state_dict, model, Rows(model.parameters()), saved)
+        wrong += [] if "size mismatch" in told and "/rows" in told else [told]
+        other = Rows(model.parameters())
+        lying = optim_state_dict(model, optim, "LOCAL")
+        load_optim_state_dict(model, other, lying)
+        for p, q in itertools.product(optim.state, other.state):
+            if p is q and not torch.equal(optim.state[p]["rows"], other.state[q]["rows"]):
+                wrong.append("a local state is not what it was")
+        return wrong
+
+    assert issubclass(OpaqueStateError, RuntimeError)
+    assert run(2, body) == [[], []]
+
+
+def test_named_optimizers_keep_their_names():
+    def body(rank, world):
+        saved = moments()
+        model = FACES["in place"](Net())
+        optim = torch.optim.Adam(model.named_parameters(), lr=0.5)
+        saved["param_groups"] = [{**saved["param_groups"][0], "params": list(saved["state"])}]
+        load_optim_state_dict(model, optim, saved)
+        by_number = optim.state_dict()
+        other = torch.optim.Adam(model.parameters(), lr=0.7)
+        load_optim_state_dict(model, other, by_number)
+        wrong = differing(flat(optim_state_dict(model, other)), flat(optim_state_dict(model, optim)))
+        return wrong, optim.param_groups[0]["param_names"] == [n for n, _ in model.named_parameters()]
+
+    assert run(2, body) == [([], True)] * 2
+
+
+def test_states_go_from_any_number_of_ranks_to_any_other(tmp_path):
+    def save(rank, world):
+        torch.manual_seed(0)
+        model = FACES["orig"](Net())
+        optim = torch.optim.Adam(model.parameters())
+        step(model, optim)
+        state = model_state_dict(model, rank0_only=True), optim_state_dict(model, optim, rank0_only=True)
+        if rank == 0:
+            torch.save([dict(state[0]), dict(state[1])], tmp_path / f"{world}.pt")
+
+    def load(rank, world, source):
+        weights, kept = torch.load(tmp_path / f"{source}.pt", weights_only=False)
+        wrong = []
+        for face in FORMS:
+            model = FACES[face](Net())
+            optim = torch.optim.Adam(model.parameters())
+            load_model_state_dict(model, weights if rank == 0 else {})
+            load_optim_state_dict(model, optim, kept if rank == 0 else {})
+            wrong += differing(dict(model_state_dict(model)), weights) + differing(
+                flat(optim_state_dict(model, optim)), flat(kept)
+            )
+        return wrong
+
+    for source, target in ((1, 2), (3, 1), (2, 3)):
+        run(source, save)
+        assert run(target, load, source) == [[]] * target

@@ -1,0 +1,214 @@
+"""`state_dict`, `load_state_dict` and the statics of the wrapper give what torch's give; what goes in comes back."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from harness import run
+from torch import nn
+from torch.distributed import fsdp as theirs
+from torch.distributed.tensor import DTensor
+
+from shardckpt import core as ours
+from shardckpt.state import model_state_dict
+
+CPU = torch.device("cpu")
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return {"note": 7}
+
+    def set_extra_state(self, state):
+        self.loaded = state
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2)])
+        self.last = Extra(7, 3)
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * self.scale
+
+
+def wrapped(engine, net: nn.Module, orig: bool, **settings) -> nn.Module:
+    if engine is theirs:
+        settings["device_id"] = CPU
+    for index, block in enumerate(net.blocks):
+        net.blocks[index] = engine.FullyShardedDataParallel(block, use_orig_params=orig, **settings)
+    return engine.FullyShardedDataParallel(net, use_orig_params=orig, **settings)
+
+
+def step(model: nn.Module, optim, rank: int, seed: int = 0) -> None:
+    torch.manual_seed(seed * 10 + rank)
+    optim.zero_grad()
+    model(torch.randn(4, 5)).square().mean().backward()
+    optim.step()
+
+
+def quiet():
+    warnings.simplefilter("ignore")
+
+
+def near(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        a, b = (x.full_tensor() if isinstance(x, DTensor) else x for x in (a, b))
+        return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, atol=1e-6)
+    if isinstance(a, dict):
+        return list(map(str, sorted(a, key=str))) == list(map(str, sorted(b, key=str))) and all(
+            near(a[k], b[k]) for k in a
+        )
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(near(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def without(value, key):
+    return {k: without(v, key) for k, v in value.items() if k != key} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_full_state_dicts_are_those_of_the_unsharded_model(orig):
+    def body(rank, world):
+        quiet()
+        torch.manual_seed(0)
+        net = Net()
+        expected = net.state_dict()
+        model = wrapped(ours, copy.deepcopy(net), orig)
+        found = model.state_dict()
+        again = model_state_dict(model)
+        parent = nn.Sequential(model).state_dict()
+        return (
+            list(found) == list(expected) == list(again),
+            near(dict(found), dict(expected)),
+            near(dict(again), dict(found)),
+            list(parent) == [f"0.{name}" for name in expected],
+            [n for n, p in model.named_parameters() if "_flat_param" in n] != [] or orig,
+        )
+
+    assert run(2, body) == [(True,) * 5] * 2
+
+
+@pytest.mark.parametrize("kind", list(ours.StateDictType), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_what_a_state_dict_gives_load_state_dict_takes(orig, kind):
+    def body(rank, world):
+        quiet()
+        torch.manual_seed(0)
+        model = wrapped(ours, Net(), orig)
+        torch.manual_seed(1)
+        other = wrapped(ours, Net(), orig)
+        with ours.FullyShardedDataParallel.state_dict_type(model, kind):
+            state = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in model.state_dict().items()}
+        with ours.FullyShardedDataParallel.state_dict_type(other, kind):
+            told = other.load_state_dict(state)
+        a, b = (copy.deepcopy(dict(model_state_dict(each))) for each in (model, other))
+        optim = torch.optim.SGD(other.parameters(), lr=0.1)
+        step(other, optim, rank)
+        return near(a, b), told.missing_keys, told.unexpected_keys, other.last.loaded
+
+    assert run(2, body) == [(True, [], [], {"note": 7})] * 2
+
+
+def test_what_differs_is_reported_by_names_of_the_unsharded_model():
+    def body(rank, world):
+        quiet()
+        model = wrapped(ours, Net(), False)
+        state = model.state_dict()
+        del state["blocks.1.0.weight"]
+        state["blocks.1.0.wrong"] = torch.zeros(1)
+        told = model.load_state_dict(state, strict=False)
+        return told.missing_keys, told.unexpected_keys
+
+    assert run(2, body) == [(["blocks.1.0.weight"], ["blocks.1.0.wrong"])] * 2
+
+
+def test_rank0_only_and_offload_give_the_first_rank_everything():
+    def body(rank, world):
+        quiet()
+        model = wrapped(ours, Net(), False)
+        config = ours.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        with ours.FullyShardedDataParallel.state_dict_type(model, ours.StateDictType.FULL_STATE_DICT, config):
+            return len(model.state_dict())
+
+    assert run(2, body) == [len(Net().state_dict()), 0]
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_the_statics_of_optimizers_give_what_torchs_give(orig):
+    def body(rank, world):
+        quiet()
+        torch.manual_seed(0)
+        net = Net()
+        kept = []
+        for engine in (ours, theirs):
+            fsdp = engine.FullyShardedDataParallel
+            model = wrapped(engine, copy.deepcopy(net), orig)
+            optim = torch.optim.Adam(model.parameters(), lr=0.1)
+            step(model, optim, rank)
+            full = fsdp.full_optim_state_dict(model, optim, rank0_only=False)
+            first = fsdp.full_optim_state_dict(model, optim)
+            current = copy.deepcopy(fsdp.optim_state_dict(model, optim))
+            sharded = fsdp.shard_full_optim_state_dict(full, model, optim=optim)
+            scattered = fsdp.scatter_full_optim_state_dict(first if rank == 0 else None, model, optim=optim)
+            loaded = fsdp.optim_state_dict_to_load(model, optim, current)
+            plain = copy.deepcopy(net)
+            plain_optim = torch.optim.Adam(plain.parameters(), lr=0.1)
+            ids = fsdp.rekey_optim_state_dict(full, engine.OptimStateKeyType.PARAM_ID, plain, optim=plain_optim)
+            names = fsdp.rekey_optim_state_dict(ids, engine.OptimStateKeyType.PARAM_NAME, plain, optim=plain_optim)
+            optim.load_state_dict(loaded)
+            step(model, optim, rank, 1)
+            kept.append(
+                {
+                    "full": full,
+                    "first": first,
+                    "current": current,
+                    "sharded": sharded,
+                    "scattered": scattered,
+                    "loaded": loaded,
+                    "ids": ids,
+                    "names": names["state"],  # torch sorts a group's names here
+                }
+            )
+        if not near(kept[0].pop("current"), kept[0]["full"]):
+            return ["current"]
+        if orig:  # torch 2.13 gives exp_avg the values of exp_avg_sq: looked at in the flat run alone
+            kept = [without(each, "exp_avg") for each in kept]
+        return [name for name in kept[0] if not near(kept[0][name], kept[1][name])]
+
+    assert run(2, body) == [[], []]
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_sharded_optimizer_states_are_flattened_for_the_optimizer_again(orig):
+    def body(rank, world):
+        torch.manual_seed(0)
+        fsdp = ours.FullyShardedDataParallel
+        model = wrapped(ours, Net(), orig)
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        step(model, optim, rank)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            sharded = fsdp.sharded_optim_state_dict(model, optim)
+            flattened = fsdp.flatten_sharded_optim_state_dict(sharded, model, optim)
+            whole = fsdp.full_optim_state_dict(model, optim, rank0_only=False)
+        deprecated = sum(issubclass(each.category, FutureWarning) for each in told)
+        cut = all(isinstance(each, DTensor) for slots in sharded["state"].values() for each in (slots["exp_avg"],))
+        other = torch.optim.Adam(model.parameters(), lr=0.7)
+        other.load_state_dict(flattened)
+        live = near(optim.state_dict(), other.state_dict())
+        return deprecated, cut, near(sharded, whole), live
+
+    assert run(2, body) == [(3, True, True, True)] * 2
