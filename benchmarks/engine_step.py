@@ -21,20 +21,14 @@ the bare module, divided by the number of units; three collectives a unit are in
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
 import gc
-import multiprocessing
 import os
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,6 +37,7 @@ import torch
 import torch._dynamo  # optimizers import it at their first step: once here, not in every rank
 import torch.distributed as dist
 from llama import Block, Llama, Shape
+from ranks import LIBC, RANKS, give_back_freed_memory, in_ranks, ratio, resident
 from results import RESULTS, machine, record
 from torch import nn
 from torch.distributed import fsdp as theirs
@@ -52,12 +47,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardckpt import core as ours
 from shardckpt.core.wrap import ModuleWrapPolicy as OurPolicy
 
-RANKS = 2
 LIMIT = 1.05
 TINY = 48
-FORK = multiprocessing.get_context("fork")
-LIBC = ctypes.CDLL(None)
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 
 
 @dataclass(frozen=True)
@@ -151,37 +142,6 @@ class Step:
 # ------------------------------------------------------------------------------------------------------------- ranks
 
 
-def in_ranks(body: Callable[[int], Any]) -> list[Any]:
-    """Run `body(rank)` in forked processes joined by gloo; return what each gave."""
-    with tempfile.TemporaryDirectory() as folder:
-        ends = [FORK.Pipe(duplex=False) for _ in range(RANKS)]
-        ranks = [FORK.Process(target=be_rank, args=(r, folder, body, ends[r][1])) for r in range(RANKS)]
-        for process in ranks:
-            process.start()
-        for _, out in ends:
-            out.close()
-        found = []
-        for (end, _), process in zip(ends, ranks, strict=True):
-            with closing(process), closing(end):
-                with suppress(EOFError):
-                    found.append(end.recv())
-                process.join()
-        if len(found) < RANKS:
-            raise SystemExit("a rank failed; what it said stands above")
-        return found
-
-
-def be_rank(rank: int, folder: str, body: Callable[[int], Any], out: Connection) -> None:
-    """Be one rank."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    store = dist.FileStore(str(Path(folder) / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    out.send(body(rank))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def trained(engine: Engine, given: Given) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
     """Return an engine's module and what does one step with it and returns the loss."""
     torch.manual_seed(0)
@@ -246,21 +206,6 @@ def measure_steps(engines: Sequence[Engine], given: Given) -> dict[str, list[Ste
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
-
-
-def resident(field: str) -> int:
-    """Return a field of this process's status, in bytes: VmRSS for now, VmHWM for the peak."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"this system does not tell {field}")
-
-
-def give_back_freed_memory() -> None:
-    """Let malloc map larger blocks one by one, and unmap them when they are freed."""
-    LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    LIBC.mallopt(M_TRIM_THRESHOLD, 1 << 16)
-    LIBC.mallopt(M_TOP_PAD, 0)
 
 
 def peak_of(engine: Engine, given: Given, rank: int) -> tuple[int, int]:
@@ -411,11 +356,6 @@ class Report:
         for name, (wall, cpu) in found.items():
             peer = found.get(beside.get(name, ""))
             self.say(f"| {name} | {wall:.0f} | {cpu:.0f} | {f'{wall / peer[0]:.2f}' if peer else ''} |")
-
-
-def ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """Return the median of the rounds' own ratios."""
-    return median(a / b for a, b in zip(over, under, strict=True))
 
 
 def available(row: str) -> bool:

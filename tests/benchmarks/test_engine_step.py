@@ -20,7 +20,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 def step(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     yield importlib.import_module("engine_step")
-    for name in ("engine_step", "llama", "results"):
+    for name in ("engine_step", "llama", "ranks", "results"):
         sys.modules.pop(name, None)
 
 
