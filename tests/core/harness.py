@@ -16,6 +16,7 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 FORK = multiprocessing.get_context("fork")
 GRACE = 3.0  # seconds that the other ranks get once one has raised
+CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS})
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,7 @@ def _rank(
     torch.set_num_threads(1)
     stack = (folder / f"stack.{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.enable(file=stack, all_threads=True)
     _TRACE = (folder / f"trace.{rank}").open("wb", buffering=0)
     _LOG.clear()
     try:
@@ -278,6 +281,10 @@ def outcomes(
 ) -> list[Outcome]:
     """Run `body(rank, world, *args)` on forked ranks and tell what became of each, in rank order.
 
+    A rank that crashes in native code is told by a warning, with its stack, and the run is tried once more: some run in
+    ten thousand ends with glibc's "double free", which no test could be made to repeat. One that does it again is told
+    as it is.
+
     Args:
         world: Number of ranks.
         body: Any callable, closures included, as nothing of it is pickled; what it returns is.
@@ -285,6 +292,19 @@ def outcomes(
         timeout: Seconds after which ranks that gave nothing are said to hang.
         group_timeout: Seconds a collective waits for the other ranks.
     """
+    found, crashed = _attempt(world, body, args, timeout, group_timeout)
+    if crashed:
+        told = "\n".join(_told(found[rank]) for rank in crashed)
+        warnings.warn(f"crashed in native code, tried again: {told}", RuntimeWarning, stacklevel=2)
+        found, _ = _attempt(world, body, args, timeout, group_timeout)
+    return found
+
+
+def _attempt(
+    world: int, body: Callable[..., Any], args: tuple[Any, ...], timeout: float, group_timeout: float
+) -> tuple[list[Outcome], list[int]]:
+    """What became of each rank, and which of them crashed."""
+    crashed = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = pathlib.Path(name)
         pipes, ranks = {}, []
@@ -310,9 +330,11 @@ def outcomes(
             with contextlib.suppress(OSError):
                 pipes[rank].send("go")
             process.join(10)
+            if process.exitcode is not None and -process.exitcode in CRASHES:
+                crashed.append(rank)
             pipes[rank].close()
             process.close()
-    return found
+    return found, crashed
 
 
 def _told(outcome: Outcome) -> str:

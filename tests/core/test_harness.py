@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,3 +69,24 @@ def test_held_bytes_are_counted_once_per_storage():
         return held, stored_bytes() - before, len(parts)
 
     assert run(1, body) == [(4000, 0, 2)]
+
+
+def test_a_crash_in_native_code_is_told_with_its_stack_and_tried_once_more(tmp_path):
+    def body(rank, world):
+        if rank == 1 and not (tmp_path / "tried").exists():
+            (tmp_path / "tried").touch()
+            os.abort()
+        dist.barrier()
+        return rank
+
+    with pytest.warns(RuntimeWarning, match="rank 1 died") as told:
+        assert run(2, body) == [0, 1]
+    assert "test_harness.py" in str(told[0].message)
+
+
+def test_a_crash_that_comes_again_is_told_as_it_is():
+    def body(rank, world):
+        os.abort()
+
+    with pytest.warns(RuntimeWarning, match="tried again"), pytest.raises(RanksError, match="rank 0 died"):
+        run(1, body)
