@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from shardckpt.state import foreign
 from shardckpt.state.description import Buffer, Description, describe, settle
 from shardckpt.state.holders import FlatHolder, Holder, from_first_of_all, local
 from shardckpt.state.kinds import StateKind, kind_of, note_of
-from shardckpt.state.model import units_note, world
+from shardckpt.state.layouts import other_rank, other_units
+from shardckpt.state.model import world
 
 
 class StateMismatchError(ShardckptError, RuntimeError):
@@ -184,37 +185,29 @@ class _Given:
 
     def _local_problems(self) -> list[str]:
         """Compare layouts: what lies in a rank's shard is known by them alone."""
-        group, said = world(), self.note
-        if said and (said.get("world"), said.get("rank")) != (group.size, group.rank):
-            return [
-                f"it was taken by rank {said.get('rank')} of {said.get('world')}, this is rank {group.rank} of "
-                f"{group.size}: take a FULL or SHARDED one, or merge the rank files with `shardckpt consolidate`"
-            ]
-        found = other_units(said, self._found)
+        problems = other_rank(self.note)
+        if problems:
+            return problems
+        found = other_units(self.note, self._found)
         for holder in self._found.holders:
             for name, value, held in _local_values(holder, self.values):
                 found += _misfit(name, value, tuple(held.shape), held.dtype)
         return found
 
 
-def other_units(note: Mapping[str, Any], found: Description) -> list[str]:
-    """Return how the layouts that a LOCAL state was taken with differ from those of a model.
+def refuse_other_layout(note: Mapping[str, Any], model: nn.Module) -> None:
+    """Refuse a LOCAL state that another rank took, or that was taken from other units.
 
     Args:
-        note: What the state says of itself.
-        found: The model.
+        note: What it says of itself; empty where it says nothing.
+        model: What it is for.
+
+    Raises:
+        StateMismatchError: It does not fit.
     """
-    theirs, ours = note.get("units"), units_note(found)
-    if theirs is None or theirs == ours:
-        return []
-    return [
-        f"it was taken from {len(theirs)} units that hold {_names(theirs)}, here are {len(ours)} that hold "
-        f"{_names(ours)}: take a FULL or SHARDED one, or merge the rank files with `shardckpt consolidate`"
-    ]
-
-
-def _names(units: Sequence[Mapping[str, Any]]) -> str:
-    return " | ".join("+".join(entry["name"] for entry in unit["entries"]) for unit in units)[:200]
+    problems = other_rank(note) or other_units(note, describe(model))
+    if problems:
+        raise StateMismatchError(f"the state does not fit the model: {problems[0]}", fix="Nothing was changed.")
 
 
 def _renamed(state: Mapping[str, Any], found: Description) -> dict[str, Any]:

@@ -171,10 +171,14 @@ def noted(made: OrderedDict[str, Any], kind: StateKind, found: Description) -> O
     """
     note: dict[str, Any] = {"version": VERSION, "kind": kind.name, "aliases": dict(found.aliases)}
     if kind is StateKind.LOCAL:
-        note |= {"rank": world().rank, "world": world().size, "names": list(found.names)}
-        note["units"] = units_note(found)
+        note |= {**local_note(), "names": list(found.names), "units": units_note(found)}
     made._metadata = OrderedDict({KEY: note})  # type: ignore[attr-defined]
     return made
+
+
+def local_note() -> dict[str, Any]:
+    """Return what every LOCAL state says of itself: by which version, and whose it is."""
+    return {"version": VERSION, "kind": StateKind.LOCAL.name, "rank": world().rank, "world": world().size}
 
 
 def units_note(found: Description) -> list[dict[str, Any]]:
@@ -183,10 +187,10 @@ def units_note(found: Description) -> list[dict[str, Any]]:
     Args:
         found: The model.
     """
-    return [_unit(holder) for holder in found.holders]
+    return [unit_note(holder) for holder in found.holders]
 
 
-def _unit(holder: Holder) -> dict[str, Any]:
+def unit_note(holder: Holder) -> dict[str, Any]:
     """Return the layout of what a holder has, as plain JSON values."""
     entries = [
         {"name": each.name, "aliases": list(each.aliases), "shape": list(each.shape), "dtype": str(each.dtype)[6:]}

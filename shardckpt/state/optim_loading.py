@@ -21,7 +21,8 @@ from shardckpt.state import foreign
 from shardckpt.state.description import Description, describe, settle
 from shardckpt.state.holders import Entry, FlatHolder, Holder, local
 from shardckpt.state.kinds import StateKind, kind_of, note_of
-from shardckpt.state.loading import StateMismatchError, other_units
+from shardckpt.state.layouts import other_rank, other_units
+from shardckpt.state.loading import StateMismatchError
 from shardckpt.state.model import world
 from shardckpt.state.optimizer import Held, Optimized, Optimizing, optimized
 from shardckpt.state.param_groups import wanted
@@ -216,14 +217,8 @@ class _Given:
         ]
         known = set(self.found.entries) | {h.flat_name for h in self.found.holders if isinstance(h, FlatHolder)}
         problems += [f"Unexpected key: {name}" for name in self._keys() if isinstance(name, str) and name not in known]
-        said = (self.note.get("world"), self.note.get("rank"))
-        if self.kind is StateKind.LOCAL and self.note and said != (world().size, world().rank):
-            problems.append(
-                f"it was taken by rank {said[1]} of {said[0]}: take a FULL or SHARDED one, or merge the rank files "
-                "with `shardckpt consolidate`"
-            )
-        elif self.kind is StateKind.LOCAL:
-            problems += other_units(self.note, self.found)
+        if self.kind is StateKind.LOCAL:
+            problems += other_rank(self.note) or other_units(self.note, self.found)
         rows = [row for held in of.held for row in self._rows(held, missing, problems)]
         if problems:
             raise StateMismatchError(

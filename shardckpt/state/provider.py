@@ -24,7 +24,8 @@ from shardckpt.core.wrapper import FullyShardedDataParallel
 from shardckpt.errors import ShardckptError
 from shardckpt.state import optim_loading, optimizer, recursion, rekey
 from shardckpt.state.description import describe
-from shardckpt.state.kinds import StateKind
+from shardckpt.state.kinds import StateKind, note_of
+from shardckpt.state.loading import refuse_other_layout
 from shardckpt.state.model import world
 
 
@@ -43,7 +44,13 @@ def module_state_dict(module: FullyShardedDataParallel, *args: Any, **kwargs: An
 
 
 def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Let torch's recursion find a unit's parameters, and names as the wrapped module has them. Collective."""
+    """Let torch's recursion find a unit's parameters, and names as the wrapped module has them. Collective.
+
+    Raises:
+        StateMismatchError: It is a LOCAL state of another rank, or of other units.
+    """
+    if not prefix and recursion.KINDS[module.state_dict_settings.state_dict_type] is StateKind.LOCAL:
+        refuse_other_layout(note_of(state), module)
     recursion.prepared(state, prefix, module.sharding_unit)
     _LOADING[module] = recursion.Loading(module, module.sharding_unit)
 
@@ -160,7 +167,7 @@ def optim_state_dict(
         offload_to_cpu=config.offload_to_cpu,
         rank0_only=first_only,
     )
-    return {} if first_only and world().rank != 0 else dict(found)
+    return {} if first_only and world().rank != 0 else found
 
 
 def optim_state_dict_to_load(

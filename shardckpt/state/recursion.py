@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,8 @@ from shardckpt.core.traverse import WRAPPED, clean
 from shardckpt.core.unit import Unit
 from shardckpt.state.description import mesh_of
 from shardckpt.state.holders import FlatHolder
-from shardckpt.state.kinds import StateKind
+from shardckpt.state.kinds import KEY, StateKind
+from shardckpt.state.model import local_note, unit_note
 
 KINDS = {
     StateDictType.FULL_STATE_DICT: StateKind.FULL,
@@ -107,24 +108,57 @@ def module_state_dict(
     kind, config = KINDS[settings.state_dict_type], settings.state_dict_config
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
     unit.free()
-    with _Shown(holders_of(unit), kind, first_only=first_only).shown():
+    holders = holders_of(unit)
+    with _Shown(holders, kind, first_only=first_only).shown():
         nn.Module.state_dict(module, **given)
     made: MutableMapping[str, Any] = given["destination"]
     _cleaned(made, prefix)
+    if kind is StateKind.LOCAL:
+        _note_units(made, prefix, holders)
     if first_only and dist.get_rank() != 0:
         for name in [name for name in made if name.startswith(prefix)]:
             del made[name]
         return made
-    _finished(made, prefix, module, unit, kind, settings)
+    _finished(made, prefix, module, unit, settings)
     return made
 
 
 def _cleaned(destination: MutableMapping[str, Any], prefix: str) -> None:
     """Take the segments of wrappers out of the names that begin with a prefix, keeping their order."""
-    for mapping in (destination, getattr(destination, "_metadata", {})):
+
+    def cleaned(name: str) -> str:
+        return prefix + clean(name[len(prefix) :]) if name.startswith(prefix) else name
+
+    metadata = getattr(destination, "_metadata", {})
+    for mapping in (destination, metadata):
         for name in [name for name in mapping if name.startswith(prefix)]:
             value = mapping.pop(name)
-            mapping[prefix + clean(name[len(prefix) :])] = value
+            mapping[cleaned(name)] = value
+    note = metadata.get(KEY, {})
+    if "units" in note:
+        note["units"] = [_named(unit, cleaned) for unit in note["units"]]
+
+
+def _note_units(destination: MutableMapping[str, Any], prefix: str, holders: Sequence[FlatHolder]) -> None:
+    """Write how a wrapper's parameters lie over ranks into `_metadata`; wrappers above and beside add theirs."""
+    metadata = getattr(destination, "_metadata", None)
+    if metadata is None:
+        return
+    note = metadata.setdefault(KEY, {**local_note(), "aliases": {}, "units": []})
+    for holder in holders:
+        unit = _named(unit_note(holder), lambda name: prefix + clean(name))
+        note["units"].append(unit)
+        note["aliases"] |= {alias: each["name"] for each in unit["entries"] for alias in each["aliases"]}
+
+
+def _named(unit: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """Return a unit's note under other names."""
+    entries = [
+        {**each, "name": rename(each["name"]), "aliases": [rename(alias) for alias in each["aliases"]]}
+        for each in unit["entries"]
+    ]
+    flat = unit.get("flat")
+    return {**unit, "entries": entries, "flat": flat and rename(flat)}
 
 
 def _finished(
@@ -132,13 +166,12 @@ def _finished(
     prefix: str,
     module: nn.Module,
     unit: Unit,
-    kind: StateKind,
     settings: StateDictSettings,
 ) -> None:
     """Give buffers the types they had, and move everything where it is wanted."""
     for name, owner, attribute in _buffers(module):
         dtype = unit.buffers.original(owner, attribute)
-        if dtype is not None and kind is not StateKind.LOCAL and prefix + name in destination:
+        if dtype is not None and prefix + name in destination:
             destination[prefix + name] = destination[prefix + name].to(dtype)
     if settings.state_dict_config.offload_to_cpu:
         for name, value in destination.items():

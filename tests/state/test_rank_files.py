@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardckpt
-from shardckpt.core import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from shardckpt.core import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
 
 STYLES = ("flat", "orig", "in place")
 
@@ -186,3 +186,84 @@ def test_what_tensor_parallelism_has_cut_as_well_is_refused_by_name(style: str, 
     run(4, body, timeout=120)
     with pytest.raises(shardckpt.UnsupportedError, match=r"more than one kind of sharding.* FULL or SHARDED"):
         shardckpt.consolidate(str(tmp_path / "ranks"), str(tmp_path / "whole"))
+
+
+def lying(model: nn.Module, optim) -> tuple[dict, dict]:
+    """What a script that was written for torch's wrapper takes, and saves."""
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        return model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optim)
+
+
+@pytest.mark.parametrize("parent", [False, True], ids=["wrapped whole", "in a plain module"])
+@pytest.mark.parametrize("style", ["flat", "orig"])
+def test_what_the_wrappers_own_state_dicts_save_is_put_together(style: str, parent: bool, tmp_path: Path) -> None:
+    def body(rank, world):
+        warnings.simplefilter("ignore")
+        model = wrapped(style)
+        model = nn.Sequential(model, nn.BatchNorm1d(3)) if parent else model
+        optim = trained(model, rank)
+        weights, moments = lying(model, optim)
+        (tmp_path / "ranks").mkdir(exist_ok=True)
+        torch.save(weights, tmp_path / f"ranks/model_{rank}.pt")
+        torch.save(moments, tmp_path / f"ranks/optim_{rank}.pt")
+        keep_truth(model, optim, tmp_path, rank)
+
+    run(2, body, timeout=120)
+    shardckpt.consolidate(str(tmp_path / "ranks"), str(tmp_path / "whole"), part="all")
+    weights, moments = torch.load(tmp_path / "truth.pt")
+    assert differs(load_file(tmp_path / "whole/model.safetensors"), weights) == []
+    assert differs(load_file(tmp_path / "whole/optimizer.safetensors"), of_optimizer(moments)) == []
+
+
+@pytest.mark.parametrize("style", ["flat", "orig"])
+def test_files_of_the_wrappers_own_state_dicts_load_where_they_were_saved(style: str, tmp_path: Path) -> None:
+    def body(rank, world):
+        warnings.simplefilter("ignore")
+        model = wrapped(style)
+        optim = trained(model, rank)
+        torch.save(lying(model, optim), tmp_path / f"{rank}.pt")
+        expected = shardckpt.model_state_dict(model), of_optimizer(shardckpt.optim_state_dict(model, optim))
+        found = []
+        for how in ("function", "method"):
+            weights, moments = torch.load(tmp_path / f"{rank}.pt")
+            other = wrapped(style)
+            again = trained(other, 5)
+            if how == "function":
+                shardckpt.load_model_state_dict(other, weights)
+            else:
+                with FullyShardedDataParallel.state_dict_type(other, StateDictType.LOCAL_STATE_DICT):
+                    other.load_state_dict(weights)
+            shardckpt.load_optim_state_dict(other, again, moments)
+            found += differs(shardckpt.model_state_dict(other), expected[0])
+            found += differs(of_optimizer(shardckpt.optim_state_dict(other, again)), expected[1])
+        return found
+
+    assert run(2, body) == [[], []]
+
+
+@pytest.mark.parametrize("style", ["flat", "orig"])
+def test_a_local_state_of_another_rank_or_of_other_units_is_refused(style: str, tmp_path: Path) -> None:
+    def body(rank, world):
+        warnings.simplefilter("ignore")
+        model = wrapped(style)
+        weights, _ = lying(model, trained(model, rank))
+        torch.save(weights, tmp_path / f"{rank}.pt")
+        torch.distributed.barrier()
+        alone = FullyShardedDataParallel(Net(), use_orig_params=style == "orig")
+        told = []
+        for other, state in (model, torch.load(tmp_path / f"{1 - rank}.pt")), (alone, weights):
+            before = shardckpt.model_state_dict(other)
+            kept = {name: value.clone() for name, value in before.items()}
+            with FullyShardedDataParallel.state_dict_type(other, StateDictType.LOCAL_STATE_DICT):
+                try:
+                    other.load_state_dict(state)
+                except RuntimeError as error:
+                    told.append(str(error))
+            told += differs(shardckpt.model_state_dict(other), kept)
+        return told
+
+    for rank, told in enumerate(run(2, body)):
+        assert len(told) == 2
+        assert f"taken by rank {1 - rank} of 2, this is rank {rank}" in told[0]
+        assert "taken from 2 units" in told[1]
+        assert "here are 1" in told[1]

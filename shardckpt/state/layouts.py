@@ -1,0 +1,66 @@
+"""Whether a LOCAL state is of this rank, and of units that lie as a model's do: what it says of itself is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardckpt.core.traverse import clean
+from shardckpt.state.description import Description
+from shardckpt.state.model import units_note, world
+
+
+def other_rank(note: Mapping[str, Any]) -> list[str]:
+    """Return by whom a LOCAL state was taken, where that is not this rank.
+
+    Args:
+        note: What the state says of itself; empty where it says nothing.
+    """
+    group = world()
+    if not note or (note.get("world"), note.get("rank")) == (group.size, group.rank):
+        return []
+    return [
+        f"it was taken by rank {note.get('rank')} of {note.get('world')}, this is rank {group.rank} of {group.size}: "
+        "take a FULL or SHARDED one, or merge the rank files with `shardckpt consolidate`"
+    ]
+
+
+def other_units(note: Mapping[str, Any], found: Description) -> list[str]:
+    """Return how the layouts that a LOCAL state was taken with differ from those of a model.
+
+    Args:
+        note: What the state says of itself.
+        found: The model.
+    """
+    theirs = note.get("units")
+    if theirs is None:
+        return []
+    ours = _cut(units_note(found))
+    if ours in (_cut(theirs), _cut(theirs, "module.")):
+        return []
+    return [
+        f"it was taken from {len(theirs)} units that hold {_names(theirs)}, here are {len(ours)} that hold "
+        f"{_names(ours.values())}: take a FULL or SHARDED one, or merge the rank files with `shardckpt consolidate`"
+    ]
+
+
+def _cut(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict[str, Mapping[str, Any]]:
+    """Return what lies over ranks, by its first name, under names of the unsharded model."""
+
+    def plain(name: str) -> str:
+        return clean(name).removeprefix(prefix)
+
+    made: dict[str, Mapping[str, Any]] = {}
+    for unit in units:
+        entries = [
+            {**each, "name": plain(each["name"]), "aliases": sorted(map(plain, each.get("aliases", ())))}
+            for each in unit["entries"]
+        ]
+        if unit.get("layout") is not None:
+            flat = unit.get("flat")
+            made[entries[0]["name"]] = {**unit, "entries": entries, "flat": flat and plain(flat)}
+    return made
+
+
+def _names(units: Iterable[Mapping[str, Any]]) -> str:
+    return " | ".join("+".join(entry["name"] for entry in unit["entries"]) for unit in units)[:200]
