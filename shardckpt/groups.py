@@ -18,6 +18,22 @@ _MESSAGE_BYTES = 512
 """An error is told in so many bytes, so that agreeing that there was none costs one small collective."""
 
 
+_WORD_BYTES = _MESSAGE_BYTES - 1
+
+
+class Word:
+    """What ranks tell each other besides that none failed, in the same collective.
+
+    Attributes:
+        said: What this rank says, of at most 511 bytes; set inside the block.
+        heard: What each rank said, in rank order, with zero bytes behind it; there once the block has ended.
+    """
+
+    def __init__(self) -> None:
+        self.said = b""
+        self.heard: list[bytes] = []
+
+
 class Group(ABC):
     """The ranks that take part in one piece of work."""
 
@@ -56,29 +72,34 @@ class Group(ABC):
         return self.all_gather(data)
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def together(self, what: str) -> Iterator[Word]:
         """Run a block on every rank; a failure on one is raised on all, naming the rank. One collective at its end.
 
         Args:
             what: The work, for the message.
 
+        Yields:
+            What this rank may say, and where it hears the others.
+
         Raises:
             RankError: Another rank failed; this rank's own exception is raised as it is.
         """
         failure: Exception | None = None
+        word = Word()
         try:
-            yield
+            yield word
         except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
             failure = error
-        told = self.all_gather_equal(_fixed(failure))
+        told = self.all_gather_equal(_fixed(failure, word.said))
         if failure is not None:
             raise failure
         _raise_first(what, told)
+        word.heard = [each[1:] for each in told]
 
 
-def _fixed(failure: Exception | None) -> bytes:
+def _fixed(failure: Exception | None, said: bytes) -> bytes:
     if failure is None:
-        return bytes(_MESSAGE_BYTES)
+        return b"\0" + said[:_WORD_BYTES].ljust(_WORD_BYTES, b"\0")
     text = str(failure) if isinstance(failure, ShardckptError) else f"{type(failure).__name__}: {failure}"
     return (
         (text or type(failure).__name__).encode("utf-8", "replace")[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")

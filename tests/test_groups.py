@@ -67,6 +67,15 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_names_it():
     assert isinstance(second, OSError)
 
 
+def test_ranks_that_did_not_fail_hear_what_the_others_say():
+    def work(group: Group) -> list[bytes]:
+        with group.together("writing shards") as word:
+            word.said = b"of %d" % group.rank
+        return [each.rstrip(b"\0") for each in word.heard]
+
+    assert on_ranks(2, work) == [[b"of 0", b"of 1"]] * 2
+
+
 def test_a_rank_that_is_gone_is_an_error_that_says_who_waited():
     def work(group: Group) -> object:
         return "left" if group.rank == 1 else group.all_gather(b"hello")
