@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardckpt.state.flat_keys import FlatUnit, flat_units, to_flat_parameters, to_original_parameters
 from shardckpt.state.foreign import ForeignShardingError
 from shardckpt.state.kinds import StateKind
 from shardckpt.state.loading import Keys, StateMismatchError, load_model_state_dict
@@ -14,12 +15,14 @@ from shardckpt.state.slots import OpaqueStateError
 
 __all__ = [
     "ConflictError",
+    "FlatUnit",
     "ForeignParameterError",
     "ForeignShardingError",
     "Keys",
     "OpaqueStateError",
     "StateKind",
     "StateMismatchError",
+    "flat_units",
     "flatten",
     "iter_full_state_dict",
     "load_model_state_dict",
@@ -27,6 +30,8 @@ __all__ = [
     "model_state_dict",
     "nest",
     "optim_state_dict",
+    "to_flat_parameters",
     "to_ids",
     "to_names",
+    "to_original_parameters",
 ]

@@ -58,8 +58,14 @@ def _cut(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict[str, Mapp
         ]
         if unit.get("layout") is not None:
             flat = unit.get("flat")
-            made[entries[0]["name"]] = {**unit, "entries": entries, "flat": flat and plain(flat)}
+            layout = {**unit["layout"], "params": [_unnamed(each) for each in unit["layout"]["params"]]}
+            made[entries[0]["name"]] = {**unit, "layout": layout, "entries": entries, "flat": flat and plain(flat)}
     return made
+
+
+def _unnamed(param: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter of a layout without names: entries tell them as the model has them, a layout as its unit does."""
+    return {key: value for key, value in param.items() if key not in ("name", "aliases")}
 
 
 def _names(units: Iterable[Mapping[str, Any]]) -> str:
