@@ -64,7 +64,7 @@ def _cut(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict[str, Mapp
 
 
 def _unnamed(param: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter of a layout without names: entries tell them as the model has them, a layout as its unit does."""
+    """Return a parameter of a layout without names: entries tell those of the model, a layout those of its unit."""
     return {key: value for key, value in param.items() if key not in ("name", "aliases")}
 
 
