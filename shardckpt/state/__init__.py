@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from shardckpt.state.agreement import StateMismatchError
 from shardckpt.state.flat_keys import FlatUnit, flat_units, to_flat_parameters, to_original_parameters
 from shardckpt.state.foreign import ForeignShardingError
 from shardckpt.state.kinds import StateKind
-from shardckpt.state.loading import Keys, StateMismatchError, load_model_state_dict
+from shardckpt.state.loading import Keys, load_model_state_dict
 from shardckpt.state.model import iter_full_state_dict, model_state_dict
 from shardckpt.state.optim_loading import load_optim_state_dict
 from shardckpt.state.optimizer import ForeignParameterError, optim_state_dict

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt.core.dtensor_exposure import DTensorExposure
@@ -19,7 +20,9 @@ from shardckpt.core.flat_exposure import FlatExposure
 from shardckpt.core.original_exposure import OriginalExposure
 from shardckpt.core.queries import ShardedModule, units
 from shardckpt.core.traverse import clean, is_incompatible
+from shardckpt.core.unit import Unit
 from shardckpt.state.holders import Entry, FlatHolder, Holder, RowsHolder, TensorHolder
+from shardckpt.state.ranks import Ranks
 
 EXTRA = "_extra_state"
 
@@ -60,6 +63,7 @@ class Description:
         buffers: The buffers, those that are not persistent too.
         extra: Modules with state of their own making, by the name it has.
         aliases: Names of parameters that are other names of one, with the first.
+        ranks: Who has it.
     """
 
     names: tuple[str, ...]
@@ -67,6 +71,7 @@ class Description:
     buffers: tuple[Buffer, ...]
     extra: dict[str, nn.Module]
     aliases: dict[str, str]
+    ranks: Ranks
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -120,6 +125,7 @@ class _Walk:
         self._plain: dict[int, nn.Parameter] = {}
         self._buffers: dict[str, Buffer] = {}
         self._extra: dict[str, nn.Module] = {}
+        self._groups = [group for unit in self._units for group in groups_of(unit)]
         for prefix, module in modules(model):
             self._visit(f"{prefix}." if prefix else "", module)
 
@@ -131,6 +137,8 @@ class _Walk:
                 self._attributes.setdefault(id(place.module), []).append(place.attribute)
 
     def _visit(self, prefix: str, module: nn.Module) -> None:
+        if isinstance(module, DistributedDataParallel):
+            self._groups.append(module.process_group)
         held = self._attributes.get(id(module), [])
         own = {name: None for name, p in module._parameters.items() if p is not None}
         for attribute in dict.fromkeys([*own, *held]):
@@ -143,6 +151,7 @@ class _Walk:
                     self._flats[id(parameter)] = prefix + attribute
                     continue
                 self._plain[id(parameter)] = parameter
+                self._groups += _mesh_groups(parameter)
                 key = id(parameter)
             self._named(key, prefix + attribute)
         for attribute, buffer in module._buffers.items():
@@ -166,24 +175,41 @@ class _Walk:
 
     def description(self) -> Description:
         """Return what was found."""
-        holders: list[Holder] = [self._holder(exposure) for unit in self._units for exposure in unit.exposures]
+        ranks = Ranks.of(self._groups)
+        holders: list[Holder] = [self._holder(exposure, ranks) for unit in self._units for exposure in unit.exposures]
         for key, parameter in self._plain.items():
             first, *others = self._known[key]
             entry = Entry(first, tuple(others), tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-            holders.append(TensorHolder(entry, parameter))
+            holders.append(TensorHolder(entry, parameter, ranks))
         aliases = {name: names[0] for names in self._known.values() for name in names[1:]}
-        return Description(
-            tuple(dict.fromkeys(self._names)), tuple(holders), tuple(self._buffers.values()), self._extra, aliases
-        )
+        names, buffers = tuple(dict.fromkeys(self._names)), tuple(self._buffers.values())
+        return Description(names, tuple(holders), buffers, self._extra, aliases, ranks)
 
-    def _holder(self, exposure: Exposure) -> Holder:
+    def _holder(self, exposure: Exposure, ranks: Ranks) -> Holder:
         names = [self._known[exposure, index] for index in range(len(exposure.bucket.members))]
         if isinstance(exposure, DTensorExposure):
-            return RowsHolder(exposure, names)
+            return RowsHolder(exposure, names, ranks)
         assert isinstance(exposure, (FlatExposure, OriginalExposure)), "these are all exposures there are"
         flat_name = self._flats[id(exposure.flat)] if isinstance(exposure, FlatExposure) else None
         mesh = mesh_of(exposure.bucket.group.shard, exposure.bucket.compute_device)
-        return FlatHolder(exposure, names, mesh, flat_name)
+        return FlatHolder(exposure, names, ranks, mesh, flat_name)
+
+
+def groups_of(unit: Unit) -> list[dist.ProcessGroup | None]:
+    """Return the groups of ranks that share parts of a unit, or have copies.
+
+    Args:
+        unit: The unit.
+    """
+    found: list[dist.ProcessGroup | None] = []
+    for exposure in unit.exposures:
+        found += [exposure.bucket.group.shard, exposure.bucket.group.replicate]
+        found += [group for leaf in exposure.bucket.leaves for group in _mesh_groups(leaf)]
+    return found
+
+
+def _mesh_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
+    return tensor.device_mesh.get_all_groups() if isinstance(tensor, DTensor) else []
 
 
 _MESHES: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()

@@ -27,6 +27,7 @@ from shardckpt.core.original_exposure import OriginalExposure
 from shardckpt.core.packing import ordered
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.state.exchange import Rows, first_owners, from_rows, to_rows
+from shardckpt.state.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,12 @@ class Holder(ABC):
 
     Args:
         entries: What they are, in order.
+        everyone: The ranks that the model is on.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Entry], everyone: Ranks) -> None:
         self.entries = tuple(entries)
+        self.everyone = everyone
 
     @property
     @abstractmethod
@@ -145,6 +148,12 @@ class Holder(ABC):
         """Tell whether an optimizer keeps something of each parameter on every rank, if it does on one."""
         return True
 
+    def _told(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, value: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return a tensor that the first rank has; the others give None. Collective."""
+        return from_first(self.everyone, shape, dtype, device, value)
+
     def tells(self, position: int) -> bool:
         """Tell whether this rank is the one that tells the others what its optimizer keeps of a parameter.
 
@@ -152,7 +161,7 @@ class Holder(ABC):
             position: Which of the exposed parameters.
         """
         del position
-        return _rank() == 0
+        return self.everyone.is_first
 
 
 class BucketHolder(Holder):
@@ -161,16 +170,18 @@ class BucketHolder(Holder):
     Args:
         exposure: The bucket as the user sees it.
         names: The names of each member in the model, the first before its aliases.
+        everyone: The ranks that the model is on.
     """
 
-    def __init__(self, exposure: Exposure, names: Sequence[Sequence[str]]) -> None:
+    def __init__(self, exposure: Exposure, names: Sequence[Sequence[str]], everyone: Ranks) -> None:
         bucket = exposure.bucket
         rows = zip(names, bucket.leaves, strict=True)
         super().__init__(
             [
                 Entry(first, tuple(others), tuple(leaf.shape), bucket.dtype, leaf.requires_grad)
                 for (first, *others), leaf in rows
-            ]
+            ],
+            everyone,
         )
         self._exposure = exposure
 
@@ -208,12 +219,12 @@ class BucketHolder(Holder):
         if found is None:
             return None
         values = [self._whole(index, value) for index, value in enumerate(found.values)]
-        return None if first_only and not self._has_one_first and _rank() != 0 else values
+        return None if first_only and not self._has_one_first and not self.everyone.is_first else values
 
     @property
     def _has_one_first(self) -> bool:
         """Tell whether the first of the ranks that share the bucket is the first of all: not so in parts of a mesh."""
-        return not self.is_parallel and self.bucket.group.world == dist.get_world_size()
+        return not self.is_parallel and self.bucket.group.world == self.everyone.size
 
     @property
     def ranks(self) -> dist.ProcessGroup | None:
@@ -249,7 +260,7 @@ class BucketHolder(Holder):
         own = self._empty(dtype)
         if not self._has_one_first:
             told = [
-                from_first_of_all(entry.shape, dtype, own.device, None if values is None else values[index])
+                self._told(entry.shape, dtype, own.device, None if values is None else values[index])
                 for index, entry in enumerate(self.entries)
             ]
             return self.from_full(told, dtype)
@@ -285,6 +296,7 @@ class FlatHolder(BucketHolder):
     Args:
         exposure: The bucket as the user sees it.
         names: The names of each member in the model, the first before its aliases.
+        everyone: The ranks that the model is on.
         mesh: The ranks that share the bucket, with its shards along the last dimension; None where nothing is sharded.
         flat_name: Name of the flat parameter in the model; None where the original parameters are registered.
     """
@@ -293,10 +305,11 @@ class FlatHolder(BucketHolder):
         self,
         exposure: FlatExposure | OriginalExposure,
         names: Sequence[Sequence[str]],
+        everyone: Ranks,
         mesh: DeviceMesh | None,
         flat_name: str | None,
     ) -> None:
-        super().__init__(exposure, names)
+        super().__init__(exposure, names, everyone)
         self._mesh = mesh
         self._flat_name = flat_name
 
@@ -436,10 +449,11 @@ class RowsHolder(BucketHolder):
     Args:
         exposure: The bucket as the user sees it.
         names: The names of each member in the model, the first before its aliases.
+        everyone: The ranks that the model is on.
     """
 
-    def __init__(self, exposure: DTensorExposure, names: Sequence[Sequence[str]]) -> None:
-        super().__init__(exposure, names)
+    def __init__(self, exposure: DTensorExposure, names: Sequence[Sequence[str]], everyone: Ranks) -> None:
+        super().__init__(exposure, names, everyone)
         self._placed = exposure.placed
 
     @property
@@ -475,10 +489,11 @@ class TensorHolder(Holder):
     Args:
         entry: What it is.
         tensor: The tensor.
+        everyone: The ranks that the model is on.
     """
 
-    def __init__(self, entry: Entry, tensor: torch.Tensor) -> None:
-        super().__init__([entry])
+    def __init__(self, entry: Entry, tensor: torch.Tensor, everyone: Ranks) -> None:
+        super().__init__([entry], everyone)
         self._tensor = tensor
 
     @property
@@ -516,11 +531,16 @@ class TensorHolder(Holder):
             local(self._tensor).copy_(laid)
 
     def full(self, laid: torch.Tensor, *, first_only: bool) -> list[torch.Tensor] | None:
-        """Gather; every rank that has a part of a DTensor takes part, and lets go again where it gets nothing."""
-        if not isinstance(self._tensor, DTensor):
-            return None if first_only and _rank() != 0 else [laid]
-        whole = self._like(laid).full_tensor()
-        return None if first_only and _rank() != 0 else [whole]
+        """Gather to the ranks that get something, where it is cut along one direction of its mesh; else to all."""
+        kept = self._tensor
+        if not isinstance(kept, DTensor):
+            return None if first_only and not self.everyone.is_first else [laid]
+        cuts = [at for at, placement in enumerate(kept.placements) if not placement.is_replicate()]
+        if not first_only or len(cuts) != 1 or type(kept.placements[cuts[0]]) is not Shard:
+            whole: torch.Tensor | None = self._like(laid).full_tensor()
+        else:
+            whole = _rows_at_first(kept, cuts[0], laid)
+        return None if whole is None or (first_only and not self.everyone.is_first) else [whole]
 
     def _like(self, laid: torch.Tensor) -> DTensor:
         kept = self._tensor
@@ -540,7 +560,7 @@ class TensorHolder(Holder):
 
     def from_first(self, values: Sequence[torch.Tensor] | None, dtype: torch.dtype) -> torch.Tensor:
         """Broadcast from the first rank of all, and cut."""
-        value = from_first_of_all(self.entries[0].shape, dtype, self.laid.device, None if values is None else values[0])
+        value = self._told(self.entries[0].shape, dtype, self.laid.device, None if values is None else values[0])
         return self.from_full([value], dtype)
 
     def sharded(self, laid: torch.Tensor) -> list[torch.Tensor]:
@@ -593,12 +613,13 @@ def has_rows_everywhere(rows: int, ranks: int) -> bool:
     return -(-rows // ranks) * (ranks - 1) < rows
 
 
-def from_first_of_all(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, value: torch.Tensor | None
+def from_first(
+    everyone: Ranks, shape: Sequence[int], dtype: torch.dtype, device: torch.device, value: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return a tensor that the first rank of all has. Collective.
+    """Return a tensor that the first rank has. Collective.
 
     Args:
+        everyone: The ranks.
         shape: Its shape.
         dtype: The type it is to have.
         device: Where it is to be.
@@ -607,9 +628,41 @@ def from_first_of_all(
     made = torch.empty(tuple(shape), dtype=dtype, device=device)
     if value is not None:
         made.copy_(value)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(made.view(-1).view(torch.uint8), src=0)
+    everyone.tell(made)
     return made
+
+
+def _rows_at_first(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | None:
+    """Gather what lies as a DTensor that is cut along one direction of its mesh, to the first along each. Collective.
+
+    Args:
+        kept: How it lies.
+        at: The direction.
+        part: This rank's rows.
+
+    Returns:
+        The whole on the first rank; None elsewhere. Ranks that have copies of the first ones' rows do nothing.
+    """
+    mesh, placement = kept.device_mesh, kept.placements[at]
+    assert isinstance(placement, Shard)
+    place = mesh.get_coordinate()
+    if place is None or any(where for axis, where in enumerate(place) if axis != at):
+        return None
+    ranks, dim = mesh.size(at), placement.dim
+    total = kept.shape[dim]
+    most = -(-total // ranks)
+    own = part.contiguous()
+    if part.shape[dim] != most:
+        own = part.new_zeros([most if d == dim else n for d, n in enumerate(part.shape)])
+        own.narrow(dim, 0, part.shape[dim]).copy_(part)
+    rows = [torch.empty_like(own) for _ in range(ranks)] if place[at] == 0 else None
+    seen = [row.view(-1).view(torch.uint8) for row in rows] if rows is not None else None
+    dist.gather(own.view(-1).view(torch.uint8), seen, group=mesh.get_group(at), group_dst=0)
+    if rows is None:
+        return None
+    ends = [min(total, (rank + 1) * most) for rank in range(ranks)]
+    held = [max(0, end - rank * most) for rank, end in enumerate(ends)]
+    return torch.cat([row.narrow(dim, 0, n) for row, n in zip(rows, held, strict=True)], dim)
 
 
 def _cut_of(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
@@ -626,7 +679,3 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, a plain tensor as it is."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

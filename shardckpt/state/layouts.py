@@ -7,7 +7,21 @@ from typing import Any
 
 from shardckpt.core.traverse import clean
 from shardckpt.state.description import Description
+from shardckpt.state.kinds import StateKind
 from shardckpt.state.model import units_note, world
+
+
+def other_kind(note: Mapping[str, Any], kind: StateKind) -> list[str]:
+    """Return of what kind a state is, where it is LOCAL and not to be, or the other way round.
+
+    Args:
+        note: What the state says of itself; empty where it says nothing.
+        kind: What it is to be.
+    """
+    said = note.get("kind", kind.name)
+    if said == kind.name or StateKind.LOCAL.name not in (said, kind.name):
+        return []
+    return [f"kind mismatch: it was taken as {said}, not as {kind.name}"]
 
 
 def other_rank(note: Mapping[str, Any]) -> list[str]:

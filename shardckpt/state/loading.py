@@ -15,15 +15,12 @@ from shardckpt.core.traverse import clean
 from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group
 from shardckpt.state import foreign
+from shardckpt.state.agreement import StateMismatchError, digest, handed
 from shardckpt.state.description import Buffer, Description, describe, settle
-from shardckpt.state.holders import FlatHolder, Holder, from_first_of_all, local
+from shardckpt.state.holders import FlatHolder, Holder, from_first, local
 from shardckpt.state.kinds import StateKind, kind_of, note_of
-from shardckpt.state.layouts import other_rank, other_units
-from shardckpt.state.model import world
-
-
-class StateMismatchError(ShardckptError, RuntimeError):
-    """A state does not fit the model: names, shapes, types, or the ranks it was taken on."""
+from shardckpt.state.layouts import other_kind, other_rank, other_units
+from shardckpt.state.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -62,35 +59,27 @@ def load_model_state_dict(
         foreign.refuse_other(kind_of(state_dict) if kind is None else StateKind.of(kind))
         missing, unexpected = foreign.put_state(model, state_dict, strict=strict)
         return Keys(tuple(missing), tuple(unexpected))
-    group = world()
-    from_first = _only_first(state_dict, group)
+    settle(model)
+    found = describe(model)
+    group = found.ranks.group
     keys = Keys()
-    with group.together("fit a state to the model"):
-        settle(model)
-        found = describe(model)
+    with handed(group, "fit a state to the model", given=bool(state_dict)) as agreed:
         given = _Given(state_dict, kind, found)
-        if not from_first or group.rank == 0:
-            keys = given.checked(strict, from_first=from_first)
-    if from_first:
+        if agreed.is_judge:
+            keys = given.checked(strict)
+            agreed.digest, agreed.not_alone = given.digest, given.not_alone()
+    if agreed.from_first:
         keys = _told(keys, group)
     absent = {found.aliases.get(name, name) for name in keys.missing}
     for holder in found.holders:
-        _load(holder, given, absent, from_first)
+        _load(holder, given, absent, agreed.from_first)
     for buffer in found.buffers:
-        _load_buffer(buffer, given, absent, from_first)
-    extra = _extra_of_first(given, group) if from_first and found.extra else given.values
+        _load_buffer(buffer, given, absent, found.ranks if agreed.from_first else None)
+    extra = _extra_of_first(given, group) if agreed.from_first and found.extra else given.values
     for name, module in found.extra.items():
         if name in extra:
             module.set_extra_state(extra[name])
     return keys
-
-
-def _only_first(state: Any, group: Group) -> bool:
-    """Tell whether only the first rank has a state. Collective."""
-    if group.size == 1:
-        return False
-    has = [told == b"1" for told in group.all_gather_equal(b"1" if state else b"0")]
-    return has[0] and not any(has[1:])
 
 
 def _extra_of_first(given: _Given, group: Group) -> dict[str, Any]:
@@ -101,8 +90,9 @@ def _extra_of_first(given: _Given, group: Group) -> dict[str, Any]:
 
 def _told(keys: Keys, group: Group) -> Keys:
     """Return the names that the first rank found. Collective."""
-    lines = group.broadcast("\n".join(f"-{n}" for n in keys.missing).encode() if group.rank == 0 else None).decode()
-    return Keys(tuple(line[1:] for line in lines.splitlines()), keys.unexpected)
+    told = group.broadcast(json.dumps([keys.missing, keys.unexpected]).encode() if group.rank == 0 else None)
+    missing, unexpected = json.loads(told)
+    return Keys(tuple(missing), tuple(unexpected))
 
 
 class _Given:
@@ -124,11 +114,34 @@ class _Given:
         """Return what is given under one of an entry's names; None where there is nothing."""
         return next((self.values[each] for each in (name, *aliases) if each in self.values), None)
 
-    def checked(self, strict: bool, *, from_first: bool = False) -> Keys:
-        """Return the names that differ; refuse what does not fit."""
-        problems = self._local_problems() if self.kind is StateKind.LOCAL else self._problems()
-        if from_first and self.extra:
+    @property
+    def digest(self) -> bytes:
+        """What has to be the same on all ranks; of a LOCAL state each has its own."""
+        if self.kind is StateKind.LOCAL:
+            return digest(self.kind.name)
+        known = set(self._found.names)
+        rows = [
+            (name, *((list(v.shape), str(v.dtype), isinstance(v, DTensor)) if isinstance(v, torch.Tensor) else ()))
+            for name, v in self.values.items()
+            if name in known
+        ]
+        return digest([self.kind.name, sorted(rows)])
+
+    def not_alone(self) -> ShardckptError | None:
+        """Return why this cannot be a state of the first rank alone; None where it can."""
+        if self.kind is not StateKind.FULL:
+            return StateMismatchError("of all ranks the first alone has a state", found=self.kind.name, expected="FULL")
+        try:
             self.extra_as_json()
+        except StateMismatchError as error:
+            return error
+        return None
+
+    def checked(self, strict: bool) -> Keys:
+        """Return the names that differ; refuse what does not fit."""
+        problems = other_kind(self.note, self.kind)
+        if not problems:
+            problems = self._local_problems() if self.kind is StateKind.LOCAL else self._problems()
         keys = self._keys()
         if strict:
             problems += [f"Missing key: {name}" for name in keys.missing]
@@ -282,14 +295,14 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _load_buffer(buffer: Buffer, given: _Given, absent: set[str], from_first: bool) -> None:
-    """Copy a buffer's value, in the type it is computed with. Collective where only the first rank has it."""
-    if not buffer.persistent or buffer.name in absent or (not from_first and buffer.name not in given.values):
+def _load_buffer(buffer: Buffer, given: _Given, absent: set[str], first_of: Ranks | None) -> None:
+    """Copy a buffer's value, in the type it is computed with. Collective where the first of some ranks alone has it."""
+    if not buffer.persistent or buffer.name in absent or (first_of is None and buffer.name not in given.values):
         return
     held = buffer.value
     value = given.values.get(buffer.name)
-    if from_first:
-        value = from_first_of_all(held.shape, buffer.dtype, held.device, value)
+    if first_of is not None:
+        value = from_first(first_of, held.shape, buffer.dtype, held.device, value)
     assert value is not None
     whole = _whole(value).to(held.device)
     if isinstance(held, DTensor):

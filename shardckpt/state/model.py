@@ -52,7 +52,7 @@ def iter_full_state_dict(
             yield entry.name, _snapshot(value, holder, offload_to_cpu)
         del values
     for name, value in _buffers(found, StateKind.FULL, offload_to_cpu):
-        if not rank0_only or world().rank == 0:
+        if not rank0_only or found.ranks.is_first:
             yield name, value
 
 
@@ -111,7 +111,7 @@ def model_state_dict(
         tensors: dict[str, Any] = dict(
             iter_full_state_dict(model, offload_to_cpu=offload_to_cpu, rank0_only=rank0_only)
         )
-        if rank0_only and world().rank != 0:
+        if rank0_only and not found.ranks.is_first:
             return noted(OrderedDict(), kind, found)
     else:
         tensors = _sharded(found) if kind is StateKind.SHARDED else _local(found)

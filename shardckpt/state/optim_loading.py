@@ -15,15 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.traverse import clean
-from shardckpt.errors import UsageError
-from shardckpt.groups import Group
+from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.state import foreign
+from shardckpt.state.agreement import StateMismatchError, digest, handed
 from shardckpt.state.description import Description, describe, settle
 from shardckpt.state.holders import Entry, FlatHolder, Holder, local
-from shardckpt.state.kinds import StateKind, kind_of, note_of
-from shardckpt.state.layouts import other_rank, other_units
-from shardckpt.state.loading import StateMismatchError
-from shardckpt.state.model import world
+from shardckpt.state.kinds import StateKind, kind_of, note_of, tensors
+from shardckpt.state.layouts import other_kind, other_rank, other_units
 from shardckpt.state.optimizer import Held, Optimized, Optimizing, optimized
 from shardckpt.state.param_groups import wanted
 from shardckpt.state.slots import PLAIN, Form, OpaqueStateError, Slot, StateLayout, Survey, kinds, packed, unpacked
@@ -101,38 +99,51 @@ def fit(
     """
     if missing not in ("skip", "zeros", "error"):
         raise UsageError("this is no way to treat missing states", found=missing, expected="skip, zeros or error")
-    group = world()
-    from_first = _only_first(state_dict, group)
+    settle(model)
+    found = describe(model)
+    group = found.ranks.group
     told = b""
-    with group.together("fit a state to the optimizer"):
-        settle(model)
-        found = describe(model)
+    with handed(group, "fit a state to the optimizer", given=_is_given(state_dict)) as agreed:
         of = optimized(found, optim)
         given = _Given.of(state_dict, kind, found, knows_opaque=state_layout is not None)
         rows: Survey = [{} for held in of.held for _ in held.holder.entries]
         changes: list[dict[str, Any]] = []
-        if not from_first or group.rank == 0:
+        if agreed.is_judge:
             rows = given.checked(of, missing)
             changes = wanted(of.groups, given.groups)
-            told = _packed(rows, changes) if from_first else b""
-    if from_first:
+            agreed.digest = digest([given.kind.name, missing, packed(rows).decode(), given.cut, changes])
+            agreed.not_alone, told = _alone(given, rows, changes)
+    if agreed.from_first:
         told = group.broadcast(told if group.rank == 0 else None)
         rows, changes = (rows, changes) if group.rank == 0 else _unpacked(told)
     state = {}
-    putter = _Putter(given, from_first, state_layout)
+    putter = _Putter(given, agreed.from_first, state_layout)
     at = iter(rows)
     for each in of.held:
         state.update(putter.put(each, [next(at) for _ in each.holder.entries]))
     return Fitted(state, changes)
 
 
-def _only_first(state: Any, group: Group) -> bool:
-    """Tell whether only the first rank has a state. Collective."""
-    if group.size == 1:
-        return False
-    has = isinstance(state, Mapping) and (bool(state.get("state")) or bool(state.get("param_groups")))
-    told = [each == b"1" for each in group.all_gather_equal(b"1" if has else b"0")]
-    return told[0] and not any(told[1:])
+def _is_given(state: Any) -> bool:
+    return not isinstance(state, Mapping) or bool(state.get("state")) or bool(state.get("param_groups"))
+
+
+def _alone(given: _Given, rows: Survey, changes: Sequence[Mapping[str, Any]]) -> tuple[ShardckptError | None, bytes]:
+    """Return why this cannot be the state of the first rank alone, or else what the others are told of it."""
+    if given.kind is not StateKind.FULL:
+        return StateMismatchError("the first rank alone has a state", found=given.kind.name, expected="FULL"), b""
+    objects = [name for row in rows for name, slot in row.items() if slot.form is Form.OPAQUE and not slot.dtype]
+    if objects:
+        return StateMismatchError(
+            "what the optimizer keeps cannot be told to the other ranks",
+            where=", ".join(dict.fromkeys(objects)),
+            expected="tensors, numbers and strings",
+            fix="Give the state to every rank.",
+        ), b""
+    try:
+        return None, _packed(rows, changes)
+    except UsageError as error:
+        return error, b""
 
 
 def _packed(rows: Survey, changes: Sequence[Mapping[str, Any]]) -> bytes:
@@ -193,6 +204,11 @@ class _Given:
                 )
         return frozenset(slot for slot, has_shape in shaped.items() if not has_shape)
 
+    @cached_property
+    def cut(self) -> list[bool]:
+        """Tell of each tensor whether it is a DTensor, which makes loading it collective."""
+        return [isinstance(value, DTensor) for value in tensors(self.state)] if self.kind is StateKind.SHARDED else []
+
     @classmethod
     def of(
         cls, given: Mapping[str, Any], kind: StateKind | str | None, found: Description, *, knows_opaque: bool
@@ -212,7 +228,8 @@ class _Given:
 
     def checked(self, of: Optimized, missing: Missing) -> Survey:
         """Return what is given for every entry that the optimizer holds; refuse what does not fit."""
-        problems = [
+        problems = other_kind(self.note, self.kind)
+        problems += [
             f"{name!r} is the number of a parameter, not its name" for name in self._keys() if not isinstance(name, str)
         ]
         known = set(self.found.entries) | {h.flat_name for h in self.found.holders if isinstance(h, FlatHolder)}

@@ -19,7 +19,7 @@ from shardckpt.state import foreign
 from shardckpt.state.description import Description, describe, settle
 from shardckpt.state.holders import FlatHolder, Holder, local
 from shardckpt.state.kinds import StateKind
-from shardckpt.state.model import noted, world
+from shardckpt.state.model import noted
 from shardckpt.state.param_groups import settings
 from shardckpt.state.slots import (
     Form,
@@ -169,21 +169,20 @@ def optim_state_dict(
     if foreign.is_foreign(model):
         foreign.refuse_other(kind)
         return foreign.whole_optim_state(model, optim, offload=offload_to_cpu, first_only=rank0_only)
-    group = world()
-    with group.together("find the parameters of the optimizer"):
-        settle(model)
-        found = describe(model)
+    settle(model)
+    found = describe(model)
+    with found.ranks.group.together("find the parameters of the optimizer"):
         of = optimized(found, optim)
     if kind is StateKind.LOCAL:
         kept = survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
     else:
-        kept = kept_everywhere(of, optim, group)
+        kept = kept_everywhere(of, optim, found.ranks.group)
     taker = _Taker(optim, kind, rank0_only, offload_to_cpu, state_layout)
     state: dict[str, dict[str, Any]] = {}
     rows = iter(kept)
     for each in of.held:
         taker.take(each, [next(rows) for _ in each.positions], state)
-    if rank0_only and group.rank != 0:
+    if rank0_only and not found.ranks.is_first:
         return noted(OrderedDict(state={}, param_groups=[]), kind, found)
     groups = [
         {**settings(live), "params": list(names)} for live, names in zip(optim.param_groups, of.groups, strict=True)
@@ -231,14 +230,15 @@ class _Taker:
         having: Sequence[int],
         state: dict[str, dict[str, Any]],
     ) -> None:
-        if self._first_only and world().rank != 0:
+        if self._first_only and not held.holder.everyone.is_first:
             return
         for position in having:
             own = self._own(held, position, slot)
             for name in self._names(held, position):
-                value = local(own.detach()).clone() if isinstance(own, torch.Tensor) else rows[position][slot].scalar()
-                moved = value.cpu() if self._offload and isinstance(value, torch.Tensor) else value
-                state.setdefault(name, {})[slot] = moved
+                value = rows[position][slot].scalar()  # as told: ranks without a part may have counted otherwise
+                if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) and not self._offload:
+                    value = value.to(own.device)
+                state.setdefault(name, {})[slot] = value
 
     def _names(self, held: Held, position: int) -> list[str]:
         if self._kind is StateKind.LOCAL and held.is_flat:
@@ -282,7 +282,7 @@ class _Taker:
     def _opaque(
         self, held: Held, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
     ) -> None:
-        gives = not self._first_only or world().rank == 0
+        gives = not self._first_only or held.holder.everyone.is_first
         for position in having:
             own = self._own(held, position, slot)
             for name in self._names(held, position):

@@ -26,7 +26,6 @@ from shardckpt.state import optim_loading, optimizer, recursion, rekey
 from shardckpt.state.description import describe
 from shardckpt.state.kinds import StateKind, note_of
 from shardckpt.state.loading import refuse_other_layout
-from shardckpt.state.model import world
 
 
 class SharedParameterError(ShardckptError, RuntimeError):
@@ -97,7 +96,7 @@ def full_optim_state_dict(
     del optim_input, group
     _deprecated("full_optim_state_dict")
     found = optimizer.optim_state_dict(model, optim, StateKind.FULL, offload_to_cpu=True, rank0_only=rank0_only)
-    return {} if rank0_only and world().rank != 0 else dict(found)
+    return dict(found) if found["param_groups"] else {}
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any) -> dict[str, Any]:
@@ -129,7 +128,7 @@ def scatter_full_optim_state_dict(
     """Return this rank's part of a whole state that the first rank has. Collective."""
     del group
     _deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load")
-    given = full if full is not None and world().rank == 0 else {}
+    given = full if full is not None and describe(model).ranks.is_first else {}
     return _numbered(model, optim or _Groups.of(model, optim_input), given, StateKind.FULL)
 
 
@@ -167,7 +166,7 @@ def optim_state_dict(
         offload_to_cpu=config.offload_to_cpu,
         rank0_only=first_only,
     )
-    return {} if first_only and world().rank != 0 else found
+    return found if found["param_groups"] else {}
 
 
 def optim_state_dict_to_load(

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,10 +17,11 @@ from shardckpt.core.original_exposure import OriginalExposure
 from shardckpt.core.statics import StateStatics
 from shardckpt.core.traverse import WRAPPED, clean
 from shardckpt.core.unit import Unit
-from shardckpt.state.description import mesh_of
+from shardckpt.state.description import groups_of, mesh_of
 from shardckpt.state.holders import FlatHolder
 from shardckpt.state.kinds import KEY, StateKind
 from shardckpt.state.model import local_note, unit_note
+from shardckpt.state.ranks import Ranks
 
 KINDS = {
     StateDictType.FULL_STATE_DICT: StateKind.FULL,
@@ -32,13 +32,15 @@ KINDS = {
 
 def holders_of(unit: Unit) -> list[FlatHolder]:
     """Return who holds the parameters of one wrapped module; names are those from the module on."""
-    found = []
+    found: list[FlatHolder] = []
+    ranks = Ranks.of(groups_of(unit))
     for exposure in unit.exposures:
         assert isinstance(exposure, (FlatExposure, OriginalExposure)), "the wrapper exposes nothing else"
         names = [[place.fqn for place in member.places] for member in exposure.bucket.members]
         bucket = exposure.bucket
         flat_name = exposure.home.attribute if isinstance(exposure, FlatExposure) else None
-        found.append(FlatHolder(exposure, names, mesh_of(bucket.group.shard, bucket.compute_device), flat_name))
+        mesh = mesh_of(bucket.group.shard, bucket.compute_device)
+        found.append(FlatHolder(exposure, names, ranks, mesh, flat_name))
     return found
 
 
@@ -115,7 +117,7 @@ def module_state_dict(
     _cleaned(made, prefix)
     if kind is StateKind.LOCAL:
         _note_units(made, prefix, holders)
-    if first_only and dist.get_rank() != 0:
+    if first_only and not Ranks.of(groups_of(unit)).is_first:
         for name in [name for name in made if name.startswith(prefix)]:
             del made[name]
         return made

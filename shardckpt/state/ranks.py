@@ -1,0 +1,117 @@
+"""The ranks that a model is on: all there are, or those of the stage of a pipeline, the cell of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from shardckpt.groups import Group, LocalGroup, TorchGroup
+
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks, as the axes of a grid: one group of all of them, or one group for each direction.
+
+    Attributes:
+        axes: The groups that this rank is in, the slowest direction first; empty where it is alone.
+    """
+
+    axes: tuple[dist.ProcessGroup, ...] = ()
+
+    @classmethod
+    def of(cls, groups: Iterable[dist.ProcessGroup | None]) -> Ranks:
+        """Join the groups that share the parts of a model.
+
+        Args:
+            groups: They may be the same, or parts of each other; where there is none, the model is everywhere.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        members: dict[frozenset[int], dist.ProcessGroup] = {}
+        for group in dict.fromkeys(groups):
+            if group is not None and group.size() > 1:
+                members.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
+        axes = {of: group for of, group in members.items() if not any(of < other for other in members)}
+        if not axes or prod(map(len, axes)) >= dist.get_world_size():
+            return everywhere()
+        return cls(tuple(axes[of] for of in sorted(axes, key=lambda of: sorted(of)[1] - sorted(of)[0], reverse=True)))
+
+    @property
+    def group(self) -> Group:
+        """What they agree through."""
+        if not self.axes:
+            return LocalGroup()
+        return TorchGroup(self.axes[0]) if len(self.axes) == 1 else _Grid([TorchGroup(axis) for axis in self.axes])
+
+    @property
+    def is_first(self) -> bool:
+        """Tell whether this is the first of them."""
+        return all(axis.rank() == 0 for axis in self.axes)
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return prod(axis.size() for axis in self.axes)
+
+    def tell(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by that of the first of them. Collective.
+
+        Args:
+            tensor: Contiguous.
+        """
+        for at, axis in enumerate(self.axes):
+            if axis.size() > 1 and all(later.rank() == 0 for later in self.axes[at + 1 :]):
+                dist.broadcast(tensor.view(-1).view(torch.uint8), group=axis, group_src=0)
+
+
+def everywhere() -> Ranks:
+    """Return all ranks."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return Ranks((world,) if world is not None else ())
+
+
+class _Grid(Group):
+    """Ranks of which no one group has all: what they say goes along one direction after the other.
+
+    Args:
+        axes: The groups of each direction that this rank is in, the slowest first.
+    """
+
+    def __init__(self, axes: Sequence[Group]) -> None:
+        self._axes = axes
+
+    @property
+    def rank(self) -> int:
+        """Its place, counted along the fastest direction first."""
+        found = 0
+        for axis in self._axes:
+            found = found * axis.size + axis.rank
+        return found
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return prod(axis.size for axis in self._axes)
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Gather lengths, then the bytes, padded to the longest."""
+        lengths = [int.from_bytes(each, "big") for each in self.all_gather_equal(len(data).to_bytes(_LENGTH_BYTES, "big"))]
+        rows = self.all_gather_equal(data.ljust(max(lengths), b"\0")) if any(lengths) else [b""] * self.size
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def all_gather_equal(self, data: bytes) -> list[bytes]:
+        """Gather along the fastest direction, then what is together along the next."""
+        rows = data
+        for axis in reversed(self._axes):
+            rows = b"".join(axis.all_gather_equal(rows))
+        return [rows[at * len(data) : (at + 1) * len(data)] for at in range(self.size)]
+
+    def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
+        """Gather what the source gives, which is little."""
+        return self.all_gather(data if data is not None and self.rank == source else b"")[source]
