@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+
+import xxhash
 
 from shardckpt.convert.report import NO_SHAPES, Verification
 from shardckpt.errors import CheckpointError, ChecksumError, escape
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import Checksum, Reader
+from shardckpt.manifest import Lazy, Manifest, dotted
 from shardckpt.plan.coverage import faults
 from shardckpt.storage.store import Read
 
 _BLOCK_BYTES = 1 << 22
 _MOST_FAULTS = 1000
+_SHOWN = 4
 
 
 def verify(src: str) -> Verification:
@@ -37,6 +43,8 @@ def verify(src: str) -> Verification:
     manifest = reader.manifest
     problems = [escape(f) for f in faults(manifest, manifest.tensors.values(), limit=_MOST_FAULTS)]
     problems += [escape(f"{name} is missing") for name in manifest.missing]
+    if not problems:  # a file that no tensor needs
+        problems += [escape(f"{name} is missing") for name, size in manifest.files.items() if size < 0]
     checked = 0
     if not problems:
         problems += _containers(reader)
@@ -57,31 +65,84 @@ def _containers(reader: Reader) -> list[str]:
 
 
 def _checksums(reader: Reader) -> tuple[int, list[str]]:
-    checked, problems = 0, []
+    checked = 0
+    problems: list[str] = []
+    content = _Content(reader.manifest)
+    buffer = bytearray(_BLOCK_BYTES)
     try:
         for checksum in reader.checksums():
-            value = _crc32(reader, checksum)
+            value = _ALGORITHMS[checksum.algorithm](_blocks(reader, checksum, buffer))
             if value == checksum.value:
                 checked += checksum.nbytes
-            else:
-                error = ChecksumError(
-                    f"bytes {checksum.offset} to {checksum.offset + checksum.nbytes} do not match their checksum",
-                    where=f"{reader.store.url}/{checksum.file}",
-                    found=f"{value:08x}",
-                    expected=f"{checksum.value:08x}",
-                    fix="Restore the file from another copy.",
-                )
-                problems.append(str(error))
+            elif len(problems) < _MOST_FAULTS:
+                problems.append(_mismatch(reader, checksum, value, content))
     except CheckpointError as error:
         problems.append(str(error))
     return checked, problems
 
 
-def _crc32(reader: Reader, checksum: Checksum) -> int:
-    buffer = memoryview(bytearray(min(_BLOCK_BYTES, max(checksum.nbytes, 1))))
-    value = 0
+def _mismatch(reader: Reader, checksum: Checksum, value: int, content: _Content) -> str:
+    digits = 8 if checksum.algorithm == "crc32" else 16
+    end = checksum.offset + checksum.nbytes
+    error = ChecksumError(
+        f"{checksum.label}bytes {checksum.offset} to {end} do not match their checksum"
+        f"{content.of(checksum.file, checksum.offset, end)}",
+        where=f"{reader.store.url}/{checksum.file}",
+        found=f"{value:0{digits}x}",
+        expected=f"{checksum.value:0{digits}x}",
+        fix="Restore the file from another copy.",
+    )
+    return str(error)
+
+
+class _Content:
+    """Says which tensors lie in a range of a file."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    @cached_property
+    def _ranges(self) -> Mapping[str, list[tuple[int, int, str]]]:
+        found: dict[str, list[tuple[int, int, str]]] = {}
+        for path, entry in self._manifest.tensors.items():
+            for _, file, layout in entry.pieces:
+                if not isinstance(layout, Lazy):
+                    found.setdefault(file, []).append((layout.offset, layout.offset + layout.nbytes, dotted(path)))
+        for ranges in found.values():
+            ranges.sort()
+        return found
+
+    def of(self, file: str, start: int, end: int) -> str:
+        """Return words for the tensors between two bytes; nothing where there are none."""
+        names = list(
+            dict.fromkeys(name for low, high, name in self._ranges.get(file, ()) if low < end and high > start)
+        )
+        if not names:
+            return ""
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return f": {', '.join(names[:_SHOWN])}{more}"
+
+
+def _blocks(reader: Reader, checksum: Checksum, buffer: bytearray) -> Iterator[memoryview]:
+    """Yield the bytes that a checksum covers, a part at a time in one buffer."""
     for start in range(0, checksum.nbytes, _BLOCK_BYTES):
-        block = buffer[: min(_BLOCK_BYTES, checksum.nbytes - start)]
+        block = memoryview(buffer)[: min(_BLOCK_BYTES, checksum.nbytes - start)]
         reader.store.read([Read(checksum.file, checksum.offset + start, block)])
+        yield block
+
+
+def _crc32(blocks: Iterable[memoryview]) -> int:
+    value = 0
+    for block in blocks:
         value = zlib.crc32(block, value)
     return value
+
+
+def _xxh3(blocks: Iterable[memoryview]) -> int:
+    digest = xxhash.xxh3_64()
+    for block in blocks:
+        digest.update(block)
+    return int(digest.intdigest())
+
+
+_ALGORITHMS: Mapping[str, Callable[[Iterable[memoryview]], int]] = {"crc32": _crc32, "xxh3-64": _xxh3}

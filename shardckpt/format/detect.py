@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, escape
-from shardckpt.format import accelerate, dcp, hf, lightning, torch_file, torch_folder
+from shardckpt.format import accelerate, dcp, hf, lightning, native, torch_file, torch_folder
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.storage.open_store import kind, open_store, split
 
 FORMATS: tuple[Format, ...] = (
+    native.FORMAT,
     accelerate.FORMAT,
     lightning.FORMAT,
     dcp.FORMAT,
@@ -23,7 +24,7 @@ _FOREIGN = (
     (("latest_checkpointed_iteration.txt", "mp_rank_00", "mp_rank_00_000"), "a Megatron folder; point at one iter_*"),
     (("latest", "zero_to_fp32.py"), "a DeepSpeed folder, which a later release reads"),
     (("checkpoint-1", "trainer_state.json"), "a folder of a transformers Trainer without model files"),
-    (("COMMIT",), "a shardckpt step, which a later release reads"),
+    (("COMMIT",), "a shardckpt step without its manifest and its files"),
 )
 _SHOWN = 8
 

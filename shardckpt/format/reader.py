@@ -79,8 +79,9 @@ class Checksum(NamedTuple):
         file: Name relative to the store.
         offset: First byte it covers.
         nbytes: Bytes it covers.
-        algorithm: `crc32`.
+        algorithm: `crc32` or `xxh3-64`.
         value: As stored.
+        label: How its format calls this range, for messages: `block 3, `; empty where it has no name.
     """
 
     file: str
@@ -88,6 +89,7 @@ class Checksum(NamedTuple):
     nbytes: int
     algorithm: str
     value: int
+    label: str = ""
 
 
 class Reader:

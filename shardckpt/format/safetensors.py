@@ -217,10 +217,10 @@ def file_order(tensors: Iterable[Placed]) -> list[Placed]:
     return sorted(tensors, key=lambda t: (_RANK.get(t.dtype, len(_RANK)), t.name))
 
 
-def encode_header(tensors: Sequence[Placed], metadata: Mapping[str, str]) -> bytes:
+def encode_header(tensors: Sequence[Placed], metadata: Mapping[str, str], *, align: int = 8) -> bytes:
     """Return the length and the header of a file whose data holds `tensors` in the order given.
 
-    The JSON is padded with spaces so that the data begins at a multiple of 8 bytes.
+    The JSON is padded with spaces so that the data begins at a multiple of `align` bytes.
 
     Raises:
         UnsupportedError: A type that safetensors cannot name, a name that is no text or that it keeps for itself.
@@ -246,5 +246,5 @@ def encode_header(tensors: Sequence[Placed], metadata: Mapping[str, str]) -> byt
         raise UnsupportedError(
             "a name with half a surrogate pair cannot be written", found=error.object[error.start : error.end]
         ) from error
-    body += b" " * (-(8 + len(body)) % 8)
+    body += b" " * (-(8 + len(body)) % align)
     return struct.pack("<Q", len(body)) + body

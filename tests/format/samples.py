@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from dcp_writers import save, save_chunked
+from native_writer import write_step
 from safetensors.torch import save_file
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
+from shardckpt.boxes import Box, whole
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 
 Builder = Callable[[Path], Path]
@@ -168,9 +170,19 @@ def _torch_file(**options: Any) -> Builder:
     return build
 
 
+def _native(folder: Path) -> Path:
+    boxes = {("model", "a.w"): [(0, Box((0, 0), (6, 1))), (1, Box((0, 1), (6, 3)))], ("model", "b"): [(1, whole((5,)))]}
+    return write_step(folder, _state(), boxes)
+
+
+def _native_alone(folder: Path) -> Path:
+    return write_step(folder, _state(), alone=("model",))
+
+
 SAMPLES: Mapping[str, Mapping[str, Builder]] = {
     "accelerate": {"sharded": _accelerate_sharded, "full": _accelerate_full},
     "fabric": {"sharded": _fabric},
+    "native": {"ranks": _native, "alone": _native_alone},
     "dcp": {
         "torch": _dcp(),
         "chunks": _dcp_chunks,

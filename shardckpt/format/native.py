@@ -1,0 +1,267 @@
+"""Our own format: a folder of safetensors files, a manifest, and `COMMIT`, without which the step does not exist."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+from shardckpt.errors import ChecksumError, FormatError, IncompleteError, ShardckptError, TruncatedError, UnsafeError
+from shardckpt.format import tagged
+from shardckpt.format.native_manifest import (
+    COMMIT,
+    MANIFEST_SUFFIX,
+    MAX_COMMIT_BYTES,
+    ArrayRecord,
+    Commit,
+    Contents,
+    decode_commit,
+    decode_manifest,
+)
+from shardckpt.format.native_payload import BLOCK_BYTES, KEY
+from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
+from shardckpt.format.tagged import ArrayRef
+from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, dotted
+from shardckpt.storage.store import Store, read_bytes
+
+ALGORITHM = "xxh3-64"
+
+_PAYLOAD = re.compile(r"[0-9a-z]+-\d{5,}-\d{2,}\.safetensors")
+_HEAD_BYTES = 64
+_RESTORE = "Restore the step from another copy, or load the step before it."
+
+
+def recognise(source: Source) -> Evidence:
+    """Recognise a step by its `COMMIT`, and what is left of one without."""
+    if source.file is not None:
+        return Evidence.NONE
+    files = source.files
+    payload = next((name for name in files if _PAYLOAD.fullmatch(name)), None)
+    manifests = any(name.endswith(MANIFEST_SUFFIX) for name in files)
+    if COMMIT in source.listing and (payload or manifests or _starts(source, COMMIT, b'{"format":"shardckpt"')):
+        return Evidence.STRUCTURE
+    if payload is not None and _starts(source, payload, f'"{KEY}"'.encode()):
+        return Evidence.STRUCTURE
+    return Evidence.NONE
+
+
+def _starts(source: Source, name: str, mark: bytes) -> bool:
+    with suppress(ShardckptError, OSError):
+        return mark in source.head(name, _HEAD_BYTES)
+    return False
+
+
+def open_source(source: Source) -> NativeReader:
+    """Open a recognised step.
+
+    Raises:
+        IncompleteError: It was never committed, or its manifest is gone.
+        ChecksumError: `COMMIT` or the manifest is damaged.
+        UnsupportedError: It is of a newer version, or needs a feature that this release does not know.
+        CheckpointError: It does not follow the format.
+        StorageError: The store failed.
+    """
+    store = source.store
+    sizes = {name: entry.size for name, entry in source.listing.items() if not entry.is_folder}
+    commit = read_commit(store, sizes)
+    return NativeReader(store, commit, read_contents(store, sizes, commit), sizes)
+
+
+def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
+    """Read and check the mark that makes a step exist.
+
+    Args:
+        store: Rooted at the step.
+        sizes: Of the files in the folder.
+
+    Raises:
+        IncompleteError: There is none.
+        CheckpointError: It is damaged, or of a newer format.
+        StorageError: The store failed.
+    """
+    if COMMIT not in sizes:
+        raise IncompleteError(
+            "this step was never committed",
+            where=store.url,
+            found=f"{len(sizes)} files",
+            expected=f"a file {COMMIT}",
+            fix="The save was interrupted: load the step before it, or try `shardckpt repair`.",
+        )
+    where = f"{store.url}/{COMMIT}"
+    if sizes[COMMIT] > MAX_COMMIT_BYTES:
+        raise UnsafeError("the commit mark is too large", where=where, found=sizes[COMMIT], expected=MAX_COMMIT_BYTES)
+    return decode_commit(read_bytes(store, COMMIT, 0, sizes[COMMIT]), where=where)
+
+
+def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Contents:
+    """Read the manifest that a commit mark names, and check it against that mark.
+
+    Raises:
+        IncompleteError: It is not there.
+        CheckpointError: It is not the one that was committed, or does not follow the format.
+        StorageError: The store failed.
+    """
+    where = f"{store.url}/{commit.manifest}"
+    if commit.manifest not in sizes:
+        raise IncompleteError("the step's manifest is not there", where=where, fix=_RESTORE)
+    if sizes[commit.manifest] != commit.manifest_bytes:
+        raise TruncatedError(
+            "the manifest has another size than was committed",
+            where=where,
+            found=f"{sizes[commit.manifest]} bytes",
+            expected=commit.manifest_bytes,
+            fix=_RESTORE,
+        )
+    data = read_bytes(store, commit.manifest, 0, commit.manifest_bytes)
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != commit.manifest_sha256:
+        raise ChecksumError(
+            "the manifest is not the one that was committed",
+            where=where,
+            found=digest,
+            expected=commit.manifest_sha256,
+            fix=_RESTORE,
+        )
+    contents = decode_manifest(data, where=where)
+    listed = {file.name: file.nbytes for file in contents.files}
+    if contents.save != commit.save or listed != dict(commit.files):
+        raise FormatError("the manifest and the commit mark disagree", where=where, found=contents.save)
+    return contents
+
+
+class NativeReader(Reader):
+    """An open step of our own format.
+
+    Args:
+        store: Rooted at the step.
+        commit: As read.
+        contents: As read.
+        sizes: Of the files in the folder.
+
+    Attributes:
+        commit: The mark that makes the step exist.
+        contents: Its manifest as stored: files with their hashes, arrays as rows, the nest as tagged JSON.
+    """
+
+    def __init__(self, store: Store, commit: Commit, contents: Contents, sizes: Mapping[str, int]) -> None:
+        self.commit = commit
+        self.contents = contents
+        super().__init__(store, _manifest(store, contents, sizes))
+
+    def nest(self, revive: tagged.Revive) -> object:
+        """Return what was saved, in the containers it was in.
+
+        Args:
+            revive: Turns array references and torch's values into what the caller wants.
+
+        Raises:
+            CheckpointError: The nest does not follow the format.
+        """
+        return tagged.decode(self.contents.nest, revive, where=self.store.url)
+
+    def block_hashes(self) -> dict[str, tuple[int, ...]]:
+        """Return the xxh3-64 of each block of each file that was saved with checksums."""
+        return {file.name: file.hashes for file in self.contents.files if file.hashes is not None}
+
+    def checksums(self) -> Iterator[Checksum]:
+        """Yield the hash of every block of every file."""
+        for file in self.contents.files:
+            for number, value in enumerate(file.hashes or ()):
+                start = number * BLOCK_BYTES
+                yield Checksum(
+                    file.name, start, min(BLOCK_BYTES, file.nbytes - start), ALGORITHM, value, f"block {number}, "
+                )
+
+
+class _Entries(Mapping[Path, TensorEntry]):
+    """Arrays by path; a million pieces are made when somebody asks for them, not before."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._files = contents.files
+        self._records: dict[Path, ArrayRecord] = {record.path: record for record in contents.arrays}
+        self._records |= {path: contents.arrays[index] for path, index in contents.ties.items()}
+        self._built: dict[Path, TensorEntry] = {}
+
+    def __getitem__(self, path: Path) -> TensorEntry:
+        entry = self._built.get(path)
+        if entry is None:
+            record = self._records[path]
+            entry = TensorEntry(path, record.shape, record.dtype, record.pieces(self._files))
+            self._built[path] = entry
+        return entry
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._records
+
+
+def _manifest(store: Store, contents: Contents, sizes: Mapping[str, int]) -> Manifest:
+    files = {file.name: sizes.get(file.name, -1) for file in contents.files}
+    longer = [file.name for file in contents.files if files[file.name] > file.nbytes]
+    unhashed = sum(file.hashes is None for file in contents.files)
+    notes = [f"{name} is longer than when it was committed" for name in longer]
+    if unhashed:
+        notes.append(f"{unhashed} files were saved without checksums: a changed byte in them is seen by nobody")
+    return Manifest(
+        format="native",
+        files=files,
+        tensors=_Entries(contents),
+        objects=_objects(contents, store.url),
+        aliases={path: contents.arrays[index].path for path, index in contents.ties.items()},
+        warnings=tuple(notes),
+    )
+
+
+def _objects(contents: Contents, where: str) -> dict[Path, ObjectEntry]:
+    """Return every value that is no array; a list without arrays is one value."""
+    nest = tagged.decode(contents.nest, where=where)
+    walk = _Walk(contents, where)
+    found: list[ObjectEntry] = []
+    walk.add(nest, (), found)
+    return {entry.path: entry for entry in found}
+
+
+class _Walk:
+    def __init__(self, contents: Contents, where: str) -> None:
+        self._paths = [record.path for record in contents.arrays]
+        self._ties = contents.ties
+        self._where = where
+
+    def add(self, value: object, path: Path, found: list[ObjectEntry]) -> bool:
+        """Collect what lies at and below `path`; tell whether an array does."""
+        if isinstance(value, ArrayRef):
+            self._check(value, path)
+            return True
+        if isinstance(value, dict) and value:
+            inner = [self.add(v, (*path, tagged.path_key(key)), found) for key, v in value.items()]
+            return any(inner)
+        if isinstance(value, (list, tuple)) and not isinstance(value, tagged.Named):
+            below: list[ObjectEntry] = []
+            inner = [self.add(v, (*path, i), below) for i, v in enumerate(value)]
+            if any(inner):
+                found += below
+                return True
+        if path or value is not None:
+            found.append(ObjectEntry(path, value))
+        return False
+
+    def _check(self, ref: ArrayRef, path: Path) -> None:
+        if ref.number >= len(self._paths) or (
+            self._paths[ref.number] != path and self._ties.get(path, -1) != ref.number
+        ):
+            raise FormatError("the nest refers to an array that is another", where=self._where, found=dotted(path))
+
+
+FORMAT = Format(
+    name="native",
+    title="a shardckpt step",
+    looks_for=f"a step of shardckpt ({COMMIT})",
+    recognise=recognise,
+    open=open_source,
+)

@@ -1,0 +1,549 @@
+"""A native step's manifest and its COMMIT: canonical JSON, checked field by field before anything is believed.
+
+Rows of pieces are flat lists of integers, `[file, offset, *box offset, *box size]` after one another, since a manifest
+may hold a million of them. What a rank tells the one that commits is the same rows without the nest: a part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import reprlib
+import struct
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from shardckpt.boxes import Box, Shape
+from shardckpt.dtypes import is_known, nbytes
+from shardckpt.errors import ChecksumError, FormatError, TruncatedError, UnsafeError, UnsupportedError
+from shardckpt.format.native_payload import BLOCK_BYTES, VERSION, BlockHasher, Payload, canonical
+from shardckpt.format.safetensors import MAX_DIMS, parse_json
+from shardckpt.manifest import Path, Piece, Span, dotted
+
+COMMIT = "COMMIT"
+MANIFEST_SUFFIX = ".manifest.json"
+FEATURES: frozenset[str] = frozenset()
+"""Names of what a reader must understand beyond version 1.0, and this one does."""
+
+MAX_COMMIT_BYTES = 1 << 26
+MAX_MANIFEST_BYTES = 1 << 29
+_MAX_BYTES = 1 << 62
+_MAX_INT = (1 << 63) - 1
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_SAVE = re.compile(r"[0-9a-z]{1,64}")
+_NEWER = "Read it with a newer release of shardckpt."
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One payload file as it was written.
+
+    Attributes:
+        payload: Its layout.
+        hashes: Of its blocks; None where none were made.
+    """
+
+    payload: Payload
+    hashes: tuple[int, ...] | None = None
+
+
+class FileRecord(NamedTuple):
+    """One file of a step.
+
+    Attributes:
+        name: In the step's folder.
+        nbytes: Its size.
+        hashes: xxh3-64 of each of its blocks; None where none were made.
+    """
+
+    name: str
+    nbytes: int
+    hashes: tuple[int, ...] | None
+
+
+class ArrayRecord(NamedTuple):
+    """One array of a step.
+
+    Attributes:
+        path: Where it sits in the saved nest.
+        dtype: Torch's name of its type.
+        shape: In elements.
+        rows: For each piece: file index, byte offset, box offset, box size.
+    """
+
+    path: Path
+    dtype: str
+    shape: Shape
+    rows: array[int]
+
+    @property
+    def width(self) -> int:
+        """Integers of one row."""
+        return 2 + 2 * len(self.shape)
+
+    def pieces(self, files: Sequence[FileRecord]) -> tuple[Piece, ...]:
+        """Return the pieces, with the bytes their boxes take."""
+        rows, n, dtype = self.rows, len(self.shape), self.dtype
+        found = []
+        for at in range(0, len(rows), self.width):
+            box = Box(tuple(rows[at + 2 : at + 2 + n]), tuple(rows[at + 2 + n : at + 2 + 2 * n]))
+            span = Span(rows[at + 1], nbytes(dtype, box.volume))
+            found.append(Piece(box, files[rows[at]].name, span))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one writer wrote.
+
+    Attributes:
+        files: Its files.
+        arrays: Its rows; file indexes count in `files`.
+    """
+
+    files: tuple[FileRecord, ...]
+    arrays: tuple[ArrayRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a manifest says.
+
+    Attributes:
+        save: The save's id.
+        files: Every file of the step but the manifest and `COMMIT`.
+        arrays: In the order of the saved nest.
+        nest: What was saved, as tagged JSON; arrays as indexes.
+        ties: Further path of an array to its index.
+        topology: Free JSON: how the ranks stood.
+        about: Free text: who wrote it.
+    """
+
+    save: str
+    files: tuple[FileRecord, ...]
+    arrays: tuple[ArrayRecord, ...]
+    nest: object = None
+    ties: Mapping[Path, int] = field(default_factory=dict)
+    topology: Mapping[str, object] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    def carried(self) -> dict[str, object]:
+        """Return what no payload header says by itself, for `lay_out(carry=...)`."""
+        return {
+            "arrays": [list(a.path) for a in self.arrays],
+            "nest": self.nest,
+            "ties": [[list(path), index] for path, index in self.ties.items()],
+            "topology": dict(self.topology),
+            "about": dict(self.about),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What makes a step exist.
+
+    Attributes:
+        save: The save's id.
+        manifest: Name of the manifest.
+        manifest_bytes: Its size.
+        manifest_sha256: Its digest, in hexadecimal.
+        files: Name to size of every other file of the step.
+        version: Of the format.
+        features: What a reader must understand.
+    """
+
+    save: str
+    manifest: str
+    manifest_bytes: int
+    manifest_sha256: str
+    files: Mapping[str, int]
+    version: tuple[int, int] = VERSION
+    features: tuple[str, ...] = ()
+
+
+# What ranks tell the one that commits
+
+
+def part_of(written: Sequence[Written]) -> Part:
+    """Return what a writer wrote, as records."""
+    files = tuple(FileRecord(w.payload.name, w.payload.nbytes, w.hashes) for w in written)
+    found: dict[Path, ArrayRecord] = {}
+    for number, each in enumerate(written):
+        for chunk, offset in zip(each.payload.chunks, each.payload.offsets, strict=True):
+            record = found.get(chunk.path)
+            if record is None:
+                record = found[chunk.path] = ArrayRecord(chunk.path, chunk.dtype, chunk.shape, array("q"))
+            record.rows.extend((number, offset, *chunk.box.offset, *chunk.box.size))
+    return Part(files, tuple(found.values()))
+
+
+def encode_part(written: Sequence[Written]) -> bytes:
+    """Return what a writer wrote, as bytes for the one that commits."""
+    part = part_of(written)
+    return canonical({"files": _files_json(part.files), "arrays": _arrays_json(part.arrays)})
+
+
+def decode_part(data: bytes, *, where: object = "") -> Part:
+    """Return what another rank wrote.
+
+    Raises:
+        FormatError: The bytes are none of `encode_part`'s.
+    """
+    raw = _object(parse_json(data, where=str(where)), ("files", "arrays"), where)
+    files = _read_files(raw["files"], where)
+    return Part(files, _read_arrays(raw["arrays"], len(files), where))
+
+
+def join(parts: Sequence[Part], order: Sequence[Path]) -> tuple[tuple[FileRecord, ...], tuple[ArrayRecord, ...]]:
+    """Return the files and arrays of all writers together.
+
+    Args:
+        parts: One for each writer.
+        order: Paths of the arrays as the nest refers to them, by index.
+
+    Raises:
+        FormatError: Writers disagree on an array, or wrote others than those of `order`.
+    """
+    files: list[FileRecord] = []
+    found: dict[Path, ArrayRecord] = {}
+    for part in parts:
+        first = len(files)
+        files += part.files
+        for record in part.arrays:
+            known = found.get(record.path)
+            if known is None:
+                known = found[record.path] = record._replace(rows=array("q"))
+            if (known.dtype, known.shape) != (record.dtype, record.shape):
+                raise FormatError(
+                    "ranks disagree on an array",
+                    where=dotted(record.path),
+                    found=f"{record.dtype} {list(record.shape)}",
+                    expected=f"{known.dtype} {list(known.shape)}",
+                )
+            rows = array("q", record.rows)
+            for at in range(0, len(rows), record.width):
+                rows[at] += first
+            known.rows.extend(rows)
+    if set(found) != set(order) or len(set(order)) != len(order):
+        wrong = next(iter(set(found) ^ set(order)), order[0] if order else ())
+        raise FormatError("what was written is not what was planned", where=dotted(wrong))
+    return tuple(files), tuple(found[path] for path in order)
+
+
+def record_of(name: str, content: bytes, *, checksums: bool = True) -> FileRecord:
+    """Return the record of a small file that holds no array, as `model.safetensors.index.json`.
+
+    Such records stand behind those of `join`, since rows count files.
+    """
+    hasher = BlockHasher()
+    hasher.update(content)
+    return FileRecord(name, len(content), hasher.digests() if checksums else None)
+
+
+# The manifest
+
+
+def encode_manifest(contents: Contents) -> bytes:
+    """Return the manifest's bytes."""
+    return canonical(
+        {
+            "format": "shardckpt manifest",
+            "version": list(VERSION),
+            "save": contents.save,
+            "about": dict(contents.about),
+            "topology": dict(contents.topology),
+            "files": _files_json(contents.files),
+            "arrays": _arrays_json(contents.arrays),
+            "ties": [[list(path), index] for path, index in contents.ties.items()],
+            "nest": contents.nest,
+        }
+    )
+
+
+def decode_manifest(data: bytes | bytearray, *, where: object = "") -> Contents:
+    """Return what a manifest says, every field checked.
+
+    Raises:
+        FormatError: It does not follow the format.
+        UnsupportedError: A version or a type that this release does not know.
+    """
+    fields = ("format", "version", "save", "about", "topology", "files", "arrays", "ties", "nest")
+    raw = _object(parse_json(data, where=str(where)), fields, where)
+    if raw["format"] != "shardckpt manifest":
+        raise _bad("this is no manifest", raw["format"], "shardckpt manifest", where)
+    _version(raw["version"], where)
+    files = _read_files(raw["files"], where)
+    arrays = _read_arrays(raw["arrays"], len(files), where)
+    about = raw["about"]
+    if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
+        raise _bad("`about` maps no names to text", about, "", where)
+    if not isinstance(raw["topology"], dict):
+        raise _bad("`topology` is no object", raw["topology"], "", where)
+    return Contents(
+        save=_save(raw["save"], where),
+        files=files,
+        arrays=arrays,
+        nest=raw["nest"],
+        ties=read_ties(raw["ties"], [a.path for a in arrays], where),
+        topology=raw["topology"],
+        about=about,
+    )
+
+
+def read_ties(value: object, paths: Sequence[Path], where: object) -> dict[Path, int]:
+    """Check and return the further paths of arrays.
+
+    Args:
+        value: As parsed.
+        paths: Of the arrays.
+        where: The file, for messages.
+
+    Raises:
+        FormatError: An entry is none.
+    """
+    taken = set(paths)
+    ties: dict[Path, int] = {}
+    for entry in _list(value, "ties", where):
+        raw, index = _fixed(entry, 2, "ties", where)
+        path = read_path(raw, where)
+        if path in taken:
+            raise _bad("a tied name stands twice", dotted(path), "", where)
+        taken.add(path)
+        ties[path] = _integer(index, "ties", where, below=len(paths))
+    return ties
+
+
+def _files_json(files: Iterable[FileRecord]) -> list[object]:
+    return [[f.name, f.nbytes, None if f.hashes is None else _hex(f.hashes)] for f in files]
+
+
+def _hex(hashes: Sequence[int]) -> str:
+    return struct.pack(f">{len(hashes)}Q", *hashes).hex()
+
+
+def _arrays_json(arrays: Iterable[ArrayRecord]) -> list[object]:
+    return [[list(a.path), a.dtype, list(a.shape), a.rows.tolist()] for a in arrays]
+
+
+def _read_files(value: object, where: object) -> tuple[FileRecord, ...]:
+    files = tuple(_read_file(entry, where) for entry in _list(value, "files", where))
+    if len({f.name for f in files}) != len(files):
+        raise FormatError("a file is listed twice", where=where)
+    return files
+
+
+def _read_file(entry: object, where: object) -> FileRecord:
+    name, size, digests = _fixed(entry, 3, "files", where)
+    size = _integer(size, "files", where, below=_MAX_BYTES)
+    if digests is None:
+        return FileRecord(plain_name(name, where), size, None)
+    blocks = -(-size // BLOCK_BYTES)
+    if not isinstance(digests, str) or len(digests) != 16 * blocks:
+        raise _bad(f"the hashes of {str(name)[:200]!r} do not fit its size", "", f"{blocks} of 16 digits", where)
+    try:
+        hashes = struct.unpack(f">{blocks}Q", bytes.fromhex(digests))
+    except (ValueError, struct.error) as error:
+        raise _bad("a hash is no hexadecimal number", digests[:40], "", where) from error
+    return FileRecord(plain_name(name, where), size, hashes)
+
+
+def _read_arrays(value: object, files: int, where: object) -> tuple[ArrayRecord, ...]:
+    arrays = tuple(_read_array(entry, files, where) for entry in _list(value, "arrays", where))
+    if len({a.path for a in arrays}) != len(arrays):
+        raise FormatError("an array is listed twice", where=where)
+    return arrays
+
+
+def _read_array(entry: object, files: int, where: object) -> ArrayRecord:
+    raw_path, dtype, raw_shape, raw_rows = _fixed(entry, 4, "arrays", where)
+    path = read_path(raw_path, where)
+    shape, rows = _integers(raw_shape, where), _integers(raw_rows, where)
+    if not isinstance(dtype, str) or not is_known(dtype):
+        raise UnsupportedError(f"array {dotted(path)!r} has an unknown type", where=where, found=dtype, fix=_NEWER)
+    if len(shape) > MAX_DIMS:
+        raise UnsupportedError(
+            f"array {dotted(path)!r} has more dimensions than any library holds",
+            where=where,
+            found=len(shape),
+            expected=f"at most {MAX_DIMS}",
+        )
+    record = ArrayRecord(path, dtype, tuple(shape), rows)
+    if len(rows) % record.width or (rows and max(rows[:: record.width]) >= files):
+        raise FormatError(f"the pieces of {dotted(path)!r} are no rows", where=where)
+    return record
+
+
+def _integers(value: object, where: object) -> array[int]:
+    """Return a list of numbers from 0 to 2^62."""
+    try:
+        found: array[int] = array("q", _list(value, "numbers", where))
+    except (TypeError, OverflowError, ValueError) as error:
+        raise _bad("no list of integers", value, "", where) from error
+    if found and (min(found) < 0 or max(found) >= _MAX_BYTES):
+        raise _bad("a number out of range", min(found) if min(found) < 0 else max(found), "0 to 2^62", where)
+    return found
+
+
+# COMMIT
+
+
+def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord]) -> bytes:
+    """Return the bytes of `COMMIT`: a line of JSON, and a line with that line's SHA-256.
+
+    Args:
+        save: The save's id.
+        manifest: The bytes of the manifest, whose name is `manifest_name(save)`.
+        files: Every other file of the step.
+    """
+    content = {
+        "format": "shardckpt",
+        "version": list(VERSION),
+        "features": [],
+        "save": save,
+        "manifest": [manifest_name(save), len(manifest), hashlib.sha256(manifest).hexdigest()],
+        "files": [[f.name, f.nbytes] for f in files],
+    }
+    line = canonical(content) + b"\n"
+    return line + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
+
+
+def manifest_name(save: str) -> str:
+    """Return the name of a save's manifest."""
+    return save + MANIFEST_SUFFIX
+
+
+def decode_commit(data: bytes, *, where: object = "") -> Commit:
+    """Return what `COMMIT` says, every field checked.
+
+    Raises:
+        ChecksumError: It does not match its own digest.
+        TruncatedError: Its end is missing.
+        FormatError: It does not follow the format.
+        UnsupportedError: A newer version, or a feature that this release does not know, by name.
+    """
+    end = data.find(b"\n") + 1
+    digest = data[end:]
+    if not end or len(digest) < 65:
+        raise TruncatedError("the commit mark is cut short", where=where, found=f"{len(data)} bytes")
+    expected = hashlib.sha256(data[:end]).hexdigest()
+    if digest != expected.encode("ascii") + b"\n":
+        raise ChecksumError(
+            "the commit mark does not match its own digest",
+            where=where,
+            found=expected,
+            expected=digest[:80].decode("ascii", "replace").strip(),
+            fix="Restore the step from another copy, or rebuild its marks with `shardckpt repair`.",
+        )
+    raw = parse_json(data[: end - 1], where=str(where))
+    if not isinstance(raw, dict) or raw.get("format") != "shardckpt":
+        raise FormatError("this is no commit mark of shardckpt", where=where)
+    version = _version(raw.get("version"), where)
+    raw = _object(raw, ("features", "save", "manifest", "files"), where)
+    features = _features(raw["features"], where)
+    name, size, sha256 = _fixed(raw["manifest"], 3, "manifest", where)
+    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise _bad("the manifest's digest is none", sha256, "64 hexadecimal digits", where)
+    sizes: dict[str, int] = {}
+    for entry in _list(raw["files"], "files", where):
+        file, nbytes_ = _fixed(entry, 2, "files", where)
+        if plain_name(file, where) in sizes:
+            raise _bad("a file is listed twice", file, "", where)
+        sizes[file] = _integer(nbytes_, "files", where, below=_MAX_BYTES)
+    manifest_bytes = _integer(size, "manifest", where, below=_MAX_BYTES)
+    if manifest_bytes > MAX_MANIFEST_BYTES:
+        raise UnsafeError("the manifest is too large", where=where, found=size, expected=MAX_MANIFEST_BYTES)
+    save = _save(raw["save"], where)
+    return Commit(save, plain_name(name, where), manifest_bytes, sha256, sizes, version, features)
+
+
+def _version(value: object, where: object) -> tuple[int, int]:
+    major, minor = (_integer(n, "version", where, below=_MAX_INT) for n in _fixed(value, 2, "version", where))
+    if major != VERSION[0]:
+        raise UnsupportedError(
+            f"this step has version {major}.{minor} of the format",
+            where=where,
+            found=f"{major}.{minor}",
+            expected=f"{VERSION[0]}.x",
+            fix=_NEWER,
+        )
+    return major, minor
+
+
+def _features(value: object, where: object) -> tuple[str, ...]:
+    features = _list(value, "features", where)
+    for name in features:
+        if not isinstance(name, str):
+            raise _bad("a feature has no name", name, "", where)
+        if name not in FEATURES:
+            raise UnsupportedError(
+                f"this step needs the feature {name!r}, which this release does not know", where=where, fix=_NEWER
+            )
+    return tuple(features)
+
+
+# Fields
+
+
+def read_path(value: object, where: object) -> Path:
+    """Return a path as JSON holds it: texts and integers.
+
+    Raises:
+        FormatError: It is none.
+    """
+    if not isinstance(value, list) or not all(type(key) in (str, int) for key in value):
+        raise _bad("a path is no list of texts and integers", value, "", where)
+    return tuple(value)
+
+
+def plain_name(value: object, where: object) -> str:
+    """Return the name of a file directly in the step's folder.
+
+    Raises:
+        UnsafeError: It could mean another place.
+    """
+    if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
+        raise UnsafeError("this is no name of a file in the step's folder", where=where, found=_shown(value))
+    return value
+
+
+def _save(value: object, where: object) -> str:
+    if not isinstance(value, str) or not _SAVE.fullmatch(value):
+        raise _bad("the save's id is none", value, "digits and small letters", where)
+    return value
+
+
+def _object(value: object, fields: Sequence[str], where: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _bad("no JSON object", value, "", where)
+    missing = [name for name in fields if name not in value]
+    if missing:
+        raise FormatError(f"the field {missing[0]!r} is missing", where=where)
+    return value
+
+
+def _list(value: object, name: str, where: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise _bad(f"{name!r} is no list", value, "", where)
+    return value
+
+
+def _fixed(value: object, length: int, name: str, where: object) -> list[Any]:
+    if not isinstance(value, list) or len(value) != length:
+        raise _bad(f"an entry of {name!r} is none", value, f"a list of {length}", where)
+    return value
+
+
+def _integer(value: object, name: str, where: object, *, below: int) -> int:
+    if type(value) is not int or not 0 <= value < below:
+        raise _bad(f"a number of {name!r} is none", value, f"0 to {below - 1}", where)
+    return value
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else reprlib.repr(value)  # which cuts, before it is made
+
+
+def _bad(what: str, found: object, expected: str, where: object) -> FormatError:
+    return FormatError(what, where=where, found=_shown(found), expected=expected)

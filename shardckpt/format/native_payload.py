@@ -1,0 +1,263 @@
+"""Payload files of a native step: what one writer writes, laid out as ordinary safetensors files, and block hashes."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+from shardckpt.boxes import Box, Shape
+from shardckpt.dtypes import SAFETENSORS_NAMES, bits, is_known, nbytes
+from shardckpt.errors import UnsupportedError
+from shardckpt.format.safetensors import Placed, encode_header
+from shardckpt.manifest import Path, dotted
+
+VERSION = (1, 0)
+"""Of the format: a reader refuses a larger first number, and ignores what a larger second one adds."""
+
+BLOCK_BYTES = 1 << 22
+"""Bytes of a file that one hash covers."""
+
+DATA_ALIGNMENT = 4096
+"""Where a file's data starts: direct I/O wants it, no reader relies on it."""
+
+KEY = "shardckpt"
+"""Key in a payload file's `__metadata__`."""
+
+HF_INDEX = "model.safetensors.index.json"
+
+MOST_BYTES = 1 << 30
+"""Bytes of data after which a writer begins another file."""
+
+_TENSOR_ALIGNMENT = 64
+_MOST_CHUNKS = 100_000
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+class Chunk(NamedTuple):
+    """What one writer writes of one array.
+
+    Attributes:
+        path: Where the array sits in the saved nest.
+        shape: Of the whole array, in elements.
+        dtype: Torch's name of its type.
+        box: The elements, of the whole array; written in row-major order.
+    """
+
+    path: Path
+    shape: Shape
+    dtype: str
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the box."""
+        return nbytes(self.dtype, self.box.volume)
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """One file to be written: `header`, then the chunks' bytes back to back.
+
+    Attributes:
+        name: In the step's folder.
+        header: First bytes of the file.
+        chunks: In the order of the file.
+        offsets: First byte of each chunk in the file.
+        keys: Name of each chunk in the file.
+    """
+
+    name: str
+    header: bytes
+    chunks: tuple[Chunk, ...]
+    offsets: tuple[int, ...]
+    keys: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.offsets[-1] + self.chunks[-1].nbytes if self.chunks else len(self.header)
+
+
+def new_save_id() -> str:
+    """Return a name for a save: digits and small letters, sortable by the time it began, different for each."""
+    stamp, digits = time.time_ns() // 1_000_000, ""
+    while stamp:
+        stamp, digit = divmod(stamp, 36)
+        digits = _DIGITS[digit] + digits
+    return digits.rjust(9, "0") + "".join(secrets.choice(_DIGITS) for _ in range(6))
+
+
+def lay_out(
+    save: str,
+    writer: int,
+    chunks: Sequence[Chunk],
+    *,
+    most_bytes: int = MOST_BYTES,
+    model: Path | None = None,
+    carry: Mapping[str, object] | None = None,
+) -> tuple[Payload, ...]:
+    """Decide which files a writer writes, and their headers. Pure.
+
+    Args:
+        save: The save's id.
+        writer: Which writer, from 0.
+        chunks: In the order of the saved nest.
+        most_bytes: Bytes of data after which another file begins; a larger chunk gets a file of its own.
+        model: Where the model is, when this writer writes everything: its tensors get files of their own under their
+            own names, as Hugging Face's libraries read them.
+        carry: JSON that the header of the first file holds besides, so that a lost manifest can be rebuilt whole; the
+            file is there then even without chunks.
+
+    Raises:
+        UnsupportedError: A type that the format has no name for; the message names the array.
+    """
+    for chunk in chunks:
+        if not is_known(chunk.dtype):
+            raise UnsupportedError(f"a tensor of type {chunk.dtype} cannot be saved", where=dotted(chunk.path))
+    keys = _Keys(model)
+    files = [*_files([c for c in chunks if not keys.is_model(c)], most_bytes)]
+    files += _files([c for c in chunks if keys.is_model(c)], most_bytes)
+    if carry is not None and not files:
+        files = [[]]
+    return tuple(
+        _payload(save, writer, number, file, keys, carry if number == 0 else None) for number, file in enumerate(files)
+    )
+
+
+def _files(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[list[Chunk]]:
+    """Cut chunks into files, in order, and order each file so that every chunk is aligned to its type at least."""
+    file: list[Chunk] = []
+    size = 0
+    for chunk in chunks:
+        if file and (size + chunk.nbytes > most_bytes or len(file) == _MOST_CHUNKS):
+            yield sorted(file, key=_by_alignment)
+            file, size = [], 0
+        file.append(chunk)
+        size += chunk.nbytes
+    if file:
+        yield sorted(file, key=_by_alignment)
+
+
+def _by_alignment(chunk: Chunk) -> tuple[bool, int]:
+    return chunk.nbytes % _TENSOR_ALIGNMENT != 0, -bits(chunk.dtype)
+
+
+class _Keys:
+    """Names of chunks in a writer's files: `{fqn}@{n}`, or an array's own name where one writer writes all of it."""
+
+    def __init__(self, model: Path | None) -> None:
+        self._model = model
+        self._counts: Counter[str] = Counter()
+        self._taken = {"", "__metadata__"}
+
+    def is_model(self, chunk: Chunk) -> bool:
+        return self._model is not None and chunk.path[: len(self._model)] == self._model
+
+    def next(self, chunk: Chunk) -> str:
+        if self._model is not None and self.is_model(chunk):
+            own = _printable(dotted(chunk.path[len(self._model) :]))
+            if own not in self._taken:
+                self._taken.add(own)
+                return own
+        name = _printable(dotted(chunk.path))
+        while (key := f"{name}@{self._counts[name]}") in self._taken:
+            self._counts[name] += 1
+        self._taken.add(key)
+        return key
+
+
+def _printable(name: str) -> str:
+    """Half a surrogate pair, which no UTF-8 holds, is written as an escape: the exact path stands in the metadata."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _payload(
+    save: str, writer: int, number: int, chunks: Sequence[Chunk], keys: _Keys, carry: Mapping[str, object] | None
+) -> Payload:
+    names = tuple(keys.next(chunk) for chunk in chunks)
+    told: dict[str, object] = {
+        "version": list(VERSION),
+        "save": save,
+        "writer": writer,
+        "chunks": [[list(c.path), c.dtype, list(c.shape), list(c.box.offset), list(c.box.size)] for c in chunks],
+    }
+    if carry is not None:
+        told["carry"] = dict(carry)
+    metadata = {"format": "pt", KEY: canonical(told).decode("ascii")}
+    header = encode_header([_placed(n, c) for n, c in zip(names, chunks, strict=True)], metadata, align=DATA_ALIGNMENT)
+    offsets, at = [], len(header)
+    for chunk in chunks:
+        offsets.append(at)
+        at += chunk.nbytes
+    return Payload(f"{save}-{writer:05d}-{number:02d}.safetensors", header, tuple(chunks), tuple(offsets), names)
+
+
+def _placed(name: str, chunk: Chunk) -> Placed:
+    """Types that safetensors has no name for are bytes to it."""
+    if chunk.dtype in SAFETENSORS_NAMES and chunk.box.volume * bits(chunk.dtype) % 8 == 0:
+        return Placed(name, chunk.dtype, chunk.box.size)
+    return Placed(name, "uint8", (chunk.nbytes,))
+
+
+def canonical(content: object) -> bytes:
+    """Return JSON in the one form that the format uses: ASCII, no white space, keys in the order given."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def hf_index(payloads: Sequence[Payload], model: Path) -> bytes:
+    """Return the content of `model.safetensors.index.json` for the save of one writer.
+
+    Args:
+        payloads: Laid out with the same `model`.
+        model: Where the model is.
+    """
+    n = len(model)
+    placed = [
+        (key, payload.name, chunk.nbytes)
+        for payload in payloads
+        for key, chunk in zip(payload.keys, payload.chunks, strict=True)
+        if chunk.path[:n] == model
+    ]
+    content = {
+        "metadata": {"total_size": sum(size for _, _, size in placed)},
+        "weight_map": {key: name for key, name, _ in placed},
+    }
+    return (json.dumps(content, indent=2) + "\n").encode("ascii")
+
+
+class BlockHasher:
+    """Hashes a file as it is written: xxh3-64 of every block from its first byte on, the last one shorter."""
+
+    def __init__(self) -> None:
+        self._done: list[int] = []
+        self._current = xxhash.xxh3_64()
+        self._filled = 0
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Take the file's next bytes."""
+        rest = memoryview(data).cast("B")
+        while len(rest):
+            part = rest[: BLOCK_BYTES - self._filled]
+            self._current.update(part)
+            self._filled += len(part)
+            rest = rest[len(part) :]
+            if self._filled == BLOCK_BYTES:
+                self._close()
+
+    def digests(self) -> tuple[int, ...]:
+        """Return the hashes of all blocks. Nothing may be added afterwards."""
+        if self._filled:
+            self._close()
+        return tuple(self._done)
+
+    def _close(self) -> None:
+        self._done.append(self._current.intdigest())
+        self._current.reset()
+        self._filled = 0

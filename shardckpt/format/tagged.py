@@ -1,0 +1,308 @@
+"""Tagged JSON: the nest that a user saved, every plain value with its type, arrays as references. Nothing is executed.
+
+`null`, booleans, integers below 2^63, finite floats, strings, lists and dicts with text keys stand for themselves.
+Anything else is an object of one key that begins with `$`; a dict that could be mistaken for one is written as pairs.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from shardckpt.errors import CheckpointError, FormatError, UnsupportedError
+from shardckpt.manifest import Path, dotted
+
+MAX_DEPTH = 100
+"""Containers inside one another; also what ends a nest that holds itself."""
+
+MAX_BYTES = 1 << 24
+"""Bytes of one string or byte string: more belongs into a tensor."""
+
+MAX_INT_BITS = 8192
+"""Bits of one integer, so that Python prints every one of them."""
+
+_SCALARS = frozenset("?bBhHiIlLqQefdFD")
+_INT_BOUND = 1 << 63
+_PLAIN_KEYS = (str, int, float, bool, type(None), tuple)
+
+
+class ArrayRef(NamedTuple):
+    """Stands in a nest for an array that lies in payload files.
+
+    Attributes:
+        number: Its position among the manifest's arrays.
+        kind: What it was: `tensor`, or `numpy`.
+    """
+
+    number: int
+    kind: str = "tensor"
+
+
+class Named(NamedTuple):
+    """A value of a type that only torch knows, inert.
+
+    Attributes:
+        kind: `dtype`, `size` or `device`.
+        value: `bfloat16`, `(2, 3)`, `cuda:0`.
+    """
+
+    kind: str
+    value: str | tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"torch.{self.value}" if self.kind == "dtype" else f"{self.kind}({self.value})"
+
+
+Leaf = Callable[[object, Path], "ArrayRef | Named | None"]
+Revive = Callable[["ArrayRef | Named"], object]
+
+
+def _no_leaf(value: object, _path: Path) -> ArrayRef | Named | None:
+    return value if isinstance(value, (ArrayRef, Named)) else None
+
+
+def _as_it_is(value: ArrayRef | Named) -> object:
+    return value
+
+
+def encode(value: Any, path: Path = (), leaf: Leaf = _no_leaf) -> object:
+    """Return a nest as JSON can hold it.
+
+    Args:
+        value: Containers and values.
+        path: Where it sits, for messages.
+        leaf: Asked about every value that JSON has no form for: its reference, or None to refuse it.
+
+    Raises:
+        UnsupportedError: A value of another type, too long, or nested too deep; the message names its dotted path.
+    """
+    if len(path) > MAX_DEPTH:
+        raise _refused(path, "nested too deep", f"more than {MAX_DEPTH} containers inside one another")
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    plain = _ENCODERS.get(kind)
+    if plain is not None:
+        return plain(value, path)
+    if kind is dict or kind is OrderedDict:
+        return _encode_dict(value, path, leaf)
+    if kind in _SEQUENCES:
+        within = leaf if kind in (list, tuple) else _no_leaf
+        inner = [encode(v, (*path, i), within) for i, v in enumerate(value)]
+        return inner if kind is list else {_SEQUENCES[kind]: inner}
+    if isinstance(value, np.generic) and value.dtype.char in _SCALARS:
+        return {"$numpy": [value.dtype.name, value.tobytes().hex()]}
+    found = leaf(value, path)
+    if isinstance(found, ArrayRef):
+        return {"$array": found.number} if found.kind == "tensor" else {"$array": [found.number, found.kind]}
+    if isinstance(found, Named):
+        return {f"${found.kind}": found.value if isinstance(found.value, str) else list(found.value)}
+    raise _refused(path, f"a value of type {_name(kind)} cannot be saved", _shown(value))
+
+
+def _encode_dict(value: dict[object, object], path: Path, leaf: Leaf) -> object:
+    inner = [(key, encode(v, (*path, path_key(key)), leaf)) for key, v in value.items()]
+    if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return dict(inner)
+    if len({path_key(key) for key in value}) != len(value):
+        raise _refused(path, "two keys of a dict read alike", _shown(list(value)), fix="Rename one of them.")
+    pairs = [[_encode_key(key, path), v] for key, v in inner]
+    return {"$dict" if type(value) is dict else "$ordered": pairs}
+
+
+def path_key(key: object) -> str | int:
+    """Return the part of a path that a dict's key becomes."""
+    return key if type(key) in (str, int) else str(key)  # type: ignore[return-value]
+
+
+def _encode_key(key: object, path: Path) -> object:
+    if type(key) not in _PLAIN_KEYS:
+        raise _refused(path, f"a dict key of type {_name(type(key))} cannot be saved", _shown(key))
+    return encode(key, (*path, "(key)"))
+
+
+def _encode_int(value: int, path: Path) -> object:
+    if value.bit_length() > MAX_INT_BITS:
+        raise _refused(path, f"an integer of {value.bit_length()} bits cannot be saved", "")
+    return value if -_INT_BOUND <= value < _INT_BOUND else {"$int": hex(value)}
+
+
+def _encode_float(value: float, _path: Path) -> object:
+    return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+
+
+def _encode_complex(value: complex, _path: Path) -> object:
+    return {"$complex": struct.pack(">dd", value.real, value.imag).hex()}
+
+
+def _encode_bytes(value: bytes, path: Path) -> object:
+    return {"$bytes": base64.b64encode(_limited(value, path)).decode("ascii")}
+
+
+_Long = TypeVar("_Long", str, bytes)
+
+
+def _limited(value: _Long, path: Path) -> _Long:
+    if len(value) > MAX_BYTES:
+        raise _refused(path, f"a value of {len(value)} bytes cannot be saved", "", fix="Save it as a tensor.")
+    return value
+
+
+_ENCODERS: Mapping[type, Callable[[Any, Path], object]] = {
+    str: _limited,
+    int: _encode_int,
+    float: _encode_float,
+    complex: _encode_complex,
+    bytes: _encode_bytes,
+}
+_SEQUENCES: Mapping[type, str] = {list: "", tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
+
+
+def _refused(path: Path, what: str, found: object, fix: str = "") -> UnsupportedError:
+    plain = "Save plain values and tensors, or give the object a `state_dict` that returns such."
+    return UnsupportedError(what, where=dotted(path), found=found, fix=fix or plain)
+
+
+def _name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)[:80]
+    except Exception:  # noqa: BLE001  a stranger's repr
+        return "(its repr raises)"
+
+
+def decode(json: object, revive: Revive = _as_it_is, *, where: object = "") -> object:
+    """Return the nest that `encode` was given.
+
+    Args:
+        json: As parsed.
+        revive: Turns references and torch's values into what the caller wants.
+        where: The file, for messages.
+
+    Raises:
+        FormatError: No such thing can have been written.
+        UnsupportedError: A tag that this release does not know.
+    """
+    return _Decoder(revive, where).value(json, 0)
+
+
+class _Decoder:
+    def __init__(self, revive: Revive, where: object) -> None:
+        self._revive, self._where = revive, where
+
+    def value(self, json: object, depth: int) -> object:
+        if depth > 2 * MAX_DEPTH:
+            raise FormatError("the nest is too deep", where=self._where)
+        if isinstance(json, list):
+            return [self.value(v, depth + 1) for v in json]
+        if not isinstance(json, dict):
+            return json
+        tag = next(iter(json)) if len(json) == 1 else ""
+        if not tag.startswith("$"):
+            if any(key.startswith("$") for key in json):
+                raise FormatError("a tag has neighbours", where=self._where, found=", ".join(list(json)[:4]))
+            return {key: self.value(v, depth + 1) for key, v in json.items()}
+        try:
+            return self._tagged(tag, json[tag], depth)
+        except CheckpointError:
+            raise
+        except (TypeError, ValueError, OverflowError, struct.error) as error:
+            raise FormatError(f"a value tagged {tag} cannot be read", where=self._where, found=_shown(json)) from error
+
+    def _tagged(self, tag: str, inner: object, depth: int) -> object:
+        if tag in ("$dict", "$ordered"):
+            pairs = [(self.value(k, depth + 1), self.value(v, depth + 1)) for k, v in _pairs(inner)]
+            result = dict(pairs) if tag == "$dict" else OrderedDict(pairs)
+            if len(result) != len(pairs):
+                raise ValueError("a key stands twice")
+            return result
+        if tag in _CONTAINERS:
+            return _CONTAINERS[tag](self.value(v, depth + 1) for v in _items(inner))
+        if tag in _DECODERS:
+            return _DECODERS[tag](inner)
+        if tag in _REFERENCES:
+            return self._revive(_REFERENCES[tag](inner))
+        raise UnsupportedError(
+            f"a value has the tag {tag!r}, which this release does not know",
+            where=self._where,
+            fix="Read it with a newer release of shardckpt.",
+        )
+
+
+def _text(inner: object) -> str:
+    if not isinstance(inner, str):
+        raise TypeError("no text")
+    return inner
+
+
+def _count(inner: object) -> int:
+    if type(inner) is not int or inner < 0:
+        raise TypeError("no count")
+    return inner
+
+
+def _items(inner: object) -> list[object]:
+    if not isinstance(inner, list):
+        raise TypeError("no list")
+    return inner
+
+
+def _pairs(inner: object) -> Iterator[tuple[object, object]]:
+    for pair in _items(inner):
+        key, value = _items(pair)
+        yield key, value
+
+
+def _decode_numpy(inner: object) -> object:
+    name, data = map(_text, _items(inner))
+    dtype = np.dtype(name)
+    if dtype.char not in _SCALARS or dtype.itemsize * 2 != len(data):
+        raise ValueError("no scalar")
+    return np.frombuffer(bytes.fromhex(data), dtype)[0]
+
+
+def _decode_int(inner: object) -> int:
+    value = int(_text(inner), 16)
+    if value.bit_length() > MAX_INT_BITS:
+        raise ValueError("too long")
+    return value
+
+
+def _decode_complex(inner: object) -> complex:
+    return complex(*struct.unpack(">dd", bytes.fromhex(_text(inner))))
+
+
+def _decode_array(inner: object) -> ArrayRef:
+    if isinstance(inner, list):
+        number, kind = inner
+        return ArrayRef(_count(number), _text(kind))
+    return ArrayRef(_count(inner))
+
+
+_CONTAINERS: Mapping[str, Callable[[Iterator[object]], object]] = {
+    "$tuple": tuple,
+    "$set": set,
+    "$frozenset": frozenset,
+}
+_DECODERS: Mapping[str, Callable[[object], object]] = {
+    "$int": _decode_int,
+    "$float": lambda inner: struct.unpack(">d", bytes.fromhex(_text(inner)))[0],
+    "$complex": _decode_complex,
+    "$bytes": lambda inner: base64.b64decode(_text(inner), validate=True),
+    "$numpy": _decode_numpy,
+}
+_REFERENCES: Mapping[str, Callable[[object], ArrayRef | Named]] = {
+    "$array": _decode_array,
+    "$dtype": lambda inner: Named("dtype", _text(inner)),
+    "$size": lambda inner: Named("size", tuple(_count(n) for n in _items(inner))),
+    "$device": lambda inner: Named("device", _text(inner)),
+}
