@@ -143,6 +143,20 @@ class Holder(ABC):
         """The ranks that have different parts; None where it is not one group of them."""
         return None
 
+    def extents(self, position: int) -> tuple[int, ...] | None:
+        """Return how long each rank's part of a parameter is along the dimension it is cut; None if not along one.
+
+        Args:
+            position: Which of the exposed parameters.
+        """
+        del position
+        return None
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where parts of it travel from and to."""
+
     @property
     def all_have(self) -> bool:
         """Tell whether an optimizer keeps something of each parameter on every rank, if it does on one."""
@@ -189,6 +203,11 @@ class BucketHolder(Holder):
     def bucket(self) -> Bucket:
         """The bucket."""
         return self._exposure.bucket
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unit computes."""
+        return self.bucket.compute_device
 
     @property
     def exposed(self) -> list[nn.Parameter]:
@@ -367,6 +386,15 @@ class FlatHolder(BucketHolder):
         """Tell whether no rank is without a part of a parameter: of the flat one all have some."""
         return self._flat_name is not None or self.bucket.keeps_full
 
+    def extents(self, position: int) -> tuple[int, ...] | None:
+        """Count elements: of the flat parameter with padding, as it is exposed."""
+        if self.is_parallel:
+            return None
+        if self._flat_name is not None:
+            return (self.layout.chunk,) * self.layout.world
+        ranks = range(self.layout.world)
+        return tuple(sum(run.stop - run.start for run in self.layout.runs(r) if run.index == position) for r in ranks)
+
     def tells(self, position: int) -> bool:
         """Let the first rank that has a part of a parameter tell."""
         group = self.bucket.group
@@ -466,6 +494,11 @@ class RowsHolder(BucketHolder):
         ]
         return all(has_rows_everywhere(each, self.bucket.group.size) for each in rows)
 
+    def extents(self, position: int) -> tuple[int, ...] | None:
+        """Count rows."""
+        dim = self._placed[position].dim
+        return None if dim is None else _chunks(self.bucket.layout.specs[position].shape[dim], self.bucket.group.size)
+
     def sharded(self, laid: torch.Tensor) -> list[torch.Tensor]:
         """Return DTensors around what is there: nothing travels."""
         return self.parts(laid.clone())
@@ -519,6 +552,19 @@ class TensorHolder(Holder):
         """The ranks of a mesh of one dimension."""
         mesh = self._tensor.device_mesh if isinstance(self._tensor, DTensor) else None
         return mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
+
+    def extents(self, position: int) -> tuple[int, ...] | None:
+        """Count rows, on a mesh of one dimension."""
+        del position
+        tensor = self._tensor
+        if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim != 1 or type(tensor.placements[0]) is not Shard:
+            return None
+        return _chunks(tensor.shape[tensor.placements[0].dim], tensor.device_mesh.size())
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.laid.device
 
     @property
     def laid(self) -> torch.Tensor:
@@ -660,9 +706,13 @@ def _rows_at_first(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor |
     dist.gather(own.view(-1).view(torch.uint8), seen, group=mesh.get_group(at), group_dst=0)
     if rows is None:
         return None
-    ends = [min(total, (rank + 1) * most) for rank in range(ranks)]
-    held = [max(0, end - rank * most) for rank, end in enumerate(ends)]
-    return torch.cat([row.narrow(dim, 0, n) for row, n in zip(rows, held, strict=True)], dim)
+    return torch.cat([row.narrow(dim, 0, n) for row, n in zip(rows, _chunks(total, ranks), strict=True)], dim)
+
+
+def _chunks(rows: int, ranks: int) -> tuple[int, ...]:
+    """Return how many rows each rank has; the last ones may have fewer or none."""
+    most = -(-rows // ranks)
+    return tuple(max(0, min(rows, (rank + 1) * most) - rank * most) for rank in range(ranks))
 
 
 def _cut_of(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:

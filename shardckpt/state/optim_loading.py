@@ -19,12 +19,24 @@ from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.state import foreign
 from shardckpt.state.agreement import StateMismatchError, digest, handed
 from shardckpt.state.description import Description, describe, settle
-from shardckpt.state.holders import Entry, FlatHolder, Holder, local
+from shardckpt.state.holders import Entry, FlatHolder, Holder, from_first, local
 from shardckpt.state.kinds import StateKind, kind_of, note_of, tensors
 from shardckpt.state.layouts import other_kind, other_rank, other_units
 from shardckpt.state.optimizer import Held, Optimized, Optimizing, optimized
 from shardckpt.state.param_groups import wanted
-from shardckpt.state.slots import PLAIN, Form, OpaqueStateError, Slot, StateLayout, Survey, kinds, packed, unpacked
+from shardckpt.state.slots import (
+    PLAIN,
+    Form,
+    OpaqueStateError,
+    Slot,
+    StateLayout,
+    Survey,
+    cut_of,
+    kinds,
+    lengths,
+    packed,
+    unpacked,
+)
 
 Missing = Literal["skip", "zeros", "error"]
 """What becomes of a parameter that no state was saved of: none, zeros, or it is an error."""
@@ -105,7 +117,7 @@ def fit(
     told = b""
     with handed(group, "fit a state to the optimizer", given=_is_given(state_dict)) as agreed:
         of = optimized(found, optim)
-        given = _Given.of(state_dict, kind, found, knows_opaque=state_layout is not None)
+        given = _Given.of(state_dict, kind, found, layout=state_layout)
         rows: Survey = [{} for held in of.held for _ in held.holder.entries]
         changes: list[dict[str, Any]] = []
         if agreed.is_judge:
@@ -117,7 +129,7 @@ def fit(
         told = group.broadcast(told if group.rank == 0 else None)
         rows, changes = (rows, changes) if group.rank == 0 else _unpacked(told)
     state = {}
-    putter = _Putter(given, agreed.from_first, state_layout)
+    putter = _Putter(given, agreed.from_first)
     at = iter(rows)
     for each in of.held:
         state.update(putter.put(each, [next(at) for _ in each.holder.entries]))
@@ -190,7 +202,7 @@ class _Given:
     state: dict[str, Mapping[str, Any]]
     groups: list[dict[str, Any]]
     found: Description
-    knows_opaque: bool
+    layout: StateLayout | None
 
     @cached_property
     def scalars(self) -> frozenset[str]:
@@ -211,7 +223,7 @@ class _Given:
 
     @classmethod
     def of(
-        cls, given: Mapping[str, Any], kind: StateKind | str | None, found: Description, *, knows_opaque: bool
+        cls, given: Mapping[str, Any], kind: StateKind | str | None, found: Description, *, layout: StateLayout | None
     ) -> _Given:
         _check_form(given)
         state, groups = dict(given.get("state", {})), [dict(group) for group in given.get("param_groups", [])]
@@ -223,7 +235,7 @@ class _Given:
             {_first(names.get(key, key), found): value for key, value in state.items()},
             [{**group, "params": [_first(names.get(key, key), found) for key in group["params"]]} for group in groups],
             found,
-            knows_opaque,
+            layout,
         )
 
     def checked(self, of: Optimized, missing: Missing) -> Survey:
@@ -255,8 +267,8 @@ class _Given:
             return [{} for _ in holder.entries]
         mine = [held.is_flat or index in held.positions for index in range(len(holder.entries))]
         rows = [self._described(e) if on else {} for e, on in zip(holder.entries, mine, strict=True)]
-        if holder.is_sharded and not self.knows_opaque:
-            problems += self._misfits(holder.entries, rows)
+        if holder.is_sharded:
+            problems += self._misfits(held, rows)
         slots = {name: slot for row in rows for name, slot in row.items()}
         lacking = [e.name for e, row, on in zip(holder.entries, rows, mine, strict=True) if on and slots and not row]
         if missing == "error":
@@ -292,18 +304,42 @@ class _Given:
             if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != (held.holder.owned,)
         ]
 
-    def _misfits(self, entries: Sequence[Entry], rows: Survey) -> list[str]:
+    def _misfits(self, held: Held, rows: Survey) -> list[str]:
+        """Name values of shapes of their own of which nobody knows how they are cut."""
         found = []
-        for entry, row in zip(entries, rows, strict=True):
+        for index, (entry, row) in enumerate(zip(held.holder.entries, rows, strict=True)):
             for slot, each in row.items():
                 value = self.state[entry.name][slot]
-                if each.form is Form.OPAQUE and not isinstance(value, DTensor):
-                    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-                    found.append(
-                        f"size mismatch for {entry.name}/{slot}: found {shape}, expected {entry.shape}; "
-                        "state_layout may tell how it is sharded"
-                    )
+                if each.form is not Form.OPAQUE or isinstance(value, DTensor):
+                    continue
+                shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                if isinstance(value, torch.Tensor) and self.parts(held, index, slot, value) is not None:
+                    continue
+                found.append(
+                    f"size mismatch for {entry.name}/{slot}: found {shape}, expected {entry.shape}; "
+                    "state_layout may tell how it is sharded"
+                )
         return found
+
+    def parts(self, held: Held, index: int, slot: str, value: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return each rank's part of a value of a shape of its own, one where all have the same; None if unknown.
+
+        Args:
+            held: Who holds the parameter.
+            index: Which of its entries.
+            slot: What is kept.
+            value: The joined tensor.
+        """
+        holder, name = held.holder, held.holder.entries[index].name
+        answer = cut_of(self.layout, name, slot, value)
+        if answer == "replicated":
+            return [value]
+        if not isinstance(answer, int) or not -value.dim() <= answer < value.dim():
+            return None
+        if holder.ranks is None or (held.is_flat and len(holder.entries) > 1):
+            return None
+        cut = lengths(value.shape[answer], holder.extents(index))
+        return None if cut is None else list(torch.split(value, list(cut), dim=answer))
 
     def _described(self, entry: Entry) -> dict[str, Slot]:
         return {slot: self._slot(entry, slot, value) for slot, value in self.state.get(entry.name, {}).items()}
@@ -316,7 +352,7 @@ class _Given:
             return Slot(Form.SHAPED, dtype)
         if value.dim() == 0 and not value.is_complex():
             return Slot(Form.SCALAR, dtype, local(value).item())
-        return Slot(Form.OPAQUE, dtype)
+        return Slot(Form.OPAQUE, dtype, list(value.shape))
 
 
 def _check_form(given: Any) -> None:
@@ -370,10 +406,9 @@ def _unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
 class _Putter:
     """Makes the states of one holder after the other."""
 
-    def __init__(self, given: _Given, from_first: bool, layout: StateLayout | None) -> None:
+    def __init__(self, given: _Given, from_first: bool) -> None:
         self._given = given
         self._from_first = from_first
-        self._layout = layout
 
     def put(self, held: Held, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
         """Return what an optimizer is to keep of a holder's parameters. Collective."""
@@ -389,7 +424,7 @@ class _Putter:
                     if source in having:
                         made[position][name] = self._scalar(held, source, name, rows[source][name])
             else:
-                self._opaque(held, name, having, made)
+                self._opaque(held, name, rows, having, made)
         return {held.holder.exposed[at]: {} if _has_no_part(held.holder, at) else state for at, state in made.items()}
 
     def _scalar(self, held: Held, index: int, name: str, slot: Slot) -> Any:
@@ -415,28 +450,28 @@ class _Putter:
             if held.is_flat or position in having:
                 made[position][name] = _own(parts[position], holder.exposed[position])
 
-    def _opaque(self, held: Held, name: str, having: set[int], made: dict[int, dict[str, Any]]) -> None:
+    def _opaque(self, held: Held, name: str, rows: Survey, having: set[int], made: dict[int, dict[str, Any]]) -> None:
         for position in held.positions:
-            entry = held.holder.entries[position]
-            value = self._given.state.get(entry.name, {}).get(name)
-            if position in having and value is not None:
-                made[position][name] = self._placed(held, position, name, value)
+            value = self._given.state.get(held.holder.entries[position].name, {}).get(name)
+            if position not in having:
+                continue
+            if self._from_first:
+                slot, everyone = rows[position][name], held.holder.everyone
+                value = from_first(everyone, slot.value, slot.torch_dtype, held.holder.device, value)
+            made[position][name] = self._placed(held, position, name, value)
 
     def _placed(self, held: Held, position: int, name: str, value: Any) -> Any:
         """Return this rank's part of a value of a shape of its own."""
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not held.holder.is_sharded:
-            return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-        answer = self._layout(held.holder.entries[position].name, name, value) if self._layout is not None else None
-        ranks, parameter = held.holder.ranks, held.holder.exposed[position]
-        if isinstance(answer, int) and ranks is not None:
-            return value.tensor_split(dist.get_world_size(ranks), dim=answer)[dist.get_rank(ranks)].detach().clone()
-        if isinstance(answer, int):
-            raise OpaqueStateError(
-                "what is sharded over several dimensions of a mesh is not cut along one",
-                where=name,
-                found=parameter.shape,
-            )
-        return value.detach().clone()
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        mine = value.detach()
+        if held.holder.is_sharded and not isinstance(value, DTensor):
+            parts = self._given.parts(held, position, name, mine)
+            if parts is None:
+                raise OpaqueStateError("nobody knows how this is sharded", where=name, found=tuple(value.shape))
+            mine = parts[0] if len(parts) == 1 else parts[dist.get_rank(held.holder.ranks)]
+        made = mine.clone()
+        return made if isinstance(made, DTensor) else made.to(held.holder.exposed[position].device)
 
     def _lying(self, held: Held) -> dict[nn.Parameter, dict[str, Any]]:
         found = {}

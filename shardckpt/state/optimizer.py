@@ -27,6 +27,7 @@ from shardckpt.state.slots import (
     Slot,
     StateLayout,
     Survey,
+    cut_of,
     kinds,
     merged,
     packed,
@@ -297,10 +298,11 @@ class _Taker:
             return own.full_tensor() if self._kind is StateKind.FULL else own.detach().clone()
         if self._kind is StateKind.LOCAL or not held.holder.is_sharded:
             return own.detach().clone() if isinstance(own, torch.Tensor) else copy.deepcopy(own)
-        if found.dtype and self._layout is not None and held.holder.ranks is not None:
+        if found.dtype and held.holder.ranks is not None:
             piece = torch.empty(0, dtype=found.torch_dtype) if own is None else own.detach()
-            answer = self._layout(name, slot, piece)
-            if answer == "replicated" or isinstance(answer, int):
+            answer = cut_of(self._layout, name, slot, piece)
+            several = held.is_flat and len(held.holder.entries) > 1  # joined, it would be no single parameter's
+            if answer == "replicated" or (isinstance(answer, int) and not several):
                 pieces = everyones(own, found.torch_dtype, held.holder.ranks)
                 return torch.cat(pieces, dim=answer) if isinstance(answer, int) else pieces[0]
         raise OpaqueStateError(

@@ -101,7 +101,9 @@ class _Grid(Group):
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Gather lengths, then the bytes, padded to the longest."""
-        lengths = [int.from_bytes(each, "big") for each in self.all_gather_equal(len(data).to_bytes(_LENGTH_BYTES, "big"))]
+        lengths = [
+            int.from_bytes(each, "big") for each in self.all_gather_equal(len(data).to_bytes(_LENGTH_BYTES, "big"))
+        ]
         rows = self.all_gather_equal(data.ljust(max(lengths), b"\0")) if any(lengths) else [b""] * self.size
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 

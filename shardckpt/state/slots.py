@@ -42,7 +42,7 @@ class Slot:
     Attributes:
         form: What it is.
         dtype: The tensor's type, as torch spells it; empty for what is no tensor.
-        value: A scalar's value.
+        value: A scalar's value; of a tensor that is neither, its shape where that is known.
     """
 
     form: Form
@@ -64,6 +64,45 @@ class Slot:
     def scalar(self) -> Any:
         """Return the scalar, a tensor of its own where it is one; on the CPU."""
         return torch.tensor(self.value, dtype=self.torch_dtype) if self.dtype else self.value
+
+
+def cut_of(layout: StateLayout | None, name: str, slot: str, value: torch.Tensor) -> int | str | None:
+    """Return how ranks' tensors of a shape of their own are joined: a dimension, "replicated", None if unknown.
+
+    Args:
+        layout: Whom to ask; None for nobody.
+        name: FQN of the parameter.
+        slot: What is kept.
+        value: The tensor of this rank, or the joined one.
+
+    Raises:
+        OpaqueStateError: The answer is something else.
+    """
+    answer = layout(name, slot, value) if layout is not None else None
+    if answer is None or answer == "replicated" or (isinstance(answer, int) and not isinstance(answer, bool)):
+        return answer
+    raise OpaqueStateError(
+        "this is no way in which tensors are sharded",
+        where=f"{name}/{slot}",
+        found=answer,
+        expected="a dimension, 'replicated' or None",
+    )
+
+
+def lengths(total: int, extents: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Return how a joined tensor is cut among ranks: as its parameter, or equally where that is; None if unknown.
+
+    Args:
+        total: Its length along the dimension.
+        extents: How long each rank's part of the parameter is; None where that is not known.
+    """
+    if extents is None:
+        return None
+    if total == sum(extents):
+        return tuple(extents)
+    if len(set(extents)) == 1 and total % len(extents) == 0:
+        return (total // len(extents),) * len(extents)
+    return None
 
 
 def slot_of(parameter: nn.Parameter, value: Any) -> Slot:
@@ -105,7 +144,7 @@ def packed(found: Survey) -> bytes:
         row = []
         for name, slot in state.items():
             at = kinds.setdefault((name, slot.form.value, slot.dtype), len(kinds))
-            row.append([at, slot.value] if slot.form is Form.SCALAR else at)
+            row.append(at if slot.form is Form.SHAPED else [at, slot.value])
         rows.append(row)
     return json.dumps([list(kinds), rows], separators=(",", ":")).encode()
 

@@ -130,6 +130,10 @@ def whole(value):
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
+def local(value):
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def flat(state) -> dict:
     made = {(name, slot): whole(value) for name, slots in state["state"].items() for slot, value in slots.items()}
     groups = [{**group, "params": sorted(group["params"])} for group in state["param_groups"]]
