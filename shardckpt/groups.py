@@ -5,14 +5,20 @@ Values travel as bytes in tensor collectives, never as pickled objects: what a p
 
 from __future__ import annotations
 
+import re
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from shardckpt.errors import RankError, ShardckptError
+from shardckpt import errors
+from shardckpt.errors import RankError, ShardckptError, UsageError
 
 _MESSAGE_BYTES = 512
 """An error is told in so many bytes, so that agreeing that there was none costs one small collective."""
@@ -46,6 +52,14 @@ class Group(ABC):
     @abstractmethod
     def size(self) -> int:
         """How many ranks there are."""
+
+    def everywhere(self, rank: int) -> int:
+        """Return the number among all ranks of one of these, which messages name.
+
+        Args:
+            rank: Its number here.
+        """
+        return rank
 
     @abstractmethod
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -93,8 +107,16 @@ class Group(ABC):
         told = self.all_gather_equal(_fixed(failure, word.said))
         if failure is not None:
             raise failure
-        _raise_first(what, told)
+        self._raise_first(what, told)
         word.heard = [each[1:] for each in told]
+
+    def _raise_first(self, what: str, told: Sequence[bytes]) -> None:
+        texts = {at: data.rstrip(b"\0").decode("utf-8", "replace") for at, data in enumerate(told) if data[0]}
+        if texts:
+            failed = [self.everywhere(at) for at in texts]
+            more = f"; ranks {', '.join(map(str, failed))} failed" if len(failed) > 1 else ""
+            text = next(iter(texts.values()))
+            raise RankError(f"{what} failed on rank {failed[0]}: {text}{more}", rank=failed[0])
 
 
 def _fixed(failure: Exception | None, said: bytes) -> bytes:
@@ -104,14 +126,6 @@ def _fixed(failure: Exception | None, said: bytes) -> bytes:
     return (
         (text or type(failure).__name__).encode("utf-8", "replace")[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
     )
-
-
-def _raise_first(what: str, told: Sequence[bytes]) -> None:
-    failed = {rank: data.rstrip(b"\0").decode("utf-8", "replace") for rank, data in enumerate(told) if data[0]}
-    if failed:
-        rank, text = next(iter(failed.items()))
-        more = f"; ranks {', '.join(map(str, failed))} failed" if len(failed) > 1 else ""
-        raise RankError(f"{what} failed on rank {rank}: {text}{more}", rank=rank)
 
 
 class LocalGroup(Group):
@@ -157,6 +171,10 @@ class TorchGroup(Group):
     def size(self) -> int:
         """Ranks in the group."""
         return dist.get_world_size(self._group)
+
+    def everywhere(self, rank: int) -> int:
+        """Return the number among all ranks of one of the group's."""
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Gather lengths, then the bytes, padded to the longest."""
@@ -210,3 +228,237 @@ def current_group(group: dist.ProcessGroup | None = None) -> Group:
     if dist.is_available() and dist.is_initialized():
         return TorchGroup(group)
     return LocalGroup()
+
+
+class Star:
+    """Every rank tells the first, which decides and answers each: a rank that fails or dies is named on all others.
+
+    Messages go from rank to rank, so the first sees whose connection broke or whose word is late. What it found is
+    left in the group's store too, since a backend that ran out of time speaks to nobody any more.
+
+    Args:
+        group: A group that nobody else uses, whose backend moves CPU tensors; None for a world of one.
+        timeout: How long ranks wait for each other.
+    """
+
+    _FIRST_WAITS = 0.75
+    """Of the timeout: the first rank has to find who is late before the others give up on it."""
+
+    _FINDS_S = 2.0
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = timedelta(minutes=30)) -> None:
+        self._group = group
+        self._timeout = timeout
+        self._round = 0
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
+
+    def consult(self, what: str, say: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        """Return what the first rank answers this one. Collective: a message from every rank, and one back.
+
+        Args:
+            what: The work, for messages.
+            say: What this rank tells, or why it failed.
+            decide: On the first rank, what everyone told becomes an answer for each; what it raises is raised by all.
+
+        Raises:
+            RankError: Another rank failed, is gone or did not answer in time; this rank's own exception comes as it is,
+                one that blames the call comes in its own type on every rank.
+        """
+        self._round += 1
+        if self.rank:
+            with self._of_first():
+                self._send(_framed(say), 0)
+                answer = self._receive(0, time.monotonic() + self._timeout.total_seconds())
+        else:
+            answer = self._decided(what, say, decide)
+        if isinstance(say, Exception):
+            raise say
+        if answer[:1] == _FAILED:
+            raise _told_failure(answer[1:])
+        return answer[1:]
+
+    def _decided(self, what: str, say: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        """Gather, decide, answer; whatever goes wrong is told to all that are left, then raised."""
+        try:
+            told = [_framed(say), *self._gathered()]
+            _raise_failed(what, told)
+            answers = [_DONE + answer for answer in decide([each[1:] for each in told])]
+        except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+            failure = say if isinstance(say, Exception) else error
+            self._tell_all([_FAILED + _as_bytes(what, failure)] * self.size, suppressed=True)
+            raise failure from (None if failure is error else error)
+        self._tell_all(answers)
+        return answers[0]
+
+    def _gathered(self) -> list[bytes]:
+        deadline = time.monotonic() + self._timeout.total_seconds() * self._FIRST_WAITS
+        told, lost = [], {}
+        for rank in range(1, self.size):
+            try:
+                told.append(self._receive(rank, deadline))
+            except RuntimeError as error:
+                lost[rank] = error
+                deadline = min(deadline, time.monotonic() + self._FINDS_S)  # whoever is there has spoken by now
+        if lost:
+            raise self._give_up(lost)
+        return told
+
+    def _tell_all(self, answers: Sequence[bytes], *, suppressed: bool = False) -> None:
+        lost = {}
+        for rank in range(1, self.size):
+            try:
+                self._send(answers[rank], rank)
+            except RuntimeError as error:
+                lost[rank] = error
+        if lost and not suppressed:
+            raise self._give_up(lost)
+
+    def _send(self, data: bytes, to: int) -> None:
+        for part in (len(data).to_bytes(8, "little"), data):
+            work = dist.isend(_padded(part, len(part)), group=self._group, group_dst=to)
+            assert work is not None
+            work.wait(self._timeout)
+
+    def _receive(self, source: int, deadline: float) -> bytes:
+        return self._received(int.from_bytes(self._received(8, source, deadline), "little"), source, deadline)
+
+    def _received(self, nbytes: int, source: int, deadline: float) -> bytes:
+        row = torch.empty(nbytes, dtype=torch.uint8)
+        work = dist.irecv(row, group=self._group, group_src=source)
+        assert work is not None
+        work.wait(timedelta(seconds=max(0.05, deadline - time.monotonic())))
+        return row.numpy().tobytes()
+
+    def _give_up(self, lost: dict[int, RuntimeError]) -> RankError:
+        """Leave word of who is gone for those that are left; once one was late, nobody else can be heard."""
+        rank, error = next(iter(lost.items()))
+        text = f"rank {rank} of {self.size} is gone or did not answer in time: {' '.join(str(error).split())[:200]}"
+        with suppress(RuntimeError):
+            self._store.set(self._key, text)
+        return _gone(text, rank)
+
+    @contextmanager
+    def _of_first(self) -> Iterator[None]:
+        """Turn a failure of the way to the first rank into what the first rank found, if it found something."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = self._found() or f"rank 0 of {self.size} is gone or did not answer in time: {error}"
+            named = re.match(r"rank (\d+)", text)
+            raise _gone(text, int(named[1]) if named else 0) from error
+
+    def _found(self) -> str:
+        end = time.monotonic() + self._FINDS_S
+        while time.monotonic() < end:
+            try:
+                if self._store.check([self._key]):
+                    return bytes(self._store.get(self._key)).decode("utf-8", "replace")
+            except RuntimeError:
+                return ""  # the store went with the first rank
+            time.sleep(0.05)
+        return ""
+
+    @property
+    def _store(self) -> Any:
+        assert self._group is not None
+        return self._group.get_group_store()
+
+    @property
+    def _key(self) -> str:
+        return f"shardckpt/lost/{self._round}"
+
+
+_DONE, _FAILED = b"\0", b"\1"
+
+
+def _framed(say: bytes | Exception) -> bytes:
+    return _DONE + say if isinstance(say, bytes) else _FAILED + _kind_and_text(say)
+
+
+def _kind_and_text(error: BaseException) -> bytes:
+    text = str(error) if isinstance(error, ShardckptError) else f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}\n{text[:4000]}".encode("utf-8", "replace")
+
+
+def _as_bytes(what: str, failure: Exception) -> bytes:
+    """Return the first rank's reason to stop, as the others are to raise it."""
+    if isinstance(failure, RankError):
+        return f"{failure.rank}\n{_kind_and_text(failure).decode()}".encode()
+    kind, text = _kind_and_text(failure).decode().split("\n", 1)
+    return f"0\n{kind}\n{what} failed on rank 0: {text}".encode()
+
+
+def _raise_failed(what: str, told: Sequence[bytes]) -> None:
+    failed = {rank: data[1:].decode("utf-8", "replace") for rank, data in enumerate(told) if data[:1] == _FAILED}
+    if failed:
+        rank = next(iter(failed))
+        kind, text = failed[rank].split("\n", 1)
+        more = f"; ranks {', '.join(map(str, failed))} failed" if len(failed) > 1 else ""
+        raise _of_kind(kind, f"{what} failed on rank {rank}: {text}{more}", rank)
+
+
+def _told_failure(data: bytes) -> ShardckptError:
+    rank, kind, text = data.decode("utf-8", "replace").split("\n", 2)
+    return _of_kind(kind, text, int(rank))
+
+
+def _of_kind(kind: str, text: str, rank: int) -> ShardckptError:
+    """Return what blames the call as what it is, since every rank made that call; anything else names its rank."""
+    known = getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, UsageError):
+        return known(text)
+    return RankError(text, rank=rank)
+
+
+def _gone(text: str, rank: int) -> RankError:
+    return RankError(text, rank=rank, fix="Its own log says why; the others have stopped.")
+
+
+def new_star(group: dist.ProcessGroup | None = None) -> Star:
+    """Make a group of one's own of the same ranks, on the calling thread. Collective.
+
+    Args:
+        group: The ranks; all where None.
+
+    Raises:
+        RankError: A rank did not come in time.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return Star(None)
+    given = dist.group.WORLD if group is None else group
+    assert given is not None
+    timeout = _timeout_of(given)
+    _roll_call(given, timeout)
+    ranks = None if group is None else dist.get_process_group_ranks(given)
+    made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=group is not None)
+    return Star(made, timeout)
+
+
+_CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def _roll_call(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Wait until every rank is here: making a group with one that is gone would not say which."""
+    store, rank = group.get_group_store(), group.rank()
+    _CALLS[group] = _CALLS.get(group, 0) + 1
+    keys = [f"shardckpt/here/{_CALLS[group]}/{each}" for each in range(group.size())]
+    store.set(keys[rank], "1")
+    end = time.monotonic() + timeout.total_seconds()
+    while missing := [each for each, key in enumerate(keys) if not store.check([key])]:
+        if time.monotonic() > end:
+            named = ", ".join(f"rank {each}" for each in missing)
+            raise _gone(f"{named} of {group.size()} did not come to the first save in time", missing[0])
+        time.sleep(0.002)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long a group waits, which torch tells nobody publicly; its default where it does not tell us."""
+    for device in ("cpu", "cuda"):
+        try:
+            found = group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+        if isinstance(found, timedelta):
+            return found
+    return timedelta(minutes=30)

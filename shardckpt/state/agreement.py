@@ -10,6 +10,7 @@ from typing import Any
 
 from shardckpt.errors import RankError, ShardckptError
 from shardckpt.groups import Group
+from shardckpt.state.ranks import Ranks
 
 _DIGEST = 16
 
@@ -48,12 +49,14 @@ class Handed:
         why = str(self.not_alone).encode("utf-8", "replace") if self.not_alone is not None else b""
         return (b"1" if self._given else b"0") + self.digest.ljust(_DIGEST, b"\0") + why
 
-    def heard(self, what: str, rows: list[bytes]) -> None:
+    def heard(self, group: Group, what: str, rows: list[bytes], *, compare: bool) -> None:
         """Take what all ranks said.
 
         Args:
+            group: The ranks.
             what: The work, for the messages.
             rows: In rank order.
+            compare: Ranks that were handed different states are an error.
 
         Raises:
             StateMismatchError: Ranks were handed different states, or some of them none.
@@ -61,13 +64,13 @@ class Handed:
         """
         has = [row[:1] == b"1" for row in rows]
         if all(has) or not any(has):
-            self._compare([row[1 : 1 + _DIGEST] for row in rows])
+            if compare:
+                _compare(group, [row[1 : 1 + _DIGEST] for row in rows])
             return
         if has.index(True) > 0 or any(has[1:]):
-            lacking = ", ".join(str(rank) for rank, each in enumerate(has) if not each)
             raise StateMismatchError(
                 "some ranks were given a state and some none",
-                found=f"none on rank {lacking}",
+                found=f"none on rank {_numbers(group, [rank for rank, each in enumerate(has) if not each])}",
                 expected="one on every rank, or on the first alone",
             )
         self.from_first = True
@@ -75,24 +78,30 @@ class Handed:
         if self.not_alone is not None:
             raise self.not_alone
         if why:
-            raise RankError(f"{what} failed on rank 0: {why}", rank=0)
+            first = group.everywhere(0)
+            raise RankError(f"{what} failed on rank {first}: {why}", rank=first)
 
-    def _compare(self, digests: list[bytes]) -> None:
-        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if odd:
-            raise StateMismatchError(
-                "ranks were given states that differ in names, shapes, types or settings",
-                found=f"another one on rank {', '.join(map(str, odd))} than on rank 0",
-                fix="Nothing was changed. Give every rank the same state, or the first rank alone one.",
-            )
+
+def _compare(group: Group, digests: list[bytes]) -> None:
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise StateMismatchError(
+            "ranks were given states that differ in names, shapes, types or settings",
+            found=f"another one on rank {_numbers(group, odd)} than on rank {group.everywhere(0)}",
+            fix="Nothing was changed. Give every rank the same state, or the first rank alone one.",
+        )
+
+
+def _numbers(group: Group, ranks: list[int]) -> str:
+    return ", ".join(str(group.everywhere(rank)) for rank in ranks)
 
 
 @contextmanager
-def handed(group: Group, what: str, *, given: bool) -> Iterator[Handed]:
+def handed(ranks: Ranks, what: str, *, given: bool) -> Iterator[Handed]:
     """Check a state inside; a failure on one rank is raised on all. One collective, at the end.
 
     Args:
-        group: The ranks.
+        ranks: Who has the model.
         what: The work, for the messages.
         given: Whether this rank was handed something.
 
@@ -100,11 +109,11 @@ def handed(group: Group, what: str, *, given: bool) -> Iterator[Handed]:
         StateMismatchError: Ranks were handed different states, or some of them none.
         RankError: Another rank failed.
     """
-    with group.together(what) as word:
-        made = Handed(given, group.rank == 0)
+    with ranks.group.together(what) as word:
+        made = Handed(given, ranks.is_first)
         yield made
         word.said = made.said()
-    made.heard(what, word.heard)
+    made.heard(ranks.group, what, word.heard, compare=not ranks.guessed)
 
 
 def digest(value: Any) -> bytes:

@@ -63,7 +63,7 @@ def load_model_state_dict(
     found = describe(model)
     group = found.ranks.group
     keys = Keys()
-    with handed(group, "fit a state to the model", given=bool(state_dict)) as agreed:
+    with handed(found.ranks, "fit a state to the model", given=bool(state_dict)) as agreed:
         given = _Given(state_dict, kind, found)
         if agreed.is_judge:
             keys = given.checked(strict)

@@ -115,7 +115,7 @@ def fit(
     found = describe(model)
     group = found.ranks.group
     told = b""
-    with handed(group, "fit a state to the optimizer", given=_is_given(state_dict)) as agreed:
+    with handed(found.ranks, "fit a state to the optimizer", given=_is_given(state_dict)) as agreed:
         of = optimized(found, optim)
         given = _Given.of(state_dict, kind, found, layout=state_layout)
         rows: Survey = [{} for held in of.held for _ in held.holder.entries]

@@ -20,9 +20,11 @@ class Ranks:
 
     Attributes:
         axes: The groups that this rank is in, the slowest direction first; empty where it is alone.
+        guessed: Nothing is shared between ranks, so that each may have a model of its own.
     """
 
     axes: tuple[dist.ProcessGroup, ...] = ()
+    guessed: bool = False
 
     @classmethod
     def of(cls, groups: Iterable[dist.ProcessGroup | None]) -> Ranks:
@@ -39,7 +41,9 @@ class Ranks:
                 members.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
         axes = {of: group for of, group in members.items() if not any(of < other for other in members)}
         if not axes or prod(map(len, axes)) >= dist.get_world_size():
-            return everywhere()
+            world = dist.group.WORLD
+            assert world is not None, "there is a job"
+            return cls((world,), guessed=not axes)
         return cls(tuple(axes[of] for of in sorted(axes, key=lambda of: sorted(of)[1] - sorted(of)[0], reverse=True)))
 
     @property
@@ -68,12 +72,6 @@ class Ranks:
         for at, axis in enumerate(self.axes):
             if axis.size() > 1 and all(later.rank() == 0 for later in self.axes[at + 1 :]):
                 dist.broadcast(tensor.view(-1).view(torch.uint8), group=axis, group_src=0)
-
-
-def everywhere() -> Ranks:
-    """Return all ranks."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return Ranks((world,) if world is not None else ())
 
 
 class _Grid(Group):
