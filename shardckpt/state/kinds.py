@@ -15,6 +15,10 @@ KEY = "shardckpt"
 """Under this key of a state dict's `_metadata` stands what is known of how it was taken."""
 
 
+_FLAT = "_flat_param"
+"""How torch's wrapper calls flat parameters."""
+
+
 class StateKind(Enum):
     """What a state dict holds.
 
@@ -56,12 +60,33 @@ def kind_of(state: Mapping[str, Any]) -> StateKind:
     said = note_of(state).get("kind")
     if isinstance(said, str) and said in StateKind.__members__:
         return StateKind[said]
-    return kind_of_values(state)
+    return StateKind.LOCAL if any(is_flat_part(name, value) for name, value in state.items()) else kind_of_values(state)
 
 
 def kind_of_values(state: Mapping[str, Any]) -> StateKind:
     """Return the kind by what is in a state, of a model or of an optimizer."""
-    return StateKind.SHARDED if any(isinstance(value, DTensor) for value in tensors(state)) else StateKind.FULL
+    is_cut = any(isinstance(value, DTensor) or is_sharded_tensor(value) for value in tensors(state))
+    return StateKind.SHARDED if is_cut else StateKind.FULL
+
+
+def is_sharded_tensor(value: Any) -> bool:
+    """Tell whether a value is torch's ShardedTensor, known by its public methods: the class is private to torch."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and callable(getattr(value, "local_shards", None))
+        and callable(getattr(value, "metadata", None))
+    )
+
+
+def is_flat_part(name: str, value: Any) -> bool:
+    """Tell whether a value is this rank's part of a flat parameter, as LOCAL states of torch's wrapper have it.
+
+    Args:
+        name: Under which it stands.
+        value: The value.
+    """
+    return name.rpartition(".")[2].startswith(_FLAT) and is_sharded_tensor(value)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from shardckpt.state.kinds import StateKind, kind_of, note_of, tensors
 from shardckpt.state.layouts import other_kind, other_rank, other_units
 from shardckpt.state.optimizer import Held, Optimized, Optimizing, optimized
 from shardckpt.state.param_groups import wanted
+from shardckpt.state.sharded_tensors import optimizer_rows
 from shardckpt.state.slots import (
     PLAIN,
     Form,
@@ -232,7 +233,7 @@ class _Given:
         return cls(
             said,
             note_of(given),
-            {_first(names.get(key, key), found): value for key, value in state.items()},
+            optimizer_rows({_first(names.get(key, key), found): value for key, value in state.items()}, found),
             [{**group, "params": [_first(names.get(key, key), found) for key in group["params"]]} for group in groups],
             found,
             layout,

@@ -22,9 +22,9 @@ from shardckpt.core.statics import StateStatics
 from shardckpt.core.traverse import clean
 from shardckpt.core.wrapper import FullyShardedDataParallel
 from shardckpt.errors import ShardckptError
-from shardckpt.state import optim_loading, optimizer, recursion, rekey
+from shardckpt.state import optim_loading, optimizer, recursion, rekey, sharded_tensors
 from shardckpt.state.description import describe
-from shardckpt.state.kinds import StateKind, note_of
+from shardckpt.state.kinds import StateKind, is_sharded_tensor, note_of
 from shardckpt.state.loading import refuse_other_layout
 
 
@@ -47,11 +47,27 @@ def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any
 
     Raises:
         StateMismatchError: It is a LOCAL state of another rank, or of other units.
+        ShardedTensorError: A ShardedTensor is cut in a way that no DTensor is.
     """
-    if not prefix and recursion.KINDS[module.state_dict_settings.state_dict_type] is StateKind.LOCAL:
+    kind = recursion.KINDS[module.state_dict_settings.state_dict_type]
+    if not prefix and kind is StateKind.LOCAL:
         refuse_other_layout(note_of(state), module)
+    if any(map(is_sharded_tensor, state.values())):
+        _take_sharded_tensors(module, state, prefix, kind)
     recursion.prepared(state, prefix, module.sharding_unit)
     _LOADING[module] = recursion.Loading(module, module.sharding_unit)
+
+
+def _take_sharded_tensors(module: nn.Module, state: MutableMapping[str, Any], prefix: str, kind: StateKind) -> None:
+    """Replace what torch's wrapper gave without a mesh, in torch's own copy of what a user handed in."""
+    below = {name: clean(name[len(prefix) :]) for name in state if name.startswith(prefix)}
+    taken = sharded_tensors.parts if kind is StateKind.LOCAL else sharded_tensors.rows
+    made = taken({plain: state[name] for name, plain in below.items()}, describe(module))
+    for name, plain in below.items():
+        if plain in made:
+            state[name] = made[plain]
+        else:
+            del state[name]
 
 
 def after_load(module: FullyShardedDataParallel, incompatible: Any) -> None:
