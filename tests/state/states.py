@@ -121,8 +121,23 @@ PARALLEL = {
 def step(model: nn.Module, optim, seed: int = 0) -> None:
     torch.manual_seed(seed)
     optim.zero_grad()
-    model(torch.randn(4, 5)).square().mean().backward()
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    model(torch.randn(4, 5).to(dtype)).square().mean().backward()
     optim.step()
+
+
+def kept_differs(model: nn.Module, optim, other: nn.Module, again) -> list[str]:
+    """Tell in which bits two models of one sharding and what their optimizers keep differ, on this rank."""
+    wrong = []
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        mine, theirs = dict(optim.state.get(p, {}), itself=p.detach()), dict(again.state.get(q, {}), itself=q.detach())
+        wrong += [f"{name}/{slot} is kept by one alone" for slot in set(mine) ^ set(theirs)]
+        for slot in set(mine) & set(theirs):
+            a, b = local(mine[slot]), local(theirs[slot])
+            told = (type(mine[slot]), a.dtype, a.device) == (type(theirs[slot]), b.dtype, b.device)
+            wrong += [] if told and torch.equal(a, b) else [f"{name}/{slot} differs: {a.dtype}, {b.dtype}"]
+    rates = [[group["lr"] for group in each.param_groups] for each in (optim, again)]
+    return wrong + ([] if rates[0] == rates[1] else [f"rates {rates}"])
 
 
 def whole(value):
