@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from shardckpt.errors import ChecksumError, FormatError, IncompleteError, ShardckptError, TruncatedError, UnsafeError
 from shardckpt.format import tagged
+from shardckpt.format.native_blocks import Hashed, VerifiedStore
 from shardckpt.format.native_manifest import (
     COMMIT,
     MANIFEST_SUFFIX,
@@ -131,7 +132,7 @@ def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Con
 
 
 class NativeReader(Reader):
-    """An open step of our own format.
+    """An open step of our own format; what is read through its store is checked against the hashes of its blocks.
 
     Args:
         store: Rooted at the step.
@@ -147,7 +148,14 @@ class NativeReader(Reader):
     def __init__(self, store: Store, commit: Commit, contents: Contents, sizes: Mapping[str, int]) -> None:
         self.commit = commit
         self.contents = contents
-        super().__init__(store, _manifest(store, contents, sizes))
+        self._stored = store
+        files = {f.name: Hashed(f.nbytes, f.hashes) for f in contents.files if f.hashes is not None}
+        super().__init__(VerifiedStore(store, files), _manifest(store, contents, sizes))
+
+    @property
+    def stored(self) -> Store:
+        """The files as they lie, unchecked."""
+        return self._stored
 
     def nest(self, revive: tagged.Revive) -> object:
         """Return what was saved, in the containers it was in.

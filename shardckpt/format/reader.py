@@ -124,6 +124,11 @@ class Reader:
         """
         return entry.value
 
+    @property
+    def stored(self) -> Store:
+        """The files as they lie, where `store` checks what is read from them."""
+        return self.store
+
     def checksums(self) -> Iterator[Checksum]:
         """Yield the checksums that the format stores, in file order; none where it stores none."""
         return iter(())

@@ -1,0 +1,182 @@
+"""A store whose files are checked, block by block, as they are read: nothing damaged is handed out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+import xxhash
+
+from shardckpt.errors import ChecksumError
+from shardckpt.format.native_payload import BLOCK_BYTES
+from shardckpt.storage.store import Listed, Read, Store, Traits, Writer
+
+_AT_ONCE = 4
+"""Blocks that are wanted in part and held in memory at a time."""
+
+
+_Block = tuple[str, int]
+"""File and number."""
+
+
+class Hashed(NamedTuple):
+    """A file whose blocks have hashes.
+
+    Attributes:
+        nbytes: Its size when it was hashed.
+        hashes: xxh3-64 of each block.
+    """
+
+    nbytes: int
+    hashes: tuple[int, ...]
+
+
+class _Cut(NamedTuple):
+    """The part of a wanted range that lies in one block.
+
+    Attributes:
+        start: First byte, counted from the block's first.
+        target: Where it goes.
+    """
+
+    start: int
+    target: memoryview
+
+
+@dataclass(slots=True)
+class _Plan:
+    """How reads are carried out.
+
+    Attributes:
+        direct: Ranges that are read where they are wanted.
+        whole: Blocks among those, to be hashed there.
+        parts: Blocks that are read elsewhere, and what is wanted of each.
+    """
+
+    direct: list[Read] = field(default_factory=list)
+    whole: list[tuple[_Block, memoryview]] = field(default_factory=list)
+    parts: dict[_Block, list[_Cut]] = field(default_factory=dict)
+
+
+class VerifiedStore:
+    """Reads of hashed files are checked; everything else goes to the store beneath.
+
+    A block that is wanted whole is read where it belongs and hashed there. One that is wanted in part is read whole
+    when it is met first. The last one is kept for each thread, since small reads often follow one another.
+
+    Args:
+        store: Where the files lie.
+        files: Those with hashes.
+    """
+
+    def __init__(self, store: Store, files: Mapping[str, Hashed]) -> None:
+        self._store = store
+        self._files = files
+        self._good: set[_Block] = set()
+        self._recent = threading.local()
+
+    @property
+    def url(self) -> str:
+        """The root, as a person would type it."""
+        return self._store.url
+
+    @property
+    def traits(self) -> Traits:
+        """What this store can do."""
+        return self._store.traits
+
+    def list(self, folder: str = "") -> list[Listed]:
+        """As the store beneath."""
+        return self._store.list(folder)
+
+    def size(self, name: str) -> int:
+        """As the store beneath."""
+        return self._store.size(name)
+
+    def create(self, name: str) -> Writer:
+        """As the store beneath."""
+        return self._store.create(name)
+
+    def delete(self, name: str) -> None:
+        """As the store beneath."""
+        self._store.delete(name)
+
+    def rename(self, source: str, target: str) -> None:
+        """As the store beneath."""
+        self._store.rename(source, target)
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Fill every buffer, once the blocks it touches match their hashes.
+
+        Raises:
+            ChecksumError: A block does not; the message names file and block.
+            ShardckptError: As the store beneath.
+        """
+        plan = _Plan()
+        for read in reads:
+            self._add(read, plan)
+        self._store.read(plan.direct)
+        for block, data in plan.whole:
+            self._check(block, data)
+        blocks = iter(plan.parts.items())
+        while some := list(islice(blocks, _AT_ONCE)):
+            self._fill(some)
+
+    def _add(self, read: Read, plan: _Plan) -> None:
+        name, offset, buffer = read
+        file = self._files.get(name)
+        end = offset + len(buffer)
+        if file is None or not len(buffer) or end > file.nbytes:
+            plan.direct.append(read)  # beyond the end: the store beneath says what is wrong
+            return
+        for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            start, size = _extent(file, number)
+            low, high = max(offset, start), min(end, start + size)
+            target = buffer[low - offset : high - offset]
+            if len(target) == size:
+                plan.whole.append(((name, number), target))
+            elif (name, number) not in self._good or self._is_recent((name, number)):
+                plan.parts.setdefault((name, number), []).append(_Cut(low - start, target))
+                continue
+            plan.direct.append(Read(name, low, target))
+
+    def _is_recent(self, block: _Block) -> bool:
+        return getattr(self._recent, "block", None) == block
+
+    def _fill(self, wanted: Sequence[tuple[_Block, Sequence[_Cut]]]) -> None:
+        """Serve the parts of a few blocks."""
+        data = {block: self._recent.data for block, _ in wanted if self._is_recent(block)}
+        missing = [block for block, _ in wanted if block not in data]
+        for name, number in missing:
+            data[name, number] = memoryview(bytearray(_extent(self._files[name], number)[1]))
+        self._store.read([Read(name, number * BLOCK_BYTES, data[name, number]) for name, number in missing])
+        for block in missing:
+            self._check(block, data[block])
+        for block, cuts in wanted:
+            for start, target in cuts:
+                target[:] = data[block][start : start + len(target)]
+        self._recent.block = wanted[-1][0]
+        self._recent.data = data[self._recent.block]
+
+    def _check(self, block: _Block, data: memoryview) -> None:
+        name, number = block
+        expected, found = self._files[name].hashes[number], xxhash.xxh3_64_intdigest(data)
+        if found != expected:
+            start, size = _extent(self._files[name], number)
+            raise ChecksumError(
+                f"block {number}, bytes {start} to {start + size}, does not match its checksum",
+                where=f"{self.url}/{name}",
+                found=f"{found:016x}",
+                expected=f"{expected:016x}",
+                fix="Restore the file from another copy: `shardckpt verify` lists every damaged block and its tensors.",
+            )
+        self._good.add(block)
+
+
+def _extent(file: Hashed, number: int) -> tuple[int, int]:
+    """Return a block's first byte and its size."""
+    start = number * BLOCK_BYTES
+    return start, min(BLOCK_BYTES, file.nbytes - start)

@@ -1,0 +1,275 @@
+"""Who writes what: every element of every array once, what several ranks hold shared out among them by bytes. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from shardckpt.boxes import Box, Shape, contiguous_blocks, cover, strides, whole
+from shardckpt.dtypes import bits, nbytes
+from shardckpt.errors import IncompleteError, UsageError
+from shardckpt.manifest import Path, dotted
+
+LEAST_SHARE_BYTES = 1 << 22
+"""A box that several ranks hold is cut into parts of at least so many bytes, to share it out."""
+
+_NO_LIMIT = 1 << 62
+
+
+class Held(NamedTuple):
+    """What one rank holds of one array.
+
+    Attributes:
+        path: Where the array sits in the saved nest.
+        shape: Of the whole array, in elements.
+        dtype: Torch's name of its type.
+        boxes: The elements, disjoint; none where this rank holds nothing of it.
+        digest: Of the elements' bytes, where the rank can tell: ranks that hold the same boxes must agree on it.
+    """
+
+    path: Path
+    shape: Shape
+    dtype: str
+    boxes: tuple[Box, ...]
+    digest: int | None = None
+
+
+class Spec(NamedTuple):
+    """One array of the save.
+
+    Attributes:
+        path: Where it sits in the saved nest.
+        shape: In elements.
+        dtype: Torch's name of its type.
+    """
+
+    path: Path
+    shape: Shape
+    dtype: str
+
+
+class Task(NamedTuple):
+    """A box that one rank writes.
+
+    Attributes:
+        array: Index among the plan's arrays.
+        box: The elements, all of which that rank holds.
+    """
+
+    array: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """The decision.
+
+    Attributes:
+        arrays: In the order of the first rank that holds each.
+        tasks: For each rank what it writes, in the order of the arrays.
+    """
+
+    arrays: tuple[Spec, ...]
+    tasks: tuple[tuple[Task, ...], ...]
+
+    def bytes_of(self, rank: int) -> int:
+        """Return the bytes of data that a rank writes."""
+        return sum(nbytes(self.arrays[task.array].dtype, task.box.volume) for task in self.tasks[rank])
+
+
+def plan_save(held: Sequence[Sequence[Held]]) -> SavePlan:
+    """Decide who writes what.
+
+    Args:
+        held: For each rank what it holds.
+
+    Raises:
+        UsageError: Ranks disagree on an array's type or shape, or hold different values where they claim the same.
+        IncompleteError: Elements that no rank holds.
+    """
+    arrays = _gather(held)
+    tasks: list[list[Task]] = [[] for _ in held]
+    loads = [0] * len(held)
+    shared: list[_Shared] = []
+    for number, array in enumerate(arrays):
+        dtype = array.spec.dtype
+        for box, volume, ranks in _disjoint(array):
+            if len(ranks) == 1:
+                tasks[ranks[0]].append(Task(number, box))
+                loads[ranks[0]] += nbytes(dtype, volume)
+            else:
+                shared += [_Shared(nbytes(dtype, b.volume), number, b, ranks) for b in _parts(box, dtype, len(ranks))]
+    for part, rank in _share_out(shared, loads):
+        tasks[rank].append(Task(part.array, part.box))
+    return SavePlan(tuple(array.spec for array in arrays), tuple(tuple(sorted(mine)) for mine in tasks))
+
+
+def digest(held: Iterable[Held]) -> bytes:
+    """Return 16 bytes that change with everything a plan depends on: names, shapes, types and boxes, not values."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for each in held:
+        hasher.update(repr((each.path, each.shape, each.dtype, [tuple(box) for box in each.boxes])).encode())
+    return hasher.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """An array and who holds which box of it.
+
+    Attributes:
+        spec: What it is.
+        first: The first rank that holds it.
+        holders: Box to ranks, in order.
+        digests: Boxes to rank and digest of the first rank that holds exactly these.
+    """
+
+    spec: Spec
+    first: int
+    holders: dict[Box, list[int]]
+    digests: dict[tuple[Box, ...], tuple[int, int]]
+
+
+class _Shared(NamedTuple):
+    """A box that several ranks hold, or a part of one.
+
+    Attributes:
+        nbytes: Its bytes.
+        array: Index among the arrays.
+        box: The elements.
+        ranks: Who holds them.
+    """
+
+    nbytes: int
+    array: int
+    box: Box
+    ranks: tuple[int, ...]
+
+
+def _gather(held: Sequence[Sequence[Held]]) -> list[_Array]:
+    """Bring together what ranks hold of each array, and check that they mean the same one."""
+    arrays: dict[Path, _Array] = {}
+    for rank, mine in enumerate(held):
+        for path, shape, dtype, boxes, value in mine:
+            array = arrays.get(path)
+            if array is None:
+                array = arrays[path] = _Array(Spec(path, shape, dtype), rank, {}, {})
+            elif array.spec != (path, shape, dtype):
+                raise _disagreement(array, rank, Spec(path, shape, dtype))
+            holders = array.holders
+            for box in boxes:
+                if box in holders:
+                    holders[box].append(rank)
+                else:
+                    holders[box] = [rank]
+            if value is not None:
+                first, known = array.digests.setdefault(boxes, (rank, value))
+                if known != value:
+                    raise UsageError(
+                        "ranks hold different values of what should be the same",
+                        where=dotted(path),
+                        found=f"rank {rank} differs from rank {first}",
+                        fix="Save it under a name of its own for each rank, or make the values equal.",
+                    )
+    return list(arrays.values())
+
+
+def _disagreement(array: _Array, rank: int, other: Spec) -> UsageError:
+    return UsageError(
+        "ranks disagree on an array",
+        where=dotted(other.path),
+        found=f"rank {rank}: {other.dtype} {list(other.shape)}",
+        expected=f"rank {array.first}: {array.spec.dtype} {list(array.spec.shape)}",
+    )
+
+
+def _disjoint(array: _Array) -> Iterable[tuple[Box, int, tuple[int, ...]]]:
+    """Return disjoint boxes that cover the array, their elements, and who holds each.
+
+    Raises:
+        IncompleteError: Elements that no rank holds.
+        UsageError: A box outside the array.
+    """
+    shape = array.spec.shape
+    if 0 in shape:
+        return ((whole(shape), 0, (array.first,)),)
+    boxes = [box for box in array.holders if 0 not in box.size]
+    if len(boxes) == 1 and boxes[0] == whole(shape):
+        return ((boxes[0], boxes[0].volume, tuple(array.holders[boxes[0]])),)
+    volumes = _volumes_of_tiling(shape, boxes)
+    if volumes is not None:
+        return [(box, n, tuple(array.holders[box])) for box, n in zip(boxes, volumes, strict=True)]
+    outside = next((box for box in boxes if not box.within(shape)), None)
+    if outside is not None:
+        raise UsageError("a rank holds elements outside the array", where=dotted(array.spec.path), found=str(outside))
+    gaps = cover(whole(shape), boxes, limit=_NO_LIMIT).gaps
+    if gaps:
+        raise IncompleteError(
+            f"{dotted(array.spec.path)} {gaps[0]}: no rank holds these elements",
+            found=f"{len(boxes)} boxes",
+            expected=f"all of {list(shape)}",
+        )
+    return _carved(array, boxes)
+
+
+def _volumes_of_tiling(shape: Shape, boxes: Sequence[Box]) -> list[int] | None:
+    """Return the elements of each box where they follow one another in row-major order and fill the array, else None.
+
+    The boxes of most shardings do, and many thousands of them are seen at once.
+    """
+    if not boxes or not shape or len(boxes[0].size) != len(shape):
+        return None
+    offsets, sizes = np.array([b.offset for b in boxes]), np.array([b.size for b in boxes])
+    volumes = sizes.prod(axis=1)
+    full = sizes == np.array(shape)
+    inner_full = np.logical_and.accumulate(full[:, ::-1], axis=1)[:, -2::-1]  # of the dimensions behind each
+    starts = offsets @ np.array(strides(shape))
+    order = starts.argsort()
+    ends = (starts + volumes)[order]
+    fits = (
+        bool((inner_full | (sizes[:, :-1] == 1)).all())
+        and bool(((offsets >= 0) & (offsets + sizes <= np.array(shape))).all())
+        and starts[order[0]] == 0
+        and ends[-1] == prod(shape)
+        and bool((ends[:-1] == starts[order[1:]]).all())
+    )
+    return volumes.tolist() if fits else None
+
+
+def _carved(array: _Array, boxes: Sequence[Box]) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
+    """Yield boxes without what smaller ones hold already."""
+    taken: list[Box] = []
+    for box in sorted(boxes, key=lambda b: (b.volume, b)):
+        for part in cover(box, taken, limit=_NO_LIMIT).gaps:
+            yield part, part.volume, tuple(array.holders[box])
+        taken.append(box)
+
+
+def _share_out(shared: Sequence[_Shared], loads: list[int]) -> Iterator[tuple[_Shared, int]]:
+    """Yield what several ranks hold and who writes it: the largest first, by the one that has least to write."""
+    queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for part in sorted(shared, key=lambda each: (-each.nbytes, each)):
+        queue = queues.get(part.ranks)
+        if queue is None:
+            queue = queues[part.ranks] = [(loads[rank], rank) for rank in part.ranks]
+            heapify(queue)
+        while queue[0][0] != loads[queue[0][1]]:  # it got something as a member of another set of ranks
+            heapreplace(queue, (loads[queue[0][1]], queue[0][1]))
+        load, rank = queue[0]
+        loads[rank] = load + part.nbytes
+        heapreplace(queue, (loads[rank], rank))
+        yield part, rank
+
+
+def _parts(box: Box, dtype: str, ranks: int) -> Iterable[Box]:
+    """Cut a box that several ranks hold, where it is worth it."""
+    size = nbytes(dtype, box.volume)
+    if size < 2 * LEAST_SHARE_BYTES or bits(dtype) % 8:
+        return (box,)
+    count = min(ranks, size // LEAST_SHARE_BYTES)
+    return contiguous_blocks(box, -(-box.volume // count))

@@ -1,0 +1,116 @@
+"""What is read of a hashed file is checked, block by block, however it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from counting import open_counted
+from native_writer import SAVE, write_step
+
+from shardckpt.errors import ChecksumError, TruncatedError
+from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.native_payload import BLOCK_BYTES
+from shardckpt.storage.store import Read
+
+SIZE = 3 * BLOCK_BYTES + 1000
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tensor = torch.randint(256, (SIZE - 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return write_step(tmp_path_factory.mktemp("step") / "s", {"w": tensor})
+
+
+def payload(folder: Path) -> Path:
+    return folder / f"{SAVE}-00000-00.safetensors"
+
+
+def read(folder: Path, ranges: Sequence[tuple[int, int]], times: int = 1) -> list[bytes]:
+    store = open_checkpoint(str(folder)).store
+    for _ in range(times):
+        buffers = [bytearray(n) for _, n in ranges]
+        store.read([Read(payload(folder).name, at, memoryview(b)) for (at, _), b in zip(ranges, buffers, strict=True)])
+    return [bytes(buffer) for buffer in buffers]
+
+
+RANGES: dict[str, list[tuple[int, int]]] = {
+    "nothing": [(5, 0)],
+    "a byte": [(BLOCK_BYTES + 7, 1)],
+    "a whole block": [(BLOCK_BYTES, BLOCK_BYTES)],
+    "across a border": [(BLOCK_BYTES - 3, 6)],
+    "everything": [(0, SIZE)],
+    "the short last block": [(3 * BLOCK_BYTES, 1000)],
+    "parts of every block": [(i * BLOCK_BYTES + 10, 100) for i in range(4)]
+    + [(i * BLOCK_BYTES + 50, 900) for i in range(4)],
+    "backwards": [(2 * BLOCK_BYTES, 20), (BLOCK_BYTES, 20), (0, 20)],
+    "from the middle to the end": [(BLOCK_BYTES // 2, SIZE - BLOCK_BYTES // 2)],
+}
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("name", RANGES)
+def test_ranges_are_what_the_file_holds(step: Path, name: str, times: int) -> None:
+    data = payload(step).read_bytes()
+    assert read(step, RANGES[name], times) == [data[at : at + n] for at, n in RANGES[name]]
+
+
+def flip(file: Path, at: int) -> Callable[[], None]:
+    def change() -> None:
+        with file.open("r+b") as opened:
+            opened.seek(at)
+            [byte] = opened.read(1)
+            opened.seek(at)
+            opened.write(bytes([byte ^ 1]))
+
+    change()
+    return change
+
+
+@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("name", RANGES)
+def test_a_flipped_bit_is_found_where_its_block_is_touched_and_only_there(step: Path, name: str, block: int) -> None:
+    touched = {b for at, n in RANGES[name] if n for b in range(at // BLOCK_BYTES, (at + n - 1) // BLOCK_BYTES + 1)}
+    undo = flip(payload(step), block * BLOCK_BYTES + 999)
+    try:
+        if block in touched:
+            with pytest.raises(
+                ChecksumError, match=rf"{payload(step).name}: block {block}, bytes {block * BLOCK_BYTES} "
+            ):
+                read(step, RANGES[name])
+        else:
+            read(step, RANGES[name])
+    finally:
+        undo()
+
+
+def test_small_reads_that_follow_one_another_read_each_block_once(step: Path) -> None:
+    source, counted = open_counted(str(step))
+    counted.ranges.clear()
+    for at in range(0, 2 * BLOCK_BYTES, 1 << 18):
+        buffer = bytearray(1 << 18)
+        source.store.read([Read(payload(step).name, at, memoryview(buffer))])
+    assert counted.nbytes == 2 * BLOCK_BYTES
+
+
+def test_beyond_the_end_is_the_usual_error(step: Path) -> None:
+    with pytest.raises(TruncatedError):
+        read(step, [(SIZE - 10, 20)])
+
+
+def test_other_files_and_calls_go_to_the_store_beneath(step: Path) -> None:
+    reader = open_checkpoint(str(step))
+    assert reader.store.list() == reader.stored.list()
+    assert reader.store.size("COMMIT") == (step / "COMMIT").stat().st_size
+    assert reader.store.url == reader.stored.url
+    assert reader.store.traits == reader.stored.traits
+    with reader.store.create("x") as writer:
+        writer.write(b"1")
+    buffer = bytearray(1)
+    reader.store.rename("x", "y")
+    reader.store.read([Read("y", 0, memoryview(buffer))])
+    assert buffer == b"1"
+    reader.store.delete("y")
+    assert not (step / "y").exists()
