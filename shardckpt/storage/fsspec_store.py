@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -256,6 +257,42 @@ class FsspecStore:
         with suppress(MissingFileError):
             attempt(lambda: self._fs.rm_file(path), "cannot delete", self._shown(name))
 
+    def delete_folder(self, folder: str) -> None:
+        """Remove a folder with all it holds; a missing one is no error.
+
+        Raises:
+            UnsafeError: The name leaves the root.
+            StorageError: The store failed, after retries.
+        """
+        below = list(self._walk(folder))
+        with ThreadPoolExecutor(CONCURRENT, "shardckpt-delete") as pool:
+            for done in [pool.submit(self.delete, entry.name) for entry in below if not entry.is_folder]:
+                done.result()
+        for name in (*(entry.name for entry in below if entry.is_folder), folder):
+            with suppress(Exception):  # buckets have no folders; where there are some, an empty one harms nobody
+                self._fs.rmdir(self._path(name))
+
+    def _walk(self, folder: str) -> Iterator[Listed]:
+        """Yield what lies below a folder, the content of each before itself."""
+        for entry in self.list(folder):
+            if entry.is_folder:
+                yield from self._walk(entry.name)
+            yield entry
+
+    def changed_at(self, folder: str) -> float | None:
+        """Return when anything in a folder last changed, in seconds since the epoch; None where the store tells none.
+
+        Raises:
+            UnsafeError: The name leaves the root.
+            StorageError: The store failed, after retries.
+        """
+        path = self._path(folder)
+        found: dict[str, dict[str, Any]] = attempt(
+            lambda: self._fs.find(path, detail=True), "cannot list", self._shown(folder)
+        )
+        times = (_changed(entry) for entry in found.values())
+        return max((each for each in times if each is not None), default=None)
+
     def rename(self, source: str, target: str) -> None:
         """Refuse: no step of this store renames a folder whole."""
         raise StorageError("this store cannot rename", where=self._shown(source), expected=target)
@@ -272,6 +309,21 @@ class FsspecStore:
 
     def _shown(self, name: str) -> str:
         return f"{self._url.rstrip('/')}/{name}" if name else self._url
+
+
+_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
+"""How file systems call the time at which an object was written; what is written anew is another object."""
+
+
+def _changed(entry: Mapping[str, Any]) -> float | None:
+    """Return when an object was written, of the forms that file systems use."""
+    value = next((entry[key] for key in _TIMES if entry.get(key) is not None), None)
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 class FsspecWriter:

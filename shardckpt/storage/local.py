@@ -8,6 +8,7 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 from typing_extensions import Self
@@ -178,6 +179,34 @@ class LocalStore:
                 os.unlink(path)
             except FileNotFoundError:
                 return
+
+    def delete_folder(self, folder: str) -> None:
+        """Remove a folder with all it holds, of a link in it the link; a missing one is no error.
+
+        Raises:
+            UnsafeError: The name leaves the root.
+            StorageError: Something in it cannot be removed.
+        """
+        path = self._path(folder)
+        self.close()
+        with failing("cannot delete", path):
+            for inner, folders, files in os.walk(path, topdown=False, onerror=_unless_gone):
+                for name in (*folders, *files):
+                    _remove(os.path.join(inner, name))
+            _remove(path)
+
+    def changed_at(self, folder: str) -> float | None:
+        """Return when anything in a folder last changed, in seconds since the epoch; None where nothing is there.
+
+        Raises:
+            UnsafeError: The name leaves the root.
+            StorageError: It cannot be looked at.
+        """
+        path = self._path(folder)
+        found = [_changed(path)]
+        for inner, folders, files in os.walk(path):
+            found += [_changed(os.path.join(inner, name)) for name in (*folders, *files)]
+        return max((each for each in found if each is not None), default=None)
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file or folder in one step, replacing a file.
@@ -376,6 +405,26 @@ def _listed(prefix: str, entry: os.DirEntry[str]) -> Listed:
     except OSError:  # a link to nowhere
         is_folder, size = False, 0
     return Listed(prefix + entry.name, size, is_folder)
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _remove(path: str) -> None:
+    """Remove a file, a link or an empty folder, which somebody else may have done already."""
+    with suppress(FileNotFoundError):
+        if os.path.isdir(path) and not os.path.islink(path):
+            os.rmdir(path)
+        else:
+            os.unlink(path)
+
+
+def _changed(path: str) -> float | None:
+    with failing("cannot look at it", path), suppress(FileNotFoundError):
+        return os.lstat(path).st_ctime
+    return None
 
 
 def _is_below(real: str, root: str) -> bool:

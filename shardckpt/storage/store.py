@@ -124,6 +124,12 @@ class Store(Protocol):
     def delete(self, name: str) -> None:
         """Remove a file; a missing one is no error. Raises StorageError."""
 
+    def delete_folder(self, folder: str) -> None:
+        """Remove a folder with all it holds, in no order; a missing one is no error. Raises StorageError."""
+
+    def changed_at(self, folder: str) -> float | None:
+        """Return when anything in a folder last changed, in seconds since the epoch; None where nobody knows."""
+
     def rename(self, source: str, target: str) -> None:
         """Rename a file or folder in one step; only where `traits.renames`. Raises StorageError."""
 

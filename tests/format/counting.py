@@ -52,6 +52,12 @@ class CountingStore:
     def delete(self, name: str) -> None:
         raise AssertionError("nothing is deleted in a source")
 
+    def delete_folder(self, folder: str) -> None:
+        raise AssertionError("nothing is deleted in a source")
+
+    def changed_at(self, folder: str) -> float | None:
+        return self._inner.changed_at(folder)
+
     def rename(self, source: str, target: str) -> None:
         raise AssertionError("nothing is renamed in a source")
 

@@ -1,5 +1,7 @@
 """What every store must do. A store's tests inherit the class and give it a `store` fixture."""
 
+import time
+
 import pytest
 
 from shardckpt.errors import MissingFileError, StorageError, TruncatedError, UnsafeError
@@ -15,6 +17,8 @@ def put(store: Store, name: str, data: bytes = CONTENT) -> None:
 
 
 class StoreSuite:
+    tells_times = True
+
     def test_it_is_a_store_and_tells_where_it_is(self, store):
         assert isinstance(store, Store)
         assert store.url
@@ -147,6 +151,24 @@ class StoreSuite:
         store.delete("a.bin")
         store.delete("a.bin")
         assert store.list() == []
+
+    def test_a_folder_is_removed_with_all_it_holds_and_nothing_else(self, store):
+        for name in ("gone/a.bin", "gone/deep/er/b.bin", "gone.bin", "kept/a.bin"):
+            put(store, name, b"1")
+        store.delete_folder("gone")
+        store.delete_folder("gone")
+        assert [entry.name for entry in store.list()] == ["gone.bin", "kept"]
+        assert read_bytes(store, "kept/a.bin", 0, 1) == b"1"
+        with pytest.raises(UnsafeError):
+            store.delete_folder("../gone")
+
+    def test_the_last_change_in_a_folder_is_told_where_it_is_known(self, store):
+        before = time.time()
+        put(store, "sub/deep/a.bin", b"1")
+        changed = store.changed_at("sub")
+        assert (changed is not None) == self.tells_times
+        assert changed is None or abs(changed - before) < 60
+        assert store.changed_at("nowhere") is None
 
     @pytest.mark.parametrize("other", ["itself", "disk"])
     def test_a_range_is_copied_from_this_store_and_from_another_kind(self, store, tmp_path, other):

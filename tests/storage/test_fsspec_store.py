@@ -40,6 +40,8 @@ class TestMemory(StoreSuite):
 
 
 class TestBucket(StoreSuite):
+    tells_times = False
+
     @pytest.fixture
     def store(self, bucket):
         return FsspecStore("bucket://b/root")

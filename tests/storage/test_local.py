@@ -35,6 +35,18 @@ class TestLinks:
         os.symlink("a.bin", tmp_path / "root" / "b.bin")
         assert read_bytes(store, "b.bin", 0, 1) == b"1"
 
+    def test_removing_a_folder_removes_its_links_and_not_what_they_lead_to(self, store, tmp_path):
+        put(store, "sub/a.bin")
+        (tmp_path / "precious").mkdir()
+        (tmp_path / "precious" / "b.bin").write_bytes(b"1")
+        os.symlink(tmp_path / "precious", tmp_path / "root" / "sub" / "folder")
+        os.symlink(tmp_path / "precious", tmp_path / "root" / "linked")
+        store.delete_folder("sub")
+        with pytest.raises(UnsafeError, match="link out of"):
+            store.delete_folder("linked")
+        assert (tmp_path / "precious" / "b.bin").read_bytes() == b"1"
+        assert [entry.name for entry in store.list()] == ["linked"]
+
     def test_a_link_out_of_the_folder_is_refused(self, store, tmp_path):
         (tmp_path / "secret").write_bytes(b"1")
         put(store, "a.bin")
