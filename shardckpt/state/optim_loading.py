@@ -218,6 +218,17 @@ class _Given:
         return frozenset(slot for slot, has_shape in shaped.items() if not has_shape)
 
     @cached_property
+    def _usually_shaped(self) -> frozenset[str]:
+        """Slots that have the shapes of more parameters than not: of another shape, they are wrong."""
+        known = self.found.entries
+        counts: dict[str, int] = {}
+        for name in self.state.keys() & known.keys():
+            for slot, value in self.state[name].items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    counts[slot] = counts.get(slot, 0) + (1 if tuple(value.shape) == known[name].shape else -1)
+        return frozenset(slot for slot, count in counts.items() if count > 0)
+
+    @cached_property
     def cut(self) -> list[bool]:
         """Tell of each tensor whether it is a DTensor, which makes loading it collective."""
         return [isinstance(value, DTensor) for value in tensors(self.state)] if self.kind is StateKind.SHARDED else []
@@ -268,8 +279,7 @@ class _Given:
             return [{} for _ in holder.entries]
         mine = [held.is_flat or index in held.positions for index in range(len(holder.entries))]
         rows = [self._described(e) if on else {} for e, on in zip(holder.entries, mine, strict=True)]
-        if holder.is_sharded:
-            problems += self._misfits(held, rows)
+        problems += self._misfits(held, rows)
         slots = {name: slot for row in rows for name, slot in row.items()}
         lacking = [e.name for e, row, on in zip(holder.entries, rows, mine, strict=True) if on and slots and not row]
         if missing == "error":
@@ -312,6 +322,8 @@ class _Given:
             for slot, each in row.items():
                 value = self.state[entry.name][slot]
                 if each.form is not Form.OPAQUE or isinstance(value, DTensor):
+                    continue
+                if not held.holder.is_sharded and slot not in self._usually_shaped:
                     continue
                 shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 if isinstance(value, torch.Tensor) and self.parts(held, index, slot, value) is not None:

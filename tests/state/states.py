@@ -6,6 +6,7 @@ import copy
 import warnings
 
 import torch
+from harness import run
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -15,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt import core as ours
+from shardckpt.errors import ShardckptError
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
 
 
@@ -116,6 +118,27 @@ PARALLEL = {
     "orig": parallel(wrapper(ours, use_orig_params=True)),
     "torch in place": parallel(in_place(theirs)),
 }
+
+
+def over(faces, body, world: int = 2, timeout: float = 60.0) -> None:
+    """Run `body(rank, world, face)` for each face on the same forked ranks: it gives what is wrong."""
+
+    def each(rank, world):
+        warnings.simplefilter("ignore")
+        found = {face: body(rank, world, face) for face in faces}
+        return {face: wrong for face, wrong in found.items() if wrong}
+
+    found = run(world, each, timeout=timeout)
+    assert found == [{}] * world, found
+
+
+def refused(action, *args, **kwargs) -> str:
+    """The error that an action ends with, as text."""
+    try:
+        action(*args, **kwargs)
+    except ShardckptError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
 
 
 def step(model: nn.Module, optim, seed: int = 0) -> None:

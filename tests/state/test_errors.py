@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from harness import run
-from states import FACES, Net, differing, flat, step
+from states import FACES, Net, differing, flat, in_place, kept_differs, over, refused, step
+from torch.distributed import fsdp as theirs
 
-from shardckpt.errors import ShardckptError
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
 
 FORMS = ("flat", "orig", "in place")
-
-
-def refused(action, *args, **kwargs) -> str:
-    try:
-        action(*args, **kwargs)
-    except ShardckptError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def spoiled(state: dict, how: str) -> dict:
@@ -38,9 +29,14 @@ def spoiled(state: dict, how: str) -> dict:
     return made
 
 
-@pytest.mark.parametrize("face", FORMS)
-def test_a_model_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(face):
-    def body(rank, world):
+def told_rightly(rank: int, told: str, where: int, *words: str) -> bool:
+    """The rank at fault says what is wrong, the others whose fault it is."""
+    expected = ("Error: ", *words) if rank == where else ("RankError", f"failed on rank {where}", *words)
+    return all(each in told for each in expected)
+
+
+def test_a_model_state_that_does_not_fit_on_one_rank_changes_nothing_on_any():
+    def body(rank, world, face):
         torch.manual_seed(rank)
         model = FACES[face](Net())
         before = copy.deepcopy(model_state_dict(model))
@@ -49,70 +45,123 @@ def test_a_model_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(face
         wrong = []
         for how in ("missing", "unexpected", "shape", "dtype", "no tensor"):
             told = refused(load_model_state_dict, model, spoiled(good, how) if rank == 1 else good)
-            expected = ("StateMismatchError", "last.") if rank == 1 else ("RankError", "rank 1", "last.")
-            wrong += [(how, told)] if not all(each in told for each in expected) else []
-            wrong += [(how, each) for each in differing(model_state_dict(model), before)]
+            wrong += [(how, told)] if not told_rightly(rank, told, 1, "last.") else []
             alone = spoiled(good, how) if rank == 0 else {}
             told = refused(load_model_state_dict, model, alone)
-            wrong += [(how, "first", told)] if "last." not in told else []
+            wrong += [(how, "first", told)] if not told_rightly(rank, told, 0, "last.") else []
         wrong += differing(model_state_dict(model), before)
-        keys = load_model_state_dict(model, spoiled(spoiled(good, "missing"), "unexpected"), strict=False)
-        after = model_state_dict(model)
-        kept = torch.equal(after["last.bias"], before["last.bias"])
-        took = torch.equal(after["first.weight"], good["first.weight"])
-        return wrong, keys.missing, keys.unexpected, kept, took
+        for given in (spoiled(spoiled(good, "missing"), "unexpected"), {}):
+            here = given or (spoiled(spoiled(good, "missing"), "unexpected") if rank == 0 else {})
+            keys = load_model_state_dict(model, here, strict=False)
+            after = model_state_dict(model)
+            wrong += [] if (keys.missing, keys.unexpected) == (("last.bias",), ("last.other",)) else [keys]
+            wrong += [] if torch.equal(after["last.bias"], before["last.bias"]) else ["changed"]
+            wrong += [] if torch.equal(after["first.weight"], good["first.weight"]) else ["not loaded"]
+            load_model_state_dict(model, before)
+        return wrong
 
-    assert run(2, body) == [([], ("last.bias",), ("last.other",), True, True)] * 2
+    over((*FORMS, "plain", "ddp"), body)
 
 
-@pytest.mark.parametrize("face", FORMS)
-def test_an_optimizer_state_that_does_not_fit_changes_nothing(face):
-    def body(rank, world):
+def changed(before: dict, how: str) -> dict:
+    made = {
+        "state": {name: dict(slots) for name, slots in before["state"].items()},
+        "param_groups": copy.deepcopy(before["param_groups"]),
+    }
+    slots, groups = made["state"], made["param_groups"]
+    if how == "last.other":
+        slots["last.other"] = slots.pop("last.bias")
+    elif how == "last.bias/exp_avg":
+        slots["last.bias"]["exp_avg"] = torch.zeros(5)
+    elif how == "step differs":
+        slots["last.bias"]["step"] = slots["last.bias"]["step"] + 1
+    elif how == "lr=0.3":
+        groups.append({**groups[0], "params": ["last.bias"], "lr": 0.3})
+        groups[0]["params"].remove("last.bias")
+    elif how == "number":
+        made["state"] = dict(enumerate(slots.values()))
+        groups[0]["params"] = list(range(len(groups[0]["params"])))
+    elif how == "no state of an optimizer":
+        made = {"state": {"last.bias": 3}, "param_groups": [{}]}
+    return made
+
+
+def test_an_optimizer_state_that_does_not_fit_changes_nothing():
+    def body(rank, world, face):
         model = FACES[face](Net())
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
         step(model, optim)
         before = copy.deepcopy(optim_state_dict(model, optim))
+        held = {p: dict(optim.state[p]) for p in optim.state}
         wrong = []
-
-        def changed(how):
-            made = copy.deepcopy(dict(before))
-            slots, groups = made["state"], made["param_groups"]
-            if how == "last.other":
-                slots["last.other"] = slots.pop("last.bias")
-            elif how == "last.bias/exp_avg":
-                slots["last.bias"]["exp_avg"] = torch.zeros(5)
-            elif how == "step differs" and face == "flat":
-                slots["last.bias"]["step"] += 1
-            elif how == "lr=0.3":
-                groups.append({**groups[0], "params": ["last.bias"], "lr": 0.3})
-                groups[0]["params"].remove("last.bias")
-            elif how == "number":
-                made["state"] = dict(enumerate(slots.values()))
-                groups[0]["params"] = list(range(len(groups[0]["params"])))
-            elif how == "no state of an optimizer":
-                made = {"state": {"last.bias": 3}, "param_groups": [{}]}
-            return made
-
         for how in ("last.other", "last.bias/exp_avg", "step differs", "lr=0.3", "number", "no state of an optimizer"):
             if how == "step differs" and face != "flat":
                 continue
-            for given in (changed(how), changed(how) if rank == 0 else {}, changed(how) if rank == 1 else before):
+            bad = changed(before, how)
+            for given, where in ((bad if rank == 0 else {}, 0), (bad if rank == 1 else before, 1)):
                 told = refused(load_optim_state_dict, model, optim, given)
-                wrong += [(how, told)] if how not in told else []
+                wrong += [(how, told)] if not told_rightly(rank, told, where, how) else []
+            told = refused(load_optim_state_dict, model, optim, bad)
+            wrong += [(how, told)] if how not in told or "RankError" in told else []
+        wrong += [t for t in [refused(load_optim_state_dict, model, optim, changed(before, "number"))] if "re" not in t]
         told = refused(load_optim_state_dict, model, optim, {**before, "state": {}}, missing="error")
         wrong += [told] if "Missing state of" not in told else []
         told = refused(load_optim_state_dict, model, optim, before, missing="never")
         wrong += [told] if "never" not in told else []
         foreign = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
         wrong += [t for t in [refused(optim_state_dict, model, foreign)] if "ForeignParameterError" not in t]
-        return wrong + differing(flat(optim_state_dict(model, optim)), flat(before))
+        told = refused(optim_state_dict, model, foreign if rank == 1 else optim)
+        wrong += [] if told_rightly(rank, told, 1, "does not have") else [told]
+        same = all(optim.state[p][s] is v for p, slots in held.items() for s, v in slots.items())
+        return wrong + ([] if same else ["replaced"]) + differing(flat(optim_state_dict(model, optim)), flat(before))
 
-    assert run(2, body) == [[], []]
+    over((*FORMS, "plain"), body)
 
 
-@pytest.mark.parametrize("face", FORMS)
-def test_a_local_state_is_taken_on_its_own_rank_and_units_alone(face):
-    def body(rank, world):
+def test_ranks_that_were_given_different_states_are_told_so():
+    def body(rank, world, face):
+        torch.manual_seed(0)
+        model = FACES[face](Net())
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        step(model, optim)
+        weights, moments = copy.deepcopy(model_state_dict(model)), copy.deepcopy(optim_state_dict(model, optim))
+        pieces, kept = model_state_dict(model, "SHARDED"), optim_state_dict(model, optim, "SHARDED")
+        other_rate = copy.deepcopy(moments)
+        other_rate["param_groups"][0]["lr"] = 0.2
+        counted = copy.deepcopy(moments)
+        for slots in counted["state"].values():
+            slots["step"] += 1
+        last = rank == world - 1
+        cases = {
+            "names": (load_model_state_dict, (model,), weights, spoiled(weights, "missing"), {"strict": False}),
+            "kinds": (load_model_state_dict, (model,), weights, pieces, {}),
+            "rates": (load_optim_state_dict, (model, optim), moments, other_rate, {}),
+            "steps": (load_optim_state_dict, (model, optim), moments, counted, {}),
+            "optimizer kinds": (load_optim_state_dict, (model, optim), moments, kept, {}),
+            "some none": (load_model_state_dict, (model,), {} if rank == 0 else weights, weights, {"strict": False}),
+            "some nothing": (load_optim_state_dict, (model, optim), moments, {}, {}),
+        }
+        wrong = []
+        for name, (load, args, most, ours, how) in cases.items():
+            told = refused(load, *args, ours if last else most, **how)
+            wrong += [] if "StateMismatchError" in told and "rank" in told else [(name, told)]
+            wrong += [] if str(0 if name == "some none" else world - 1) in told else [(name, told)]
+        for kind in ("SHARDED", "LOCAL"):  # the first rank alone has whole tensors only
+            alone = model_state_dict(model, kind), optim_state_dict(model, optim, kind)
+            for load, args in (
+                (load_model_state_dict, (model, alone[0])),
+                (load_optim_state_dict, (model, optim, alone[1])),
+            ):
+                told = refused(load, *args[:-1], args[-1] if rank == 0 else {})
+                wrong += [] if told_rightly(rank, told, 0, kind, "FULL") else [(kind, told)]
+        wrong += differing(dict(model_state_dict(model)), dict(weights))
+        return wrong + differing(flat(optim_state_dict(model, optim)), flat(moments))
+
+    over(FORMS, body, world=3)
+
+
+def test_a_local_state_is_taken_on_its_own_rank_and_units_alone():
+    def body(rank, world, face):
         model = FACES[face](Net())
         optim = torch.optim.Adam(model.parameters(), lr=0.1)
         step(model, optim)
@@ -121,6 +170,13 @@ def test_a_local_state_is_taken_on_its_own_rank_and_units_alone(face):
         wrong = [refused(load_model_state_dict, cut_otherwise, taken)]
         wrong += [refused(load_optim_state_dict, cut_otherwise, torch.optim.Adam(cut_otherwise.parameters()), kept)]
         wrong = [told for told in wrong if "StateMismatchError" not in told]
+        whole = model_state_dict(model), optim_state_dict(model, optim)
+        for state, kind in ((taken, "FULL"), (taken, "SHARDED"), (whole[0], "LOCAL")):
+            told = refused(load_model_state_dict, model, state, kind=kind)
+            wrong += [] if f"not as {kind}" in told else [told]
+        for state, kind in ((kept, "FULL"), (kept, "SHARDED"), (whole[1], "LOCAL")):
+            told = refused(load_optim_state_dict, model, optim, state, kind=kind)
+            wrong += [] if f"not as {kind}" in told else [told]
         for state in (taken, kept):
             state._metadata["shardckpt"]["rank"] = 1 - rank
         for load, args in ((load_model_state_dict, (model, taken)), (load_optim_state_dict, (model, optim, kept))):
@@ -128,7 +184,27 @@ def test_a_local_state_is_taken_on_its_own_rank_and_units_alone(face):
             wrong += [told] if "shardckpt consolidate" not in told or f"rank {1 - rank} of 2" not in told else []
         return wrong
 
-    assert run(2, body) == [[], []]
+    over(FORMS, body)
+
+
+def test_what_fails_on_one_rank_leaves_both_optimizers_as_they_were():
+    """Of torch's modules too: live tensors are compared, not what is exported."""
+
+    def body(rank, world, face):
+        torch.manual_seed(0)
+        model = in_place(theirs)(Net((1,)))
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+        step(model, optim)
+        torch.manual_seed(0)
+        twin = in_place(theirs)(Net((1,)))
+        again = torch.optim.AdamW(twin.parameters(), lr=0.1)
+        step(twin, again)
+        moments = optim_state_dict(model, optim)
+        told = refused(load_optim_state_dict, model, optim, changed(moments, "last.other") if rank else moments)
+        wrong = [] if told_rightly(rank, told, 1, "last.other") else [told]
+        return wrong + kept_differs(model, optim, twin, again)
+
+    over(("torch in place",), body)
 
 
 def test_nothing_that_is_handed_in_is_changed():
@@ -158,9 +234,8 @@ def test_nothing_that_is_handed_in_is_changed():
     assert run(2, body) == [[], []]
 
 
-@pytest.mark.parametrize("face", [*FORMS, "kept", "whole"])
-def test_g5_a_load_between_forward_and_backward_is_not_lost(face):
-    def body(rank, world):
+def test_g5_a_load_between_forward_and_backward_is_not_lost():
+    def body(rank, world, face):
         torch.manual_seed(0)
         model = FACES[face](Net())
         torch.manual_seed(1)
@@ -187,4 +262,4 @@ def test_g5_a_load_between_forward_and_backward_is_not_lost(face):
         out.backward()  # taking the state did not disturb it
         return wrong + differing(model_state_dict(model), dict(before))
 
-    assert run(2, body) == [[], []]
+    over((*FORMS, "kept", "whole"), body)
