@@ -9,11 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardckpt.checkpoint.holdings import PerRank
+    from shardckpt.checkpoint.load import MismatchError, load
+    from shardckpt.checkpoint.opened import open
+    from shardckpt.checkpoint.rng import RNGState
+    from shardckpt.checkpoint.save import save
     from shardckpt.convert.compare import diff
     from shardckpt.convert.export import consolidate, convert
     from shardckpt.convert.inspect import inspect
     from shardckpt.convert.options import Options
     from shardckpt.convert.rekey import rekey
+    from shardckpt.convert.repair import Repair, repair
     from shardckpt.convert.report import (
         Comparison,
         Inspection,
@@ -54,11 +60,17 @@ if TYPE_CHECKING:
     from shardckpt.state.optimizer import optim_state_dict
 
 _HOMES = {
+    "shardckpt.checkpoint.holdings": ("PerRank",),
+    "shardckpt.checkpoint.load": ("MismatchError", "load"),
+    "shardckpt.checkpoint.opened": ("open",),
+    "shardckpt.checkpoint.rng": ("RNGState",),
+    "shardckpt.checkpoint.save": ("save",),
     "shardckpt.convert.compare": ("diff",),
     "shardckpt.convert.export": ("consolidate", "convert"),
     "shardckpt.convert.inspect": ("inspect",),
     "shardckpt.convert.options": ("Options",),
     "shardckpt.convert.rekey": ("rekey",),
+    "shardckpt.convert.repair": ("Repair", "repair"),
     "shardckpt.convert.report": (
         "Comparison",
         "Inspection",
@@ -110,14 +122,18 @@ __all__ = [
     "FormatError",
     "IncompleteError",
     "Inspection",
+    "MismatchError",
     "MissingFileError",
     "NameCollisionError",
     "NoSpaceError",
     "Options",
     "OverlapError",
+    "PerRank",
     "PrecisionError",
     "Progress",
+    "RNGState",
     "RankError",
+    "Repair",
     "Report",
     "ShardckptError",
     "SourceNotFoundError",
@@ -139,11 +155,15 @@ __all__ = [
     "diff",
     "inspect",
     "iter_full_state_dict",
+    "load",
     "load_model_state_dict",
     "load_optim_state_dict",
     "model_state_dict",
+    "open",
     "optim_state_dict",
     "rekey",
+    "repair",
+    "save",
     "verify",
 ]
 

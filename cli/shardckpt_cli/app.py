@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from shardckpt_cli import compare, consolidate, inspect, rekey, verify
+from shardckpt_cli import compare, consolidate, inspect, rekey, repair, verify
 from shardckpt_cli.exits import guarded, sheltered
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("consolidate")(sheltered(consolidate.consolidate))
 app.command("convert")(sheltered(consolidate.convert))
 app.command("rekey")(sheltered(rekey.rekey))
 app.command("inspect")(sheltered(inspect.inspect))
+app.command("repair")(sheltered(repair.repair))
 app.command("verify")(sheltered(verify.verify))
 app.command("diff")(sheltered(compare.diff))
 

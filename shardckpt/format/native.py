@@ -150,7 +150,7 @@ class NativeReader(Reader):
         self.contents = contents
         self._stored = store
         files = {f.name: Hashed(f.nbytes, f.hashes) for f in contents.files if f.hashes is not None}
-        super().__init__(VerifiedStore(store, files), _manifest(store, contents, sizes))
+        super().__init__(VerifiedStore(store, files), manifest_of(store, contents, sizes))
 
     @property
     def stored(self) -> Store:
@@ -209,7 +209,17 @@ class _Entries(Mapping[Path, TensorEntry]):
         return path in self._records
 
 
-def _manifest(store: Store, contents: Contents, sizes: Mapping[str, int]) -> Manifest:
+def manifest_of(store: Store, contents: Contents, sizes: Mapping[str, int]) -> Manifest:
+    """Return what a step holds, in the words that all formats share.
+
+    Args:
+        store: Rooted at the step.
+        contents: Its manifest as stored.
+        sizes: Of the files in the folder.
+
+    Raises:
+        CheckpointError: The nest does not follow the format, or refers to other arrays than there are.
+    """
     files = {file.name: sizes.get(file.name, -1) for file in contents.files}
     longer = [file.name for file in contents.files if files[file.name] > file.nbytes]
     unhashed = sum(file.hashes is None for file in contents.files)

@@ -112,14 +112,6 @@ class VerifiedStore:
         """As the store beneath."""
         return self._store.changed_at(folder)
 
-    def delete_folder(self, folder: str) -> None:
-        """As the store beneath."""
-        self._store.delete_folder(folder)
-
-    def changed_at(self, folder: str) -> float | None:
-        """As the store beneath."""
-        return self._store.changed_at(folder)
-
     def rename(self, source: str, target: str) -> None:
         """As the store beneath."""
         self._store.rename(source, target)

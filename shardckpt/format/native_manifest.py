@@ -31,6 +31,17 @@ MAX_COMMIT_BYTES = 1 << 26
 MAX_MANIFEST_BYTES = 1 << 29
 _MAX_BYTES = 1 << 62
 _MAX_INT = (1 << 63) - 1
+_MANIFEST_FIELDS: Mapping[str, type] = {
+    "format": str,
+    "version": list,
+    "save": str,
+    "about": dict,
+    "topology": dict,
+    "files": list,
+    "arrays": list,
+    "ties": list,
+    "nest": object,
+}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _SAVE = re.compile(r"[0-9a-z]{1,64}")
 _NEWER = "Read it with a newer release of shardckpt."
@@ -191,7 +202,7 @@ def decode_part(data: bytes, *, where: object = "") -> Part:
     Raises:
         FormatError: The bytes are none of `encode_part`'s.
     """
-    raw = _object(parse_json(data, where=str(where)), ("files", "arrays"), where)
+    raw = read_fields(parse_json(data, where=str(where)), {"files": list, "arrays": list}, where)
     files = _read_files(raw["files"], where)
     return Part(files, _read_arrays(raw["arrays"], len(files), where))
 
@@ -269,18 +280,14 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> Contents:
         FormatError: It does not follow the format.
         UnsupportedError: A version or a type that this release does not know.
     """
-    fields = ("format", "version", "save", "about", "topology", "files", "arrays", "ties", "nest")
-    raw = _object(parse_json(data, where=str(where)), fields, where)
+    raw = read_fields(parse_json(data, where=str(where)), _MANIFEST_FIELDS, where)
     if raw["format"] != "shardckpt manifest":
         raise _bad("this is no manifest", raw["format"], "shardckpt manifest", where)
     _version(raw["version"], where)
     files = _read_files(raw["files"], where)
     arrays = _read_arrays(raw["arrays"], len(files), where)
-    about = raw["about"]
-    if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
-        raise _bad("`about` maps no names to text", about, "", where)
-    if not isinstance(raw["topology"], dict):
-        raise _bad("`topology` is no object", raw["topology"], "", where)
+    if not all(isinstance(v, str) for v in raw["about"].values()):
+        raise _bad("`about` maps no names to text", raw["about"], "", where)
     return Contents(
         save=_save(raw["save"], where),
         files=files,
@@ -288,7 +295,7 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> Contents:
         nest=raw["nest"],
         ties=read_ties(raw["ties"], [a.path for a in arrays], where),
         topology=raw["topology"],
-        about=about,
+        about=raw["about"],
     )
 
 
@@ -440,7 +447,7 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
     if not isinstance(raw, dict) or raw.get("format") != "shardckpt":
         raise FormatError("this is no commit mark of shardckpt", where=where)
     version = _version(raw.get("version"), where)
-    raw = _object(raw, ("features", "save", "manifest", "files"), where)
+    raw = read_fields(raw, {"features": list, "save": str, "manifest": list, "files": list}, where)
     features = _features(raw["features"], where)
     name, size, sha256 = _fixed(raw["manifest"], 3, "manifest", where)
     if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
@@ -514,12 +521,24 @@ def _save(value: object, where: object) -> str:
     return value
 
 
-def _object(value: object, fields: Sequence[str], where: object) -> dict[str, Any]:
+def read_fields(value: object, kinds: Mapping[str, type], where: object) -> dict[str, Any]:
+    """Return a JSON object that has these fields.
+
+    Args:
+        value: As parsed.
+        kinds: Name to type.
+        where: The file, for messages.
+
+    Raises:
+        FormatError: It is none, or a field is missing or of another type.
+    """
     if not isinstance(value, dict):
         raise _bad("no JSON object", value, "", where)
-    missing = [name for name in fields if name not in value]
-    if missing:
-        raise FormatError(f"the field {missing[0]!r} is missing", where=where)
+    for name, kind in kinds.items():
+        if name not in value:
+            raise FormatError(f"the field {name!r} is missing", where=where)
+        if not isinstance(value[name], kind):
+            raise _bad(f"the field {name!r} is no {kind.__name__}", value[name], "", where)
     return value
 
 

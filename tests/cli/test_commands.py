@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import ENVIRONMENT, Outcome, finish, run, run_here, start, start_slow
+from native_writer import SAVE, write_step
 from safetensors.torch import save_file
 
 import shardckpt
@@ -385,8 +386,34 @@ def wait_for(ready: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.002)
 
 
+class TestRepair:
+    def test_it_says_what_it_wrote_and_what_is_lost(self, tmp_path: Path) -> None:
+        step = write_step(tmp_path / "step", {"model": {"w": torch.ones(3)}, "n": 5})
+        assert run_here("repair", step).out == f"{step}: 1 tensors in 1 files: whole\n"
+        (step / "COMMIT").unlink()
+        assert run_here("verify", step).code == 1
+        done = f"write {SAVE}.manifest.json and COMMIT"
+        assert run_here("repair", step, "--dry-run").out == f"{step}: 1 tensors in 1 files: would {done}\n"
+        found = run_here("repair", step)
+        assert (found.code, found.out, found.err) == (
+            0,
+            f"{step}: 1 tensors in 1 files: wrote COMMIT\n".replace("wrote COMMIT", f"wrote{done[5:]}"),
+            "",
+        )
+        assert run_here("verify", step).code == 0
+
+    def test_what_cannot_be_repaired_is_one_line(self, src: Path) -> None:
+        found = run_here("repair", src)
+        assert found.code == 2
+        assert "no payload files" in one_line(found)
+
+    def test_json(self, tmp_path: Path) -> None:
+        step = write_step(tmp_path / "step", {"model": {"w": torch.ones(3)}})
+        assert json.loads(run_here("repair", step, "--json").out)["save"] == SAVE
+
+
 class TestRekey:
-    def test_one_of_its_four_ways_is_chosen(self, src: Path, tmp_path: Path) -> None:
+    def test_one_of_its_five_ways_is_chosen(self, src: Path, tmp_path: Path) -> None:
         for flags in ((), ("--to-ids", "--flatten")):
             found = run_here("rekey", src, tmp_path / "out", *flags)
             assert found.code == 2

@@ -114,3 +114,7 @@ def test_other_files_and_calls_go_to_the_store_beneath(step: Path) -> None:
     assert buffer == b"1"
     reader.store.delete("y")
     assert not (step / "y").exists()
+    (step / "sub").mkdir()
+    assert reader.store.changed_at("sub") == reader.stored.changed_at("sub") is not None
+    reader.store.delete_folder("sub")
+    assert not (step / "sub").exists()

@@ -1,0 +1,29 @@
+"""`shardckpt repair`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardckpt_cli import output
+
+
+def repair(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="Folder of a step of shardckpt: path or URL.")],
+    save: Annotated[str, typer.Option("--save", help="Id of the save, where several whole ones lie in SRC.")] = "",
+    rehash: Annotated[bool, typer.Option("--rehash", help="Take bytes that do not match an old manifest.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything; write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Write a step's manifest and COMMIT anew from its payload files, where those are whole."""
+    import shardckpt
+    from shardckpt.errors import escape
+
+    result = shardckpt.repair(src, save=save, rehash=rehash, dry_run=dry_run)
+    if as_json:
+        print(output.as_json(result))
+        return
+    output.warn(result.warnings)
+    done = f"{'would write' if dry_run else 'wrote'} {' and '.join(result.written)}" if result.written else "whole"
+    print(escape(f"{result.source}: {result.tensors} tensors in {result.files} files: {done}"))

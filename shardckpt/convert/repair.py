@@ -1,0 +1,206 @@
+"""The verb `repair`: a native step whose manifest or `COMMIT` is lost is made readable again from its payload files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardckpt.errors import AmbiguousError, CheckpointError, ChecksumError, UnsupportedError, UsageError
+from shardckpt.format.detect import open_source
+from shardckpt.format.native import manifest_of, read_commit, read_contents
+from shardckpt.format.native_headers import read_described, rebuild
+from shardckpt.format.native_manifest import (
+    COMMIT,
+    MAX_MANIFEST_BYTES,
+    Contents,
+    FileRecord,
+    decode_manifest,
+    encode_commit,
+    encode_manifest,
+    manifest_name,
+    record_of,
+)
+from shardckpt.format.native_payload import BLOCK_BYTES, HF_INDEX, BlockHasher
+from shardckpt.format.reader import Source
+from shardckpt.plan.coverage import require_complete
+from shardckpt.storage.store import Read, Store, read_bytes
+
+_PAYLOAD = re.compile(r"(?P<save>[0-9a-z]+)-\d{5,}-\d{2,}\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """What was done.
+
+    Attributes:
+        source: Where the step lies.
+        save: Id of the save.
+        tensors: Arrays of the step.
+        files: Its payload files.
+        written: Files that were written; none where nothing was wrong.
+        warnings: What is odd or lost, one sentence each.
+    """
+
+    source: str
+    save: str
+    tensors: int
+    files: int
+    written: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def repair(src: str, *, save: str = "", rehash: bool = False, dry_run: bool = False) -> Repair:
+    """Write the manifest and `COMMIT` of a native step anew, from what its payload files say of themselves.
+
+    Nothing is written where the step is whole already, and nothing where tensors are missing: no file can be made up.
+
+    Args:
+        src: The step's folder: a path or URL.
+        save: Id of the save, where the folder holds several whole ones.
+        rehash: Accept bytes that do not match the checksums of an old manifest.
+        dry_run: Check everything; write nothing.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UsageError: There is no such folder, or no payload files in it.
+        AmbiguousError: The folder holds several whole saves.
+        CheckpointError: Tensors are missing, or files are damaged.
+        StorageError: Reading or writing failed.
+
+    Example:
+        >>> shardckpt.repair("run/step-100")  # doctest: +SKIP
+    """
+    source = open_source(src)
+    if source.file is not None:
+        raise UsageError("this is a file", where=src, fix="Name the step's folder.")
+    store, sizes = source.store, _sizes(source)
+    whole = _open_whole(store, sizes)
+    if whole is not None:
+        return _report(src, whole, (), ())
+    contents, notes = _choose(store, sizes, save)
+    content, hash_notes = _with_hashes(store, sizes, contents, rehash)
+    data = encode_manifest(content)
+    written = (manifest_name(content.save), COMMIT)
+    if not dry_run:
+        for name, body in zip(written, (data, encode_commit(content.save, data, content.files)), strict=True):
+            with store.create(name) as writer:
+                writer.write(body)
+    return _report(src, content, written, (*notes, *hash_notes))
+
+
+def _report(src: str, contents: Contents, written: tuple[str, ...], warnings: tuple[str, ...]) -> Repair:
+    payload = sum(_PAYLOAD.fullmatch(file.name) is not None for file in contents.files)
+    return Repair(src, contents.save, len(contents.arrays), payload, written, warnings)
+
+
+def _sizes(source: Source) -> dict[str, int]:
+    return {name: entry.size for name, entry in source.listing.items() if not entry.is_folder}
+
+
+def _open_whole(store: Store, sizes: Mapping[str, int]) -> Contents | None:
+    """Return the manifest of a step that needs no repair.
+
+    Raises:
+        UnsupportedError: It is of a newer version, which is no damage.
+        IncompleteError: It is committed, and files of it are missing or short.
+    """
+    try:
+        commit = read_commit(store, sizes)
+        contents = read_contents(store, sizes, commit)
+    except UnsupportedError:
+        raise
+    except CheckpointError:
+        return None
+    _require_complete(store, contents, sizes)
+    return contents
+
+
+def _require_complete(store: Store, contents: Contents, sizes: Mapping[str, int]) -> None:
+    manifest = manifest_of(store, contents, sizes)
+    require_complete(manifest, manifest.tensors.values(), store.url)
+
+
+def _choose(store: Store, sizes: Mapping[str, int], save: str) -> tuple[Contents, tuple[str, ...]]:
+    """Return what the one whole save in the folder holds."""
+    named: dict[str, dict[str, int]] = {}
+    for name, size in sizes.items():
+        if match := _PAYLOAD.fullmatch(name):
+            named.setdefault(match["save"], {})[name] = size
+    if not named or (save and save not in named):
+        raise UsageError(
+            f"no payload files of save {save!r} lie here" if save else "no payload files of shardckpt lie here",
+            where=store.url,
+            found=", ".join(sorted(named)) or f"{len(sizes)} files",
+        )
+    found: list[tuple[Contents, tuple[str, ...]]] = []
+    errors: list[CheckpointError] = []
+    for each in [save] if save else sorted(named):
+        try:
+            contents, notes = rebuild(each, read_described(store, named[each]), store.url)
+            _require_complete(store, contents, sizes)
+            found.append((contents, notes))
+        except CheckpointError as error:
+            errors.append(error)
+    if not found:
+        raise errors[-1]
+    if len(found) > 1:
+        raise AmbiguousError(
+            "several whole saves lie here",
+            where=store.url,
+            found=", ".join(contents.save for contents, _ in found),
+            fix="Choose one with --save: the ids sort by time.",
+        )
+    return found[0]
+
+
+def _with_hashes(
+    store: Store, sizes: Mapping[str, int], contents: Contents, rehash: bool
+) -> tuple[Contents, tuple[str, ...]]:
+    """Hash the files, and compare with an old manifest that says the same of them.
+
+    Raises:
+        ChecksumError: The bytes are not those that the old manifest was written for.
+    """
+    hashed = [FileRecord(f.name, f.nbytes, tuple(_hash(store, f.name, f.nbytes))) for f in contents.files]
+    if HF_INDEX in sizes:
+        hashed.append(record_of(HF_INDEX, read_bytes(store, HF_INDEX, 0, sizes[HF_INDEX])))
+    full = replace(contents, files=tuple(hashed))
+    old = _old_manifest(store, sizes, contents)
+    if old is None:
+        return full, ("checksums were made anew: nobody can tell whether bytes have changed since the save",)
+    known = {file.name: file for file in old.files}
+    differing = [file.name for file in full.files if file.name in known and known[file.name] != file]
+    if differing and not rehash:
+        raise ChecksumError(
+            f"{len(differing)} files do not match the old manifest, the first is {differing[0]}",
+            where=store.url,
+            fix="Restore the file from another copy, or pass --rehash to take the bytes as they are.",
+        )
+    return full, tuple(f"{name} did not match its old checksums" for name in differing)
+
+
+def _old_manifest(store: Store, sizes: Mapping[str, int], contents: Contents) -> Contents | None:
+    """Return the manifest that lies there, if it can be read, has hashes, and tells of the same arrays."""
+    name = manifest_name(contents.save)
+    if not 0 < sizes.get(name, 0) <= MAX_MANIFEST_BYTES:
+        return None
+    try:
+        old = decode_manifest(read_bytes(store, name, 0, sizes[name]), where=f"{store.url}/{name}")
+    except CheckpointError:
+        return None
+    if old.arrays != contents.arrays or all(file.hashes is None for file in old.files):
+        return None
+    return old
+
+
+def _hash(store: Store, name: str, nbytes: int) -> Iterator[int]:
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, nbytes)))
+    for start in range(0, nbytes, BLOCK_BYTES):
+        block = buffer[: min(BLOCK_BYTES, nbytes - start)]
+        store.read([Read(name, start, block)])
+        hasher = BlockHasher()
+        hasher.update(block)
+        yield from hasher.digests()

@@ -1,0 +1,228 @@
+"""`repair` makes a step readable again from its payload files, or says why it cannot; nothing is made up."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from native_writer import SAVE, write_step
+
+import shardckpt
+from shardckpt.boxes import Box
+from shardckpt.errors import (
+    AmbiguousError,
+    ChecksumError,
+    IncompleteError,
+    SourceNotFoundError,
+    UnsupportedError,
+    UsageError,
+)
+from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.native import NativeReader
+from shardckpt.format.native_manifest import COMMIT, encode_commit, manifest_name
+
+MANIFEST = manifest_name(SAVE)
+BOXES = {("model", "w"): [(0, Box((0, 0), (3, 4))), (1, Box((3, 0), (3, 4)))]}
+
+
+def state() -> dict[str, Any]:
+    tied = torch.ones(3)
+    model = OrderedDict([("w", torch.arange(24.0).reshape(6, 4)), ("a", tied), ("b", tied)])
+    return {"model": model, "seen": [(torch.zeros(2), 1.5)], "step": 100, "dtype": torch.float16, "e": torch.zeros(0)}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def cut(file: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:-5]) and None
+
+
+def flip(file: str, at: int) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        data = bytearray((folder / file).read_bytes())
+        data[at] ^= 1
+        (folder / file).write_bytes(data)
+
+    return change
+
+
+def gone(*names: str) -> Callable[[Path], None]:
+    return lambda folder: [(folder / name).unlink() for name in names] and None
+
+
+LOSSES = {
+    "no commit": gone(COMMIT),
+    "no manifest": gone(MANIFEST),
+    "neither": gone(COMMIT, MANIFEST),
+    "a commit that is cut": cut(COMMIT),
+    "a manifest that is cut": cut(MANIFEST),
+    "a flipped commit": flip(COMMIT, 40),
+    "a flipped manifest": flip(MANIFEST, 3),
+    "a value that changed": lambda folder: (
+        (folder / MANIFEST).write_bytes((folder / MANIFEST).read_bytes().replace(b'"step":100', b'"step":101')) and None
+    ),
+    "an empty manifest": lambda folder: (folder / MANIFEST).write_bytes(b"") and None,
+}
+
+
+@pytest.mark.parametrize("alone", [None, ("model",)], ids=["two writers", "one writer"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_was_committed_is_there_again_byte_for_byte(tmp_path: Path, loss: str, alone: Any) -> None:
+    folder = write_step(tmp_path / "s", state(), None if alone else BOXES, alone=alone)
+    before = files(folder)
+    LOSSES[loss](folder)
+    assert not shardckpt.verify(str(folder)).ok
+    found = shardckpt.repair(str(folder))
+    assert found.written == (MANIFEST, COMMIT)
+    assert (found.save, found.tensors, found.files) == (SAVE, 4, 2)
+    assert files(folder) == before
+    assert shardckpt.verify(str(folder)).ok
+
+
+def test_a_whole_step_is_left_alone(tmp_path: Path) -> None:
+    folder = write_step(tmp_path / "s", state(), BOXES)
+    before = files(folder)
+    assert shardckpt.repair(str(folder)).written == ()
+    assert files(folder) == before
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    folder = write_step(tmp_path / "s", state(), BOXES)
+    gone(COMMIT)(folder)
+    before = files(folder)
+    assert shardckpt.repair(str(folder), dry_run=True).written == (MANIFEST, COMMIT)
+    assert files(folder) == before
+
+
+def test_a_file_that_is_gone_cannot_be_made_up(tmp_path: Path) -> None:
+    folder = write_step(tmp_path / "s", state(), BOXES)
+    gone(COMMIT, f"{SAVE}-00001-00.safetensors")(folder)
+    before = files(folder)
+    with pytest.raises(IncompleteError, match=r"model\.w \[3:6, 0:4\]"):
+        shardckpt.repair(str(folder))
+    assert files(folder) == before
+
+
+def test_a_committed_step_that_lost_a_file_is_not_repaired(tmp_path: Path) -> None:
+    folder = write_step(tmp_path / "s", state(), BOXES)
+    gone(f"{SAVE}-00001-00.safetensors")(folder)
+    with pytest.raises(IncompleteError, match=r"model\.w"):
+        shardckpt.repair(str(folder))
+
+
+def test_arrays_of_a_lost_file_are_missed_though_nothing_else_names_them(tmp_path: Path) -> None:
+    whole = Box((0, 0), (6, 4))
+    folder = write_step(tmp_path / "s", state(), {("model", "w"): [(1, whole)]})
+    gone(COMMIT, f"{SAVE}-00001-00.safetensors")(folder)
+    with pytest.raises(IncompleteError, match=r"model\.w"):
+        shardckpt.repair(str(folder))
+
+
+def test_without_the_file_that_carries_the_nest_tensors_come_back_and_a_warning_says_what_is_lost(
+    tmp_path: Path,
+) -> None:
+    whole = {
+        path: [(1, box)] for path, box in [(("model", "w"), Box((0, 0), (6, 4))), (("model", "a"), Box((0,), (3,)))]
+    }
+    folder = write_step(tmp_path / "s", {"model": state()["model"], "step": 100}, whole)
+    gone(COMMIT, MANIFEST, f"{SAVE}-00000-00.safetensors")(folder)
+    found = shardckpt.repair(str(folder))
+    assert any("values that are no tensors" in warning for warning in found.warnings)
+    reader = open_checkpoint(str(folder))
+    assert list(reader.manifest.tensors) == [("model", "w"), ("model", "a")]
+    assert reader.manifest.objects == {}
+    assert isinstance(reader, NativeReader)
+    assert list(reader.nest(lambda ref: ref)) == ["model"]  # type: ignore[call-overload]
+
+
+def test_bytes_that_changed_are_not_blessed_unless_asked(tmp_path: Path) -> None:
+    folder = write_step(tmp_path / "s", state(), BOXES)
+    gone(COMMIT)(folder)
+    flip(f"{SAVE}-00001-00.safetensors", -1)(folder)
+    with pytest.raises(ChecksumError, match=r"00001-00.*--rehash"):
+        shardckpt.repair(str(folder))
+    found = shardckpt.repair(str(folder), rehash=True)
+    assert any("00001-00" in warning for warning in found.warnings)
+    assert shardckpt.verify(str(folder)).ok
+
+
+def test_lost_checksums_are_told(tmp_path: Path) -> None:
+    folder = write_step(tmp_path / "s", state(), BOXES)
+    gone(COMMIT, MANIFEST)(folder)
+    [warning] = shardckpt.repair(str(folder)).warnings
+    assert "made anew" in warning
+
+
+def test_several_whole_saves_need_a_choice(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    write_step(folder, {"w": torch.zeros(2)}, save="save1")
+    write_step(folder, {"w": torch.ones(2)}, save="save2")
+    gone(COMMIT)(folder)
+    with pytest.raises(AmbiguousError, match=r"save1, save2.*--save"):
+        shardckpt.repair(str(folder))
+    assert shardckpt.repair(str(folder), save="save1").save == "save1"
+    [first] = open_checkpoint(str(folder)).manifest.files
+    assert first.startswith("save1-")
+
+
+def test_of_two_saves_the_whole_one_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    write_step(folder, state(), BOXES, save="save1")
+    write_step(folder, state(), BOXES, save="save2")
+    gone(COMMIT, "save2-00001-00.safetensors")(folder)
+    assert shardckpt.repair(str(folder)).save == "save1"
+
+
+def test_what_is_newer_is_not_damage(tmp_path: Path) -> None:
+    folder = write_step(tmp_path / "s", state(), BOXES)
+    manifest = (folder / MANIFEST).read_bytes().replace(b'"version":[1,0]', b'"version":[3,0]')
+    (folder / MANIFEST).write_bytes(manifest)
+    (folder / COMMIT).write_bytes(encode_commit(SAVE, manifest, []))
+    with pytest.raises(UnsupportedError, match=r"3\.0"):
+        shardckpt.repair(str(folder))
+
+
+def test_there_has_to_be_something(tmp_path: Path) -> None:
+    with pytest.raises(SourceNotFoundError):
+        shardckpt.repair(str(tmp_path / "none"))
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UsageError, match="no payload files"):
+        shardckpt.repair(str(tmp_path))
+    with pytest.raises(UsageError, match="is a file"):
+        shardckpt.repair(str(tmp_path / "a.txt"))
+    folder = write_step(tmp_path / "s", state(), BOXES)
+    gone(COMMIT)(folder)
+    with pytest.raises(UsageError, match="'other'"):
+        shardckpt.repair(str(folder), save="other")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'\\"version\\":[1,0]', b'\\"version\\":[2,0]'),
+        (b'\\"version\\":[1,0]', b'\\"version\\":"10"'),
+        (b'\\"chunks\\":[[[', b'\\"chunks\\":[[{'),
+        (b"[3,0],[3,4]", b"[9,0],[3,4]"),
+        (b"[3,0],[3,4]", b"[3,0],[3,1]"),
+        (b"[3,0],[3,4]", b"[3,0],[3.4]"),
+        (b'\\"float32\\"', b'\\"float31\\"'),
+        (b'\\"float32\\"', b'\\"float16\\"'),
+        (b'"shardckpt"', b'"shardckp_"'),
+    ],
+)
+def test_headers_that_lie_are_refused(tmp_path: Path, old: bytes, new: bytes) -> None:
+    folder = write_step(tmp_path / "s", state(), BOXES)
+    gone(COMMIT, MANIFEST)(folder)
+    file = folder / f"{SAVE}-00001-00.safetensors"
+    data = file.read_bytes()
+    assert old in data
+    file.write_bytes(data.replace(old, new, 1))
+    with pytest.raises(shardckpt.CheckpointError):
+        shardckpt.repair(str(folder))
+    assert COMMIT not in files(folder)
