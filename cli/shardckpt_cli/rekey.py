@@ -14,6 +14,7 @@ _ToNames = Annotated[bool, typer.Option("--to-names", help="Call tensors <parame
 _ToIds = Annotated[bool, typer.Option("--to-ids", help="Call them <number>/<slot>, numbered as torch.optim does.")]
 _Flatten = Annotated[bool, typer.Option("--flatten", help="Call them state.<parameter>.<slot>.")]
 _Nest = Annotated[bool, typer.Option("--nest", help="Undo --flatten.")]
+_Flat = Annotated[bool, typer.Option("--to-flat-parameters", help="Lay out as the files' flat parameters do.")]
 _Part = Annotated[str, typer.Option("--part", help="all, or optim for the optimizer alone.")]
 _ModelKey = Annotated[str, typer.Option("--model-key", help="Where the model is, if not where the rules look.")]
 _OptimKey = Annotated[str, typer.Option("--optim-key", help="Where the optimizer is: KEY, FILE or FILE:KEY.")]
@@ -33,6 +34,7 @@ def rekey(
     to_ids: _ToIds = False,
     flatten: _Flatten = False,
     nest: _Nest = False,
+    to_flat_parameters: _Flat = False,
     part: _Part = "all",
     model_key: _ModelKey = "",
     optim_key: _OptimKey = "",
@@ -44,10 +46,16 @@ def rekey(
     quiet: _Quiet = False,
     as_json: _Json = False,
 ) -> None:
-    """Give the state of an optimizer other keys: names, numbers, flattened names; no value is changed."""
+    """Give the state of an optimizer other keys: names, numbers, flattened names, flat parameters. All values stay."""
     given = locals()
-    flags = {"to_names": "names", "to_ids": "ids", "flatten": "flatten", "nest": "nest"}
+    flags = {
+        "to_names": "names",
+        "to_ids": "ids",
+        "flatten": "flatten",
+        "nest": "nest",
+        "to_flat_parameters": "flat-parameters",
+    }
     chosen = [to for flag, to in flags.items() if given.pop(flag)]
     if len(chosen) != 1:
-        raise typer.BadParameter("choose one of --to-names, --to-ids, --flatten and --nest")
+        raise typer.BadParameter("choose one of --to-names, --to-ids, --flatten, --nest and --to-flat-parameters")
     run("rekey", {**given, "to": chosen[0]})

@@ -1,4 +1,4 @@
-"""The verb `rekey`: an optimizer's state under names, numbers, or flattened names."""
+"""The verb `rekey`: an optimizer's state under names, numbers, flattened names, or flat parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from shardckpt.convert.selection import Selection, read_param_names
 from shardckpt.errors import UsageError
 from shardckpt.plan.rekey import Keys, rekeyed
 
-_KEYS: Mapping[str, Keys] = {"names": "names", "ids": "ids", "flatten": "flat", "nest": "names"}
+_KEYS: Mapping[str, Keys] = {
+    "names": "names",
+    "ids": "ids",
+    "flatten": "flat",
+    "nest": "names",
+    "flat-parameters": "flat-parameters",
+}
 
 
 def rekey(src: str, dst: str, *, to: str, on_progress: OnProgress | None = None, **options: Any) -> Report:
@@ -23,6 +29,8 @@ def rekey(src: str, dst: str, *, to: str, on_progress: OnProgress | None = None,
         dst: Folder to write, or one file where it ends in `.safetensors`.
         to: `names`: tensors are called `<parameter>/<slot>`. `ids`: `<number>/<slot>`, as `torch.optim` numbers
             parameters; the groups keep the names. `flatten`: `state.<parameter>.<slot>`. `nest`: undoes that.
+            `flat-parameters`: `<flat parameter>/<slot>`, one tensor of all its members, where the files tell the
+            layouts: those of LOCAL states, and what this wrote. `names` undoes that.
         on_progress: As for `consolidate`.
         **options: Fields of `Options`; `part` is `all` unless given. `param_names` names the numbers of a source that
             has numbers; with `ids` and a source that has names it says which number each gets.
@@ -48,7 +56,7 @@ def rekey(src: str, dst: str, *, to: str, on_progress: OnProgress | None = None,
     def change(selection: Selection) -> Selection:
         if selection.groups is None:
             raise UsageError("the checkpoint holds no optimizer", where=src, fix="Name it with --optim-key.")
-        optim, groups = rekeyed(selection.optim, selection.groups, _KEYS[to], numbers)
+        optim, groups = rekeyed(selection.optim, selection.groups, _KEYS[to], numbers, selection.units)
         return replace(selection, optim=optim, groups=groups)
 
     return export(src, dst, chosen, by_size(chosen), on_progress, change)

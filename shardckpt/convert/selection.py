@@ -25,6 +25,7 @@ from shardckpt.errors import (
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import Reader
 from shardckpt.format.safetensors import parse_json
+from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
 from shardckpt.plan import names, optimizer, parts, ties
 from shardckpt.plan.coverage import faults
@@ -44,6 +45,7 @@ class Selection:
         model: The model's tensors, in state-dict order, tied ones once.
         optim: Optimizer state, keys `<fqn>/<slot>`.
         groups: Content of `param_groups.json`; None without an optimizer.
+        units: What lies in the optimizer's flat parameters, where the checkpoint tells.
         ties: Name that is not written to the name that stands for it.
         left_out: What no part asked for holds, as dotted paths.
         warnings: What is odd, one sentence each.
@@ -52,6 +54,7 @@ class Selection:
     model: tuple[OutTensor, ...]
     optim: tuple[OutTensor, ...]
     groups: Mapping[str, object] | None
+    units: Mapping[str, FlatLayout]
     ties: Mapping[str, str]
     left_out: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -102,6 +105,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         model=tuple(OutTensor(n, next(resolved), _target_dtype(n, model.tensors[n], options)) for n in kept),
         optim=tuple(OutTensor(n, e, e.dtype) for n, e in zip(state.tensors, resolved, strict=True)) if state else (),
         groups=groups,
+        units=state.units if state else {},
         ties=dropped if options.part != "optim" else {},
         left_out=tuple(dotted(p) for p in (*unasked, *found.others)),
         warnings=(

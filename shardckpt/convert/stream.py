@@ -93,7 +93,9 @@ def lay_out(file: OutFile, metadata: Mapping[str, str]) -> Laid:
     """
     tensors = {t.name: t for t in file.tensors}
     order = file_order(Placed(t.name, t.dtype, t.shape) for t in file.tensors)
-    return Laid(file.name, encode_header(order, metadata), tuple(tensors[p.name] for p in order))
+    return Laid(
+        file.name, encode_header(order, metadata), tuple(part for p in order for part in tensors[p.name].written)
+    )
 
 
 def write_file(

@@ -84,6 +84,8 @@ def _open_files(store: Store, files: Files) -> Reader:
         groups = _param_groups(store, files.param_groups)
         tensors = _split_optimizer(tensors, groups)
         values: dict[Path, object] = {(OPTIMIZER, "param_groups"): groups.groups, (OPTIMIZER, "state"): groups.values}
+        if groups.units:
+            values[OPTIMIZER, "units"] = groups.told
         objects = {path: ObjectEntry(path, value) for path, value in values.items()}
         aliases = {("model", *name): ("model", *kept) for name, kept in aliases.items()}
     return Reader(
@@ -190,9 +192,12 @@ def _split_optimizer(tensors: Mapping[Path, TensorEntry], groups: OptimizerFile)
     for path, entry in tensors.items():
         name = str(path[0])
         file = entry.pieces[0].file if entry.pieces else ""
-        is_optimizer = file.startswith(OPTIMIZER)
-        path = (OPTIMIZER, "state", *groups.split(name)) if is_optimizer else ("model", name)
-        moved[path] = TensorEntry(path, entry.shape, entry.stored, entry.pieces)
+        if not file.startswith(OPTIMIZER):
+            moved["model", name] = entry._replace(path=("model", name))
+            continue
+        for rest, each in groups.entries(name, entry):
+            path = (OPTIMIZER, "state", *rest)
+            moved[path] = each._replace(path=path)
     return moved
 
 

@@ -19,7 +19,7 @@ from shardckpt.layout import DimLayout, FlatLayout
 from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 
 FORMAT_NAME = "local"
-_STATE, _GROUPS = "state", "param_groups"
+_STATE, _GROUPS, _UNITS = "state", "param_groups", "units"
 _SHOWN = 64
 """Missing parts of a unit that are named one by one; beyond, elements that nobody holds say enough."""
 
@@ -265,7 +265,9 @@ class _Joiner:
             for index, member in enumerate(parts[0][1].members):
                 for slot in slots.get(_key(parts[0][1], index), ()):
                     self._put_slot(parts, index, (*self._root, _STATE, member.name, *slot), slot)
-        rest = self._rest(lambda path: path[0] != _STATE or len(path) < 2 or path[1] not in known)
+        if units := [_unit_json(parts[0][1]) for parts in self._units if parts[0][1].flat]:
+            self._made.put_object(ObjectEntry((*self._root, _UNITS), units))
+        rest = self._rest(lambda path: path[0] not in (_STATE, _UNITS) or (path[0] == _STATE and path[1] not in known))
         for paths in rest.values():
             for path in paths:
                 self._put_rest(*path)
@@ -433,6 +435,16 @@ def _names(unit: RankUnit) -> list[str]:
     """Return every name that a unit's values may have in a state."""
     own = [name for member in unit.members for name in (member.name, *member.aliases)]
     return [unit.flat, *own] if unit.flat else own
+
+
+def _unit_json(unit: RankUnit) -> dict[str, object]:
+    """Return what lies in a flat parameter, by names of the unsharded model, as plain JSON values."""
+    assert isinstance(unit.layout, FlatLayout), "flat parameters are laid out flat"
+    specs = tuple(
+        replace(spec, name=member.name, aliases=member.aliases)
+        for spec, member in zip(unit.layout.specs, unit.members, strict=True)
+    )
+    return {"flat": unit.flat, "layout": replace(unit.layout, specs=specs).to_json()}
 
 
 def _key(unit: RankUnit, index: int) -> str:

@@ -7,13 +7,16 @@ way in which shapes match.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from shardckpt.boxes import Shape
 from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, UsageError
+from shardckpt.layout import FlatLayout, from_json
 from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
 
 _STATE, _GROUPS = "state", "param_groups"
+_UNITS = "units"
+"""Where a reader leaves what lies in flat parameters, below an optimizer: `[{"flat": name, "layout": JSON}, ...]`."""
 _ALIKE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 """Slots of torch's own optimizers that are shaped like their parameter."""
 
@@ -28,11 +31,13 @@ class OptimState:
         tensors: `<fqn>/<slot>` to the array.
         scalars: FQN to slot to value, for state that is no array.
         groups: Parameter groups as the optimizer held them, `params` as FQNs.
+        units: Flat parameters in which they lay, where the checkpoint tells.
     """
 
     tensors: Mapping[str, TensorEntry]
     scalars: Mapping[str, Mapping[str, object]]
     groups: Sequence[Mapping[str, object]]
+    units: Mapping[str, FlatLayout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,19 @@ def by_name(
     for (key, slot), value in keyed.scalars.items():
         scalars.setdefault(name(key), {})[slot] = value
     groups = [_named_group(group, name) for group in keyed.groups]
-    return OptimState(tensors, scalars, groups)
+    return OptimState(tensors, scalars, groups, _units(raw, clean))
+
+
+def _units(raw: RawOptim, clean: Callable[[str], str]) -> dict[str, FlatLayout]:
+    """Return the layouts that a reader left beside the state."""
+    told = raw.values.get((_UNITS,))
+    made: dict[str, FlatLayout] = {}
+    for unit in told if isinstance(told, list) else ():
+        layout = from_json(unit["layout"])
+        assert isinstance(layout, FlatLayout), "readers leave layouts of flat parameters alone"
+        specs = tuple(replace(spec, name=clean(spec.name)) for spec in layout.specs)
+        made[clean(unit["flat"])] = replace(layout, specs=specs)
+    return made
 
 
 def _require_keys(keys: Iterable[object], place: str) -> None:

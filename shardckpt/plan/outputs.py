@@ -19,11 +19,13 @@ class OutTensor:
         name: Final name.
         entry: Where its elements come from.
         dtype: Torch's name of the type it is written in.
+        members: Tensors that are written back to back as this one, whose entry has no pieces then.
     """
 
     name: str
     entry: TensorEntry
     dtype: str
+    members: tuple[OutTensor, ...] = ()
 
     @property
     def shape(self) -> Shape:
@@ -34,6 +36,11 @@ class OutTensor:
     def nbytes(self) -> int:
         """Bytes as written."""
         return array_nbytes(self.dtype, self.entry.shape)
+
+    @property
+    def written(self) -> tuple[OutTensor, ...]:
+        """What is written for it, in order."""
+        return self.members or (self,)
 
     @property
     def is_cast(self) -> bool:

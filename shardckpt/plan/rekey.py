@@ -1,4 +1,4 @@
-"""Other keys for the same optimizer state in a file: names, numbers, or flattened names. Nothing is copied or read."""
+"""Other keys for the same optimizer state in a file: names, numbers, flattened names, flat parameters. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from shardckpt.errors import UsageError
+from shardckpt.plan.flat_parameters import Units, laid_flat
 from shardckpt.plan.outputs import OutTensor
 
-Keys = Literal["names", "ids", "flat"]
+Keys = Literal["names", "ids", "flat", "flat-parameters"]
 KEYS = "keys"
 """Where the content of `param_groups.json` says how parameters are called; without it, by names."""
 
@@ -22,6 +23,7 @@ def rekeyed(
     content: Mapping[str, Any],
     keys: Keys,
     numbers: Mapping[int, str] | None = None,
+    units: Units | None = None,
 ) -> tuple[tuple[OutTensor, ...], dict[str, Any]]:
     """Return an optimizer's tensors and its groups' file under other keys.
 
@@ -30,14 +32,24 @@ def rekeyed(
         content: What `param_groups.json` holds, by names.
         keys: `names`: as it is. `ids`: numbers for names, which the groups keep as `param_names`. `flat`: one key a
             value, `state.<parameter>.<slot>` and `param_groups.<parameter>.<setting>`; the groups are listed as well,
-            since flattened settings do not tell which parameters were together.
+            since flattened settings do not tell which parameters were together. `flat-parameters`: one tensor for
+            each flat parameter and slot, with the layouts.
         numbers: With `ids`, the name that each number is for; None to number names as they stand in the groups.
+        units: With `flat-parameters`, what lies in each.
 
     Raises:
-        UsageError: With `ids`, a name has no number.
+        UsageError: With `ids`, a name has no number; with `flat-parameters`, nobody tells what lies in them.
     """
     if keys == "names":
         return tuple(tensors), dict(content)
+    if keys == "flat-parameters":
+        if not units:
+            raise UsageError(
+                "nobody tells what lies in flat parameters",
+                expected="rank files of LOCAL states of a model that was wrapped with use_orig_params=False",
+            )
+        made, said = laid_flat(tensors, content, units)
+        return made, {**said, KEYS: keys}
     if keys == "flat":
         return _renamed(tensors, lambda name, slot: f"state.{name}.{slot}"), _flat(content)
     number = _numbers(tensors, content, numbers)
