@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from cases import NAMES, read_case
+from native_writer import SAVE, write_step
 from safetensors.torch import save_file
 
 import shardckpt
+from shardckpt.boxes import Box
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError
+from shardckpt.format.native_payload import BLOCK_BYTES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,3 +66,74 @@ def test_nothing_there_is_an_error(tmp_path: Path) -> None:
         shardckpt.verify(str(tmp_path / "none"))
     with pytest.raises(UnknownFormatError):
         shardckpt.verify(str(tmp_path))
+
+
+class TestNativeSteps:
+    """Every byte of every file of a step counts."""
+
+    @pytest.fixture
+    def step(self, tmp_path: Path) -> Path:
+        state = {"model": {"w": torch.arange(6.0), "b": torch.ones(3)}, "n": 5}
+        return write_step(tmp_path / "step", state, {("model", "w"): [(0, Box((0,), (2,))), (1, Box((2,), (4,)))]})
+
+    def test_a_whole_step_is_whole(self, step: Path) -> None:
+        found = shardckpt.verify(str(step))
+        assert found.ok, found.problems
+        payload = sum(file.stat().st_size for file in step.glob("*.safetensors"))
+        assert (found.format, found.tensors, found.checked_bytes) == ("native", 2, payload)
+
+    @pytest.mark.parametrize("suffix", ["-00000-00.safetensors", "-00001-00.safetensors", ".manifest.json", "COMMIT"])
+    def test_any_flipped_bit_is_found_and_its_file_named(self, step: Path, suffix: str) -> None:
+        [file] = [each for each in step.iterdir() if each.name.endswith(suffix)]
+        data = file.read_bytes()
+        header = int.from_bytes(data[:8], "little") + 8 if "safetensors" in suffix else len(data)
+        for at in range(len(data)):
+            if 700 < at < header - 50 and at % 50:
+                continue  # the spaces that fill a header
+            changed = bytearray(data)
+            changed[at] ^= 1 << at % 8
+            file.write_bytes(changed)
+            found = shardckpt.verify(str(step))
+            assert not found.ok, f"byte {at} of {file.name}"
+            assert file.name in found.problems[0], (at, found.problems)
+
+    def test_file_block_and_tensors_are_named(self, tmp_path: Path) -> None:
+        state = {"first": torch.zeros(BLOCK_BYTES // 4), "second": torch.zeros(BLOCK_BYTES // 2)}
+        step = write_step(tmp_path / "step", state)
+        [file] = step.glob("*.safetensors")
+        with file.open("r+b") as opened:
+            opened.seek(BLOCK_BYTES + 100)
+            opened.write(b"\x01")
+            opened.seek(2 * BLOCK_BYTES + 100)
+            opened.write(b"\x01")
+        one, two = shardckpt.verify(str(step)).problems
+        assert f"{file.name}: block 1, bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} " in one
+        assert ": first, second;" in one
+        assert ": block 2," in two
+        assert ": second;" in two
+
+    def test_a_file_that_is_gone_cut_or_longer_is_found(self, step: Path) -> None:
+        file = step / f"{SAVE}-00001-00.safetensors"
+        data = file.read_bytes()
+        file.write_bytes(data + b"\0")
+        assert any("longer" in warning for warning in shardckpt.verify(str(step)).warnings)
+        file.write_bytes(data[:-1])
+        assert "model.w" in shardckpt.verify(str(step)).problems[0]
+        file.unlink()
+        assert "model.w" in shardckpt.verify(str(step)).problems[0]
+
+    def test_the_index_for_hugging_face_counts_too(self, tmp_path: Path) -> None:
+        step = write_step(tmp_path / "step", {"model": {"w": torch.ones(3)}}, alone=("model",))
+        index = step / "model.safetensors.index.json"
+        index.write_bytes(index.read_bytes().replace(b"total_size", b"total_sizf"))
+        [problem] = shardckpt.verify(str(step)).problems
+        assert f"{index.name}: block 0" in problem
+        index.unlink()
+        [problem] = shardckpt.verify(str(step)).problems
+        assert problem == f"{index.name} is missing"
+
+    def test_a_step_without_checksums_says_so(self, tmp_path: Path) -> None:
+        step = write_step(tmp_path / "step", {"model": {"w": torch.ones(3)}}, checksums=False)
+        found = shardckpt.verify(str(step))
+        assert (found.ok, found.checked_bytes) == (True, 0)
+        assert any("without checksums" in warning for warning in found.warnings)
