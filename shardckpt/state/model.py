@@ -48,9 +48,9 @@ def iter_full_state_dict(
         values = holder.full(holder.laid, first_only=rank0_only)
         if values is None:
             continue
-        for entry, value in zip(holder.entries, values, strict=True):
-            yield entry.name, _snapshot(value, holder, offload_to_cpu)
-        del values
+        for index, entry in enumerate(holder.entries):
+            yield entry.name, _snapshot(values[index], holder, offload_to_cpu)
+        del values  # with every view of it: the next unit's memory is not to come on top
     for name, value in _buffers(found, StateKind.FULL, offload_to_cpu):
         if not rank0_only or found.ranks.is_first:
             yield name, value
