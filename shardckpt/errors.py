@@ -7,6 +7,7 @@ ShardckptError
 │   ├── UnsafeError                           reading it would run code or leave its folder
 │   ├── UnsupportedError (TypeError)          valid, but holds something this reader does not know
 │   ├── IncompleteError (LookupError)         elements that no file holds
+│   ├── NoCompleteCheckpoint (FileNotFoundError)  steps lie there, and none can be loaded
 │   ├── OverlapError                          elements that two files claim
 │   ├── ChecksumError                         bytes differ from their stored checksum
 │   └── PrecisionError (OverflowError)        a cast would lose more than rounding
@@ -92,6 +93,10 @@ class UnsupportedError(CheckpointError, TypeError):
 
 class IncompleteError(CheckpointError, LookupError):
     """Some elements of a tensor are in no file."""
+
+
+class NoCompleteCheckpoint(CheckpointError, FileNotFoundError):  # noqa: N818  (what is said, not only that it failed)
+    """Steps lie there, but none of them is complete."""
 
 
 class OverlapError(CheckpointError):

@@ -20,6 +20,7 @@ BUILTINS = {
     errors.TruncatedError: EOFError,
     errors.UnsupportedError: TypeError,
     errors.IncompleteError: LookupError,
+    errors.NoCompleteCheckpoint: FileNotFoundError,
     errors.PrecisionError: OverflowError,
     errors.SourceNotFoundError: FileNotFoundError,
     errors.TargetExistsError: FileExistsError,

@@ -1,0 +1,226 @@
+"""The steps of a run: a folder each, called `step-00001000`, which exists where its `COMMIT` says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from shardckpt.errors import CheckpointError, FormatError, MissingFileError
+from shardckpt.format.native import read_commit, read_contents
+from shardckpt.format.native_manifest import COMMIT, MANIFEST_SUFFIX, Commit
+from shardckpt.format.native_payload import HF_INDEX
+from shardckpt.storage.leftovers import PARTIAL, is_partial
+from shardckpt.storage.store import Listed, Store
+from shardckpt.storage.within import Within
+
+_STEP = re.compile(r"step-([0-9]{1,18})")
+_PARTIAL = re.compile(rf"\.{_STEP.pattern}\.{PARTIAL}-[0-9a-f]{{12}}")
+_WRITTEN = re.compile(rf"[0-9a-z]{{15}}(-[0-9]{{5,}}-[0-9]{{2,}}\.safetensors|{re.escape(MANIFEST_SUFFIX)})")
+"""Names that only a save gives."""
+
+_SAVE_CHARACTERS = 15
+_STAMP_CHARACTERS = 9
+_AT_ONCE = 8
+_SHOWN = 3
+
+
+def step_name(number: int) -> str:
+    """Return the name of a step's folder; folders sort as their numbers do up to 99,999,999."""
+    return f"step-{number:08d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One folder of a run that is called like a step.
+
+    Attributes:
+        number: The step.
+        name: Of the folder.
+        save: Id of the save that wrote it; empty where there is no valid `COMMIT`.
+        nbytes: Of its files, as they were committed.
+        fault: Why it is not complete; empty where it is.
+        is_unfinished: No `COMMIT` lies there, and what does is ours: a save or a removal that did not get to its end.
+    """
+
+    number: int
+    name: str
+    save: str = ""
+    nbytes: int = 0
+    fault: str = ""
+    is_unfinished: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it was committed, and every file has the size that was committed."""
+        return not self.fault
+
+    @property
+    def saved_at(self) -> float | None:
+        """When its save began, in seconds since the epoch; None where that is not known."""
+        return _begun_at(self.save) if len(self.save) == _SAVE_CHARACTERS else None
+
+
+def _begun_at(save: str) -> float:
+    return int(save[:_STAMP_CHARACTERS], 36) / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a save or a removal that was killed has left.
+
+    Attributes:
+        name: Of the folder.
+        changed_at: When anything in it last changed, in seconds since the epoch; where the store tells no times, when
+            the last save into it began; None where not known.
+    """
+
+    name: str
+    changed_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What lies in the folder of a run.
+
+    Attributes:
+        steps: Complete or not, by number.
+        partial: Folders that were to become steps, on a disk.
+    """
+
+    steps: tuple[Step, ...]
+    partial: tuple[str, ...]
+
+    @property
+    def complete(self) -> tuple[Step, ...]:
+        """The steps that can be loaded, by number."""
+        return tuple(step for step in self.steps if step.is_complete)
+
+
+def read_run(store: Store) -> Run:
+    """Look at every step of a run: a list and a small read for each.
+
+    Args:
+        store: Rooted at the run. Open it anew for each look, since stores remember what they have read.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    folders = [entry.name for entry in store.list() if entry.is_folder]
+    named = sorted((int(match[1]), name) for name in folders if (match := _STEP.fullmatch(name)))
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
+        steps = list(pool.map(lambda each: _read_step(store, *each), named))
+    return Run(tuple(_once(steps)), tuple(name for name in folders if _PARTIAL.fullmatch(name)))
+
+
+def _read_step(store: Store, number: int, name: str) -> Step:
+    inside = Within(store, name)
+    try:
+        entries = inside.list()
+    except CheckpointError as error:  # a link that leads out of the run
+        return Step(number, name, fault=str(error))
+    sizes = _sizes(entries)
+    try:
+        commit = read_commit(inside, sizes)
+    except (CheckpointError, MissingFileError) as error:  # missing: somebody removes it meanwhile
+        return Step(number, name, fault=str(error), is_unfinished=_is_unfinished(entries))
+    nbytes = commit.manifest_bytes + sum(commit.files.values())
+    return Step(number, name, commit.save, nbytes, _missing(inside.url, commit, sizes))
+
+
+def _sizes(entries: Sequence[Listed]) -> dict[str, int]:
+    return {entry.name: entry.size for entry in entries if not entry.is_folder}
+
+
+def _is_unfinished(entries: Sequence[Listed]) -> bool:
+    """Tell whether a folder holds files of saves alone, and no `COMMIT`: other things are somebody else's."""
+    names = {_final(entry.name) for entry in entries}
+    saved = {name for name in names if _WRITTEN.fullmatch(name)}
+    is_only_saved = not any(entry.is_folder for entry in entries) and names <= saved | {HF_INDEX, COMMIT}
+    return is_only_saved and (bool(saved) or not names) and COMMIT not in {entry.name for entry in entries}
+
+
+def _final(name: str) -> str:
+    """Return the name that a file gets once it is complete."""
+    return name[1:].rpartition(f".{PARTIAL}-")[0] if is_partial(name) else name
+
+
+def _missing(where: str, commit: Commit, sizes: Mapping[str, int]) -> str:
+    """Say which committed files are not there, or are shorter than they were."""
+    wanted = {**commit.files, commit.manifest: commit.manifest_bytes}
+    short = [name for name, size in wanted.items() if sizes.get(name, -1) < size]
+    if not short:
+        return ""
+    more = f" and {len(short) - _SHOWN} more" if len(short) > _SHOWN else ""
+    return str(
+        FormatError("committed files are missing or cut short", where=where, found=", ".join(short[:_SHOWN]) + more)
+    )
+
+
+def _once(steps: Sequence[Step]) -> Iterator[Step]:
+    """Let one folder stand for each number: the one that is complete, of several the one with the longest name."""
+    best: dict[int, Step] = {}
+    for step in steps:
+        known = best.setdefault(step.number, step)
+        if (step.is_complete, len(step.name)) > (known.is_complete, len(known.name)):
+            best[step.number] = step
+    for step in steps:
+        if best[step.number] is step:
+            yield step
+        elif step.is_complete:
+            yield replace(step, fault=f"{step.name}: {best[step.number].name} is the same step")
+        else:
+            yield step
+
+
+def read_about(store: Store, step: Step) -> Mapping[str, str]:
+    """Return what a complete step's manifest says about itself.
+
+    Args:
+        store: Rooted at the run.
+        step: The step.
+
+    Raises:
+        CheckpointError: The manifest is damaged.
+        StorageError: The store failed.
+    """
+    inside = Within(store, step.name)
+    sizes = _sizes(inside.list())
+    return read_contents(inside, sizes, read_commit(inside, sizes)).about
+
+
+def delete_step(store: Store, name: str) -> None:
+    """Remove a step: `COMMIT` first, so that from then on it does not exist, then everything else.
+
+    Args:
+        store: Rooted at the run.
+        name: Of the step's folder.
+
+    Raises:
+        StorageError: The store failed; where `COMMIT` is gone, what is left counts for nothing.
+    """
+    store.delete(f"{name}/{COMMIT}")
+    store.delete_folder(name)
+
+
+def leftovers(store: Store, run: Run) -> tuple[Leftover, ...]:
+    """Return what killed saves and removals have left beside the steps, and as steps that nobody committed.
+
+    Args:
+        store: Rooted at the run.
+        run: As read.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    unfinished = [step.name for step in run.steps if step.is_unfinished]
+    return tuple(Leftover(name, _changed_at(store, name)) for name in (*run.partial, *unfinished))
+
+
+def _changed_at(store: Store, name: str) -> float | None:
+    known = store.changed_at(name)
+    if known is not None:
+        return known
+    saved = [_WRITTEN.fullmatch(_final(entry.name)) for entry in Within(store, name).list()]
+    return max((_begun_at(match[0]) for match in saved if match), default=None)

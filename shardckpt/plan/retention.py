@@ -1,0 +1,112 @@
+"""Which steps of a run are kept. Pure: facts in, numbers of steps out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from shardckpt.errors import UsageError
+
+DEAD_AFTER_S = 24 * 3600.0
+"""Seconds without a change after which what a save left unfinished belongs to nobody any more."""
+
+
+class SavedStep(NamedTuple):
+    """What the decision depends on.
+
+    Attributes:
+        number: The step.
+        is_complete: Whether it can be loaded. What cannot counts for nothing, and is not removed by these rules.
+        saved_at: When its save began, in seconds since the epoch; None where not known.
+        metric: What it is ranked by; None where it has none.
+    """
+
+    number: int
+    is_complete: bool = True
+    saved_at: float | None = None
+    metric: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Rules, each of which keeps steps; a step that none keeps goes. Without any rule all are kept.
+
+    Attributes:
+        keep_last: So many of the largest numbers.
+        keep_every: Those whose number this divides.
+        keep_best: So many of the best by their metric; of equal ones the later.
+        mode: Whether the best has the smallest metric or the largest.
+        keep_for_s: Those saved less than so many seconds ago.
+
+    Raises:
+        UsageError: A rule that would mean nothing.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int | None = None
+    mode: Literal["min", "max"] = "min"
+    keep_for_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "keep_best"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"`{name}` is no number of steps", found=repr(value), expected="an integer from 1")
+        if self.keep_for_s is not None and not self.keep_for_s >= 0:
+            raise UsageError("`keep_for` is no time", found=self.keep_for_s, expected="seconds from 0")
+        if self.mode not in ("min", "max"):
+            raise UsageError("there is no such mode", found=self.mode, expected="min or max")
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is any rule."""
+        return any(rule is not None for rule in (self.keep_last, self.keep_every, self.keep_best, self.keep_for_s))
+
+
+def doomed(
+    steps: Iterable[SavedStep], rules: Retention, *, now: float, spared: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Return the steps to remove, oldest first. The newest complete step is never among them.
+
+    Args:
+        steps: All of a run; those that are not complete count for nothing.
+        rules: What is kept.
+        now: In seconds since the epoch.
+        spared: Steps that stay whatever the rules say.
+    """
+    complete = sorted({step.number: step for step in steps if step.is_complete}.values())
+    if not rules.is_needed or not complete:
+        return ()
+    kept = {complete[-1].number, *spared}
+    if rules.keep_last is not None:
+        kept.update(step.number for step in complete[-rules.keep_last :])
+    if rules.keep_every is not None:
+        kept.update(step.number for step in complete if step.number % rules.keep_every == 0)
+    if rules.keep_best is not None:
+        kept.update(_best(complete, rules.keep_best, rules.mode))
+    if rules.keep_for_s is not None:
+        kept.update(step.number for step in complete if _is_recent(step, now - rules.keep_for_s))
+    return tuple(step.number for step in complete if step.number not in kept)
+
+
+def _best(steps: Sequence[SavedStep], count: int, mode: str) -> list[int]:
+    sign = 1 if mode == "min" else -1
+    ranked = [(sign * s.metric, -s.number) for s in steps if s.metric is not None and not math.isnan(s.metric)]
+    return [-number for _, number in sorted(ranked)[:count]]
+
+
+def _is_recent(step: SavedStep, since: float) -> bool:
+    return step.saved_at is None or step.saved_at > since  # of unknown age is not old
+
+
+def is_dead(changed_at: float | None, now: float) -> bool:
+    """Tell whether what a save left unfinished may be removed.
+
+    Args:
+        changed_at: When anything in it last changed, in seconds since the epoch; None where not known.
+        now: In seconds since the epoch.
+    """
+    return changed_at is not None and now - changed_at > DEAD_AFTER_S
