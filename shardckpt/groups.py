@@ -239,6 +239,11 @@ class Star:
     Args:
         group: A group that nobody else uses, whose backend moves CPU tensors; None for a world of one.
         timeout: How long ranks wait for each other.
+
+    Attributes:
+        rank: This process's number.
+        size: How many there are.
+        is_lost: Whether a rank is gone: nobody may be consulted any more.
     """
 
     _FIRST_WAITS = 0.75
@@ -250,6 +255,7 @@ class Star:
         self._group = group
         self._timeout = timeout
         self._round = 0
+        self.is_lost = False
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
 
@@ -275,7 +281,9 @@ class Star:
         if isinstance(say, Exception):
             raise say
         if answer[:1] == _FAILED:
-            raise _told_failure(answer[1:])
+            failure = _told_failure(answer[1:])
+            self.is_lost = _IS_GONE in failure.what
+            raise failure
         return answer[1:]
 
     def _decided(self, what: str, say: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
@@ -332,8 +340,9 @@ class Star:
 
     def _give_up(self, lost: dict[int, RuntimeError]) -> RankError:
         """Leave word of who is gone for those that are left; once one was late, nobody else can be heard."""
+        self.is_lost = True
         rank, error = next(iter(lost.items()))
-        text = f"rank {rank} of {self.size} is gone or did not answer in time: {' '.join(str(error).split())[:200]}"
+        text = f"rank {rank} of {self.size} {_IS_GONE}: {' '.join(str(error).split())[:200]}"
         with suppress(RuntimeError):
             self._store.set(self._key, text)
         return _gone(text, rank)
@@ -344,7 +353,8 @@ class Star:
         try:
             yield
         except RuntimeError as error:
-            text = self._found() or f"rank 0 of {self.size} is gone or did not answer in time: {error}"
+            self.is_lost = True
+            text = self._found() or f"rank 0 of {self.size} {_IS_GONE}: {error}"
             named = re.match(r"rank (\d+)", text)
             raise _gone(text, int(named[1]) if named else 0) from error
 
@@ -370,6 +380,7 @@ class Star:
 
 
 _DONE, _FAILED = b"\0", b"\1"
+_IS_GONE = "is gone or did not answer in time"
 
 
 def _framed(say: bytes | Exception) -> bytes:
@@ -378,7 +389,8 @@ def _framed(say: bytes | Exception) -> bytes:
 
 def _kind_and_text(error: BaseException) -> bytes:
     text = str(error) if isinstance(error, ShardckptError) else f"{type(error).__name__}: {error}"
-    return f"{type(error).__name__}\n{text[:4000]}".encode("utf-8", "replace")
+    kind = next((each.__name__ for each in type(error).__mro__ if each.__module__ == errors.__name__), "")
+    return f"{kind}\n{text[:50_000]}".encode("utf-8", "replace")
 
 
 def _as_bytes(what: str, failure: Exception) -> bytes:

@@ -49,6 +49,7 @@ class LocalPublication(Publication):
                 self._remove_parents()
                 raise
         self._result = self._lock
+        self.place = self._partial
         self._store = LocalStore(self._partial)
 
     def create(self, name: str) -> LocalWriter:

@@ -13,9 +13,12 @@ class Publication(ABC):
     Attributes:
         fresh: Put this into the names of large files: empty where names may repeat those of the old content, else a
             short id, since on a store without rename the old files stay readable until the new ones are complete.
+        place: Where files lie until they are put in place: other processes may write there, each under names of its
+            own, and `JoinedPublication` does.
     """
 
     fresh: str = ""
+    place: str = ""
 
     @abstractmethod
     def create(self, name: str) -> Writer:

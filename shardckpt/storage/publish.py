@@ -38,7 +38,7 @@ def publish(
         NoSpaceError: The result does not fit; nothing was written.
         StorageError: The storage failed; nothing is left under the target's name that was not there before.
     """
-    publication = _begin(url, overwrite=overwrite, needed_bytes=needed_bytes, last=last, single_file=single_file)
+    publication = begin(url, overwrite=overwrite, needed_bytes=needed_bytes, last=last, single_file=single_file)
     try:
         yield publication
         publication.finish()
@@ -47,7 +47,13 @@ def publish(
         raise
 
 
-def _begin(url: str, *, overwrite: bool, needed_bytes: int, last: str | None, single_file: bool) -> Publication:
+def begin(
+    url: str, *, overwrite: bool, needed_bytes: int, last: str | None = None, single_file: bool = False
+) -> Publication:
+    """Open a publication that ends with its `finish`, or its `drop`: for those who cannot use `publish`.
+
+    Arguments and errors are those of `publish`.
+    """
     path = local_path(url)
     if path is not None:
         return LocalPublication(path, overwrite=overwrite, needed_bytes=needed_bytes, single_file=single_file)

@@ -73,6 +73,7 @@ class RemoteFolder(Publication):
     def __init__(self, url: str, *, overwrite: bool, last: str | None) -> None:
         if kind(url) == "file":
             raise TargetExistsError("the target is a file", where=url, fix="Choose another name.")
+        self.place = url
         self._store = open_store(url)
         self._last = last
         self._old = _all_files(self._store)

@@ -1,0 +1,170 @@
+"""What a rank tells the first one of the arrays it holds, and what that decides: bytes both ways, no pickles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardckpt.boxes import Box
+from shardckpt.checkpoint.capture import Captured
+from shardckpt.checkpoint.holdings import dtype_name
+from shardckpt.format.native_payload import Chunk
+from shardckpt.manifest import Path
+from shardckpt.plan.saving import Held, plan_save
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Everything about a rank's state that a plan depends on, and nothing else.
+
+    Attributes:
+        arrays: What it holds, in the order of the nest.
+        buffers: Which of these ranks may have different values of: the first one's count.
+        ties: Further path of an array to its first.
+    """
+
+    arrays: tuple[Held, ...]
+    buffers: frozenset[Path]
+    ties: Mapping[Path, Path]
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        rows = [
+            [list(a.path), a.dtype, a.shape, [box for each in a.boxes for box in each], int(a.path in self.buffers)]
+            for a in self.arrays
+        ]
+        ties = [[list(path), list(first)] for path, first in self.ties.items()]
+        return json.dumps([rows, ties], separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Draft:
+        """Return what `encode` wrote."""
+        rows, ties = json.loads(data)
+        return cls(
+            tuple(
+                Held(tuple(path), tuple(shape), dtype, tuple(_boxes(boxes))) for path, dtype, shape, boxes, _ in rows
+            ),
+            frozenset(tuple(path) for path, _, _, _, is_buffer in rows if is_buffer),
+            {tuple(path): tuple(first) for path, first in ties},
+        )
+
+
+def _boxes(flat: Sequence[Sequence[int]]) -> Iterator[Box]:
+    return (Box(tuple(offset), tuple(size)) for offset, size in zip(flat[::2], flat[1::2], strict=True))
+
+
+def draft_of(captured: Captured) -> Draft:
+    """Return what of a captured state a plan depends on."""
+    arrays = tuple(
+        Held(path, array.shape, dtype_name(array.dtype), tuple(portion.box for portion in array.portions))
+        for path, array in captured.arrays.items()
+    )
+    return Draft(arrays, frozenset(captured.buffers), dict(captured.ties))
+
+
+def key_of(data: bytes) -> str:
+    """Return a digest of an encoded draft: plans are the same where these are."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+Class = tuple[int, ...]
+"""Ranks that hold the same elements."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One rank's part of a plan.
+
+    Attributes:
+        chunks: What it writes.
+        classes: For each set of ranks that hold the same, by its number, the positions of what this rank holds of that:
+            position of the array in its draft, position of the box.
+    """
+
+    chunks: tuple[Chunk, ...]
+    classes: Mapping[int, Sequence[tuple[int, int]]]
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        rows = [[list(c.path), list(c.shape), c.dtype, list(c.box.offset), list(c.box.size)] for c in self.chunks]
+        classes = [[number, [list(p) for p in positions]] for number, positions in self.classes.items()]
+        return json.dumps([rows, classes], separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Task:
+        """Return what `encode` wrote."""
+        rows, classes = json.loads(data)
+        return cls(
+            tuple(Chunk(tuple(p), tuple(s), d, Box(tuple(o), tuple(n))) for p, s, d, o, n in rows),
+            {number: [(a, b) for a, b in positions] for number, positions in classes},
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who writes what.
+
+    Attributes:
+        tasks: One for each rank.
+        order: Every array once, in the order of the nest.
+        ties: Further path of an array to its first.
+        classes: Sets of ranks that hold the same.
+        nbytes: Bytes of all that is written.
+    """
+
+    tasks: tuple[Task, ...]
+    order: tuple[Path, ...]
+    ties: Mapping[Path, Path]
+    classes: Sequence[Class]
+    nbytes: int
+
+
+def plan_of(drafts: Sequence[Draft]) -> Plan:
+    """Decide who writes what: every element once, what several ranks hold shared out among them.
+
+    Args:
+        drafts: One for each rank.
+
+    Raises:
+        UsageError: Ranks hold arrays of one path that differ in type or shape.
+        IncompleteError: Elements that no rank holds.
+    """
+    plan = plan_save(_counted(drafts))
+    order = tuple(spec.path for spec in plan.arrays)
+    known = set(order)
+    ties = {p: first for draft in reversed(drafts) for p, first in draft.ties.items() if p not in known}
+    chunks = [tuple(Chunk(*plan.arrays[task.array], task.box) for task in tasks) for tasks in plan.tasks]
+    classes, positions = _classes(drafts)
+    tasks = tuple(Task(mine, told) for mine, told in zip(chunks, positions, strict=True))
+    return Plan(tasks, order, ties, classes, sum(map(plan.bytes_of, range(len(drafts)))))
+
+
+def _counted(drafts: Sequence[Draft]) -> list[list[Held]]:
+    """Return what ranks hold; of a buffer only what the first rank has, so that one rank's values are saved."""
+    seen: set[Path] = set()
+    found = []
+    for draft in drafts:
+        found.append([each for each in draft.arrays if each.path not in seen])
+        seen |= draft.buffers
+    return found
+
+
+def _classes(drafts: Sequence[Draft]) -> tuple[list[Class], list[dict[int, list[tuple[int, int]]]]]:
+    """Return sets of ranks that hold the same boxes, and for each rank which of its boxes belong to which set."""
+    holders: dict[tuple[Path, Box], dict[int, tuple[int, int]]] = {}
+    buffers: frozenset[Path] = frozenset().union(*(draft.buffers for draft in drafts))
+    for rank, draft in enumerate(drafts):
+        for at, array in enumerate(draft.arrays):
+            for which, box in enumerate(array.boxes):
+                if box.volume:
+                    holders.setdefault((array.path, box), {})[rank] = (at, which)
+    numbers: dict[Class, int] = {}
+    positions: list[dict[int, list[tuple[int, int]]]] = [{} for _ in drafts]
+    for (path, _), ranks in holders.items():
+        if len(ranks) > 1 and path not in buffers:
+            number = numbers.setdefault(tuple(ranks), len(numbers))
+            for rank, position in ranks.items():
+                positions[rank].setdefault(number, []).append(position)
+    return list(numbers), positions

@@ -1,0 +1,139 @@
+"""What users put into a state: how each kind of object is taken for what it is."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt import dtypes
+from shardckpt.errors import UnsupportedError
+from shardckpt.format.tagged import Named
+from shardckpt.manifest import Path, dotted
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can give its state and take it back: schedulers, scalers, data loaders, a user's own classes."""
+
+    def state_dict(self) -> Any:
+        """Return the state: plain values, tensors, containers of them."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take a state back."""
+
+
+class PerRank:
+    """Marks an object of which every rank has its own: each saves its state, and gets its own back.
+
+    Args:
+        held: An object with `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, held: Stateful) -> None:
+        self.held = held
+
+    def state_dict(self) -> Any:
+        """Return this rank's state."""
+        return self.held.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take this rank's state back."""
+        self.held.load_state_dict(state)
+
+    def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
+        """Take what another number of ranks saved, if there is a rule for that.
+
+        Args:
+            states: Of each rank that saved.
+            rank: This one.
+            world: Ranks there are now.
+
+        Returns:
+            Whether there is.
+        """
+        del states, rank, world
+        return False
+
+
+def is_optimizer(value: object) -> bool:
+    """Tell whether an object is an optimizer, whose state belongs to parameters of a model."""
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def is_stateful(value: object) -> bool:
+    """Tell whether an object gives and takes its state itself."""
+    return not isinstance(value, (type, nn.Module)) and isinstance(value, Stateful)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a type's name as torch spells it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(value: torch.Tensor, path: Path) -> None:
+    """Refuse tensors whose elements are not all there, or are more than their bytes.
+
+    Raises:
+        UnsupportedError: It is sparse, quantised, nested, without data, or of a class that keeps more than elements.
+    """
+    kind = ""
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "a sparse or nested tensor"
+    elif value.is_quantized or not dtypes.is_known(dtype_name(value.dtype)):
+        kind = f"a tensor of type {dtype_name(value.dtype)}"
+    elif value.is_meta:
+        kind = "a tensor without data (on the meta device)"
+    elif not isinstance(value, DTensor) and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        kind = f"a tensor of the class {type(value).__name__}"
+    if kind:
+        raise UnsupportedError(
+            f"{kind} cannot be saved",
+            where=dotted(path),
+            expected="a dense tensor",
+            fix="Leave it out, or save it dense.",
+        )
+
+
+def array_of(value: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
+    """Return a numpy array as a tensor of the same elements.
+
+    Raises:
+        UnsupportedError: It holds something that is no number.
+    """
+    if not dtypes.is_known(value.dtype.name):
+        raise UnsupportedError(f"a numpy array of type {value.dtype} cannot be saved", where=dotted(path))
+    whole = np.ascontiguousarray(value).reshape(value.shape)
+    return torch.from_numpy(whole if whole.flags.writeable else whole.copy())
+
+
+def named(value: object) -> Named | None:
+    """Return a value that only torch knows in its inert form; None for any other."""
+    if isinstance(value, Named):
+        return value
+    if isinstance(value, torch.dtype):
+        return Named("dtype", dtype_name(value))
+    if isinstance(value, torch.Size):
+        return Named("size", tuple(value))
+    if isinstance(value, torch.device):
+        return Named("device", str(value))
+    return None
+
+
+def revived(value: Named) -> object:
+    """Return the value that `named` made inert.
+
+    Raises:
+        UnsupportedError: This torch has no such type.
+    """
+    if value.kind == "size":
+        return torch.Size(value.value)  # type: ignore[arg-type]
+    if value.kind == "device":
+        return torch.device(str(value.value))
+    found = getattr(torch, str(value.value), None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedError("this torch has no such type", found=value.value, fix="Read it with a newer torch.")
+    return found

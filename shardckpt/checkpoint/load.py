@@ -1,0 +1,127 @@
+"""`load`: a checkpoint of any format into what a job holds, on any number of ranks; or into a nest of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from shardckpt.checkpoint.save import star_of
+from shardckpt.checkpoint.saved import Saved, Verify
+from shardckpt.checkpoint.template import Fitting, Policy, fit
+from shardckpt.errors import UsageError, escape
+from shardckpt.groups import Star
+from shardckpt.state import StateMismatchError
+
+_SHOWN_CHARACTERS = 40_000
+
+
+class MismatchError(StateMismatchError, UsageError):
+    """A checkpoint does not fit what it is loaded into.
+
+    Args:
+        problems: Everything that is wrong, a sentence each.
+
+    Attributes:
+        problems: As given.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(
+            f"the checkpoint does not fit in {len(problems)} places",
+            fix="Nothing was changed. Names may differ with strict=False, types with cast=True.",
+        )
+
+    def __str__(self) -> str:
+        listed, length = [], 0
+        for problem in map(escape, self.problems):
+            length += len(problem)
+            if length > _SHOWN_CHARACTERS:
+                break
+            listed.append(problem)
+        more = f"; and {len(self.problems) - len(listed)} more" if len(listed) < len(self.problems) else ""
+        return f"{self.what}: {'; '.join(listed)}{more}. {self.fix}"
+
+
+def load(
+    state: Any,
+    path: Any = None,
+    *,
+    strict: bool = True,
+    partial: Sequence[str] | None = None,
+    rules: Mapping[str, str] | None = None,
+    cast: bool = False,
+    verify: Verify = "read",
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Load a checkpoint: `load(state, path)` into what a job holds, `load(path)` as the nest that was saved.
+
+    With a state it is collective; each rank reads the elements that it holds, whoever wrote them, and no others. What
+    can be seen from the manifest is checked on every rank before anything is changed: names, shapes, types.
+
+    Args:
+        state: As for `save`: models, optimizers (also new ones), objects and tensors are filled in place,
+            plain values in its dicts replaced. Without `path`, where the checkpoint lies.
+        path: Where the checkpoint lies: our own format, or any other that can be read.
+        strict: Names that are missing or unexpected are errors; otherwise they are left alone.
+        partial: Globs of dotted names; nothing else is loaded, or missed.
+        rules: Regular expressions to what stands for them, for every key of the checkpoint's names.
+        cast: Convert where a type differs from the saved one; otherwise that is an error.
+        verify: `"read"`: blocks that are read are checked against their hashes; `"full"`: all blocks are; False: none.
+        group: The ranks; all where None.
+
+    Returns:
+        The state that was given; without one the nest, with tensors on the CPU.
+
+    Raises:
+        StateMismatchError: The checkpoint does not fit; the message lists everything that is wrong.
+        SourceNotFoundError: Nothing lies there.
+        CheckpointError: It is damaged, incomplete, or cannot be read.
+        RankError: Another rank failed or is gone.
+        StorageError: The storage failed.
+    """
+    if path is None:
+        saved = Saved(str(state), verify, rules)
+        if verify == "full":
+            saved.check_blocks()
+        return saved.materialised(saved.nest)
+    policy = Policy(strict, None if partial is None else tuple(partial), cast)
+    _load_into(state, str(path), policy, rules, verify, star_of(group))
+    return state
+
+
+def _load_into(
+    state: Any, path: str, policy: Policy, rules: Mapping[str, str] | None, verify: Verify, star: Star
+) -> None:
+    fitting = Fitting()
+    said: bytes | Exception = b""
+    try:
+        saved = Saved(path, verify, rules)
+        if verify == "full":
+            saved.check_blocks(star.rank, star.size)
+        fitting = fit(state, saved, policy, star.rank, star.size)
+        _require_fit(fitting)
+    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+        said = error
+    star.consult(f"fitting {path}", said, _silent)
+    try:
+        values = [(saved.materialised(nest), put) for nest, put in fitting.values]
+        saved.fill([(wanted.entry, wanted.array) for wanted in fitting.arrays])
+        for finish in fitting.after:
+            finish()
+        for value, put in values:
+            put(value)
+    except Exception as error:  # noqa: BLE001  (as above)
+        said = error
+    star.consult(f"loading {path}", said, _silent)
+
+
+def _silent(told: list[bytes]) -> list[bytes]:
+    return told
+
+
+def _require_fit(fitting: Fitting) -> None:
+    if fitting.problems:
+        raise MismatchError(fitting.problems)

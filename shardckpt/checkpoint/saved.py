@@ -1,0 +1,323 @@
+"""An open checkpoint as a load asks for it: the nest that was saved, whatever the format, and where its arrays lie."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from shardckpt.boxes import Box, contiguous_blocks, shift, whole
+from shardckpt.checkpoint.capture import ArrayAt
+from shardckpt.checkpoint.holdings import revived
+from shardckpt.checkpoint.transfer import flat_bytes, lies_flat, narrowed
+from shardckpt.dtypes import nbytes
+from shardckpt.errors import UnsupportedError, UsageError
+from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.inert import Dtype, Inert
+from shardckpt.format.native import NativeReader
+from shardckpt.format.pieces import PieceReader, Want
+from shardckpt.format.reader import Reader
+from shardckpt.format.tagged import ArrayRef, Named
+from shardckpt.manifest import UNREAD, Lazy, Path, TensorEntry, dotted
+from shardckpt.plan.coverage import require_complete
+from shardckpt.plan.parts import split_flat_names
+from shardckpt.state.pieces import LocalArray, Portion
+from shardckpt.storage.store import Read, Store
+
+BATCH_BYTES = 64 << 20
+"""Bytes of one batch of reads; as much is held besides where elements do not go straight to where they belong."""
+
+Verify = str | bool
+VERIFY = (False, "read", "full")
+
+
+class Saved:
+    """A checkpoint that is open.
+
+    Args:
+        url: Where it lies.
+        verify: Which blocks are checked against their hashes: none, those that are read, or all of them at once.
+        rules: Regular expressions and what stands for them in every key of every path.
+
+    Raises:
+        SourceNotFoundError: Nothing lies there.
+        CheckpointError: It cannot be read, or is damaged.
+        UsageError: An unknown way to verify.
+    """
+
+    def __init__(self, url: str, verify: Verify = "read", rules: Mapping[str, str] | None = None) -> None:
+        if verify not in VERIFY and verify is not True:
+            raise UsageError("this is no way to verify", found=repr(verify), expected="False, 'read' or 'full'")
+        self._reader: Reader = open_checkpoint(url)
+        self.url = url
+        self._rules = [(re.compile(pattern), new) for pattern, new in (rules or {}).items()]
+        self.manifest = split_flat_names(self._reader.manifest)
+        is_checked = bool(verify) or not isinstance(self._reader, NativeReader)
+        self._store = self._reader.store if is_checked else self._stored
+        self._pieces = PieceReader(self._store)
+
+    @property
+    def _stored(self) -> Store:
+        """The files as they lie, unchecked."""
+        return self._reader.stored if isinstance(self._reader, NativeReader) else self._reader.store
+
+    @property
+    def is_native(self) -> bool:
+        """Tell whether it is of our own format."""
+        return isinstance(self._reader, NativeReader)
+
+    def check_blocks(self, share: int = 0, shares: int = 1) -> None:
+        """Hash every block of this share of the files.
+
+        Raises:
+            ChecksumError: A block is not what was saved.
+        """
+        hashed = self._reader.block_hashes() if isinstance(self._reader, NativeReader) else {}
+        for name in sorted(hashed)[share::shares]:
+            size = self.manifest.files[name]
+            for start in range(0, size, BATCH_BYTES):
+                self._store.read([Read(name, start, memoryview(bytearray(min(BATCH_BYTES, size - start))))])
+
+    def renamed(self, key: Any) -> Any:
+        """Return a key as the rules have it."""
+        if isinstance(key, str):
+            for pattern, new in self._rules:
+                key = pattern.sub(new, key)
+        return key
+
+    @cached_property
+    def arrays(self) -> Mapping[Path, TensorEntry]:
+        """The arrays, by path."""
+        if not self._rules:
+            return self.manifest.tensors
+        return {tuple(map(self.renamed, path)): entry for path, entry in self.manifest.tensors.items()}
+
+    @cached_property
+    def paths(self) -> list[Path]:
+        """Where arrays and other values are."""
+        return [*self.arrays, *(tuple(map(self.renamed, path)) for path in self.manifest.objects)]
+
+    @cached_property
+    def nest(self) -> Any:
+        """What was saved; arrays as `ArrayAt`."""
+        if isinstance(self._reader, NativeReader):
+            records = self._reader.contents.arrays
+
+            def revive(value: ArrayRef | Named) -> object:
+                if isinstance(value, Named):
+                    return revived(value)
+                return ArrayAt(tuple(map(self.renamed, records[value.number].path)), value.kind)
+
+            return self._renamed_keys(self._reader.nest(revive))
+        return self._foreign_nest()
+
+    def _renamed_keys(self, nest: Any) -> Any:
+        if not self._rules:
+            return nest
+        if isinstance(nest, dict):
+            return type(nest)((self.renamed(key), self._renamed_keys(value)) for key, value in nest.items())
+        if type(nest) in (list, tuple):
+            return type(nest)(map(self._renamed_keys, nest))
+        return nest
+
+    def _foreign_nest(self) -> Any:
+        root: dict[Any, Any] = {}
+        for path in self.arrays:
+            _put(root, path, ArrayAt(path))
+        for path, entry in self.manifest.objects.items():
+            value = self._reader.load_object(entry) if entry.value is UNREAD else entry.value
+            _put(root, tuple(map(self.renamed, path)), _Foreign(value, path))
+        return _listed(root)
+
+    def find(self, path: Path) -> tuple[Any, bool]:
+        """Return what was saved at a path, and whether anything was."""
+        found = self.nest
+        for key in path:
+            if isinstance(found, dict):
+                match = next((k for k in _spellings(key, found) if k in found), found)
+                if match is found:
+                    return None, False
+                found = found[match]
+            elif type(found) in (list, tuple) and isinstance(key, int) and 0 <= key < len(found):
+                found = found[key]
+            else:
+                return None, False
+        return found, True
+
+    def materialised(self, nest: Any) -> Any:
+        """Return a part of the nest with its arrays read, on the CPU.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        made: dict[Path, torch.Tensor] = {}
+        wanted = []
+        for at in _arrays_in(nest):
+            if at.path not in made:
+                entry = self.arrays[at.path]
+                made[at.path] = torch.empty(entry.shape, dtype=torch_dtype(entry))
+                portion = Portion(whole(entry.shape), made[at.path])
+                wanted.append((entry, LocalArray(entry.shape, made[at.path].dtype, (portion,))))
+        self.fill(wanted)
+        return _filled(nest, made)
+
+    def fill(self, wanted: Sequence[tuple[TensorEntry, LocalArray]]) -> None:
+        """Read the elements that lie on this rank, and no others, into their places.
+
+        Args:
+            wanted: Arrays with where their elements go, of any type.
+
+        Raises:
+            CheckpointError: Elements are missing, damaged, or of a kind that cannot be read.
+            StorageError: The store failed.
+        """
+        entries = self.located([entry for entry, _ in wanted])
+        batch: list[Want] = []
+        after: list[Callable[[], object]] = []
+        held = 0
+        for entry, (_, array) in zip(entries, wanted, strict=True):
+            for box, tensor in _parts(array, entry):
+                buffer, finish = _buffer(tensor, entry)
+                batch.append(Want(entry.pieces, box, entry.stored, buffer))
+                if finish is not None:
+                    after.append(finish)
+                held += buffer.nbytes
+                if held >= BATCH_BYTES:
+                    self._carry_out(batch, after)
+                    held = 0
+        self._carry_out(batch, after)
+
+    def _carry_out(self, batch: list[Want], after: list[Callable[[], object]]) -> None:
+        self._pieces.fill(batch)
+        for finish in after:
+            finish()
+        self._pieces.forget()
+        batch.clear()
+        after.clear()
+
+    def located(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+        """Return arrays with every piece located, once it is sure that all of their elements are there.
+
+        Raises:
+            CheckpointError: Elements are missing or doubled, or a container is damaged.
+        """
+        require_complete(self.manifest, entries, self.url)
+        lazy = [piece for entry in entries for piece in entry.pieces if isinstance(piece.layout, Lazy)]
+        if not lazy:
+            return list(entries)
+        known = dict(zip(map(id, lazy), self._reader.resolve(lazy), strict=True))
+        return [entry._replace(pieces=tuple(known.get(id(p), p) for p in entry.pieces)) for entry in entries]
+
+
+def torch_dtype(entry: TensorEntry) -> torch.dtype:
+    """Return the type that an array is handed out in.
+
+    Raises:
+        UnsupportedError: This torch has no such type.
+    """
+    found = getattr(torch, entry.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedError("torch has no such type", where=dotted(entry.path), found=entry.dtype)
+    return found
+
+
+def _parts(array: LocalArray, entry: TensorEntry) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield what is wanted in parts that fit a batch."""
+    most = max(BATCH_BYTES // max(nbytes(entry.stored, 8) // 8, 1), 1)
+    for box, tensor in array.portions:
+        if box.volume <= most:
+            if box.volume:
+                yield box, tensor
+            continue
+        for part in contiguous_blocks(box, most):
+            yield part, narrowed(tensor, shift(part, box.offset))
+
+
+def _buffer(tensor: torch.Tensor, entry: TensorEntry) -> tuple[memoryview, Callable[[], object] | None]:
+    """Return where to read to: the tensor's own memory where that is what is stored, else a copy to take from."""
+    stored = getattr(torch, entry.stored)
+    if lies_flat(tensor) and tensor.dtype == stored:
+        return flat_bytes(tensor), None
+    staged = torch.empty(tuple(tensor.shape), dtype=stored)
+    delivered = getattr(torch, entry.dtype)
+
+    def finish() -> None:
+        with torch.no_grad():
+            tensor.copy_(staged.to(delivered) if delivered != stored else staged)
+
+    return flat_bytes(staged), finish
+
+
+class _Foreign:
+    """A value of another format, looked at when somebody wants it."""
+
+    def __init__(self, value: object, path: Path) -> None:
+        self.value, self.path = value, path
+
+    def plain(self) -> Any:
+        """Return it as plain values. Raises UnsupportedError for what only its own library knows."""
+        return _plain(self.value, self.path)
+
+
+def _plain(value: Any, path: Path) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each, (*path, str(key))) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(each, (*path, at)) for at, each in enumerate(value))
+    if isinstance(value, Dtype):
+        return revived(Named("dtype", value.name))
+    if isinstance(value, Inert) or type(value).__module__.startswith("shardckpt."):
+        raise UnsupportedError("this value can only be read by what wrote it", where=dotted(path), found=repr(value))
+    return value
+
+
+def _put(root: dict[Any, Any], path: Path, value: Any) -> None:
+    for key in path[:-1]:
+        root = root.setdefault(key, {})
+        if not isinstance(root, dict):
+            return  # a value lies above another: the one above holds it already
+    if path:
+        root[path[-1]] = value
+
+
+def _listed(nest: Any) -> Any:
+    """Turn dicts that were lists into lists again: foreign manifests number their elements."""
+    if not isinstance(nest, dict):
+        return nest
+    made = {key: _listed(value) for key, value in nest.items()}
+    if made and all(type(key) is int for key in made) and sorted(made) == list(range(len(made))):
+        return [made[at] for at in range(len(made))]
+    return made
+
+
+def _spellings(key: Any, found: Mapping[Any, Any]) -> Iterator[Any]:
+    """Yield the keys that a part of a path may stand for."""
+    yield key
+    if isinstance(key, str):
+        yield from (each for each in found if type(each) not in (str, int) and str(each) == key)
+
+
+def _arrays_in(nest: Any) -> Iterator[ArrayAt]:
+    if isinstance(nest, ArrayAt):
+        yield nest
+    elif isinstance(nest, dict):
+        for value in nest.values():
+            yield from _arrays_in(value)
+    elif type(nest) in (list, tuple):
+        for value in nest:
+            yield from _arrays_in(value)
+
+
+def _filled(nest: Any, made: Mapping[Path, torch.Tensor]) -> Any:
+    if isinstance(nest, ArrayAt):
+        return made[nest.path].numpy() if nest.kind == "numpy" else made[nest.path]
+    if isinstance(nest, _Foreign):
+        return nest.plain()
+    if isinstance(nest, dict):
+        return type(nest)((key, _filled(value, made)) for key, value in nest.items())
+    if type(nest) in (list, tuple):
+        return type(nest)(_filled(value, made) for value in nest)
+    return nest

@@ -1,0 +1,391 @@
+"""From the objects that a user holds to what is wanted of a checkpoint: places to fill, values to replace."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardckpt.checkpoint.capture import Models
+from shardckpt.checkpoint.holdings import PerRank, check_tensor, dtype_name, is_optimizer, is_stateful
+from shardckpt.checkpoint.saved import Saved, torch_dtype
+from shardckpt.errors import ShardckptError, UsageError
+from shardckpt.format.tagged import MAX_DEPTH, path_key
+from shardckpt.manifest import Path, TensorEntry, dotted
+from shardckpt.plan import optimizer as optimizers
+from shardckpt.plan.names import cleaner
+from shardckpt.plan.parts import find_parts, model_paths
+from shardckpt.state import foreign
+from shardckpt.state.description import Description
+from shardckpt.state.optim_pieces import Room, Slot, room_for
+from shardckpt.state.pieces import LocalArray, LocalModel, local_array
+
+Put = Callable[[Any], None]
+
+
+class Wanted(NamedTuple):
+    """Where elements of a saved array are to go.
+
+    Attributes:
+        path: What the user calls it.
+        entry: The saved array.
+        array: The places on this rank.
+    """
+
+    path: Path
+    entry: TensorEntry
+    array: LocalArray
+
+
+@dataclass
+class Fitting:
+    """What a load will do, and every reason not to.
+
+    Attributes:
+        arrays: What is read straight into its place.
+        values: What is built from the checkpoint and handed over, in order: its path, and who takes it.
+        after: What is called when the arrays are filled: models and optimizers take over what is theirs.
+        problems: What does not fit, one sentence each.
+        taken: Paths of the checkpoint that somebody wants, with all that is below them.
+    """
+
+    arrays: list[Wanted] = field(default_factory=list)
+    values: list[tuple[Any, Put]] = field(default_factory=list)
+    after: list[Callable[[], None]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    taken: set[Path] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How strictly a load compares.
+
+    Attributes:
+        strict: Names that are missing or unexpected are problems.
+        partial: Globs of dotted names: nothing else is loaded; None for everything.
+        cast: Another type than the saved one is no problem.
+    """
+
+    strict: bool = True
+    partial: tuple[str, ...] | None = None
+    cast: bool = False
+
+    def wants(self, path: Path) -> bool:
+        """Tell whether something is to be loaded."""
+        name = dotted(path)
+        return self.partial is None or any(fnmatchcase(name, glob) for glob in self.partial)
+
+
+def fit(state: Any, saved: Saved, policy: Policy, rank: int, world: int) -> Fitting:
+    """Compare a state with a checkpoint; nothing of either is changed.
+
+    Args:
+        state: As for `load`.
+        saved: The checkpoint.
+        policy: How strictly.
+        rank: This rank.
+        world: How many there are.
+    """
+    made = _Fit(saved, policy, rank, world, Models(state))
+    made.visit(state, (), _refuse)
+    if policy.strict and policy.partial is None:
+        made.fitting.problems += [f"unexpected: {dotted(path)}" for path in made.unexpected()]
+    return made.fitting
+
+
+def _refuse(value: Any) -> None:
+    raise UsageError("a plain value cannot be loaded in place", found=type(value).__name__, fix="Load without a state.")
+
+
+class _Fit:
+    def __init__(self, saved: Saved, policy: Policy, rank: int, world: int, models: Models) -> None:
+        self._saved, self._policy, self._rank, self._world = saved, policy, rank, world
+        self._models = models
+        self.fitting = Fitting()
+
+    def unexpected(self) -> Iterable[Path]:
+        """Yield what the checkpoint has and nobody wants."""
+        taken = self.fitting.taken
+        for path in self._saved.paths:
+            if not any(path[:n] in taken for n in range(len(path) + 1)):
+                yield path
+
+    def visit(self, value: Any, path: Path, put: Put) -> None:
+        """Add what is wanted of a value and everything in it."""
+        if len(path) > MAX_DEPTH:
+            raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
+        if isinstance(value, torch.Tensor):
+            check_tensor(value, path)
+            self._array(path, path, local_array(value))
+        elif isinstance(value, nn.Module):
+            self._module(value, path)
+        elif is_optimizer(value):
+            self._optimizer(value, path)
+        elif isinstance(value, PerRank):
+            self._per_rank(value, path)
+        elif is_stateful(value):
+            self._value(path, value.load_state_dict)
+        elif type(value) in (dict, OrderedDict) and value:
+            for key, each in value.items():
+                self.visit(each, (*path, path_key(key)), _setter(value, key))
+        elif type(value) in (list, tuple) and _holds_objects(value):
+            self._sequence(value, path, put)
+        elif isinstance(value, np.ndarray) and value.flags.writeable and value.size:
+            self._array(path, path, local_array(torch.from_numpy(value)))
+        else:
+            self._value(path, put)
+
+    def _sequence(self, value: Any, path: Path, put: Put) -> None:
+        found, is_there = self._saved.find(path)
+        if is_there and isinstance(found, (list, tuple)) and len(found) != len(value):
+            self._problem(path, f"size mismatch for {dotted(path)}: found {len(found)} entries, expected {len(value)}")
+        held = value if isinstance(value, list) else list(value)
+        for at, each in enumerate(value):
+            self.visit(each, (*path, at), _setter(held, at))
+        if isinstance(value, tuple):
+            self.fitting.after.append(lambda: put(tuple(held)) if put is not _refuse else None)
+
+    def _problem(self, path: Path, text: str) -> None:
+        if self._policy.wants(path):
+            self.fitting.problems.append(text)
+
+    def _missing(self, path: Path) -> None:
+        if self._policy.strict:
+            self._problem(path, f"missing: {dotted(path)}")
+
+    def _value(self, path: Path, put: Put) -> None:
+        found, is_there = self._saved.find(path)
+        if not is_there:
+            self._missing(path)
+            return
+        self.fitting.taken.add(path)
+        if self._policy.wants(path):
+            self.fitting.values.append((found, put))
+
+    def _array(self, path: Path, source: Path, array: LocalArray) -> None:
+        """Want one array.
+
+        Args:
+            path: What the user calls it.
+            source: Where the checkpoint has it.
+            array: Where it goes.
+        """
+        entry = self._saved.arrays.get(source)
+        if entry is None:
+            self._missing(path)
+            if self._saved.find(source)[1]:
+                self._problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no tensor there")
+            return
+        self.fitting.taken.add(source)
+        if not self._policy.wants(path):
+            return
+        if entry.shape != array.shape:
+            text = f"size mismatch for {dotted(path)}: found {list(entry.shape)}, expected {list(array.shape)}"
+            self.fitting.problems.append(text)
+        if entry.dtype != dtype_name(array.dtype) and not self._policy.cast:
+            text = f"dtype mismatch for {dotted(path)}: found {entry.dtype}, expected {dtype_name(array.dtype)}"
+            self.fitting.problems.append(f"{text} (cast=True converts)")
+        self.fitting.arrays.append(Wanted(path, entry, array))
+
+    def _module(self, module: nn.Module, path: Path) -> None:
+        model = self._models.of(module)
+        names = _model_names(self._saved, path, model)
+        for name, array in model.arrays.items():
+            others = (alias for alias, first in model.aliases.items() if first == name)
+            found = next((each for each in (name, *others) if each in names), name)
+            self._array((*path, name), names.get(found, (*path, found)), array)
+        self.fitting.taken |= {names[alias] for alias in model.aliases if alias in names}
+        for name, owner in model.extra.items():
+            self._value((*path, name), owner.set_extra_state)
+        self.fitting.after.append(model.finish)
+
+    def _optimizer(self, optim: torch.optim.Optimizer, path: Path) -> None:
+        description = self._models.description_for(optim)
+        root = self._optimizer_root(path)
+        if root is None:
+            self._missing(path)
+            return
+        if description is None:
+            self._whole_optimizer(optim, root)
+            return
+        self.fitting.taken.add(root)
+        state = self._optim_state(root, description)
+        try:
+            room = self._room(optim, description, state)
+        except ShardckptError as error:
+            self._problem(path, f"{dotted(path)}: {error}")
+            return
+        self._fill_room(room, state, path)
+        self.fitting.problems += [f"{dotted(path)}.{text}" for text in room.problems]
+        known = set(description.entries) | set(description.aliases)
+        odd = dict.fromkeys(key.rpartition("/")[0] for key in state.tensors)
+        if self._policy.strict:
+            for name in odd:
+                if name not in known:
+                    self._problem((*path, "state", name), f"unexpected: {dotted((*path, 'state', name))}")
+        self.fitting.after.append(lambda: room.put(optim))
+
+    def _optimizer_root(self, path: Path) -> Path | None:
+        """Return where the checkpoint has an optimizer's state: at its path, or the only one there is."""
+        if self._saved.find(path)[1]:
+            return path
+        found = find_parts(self._saved.manifest).optimizers
+        return found[0] if len(found) == 1 and not self._saved.is_native else None
+
+    def _whole_optimizer(self, optim: torch.optim.Optimizer, root: Path) -> None:
+        model = self._models.foreign_for(optim)
+        self.fitting.taken.add(root)
+        take: Put = optim.load_state_dict
+        if model is not None:
+            take = lambda state: foreign.put_optim_state(model, optim, state)  # noqa: E731
+        self.fitting.values.append((self._saved.find(root)[0], take))
+
+    def _optim_state(self, root: Path, found: Description) -> optimizers.OptimState:
+        shapes = {name: entry.shape for name, entry in found.entries.items()}
+        n = len(root)
+        tensors = {path: entry for path, entry in self._saved.arrays.items() if path[:n] == root}
+        small = {path: entry for path, entry in tensors.items() if path[n : n + 1] == ("param_groups",)}
+        values = _leaves(self._saved.materialised(_without_state(self._saved.find(root)[0])), root)
+        raw = optimizers.RawOptim(
+            {path[n:]: entry for path, entry in tensors.items() if path not in small},
+            {path[n:]: value for path, value in values.items()},
+        )
+        return optimizers.by_name(raw, shapes, clean=lambda name: _first(name, found))
+
+    def _room(self, optim: torch.optim.Optimizer, found: Description, state: optimizers.OptimState) -> Room:
+        slots: dict[str, dict[str, Slot]] = {}
+        for key, entry in state.tensors.items():
+            name, _, slot = key.rpartition("/")
+            slots.setdefault(name, {})[slot] = Slot(entry.shape, torch_dtype(entry))
+        return room_for(found, optim, slots, state.scalars, state.groups)
+
+    def _fill_room(self, room: Room, state: optimizers.OptimState, path: Path) -> None:
+        """Want what the room is for; numbers that several parameters share are compared first."""
+        shared: dict[int, list[tuple[str, TensorEntry]]] = {}
+        for name, slot, array in room.arrays:
+            entry = state.tensors[f"{name}/{slot}"]
+            self.fitting.arrays.append(Wanted((*path, "state", name, slot), entry, array))
+            if not array.shape and array.portions:
+                shared.setdefault(array.portions[0].tensor.data_ptr(), []).append((f"{name}/{slot}", entry))
+        for rows in shared.values():
+            if len(rows) > 1:
+                told = [(name, self._number(entry)) for name, entry in rows]
+                if any(value != told[0][1] for _, value in told):
+                    text = ", ".join(f"{value} of {name}" for name, value in told[:4])
+                    self._problem(path, f"{dotted(path)}: differs among parameters of one flat parameter: {text}")
+
+    def _number(self, entry: TensorEntry) -> Any:
+        made = torch.empty((), dtype=torch_dtype(entry))
+        self._saved.fill([(entry, local_array(made))])
+        return made.item()
+
+    def _per_rank(self, value: PerRank, path: Path) -> None:
+        found, is_there = self._saved.find(path)
+        if not is_there:
+            self._missing(path)
+            return
+        self.fitting.taken.add(path)
+        if not isinstance(found, list):
+            self._problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no state of each rank there")
+        elif len(found) == self._world:
+            self.fitting.values.append((found[self._rank], value.load_state_dict))
+        else:
+            self.fitting.values.append((found, self._other_world(value, path)))
+
+    def _other_world(self, value: PerRank, path: Path) -> Put:
+        def take(states: list[Any]) -> None:
+            if not value.load_other_world(states, self._rank, self._world):
+                raise UsageError(
+                    "every rank has its own, and there are more or fewer ranks than saved it",
+                    where=dotted(path),
+                    found=f"{len(states)} ranks",
+                    expected=self._world,
+                    fix="Leave it out of the state, and load it with `load(path)`.",
+                )
+
+        return take
+
+
+def _setter(container: Any, key: Any) -> Put:
+    def put(value: Any) -> None:
+        container[key] = value
+
+    return put
+
+
+def _holds_objects(value: Any) -> bool:
+    return any(
+        isinstance(each, (torch.Tensor, nn.Module, PerRank, np.ndarray))
+        or is_stateful(each)
+        or (type(each) in (list, tuple, dict, OrderedDict) and _holds_objects(_members(each)))
+        for each in value
+    )
+
+
+def _members(value: Any) -> Iterable[Any]:
+    return list(value.values()) if isinstance(value, dict) else list(value)
+
+
+def _model_names(saved: Saved, path: Path, model: LocalModel) -> Mapping[str, Path]:
+    """Return the names of a model's tensors in the checkpoint, with where they are.
+
+    They are at the model's own path; in a checkpoint of another tool, where that has its model, as it spells them.
+    """
+    n = len(path)
+    here = {str(at[n]): at for at in saved.arrays if len(at) == n + 1 and at[:n] == path}
+    if saved.is_native or any(name in here for name in model.arrays):
+        clean = cleaner(here)
+        return {**{clean(name): at for name, at in here.items()}, **here}
+    found = find_parts(saved.manifest)
+    depth = len(found.model)
+    back = dict(zip(saved.manifest.tensors, saved.arrays, strict=True))
+    stored = {back[at]: ".".join(map(str, at[depth:])) or dotted(at) for at in model_paths(saved.manifest, found)}
+    clean = cleaner(stored.values())
+    return {saved.renamed(clean(name)): at for at, name in stored.items()}
+
+
+def _without_state(nest: Any) -> Any:
+    """Return an optimizer's nest without the tensors of its state, which go straight to their places."""
+    if not isinstance(nest, dict) or "state" not in nest:
+        return nest
+    state = nest["state"]
+    kept = {name: _plain_slots(slots) for name, slots in state.items()} if isinstance(state, dict) else state
+    return {**nest, "state": kept}
+
+
+def _plain_slots(slots: Any) -> Any:
+    if not isinstance(slots, dict):
+        return slots
+    return {slot: value for slot, value in slots.items() if not _is_array(value)}
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "path") and hasattr(value, "kind")
+
+
+def _leaves(nest: Any, root: Path) -> dict[Path, Any]:
+    """Return the values of an optimizer's nest by path, groups as one value."""
+    found: dict[Path, Any] = {}
+    if isinstance(nest, dict):
+        for key, value in nest.items():
+            if key == "state" and isinstance(value, dict):
+                for name, slots in value.items():
+                    if isinstance(slots, dict):
+                        found.update({_below(root, key, name, slot): each for slot, each in slots.items()})
+            else:
+                found[_below(root, key)] = value
+    return found
+
+
+def _first(name: str, found: Description) -> str:
+    return found.aliases.get(name, name)
+
+
+def _below(root: Path, *keys: Any) -> Path:
+    return (*root, *keys)

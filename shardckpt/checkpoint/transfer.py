@@ -1,0 +1,159 @@
+"""From memory to payload files: what is planned is written as it lies, hashed on its way, through a bounded buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import torch
+from typing_extensions import Self
+
+from shardckpt.boxes import Box, contiguous_blocks, intersect, shift, whole
+from shardckpt.format.native_manifest import Written
+from shardckpt.format.native_payload import BlockHasher, Payload
+from shardckpt.manifest import Path
+from shardckpt.state.pieces import LocalArray
+from shardckpt.storage.publication import Publication
+from shardckpt.storage.store import Writer
+
+STAGED_BYTES = 16 << 20
+"""Bytes of what does not lie in one piece in this machine's memory that are copied at a time."""
+
+SLICE_BYTES = 4 << 20
+"""Bytes handed to the disk at once: as many are hashed meanwhile."""
+
+_SMALL_BYTES = 64 << 10
+_GATHERED_BYTES = 1 << 20
+
+
+def write_payloads(
+    publication: Publication, payloads: Sequence[Payload], arrays: Mapping[Path, LocalArray], *, checksums: bool
+) -> list[Written]:
+    """Write a rank's files.
+
+    Args:
+        publication: Where they go.
+        payloads: As they were laid out.
+        arrays: What lies here.
+        checksums: Hash every block of what is written.
+
+    Raises:
+        StorageError: The storage failed.
+    """
+    written = []
+    with _Hashing() as hashing:
+        for payload in payloads:
+            hasher = BlockHasher() if checksums else None
+            with publication.create(payload.name) as writer:
+                stream = _Stream(writer, hasher, hashing)
+                stream.add(memoryview(payload.header))
+                for chunk in payload.chunks:
+                    for part in _bytes_of(arrays[chunk.path], chunk.box):
+                        stream.add(part)
+                stream.finish()
+            written.append(Written(payload, hasher.digests() if hasher is not None else None))
+    return written
+
+
+class _Hashing:
+    """One thread beside the one that writes."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, hasher: BlockHasher, data: memoryview) -> Future[None]:
+        """Hash some bytes while others do something else."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardckpt-hash")
+        return self._pool.submit(hasher.update, data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+class _Stream:
+    """One file's bytes in order, small ones gathered, each hashed while it is written."""
+
+    def __init__(self, writer: Writer, hasher: BlockHasher | None, hashing: _Hashing) -> None:
+        self._writer, self._hasher, self._hashing = writer, hasher, hashing
+        self._small = bytearray()
+
+    def add(self, data: memoryview) -> None:
+        """Append bytes; they are no longer looked at when this returns."""
+        if len(data) <= _SMALL_BYTES:
+            self._small += data
+            if len(self._small) >= _GATHERED_BYTES:
+                self.finish()
+            return
+        self.finish()
+        for start in range(0, len(data), SLICE_BYTES):
+            self._put(data[start : start + SLICE_BYTES])
+
+    def finish(self) -> None:
+        """Write what was gathered."""
+        if self._small:
+            self._put(memoryview(self._small))
+            self._small = bytearray()
+
+    def _put(self, data: memoryview) -> None:
+        hashed = None
+        if self._hasher is not None and len(data) > _SMALL_BYTES:
+            hashed = self._hashing.submit(self._hasher, data)
+        elif self._hasher is not None:
+            self._hasher.update(data)
+        self._writer.write(data)
+        if hashed is not None:
+            hashed.result()
+
+
+def _bytes_of(array: LocalArray, box: Box) -> Iterator[memoryview]:
+    """Yield the elements of a box in row-major order."""
+    for portion in array.portions:
+        if portion.box == box:
+            yield from tensor_bytes(portion.tensor)
+            return
+        inner = intersect(portion.box, box)
+        if inner == box:
+            yield from tensor_bytes(narrowed(portion.tensor, shift(box, portion.box.offset)))
+            return
+    assert not box.volume, "a plan gives a rank only what it holds"
+
+
+def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the elements of a box of a tensor, as a view."""
+    for dim, (start, size) in enumerate(zip(box.offset, box.size, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield a tensor's elements in row-major order: as it lies where that is possible, else in staged parts.
+
+    Args:
+        tensor: Plain, of any strides, on any device.
+    """
+    if not tensor.numel():
+        return
+    if lies_flat(tensor):
+        yield flat_bytes(tensor)
+        return
+    for box in contiguous_blocks(whole(tuple(tensor.shape)), max(STAGED_BYTES // tensor.element_size(), 1)):
+        yield flat_bytes(narrowed(tensor, box).resolve_conj().resolve_neg().contiguous().cpu())
+
+
+def lies_flat(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's memory is its elements in row-major order, on this machine."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def flat_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a tensor that lies flat; writing to it changes the tensor."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

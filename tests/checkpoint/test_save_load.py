@@ -1,0 +1,400 @@
+"""A process that saves and loads alone: every kind of object comes back as it was, or is refused by its name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import shardckpt
+from shardckpt.dtypes import SAFETENSORS_NAMES
+from shardckpt.errors import AmbiguousError, ChecksumError, TargetExistsError, UnsupportedError, UsageError
+from shardckpt.storage.local import LocalStore
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.head(self.norm(self.embed(x)))
+
+    def get_extra_state(self) -> dict:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict) -> None:
+        self.calls = state["calls"]
+
+
+def trained(seed: int = 0, optimizer=torch.optim.AdamW, lr=0.1, steps: int = 2, **settings):
+    torch.manual_seed(seed)
+    net = Net()
+    optim = optimizer(net.parameters(), lr=copy.deepcopy(lr), **settings)
+    for _ in range(steps):
+        step(net, optim)
+    return net, optim
+
+
+def step(net: nn.Module, optim) -> torch.Tensor:
+    def loss() -> torch.Tensor:
+        optim.zero_grad()
+        found = net(torch.randint(6, (5,))).square().mean()
+        found.backward()
+        return found
+
+    return optim.step(loss)
+
+
+def equal(one, other) -> bool:
+    """Tell whether two nests are the same, types, bits and containers included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and bytes_of(one) == bytes_of(other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other and repr(one) == repr(other)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+PLAIN = {
+    "none": None,
+    "flags": [True, False],
+    "int": 1 << 70,
+    "floats": [0.1, float("inf"), -0.0],
+    "text": "grüße",
+    "bytes": b"\x00\xff",
+    "tuple": (1, (2, [3])),
+    "empty": [{}, [], ()],
+    "set": {1, 2},
+    "complex": 1 + 2j,
+    "keys": {2: "a", None: "b", (1, 2): "c", 1.5: "d"},
+    "dtype": torch.bfloat16,
+    "size": torch.Size([2, 3]),
+    "device": torch.device("cuda", 1),
+    "numpy": np.arange(6, dtype=np.int16).reshape(2, 3),
+}
+
+
+class TestValues:
+    @pytest.mark.parametrize("name", PLAIN)
+    def test_a_plain_value_comes_back_with_its_type(self, tmp_path: Path, name: str) -> None:
+        shardckpt.save({"deep": [{name: PLAIN[name]}]}, tmp_path / "c")
+        assert equal(shardckpt.load(tmp_path / "c"), {"deep": [{name: PLAIN[name]}]})
+
+    @pytest.mark.parametrize(
+        "dtype",
+        [name for name in SAFETENSORS_NAMES if isinstance(getattr(torch, name, None), torch.dtype)] + ["complex128"],
+    )
+    @pytest.mark.parametrize("shape", [(), (0, 3), (3, 5)])
+    def test_a_tensor_comes_back_bit_for_bit(self, tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+        kind = getattr(torch, dtype)
+        count = int(np.prod(shape)) * kind.itemsize
+        tensor = (torch.arange(count, dtype=torch.int64) % 2).to(torch.uint8).view(kind).view(shape)
+        shardckpt.save({"t": tensor}, tmp_path / "c")
+        assert equal(shardckpt.load(tmp_path / "c"), {"t": tensor})
+        into = torch.ones_like(tensor)
+        shardckpt.load({"t": into}, tmp_path / "c")
+        assert equal(into, tensor)
+
+    def test_views_of_any_strides_are_saved_as_what_they_show(self, tmp_path: Path) -> None:
+        base = torch.arange(24.0).view(4, 6)
+        state = {"t": base.t(), "s": base[::2, 1:4], "e": torch.tensor(2.0).expand(3), "c": (base + 1j * base).conj()}
+        shardckpt.save(state, tmp_path / "c")
+        into = {
+            name: torch.zeros(2, *value.shape, dtype=value.dtype).movedim(0, -1)[..., 0]
+            for name, value in state.items()
+        }
+        shardckpt.load(into, tmp_path / "c")
+        assert all(torch.equal(into[name], value) for name, value in state.items())
+
+    def test_names_with_dots_are_not_nests(self, tmp_path: Path) -> None:
+        state = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2), "c": 3}, "a.c": 4}
+        shardckpt.save(state, tmp_path / "c")
+        assert equal(shardckpt.load(tmp_path / "c"), state)
+
+    def test_what_is_held_twice_is_written_once(self, tmp_path: Path) -> None:
+        big = torch.rand(100_000)
+        shardckpt.save({"a": big, "b": {"c": big}, "view": big[:]}, tmp_path / "c")
+        assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 1.1 * big.nbytes
+        found = shardckpt.load(tmp_path / "c")
+        assert found["a"] is found["b"]["c"] and torch.equal(found["view"], big)
+
+    @pytest.mark.parametrize(
+        ("value", "kind"),
+        [
+            (object(), "object"),
+            (torch.eye(3).to_sparse(), "sparse"),
+            (torch.empty(2, device="meta"), "meta"),
+            (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "qint8"),
+            (np.array(["a"]), "numpy array"),
+            (lambda: 0, "function"),
+        ],
+    )
+    def test_anything_else_is_refused_by_its_path_and_nothing_is_written(self, tmp_path: Path, value, kind) -> None:
+        with pytest.raises(UnsupportedError, match=rf"(?s)run\.0\.odd.*{kind}|{kind}.*run\.0\.odd"):
+            shardckpt.save({"run": [{"odd": value}]}, tmp_path / "c")
+        assert os.listdir(tmp_path) == []
+
+    def test_a_state_that_holds_itself_is_refused(self, tmp_path: Path) -> None:
+        state: dict = {}
+        state["again"] = state
+        with pytest.raises(UnsupportedError, match="holds itself"):
+            shardckpt.save(state, tmp_path / "c")
+
+
+class TestObjects:
+    @pytest.mark.parametrize(
+        ("optimizer", "settings"),
+        [
+            (torch.optim.AdamW, {"amsgrad": True}),
+            (torch.optim.SGD, {"momentum": 0.9}),
+            (torch.optim.Adafactor, {}),
+            (torch.optim.LBFGS, {}),
+            (torch.optim.AdamW, {"capturable": False, "lr": torch.tensor(0.1)}),
+        ],
+    )
+    def test_training_goes_on_as_if_nothing_had_been(self, tmp_path: Path, optimizer, settings) -> None:
+        settings = dict(settings)
+        lr = settings.pop("lr", 0.1)
+        net, optim = trained(0, optimizer, lr, **settings)
+        sched = torch.optim.lr_scheduler.StepLR(optim, 1) if not isinstance(lr, torch.Tensor) else None
+        state = {"model": net, "optim": optim, "step": 7, "rng": shardckpt.RNGState()}
+        state |= {"sched": sched} if sched else {}
+        shardckpt.save(state, tmp_path / "c")
+        expected = [step(net, optim), random.random(), np.random.rand(), torch.rand(2)]
+        net2, optim2 = trained(9, optimizer, 0.5 if sched else torch.tensor(0.5), steps=0, **settings)
+        state2 = {"model": net2, "optim": optim2, "step": 0, "rng": shardckpt.RNGState()}
+        state2 |= {"sched": torch.optim.lr_scheduler.StepLR(optim2, 1)} if sched else {}
+        assert shardckpt.load(state2, tmp_path / "c") is state2
+        assert state2["step"] == 7
+        found = [step(net2, optim2), random.random(), np.random.rand(), torch.rand(2)]
+        assert equal(found, expected)
+        assert equal(dict(net2.state_dict()), dict(net.state_dict())), "what modules keep themselves, too"
+        assert optim2.param_groups[0]["lr"] == optim.param_groups[0]["lr"]
+
+    def test_a_state_that_was_there_is_filled_in_place(self, tmp_path: Path) -> None:
+        net, optim = trained()
+        shardckpt.save({"model": net, "optim": optim}, tmp_path / "c")
+        held = [net.embed.weight.data_ptr(), optim.state[net.embed.weight]["exp_avg"].data_ptr()]
+        before = copy.deepcopy(optim.state_dict())
+        step(net, optim)
+        shardckpt.load({"model": net, "optim": optim}, tmp_path / "c")
+        assert held == [net.embed.weight.data_ptr(), optim.state[net.embed.weight]["exp_avg"].data_ptr()]
+        assert equal(optim.state_dict()["state"], before["state"])
+
+    def test_optimizers_are_kept_by_name_whatever_the_groups(self, tmp_path: Path) -> None:
+        net, optim = trained()
+        shardckpt.save({"model": net, "optim": optim}, tmp_path / "c")
+        nest = shardckpt.load(tmp_path / "c")["optim"]
+        assert list(nest["state"]) == ["embed.weight", "norm.weight", "norm.bias"]
+        assert nest["param_groups"][0]["params"] == ["embed.weight", "norm.weight", "norm.bias"]
+        other = Net()
+        again = torch.optim.AdamW([{"params": [other.norm.bias]}, {"params": [other.norm.weight, other.embed.weight]}])
+        shardckpt.load({"model": other, "optim": again}, tmp_path / "c")
+        assert equal(again.state[other.norm.bias], optim.state[net.norm.bias])
+        assert [group["lr"] for group in again.param_groups] == [0.1, 0.1]
+
+    def test_an_optimizer_without_its_model_is_kept_as_it_says(self, tmp_path: Path) -> None:
+        _net, optim = trained()
+        shardckpt.save({"optim": optim}, tmp_path / "c")
+        _, again = trained(seed=4)
+        shardckpt.load({"optim": again}, tmp_path / "c")
+        assert equal(again.state_dict(), optim.state_dict())
+
+    def test_tied_parameters_are_kept_once_and_come_back_tied(self, tmp_path: Path) -> None:
+        net, optim = trained()
+        shardckpt.save({"model": net, "optim": optim}, tmp_path / "c")
+        found = shardckpt.load(tmp_path / "c")
+        assert equal(found["model"]["embed.weight"], net.embed.weight.detach())
+        assert found["model"]["head.weight"] is found["model"]["embed.weight"]
+
+    def test_anything_with_a_state_dict_is_asked_for_it(self, tmp_path: Path) -> None:
+        class Loader:
+            def __init__(self) -> None:
+                self.at = {"epoch": 3, "order": torch.randperm(5)}
+
+            def state_dict(self) -> dict:
+                return self.at
+
+            def load_state_dict(self, state: dict) -> None:
+                self.at = state
+
+        loader, other = Loader(), Loader()
+        shardckpt.save({"loaders": [loader]}, tmp_path / "c")
+        shardckpt.load({"loaders": [other]}, tmp_path / "c")
+        assert equal(other.at, loader.at)
+
+    def test_a_flat_dict_of_tensors_is_a_state(self, tmp_path: Path) -> None:
+        net, _ = trained()
+        shardckpt.save(net.state_dict() | {"_extra_state": 1}, tmp_path / "c")
+        other = {name: torch.zeros_like(t) for name, t in net.state_dict().items() if name != "_extra_state"}
+        shardckpt.load({**other, "_extra_state": 0}, tmp_path / "c")
+        assert all(torch.equal(other[name], net.state_dict()[name]) for name in other)
+
+    def test_the_model_is_a_hugging_face_folder_at_once(self, tmp_path: Path) -> None:
+        net, optim = trained()
+        shardckpt.save({"optim": optim, "model": net}, tmp_path / "c")
+        index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
+        (file,) = set(index["weight_map"].values())
+        assert set(load_file(tmp_path / "c" / file)) == {
+            n for n in net.state_dict() if n not in ("head.weight", "_extra_state")
+        }
+
+
+class TestRefusals:
+    """What can be seen from the manifest is refused whole, before anything is changed."""
+
+    def saved(self, tmp_path: Path) -> Path:
+        shardckpt.save({"model": nn.Linear(3, 2), "more": {"step": 1, "t": torch.zeros(4)}}, tmp_path / "c")
+        return tmp_path / "c"
+
+    def test_everything_that_is_wrong_is_listed_and_nothing_is_changed(self, tmp_path: Path) -> None:
+        model = nn.Linear(3, 5).to(torch.float64)
+        state = {"model": model, "more": {"t": torch.ones(4, dtype=torch.int8), "new": 0}, "absent": torch.ones(1)}
+        before = copy.deepcopy((model.state_dict(), state["more"]))
+        with pytest.raises(shardckpt.MismatchError) as caught:
+            shardckpt.load(state, self.saved(tmp_path))
+        for part in (
+            "size mismatch for model.weight: found [2, 3], expected [5, 3]",
+            "dtype mismatch for model.bias: found float32, expected float64",
+            "dtype mismatch for more.t: found float32, expected int8",
+            "missing: absent",
+            "missing: more.new",
+            "unexpected: more.step",
+        ):
+            assert part in str(caught.value)
+        assert equal((model.state_dict(), state["more"]), before)
+
+    def test_a_cast_is_made_where_it_is_asked_for(self, tmp_path: Path) -> None:
+        state = {"t": torch.ones(4, dtype=torch.bfloat16)}
+        shardckpt.load({"more": state}, self.saved(tmp_path), strict=False, cast=True)
+        assert torch.equal(state["t"], torch.zeros(4, dtype=torch.bfloat16))
+
+    def test_names_may_differ_where_that_is_said(self, tmp_path: Path) -> None:
+        state = {"more": {"step": 5, "other": 7}}
+        shardckpt.load(state, self.saved(tmp_path), strict=False)
+        assert state == {"more": {"step": 1, "other": 7}}
+
+    def test_a_part_is_loaded_by_globs(self, tmp_path: Path) -> None:
+        model = nn.Linear(3, 2)
+        bias = model.bias.detach().clone()
+        shardckpt.load({"model": model}, self.saved(tmp_path), partial=["*.weight"])
+        assert torch.equal(model.bias, bias)
+        assert torch.equal(model.weight, shardckpt.load(tmp_path / "c")["model"]["weight"])
+
+    def test_keys_are_renamed_by_rules(self, tmp_path: Path) -> None:
+        model = nn.ModuleDict({"layer": nn.Linear(3, 2)})
+        state = {"net": model, "more": {"step": 0, "t": torch.ones(4)}}
+        shardckpt.load(state, self.saved(tmp_path), rules={"^model$": "net", "^(weight|bias)$": r"layer.\1"})
+        assert torch.equal(model["layer"].weight, shardckpt.load(tmp_path / "c")["model"]["weight"])
+
+    @pytest.mark.parametrize("shape", [(3,), (5,), (4, 1), ()])
+    def test_another_shape_is_never_a_part_of_it(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
+        with pytest.raises(shardckpt.MismatchError, match=r"size mismatch for more\.t"):
+            shardckpt.load({"more": {"t": torch.ones(shape)}}, self.saved(tmp_path), strict=False)
+
+    def test_a_target_that_exists_is_refused_and_stays(self, tmp_path: Path) -> None:
+        path = self.saved(tmp_path)
+        before = {file.name: file.read_bytes() for file in path.iterdir()}
+        with pytest.raises(TargetExistsError):
+            shardckpt.save({"step": 2}, path)
+        assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+        shardckpt.save({"step": 2}, path, overwrite=True)
+        assert shardckpt.load(path) == {"step": 2}
+        assert os.listdir(tmp_path) == ["c"]
+
+    def test_an_unknown_way_to_verify_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="verify"):
+            shardckpt.load(self.saved(tmp_path), verify="sometimes")
+
+
+class TestReading:
+    BLOCK = 4 << 20
+
+    def saved(self, tmp_path: Path, **how) -> torch.Tensor:
+        tensor = torch.arange(6 * self.BLOCK // 4, dtype=torch.int32).view(-1, 256)
+        shardckpt.save({"deep": {"t": tensor}, "a.b": 1, "a": {"b": 2}}, tmp_path / "c", **how)
+        return tensor
+
+    @pytest.mark.parametrize(
+        "index", [0, -1, slice(2, 9), slice(None), (slice(5, 20, 3), -2), (..., slice(250, None)), (3, 4), ()]
+    )
+    def test_a_slice_is_what_the_tensor_would_give(self, tmp_path: Path, index) -> None:
+        tensor = self.saved(tmp_path)
+        found = shardckpt.open(tmp_path / "c")["deep.t"]
+        assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+        assert torch.equal(found[index], tensor[index])
+
+    def test_a_slice_reads_the_blocks_that_it_touches(self, tmp_path: Path, monkeypatch) -> None:
+        tensor = self.saved(tmp_path)
+        opened, read, whole = shardckpt.open(tmp_path / "c"), [], LocalStore.read
+
+        def counted(store, reads) -> None:
+            read.extend(each.buffer.nbytes for each in reads)
+            whole(store, reads)
+
+        monkeypatch.setattr(LocalStore, "read", counted)
+        assert torch.equal(opened["deep.t"][10:12], tensor[10:12])
+        assert read == [self.BLOCK]
+        read.clear()
+        plain = shardckpt.open(tmp_path / "c", verify=False)
+        read.clear()
+        assert torch.equal(plain["deep.t"][10:12], tensor[10:12])
+        assert sum(read) == 2 * 256 * 4
+
+    def test_a_name_that_means_two_things_is_told_apart_by_its_keys(self, tmp_path: Path) -> None:
+        self.saved(tmp_path)
+        opened = shardckpt.open(tmp_path / "c")
+        with pytest.raises(AmbiguousError):
+            opened["a.b"]
+        assert (opened["a.b",], opened["a", "b"], set(opened)) == (1, 2, {"deep.t", "a.b"})
+        with pytest.raises(KeyError):
+            opened["deep.u"]
+
+    def flip(self, path: Path, at: int) -> str:
+        file = next(path.glob("*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[at] ^= 1
+        file.write_bytes(data)
+        return file.name
+
+    def test_a_flipped_bit_is_found_in_the_blocks_that_are_read(self, tmp_path: Path) -> None:
+        tensor = self.saved(tmp_path)
+        name = self.flip(tmp_path / "c", 2 * self.BLOCK + 17)
+        with pytest.raises(ChecksumError, match=rf"{name}.*block 2"):
+            shardckpt.load(tmp_path / "c")
+        with pytest.raises(ChecksumError, match="block 2"):
+            shardckpt.load({"deep": {"t": torch.zeros_like(tensor)}}, tmp_path / "c", strict=False)
+        opened = shardckpt.open(tmp_path / "c")["deep.t"]
+        assert torch.equal(opened[0], tensor[0])
+        with pytest.raises(ChecksumError):
+            shardckpt.load(["nothing of it"], tmp_path / "c", strict=False, verify="full")
+        assert not torch.equal(shardckpt.load(tmp_path / "c", verify=False)["deep"]["t"], tensor)
+
+    def test_without_checksums_nobody_can_tell(self, tmp_path: Path) -> None:
+        tensor = self.saved(tmp_path, checksums=False)
+        assert torch.equal(shardckpt.load(tmp_path / "c", verify="full")["deep"]["t"], tensor)
+        self.flip(tmp_path / "c", 2 * self.BLOCK + 17)
+        assert not torch.equal(shardckpt.load(tmp_path / "c")["deep"]["t"], tensor)
