@@ -81,7 +81,7 @@ def _described(name: str, header: Header, where: str) -> Described:
 def _chunk(entry: Any, where: str) -> Chunk:
     try:
         raw_path, dtype, *lists = entry
-        shape, offset, size = (tuple(array("q", numbers)) for numbers in lists)
+        shape, offset, size = (tuple(array("Q", numbers)) for numbers in lists)
     except (TypeError, ValueError, OverflowError) as error:
         raise FormatError("a chunk is none", where=where) from error
     path, box = read_path(raw_path, where), Box(offset, size)
@@ -107,7 +107,7 @@ def rebuild(save: str, files: Sequence[Described], where: str) -> tuple[Contents
     found: dict[Path, ArrayRecord] = {}
     for number, file in enumerate(files):
         for chunk, offset in zip(file.chunks, file.offsets, strict=True):
-            record = found.setdefault(chunk.path, ArrayRecord(chunk.path, chunk.dtype, chunk.shape, array("q")))
+            record = found.setdefault(chunk.path, ArrayRecord(chunk.path, chunk.dtype, chunk.shape, array("Q")))
             if (record.dtype, record.shape) != (chunk.dtype, chunk.shape):
                 raise FormatError(f"two files disagree on {dotted(chunk.path)!r}", where=f"{where}/{file.name}")
             record.rows.extend((number, offset, *chunk.box.offset, *chunk.box.size))

@@ -13,10 +13,11 @@ import struct
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 from shardckpt.boxes import Box, Shape
-from shardckpt.dtypes import is_known, nbytes
+from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import ChecksumError, FormatError, TruncatedError, UnsafeError, UnsupportedError
 from shardckpt.format.native_payload import BLOCK_BYTES, VERSION, BlockHasher, Payload, canonical
 from shardckpt.format.safetensors import MAX_DIMS, parse_json
@@ -96,11 +97,11 @@ class ArrayRecord(NamedTuple):
 
     def pieces(self, files: Sequence[FileRecord]) -> tuple[Piece, ...]:
         """Return the pieces, with the bytes their boxes take."""
-        rows, n, dtype = self.rows, len(self.shape), self.dtype
+        rows, n, width, element = self.rows.tolist(), 2 + len(self.shape), self.width, bits(self.dtype)
         found = []
-        for at in range(0, len(rows), self.width):
-            box = Box(tuple(rows[at + 2 : at + 2 + n]), tuple(rows[at + 2 + n : at + 2 + 2 * n]))
-            span = Span(rows[at + 1], nbytes(dtype, box.volume))
+        for at in range(0, len(rows), width):
+            box = Box(tuple(rows[at + 2 : at + n]), tuple(rows[at + n : at + width]))
+            span = Span(rows[at + 1], (prod(box.size) * element + 7) // 8)
             found.append(Piece(box, files[rows[at]].name, span))
         return tuple(found)
 
@@ -185,7 +186,7 @@ def part_of(written: Sequence[Written]) -> Part:
         for chunk, offset in zip(each.payload.chunks, each.payload.offsets, strict=True):
             record = found.get(chunk.path)
             if record is None:
-                record = found[chunk.path] = ArrayRecord(chunk.path, chunk.dtype, chunk.shape, array("q"))
+                record = found[chunk.path] = ArrayRecord(chunk.path, chunk.dtype, chunk.shape, array("Q"))
             record.rows.extend((number, offset, *chunk.box.offset, *chunk.box.size))
     return Part(files, tuple(found.values()))
 
@@ -225,7 +226,7 @@ def join(parts: Sequence[Part], order: Sequence[Path]) -> tuple[tuple[FileRecord
         for record in part.arrays:
             known = found.get(record.path)
             if known is None:
-                known = found[record.path] = record._replace(rows=array("q"))
+                known = found[record.path] = record._replace(rows=array("Q"))
             if (known.dtype, known.shape) != (record.dtype, record.shape):
                 raise FormatError(
                     "ranks disagree on an array",
@@ -233,7 +234,7 @@ def join(parts: Sequence[Part], order: Sequence[Path]) -> tuple[tuple[FileRecord
                     found=f"{record.dtype} {list(record.shape)}",
                     expected=f"{known.dtype} {list(known.shape)}",
                 )
-            rows = array("q", record.rows)
+            rows = array("Q", record.rows)
             for at in range(0, len(rows), record.width):
                 rows[at] += first
             known.rows.extend(rows)
@@ -366,7 +367,7 @@ def _read_arrays(value: object, files: int, where: object) -> tuple[ArrayRecord,
 def _read_array(entry: object, files: int, where: object) -> ArrayRecord:
     raw_path, dtype, raw_shape, raw_rows = _fixed(entry, 4, "arrays", where)
     path = read_path(raw_path, where)
-    shape, rows = _integers(raw_shape, where), _integers(raw_rows, where)
+    shape, rows = tuple(_integers(raw_shape, where)), _integers(raw_rows, where)
     if not isinstance(dtype, str) or not is_known(dtype):
         raise UnsupportedError(f"array {dotted(path)!r} has an unknown type", where=where, found=dtype, fix=_NEWER)
     if len(shape) > MAX_DIMS:
@@ -376,20 +377,18 @@ def _read_array(entry: object, files: int, where: object) -> ArrayRecord:
             found=len(shape),
             expected=f"at most {MAX_DIMS}",
         )
-    record = ArrayRecord(path, dtype, tuple(shape), rows)
-    if len(rows) % record.width or (rows and max(rows[:: record.width]) >= files):
+    width = 2 + 2 * len(shape)
+    if len(rows) % width or (rows and max(rows[::width]) >= files):
         raise FormatError(f"the pieces of {dotted(path)!r} are no rows", where=where)
-    return record
+    return ArrayRecord(path, dtype, shape, rows)
 
 
 def _integers(value: object, where: object) -> array[int]:
-    """Return a list of numbers from 0 to 2^62."""
+    """Return a list of numbers from 0 to 2^64; what they mean is checked where all is known: by `plan.coverage`."""
     try:
-        found: array[int] = array("q", _list(value, "numbers", where))
+        found: array[int] = array("Q", _list(value, "numbers", where))
     except (TypeError, OverflowError, ValueError) as error:
-        raise _bad("no list of integers", value, "", where) from error
-    if found and (min(found) < 0 or max(found) >= _MAX_BYTES):
-        raise _bad("a number out of range", min(found) if min(found) < 0 else max(found), "0 to 2^62", where)
+        raise _bad("no list of counts", value, "", where) from error
     return found
 
 
@@ -499,9 +498,10 @@ def read_path(value: object, where: object) -> Path:
     Raises:
         FormatError: It is none.
     """
-    if not isinstance(value, list) or not all(type(key) in (str, int) for key in value):
-        raise _bad("a path is no list of texts and integers", value, "", where)
-    return tuple(value)
+    for key in _list(value, "path", where):
+        if type(key) is not str and type(key) is not int:
+            raise _bad("a path is no list of texts and integers", value, "", where)
+    return tuple(value)  # type: ignore[arg-type]
 
 
 def plain_name(value: object, where: object) -> str:

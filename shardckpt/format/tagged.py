@@ -207,6 +207,8 @@ class _Decoder:
         if not isinstance(json, dict):
             return json
         tag = next(iter(json)) if len(json) == 1 else ""
+        if tag == "$array" and type(json[tag]) is int and json[tag] >= 0:  # most leaves are
+            return self._revive(ArrayRef(json[tag]))
         if not tag.startswith("$"):
             if any(key.startswith("$") for key in json):
                 raise FormatError("a tag has neighbours", where=self._where, found=", ".join(list(json)[:4]))

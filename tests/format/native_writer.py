@@ -91,7 +91,7 @@ def write_step(
     """
     folder.mkdir(parents=True, exist_ok=True)
     nest = Nest(value)
-    records = tuple(ArrayRecord(path, dtype_name(t), tuple(t.shape), array("q")) for path, t in nest.arrays.items())
+    records = tuple(ArrayRecord(path, dtype_name(t), tuple(t.shape), array("Q")) for path, t in nest.arrays.items())
     contents = Contents(save, (), records, nest.json, nest.ties, {"world_size": 2}, {"shardckpt": "0.1.0"})
     plan = {path: (boxes or {}).get(path) or [(0, whole(tuple(t.shape)))] for path, t in nest.arrays.items()}
     writers = 1 + max((writer for placed in plan.values() for writer, _ in placed), default=0)
