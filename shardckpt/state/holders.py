@@ -352,6 +352,7 @@ class FlatHolder(BucketHolder):
         if not lying:
             for member, value in zip(self.bucket.members, values, strict=True):
                 for place in member.places:
+                    place.module.__dict__.pop(place.attribute, None)  # what stands there while the unit is sharded
                     place.module._parameters[place.attribute] = value  # type: ignore[assignment]
 
     def registered(self, *, lying: bool) -> list[torch.Tensor]:
