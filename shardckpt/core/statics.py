@@ -60,6 +60,14 @@ class StateStatics(nn.Module):
         """Return the state as the settings of `state_dict_type` say, from the provider of state dicts."""
         return protocol.call("module_state_dict", self, *args, **kwargs)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state as `torch.nn.Module` does, as the settings of `state_dict_type` say."""
+        try:
+            return super().load_state_dict(*args, **kwargs)
+        except BaseException:
+            protocol.call("abandon_load", self)
+            raise
+
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
         """Return the settings of the instances in a module; None where there is none.

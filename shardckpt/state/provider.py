@@ -49,6 +49,9 @@ def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any
         StateMismatchError: It is a LOCAL state of another rank, or of other units.
         ShardedTensorError: A ShardedTensor is cut in a way that no DTensor is.
     """
+    stale = _LOADING.pop(module, None)
+    if stale is not None:  # a module above ended its load on the way
+        stale.abandon()
     kind = recursion.KINDS[module.state_dict_settings.state_dict_type]
     if not prefix and kind is StateKind.LOCAL:
         refuse_other_layout(note_of(state), module)
@@ -68,6 +71,14 @@ def _take_sharded_tensors(module: nn.Module, state: MutableMapping[str, Any], pr
             state[name] = made[plain]
         else:
             del state[name]
+
+
+def abandon_load(module: nn.Module) -> None:
+    """Forget loads that an exception ended on the way, so that units have registered what they had."""
+    for each in module.modules():
+        loading = _LOADING.pop(each, None)
+        if loading is not None:
+            loading.abandon()
 
 
 def after_load(module: FullyShardedDataParallel, incompatible: Any) -> None:

@@ -17,11 +17,15 @@ from shardckpt.core.original_exposure import OriginalExposure
 from shardckpt.core.statics import StateStatics
 from shardckpt.core.traverse import WRAPPED, clean
 from shardckpt.core.unit import Unit
+from shardckpt.state import customs
 from shardckpt.state.description import groups_of, mesh_of
 from shardckpt.state.holders import FlatHolder
 from shardckpt.state.kinds import KEY, StateKind
 from shardckpt.state.model import local_note, unit_note
 from shardckpt.state.ranks import Ranks
+
+_COMPILED = "_orig_mod"
+"""Under this name `torch.compile` holds a module; it appears in no name that leaves the engine."""
 
 KINDS = {
     StateDictType.FULL_STATE_DICT: StateKind.FULL,
@@ -106,6 +110,10 @@ def module_state_dict(
         empty: Any = OrderedDict()
         empty._metadata = OrderedDict()
         given["destination"] = empty
+    if customs.is_bare():
+        nn.Module.state_dict(module, **given)
+        bare: MutableMapping[str, Any] = given["destination"]
+        return bare
     settings = module.state_dict_settings
     kind, config = KINDS[settings.state_dict_type], settings.state_dict_config
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
@@ -227,6 +235,12 @@ class Loading:
             holder.put(laid)
 
 
+    def abandon(self) -> None:
+        """Give the unit back what it had registered: the recursion ended on the way."""
+        for holder in self._holders:
+            holder.hide()
+
+
 def _is_any(value: Any, addresses: Sequence[int]) -> bool:
     return isinstance(value, nn.Parameter) and value.numel() > 0 and value.data_ptr() in addresses
 
@@ -243,7 +257,23 @@ def prepared(state: MutableMapping[str, Any], prefix: str, unit: Unit) -> None:
     flats = [each.flat.data_ptr() for each in unit.exposures if isinstance(each, FlatExposure)]
     for name in [name for name, value in state.items() if name.startswith(prefix) and _is_any(value, flats)]:
         del state[name]
+    compiled = list(_compiled(unit.module))
     for name in [name for name in state if name.startswith(prefix)]:
         value = state.pop(name)
-        rest = name[len(prefix) :]
-        state[name if rest.startswith(f"{WRAPPED}.") else f"{prefix}{WRAPPED}.{rest}"] = value
+        rest = clean(name[len(prefix) :])
+        for place in compiled:
+            if rest.startswith(place):
+                rest = f"{place}{_COMPILED}.{rest[len(place) :]}"
+        state[f"{prefix}{WRAPPED}.{rest}"] = value
+
+
+def _compiled(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield what the names below compiled modules start with; other wrappers see to their own names."""
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if name == _COMPILED:
+            yield prefix
+            yield from _compiled(child, f"{prefix}{_COMPILED}.")
+        else:
+            yield from _compiled(child, f"{prefix}{name}." if clean(name) else prefix)

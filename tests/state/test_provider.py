@@ -10,6 +10,7 @@ import torch
 from harness import run
 from torch import nn
 from torch.distributed import fsdp as theirs
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
 from shardckpt import core as ours
@@ -120,6 +121,65 @@ def test_what_a_state_dict_gives_load_state_dict_takes(orig, kind):
         return near(a, b), told.missing_keys, told.unexpected_keys, other.last.loaded
 
     assert run(2, body) == [(True, [], [], {"note": 7})] * 2
+
+
+@pytest.mark.parametrize("kind", list(ours.StateDictType), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_compiled_and_recomputing_modules_load_by_names_with_or_without_segments_of_wrappers(kind, assign):
+    def body(rank, world):
+        quiet()
+        torch.manual_seed(0)
+        model = wrapped(ours, compiled(), True)
+        torch.manual_seed(1)
+        other, third = (wrapped(ours, compiled(), True) for _ in range(2))
+        for each in (model, other, third):
+            ours.FullyShardedDataParallel.set_state_dict_type(each, kind)
+        state = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in model.state_dict().items()}
+        long = {
+            name.replace("blocks.0.0", "blocks.0._orig_mod._checkpoint_wrapped_module.0"): state[name] for name in state
+        }
+        told = other.load_state_dict(state, assign=assign), third.load_state_dict(long, assign=assign)
+        expected = dict(model_state_dict(model))
+        return told, [near(dict(model_state_dict(each)), expected) for each in (other, third)], long != state
+
+    for told, same, differ in run(2, body):
+        assert [list(each) for each in told] == [[[], []]] * 2
+        assert same == [True, True]
+        assert differ
+
+
+def compiled() -> Net:
+    net = Net()
+    for index, block in enumerate(net.blocks):
+        net.blocks[index] = torch.compile(checkpoint_wrapper(block), backend="eager")
+    return net
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["called on the wrapper", "called on a plain module"])
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_a_load_that_a_module_ends_on_the_way_leaves_the_sharding_in_place(orig, inside):
+    def body(rank, world):
+        quiet()
+        torch.manual_seed(0)
+        model = wrapped(ours, Net(), orig)
+        names = [name for name, _ in model.named_parameters()]
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        top = nn.Sequential(model) if inside else model
+        state = top.state_dict()
+        model.module.last.set_extra_state = refuse
+        with pytest.raises(KeyError, match="not mine"):
+            top.load_state_dict(state)
+        del model.module.last.set_extra_state
+        if inside:
+            top.load_state_dict(state)
+        assert [name for name, _ in model.named_parameters()] == names
+        step(model, optim, rank)
+        return len(model_state_dict(model)) == len(state)
+
+    def refuse(state):
+        raise KeyError("not mine")
+
+    assert run(2, body) == [True, True]
 
 
 def test_what_differs_is_reported_by_names_of_the_unsharded_model():
