@@ -64,6 +64,9 @@ class Description:
         extra: Modules with state of their own making, by the name it has.
         aliases: Names of parameters that are other names of one, with the first.
         ranks: Who has it.
+        root: The model.
+        places: Where each name's parameter is an attribute: the module and its name there.
+        flats: Where flat parameters are.
     """
 
     names: tuple[str, ...]
@@ -72,6 +75,9 @@ class Description:
     extra: dict[str, nn.Module]
     aliases: dict[str, str]
     ranks: Ranks
+    root: nn.Module
+    places: dict[str, tuple[nn.Module, str]]
+    flats: tuple[tuple[nn.Module, str], ...]
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -82,10 +88,16 @@ class Description:
 def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield modules with the clean names they have unsharded, depth first, shared ones under each name."""
     yield prefix, model
+    wrapped = below(model)
     for name, child in model._modules.items():
         if child is not None:
-            wraps = not clean(name) or (isinstance(model, DistributedDataParallel) and name == "module")
-            yield from modules(child, prefix if wraps else f"{prefix}.{name}" if prefix else name)
+            yield from modules(child, prefix if name in wrapped else f"{prefix}.{name}" if prefix else name)
+
+
+def below(model: nn.Module) -> set[str]:
+    """Return under which names a wrapper has what it wraps; nothing for a module that is no wrapper."""
+    is_parallel = isinstance(model, DistributedDataParallel)
+    return {name for name in model._modules if not clean(name) or (is_parallel and name == "module")}
 
 
 def describe(model: nn.Module) -> Description:
@@ -112,6 +124,7 @@ class _Walk:
     """One walk over a model, collecting names."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._root = model
         self._units = units(model)
         self._of_place: dict[tuple[int, str], tuple[Exposure, int]] = {}
         self._attributes: dict[int, list[str]] = {}
@@ -120,6 +133,8 @@ class _Walk:
             for exposure in unit.exposures:
                 self._note(exposure)
         self._flats: dict[int, str] = {}
+        self._homes: list[tuple[nn.Module, str]] = []
+        self._places: dict[str, tuple[nn.Module, str]] = {}
         self._names: list[str] = []
         self._known: dict[Any, list[str]] = {}
         self._plain: dict[int, nn.Parameter] = {}
@@ -149,11 +164,13 @@ class _Walk:
                     continue
                 if id(parameter) in self._exposed:  # a flat parameter: its members are named
                     self._flats[id(parameter)] = prefix + attribute
+                    self._homes.append((module, attribute))
                     continue
                 self._plain[id(parameter)] = parameter
                 self._groups += _mesh_groups(parameter)
                 key = id(parameter)
             self._named(key, prefix + attribute)
+            self._places[prefix + attribute] = (module, attribute)
         for attribute, buffer in module._buffers.items():
             if buffer is not None:
                 self._buffer(prefix + attribute, module, attribute, buffer)
@@ -183,7 +200,17 @@ class _Walk:
             holders.append(TensorHolder(entry, parameter, ranks))
         aliases = {name: names[0] for names in self._known.values() for name in names[1:]}
         names, buffers = tuple(dict.fromkeys(self._names)), tuple(self._buffers.values())
-        return Description(names, tuple(holders), buffers, self._extra, aliases, ranks)
+        return Description(
+            names,
+            tuple(holders),
+            buffers,
+            self._extra,
+            aliases,
+            ranks,
+            root=self._root,
+            places=self._places,
+            flats=tuple(self._homes),
+        )
 
     def _holder(self, exposure: Exposure, ranks: Ranks) -> Holder:
         names = [self._known[exposure, index] for index in range(len(exposure.bucket.members))]

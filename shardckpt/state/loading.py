@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardckpt.core.traverse import clean
 from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group
-from shardckpt.state import foreign, sharded_tensors
+from shardckpt.state import customs, foreign, sharded_tensors
 from shardckpt.state.agreement import StateMismatchError, digest, handed
 from shardckpt.state.description import Buffer, Description, describe, settle
 from shardckpt.state.holders import FlatHolder, Holder, from_first, local
@@ -109,8 +109,10 @@ class _Given:
         self.note = note_of(state)
         self._found = found
         values = _renamed(state, found)
-        taken = sharded_tensors.parts if self.kind is StateKind.LOCAL else sharded_tensors.rows
-        self.values = taken(values, found)
+        if self.kind is StateKind.LOCAL:
+            self.values = sharded_tensors.parts(values, found)
+        else:
+            self.values = customs.given(found, sharded_tensors.rows(values, found))
 
     def value(self, name: str, aliases: tuple[str, ...]) -> Any:
         """Return what is given under one of an entry's names; None where there is nothing."""

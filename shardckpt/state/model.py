@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import UsageError
 from shardckpt.groups import Group, LocalGroup, TorchGroup
-from shardckpt.state import foreign
+from shardckpt.state import customs, foreign
 from shardckpt.state.description import Description, describe, settle
 from shardckpt.state.holders import FlatHolder, Holder, RowsHolder, local
 from shardckpt.state.kinds import KEY, StateKind
@@ -118,7 +118,10 @@ def model_state_dict(
         if offload_to_cpu:
             tensors = {name: _on_cpu(value) for name, value in tensors.items()}
         tensors.update(_buffers(found, kind, offload_to_cpu))
-    return noted(_ordered(tensors, found), kind, found)
+    ordered = _ordered(tensors, found)
+    if kind is not StateKind.LOCAL:
+        ordered = OrderedDict(customs.taken(found, ordered))
+    return noted(ordered, kind, found)
 
 
 def _on_cpu(value: torch.Tensor) -> torch.Tensor:
