@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from shardckpt_cli import compare, consolidate, inspect, rekey, repair, verify
+from shardckpt_cli import compare, consolidate, inspect, ls, prune, rekey, repair, verify
 from shardckpt_cli.exits import guarded, sheltered
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app.command("inspect")(sheltered(inspect.inspect))
 app.command("repair")(sheltered(repair.repair))
 app.command("verify")(sheltered(verify.verify))
 app.command("diff")(sheltered(compare.diff))
+app.command("ls")(sheltered(ls.ls))
+app.command("prune")(sheltered(prune.prune))
 
 
 def main() -> None:

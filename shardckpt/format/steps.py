@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,8 @@ from shardckpt.errors import CheckpointError, FormatError, MissingFileError
 from shardckpt.format.native import read_commit, read_contents
 from shardckpt.format.native_manifest import COMMIT, MANIFEST_SUFFIX, Commit
 from shardckpt.format.native_payload import HF_INDEX
-from shardckpt.storage.leftovers import PARTIAL, is_partial
+from shardckpt.storage.leftovers import PARTIAL, is_partial, remove_abandoned
+from shardckpt.storage.open_store import local_path
 from shardckpt.storage.store import Listed, Store
 from shardckpt.storage.within import Within
 
@@ -190,6 +192,26 @@ def read_about(store: Store, step: Step) -> Mapping[str, str]:
     return read_contents(inside, sizes, read_commit(inside, sizes)).about
 
 
+def with_sound_newest(store: Store, run: Run) -> Run:
+    """Return a run whose newest complete step has a manifest that can be read: what cannot is no longer complete.
+
+    Args:
+        store: Rooted at the run.
+        run: As read.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    for step in reversed(run.complete):
+        try:
+            read_about(store, step)
+            break
+        except (CheckpointError, MissingFileError) as error:
+            faulty = replace(step, fault=str(error))
+            run = replace(run, steps=tuple(faulty if each is step else each for each in run.steps))
+    return run
+
+
 def delete_step(store: Store, name: str) -> None:
     """Remove a step: `COMMIT` first, so that from then on it does not exist, then everything else.
 
@@ -224,3 +246,20 @@ def _changed_at(store: Store, name: str) -> float | None:
         return known
     saved = [_WRITTEN.fullmatch(_final(entry.name)) for entry in Within(store, name).list()]
     return max((_begun_at(match[0]) for match in saved if match), default=None)
+
+
+def delete_leftover(store: Store, name: str) -> bool:
+    """Remove what a killed save or removal has left; tell whether it is gone: a process may still own it.
+
+    Args:
+        store: Rooted at the run.
+        name: Of the leftover.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    root = local_path(store.url)
+    if root is not None and _PARTIAL.fullmatch(name):
+        return remove_abandoned(os.path.join(root, name))
+    delete_step(store, name)
+    return True

@@ -113,12 +113,19 @@ def _changed(path: str) -> int:
 def sweep(target: str, kind: str) -> None:
     """Remove leftovers of this kind beside `target` that no process owns; never raises for those that resist."""
     for path in abandoned(target, kind):
-        fd = take(path)
-        if fd is not None:
-            try:
-                remove(path)
-            finally:
-                os.close(fd)
+        remove_abandoned(path)
+
+
+def remove_abandoned(path: str) -> bool:
+    """Remove a leftover, unless a process owns it; tell whether it is gone."""
+    fd = take(path)
+    if fd is None:
+        return False
+    try:
+        remove(path)
+    finally:
+        os.close(fd)
+    return not os.path.lexists(path)
 
 
 def remove(path: str) -> None:

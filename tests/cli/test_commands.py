@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 import shardckpt
 from shardckpt.storage.local import LocalStore
 
-VERBS = ["consolidate", "convert", "rekey", "inspect", "verify", "diff"]
+VERBS = ["consolidate", "convert", "rekey", "inspect", "verify", "diff", "ls", "prune"]
 
 
 @pytest.fixture

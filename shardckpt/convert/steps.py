@@ -1,0 +1,156 @@
+"""The verbs `ls` and `prune`: the steps of a run, and removing those that nobody needs any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardckpt.errors import SourceNotFoundError, UsageError
+from shardckpt.format.native_manifest import COMMIT
+from shardckpt.format.steps import (
+    Step,
+    delete_leftover,
+    delete_step,
+    leftovers,
+    read_run,
+    with_sound_newest,
+)
+from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead
+from shardckpt.storage.open_store import kind, open_store
+from shardckpt.storage.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """One step of a run.
+
+    Attributes:
+        number: The step.
+        path: Where it lies: a path or URL that every verb takes.
+        nbytes: Of its files, as they were committed.
+        saved_at: When its save began, in seconds since the epoch; None where not known.
+        fault: Why it is not complete; empty where it is.
+    """
+
+    number: int
+    path: str
+    nbytes: int
+    saved_at: float | None
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepList:
+    """The steps of a run, by number.
+
+    Attributes:
+        root: Where they lie.
+        complete: Those that were committed, with all their files.
+        incomplete: Folders that are called like steps and cannot be loaded.
+    """
+
+    root: str
+    complete: tuple[StepInfo, ...]
+    incomplete: tuple[StepInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What was removed, or with `dry_run` would be.
+
+    Attributes:
+        root: Where.
+        removed: Steps, oldest first.
+        kept: Complete steps that stay.
+        incomplete: Steps that count for nothing and stay.
+        leftovers: Names of folders that dead saves and removals had left.
+    """
+
+    root: str
+    removed: tuple[StepInfo, ...]
+    kept: tuple[StepInfo, ...]
+    incomplete: tuple[StepInfo, ...]
+    leftovers: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the steps that were removed."""
+        return sum(step.nbytes for step in self.removed)
+
+
+def ls(root: str) -> StepList:
+    """List the steps of a run. What counts is a step's `COMMIT`, and that the files it names have their sizes.
+
+    Args:
+        root: Folder of the run, a path or URL.
+
+    Raises:
+        UsageError: Nothing lies there, or no folder of steps.
+        StorageError: Reading failed.
+
+    Example:
+        >>> shardckpt.ls("s3://bucket/run").complete[-1].path  # doctest: +SKIP
+    """
+    store = _open(root)
+    run = read_run(store)
+    incomplete = [step for step in run.steps if not step.is_complete]
+    return StepList(root, _infos(store, run.complete), _infos(store, incomplete))
+
+
+def prune(root: str, *, keep_last: int | None = None, keep_every: int | None = None, dry_run: bool = False) -> Pruned:
+    """Remove steps of a run that no rule keeps, and what dead saves have left for more than a day.
+
+    The newest complete step always stays, and only complete ones count. Of each step `COMMIT` goes first, so that a run
+    that is killed leaves every step whole or not at all.
+
+    Args:
+        root: Folder of the run, a path or URL.
+        keep_last: So many of the newest steps stay.
+        keep_every: Steps whose number this divides stay. Without this and `keep_last` all steps do.
+        dry_run: Remove nothing.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        UsageError: Nothing lies there, or no folder of steps; a rule that would mean nothing.
+        StorageError: Reading or removing failed.
+    """
+    rules = Retention(keep_last=keep_last, keep_every=keep_every)
+    store = _open(root)
+    run, now = read_run(store), time.time()
+    if rules.is_needed:
+        run = with_sound_newest(store, run)
+    facts = [SavedStep(step.number, step.is_complete, step.saved_at) for step in run.steps]
+    gone = set(doomed(facts, rules, now=now))
+    removed = [step for step in run.complete if step.number in gone]
+    dead = [left.name for left in leftovers(store, run) if is_dead(left.changed_at, now)]
+    if not dry_run:
+        for step in removed:
+            delete_step(store, step.name)
+        dead = [name for name in dead if delete_leftover(store, name)]
+    return Pruned(
+        root,
+        removed=_infos(store, removed),
+        kept=_infos(store, [step for step in run.complete if step.number not in gone]),
+        incomplete=_infos(store, [step for step in run.steps if not step.is_complete and step.name not in dead]),
+        leftovers=tuple(dead),
+    )
+
+
+def _open(root: str) -> Store:
+    found = kind(root)
+    if found == "missing":
+        raise SourceNotFoundError("nothing lies here", where=root, fix="Check the path or URL.")
+    if found == "file":
+        raise UsageError("this is a file", where=root, expected="a folder of steps")
+    store = open_store(root)
+    if any(entry.name == COMMIT for entry in store.list()):
+        raise UsageError("this is a step", where=root, expected="the folder it lies in")
+    return store
+
+
+def _infos(store: Store, steps: Iterable[Step]) -> tuple[StepInfo, ...]:
+    root = store.url.rstrip("/")
+    return tuple(StepInfo(s.number, f"{root}/{s.name}", s.nbytes, s.saved_at, s.fault) for s in steps)

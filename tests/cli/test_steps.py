@@ -1,0 +1,80 @@
+"""`shardckpt ls` and `shardckpt prune`: numbers for scripts on stdout, what is wrong on stderr, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from command import run_here
+from native_writer import write_step
+
+from shardckpt.format.native_payload import new_save_id
+from shardckpt.format.steps import step_name
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Steps 5, 10, 15 and 20, of which 20 was never committed."""
+    for number in (5, 10, 15, 20):
+        write_step(tmp_path / "run" / step_name(number), {"w": torch.ones(4)}, save=new_save_id())
+    (tmp_path / "run" / step_name(20) / "COMMIT").unlink()
+    return tmp_path / "run"
+
+
+def test_ls_prints_a_complete_step_a_line_and_the_others_on_stderr(root: Path) -> None:
+    found = run_here("ls", root)
+    assert (found.code, found.out) == (0, "5\n10\n15\n")
+    assert len(found.err.splitlines()) == 1
+    assert step_name(20) in found.err
+
+
+def test_ls_of_an_empty_folder_prints_nothing(tmp_path: Path) -> None:
+    found = run_here("ls", tmp_path)
+    assert (found.code, found.out, found.err) == (0, "", "")
+
+
+def test_prune_removes_what_no_rule_keeps(root: Path) -> None:
+    found = run_here("prune", root, "--keep-last", 1, "--keep-every", 10)
+    assert found.code == 0
+    assert found.out.splitlines()[0].startswith("removed 5, ")
+    assert found.out.splitlines()[1:] == ["kept 2, the newest 15"]
+    assert step_name(20) in found.err
+    assert run_here("ls", root).out == "10\n15\n"
+
+
+def test_a_dry_run_removes_nothing(root: Path) -> None:
+    found = run_here("prune", root, "--keep-last", 1, "--dry-run")
+    assert [line.split(",")[0] for line in found.out.splitlines()] == [
+        "would remove 5",
+        "would remove 10",
+        "would keep 1",
+    ]
+    assert run_here("ls", root).out == "5\n10\n15\n"
+
+
+def test_prune_says_where_nothing_can_be_loaded(root: Path) -> None:
+    for number in (5, 10, 15):
+        (root / step_name(number) / "COMMIT").unlink()
+    found = run_here("prune", root, "--keep-last", 1)
+    assert (found.code, found.out) == (0, "kept none: none is complete\n")
+    assert len(os.listdir(root)) == 4
+
+
+@pytest.mark.parametrize("verb", ["ls", "prune"])
+def test_json_of_both_parses(verb: str, root: Path) -> None:
+    found = run_here(verb, root, "--json")
+    assert (found.code, found.err) == (0, "")
+    assert [step["number"] for step in json.loads(found.out)["complete" if verb == "ls" else "kept"]] == [5, 10, 15]
+
+
+@pytest.mark.parametrize(
+    "args", [("ls", "NONE"), ("ls",), ("prune", "NONE"), ("prune", "ROOT", "--keep-last", "0"), ("ls", "STEP")]
+)
+def test_a_call_that_cannot_be_is_2(args: tuple[str, ...], root: Path) -> None:
+    places = {"NONE": root / "none", "ROOT": root, "STEP": root / step_name(5)}
+    found = run_here(*(places.get(arg, arg) for arg in args))
+    assert found.code == 2
+    assert len(found.err.splitlines()) == 1
