@@ -1,0 +1,175 @@
+"""A save that is killed or fails at any storage operation: a reader sees the old or the new, bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from disk import watched
+from torch import nn
+
+import shardckpt
+from shardckpt.convert.verify import verify
+from shardckpt.errors import ShardckptError, SourceNotFoundError, StorageError
+from shardckpt.format.native_manifest import COMMIT
+from shardckpt.storage import local
+from shardckpt.storage.local_publication import LocalPublication
+
+
+def state_of(seed: int) -> dict:
+    torch.manual_seed(seed)
+    model = nn.Linear(40, 30)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.rand(2, 40)).sum().backward()
+    optim.step()
+    return {"model": model, "optim": optim, "step": seed, "long": torch.rand(40_000)}
+
+
+def seen(path: Path) -> int | None:
+    """Return which state a reader gets, None where it gets none; nothing but a whole one passes."""
+    try:
+        found = shardckpt.load(path)
+    except SourceNotFoundError:
+        return None
+    expected = state_of(found["step"])
+    assert torch.equal(found["model"]["weight"], expected["model"].weight)
+    assert torch.equal(found["long"], expected["long"])
+    momentum = expected["optim"].state[expected["model"].bias]["momentum_buffer"]
+    assert torch.equal(found["optim"]["state"]["bias"]["momentum_buffer"], momentum)
+    assert verify(str(path)).ok
+    return int(found["step"])
+
+
+Prepare = Callable[[Path], None]
+
+
+def first(path: Path) -> None:
+    del path
+
+
+def second(path: Path) -> None:
+    shardckpt.save(state_of(1), path)
+
+
+def killed_at(path: Path, k: int) -> bool:
+    """Save in a child that is killed before its k-th change of the disk; tell whether it was."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def before(name: str, args: tuple) -> None:
+            nonlocal count
+            count += 1
+            if count == k:
+                if name == "write":
+                    os.pwrite(args[0], args[1][: len(args[1]) // 2], os.lseek(args[0], 0, os.SEEK_CUR))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with watched(before, lambda *_: None):
+            shardckpt.save(state_of(2), path, overwrite=True)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def kill_matrix(folder: Path, prepare: Prepare, allowed: set[int | None]) -> int:
+    """Kill a save at every operation; return how many there were."""
+    k = 0
+    while True:
+        k += 1
+        path = folder / str(k) / "c"
+        path.parent.mkdir(parents=True)
+        prepare(path)
+        was_killed = killed_at(path, k)
+        found = seen(path)
+        assert found in (allowed if was_killed else {2}), f"a kill at operation {k} leaves {found}"
+        shardckpt.save(state_of(3), path, overwrite=True)
+        assert seen(path) == 3, f"the save after a kill at operation {k} failed"
+        assert os.listdir(path.parent) == ["c"], f"a kill at operation {k} left something for good"
+        if not was_killed:
+            return k - 1
+
+
+def fault_matrix(folder: Path, prepare: Prepare, allowed: set[int | None]) -> int:
+    """Let every operation fail in turn; return how many there were."""
+    k = 0
+    while True:
+        k += 1
+        path = folder / str(k) / "c"
+        path.parent.mkdir(parents=True)
+        prepare(path)
+        count = 0
+
+        def before(name: str, args: tuple, k: int = k) -> None:
+            nonlocal count
+            count += 1
+            if count == k:
+                raise OSError(errno.EIO, f"broken {name}")
+
+        failed = False
+        with watched(before, lambda *_: None):
+            try:
+                shardckpt.save(state_of(2), path, overwrite=True)
+            except StorageError:
+                failed = True
+        found = seen(path)
+        assert found in ({2, *allowed} if failed else {2}), f"operation {k} broke, error: {failed}: {found}"
+        shardckpt.save(state_of(3), path, overwrite=True)
+        assert seen(path) == 3
+        assert os.listdir(path.parent) == ["c"]
+        if count < k:
+            return k - 1
+
+
+CASES = [pytest.param(first, {None, 2}, id="first"), pytest.param(second, {1, 2}, id="overwrite")]
+
+
+@pytest.mark.parametrize(("prepare", "allowed"), CASES)
+def test_a_kill_leaves_the_old_or_the_new_and_the_next_save_succeeds(tmp_path: Path, prepare, allowed) -> None:
+    operations = kill_matrix(tmp_path, prepare, allowed)
+    print(f"killed at each of {operations} operations")
+    assert operations >= 20
+
+
+@pytest.mark.parametrize(("prepare", "allowed"), CASES)
+def test_a_failing_operation_is_told_and_leaves_the_old_or_the_new(tmp_path: Path, prepare, allowed) -> None:
+    operations = fault_matrix(tmp_path, prepare, allowed)
+    print(f"failed at each of {operations} operations")
+    assert operations >= 20
+
+
+class TestMutants:
+    """The matrices would be worth nothing if they stayed green for these."""
+
+    def test_writing_in_place_turns_the_kill_matrix_red(self, tmp_path: Path, monkeypatch) -> None:
+        def in_place(self, name: str):
+            return local.LocalStore(self._target).create(name)
+
+        monkeypatch.setattr(LocalPublication, "create", in_place)
+        with pytest.raises((AssertionError, ShardckptError)):
+            kill_matrix(tmp_path, second, {1, 2})
+
+    def test_an_error_that_nobody_hears_turns_the_fault_matrix_red(self, tmp_path: Path, monkeypatch) -> None:
+        whole = local.LocalWriter.close
+
+        def deaf(self) -> None:
+            try:
+                whole(self)
+            except StorageError:
+                return
+
+        monkeypatch.setattr(local.LocalWriter, "close", deaf)
+        with pytest.raises((AssertionError, ShardckptError)):
+            fault_matrix(tmp_path, second, {1, 2})
+
+    def test_a_step_without_its_commit_does_not_exist(self, tmp_path: Path) -> None:
+        second(tmp_path / "c")
+        (tmp_path / "c" / COMMIT).unlink()
+        with pytest.raises(ShardckptError, match="never committed"):
+            shardckpt.load(tmp_path / "c")

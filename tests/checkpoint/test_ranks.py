@@ -1,0 +1,408 @@
+"""Several ranks save and load: whoever wrote what, each gets what it holds, and no more is read, sent or written."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from harness import mark, outcomes, raised_everywhere, run, since
+from states import FACES, PARALLEL, Net, differing, flat, step, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import shardckpt
+from shardckpt.convert.verify import verify
+from shardckpt.state import model_state_dict, optim_state_dict
+from shardckpt.storage.local import LocalStore
+
+
+def built(face: str, seed: int = 0, steps: int = 2):
+    """Return a trained model of a face and its optimizer; the data is the same on every rank."""
+    torch.manual_seed(seed)
+    model = FACES[face](Net((1,)))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number in range(steps):
+        step(model, optim, number)
+    return model, optim
+
+
+def looked_at(model: nn.Module, optim) -> tuple[dict, dict]:
+    """Return the whole state by names, as bytes that survive a pipe."""
+    weights = {name: whole(value) for name, value in model_state_dict(model, "FULL").items()}
+    return weights, flat(optim_state_dict(model, optim, "FULL"))
+
+
+def save_face(rank: int, world: int, face: str, path: Path):
+    model, optim = built(face)
+    shardckpt.save({"model": model, "optim": optim, "step": 5, "rng": shardckpt.RNGState()}, path)
+    found = looked_at(model, optim)
+    step(model, optim, 7)
+    return found, looked_at(model, optim)
+
+
+def load_face(rank: int, world: int, face: str, path: Path):
+    model, optim = built(face, seed=3, steps=0)
+    state = {"model": model, "optim": optim, "step": 0, "rng": shardckpt.RNGState()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shardckpt.load(state, path)
+    found = looked_at(model, optim)
+    step(model, optim, 7)
+    return state["step"], found, looked_at(model, optim)
+
+
+def compare(found, expected, *, exact: bool = True) -> list[str]:
+    return [*differing(found[0], expected[0], exact), *differing(found[1], expected[1], exact)]
+
+
+ELASTIC = ["plain", "flat", "orig", "in place", "torch in place", "ddp", "whole", "kept"]
+
+
+class TestElastic:
+    @pytest.mark.parametrize("face", ELASTIC)
+    def test_saved_at_four_by_any_face_and_loaded_by_all_at_one_two_and_three(self, tmp_path: Path, face: str) -> None:
+        world = 2 if face in ("plain", "ddp", "whole", "kept") else 4
+        saved, later = run(world, save_face, face, tmp_path / "c")[0]
+        assert verify(str(tmp_path / "c")).ok
+        at = ELASTIC.index(face)
+        for ranks, other in ((1, "plain"), (2, ELASTIC[(at + 1) % 8]), (3, ELASTIC[(at + 3) % 8])):
+            for told, found, gone_on in run(ranks, load_face, other, tmp_path / "c"):
+                assert told == 5
+                assert compare(found, saved) == [], f"{face} at {world} to {other} at {ranks}"
+                assert compare(gone_on, later, exact=False) == []
+
+    def test_without_a_state_it_is_the_nest_of_whole_tensors(self, tmp_path: Path) -> None:
+        saved, _ = run(3, save_face, "flat", tmp_path / "c")[0]
+        nest = shardckpt.load(tmp_path / "c")
+        assert differing(nest["model"], saved[0]) == []
+        assert differing(flat(nest["optim"]), saved[1]) == []
+        assert (nest["step"], len(nest["rng"])) == (5, 3)
+
+    @pytest.mark.parametrize("face", ["flat", "orig", "in place"])
+    def test_hybrid_sharding_is_saved_once(self, tmp_path: Path, face: str) -> None:
+        def body(rank: int, world: int):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            torch.manual_seed(0)
+            model = FACES[face](Net((1,)), mesh)
+            optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+            step(model, optim)
+            shardckpt.save({"model": model, "optim": optim}, tmp_path / "c")
+            return looked_at(model, optim)
+
+        saved = run(4, body)[0]
+        nest = shardckpt.load(tmp_path / "c")
+        assert differing(nest["model"], saved[0]) == []
+        assert differing(flat(nest["optim"]), saved[1]) == []
+        assert payload_bytes(tmp_path / "c") < 1.05 * nest_bytes(nest) + 4 * 60_000
+
+    @pytest.mark.parametrize("face", ["in place", "orig", "torch in place"])
+    def test_tensor_parallelism_beneath_sharding_is_a_cut_like_others(self, tmp_path: Path, face: str) -> None:
+        def body(rank: int, world: int):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            torch.manual_seed(0)
+            model = PARALLEL[face](Net((1,)), mesh)
+            optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            step(model, optim)
+            shardckpt.save({"model": model, "optim": optim}, tmp_path / "c")
+            found = looked_at(model, optim)
+            torch.manual_seed(4)
+            other = PARALLEL[face](Net((1,)), mesh)
+            again = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.9)
+            shardckpt.load({"model": other, "optim": again}, tmp_path / "c")
+            return found, looked_at(other, again)
+
+        for found, loaded in run(4, body):
+            assert compare(loaded, found) == []
+        assert differing(shardckpt.load(tmp_path / "c")["model"], found[0]) == []
+
+
+def payload_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def nest_bytes(nest) -> int:
+    if isinstance(nest, torch.Tensor):
+        return nest.nbytes
+    values = nest.values() if isinstance(nest, dict) else nest if isinstance(nest, (list, tuple)) else ()
+    return sum(map(nest_bytes, values))
+
+
+class TestTensors:
+    def test_dtensors_of_any_placement_go_to_any_other(self, tmp_path: Path) -> None:
+        full = torch.arange(7 * 10.0).view(7, 10)
+
+        def save_them(rank: int, world: int) -> None:
+            mesh = init_device_mesh("cpu", (2, 2))
+            places = {"rows": (Shard(0), Shard(0)), "both": (Shard(1), Shard(0)), "copies": (Replicate(), Replicate())}
+            places["mixed"] = (Replicate(), Shard(1))
+            shardckpt.save({k: distribute_tensor(full.clone(), mesh, v) for k, v in places.items()}, tmp_path / "c")
+
+        def load_them(rank: int, world: int):
+            mesh = init_device_mesh("cpu", (3,))
+            into = {k: distribute_tensor(torch.zeros(7, 10), mesh, [Shard(1)]) for k in ("rows", "both", "copies")}
+            into["mixed"] = torch.zeros(7, 10)
+            shardckpt.load(into, tmp_path / "c")
+            return {name: whole(value) for name, value in into.items()}
+
+        run(4, save_them)
+        for found in run(3, load_them):
+            assert all(torch.equal(value, full) for value in found.values())
+
+    def test_partial_sums_are_refused_on_all_ranks_by_name(self, tmp_path: Path) -> None:
+        def body(rank: int, world: int) -> None:
+            mesh = init_device_mesh("cpu", (2,))
+            shardckpt.save({"a": {"sum": DTensor.from_local(torch.ones(3), mesh, [Partial()])}}, tmp_path / "c")
+
+        for raised in raised_everywhere(2, body):
+            assert "a.sum" in raised.message and "partial" in raised.message
+        assert os.listdir(tmp_path) == []
+
+    def test_replicas_are_written_once_and_shared_out(self, tmp_path: Path) -> None:
+        state = {f"t{n}": torch.full((300_000,), float(n)) for n in range(6)}
+        run(3, lambda rank, world: shardckpt.save(state, tmp_path / "c"))
+        sizes = [file.stat().st_size for file in (tmp_path / "c").glob("*.safetensors")]
+        assert len(sizes) == 3 and max(sizes) < 1.1 * min(sizes)
+        assert sum(sizes) < 1.02 * nest_bytes(state)
+
+    @pytest.mark.parametrize("where", ["tensor", "value", "optimizer"])
+    def test_what_differs_between_ranks_is_never_dropped(self, tmp_path: Path, where: str) -> None:
+        def body(rank: int, world: int) -> None:
+            model = nn.Linear(2, 2)
+            optim = torch.optim.SGD(model.parameters(), lr=0.1 + (rank if where == "optimizer" else 0))
+            state = {"run": {"t": torch.full((3,), float(rank if where == "tensor" else 0)), "equal": torch.ones(2)}}
+            state["run"]["n"] = rank if where == "value" else 0
+            shardckpt.save({**state, "optim": optim}, tmp_path / "c")
+
+        named = {"tensor": "run.t", "value": "run.n", "optimizer": "optim.param_groups.0.lr"}[where]
+        for raised in raised_everywhere(3, body):
+            assert (
+                named in raised.message and "differ" in raised.message and "equal" not in raised.message.split(":")[0]
+            )
+        assert os.listdir(tmp_path) == []
+
+    def test_what_is_marked_comes_back_to_its_own_rank(self, tmp_path: Path) -> None:
+        class Loader:
+            def __init__(self, at: int) -> None:
+                self.at = {"next": at, "order": torch.tensor([at])}
+
+            def state_dict(self) -> dict:
+                return self.at
+
+            def load_state_dict(self, state: dict) -> None:
+                self.at = state
+
+        def body(rank: int, world: int):
+            shardckpt.save({"loader": shardckpt.PerRank(Loader(rank)), "n": 1}, tmp_path / "c")
+            loader = Loader(9)
+            shardckpt.load({"loader": shardckpt.PerRank(loader), "n": 0}, tmp_path / "c")
+            return loader.at["next"], int(loader.at["order"])
+
+        assert run(3, body) == [(0, 0), (1, 1), (2, 2)]
+        with pytest.raises(shardckpt.UsageError, match="more or fewer ranks"):
+            shardckpt.load({"loader": shardckpt.PerRank(Loader(9)), "n": 0}, tmp_path / "c")
+
+    def test_random_numbers_go_on_on_each_rank_or_begin_anew_on_all(self, tmp_path: Path) -> None:
+        def body(rank: int, world: int):
+            torch.manual_seed(100 + rank)
+            shardckpt.save({"rng": shardckpt.RNGState()}, tmp_path / "c")
+            expected = torch.rand(3).tolist()
+            torch.manual_seed(0)
+            shardckpt.load({"rng": shardckpt.RNGState()}, tmp_path / "c")
+            return expected, torch.rand(3).tolist()
+
+        def other_world(rank: int, world: int):
+            with pytest.warns(UserWarning, match="saved by 2 ranks and there are 3"):
+                shardckpt.load({"rng": shardckpt.RNGState()}, tmp_path / "c")
+            return torch.rand(3).tolist()
+
+        before = run(2, body)
+        assert all(expected == found for expected, found in before)
+        anew = run(3, other_world)
+        assert len({str(each) for each in [*anew, *(expected for expected, _ in before)]}) == 5
+        assert run(3, other_world) == anew
+
+
+class TestCosts:
+    def test_a_save_is_two_rounds_through_the_first_rank_and_the_second_sends_little(self, tmp_path: Path) -> None:
+        def body(rank: int, world: int):
+            model, optim = built("orig")
+            found = []
+            for number in range(3):
+                start = mark()
+                shardckpt.save({"model": model, "optim": optim, "n": number}, tmp_path / f"{number}")
+                calls = since(start)
+                found.append((len(calls), sum(call.sent for call in calls)))
+                others = [str(call) for call in calls if call.op not in ("send", "recv", "all_reduce", "all_gather")]
+                assert number == 0 or [c for c in calls if c.op not in ("send", "recv")] == others == []
+            return found
+
+        for rank, (first, second, third) in enumerate(run(3, body)):
+            rounds = 2 * 2 * 2 * (2 if rank == 0 else 1)  # a length and the bytes, there and back, with each other rank
+            assert second[0] == third[0] == rounds
+            assert abs(second[1] - third[1]) < 64 and (rank == 0 or second[1] < 0.8 * first[1])
+
+    def test_a_plan_is_made_anew_when_anything_changes(self, tmp_path: Path) -> None:
+        def body(rank: int, world: int):
+            mesh = init_device_mesh("cpu", (2,))
+            whole_ = torch.arange(12.0)
+            states = [
+                {"t": distribute_tensor(whole_, mesh, [Shard(0)]), "u": torch.ones(2)},
+                {"t": distribute_tensor(whole_.bfloat16(), mesh, [Shard(0)]), "u": torch.ones(2)},
+                {"t": distribute_tensor(torch.arange(20.0), mesh, [Shard(0)]), "u": torch.ones(2)},
+                {"t": distribute_tensor(whole_.view(3, 4), mesh, [Shard(1)]), "u": torch.ones(2)},
+                {"t": distribute_tensor(whole_, mesh, [Replicate()]), "v": torch.ones(2)},
+                {"t": distribute_tensor(whole_, mesh, [Shard(0)]), "u": torch.ones(2)},
+            ]
+            for number, state in enumerate(states):
+                shardckpt.save(state, tmp_path / f"{number}")
+            return [{name: whole(value) for name, value in state.items()} for state in states]
+
+        for number, state in enumerate(run(2, body)[0]):
+            assert differing(shardckpt.load(tmp_path / f"{number}"), state) == []
+            assert verify(str(tmp_path / f"{number}")).ok
+
+    def test_a_rank_reads_the_bytes_of_its_boxes_and_gathers_no_tensor(self, tmp_path: Path) -> None:
+        rows = 4096
+
+        def save_it(rank: int, world: int) -> None:
+            mesh = init_device_mesh("cpu", (world,))
+            shardckpt.save({"t": distribute_tensor(torch.rand(rows, 64), mesh, [Shard(0)])}, tmp_path / "c")
+
+        def load_it(rank: int, world: int):
+            mesh = init_device_mesh("cpu", (world,))
+            into = {"t": distribute_tensor(torch.zeros(rows, 64), mesh, [Shard(0)])}
+            read, original = [0], LocalStore.read
+            shardckpt.load(into, tmp_path / "c", verify=False)  # the group is made
+
+            def counted(store, reads) -> None:
+                read[0] += sum(each.buffer.nbytes for each in reads if each.name.endswith(".safetensors"))
+                original(store, reads)
+
+            LocalStore.read = counted
+            start = mark()
+            shardckpt.load(into, tmp_path / "c", verify=False)
+            sent = max((call.sent for call in since(start)), default=0)
+            return read[0], into["t"].to_local().nbytes, sent
+
+        run(4, save_it)
+        for read, held, sent in run(3, load_it):
+            assert held <= read < held + 4096 and sent < 4096
+
+
+class TestFailures:
+    """A failing rank is named on all; what lay there before stays; nothing is left of what was written."""
+
+    def before(self, tmp_path: Path) -> dict:
+        shardckpt.save({"old": torch.arange(3)}, tmp_path / "c")
+        return shardckpt.load(tmp_path / "c")
+
+    def after(self, tmp_path: Path) -> None:
+        assert os.listdir(tmp_path) == ["c"]
+        assert torch.equal(shardckpt.load(tmp_path / "c")["old"], torch.arange(3))
+
+    @pytest.mark.parametrize("failing", [0, 2])
+    def test_in_the_capture(self, tmp_path: Path, failing: int) -> None:
+        self.before(tmp_path)
+
+        class Broken:
+            def state_dict(self) -> dict:
+                raise ZeroDivisionError("in the middle")
+
+            def load_state_dict(self, state: dict) -> None: ...
+
+        def body(rank: int, world: int) -> None:
+            state = {"t": torch.ones(2), "x": Broken() if rank == failing else 1}
+            shardckpt.save(state, tmp_path / "c", overwrite=True)
+
+        for rank, raised in enumerate(raised_everywhere(3, body)):
+            assert "in the middle" in raised.message
+            assert raised.name == ("ZeroDivisionError" if rank == failing else "RankError")
+            assert rank == failing or f"rank {failing}" in raised.message
+        self.after(tmp_path)
+
+    @pytest.mark.parametrize("failing", [0, 1])
+    def test_on_a_full_disk(self, tmp_path: Path, failing: int) -> None:
+        self.before(tmp_path)
+
+        def body(rank: int, world: int) -> None:
+            original = os.write
+
+            def full(fd: int, data) -> int:
+                if rank == failing and len(data) > 10_000:
+                    raise OSError(28, "No space left on device")
+                return original(fd, data)
+
+            state = {f"t{n}": torch.rand(50_000) * 0 + n for n in range(3)}
+            os.write = full
+            try:
+                shardckpt.save(state, tmp_path / "c", overwrite=True)
+            finally:
+                os.write = original
+
+        for rank, raised in enumerate(raised_everywhere(3, body)):
+            assert "No space left" in raised.message
+            assert raised.is_a(OSError) if rank == failing else f"rank {failing}" in raised.message
+        self.after(tmp_path)
+
+    def test_a_target_that_exists_is_told_to_all_and_the_next_save_works(self, tmp_path: Path) -> None:
+        self.before(tmp_path)
+
+        def body(rank: int, world: int):
+            with pytest.raises(FileExistsError):
+                shardckpt.save({"t": torch.ones(2)}, tmp_path / "c")
+            shardckpt.save({"t": torch.ones(2)}, tmp_path / "d")
+            return sorted(shardckpt.load(tmp_path / "d"))
+
+        assert run(2, body) == [["t"]] * 2
+
+    @pytest.mark.parametrize(
+        ("how", "is_first", "gone"),
+        [
+            ("dies", True, 1),
+            ("dies", False, 0),
+            ("dies", False, 1),
+            ("hangs", True, 1),
+            ("hangs", False, 0),
+            ("hangs", False, 1),
+        ],
+    )
+    def test_a_rank_that_is_gone_is_named_within_the_timeout(
+        self, tmp_path: Path, how: str, is_first: bool, gone: int
+    ) -> None:
+        self.before(tmp_path)
+
+        def body(rank: int, world: int):
+            state = {"t": torch.arange(60_000.0)}
+            if not is_first:
+                shardckpt.save(state, tmp_path / "d")
+            if rank == gone:
+                if how == "dies":
+                    os._exit(1)
+                time.sleep(4.5)
+                return 0.0
+            start = time.monotonic()
+            with pytest.raises(shardckpt.RankError, match=f"rank {gone}"):
+                shardckpt.save(state, tmp_path / "c", overwrite=True)
+            return time.monotonic() - start
+
+        found = outcomes(3, body, group_timeout=1.5, timeout=12.0)
+        left = [each for each in found if each.rank != gone]
+        assert all(each.value is not None and each.value < 1.5 + 2.5 for each in left), left
+        assert torch.equal(shardckpt.load(tmp_path / "c")["old"], torch.arange(3))
+        assert gone == 0 or set(os.listdir(tmp_path)) <= {"c", "d"}, "the first rank removes what all wrote"
+
+    def test_what_does_not_fit_on_one_rank_is_loaded_on_none(self, tmp_path: Path) -> None:
+        shardckpt.save({"t": torch.arange(3)}, tmp_path / "c")
+
+        def body(rank: int, world: int):
+            into = torch.zeros(3 + (rank == 1), dtype=torch.int64)
+            with pytest.raises(shardckpt.UsageError, match="size mismatch for t"):
+                shardckpt.load({"t": into}, tmp_path / "c")
+            return int(into.sum())
+
+        assert run(2, body) == [0, 0]
