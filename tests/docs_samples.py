@@ -28,7 +28,7 @@ def example() -> ModuleType:
 
 
 def main(folder: Path) -> None:
-    """Write `run/step-8` (DCP, two ranks), `config`, `shards` (Hugging Face) and `last.pt` (torch.save)."""
+    """Write `run/step-8` (DCP), `config`, `shards` (Hugging Face), `last.pt` (torch.save) and `golden` (native)."""
     demo = example()
     config = demo.small_llama(tied=False)
     work = folder / "work"
@@ -45,6 +45,7 @@ def main(folder: Path) -> None:
     model.load_state_dict(state["model"])
     model.save_pretrained(folder / "shards", max_shard_size="2MB")
     shutil.rmtree(work)
+    shutil.copytree(Path(__file__).parent / "format" / "golden" / "1.0" / "small", folder / "golden")
 
 
 if __name__ == "__main__":

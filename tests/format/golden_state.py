@@ -1,0 +1,62 @@
+"""What the golden steps hold. Their files were written once, by version 1.0, and are read for ever."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardckpt.boxes import Box, whole
+
+BOXES = {
+    ("model", "w"): [(0, Box((0, 0), (3, 2))), (1, Box((3, 0), (3, 2))), (2, Box((0, 2), (6, 2)))],
+    ("optim", "state", "w", "exp_avg"): [
+        (0, Box((0, 0), (2, 4))),
+        (0, Box((2, 0), (1, 1))),
+        (1, Box((2, 1), (1, 3))),
+        (1, Box((3, 0), (3, 4))),
+    ],
+    ("model", "ids"): [(2, whole((5,)))],
+}
+
+
+def small() -> dict[str, Any]:
+    return {"model": {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor([7])}, "step": 100}
+
+
+def full() -> dict[str, Any]:
+    tied = torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16)
+    w = torch.arange(24.0).reshape(6, 4)
+    return {
+        "model": OrderedDict([("w", w), ("ids", torch.tensor([1, 2, 3, 1 << 40, 5])), ("a.b", tied), ("tied", tied)]),
+        "a": {"b": torch.tensor([True, False])},
+        "optim": {
+            "state": {"w": {"exp_avg": w / 2, "step": torch.tensor(3.0)}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": ["w"], "foreach": None, "capturable": False}],
+        },
+        "types": [
+            torch.tensor([1 + 2j], dtype=torch.complex128),
+            torch.tensor([1.0, 2.0], dtype=torch.float8_e4m3fn),
+            torch.tensor(2.5, dtype=torch.float64),
+            torch.zeros(0, 3, dtype=torch.float16),
+            torch.tensor([65535], dtype=torch.uint16),
+        ],
+        "values": {
+            "int": -(1 << 80),
+            "floats": [0.1, -0.0, float("inf"), float("-inf")],
+            "text": "snow ☃ \ud800 \0",
+            "bytes": b"\x00\xff",
+            "complex": 1 - 2j,
+            "none": None,
+            "set": {3},
+            "frozen": frozenset({(1, 2)}),
+            "keys": {0: "id", "0": "text", None: 1, True: 2, 1.5: 3, (1, "a"): 4},
+            "tags": {"$array": 7},
+            "numpy": np.float32(0.5),
+            "dtype": torch.bfloat16,
+            "empty": [{}, (), []],
+        },
+        0: {1: torch.tensor([9.0])},
+    }

@@ -1,0 +1,172 @@
+"""Steps of every published version of the format are read for ever, bit for bit; their files never change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from golden_state import full, small
+from materialise import assert_same
+from safetensors import safe_open
+
+import shardckpt
+from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.native import NativeReader
+from shardckpt.format.native_headers import read_described
+from shardckpt.format.native_manifest import (
+    COMMIT,
+    decode_manifest,
+    encode_commit,
+    encode_manifest,
+    manifest_name,
+)
+from shardckpt.format.native_payload import KEY, lay_out
+from shardckpt.format.tagged import ArrayRef, Named
+
+GOLDEN = Path(__file__).parent / "golden"
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "format.schema.json").read_text(encoding="utf-8"))
+
+STEPS = {
+    "1.0/small": "acfabaa18a3fdf28f5d30c41cced3151b6ff5383a898011449c57d8c4251ae87",
+    "1.0/ranks": "70fc777aca670f1ebaa2e99325050e72be1119f2e06b612bafb480c5381e980e",
+    "1.0/unhashed": "84a6ffe464e160baf1913009fe4ff0ee3ef4bd2aeb82e8bca5272b0fb05cda63",
+}
+"""Folder to the SHA-256 of its `COMMIT`, which vouches for every other byte."""
+
+
+@pytest.fixture(params=STEPS)
+def step(request: pytest.FixtureRequest) -> Path:
+    return GOLDEN / request.param
+
+
+def opened(step: Path) -> NativeReader:
+    reader = open_checkpoint(str(step))
+    assert isinstance(reader, NativeReader)
+    return reader
+
+
+def truth(step: Path) -> dict[Any, Any]:
+    return full() if step.name == "ranks" else small()
+
+
+def test_no_golden_file_ever_changes(step: Path) -> None:
+    key = str(step.relative_to(GOLDEN))
+    assert hashlib.sha256((step / COMMIT).read_bytes()).hexdigest() == STEPS[key]
+    assert shardckpt.verify(str(step)).ok
+    listed = {file.name for file in step.iterdir()} - {COMMIT}
+    reader = opened(step)
+    assert listed == {*reader.commit.files, reader.commit.manifest}
+
+
+def test_the_nest_comes_back(step: Path) -> None:
+    reader = opened(step)
+    records = reader.contents.arrays
+    used: list[int] = []
+
+    def compare(found: Any, expected: Any, path: str) -> None:
+        if isinstance(expected, torch.Tensor):
+            assert isinstance(found, ArrayRef), path
+            used.append(found.number)
+            assert_same(reader, records[found.number].path, expected)
+            return
+        if isinstance(expected, torch.dtype):
+            assert found == Named("dtype", str(expected).removeprefix("torch.")), path
+            return
+        assert type(found) is type(expected), path
+        if isinstance(expected, dict):
+            assert [*found] == [*expected], path
+            for key, value in expected.items():
+                compare(found[key], value, f"{path}.{key}")
+        elif isinstance(expected, (list, tuple)):
+            assert len(found) == len(expected), path
+            for i, value in enumerate(expected):
+                compare(found[i], value, f"{path}.{i}")
+        else:
+            assert repr(found) == repr(expected), path
+
+    compare(reader.nest(lambda ref: ref), truth(step), "")
+    assert set(used) == set(range(len(records)))
+
+
+def test_tied_names_share_one_array() -> None:
+    manifest = opened(GOLDEN / "1.0" / "ranks").manifest
+    assert manifest.aliases == {("model", "tied"): ("model", "a.b")}
+    assert_same(opened(GOLDEN / "1.0" / "ranks"), ("model", "tied"), torch.tensor([1.5, -2.0, 3.0]).bfloat16())
+    assert_same(opened(GOLDEN / "1.0" / "ranks"), ("a", "b"), torch.tensor([True, False]))
+
+
+def test_what_this_release_writes_is_still_the_same_byte_for_byte(step: Path) -> None:
+    """Canonical: a manifest has one form, so that digests can be compared."""
+    reader = opened(step)
+    manifest = (step / reader.commit.manifest).read_bytes()
+    contents = decode_manifest(manifest)
+    assert encode_manifest(contents) == manifest
+    assert manifest_name(contents.save) == reader.commit.manifest
+    assert encode_commit(contents.save, manifest, contents.files) == (step / COMMIT).read_bytes()
+    payload = {f.name: f.nbytes for f in contents.files if f.name.endswith(".safetensors")}
+    for described in read_described(reader.stored, payload):
+        writer = int(described.name.split("-")[1])
+        model = ("model",) if (step / "model.safetensors.index.json").exists() else None
+        carry = described.carry or None
+        laid = lay_out(described.save, writer, described.chunks, model=model, carry=carry)
+        head = (step / described.name).read_bytes()
+        assert any(head.startswith(each.header) for each in laid)
+
+
+def test_repair_gives_the_same_files(step: Path, tmp_path: Path) -> None:
+    for file in step.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / COMMIT).unlink()
+    shardckpt.repair(str(tmp_path))
+    assert shardckpt.verify(str(tmp_path)).ok
+    if step.name != "unhashed":
+        assert (tmp_path / COMMIT).read_bytes() == (step / COMMIT).read_bytes()
+
+
+# The schema
+
+
+def described(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/{name}", "$defs": SCHEMA["$defs"]}
+
+
+def test_the_schema_describes_what_is_written(step: Path) -> None:
+    line = (step / COMMIT).read_bytes().splitlines()[0]
+    jsonschema.validate(json.loads(line), described("commit"))
+    [manifest] = step.glob("*.manifest.json")
+    jsonschema.validate(json.loads(manifest.read_bytes()), described("manifest"))
+    for file in step.glob("*.safetensors"):
+        with safe_open(file, "np") as payload:
+            jsonschema.validate(json.loads(payload.metadata()[KEY]), described("payload"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("commit", {"version": ["1", 0]}),
+        ("commit", {"files": [["../a", 1]]}),
+        ("commit", {"manifest": ["a", 1]}),
+        ("manifest", {"arrays": [[["a"], "float32", [2]]]}),
+        ("manifest", {"arrays": [[["a"], "float32", [-2], []]]}),
+        ("manifest", {"nest": {"$nope": 1}}),
+        ("manifest", {"nest": {"$array": -1}}),
+        ("payload", {"chunks": [[["a"], "float32", [2], [0]]]}),
+    ],
+)
+def test_the_schema_refuses_what_the_reader_refuses(name: str, change: dict[str, Any]) -> None:
+    step = GOLDEN / "1.0" / "small"
+    texts = {
+        "commit": (step / COMMIT).read_bytes().splitlines()[0],
+        "manifest": next(step.glob("*.manifest.json")).read_bytes(),
+    }
+    with safe_open(next(step.glob("*.safetensors")), "np") as payload:
+        texts["payload"] = payload.metadata()[KEY].encode()
+    content = json.loads(texts[name])
+    jsonschema.validate(content, described(name))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(content | change, described(name))
