@@ -438,7 +438,7 @@ class _Putter:
                         made[position][name] = self._scalar(held, source, name, rows[source][name])
             else:
                 self._opaque(held, name, rows, having, made)
-        return {held.holder.exposed[at]: {} if _has_no_part(held.holder, at) else state for at, state in made.items()}
+        return {held.holder.exposed[at]: state for at, state in made.items() if not _has_no_part(held.holder, at)}
 
     def _scalar(self, held: Held, index: int, name: str, slot: Slot) -> Any:
         entry = held.holder.entries[index]
@@ -498,7 +498,7 @@ class _Putter:
 
 
 def _has_no_part(holder: Holder, position: int) -> bool:
-    """Tell whether this rank keeps nothing of a parameter since it has no part of it."""
+    """Tell whether this rank has no part of a parameter, so that it keeps of it what its optimizer began with."""
     return isinstance(holder, FlatHolder) and holder.is_sharded and local(holder.exposed[position]).numel() == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 
 import torch
@@ -10,14 +9,12 @@ from harness import run
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt import core as ours
 from shardckpt.errors import ShardckptError
-from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
 
 
 class Block(nn.Module):
@@ -111,8 +108,6 @@ FACES = {
     "ddp": lambda net, mesh=None: DistributedDataParallel(net),
     "torch in place": in_place(theirs),
 }
-MAIN = ("flat", "orig", "in place")
-HYBRID = {"flat": FACES["flat"], "orig": FACES["orig"], "in place": FACES["in place"]}
 PARALLEL = {
     "in place": parallel(in_place(ours)),
     "orig": parallel(wrapper(ours, use_orig_params=True)),
@@ -188,44 +183,4 @@ def differing(found: dict, expected: dict, exact: bool = True) -> list[str]:
                 wrong.append(f"{name} differs: {a.dtype} {tuple(a.shape)}")
         elif a != b:
             wrong.append(f"{name}: {a} instead of {b}")
-    return wrong
-
-
-def everything(faces: dict, shape: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> list[str]:
-    """Load the state of a plain trained model into each face in each form, and look at it in each form."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if shape else None
-    first = torch.distributed.get_rank() == 0
-    torch.manual_seed(0)
-    net = Net((1,) if any("torch" in name for name in faces) else ())  # torch shards no scalars
-    start = copy.deepcopy(net)
-    optim = torch.optim.AdamW(net.parameters(), lr=0.01)
-    step(net, optim)
-    weights, moments = copy.deepcopy(net.state_dict()), copy.deepcopy(optim_state_dict(net, optim))
-    step(net, optim, 1)
-    wrong = []
-    for name, shard in faces.items():
-        for kind in ("FULL", "first", "SHARDED", "LOCAL") if name in MAIN and mesh is None else ("first", "SHARDED"):
-            model = shard(copy.deepcopy(start), mesh)
-            other = torch.optim.AdamW(model.parameters(), lr=7.0)
-            load_model_state_dict(model, weights)
-            load_optim_state_dict(model, other, moments)
-            how = {"rank0_only": True, "offload_to_cpu": True} if kind == "first" else {}
-            told = "FULL" if kind == "first" else kind
-            taken, kept = model_state_dict(model, told, **how), optim_state_dict(model, other, told, **how)
-            if kind == "first":
-                wrong += [] if first or not (taken or kept["state"]) else [f"{name}: not the first rank's alone"]
-            if kind != "LOCAL" and (kind != "first" or first):
-                wrong += [
-                    f"{name} {kind} {each}" for each in differing({n: whole(v) for n, v in taken.items()}, weights)
-                ]
-                wrong += [f"{name} {kind} {each}" for each in differing(flat(kept), flat(moments))]
-            model = shard(copy.deepcopy(start), mesh)
-            other = torch.optim.AdamW(model.parameters(), lr=7.0)
-            load_model_state_dict(model, taken)
-            load_optim_state_dict(model, other, kept)
-            step(model, other, 1)
-            wrong += [
-                f"{name} after {kind} {each}"
-                for each in differing(model_state_dict(model), dict(net.state_dict()), False)
-            ]
     return wrong
