@@ -1,0 +1,101 @@
+"""The wrapper's statics that shard give what torch's give, and torch's own wrapper keeps groups apart by name."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from states import Net, differing, flat, over, quiet, step, whole, wrapper
+from torch.distributed import fsdp as theirs
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardckpt import core as ours
+from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
+
+STYLES = {"flat": False, "orig": True}
+
+
+def gathered(value):
+    """Return nested tensors whole on the first rank, whatever class of sharded tensor they are."""
+    if isinstance(value, dict):
+        return {key: gathered(each) for key, each in value.items()}
+    if hasattr(value, "local_shards"):
+        made = torch.zeros(value.size()) if torch.distributed.get_rank() == 0 else None
+        value.gather(0, made)
+        return made
+    return whole(value)
+
+
+def by_slot(state) -> dict:
+    made = {(name, slot): value for name, slots in state["state"].items() for slot, value in slots.items()}
+    groups = [{**group, "params": sorted(group["params"])} for group in state["param_groups"]]
+    return made | {("group", index): str(sorted(group.items())) for index, group in enumerate(groups)}
+
+
+def test_sharded_states_of_optimizers_are_those_of_torch():
+    def body(rank, world, style):
+        mesh = init_device_mesh("cpu", (world,))
+        torch.manual_seed(0)
+        net = Net((1,))
+        found = []
+        for engine in (ours, theirs):
+            fsdp = engine.FullyShardedDataParallel
+            model = wrapper(engine, use_orig_params=STYLES[style], sharding_strategy=engine.ShardingStrategy.FULL_SHARD)
+            model = model(copy.deepcopy(net), mesh)
+            optim = torch.optim.Adam(model.parameters(), lr=0.1)
+            step(model, optim, rank)
+            with fsdp.state_dict_type(
+                model,
+                engine.StateDictType.SHARDED_STATE_DICT,
+                engine.ShardedStateDictConfig(),
+                engine.ShardedOptimStateDictConfig(),
+            ):
+                sharded = fsdp.sharded_optim_state_dict(model, optim)
+                current = fsdp.optim_state_dict(model, optim)
+                loaded = fsdp.optim_state_dict_to_load(model, optim, current)
+            flattened = fsdp.flatten_sharded_optim_state_dict(sharded, model, optim)
+            found.append({"sharded": gathered(sharded), "current": gathered(current)} if rank == 0 else {})
+            if rank:
+                gathered(sharded), gathered(current)
+            found[-1] |= {"flattened": flattened, "loaded": loaded}
+        mine, torchs = ({name: by_slot(state) for name, state in each.items()} for each in found)
+        return [(name, each) for name in mine for each in differing(mine[name], torchs[name], exact=False)]
+
+    over(STYLES, body)
+
+
+def groups_of(model, order: str) -> list[dict]:
+    rates = {"a": 0.1, "b": 0.2, "c": 0.3}
+    named = list(model.named_parameters())
+    of = {
+        "a": [p for n, p in named if "blocks.0" in n],
+        "b": [p for n, p in named if "blocks.1" in n],
+        "c": [p for n, p in named if "blocks" not in n],
+    }
+    return [{"params": of[each], "lr": rates[each]} for each in order]
+
+
+def test_g1_torchs_wrapper_gets_groups_of_another_order_by_name():
+    def body(rank, world, way):
+        source, target, style = way
+        torch.manual_seed(0)
+        net = Net((1,))
+        model = wrapper(source, use_orig_params=STYLES[style])(copy.deepcopy(net))
+        optim = torch.optim.Adam(groups_of(model, "abc"))
+        step(model, optim)
+        step(model, optim, 1)
+        weights, moments = copy.deepcopy(model_state_dict(model)), copy.deepcopy(optim_state_dict(model, optim))
+        other = wrapper(target, use_orig_params=STYLES[style])(Net((1,)))
+        again = torch.optim.Adam([{**group, "lr": 9.0} for group in groups_of(other, "cab")])
+        load_model_state_dict(other, weights)
+        load_optim_state_dict(other, again, moments)
+        rates = [group["lr"] for group in again.param_groups]
+        wrong = [] if rates == [0.3, 0.1, 0.2] else [rates]
+        back = flat({**optim_state_dict(other, again), "param_groups": []})
+        wrong += differing(back, flat({**moments, "param_groups": []}))
+        for each, of in ((model, optim), (other, again)):
+            step(each, of, 2)
+        return wrong + differing(dict(model_state_dict(other)), dict(model_state_dict(model)), exact=False)
+
+    ways = [(source, theirs, style) for source in (theirs, ours) for style in STYLES]
+    over([*ways, (theirs, ours, "flat")], lambda rank, world, way: quiet(body, rank, world, way))
