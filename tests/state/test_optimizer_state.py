@@ -139,7 +139,8 @@ def test_g1_groups_in_another_order_keep_their_own_settings_and_moments():
         saved = optim_state_dict(model, one)
         other = torch.optim.Adam([{"params": outer}, {"params": inner}], lr=9.0)
         load_optim_state_dict(model, other, saved)
-        wrong = [] if [g["lr"] for g in other.param_groups] == [0.2, 0.1] else [other.param_groups]
+        rates = [group["lr"] for group in other.param_groups]
+        wrong = [] if rates == [0.2, 0.1] else [rates]
         other.param_groups.reverse()
         return wrong + kept_differs(model, one, model, other)
 
