@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import pickle
@@ -24,15 +25,21 @@ from shardckpt.convert.selection import select
 from shardckpt.format.codecs import DecodedStream
 from shardckpt.format.detect import detect
 from shardckpt.format.hf_files import choose
+from shardckpt.format.native import manifest_of
+from shardckpt.format.native_headers import read_described, rebuild
+from shardckpt.format.native_manifest import COMMIT, MANIFEST_SUFFIX, FileRecord, decode_commit, encode_commit
+from shardckpt.format.native_payload import canonical
 from shardckpt.format.pickles import load
 from shardckpt.format.reader import Reader, Source
 from shardckpt.format.safetensors import parse_header, parse_json, read_headers
+from shardckpt.format.tagged import ArrayRef, Named, decode, encode
 from shardckpt.format.zip_archive import Place, Wanted, open_archives, read_entries, walk_front
 from shardckpt.manifest import Encoded, Span
 
 from .memory import MemoryStore
 
 _SMALL_BYTES = 1 << 20
+_TAGGED = {0: [1.5, float("nan"), 1 << 70, b"x", 1j, (None, {"$a"})], "d": Named("size", (2, 3)), "t": ArrayRef(3)}
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,7 @@ def use(reader: Reader) -> None:
                 pass
     for entry in reader.manifest.objects.values():
         reader.load_object(entry)
-    for checksum in reader.checksums():
+    for checksum in reader.checksums() if reader.manifest.format != "native" else ():  # there they find short files
         assert checksum.offset + checksum.nbytes <= reader.manifest.files[checksum.file]
 
 
@@ -152,6 +159,45 @@ def _reader(name: str, variant: str) -> Target:
     return Target(lambda: list(_sample(name, variant)[0].values()), run)
 
 
+def _native() -> tuple[dict[str, bytes], str]:
+    """Return the files of a native step, and the name of its manifest."""
+    files = dict(_sample("native", "ranks")[0])
+    return files, next(name for name in files if name.endswith(MANIFEST_SUFFIX))
+
+
+def _lying_manifest(_: int, data: bytes) -> None:
+    """Read a step whose `COMMIT` vouches for a damaged manifest."""
+    files, name = _native()
+    listed = [FileRecord(name, size, None) for name, size in decode_commit(files[COMMIT]).files.items()]
+    files |= {name: data, COMMIT: encode_commit(name.partition(".")[0], data, listed)}
+    source = Source(MemoryStore(files))
+    use(detect(source).open(source))
+
+
+def _lying_commit(_: int, data: bytes) -> None:
+    """Read a step whose `COMMIT` was damaged and given the right digest."""
+    files, _ = _native()
+    line = data.replace(b"\n", b"") + b"\n"
+    files[COMMIT] = line + hashlib.sha256(line).hexdigest().encode() + b"\n"
+    source = Source(MemoryStore(files))
+    use(detect(source).open(source))
+
+
+def _lying_header(which: int, data: bytes) -> None:
+    """Make a manifest from payload headers of which one is damaged."""
+    files, _ = _native()
+    payload = {name: content for name, content in files.items() if name.endswith(".safetensors")}
+    payload[list(payload)[which]] = data
+    store = MemoryStore(payload)
+    described = read_described(store, {name: len(content) for name, content in payload.items()})
+    contents, _ = rebuild("0save", described, "fuzz")
+    manifest_of(store, contents, {})
+
+
+def _tagged(_: int, data: bytes) -> None:
+    repr(decode(parse_json(data, where="fuzz")))
+
+
 TARGETS: dict[str, Target] = {
     "json": Target(
         lambda: [b'{"a": [1, 2.5, "x\\n", null, true], "b": {"c": -1}}'], lambda _, d: parse_json(d, where="f")
@@ -167,4 +213,10 @@ TARGETS: dict[str, Target] = {
     "zip front": Target(lambda: [_zip_bytes(0), _torch_bytes({"w": torch.ones(9)})], _front),
     "zstd": Target(lambda: [zstandard.ZstdCompressor().compress(bytes(range(200)) * 9)], _stream("zstd")),
     "deflate": Target(_deflated, _stream("deflate")),
+    "tagged": Target(lambda: [canonical(encode(_TAGGED))], _tagged),
+    "manifest that lies": Target(lambda: [_native()[0][_native()[1]]], _lying_manifest),
+    "commit that lies": Target(lambda: [_native()[0][COMMIT].partition(b"\n")[0]], _lying_commit),
+    "payload that lies": Target(
+        lambda: [content for name, content in _native()[0].items() if name.endswith(".safetensors")], _lying_header
+    ),
 } | {f"{name} {variant}": _reader(name, variant) for name, variants in SAMPLES.items() for variant in variants}
