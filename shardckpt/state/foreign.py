@@ -50,19 +50,28 @@ def refuse_other(kind: StateKind) -> None:
 
 @contextmanager
 def _whole(model: nn.Module, *, offload: bool = False, first_only: bool = False) -> Iterator[Any]:
-    """Let torch's state dicts be whole inside."""
+    """Let torch's state dicts be whole inside; on any exit its settings are what they were."""
     fsdp = torchs_wrapper()
-    config = {"offload_to_cpu": offload, "rank0_only": first_only}
+    wrapper = fsdp.FullyShardedDataParallel
+    is_there = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    config = {"offload_to_cpu": offload and not is_there, "rank0_only": first_only}  # or torch frees what it returns
+    whole = (
+        fsdp.StateDictType.FULL_STATE_DICT,
+        fsdp.FullStateDictConfig(**config),
+        fsdp.FullOptimStateDictConfig(**config),
+    )
+    before = _set(wrapper, model, whole)
+    try:
+        yield wrapper
+    finally:
+        _set(wrapper, model, (before.state_dict_type, before.state_dict_config, before.optim_state_dict_config))
+
+
+def _set(wrapper: Any, model: nn.Module, settings: tuple[Any, Any, Any]) -> Any:
+    """Tell torch's wrappers what their state dicts hold, without what it says against that; return what it was."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        wrapper = fsdp.FullyShardedDataParallel
-        with wrapper.state_dict_type(
-            model,
-            fsdp.StateDictType.FULL_STATE_DICT,
-            fsdp.FullStateDictConfig(**config),
-            fsdp.FullOptimStateDictConfig(**config),
-        ):
-            yield wrapper
+        return wrapper.set_state_dict_type(model, *settings)
 
 
 def whole_state(model: nn.Module, *, offload: bool, first_only: bool) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from shardckpt.state import optim_loading, optimizer, recursion, rekey, sharded_
 from shardckpt.state.description import describe
 from shardckpt.state.kinds import StateKind, is_sharded_tensor, note_of
 from shardckpt.state.loading import refuse_other_layout
+from shardckpt.state.param_groups import settings
 
 
 class SharedParameterError(ShardckptError, RuntimeError):
@@ -173,8 +174,13 @@ def rekey_optim_state_dict(
             "a parameter has several names, so that names and numbers do not match",
             found=", ".join(f"{name} is {found.aliases[name]}" for name in shared[:5]),
         )
-    groups = optimizer.optimized(found, optim or _Groups.of(model, optim_input)).groups
-    return rekey.to_names(state, groups) if kind is int else rekey.to_ids(state, groups)
+    live = optim or _Groups.of(model, optim_input)
+    groups = optimizer.optimized(found, live).groups
+    if kind is int:
+        return rekey.to_names(state, groups)
+    made = rekey.to_ids(state, groups)
+    pairs = zip(live.param_groups, made["param_groups"], strict=True)
+    return {**made, "param_groups": [{**settings(own), **group} for own, group in pairs]}
 
 
 def optim_state_dict(
@@ -182,14 +188,14 @@ def optim_state_dict(
 ) -> dict[str, Any]:
     """Return the state of an optimizer as the settings of `state_dict_type` say. Collective."""
     del group
-    settings = _settings(model)
-    config = settings.optim_state_dict_config
+    told = _settings(model)
+    config = told.optim_state_dict_config
     first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-    source: Any = optim if given is None else _own_state(optim, given)
+    source: Any = optim if given is None else _own_state(model, optim, given)
     found = optimizer.optim_state_dict(
         model,
         source,
-        recursion.KINDS[settings.state_dict_type],
+        recursion.KINDS[told.state_dict_type],
         offload_to_cpu=config.offload_to_cpu,
         rank0_only=first_only,
     )
@@ -232,10 +238,11 @@ def _settings(model: nn.Module) -> StateDictSettings:
     return found
 
 
-def _own_state(optim: torch.optim.Optimizer, given: Mapping[str, Any]) -> _Groups:
-    """Return what an optimizer would be that had a state as `state_dict()` of it gives."""
-    parameters = [parameter for group in optim.param_groups for parameter in group["params"]]
-    kept = {parameters[number]: state for number, state in given["state"].items()}
+def _own_state(model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[str, Any]) -> _Groups:
+    """Return what an optimizer would be that had a state as `state_dict()` of it gives, by numbers or by live names."""
+    known: dict[Any, nn.Parameter] = {clean(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    known |= dict(enumerate(parameter for group in optim.param_groups for parameter in group["params"]))
+    kept = {known[clean(key) if isinstance(key, str) else key]: state for key, state in given["state"].items()}
     groups = [
         {**{k: v for k, v in told.items() if k != "params"}, "params": live["params"]}
         for told, live in zip(given["param_groups"], optim.param_groups, strict=True)
@@ -247,7 +254,7 @@ def _numbered(model: nn.Module, optim: Any, state: Mapping[str, Any], kind: Stat
     """Return a state with numbers for keys, in the order of an optimizer's groups. Collective."""
     fitted = optim_loading.fit(model, optim, state, kind=kind)
     kept, groups, number = {}, [], 0
-    for live, settings in zip(optim.param_groups, fitted.settings, strict=True):
+    for live, change in zip(optim.param_groups, fitted.settings, strict=True):
         numbers = []
         for parameter in live["params"]:
             if fitted.state.get(parameter):
@@ -255,5 +262,5 @@ def _numbered(model: nn.Module, optim: Any, state: Mapping[str, Any], kind: Stat
             numbers.append(number)
             number += 1
         own = {key: value for key, value in live.items() if key != "params"}
-        groups.append({**own, **settings, "params": numbers})
+        groups.append({**own, **change, "params": numbers})
     return {"state": kept, "param_groups": groups}

@@ -234,7 +234,6 @@ class Loading:
                 laid[: holder.owned] = loaded[0]
             holder.put(laid)
 
-
     def abandon(self) -> None:
         """Give the unit back what it had registered: the recursion ended on the way."""
         for holder in self._holders:
@@ -258,13 +257,15 @@ def prepared(state: MutableMapping[str, Any], prefix: str, unit: Unit) -> None:
     for name in [name for name, value in state.items() if name.startswith(prefix) and _is_any(value, flats)]:
         del state[name]
     compiled = list(_compiled(unit.module))
+    chosen: dict[str, tuple[str, Any]] = {}
     for name in [name for name in state if name.startswith(prefix)]:
-        value = state.pop(name)
-        rest = clean(name[len(prefix) :])
+        value, rest = state.pop(name), clean(name[len(prefix) :])
         for place in compiled:
             if rest.startswith(place):
                 rest = f"{place}{_COMPILED}.{rest[len(place) :]}"
-        state[f"{prefix}{WRAPPED}.{rest}"] = value
+        if rest not in chosen or len(name) < len(chosen[rest][0]):  # of two the one without segments of wrappers
+            chosen[rest] = (name, value)
+    state.update({f"{prefix}{WRAPPED}.{rest}": value for rest, (_, value) in chosen.items()})
 
 
 def _compiled(module: nn.Module, prefix: str = "") -> Iterator[str]:

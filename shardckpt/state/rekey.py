@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardckpt.errors import ShardckptError, UsageError
-from shardckpt.state.param_groups import NAMES
+from shardckpt.state.param_groups import NAMES, settings, wanted
 
 
 class MixedKeysError(ShardckptError, ValueError):
@@ -24,7 +24,7 @@ def keys_of(state: Mapping[str, Any]) -> type | None:
     if len(kinds) > 1 or not kinds <= {int, str}:
         raise MixedKeysError(
             "the keys of an optimizer state are neither all numbers nor all names",
-            found=sorted(kind.__name__ for kind in kinds),
+            found=", ".join(sorted(kind.__name__ for kind in kinds)),
         )
     return next(iter(kinds), None)
 
@@ -39,11 +39,15 @@ def to_names(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = 
     Raises:
         UsageError: Nobody tells the names, or there are more or fewer than parameters.
     """
-    if keys_of(state) is not int:
+    if keys_of(state) is str:
         return dict(state)
+    if groups is not None and len(groups) != len(state["param_groups"]):
+        raise UsageError(
+            "names are of another number of groups", found=len(groups), expected=len(state["param_groups"])
+        )
     names: dict[int, str] = {}
     for index, group in enumerate(state["param_groups"]):
-        told = groups[index] if groups is not None and index < len(groups) else group.get("param_names", ())
+        told = groups[index] if groups is not None else group.get("param_names", ())
         if len(told) != len(group["params"]):
             raise UsageError(
                 "the names of a group's parameters are not known",
@@ -62,32 +66,30 @@ def to_ids(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = No
     Args:
         state: One with names for keys.
         groups: The names in each group of the optimizer it is for; None to number them as they stand in the state.
+            Settings follow the names; a group without names has those of a group without names.
 
     Raises:
         UsageError: A name of the state is in none of the groups.
+        ConflictError: Names of one group were saved with different settings.
     """
-    if keys_of(state) is not str:
+    if keys_of(state) is int:
         return dict(state)
     order = [name for group in (groups or [g["params"] for g in state["param_groups"]]) for name in group]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(order))}
     unknown = [name for name in state["state"] if name not in numbers]
     if unknown:
         raise UsageError("names of a state are in no group of the optimizer", found=", ".join(unknown[:10]))
-    made = _renamed(state, numbers)
-    if groups is not None:
-        made["param_groups"] = [
-            {**_group_of(names, state["param_groups"]), "params": [numbers[name] for name in names]} for names in groups
-        ]
-    return made
-
-
-def _group_of(names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of the saved group that has a live group's first known parameter."""
-    for name in names:
-        for group in groups:
-            if name in group["params"]:
-                return {key: value for key, value in group.items() if key not in NAMES}
-    return {}
+    if groups is None:
+        return _renamed(state, numbers)
+    saved = state["param_groups"]
+    empty = iter([settings(group) for group in saved if not group["params"]])
+    changes = [
+        change if names else next(empty, {}) for change, names in zip(wanted(groups, saved), groups, strict=True)
+    ]
+    made = [
+        {**change, "params": [numbers[name] for name in names]} for change, names in zip(changes, groups, strict=True)
+    ]
+    return {**state, "state": {numbers[name]: slots for name, slots in state["state"].items()}, "param_groups": made}
 
 
 def _renamed(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:

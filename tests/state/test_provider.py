@@ -252,6 +252,42 @@ def test_the_statics_of_optimizers_give_what_torchs_give(orig):
 
 
 @pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_an_optimizers_own_state_is_taken_by_numbers_or_by_live_names(orig):
+    def body(rank, world):
+        quiet()
+        torch.manual_seed(0)
+        fsdp = ours.FullyShardedDataParallel
+        model = wrapped(ours, Net(), orig)
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        step(model, optim, rank)
+        numbered = optim.state_dict()
+        names = [name for name, _ in model.named_parameters()]
+        named = {**numbered, "state": {names[number]: state for number, state in numbered["state"].items()}}
+        found = [fsdp.optim_state_dict(model, optim, given) for given in (None, numbered, named)]
+        return near(found[0], found[1]), near(found[0], found[2]), len(found[0]["state"])
+
+    assert run(2, body) == [(True, True, 10)] * 2
+
+
+def test_names_get_numbers_with_the_settings_of_the_group_that_had_them():
+    fsdp = ours.FullyShardedDataParallel
+    net = Net()
+    weights = [p for name, p in net.named_parameters() if name.endswith("weight")]
+    rest = [p for name, p in net.named_parameters() if not name.endswith("weight")]
+    optim = torch.optim.Adam([{"params": weights, "lr": 0.1}, {"params": rest, "lr": 0.2}, {"params": [], "lr": 0.3}])
+    net(torch.randn(4, 5)).sum().backward()
+    optim.step()
+    names = fsdp.rekey_optim_state_dict(optim.state_dict(), ours.OptimStateKeyType.PARAM_NAME, net, optim=optim)
+    other = torch.optim.Adam([{"params": rest}, {"params": []}, {"params": weights}], lr=7.0)
+    other.load_state_dict(fsdp.rekey_optim_state_dict(names, ours.OptimStateKeyType.PARAM_ID, net, optim=other))
+    assert [group["lr"] for group in other.param_groups] == [0.2, 0.3, 0.1]
+    assert all(torch.equal(other.state[p]["exp_avg"], optim.state[p]["exp_avg"]) for p in net.parameters())
+    mixed = torch.optim.Adam(net.parameters(), lr=7.0)
+    with pytest.raises(ValueError, match=r"lr=0.1 of .*; lr=0.2 of"):
+        fsdp.rekey_optim_state_dict(names, ours.OptimStateKeyType.PARAM_ID, net, optim=mixed)
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 def test_sharded_optimizer_states_are_flattened_for_the_optimizer_again(orig):
     def body(rank, world):
         torch.manual_seed(0)

@@ -1,0 +1,68 @@
+"""Models under torch's own wrapper: their whole state on the CPU too, and torch's settings are left as they were."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from harness import run
+from states import FACES, Net, differing, flat, step, wrapper
+from torch.distributed import fsdp as theirs
+
+from shardckpt.state import load_model_state_dict, model_state_dict, optim_state_dict
+
+Theirs = theirs.FullyShardedDataParallel
+
+
+def trained(shard):
+    torch.manual_seed(0)
+    model = shard(Net((1,)))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step(model, optim)
+    return model, optim
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_whole_states_are_on_the_cpu_where_they_are_wanted_there(orig):
+    def body(rank, world):
+        model, optim = trained(wrapper(theirs, use_orig_params=orig))
+        plain, kept = trained(FACES["plain"])
+        expected = dict(plain.state_dict()), flat({**optim_state_dict(plain, kept), "param_groups": []})
+        wrong = []
+        for first in (False, True):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", FutureWarning)
+                how = {"offload_to_cpu": True, "rank0_only": first}
+                weights, moments = model_state_dict(model, **how), optim_state_dict(model, optim, **how)
+            if first and rank:
+                wrong += [] if not weights and not moments["state"] else ["not the first rank's alone"]
+                continue
+            wrong += differing(dict(weights), expected[0], exact=False)
+            wrong += differing(flat({**moments, "param_groups": []}), expected[1], exact=False)
+        step(model, optim)
+        return wrong
+
+    assert run(2, body) == [[], []]
+
+
+def test_torchs_settings_are_what_they_were_after_a_failure_too():
+    def body(rank, world):
+        model, _ = trained(wrapper(theirs))
+        before = Theirs.get_state_dict_type(model)
+        state = model_state_dict(model)
+        del state["gain"]
+        with pytest.raises(RuntimeError, match="gain"):
+            load_model_state_dict(model, state)
+        return Theirs.get_state_dict_type(model) == before
+
+    def sharded(rank, world):
+        model, _ = trained(wrapper(theirs))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            Theirs.set_state_dict_type(model, theirs.StateDictType.SHARDED_STATE_DICT)
+        model_state_dict(model)
+        return Theirs.get_state_dict_type(model).state_dict_type is theirs.StateDictType.SHARDED_STATE_DICT
+
+    assert run(2, body) == [True, True]
+    assert run(2, sharded) == [True, True]
