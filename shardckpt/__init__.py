@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardckpt.checkpoint.checkpointer import Checkpointer
     from shardckpt.checkpoint.holdings import PerRank
     from shardckpt.checkpoint.load import MismatchError, load
     from shardckpt.checkpoint.opened import open
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from shardckpt.state.optimizer import optim_state_dict
 
 _HOMES = {
+    "shardckpt.checkpoint.checkpointer": ("Checkpointer",),
     "shardckpt.checkpoint.holdings": ("PerRank",),
     "shardckpt.checkpoint.load": ("MismatchError", "load"),
     "shardckpt.checkpoint.opened": ("open",),
@@ -121,6 +123,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AmbiguousError",
     "CheckpointError",
+    "Checkpointer",
     "ChecksumError",
     "Comparison",
     "FormatError",

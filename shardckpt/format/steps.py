@@ -43,7 +43,8 @@ class Step:
         save: Id of the save that wrote it; empty where there is no valid `COMMIT`.
         nbytes: Of its files, as they were committed.
         fault: Why it is not complete; empty where it is.
-        is_unfinished: No `COMMIT` lies there, and what does is ours: a save or a removal that did not get to its end.
+        is_committed: A file `COMMIT` lies there, valid or not.
+        is_ours: Nothing lies there but what saves write.
     """
 
     number: int
@@ -51,12 +52,18 @@ class Step:
     save: str = ""
     nbytes: int = 0
     fault: str = ""
-    is_unfinished: bool = False
+    is_committed: bool = False
+    is_ours: bool = False
 
     @property
     def is_complete(self) -> bool:
         """Whether it was committed, and every file has the size that was committed."""
         return not self.fault
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a save or a removal did not get to its end here."""
+        return self.is_ours and not self.is_committed
 
     @property
     def saved_at(self) -> float | None:
@@ -116,6 +123,19 @@ def read_run(store: Store) -> Run:
     return Run(tuple(_once(steps)), tuple(name for name in folders if _PARTIAL.fullmatch(name)))
 
 
+def read_step(store: Store, number: int) -> Step:
+    """Look at one step, in the folder that it would be saved to; where nothing lies there, it is just not complete.
+
+    Args:
+        store: Rooted at the run.
+        number: The step.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    return _read_step(store, number, step_name(number))
+
+
 def _read_step(store: Store, number: int, name: str) -> Step:
     inside = Within(store, name)
     try:
@@ -123,24 +143,25 @@ def _read_step(store: Store, number: int, name: str) -> Step:
     except CheckpointError as error:  # a link that leads out of the run
         return Step(number, name, fault=str(error))
     sizes = _sizes(entries)
+    step = Step(number, name, is_committed=COMMIT in sizes, is_ours=_is_ours(entries))
     try:
         commit = read_commit(inside, sizes)
     except (CheckpointError, MissingFileError) as error:  # missing: somebody removes it meanwhile
-        return Step(number, name, fault=str(error), is_unfinished=_is_unfinished(entries))
+        return replace(step, fault=str(error))
     nbytes = commit.manifest_bytes + sum(commit.files.values())
-    return Step(number, name, commit.save, nbytes, _missing(inside.url, commit, sizes))
+    return replace(step, save=commit.save, nbytes=nbytes, fault=_missing(inside.url, commit, sizes))
 
 
 def _sizes(entries: Sequence[Listed]) -> dict[str, int]:
     return {entry.name: entry.size for entry in entries if not entry.is_folder}
 
 
-def _is_unfinished(entries: Sequence[Listed]) -> bool:
-    """Tell whether a folder holds files of saves alone, and no `COMMIT`: other things are somebody else's."""
+def _is_ours(entries: Sequence[Listed]) -> bool:
+    """Tell whether a folder holds files of saves alone: other things are somebody else's, whatever it is called."""
     names = {_final(entry.name) for entry in entries}
     saved = {name for name in names if _WRITTEN.fullmatch(name)}
     is_only_saved = not any(entry.is_folder for entry in entries) and names <= saved | {HF_INDEX, COMMIT}
-    return is_only_saved and (bool(saved) or not names) and COMMIT not in {entry.name for entry in entries}
+    return is_only_saved and (bool(saved) or not names)
 
 
 def _final(name: str) -> str:

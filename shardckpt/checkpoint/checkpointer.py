@@ -1,0 +1,459 @@
+"""`Checkpointer`: the steps of a run. Which one to load, which ones to keep, a last save before the job has to go."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Literal, NamedTuple, SupportsFloat
+
+import torch.distributed as dist
+
+from shardckpt.checkpoint.load import load
+from shardckpt.checkpoint.save import save, star_of
+from shardckpt.errors import (
+    CheckpointError,
+    MissingFileError,
+    NoCompleteCheckpoint,
+    RankError,
+    SourceNotFoundError,
+    StorageError,
+    UnknownFormatError,
+    UsageError,
+)
+from shardckpt.format.steps import (
+    Run,
+    Step,
+    delete_leftover,
+    delete_step,
+    leftovers,
+    read_about,
+    read_run,
+    read_step,
+    step_name,
+)
+from shardckpt.groups import Star
+from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead
+from shardckpt.storage.open_store import open_store
+from shardckpt.storage.store import Store
+
+_DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
+"""What a step raises that is damaged, or is being removed by somebody else."""
+
+_METRIC = "metric."
+_MOST = 10**18
+_SHOWN = 5
+
+
+class Checkpointer:
+    """The checkpoints of a run, a folder for each step: `step-00001000` below `root`.
+
+    Every method but `path` is collective: the ranks of the group call it together, the first one looks at the storage,
+    and all come to the same answer. A step exists once its `COMMIT` does, whatever its folder's name says.
+
+    A step is kept if one of the `keep_` rules keeps it; without any rule all are. Only complete steps count, and
+    neither the newest complete one nor the one just saved is ever removed. What dead saves have left is removed a day
+    after it last changed.
+
+    Args:
+        root: Folder of the run: a path, or a URL that fsspec knows.
+        keep_last: Keep so many of the newest steps.
+        keep_every: Keep steps whose number this divides.
+        keep_best: Keep so many of the best steps by `metric`.
+        metric: What `keep_best` goes by, of the metrics given to `save`.
+        mode: Whether the best step has the smallest metric, or the largest.
+        keep_for: Keep steps for so long: a timedelta, or seconds.
+        save_every: `should_save` is true for steps that this divides.
+        group: The ranks; all where None.
+
+    Raises:
+        UsageError: A rule that would mean nothing.
+
+    Attributes:
+        root: As given, without a slash at its end.
+
+    Example:
+        >>> ck = shardckpt.Checkpointer("s3://bucket/run", keep_last=3, save_every=1000)  # doctest: +SKIP
+        >>> start = ck.restore(state) or 0
+        >>> for step in range(start + 1, steps + 1):
+        ...     train(state)
+        ...     if ck.should_save(step):
+        ...         ck.save(step, state)
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        metric: str = "loss",
+        mode: Literal["min", "max"] = "min",
+        keep_for: timedelta | float | None = None,
+        save_every: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        seconds = keep_for.total_seconds() if isinstance(keep_for, timedelta) else keep_for
+        self._rules = Retention(keep_last, keep_every, keep_best, mode, seconds)
+        if save_every is not None and (type(save_every) is not int or save_every < 1):
+            raise UsageError("`save_every` is no number of steps", found=repr(save_every), expected="an integer from 1")
+        self.root = os.fspath(root).rstrip("/") or "/"
+        self._metric, self._save_every, self._group = metric, save_every, group
+        self._metrics: dict[str, float | None] = {}
+        self._damaged: set[str] = set()
+        self._held: int | None = None
+        self._is_tidy = False
+        self._signals = _Signals()
+
+    def path(self, step: int) -> str:
+        """Return where a step is saved.
+
+        Args:
+            step: Its number.
+
+        Raises:
+            UsageError: It is no number of a step.
+        """
+        return self._place(step_name(_number(step)))
+
+    def _place(self, name: str) -> str:
+        return f"{self.root.rstrip('/')}/{name}"
+
+    # Which steps there are
+
+    def steps(self) -> tuple[int, ...]:
+        """Return the numbers of the complete steps, the oldest first. Collective.
+
+        Raises:
+            StorageError: The storage failed; RankError on the other ranks.
+        """
+        found = self._asked("listing steps", lambda: [step.number for step in self._run().complete])
+        return tuple(found)
+
+    def latest(self) -> int | None:
+        """Return the number of the newest complete step, None where there is none. Collective.
+
+        Raises:
+            StorageError: The storage failed; RankError on the other ranks.
+        """
+        return max(self.steps(), default=None)
+
+    def _run(self) -> Run:
+        return read_run(self._store())
+
+    def _store(self) -> Store:
+        return open_store(self.root)
+
+    def _asked(self, what: str, answer: Callable[[], Any]) -> Any:
+        """Return on every rank what the first one finds."""
+        star = star_of(self._group)
+        return json.loads(
+            star.consult(f"{what} of {self.root}", b"", lambda told: [json.dumps(answer()).encode()] * len(told))
+        )
+
+    # Saving
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        overwrite: bool = False,
+        **options: Any,
+    ) -> None:
+        """Save a step, then remove those that no rule keeps. Collective.
+
+        What a dead save left of this step, or what `restore` found to be damaged, is replaced.
+
+        Args:
+            step: Its number, the same on every rank.
+            state: As for `shardckpt.save`.
+            metrics: Numbers by name, kept with the step; the first rank's count.
+            overwrite: Replace the step where it is complete already.
+            **options: As for `shardckpt.save`.
+
+        Raises:
+            TargetExistsError: The step is complete already, and `overwrite` is false.
+            UsageError: Ranks save different steps; something that is no number of a step or no metric.
+            ShardckptError: As for `shardckpt.save`.
+
+        Warns:
+            UserWarning: The step is saved, but old ones could not be removed.
+        """
+        star = star_of(self._group)
+        about = dict(options.pop("about", None) or {})
+        said: bytes | Exception
+        try:
+            about |= {f"{_METRIC}{name}": repr(float(value)) for name, value in (metrics or {}).items()}
+            said = json.dumps([_number(step), self._signals.has_come]).encode()
+        except (TypeError, ValueError, UsageError) as error:
+            said = error if isinstance(error, UsageError) else UsageError("a metric is no number", found=error)
+        answer = star.consult(f"preparing to save into {self.root}", said, lambda told: self._prepared(told, overwrite))
+        replaces, is_asked = json.loads(answer)
+        self._signals.heed(is_asked)
+        save(state, self.path(step), overwrite=replaces, about=about, group=self._group, **options)
+        self._held = _number(step)
+        self._signals.is_due = False
+        if star.rank == 0:
+            self._tidy(self._held)
+
+    def _prepared(self, told: list[bytes], overwrite: bool) -> list[bytes]:
+        """Look at what lies where the step goes. On the first rank."""
+        numbers, signals = zip(*map(json.loads, told), strict=True)
+        if len(set(numbers)) > 1:
+            named = ", ".join(f"rank {rank} step {number}" for rank, number in list(enumerate(numbers))[:_SHOWN])
+            raise UsageError("ranks save different steps", where=self.root, found=named)
+        there = read_step(self._store(), numbers[0])
+        is_worthless = there.is_ours and not self._is_good(there)
+        return [json.dumps([overwrite or is_worthless, any(signals)]).encode()] * len(told)
+
+    def _is_good(self, step: Step) -> bool:
+        return step.is_complete and step.save not in self._damaged
+
+    # Removing
+
+    def _tidy(self, saved: int) -> None:
+        """Remove what is no longer wanted. On the first rank; a failure is no failure of the save."""
+        if self._is_tidy and not self._rules.is_needed:
+            return
+        try:
+            self._remove(saved)
+            self._is_tidy = True
+        except (StorageError, CheckpointError) as error:
+            warnings.warn(f"step {saved} is saved, but old ones could not be removed: {error}", stacklevel=3)
+
+    def _remove(self, saved: int) -> None:
+        store, now = self._store(), time.time()
+        run = read_run(store)
+        facts = [
+            SavedStep(step.number, self._is_good(step), step.saved_at, self._metric_of(store, step))
+            for step in run.steps
+        ]
+        gone = set(doomed(facts, self._rules, now=now, spared={saved}))
+        for step in run.steps:
+            if step.number in gone and self._is_good(step):
+                delete_step(store, step.name)
+        for left in leftovers(store, run):
+            if is_dead(left.changed_at, now):
+                delete_leftover(store, left.name)
+
+    def _metric_of(self, store: Store, step: Step) -> float | None:
+        """Return what a step is ranked by; a save's never changes, so each manifest is read once."""
+        if self._rules.keep_best is None or not self._is_good(step):
+            return None
+        if step.save not in self._metrics:
+            try:
+                told = read_about(store, step).get(f"{_METRIC}{self._metric}")
+                self._metrics[step.save] = None if told is None else float(told)
+            except (CheckpointError, MissingFileError, ValueError):
+                self._metrics[step.save] = None
+        return self._metrics[step.save]
+
+    # Restoring
+
+    def restore(self, state: Any, *, step: int | None = None, **options: Any) -> int | None:
+        """Load the newest complete step; where that turns out to be damaged, the one before, and so on. Collective.
+
+        Args:
+            state: As for `shardckpt.load`; filled in place.
+            step: Load this one and no other.
+            **options: As for `shardckpt.load`.
+
+        Returns:
+            The number of the step that was loaded; None where no step was ever begun here.
+
+        Raises:
+            NoCompleteCheckpoint: Steps lie here, but none that can be loaded, or not the one that was asked for.
+            UsageError: The checkpoint does not fit the state.
+            ShardckptError: As for `shardckpt.load`.
+
+        Warns:
+            UserWarning: Newer steps are damaged, with what is wrong with them.
+        """
+        wanted = None if step is None else _number(step)
+        found = _Found(*self._asked("looking for a step", lambda: self._look(wanted)))
+        if wanted is None and not found.candidates and not found.faults:
+            return None
+        damages: list[str] = []
+        for number, name, save_id in found.candidates:
+            damage = self._load(state, name, options, is_last=wanted is not None)
+            if not damage:
+                self._tell(number, [text for at, text in found.faults if at > number] + damages)
+                self._held = number
+                return number
+            damages.append(damage)
+            self._damaged.add(save_id)
+        raise self._nothing(wanted, [*damages, *(text for _, text in found.faults)])
+
+    def _look(self, wanted: int | None) -> _Found:
+        """Return which steps may be loaded. On the first rank."""
+        run = self._run()
+        steps = [step for step in reversed(run.steps) if wanted in (None, step.number)]
+        return _Found(
+            [(step.number, step.name, step.save) for step in steps if step.is_complete],
+            [(step.number, step.fault) for step in steps if not step.is_complete],
+        )
+
+    def _load(self, state: Any, name: str, options: Mapping[str, Any], *, is_last: bool) -> str:
+        """Load a step; return what is wrong with it where some rank found it damaged, on all ranks."""
+        try:
+            load(state, self._place(name), group=self._group, **options)
+        except Exception as error:
+            star = star_of(self._group)
+            if is_last or star.is_lost:
+                raise
+            return _agreed(star, name, error)
+        return ""
+
+    def _tell(self, restored: int, faults: list[str]) -> None:
+        if faults and star_of(self._group).rank == 0:
+            shown = "; ".join(faults[:_SHOWN])
+            warnings.warn(f"newer steps cannot be loaded, restored step {restored}: {shown}", stacklevel=4)
+
+    def _nothing(self, wanted: int | None, faults: list[str]) -> NoCompleteCheckpoint:
+        what = "no step here is complete" if wanted is None else f"there is no complete step {wanted} here"
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        fix = "To begin anew, choose another folder or remove these steps." if faults else "Choose one that `ls` lists."
+        return NoCompleteCheckpoint(what, where=self.root, found="; ".join(faults[:_SHOWN]) + more, fix=fix)
+
+    # When to save
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether some rank was asked to end, as of the last `should_save` or `save`; the same on every rank."""
+        return self._signals.is_agreed
+
+    def should_save(self, step: int) -> bool:
+        """Tell whether this is a step to save: one that `save_every` divides, or the first after a signal.
+
+        Collective within `save_on_signal`: there it costs a message to the first rank and back.
+
+        Args:
+            step: Its number; a step that was just restored or saved is not saved again.
+
+        Raises:
+            RankError: Another rank is gone.
+        """
+        number = _number(step)
+        if self._signals.is_watching:
+            said = b"1" if self._signals.has_come else b""
+            told = star_of(self._group).consult("agreeing whether to save", said, _any)
+            self._signals.heed(bool(told))
+        is_turn = self._save_every is not None and number > 0 and number % self._save_every == 0
+        return number != self._held and (is_turn or self._signals.is_due)
+
+    @contextmanager
+    def save_on_signal(self, *numbers: int) -> Iterator[None]:
+        """Let a signal ask for a last save instead of ending the process, while the block runs.
+
+        The signal is only noted. On the next call of `should_save` all ranks learn of it, whichever rank got it: that
+        call is true, and `stop_requested` is from then on. Ending the loop is up to its owner.
+
+        Args:
+            numbers: Of signals; SIGTERM where none is given.
+
+        Raises:
+            UsageError: Not in the main thread, where python takes signals.
+        """
+        with self._signals.watched(numbers or (signal.SIGTERM,)):
+            yield
+
+
+class _Found(NamedTuple):
+    """What the first rank saw.
+
+    Attributes:
+        candidates: Complete steps, the newest first: number, folder, id of the save.
+        faults: The others: number, what is wrong.
+    """
+
+    candidates: list[tuple[int, str, str]]
+    faults: list[tuple[int, str]]
+
+
+class _Signals:
+    """Signals as they come, and what ranks have agreed on.
+
+    Attributes:
+        has_come: One came to this process.
+        is_agreed: One came to some rank, and all know.
+        is_due: Nothing was saved since.
+        is_watching: Signals are noted now.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = self.is_agreed = self.is_due = self.is_watching = False
+
+    def heed(self, has_come: bool) -> None:
+        """Take note of what ranks have agreed on."""
+        if has_come and not self.is_agreed:
+            self.is_agreed = self.is_due = True
+
+    @contextmanager
+    def watched(self, numbers: tuple[int, ...]) -> Iterator[None]:
+        """Note signals, and give them back to whoever had them."""
+        before: dict[int, Any] = {}
+        try:
+            for number in numbers:
+                before[number] = _taken(number, self._note)
+            self.is_watching = True
+            yield
+        finally:
+            self.is_watching = False
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self.has_come = True
+
+
+def _taken(number: int, handler: Callable[[int, FrameType | None], None]) -> Any:
+    try:
+        return signal.signal(number, handler)
+    except (ValueError, OSError) as error:
+        raise UsageError("this signal cannot be heeded here", found=error, expected="the main thread") from error
+
+
+def _any(told: list[bytes]) -> list[bytes]:
+    return [b"1" if any(told) else b""] * len(told)
+
+
+def _number(step: int) -> int:
+    """Return the number of a step, whatever kind of integer it is.
+
+    Raises:
+        UsageError: It is none.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or not 0 <= number < _MOST:
+        raise UsageError("this is no number of a step", found=repr(step), expected="an integer from 0")
+    return number
+
+
+def _agreed(star: Star, name: str, error: Exception) -> str:
+    """Return what some rank found wrong with a step; where none did, raise what kept this one from loading it."""
+    said: bytes | Exception = error
+    if isinstance(error, _DAMAGE):
+        said = str(error).encode()
+    elif isinstance(error, RankError):
+        said = b""
+
+    def decide(told: list[bytes]) -> list[bytes]:
+        damage = next((text for text in told if text), None)
+        if damage is None:
+            raise error
+        return [damage] * len(told)
+
+    return star.consult(f"loading {name}", said, decide).decode()

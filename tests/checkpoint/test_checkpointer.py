@@ -1,0 +1,621 @@
+"""The steps of a run: the newest complete one is restored, the only good one is never removed, ranks agree."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from bucket import Bucket
+from disk import watched
+from harness import outcomes, raised_everywhere, run
+from native_writer import write_step
+
+import shardckpt
+from shardckpt import Checkpointer
+from shardckpt.checkpoint import checkpointer
+from shardckpt.errors import NoCompleteCheckpoint, RankError, StorageError, TargetExistsError, UsageError
+from shardckpt.format.steps import read_about, read_run, step_name
+from shardckpt.storage import retry
+from shardckpt.storage.fsspec_store import FsspecStore
+from shardckpt.storage.local import LocalStore
+
+DAY = 24 * 3600.0
+
+
+def state(value: float = 0.0) -> dict:
+    return {"w": torch.full((300,), value), "step": int(value)}
+
+
+def saved(ck: Checkpointer, *steps: int, **options) -> Checkpointer:
+    for number in steps:
+        ck.save(number, state(float(number)), **options)
+    return ck
+
+
+def restored(ck: Checkpointer, **options) -> tuple[int | None, float]:
+    """Restore without a warning; return the step and what the tensor holds."""
+    into = state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = ck.restore(into, **options)
+    assert into["w"].unique().tolist() == [float(into["step"])]
+    return step, into["step"]
+
+
+def folder(root: object, step: int) -> Path:
+    return Path(str(root)) / step_name(step)
+
+
+def payload(root: object, step: int) -> Path:
+    return next(path for path in folder(root, step).iterdir() if path.suffix == ".safetensors")
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the data, which stands at the end of a payload file."""
+    data = bytearray(path.read_bytes())
+    data[-10] ^= 1
+    path.write_bytes(data)
+
+
+class TestSaveAndRestore:
+    def test_what_was_saved_last_comes_back(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path / "run"), 1000, 2000)
+        assert sorted(os.listdir(ck.root)) == ["step-00001000", "step-00002000"]
+        assert ck.path(2000) == f"{ck.root}/step-00002000"
+        assert shardckpt.verify(ck.path(2000)).ok
+        assert (ck.steps(), ck.latest()) == ((1000, 2000), 2000)
+        assert restored(ck) == (2000, 2000)
+        assert restored(Checkpointer(f"{ck.root}/")) == (2000, 2000)
+
+    def test_where_nothing_was_ever_saved_there_is_none(self, tmp_path):
+        for root in (tmp_path / "nowhere", tmp_path):
+            ck = Checkpointer(root)
+            assert restored(ck) == (None, 0)
+            assert (ck.steps(), ck.latest()) == ((), None)
+        assert not (tmp_path / "nowhere").exists()
+
+    def test_a_step_is_chosen_by_number(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2, 3)
+        assert restored(ck, step=2) == (2, 2)
+        with pytest.raises(NoCompleteCheckpoint, match="no complete step 7"):
+            ck.restore(state(), step=7)
+
+    def test_options_reach_save_and_load(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, checksums=False, about={"by": "me"})
+        store = LocalStore(ck.root)
+        assert read_about(store, read_run(store).steps[0])["by"] == "me"
+        flip(payload(ck.root, 1))
+        assert ck.restore(state()) == 1, "no checksums, nothing to notice"
+        assert ck.restore({"w": torch.zeros(300)}, strict=False) == 1
+
+    def test_numbers_of_steps_are_integers_of_any_kind(self, tmp_path):
+        ck = Checkpointer(tmp_path)
+        ck.save(np.int64(7), state(7.0))
+        assert restored(ck) == (7, 7)
+
+    @pytest.mark.parametrize("step", [-1, 1.0, "1", True, None, 10**18])
+    def test_nothing_else_is_a_step(self, step, tmp_path):
+        ck = Checkpointer(tmp_path)
+        with pytest.raises(UsageError, match="no number of a step"):
+            ck.save(step, state())
+        with pytest.raises(UsageError, match="no number of a step"):
+            ck.path(step)
+
+    @pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"save_every": 0}, {"keep_for": -1}, {"mode": "most"}])
+    def test_a_rule_that_means_nothing_is_refused(self, wrong, tmp_path):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            Checkpointer(tmp_path, **wrong)
+
+    def test_a_step_that_is_there_is_replaced_only_when_asked(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1)
+        with pytest.raises(TargetExistsError):
+            ck.save(1, state(5.0))
+        assert restored(ck) == (1, 1)
+        ck.save(1, state(5.0), overwrite=True)
+        assert restored(ck) == (1, 5)
+
+    def test_a_failed_save_leaves_the_steps_as_they_were(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
+        with pytest.raises(TypeError, match="thing"):
+            ck.save(2, {"thing": object()})
+        with pytest.raises(UsageError, match="no number"):
+            ck.save(2, state(), metrics={"loss": "low"})
+        assert os.listdir(ck.root) == [step_name(1)]
+
+
+class TestIncompleteSteps:
+    def test_one_that_was_never_committed_does_not_exist(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        (folder(ck.root, 2) / "COMMIT").unlink()
+        assert ck.latest() == 1
+        with pytest.warns(UserWarning, match=r"restored step 1: .*step-00000002.*never committed"):
+            assert ck.restore(state()) == 1
+
+    def test_a_name_alone_is_no_step(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1)
+        folder(ck.root, 9).mkdir()
+        assert ck.latest() == 1
+
+    @pytest.mark.parametrize("what", ["no commit", "torn commit", "file gone", "empty"])
+    def test_where_none_is_complete_that_is_told(self, what, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        for number in (1, 2):
+            commit = folder(ck.root, number) / "COMMIT"
+            if what == "torn commit":
+                commit.write_bytes(commit.read_bytes()[:-5])
+            elif what == "file gone":
+                payload(ck.root, number).unlink()
+            else:
+                for path in folder(ck.root, number).iterdir() if what == "empty" else [commit]:
+                    path.unlink()
+        assert ck.steps() == ()
+        into = state(7.0)
+        with pytest.raises(
+            NoCompleteCheckpoint, match=r"no step here is complete.*step-00000002.*step-00000001"
+        ) as caught:
+            ck.restore(into)
+        assert isinstance(caught.value, FileNotFoundError)
+        assert into["step"] == 7
+
+    @pytest.mark.parametrize("what", ["no commit", "torn commit", "file gone"])
+    def test_such_a_step_is_saved_anew(self, what, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1)
+        commit = folder(ck.root, 1) / "COMMIT"
+        if what == "torn commit":
+            commit.write_bytes(commit.read_bytes()[:-5])
+        else:
+            (commit if what == "no commit" else payload(ck.root, 1)).unlink()
+        ck.save(1, state(9.0))
+        assert restored(ck) == (1, 9)
+
+    def test_what_somebody_else_keeps_under_its_name_is_not_touched(self, tmp_path):
+        ck = Checkpointer(tmp_path)
+        folder(ck.root, 1).mkdir()
+        (folder(ck.root, 1) / "thesis.txt").write_text("mine")
+        with pytest.raises(TargetExistsError):
+            ck.save(1, state())
+        assert (folder(ck.root, 1) / "thesis.txt").read_text() == "mine"
+
+
+class TestDamagedSteps:
+    def test_the_step_before_is_restored_and_a_warning_says_so(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2, 3)
+        flip(payload(ck.root, 3))
+        into = state()
+        with pytest.warns(UserWarning, match=r"restored step 2: .*step-00000003/.*safetensors.*block 0"):
+            assert ck.restore(into) == 2
+        assert into["w"].unique().tolist() == [2.0]
+
+    def test_so_is_the_one_before_that(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2, 3)
+        flip(payload(ck.root, 3))
+        next(path for path in folder(ck.root, 2).iterdir() if path.name.endswith(".manifest.json")).write_text("{}")
+        with pytest.warns(UserWarning, match="restored step 1"):
+            assert ck.restore(state()) == 1
+
+    def test_where_all_are_damaged_there_is_none(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        for number in (1, 2):
+            flip(payload(ck.root, number))
+        with pytest.raises(NoCompleteCheckpoint, match="block 0"):
+            ck.restore(state())
+
+    def test_a_step_that_was_asked_for_is_not_replaced_by_another(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        flip(payload(ck.root, 2))
+        with pytest.raises(shardckpt.ChecksumError):
+            ck.restore(state(), step=2)
+
+    def test_a_state_that_does_not_fit_is_no_damage(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1)
+        ck.save(2, {"other": torch.ones(3)})
+        with pytest.raises(UsageError, match="does not fit"):
+            ck.restore(state())
+
+    def test_it_is_saved_anew_when_training_gets_there_again(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        flip(payload(ck.root, 2))
+        with pytest.warns(UserWarning, match="restored step 1"):
+            ck.restore(state())
+        ck.save(2, state(9.0))
+        assert restored(ck) == (2, 9)
+
+    def test_it_takes_no_place_of_a_good_one(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=2), 1, 2, 3)
+        flip(payload(ck.root, 3))
+        with pytest.warns(UserWarning, match="restored step 2"):
+            ck.restore(state())
+        ck.save(4, state(4.0))
+        assert {2, 4} <= set(ck.steps())
+
+
+class TestRetention:
+    def test_the_last_ones_and_every_so_often_stay(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=2, keep_every=3), *range(1, 9))
+        assert ck.steps() == (3, 6, 7, 8)
+        assert sorted(os.listdir(ck.root)) == [step_name(n) for n in ck.steps()]
+
+    def test_without_a_rule_all_stay(self, tmp_path):
+        assert saved(Checkpointer(tmp_path), 1, 2, 3).steps() == (1, 2, 3)
+
+    def test_the_best_stay_after_a_restart_too(self, tmp_path):
+        losses = {1: 3.0, 2: 1.0, 3: float("nan"), 4: 2.0, 5: 5.0}
+        for number, loss in losses.items():
+            ck = Checkpointer(tmp_path, keep_best=2)
+            ck.save(number, state(float(number)), metrics={"loss": torch.tensor(loss), "accuracy": 0.5})
+        assert ck.steps() == (2, 4, 5)
+        ck = Checkpointer(tmp_path, keep_best=1, metric="accuracy", mode="max")
+        ck.save(6, state(6.0), metrics={"accuracy": 0.1})
+        assert ck.steps() == (5, 6), "of equals the later; the newest always stays"
+
+    def test_manifests_are_read_once_for_it(self, tmp_path, monkeypatch):
+        read = []
+        monkeypatch.setattr(checkpointer, "read_about", lambda *a: (read.append(a[1].number), read_about(*a))[1])
+        ck = Checkpointer(tmp_path, keep_best=9)
+        for number in range(1, 5):
+            ck.save(number, state(), metrics={"loss": 1.0})
+        assert read == [1, 2, 3, 4]
+
+    def test_those_of_the_last_hour_stay(self, tmp_path, monkeypatch):
+        ck = saved(Checkpointer(tmp_path, keep_for=timedelta(hours=1)), 1, 2)
+        assert ck.steps() == (1, 2)
+        now = time.time
+        monkeypatch.setattr(checkpointer.time, "time", lambda: now() + 3601)
+        ck.save(3, state(3.0))
+        assert ck.steps() == (3,)
+
+    def test_a_step_behind_the_newest_stays_once_saved(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2, 3)
+        ck = Checkpointer(tmp_path, keep_last=1)
+        ck.restore(state(), step=1)
+        ck.save(2, state(7.0), overwrite=True)
+        assert ck.steps() == (2, 3)
+
+    @pytest.mark.parametrize("fault", ["no commit", "torn commit", "file gone"])
+    def test_steps_that_are_not_complete_take_no_place(self, fault, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2, 8, 9)
+        for number in (8, 9):
+            commit = folder(ck.root, number) / "COMMIT"
+            if fault == "torn commit":
+                commit.write_bytes(commit.read_bytes()[:-5])
+            else:
+                (commit if fault == "no commit" else payload(ck.root, number)).unlink()
+        ck = saved(Checkpointer(tmp_path, keep_last=2), 3)
+        assert ck.steps() == (2, 3)
+        assert folder(ck.root, 9).exists(), "not a day old, or not ours to remove"
+
+    def test_a_failure_to_remove_is_a_warning_for_the_step_is_saved(self, tmp_path, monkeypatch):
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
+
+        def broken(*_: object) -> None:
+            raise StorageError("no permission")
+
+        monkeypatch.setattr(checkpointer, "delete_step", broken)
+        with pytest.warns(UserWarning, match="step 2 is saved, but old ones could not be removed: no permission"):
+            ck.save(2, state(2.0))
+        monkeypatch.undo()
+        assert ck.steps() == (1, 2)
+        ck.save(3, state(3.0))
+        assert ck.steps() == (3,)
+
+    def test_what_dead_saves_left_goes_after_a_day(self, tmp_path, monkeypatch):
+        saved(Checkpointer(tmp_path), 1, 2)
+        (folder(tmp_path, 1) / "COMMIT").unlink()
+        partial = tmp_path / f".{step_name(7)}.partial-0123456789ab"
+        partial.mkdir()
+        saved(Checkpointer(tmp_path), 3)
+        assert folder(tmp_path, 1).exists()
+        assert partial.exists()
+        now = time.time
+        monkeypatch.setattr(checkpointer.time, "time", lambda: now() + 1.1 * DAY)
+        saved(Checkpointer(tmp_path), 4)
+        assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (2, 3, 4)]
+
+
+class TestWhenToSave:
+    def test_every_so_many_steps(self, tmp_path):
+        ck = Checkpointer(tmp_path, save_every=10)
+        assert [n for n in range(31) if ck.should_save(n)] == [10, 20, 30]
+        assert not Checkpointer(tmp_path).should_save(10)
+
+    def test_a_step_that_was_saved_or_restored_just_now_is_not_saved_again(self, tmp_path):
+        ck = Checkpointer(tmp_path, save_every=10)
+        saved(ck, 10)
+        assert not ck.should_save(10)
+        other = Checkpointer(tmp_path, save_every=10)
+        other.restore(state())
+        assert not other.should_save(10)
+        assert other.should_save(20)
+
+    def test_a_signal_asks_for_one_save_and_for_the_end(self, tmp_path):
+        before = signal.getsignal(signal.SIGTERM)
+        ck = Checkpointer(tmp_path, save_every=100)
+        with ck.save_on_signal():
+            assert not ck.should_save(3)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not ck.stop_requested, "only noted until all ranks agree"
+            assert ck.should_save(4)
+            assert ck.stop_requested
+            saved(ck, 4)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not ck.should_save(5), "it was saved since"
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert ck.stop_requested
+        assert restored(ck) == (4, 4)
+
+    def test_a_save_alone_learns_of_it_too(self, tmp_path):
+        ck = Checkpointer(tmp_path)
+        with ck.save_on_signal(signal.SIGUSR1):
+            signal.raise_signal(signal.SIGUSR1)
+            saved(ck, 1)
+            assert ck.stop_requested
+            assert not ck.should_save(2)
+
+    def test_signals_are_for_the_main_thread(self, tmp_path):
+        raised: list[Exception] = []
+
+        def body() -> None:
+            try:
+                with Checkpointer(tmp_path).save_on_signal():
+                    pass
+            except UsageError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+        assert "main thread" in str(raised[0])
+
+    def test_without_the_block_a_signal_is_what_it_was(self, tmp_path):
+        heard = []
+        before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+        try:
+            ck = Checkpointer(tmp_path)
+            signal.raise_signal(signal.SIGTERM)
+            assert heard == [1]
+            assert not ck.should_save(1)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    yield "memory://runs/a"
+    fs.store.clear()
+
+
+class TestInMemory:
+    def test_a_run_lives_there_too(self, memory):
+        ck = saved(Checkpointer(memory, keep_last=2), 1, 2, 3)
+        assert (ck.steps(), restored(ck)) == ((2, 3), (3, 3))
+        assert ck.path(3) == "memory://runs/a/step-00000003"
+
+    def test_what_a_killed_save_left_there_is_no_step_and_is_replaced(self, memory):
+        fs = fsspec.filesystem("memory")
+        ck = saved(Checkpointer(memory), 1, 2)
+        fs.rm_file(f"/runs/a/{step_name(2)}/COMMIT")
+        with pytest.warns(UserWarning, match="restored step 1"):
+            assert ck.restore(state()) == 1
+        ck.save(2, state(9.0))
+        assert restored(ck) == (2, 9)
+        fs.rm_file(f"/runs/a/{step_name(1)}/COMMIT")
+        fs.rm_file(f"/runs/a/{step_name(2)}/COMMIT")
+        with pytest.raises(NoCompleteCheckpoint):
+            Checkpointer(memory).restore(state())
+
+    def test_nothing_was_ever_saved_there(self, memory):
+        assert restored(Checkpointer(memory)) == (None, 0)
+
+
+# Ranks
+
+
+def on_ranks(rank: int, world: int, root: Path) -> list:
+    ck = Checkpointer(root, keep_last=2)
+    found = [restored(ck)]
+    saved(ck, 1, 2, 3)
+    return [*found, ck.steps(), ck.latest(), restored(ck), restored(ck, step=2)]
+
+
+def damaged_for_one(rank: int, world: int, root: Path) -> tuple:
+    """Rank 1 alone reads the half of the tensor that is damaged."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    ck = Checkpointer(root)
+    for number in (1, 2):
+        ck.save(number, {"w": distribute_tensor(torch.full((4 << 20,), float(number)), mesh, [Shard(0)])})
+    if rank == 0:
+        files = sorted(path for path in folder(root, 2).iterdir() if path.suffix == ".safetensors")
+        flip(files[1])
+    into = {"w": distribute_tensor(torch.zeros(4 << 20), mesh, [Shard(0)])}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step = ck.restore(into)
+    return step, into["w"].to_local().unique().tolist(), [str(each.message) for each in told]
+
+
+def one_is_asked_to_end(rank: int, world: int, root: Path) -> tuple:
+    ck = Checkpointer(root)
+    seen = []
+    with ck.save_on_signal():
+        for number in range(1, 6):
+            if rank == 1 and number == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if ck.should_save(number):
+                ck.save(number, state(float(number)))
+            seen.append(ck.stop_requested)
+            if ck.stop_requested:
+                break
+    return number, seen, ck.steps()
+
+
+class TestRanks:
+    def test_all_come_to_the_same_answers(self, tmp_path):
+        found = run(2, on_ranks, tmp_path / "run")
+        assert found == [[(None, 0), (2, 3), 3, (3, 3), (2, 2)]] * 2
+
+    def test_what_one_rank_finds_damaged_is_passed_over_by_all(self, tmp_path):
+        found = run(2, damaged_for_one, tmp_path)
+        assert [each[:2] for each in found] == [(1, [1.0])] * 2
+        assert len(found[0][2]) == 1
+        assert "restored step 1" in found[0][2][0]
+        assert found[1][2] == [], "one rank says it for all"
+
+    def test_one_that_is_asked_to_end_stops_all_at_the_same_step(self, tmp_path):
+        assert run(2, one_is_asked_to_end, tmp_path) == [(3, [False, False, True], (3,))] * 2
+
+    def test_none_complete_is_none_for_all(self, tmp_path):
+        write_step(folder(tmp_path, 1), {"w": torch.ones(2)})
+        (folder(tmp_path, 1) / "COMMIT").unlink()
+        found = raised_everywhere(2, lambda rank, world: Checkpointer(tmp_path).restore(state()))
+        assert [each.name for each in found] == ["NoCompleteCheckpoint"] * 2
+
+    def test_different_steps_are_refused_by_all(self, tmp_path):
+        found = raised_everywhere(2, lambda rank, world: Checkpointer(tmp_path).save(rank, state()))
+        assert all(each.is_a(UsageError) and "rank 1 step 1" in each.message for each in found)
+
+    def test_storage_that_fails_for_the_first_is_told_to_all(self, tmp_path):
+        def body(rank: int, world: int) -> object:
+            if rank == 0:
+                checkpointer.read_run = lambda _: (_ for _ in ()).throw(StorageError("broken"))
+            return Checkpointer(tmp_path).restore(state())
+
+        found = raised_everywhere(2, body)
+        assert [each.name for each in found] == ["StorageError", "RankError"]
+        assert "broken" in found[1].message
+
+    def test_a_rank_that_is_gone_is_named(self, tmp_path):
+        def body(rank: int, world: int) -> object:
+            ck = saved(Checkpointer(tmp_path), 1)
+            if rank == 1:
+                return None
+            return ck.latest()
+
+        found = outcomes(2, body, group_timeout=2.0)
+        assert found[0].raised is not None
+        assert found[0].raised.is_a(RankError)
+        assert "rank 1" in found[0].raised.message
+
+
+# Killed at every operation of a save that removes
+
+
+def check_after_a_kill(root: str, k: str) -> None:
+    """A reader finds the newest complete step whole, and the run goes on."""
+    found = [step.number for step in shardckpt.ls(root).complete]
+    assert found, f"{k}: nothing is left"
+    assert found[-1] in (2, 3), k
+    for number in found:
+        into = state()
+        assert Checkpointer(root).restore(into, step=number) == number
+        assert into["w"].unique().tolist() == [float(number)], f"{k}: step {number} is a mix"
+    ck = Checkpointer(root, keep_last=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert ck.restore(state()) == found[-1]
+    saved(ck, 4)
+    assert ck.steps() == (4,), k
+
+
+def test_a_save_that_is_killed_at_any_operation_leaves_the_newest_step_whole(tmp_path):
+    k, was_killed = 0, True
+    while was_killed:
+        k += 1
+        root = tmp_path / str(k)
+        saved(Checkpointer(root), 1, 2)
+        was_killed = save_and_die_at(root, k)
+        check_after_a_kill(str(root), f"a kill at operation {k}")
+    print(f"killed at each of {k - 1} operations")
+    assert k > 20
+
+
+def save_and_die_at(root: Path, k: int) -> bool:
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def before(name: str, args: tuple) -> None:
+            nonlocal count
+            count += 1
+            if count == k:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with watched(before, lambda *_: None):
+            saved(Checkpointer(root, keep_last=1), 3)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+class Dead(BaseException):
+    """The process is gone: whatever it tries from now on does not happen."""
+
+
+def bucket_matrix(how: str) -> int:
+    """Break every request of a save that removes two steps; return how many there were."""
+    Bucket.reset()
+    saved(Checkpointer("bucket://b/run"), 1, 2)
+    before = dict(Bucket.objects)
+    requests = 0
+    for k in range(1, 200):
+        Bucket.reset()
+        Bucket.objects = dict(before)
+
+        def fault(count: int, verb: str, path: str, k: int = k) -> None:
+            if count >= k + (how == "unheard"):
+                raise Dead
+
+        def answer(count: int, verb: str, path: str, k: int = k) -> None:
+            if how == "unheard" and count >= k:
+                raise Dead
+
+        Bucket.fault, Bucket.answer = fault, answer
+        with suppress(Dead):
+            saved(Checkpointer("bucket://b/run", keep_last=1), 3)
+        requests = len(Bucket.requests)
+        Bucket.fault = Bucket.answer = None
+        Bucket.requests.clear()
+        check_after_a_kill("bucket://b/run", f"request {k} {how}")
+        if requests < k:
+            break
+    return requests
+
+
+@pytest.mark.parametrize("how", ["killed", "unheard"])
+def test_so_does_one_on_a_store_without_rename(how, monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
+    requests = bucket_matrix(how)
+    print(f"{how} at each of {requests} requests")
+    assert requests > 20
+
+
+def test_the_matrix_is_red_where_steps_are_removed_before_the_new_one_is_there(monkeypatch):
+    save = checkpointer.save
+
+    def early(state: object, path: str, **options: object) -> None:
+        if path.endswith(step_name(3)):
+            for number in (1, 2):
+                checkpointer.delete_step(FsspecStore("bucket://b/run"), step_name(number))
+        save(state, path, **options)
+
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(checkpointer, "save", early)
+    with pytest.raises(AssertionError, match="nothing is left"):
+        bucket_matrix("killed")
