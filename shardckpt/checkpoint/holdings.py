@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt import dtypes
 from shardckpt.errors import UnsupportedError
-from shardckpt.format.tagged import Named
+from shardckpt.format.tagged import SCALARS, Named
 from shardckpt.manifest import Path, dotted
 
 
@@ -111,7 +111,7 @@ def array_of(value: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
 
 
 def named(value: object) -> Named | None:
-    """Return a value that only torch knows in its inert form; None for any other."""
+    """Return a value that only torch or numpy knows in its inert form; None for any other."""
     if isinstance(value, Named):
         return value
     if isinstance(value, torch.dtype):
@@ -120,6 +120,8 @@ def named(value: object) -> Named | None:
         return Named("size", tuple(value))
     if isinstance(value, torch.device):
         return Named("device", str(value))
+    if isinstance(value, np.generic) and value.dtype.name in SCALARS:
+        return Named("numpy", f"{value.dtype.name} {value.tobytes().hex()}")
     return None
 
 
@@ -133,6 +135,9 @@ def revived(value: Named) -> object:
         return torch.Size(value.value)  # type: ignore[arg-type]
     if value.kind == "device":
         return torch.device(str(value.value))
+    if value.kind == "numpy":
+        name, data = str(value.value).split(" ")
+        return np.frombuffer(bytes.fromhex(data), name)[0]
     found = getattr(torch, str(value.value), None)
     if not isinstance(found, torch.dtype):
         raise UnsupportedError("this torch has no such type", found=value.value, fix="Read it with a newer torch.")

@@ -13,8 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from shardckpt.errors import CheckpointError, FormatError, UnsupportedError
 from shardckpt.manifest import Path, dotted
 
@@ -27,7 +25,15 @@ MAX_BYTES = 1 << 24
 MAX_INT_BITS = 8192
 """Bits of one integer, so that Python prints every one of them."""
 
-_SCALARS = frozenset("?bBhHiIlLqQefdFD")
+SCALARS = {
+    **dict.fromkeys(("bool", "int8", "uint8"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Numpy's names of the scalars that can be saved, and their bytes."""
+
 _INT_BOUND = 1 << 63
 _PLAIN_KEYS = (str, int, float, bool, type(None), tuple)
 
@@ -45,18 +51,20 @@ class ArrayRef(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A value of a type that only torch knows, inert.
+    """A value of a type that only torch or numpy knows, inert.
 
     Attributes:
-        kind: `dtype`, `size` or `device`.
-        value: `bfloat16`, `(2, 3)`, `cuda:0`.
+        kind: `dtype`, `size`, `device` or `numpy`.
+        value: `bfloat16`, `(2, 3)`, `cuda:0`, or a scalar's type and bytes: `float32 0000003f`.
     """
 
     kind: str
     value: str | tuple[int, ...]
 
-    def __str__(self) -> str:
-        return f"torch.{self.value}" if self.kind == "dtype" else f"{self.kind}({self.value})"
+    def __repr__(self) -> str:
+        if self.kind == "dtype":
+            return f"torch.{self.value}"
+        return f"{self.kind}({self.value})"
 
 
 Leaf = Callable[[object, Path], "ArrayRef | Named | None"]
@@ -96,13 +104,12 @@ def encode(value: Any, path: Path = (), leaf: Leaf = _no_leaf) -> object:
         within = leaf if kind in (list, tuple) else _no_leaf
         inner = [encode(v, (*path, i), within) for i, v in enumerate(value)]
         return inner if kind is list else {_SEQUENCES[kind]: inner}
-    if isinstance(value, np.generic) and value.dtype.char in _SCALARS:
-        return {"$numpy": [value.dtype.name, value.tobytes().hex()]}
     found = leaf(value, path)
     if isinstance(found, ArrayRef):
         return {"$array": found.number} if found.kind == "tensor" else {"$array": [found.number, found.kind]}
     if isinstance(found, Named):
-        return {f"${found.kind}": found.value if isinstance(found.value, str) else list(found.value)}
+        text = found.value.split(" ") if found.kind == "numpy" and isinstance(found.value, str) else found.value
+        return {f"${found.kind}": text if isinstance(text, str) else list(text)}
     raise _refused(path, f"a value of type {_name(kind)} cannot be saved", _shown(value))
 
 
@@ -264,12 +271,11 @@ def _pairs(inner: object) -> Iterator[tuple[object, object]]:
         yield key, value
 
 
-def _decode_numpy(inner: object) -> object:
+def _decode_numpy(inner: object) -> Named:
     name, data = map(_text, _items(inner))
-    dtype = np.dtype(name)
-    if dtype.char not in _SCALARS or dtype.itemsize * 2 != len(data):
+    if len(bytes.fromhex(data)) != SCALARS.get(name) or len(data) != 2 * SCALARS[name]:
         raise ValueError("no scalar")
-    return np.frombuffer(bytes.fromhex(data), dtype)[0]
+    return Named("numpy", f"{name} {data}")
 
 
 def _decode_int(inner: object) -> int:
@@ -300,11 +306,11 @@ _DECODERS: Mapping[str, Callable[[object], object]] = {
     "$float": lambda inner: struct.unpack(">d", bytes.fromhex(_text(inner)))[0],
     "$complex": _decode_complex,
     "$bytes": lambda inner: base64.b64decode(_text(inner), validate=True),
-    "$numpy": _decode_numpy,
 }
 _REFERENCES: Mapping[str, Callable[[object], ArrayRef | Named]] = {
     "$array": _decode_array,
     "$dtype": lambda inner: Named("dtype", _text(inner)),
     "$size": lambda inner: Named("size", tuple(_count(n) for n in _items(inner))),
     "$device": lambda inner: Named("device", _text(inner)),
+    "$numpy": _decode_numpy,
 }

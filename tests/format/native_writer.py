@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardckpt.boxes import Box, whole
@@ -40,6 +41,10 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def scalar(value: np.generic) -> tagged.Named:
+    return tagged.Named("numpy", f"{value.dtype.name} {value.tobytes().hex()}")
+
+
 class Nest:
     """A nest taken apart: its tensors by path, each once, and its tagged form.
 
@@ -56,6 +61,8 @@ class Nest:
     def _leaf(self, value: object, path: TreePath) -> tagged.ArrayRef | tagged.Named | None:
         if isinstance(value, torch.dtype):
             return tagged.Named("dtype", str(value).removeprefix("torch."))
+        if isinstance(value, np.generic):
+            return scalar(value)
         if not isinstance(value, torch.Tensor):
             return None
         if id(value) in self._known:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from golden_state import full, small
 from materialise import assert_same
+from native_writer import scalar
 from safetensors import safe_open
 
 import shardckpt
@@ -76,6 +78,9 @@ def test_the_nest_comes_back(step: Path) -> None:
             return
         if isinstance(expected, torch.dtype):
             assert found == Named("dtype", str(expected).removeprefix("torch.")), path
+            return
+        if isinstance(expected, np.generic):
+            assert found == scalar(expected), path
             return
         assert type(found) is type(expected), path
         if isinstance(expected, dict):
