@@ -95,6 +95,15 @@ def load_optim_state_dict(
             optim.state[parameter] = state
     for live, settings in zip(optim.param_groups, fitted.settings, strict=True):
         live.update(settings)
+        if live.get("capturable") or live.get("fused"):
+            _bring_scalars(optim, live["params"])
+
+
+def _bring_scalars(optim: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Move scalars to their parameters: optimizers that run on a device alone do not look for them elsewhere."""
+    for parameter in parameters:
+        kept = optim.state.get(parameter, {})
+        kept.update({k: v.to(parameter.device) for k, v in kept.items() if isinstance(v, torch.Tensor) and not v.dim()})
 
 
 def fit(

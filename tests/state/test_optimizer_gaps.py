@@ -283,3 +283,20 @@ def test_named_optimizers_keep_their_names():
         return wrong, optim.param_groups[0]["param_names"] == [n for n, _ in model.named_parameters()]
 
     assert run(2, body) == [([], True)] * 2
+
+
+@pytest.mark.parametrize("flags", [{"capturable": True}, {"fused": True}, {}])
+def test_scalars_lie_beside_their_parameters_where_the_optimizer_runs_on_the_device_alone(flags):
+    """A state that was moved to the CPU to be saved; the device of another kind is the one without memory."""
+    net = torch.nn.Linear(3, 2)
+    optim = torch.optim.AdamW(net.parameters(), lr=0.1)
+    net(torch.ones(1, 3)).sum().backward()
+    optim.step()
+    other = torch.nn.Linear(3, 2, device="meta")
+    again = torch.optim.AdamW(other.parameters(), lr=0.1)
+    again.param_groups[0].update(flags)
+    saved = optim_state_dict(net, optim, offload_to_cpu=True)
+    saved["param_groups"][0].update(flags)
+    load_optim_state_dict(other, again, saved)
+    devices = {slot: value.device.type for slot, value in again.state[other.weight].items()}
+    assert devices == {"step": "meta" if flags else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
