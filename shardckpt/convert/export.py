@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardckpt.convert.carried import CONFIG, Carried, find_carried, with_dtype
-from shardckpt.convert.options import Options, parse_dtype, parse_size
+from shardckpt.convert.options import Options, parse_dtype
 from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch, WrittenFile
 from shardckpt.convert.selection import Selection, select
 from shardckpt.convert.stream import Budget, Laid, lay_out, write_file
@@ -19,6 +19,7 @@ from shardckpt.format.detect import detect, open_source
 from shardckpt.format.hf_files import OPTIMIZER, OPTIMIZER_FILES_KEY, PARAM_GROUPS, PARAM_GROUPS_KEY, SUFFIX
 from shardckpt.format.reader import Reader
 from shardckpt.plan.outputs import OutFile, OutTensor, index, name_files, split_as_stored, split_by_size
+from shardckpt.plan.sizes import parse_size
 from shardckpt.storage.open_store import local_path
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import overlaps, publish

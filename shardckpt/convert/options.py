@@ -1,14 +1,13 @@
-"""What a conversion can be asked for, and how sizes and types are written by people."""
+"""What a conversion can be asked for, and how types are written by people."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal
 
 from shardckpt.dtypes import FLOATS, SHORT_NAMES
 from shardckpt.errors import UsageError
+from shardckpt.plan.sizes import parse_size
 
 Part = Literal["model", "optim", "all"]
 PARTS: tuple[Part, ...] = ("model", "optim", "all")
@@ -17,24 +16,6 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 DEFAULT_MEMORY_BYTES = 256 * 2**20
 LEAST_MEMORY_BYTES = 24 * 2**20
 """Below this the modules that a conversion loads (numpy above all, 16 MiB) would break the promise by themselves."""
-
-_SIZE = re.compile(r"(?P<number>[0-9]{1,30}(\.[0-9]{1,30})?)\s*(?P<unit>[KMGTP]?)(?P<binary>i?)B?", re.IGNORECASE)
-
-
-def parse_size(text: int | str) -> int:
-    """Return bytes: `5GB` is decimal, `5GiB` binary, a plain number bytes.
-
-    Raises:
-        UsageError: It is no size, or not positive.
-    """
-    match = _SIZE.fullmatch(str(text).strip())
-    value = 0
-    if match and (match["unit"] or not match["binary"]):
-        step = 1024 if match["binary"] else 1000
-        value = int(Fraction(match["number"]) * step ** " KMGTP".index(match["unit"].upper() or " "))
-    if value <= 0:
-        raise UsageError("no size in bytes", found=repr(text), expected="a number such as 5GB, 512MiB or 1000000")
-    return value
 
 
 def parse_dtype(text: str) -> str:

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from samples import SAMPLES
 
 from shardckpt.convert.arrays import blocks_of
-from shardckpt.convert.options import Options, parse_size
+from shardckpt.convert.options import Options
 from shardckpt.convert.selection import select
 from shardckpt.format.codecs import DecodedStream
 from shardckpt.format.detect import detect
@@ -35,6 +35,7 @@ from shardckpt.format.safetensors import parse_header, parse_json, read_headers
 from shardckpt.format.tagged import ArrayRef, Named, decode, encode
 from shardckpt.format.zip_archive import Place, Wanted, open_archives, read_entries, walk_front
 from shardckpt.manifest import Encoded, Span
+from shardckpt.plan.sizes import parse_size
 
 from .memory import MemoryStore
 
