@@ -141,6 +141,23 @@ def plan_of(drafts: Sequence[Draft]) -> Plan:
     return Plan(tasks, order, ties, classes, sum(map(plan.bytes_of, range(len(drafts)))))
 
 
+def plan_alone(captured: Captured) -> Plan:
+    """Return the plan of a world of one: everything, as it lies.
+
+    Args:
+        captured: The state.
+
+    Raises:
+        IncompleteError: Elements that this rank does not hold.
+    """
+    chunks = []
+    for path, array in captured.arrays.items():
+        if len(array.portions) != 1 or array.portions[0].box.size != array.shape:
+            return plan_of([draft_of(captured)])
+        chunks.append(Chunk(path, array.shape, dtype_name(array.dtype), array.portions[0].box))
+    return Plan((Task(tuple(chunks), {}),), tuple(captured.arrays), captured.ties, (), sum(c.nbytes for c in chunks))
+
+
 def _counted(drafts: Sequence[Draft]) -> list[list[Held]]:
     """Return what ranks hold; of a buffer only what the first rank has, so that one rank's values are saved."""
     seen: set[Path] = set()

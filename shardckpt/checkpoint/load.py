@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.save import star_of
 from shardckpt.checkpoint.saved import Saved, Verify
 from shardckpt.checkpoint.template import Fitting, Policy, fit
@@ -83,12 +84,14 @@ def load(
         StorageError: The storage failed.
     """
     if path is None:
-        saved = Saved(str(state), verify, rules)
-        if verify == "full":
-            saved.check_blocks()
-        return saved.materialised(saved.nest)
+        with collector_at_rest():
+            saved = Saved(str(state), verify, rules)
+            if verify == "full":
+                saved.check_blocks()
+            return saved.materialised(saved.nest)
     policy = Policy(strict, None if partial is None else tuple(partial), cast)
-    _load_into(state, str(path), policy, rules, verify, star_of(group))
+    with collector_at_rest():
+        _load_into(state, str(path), policy, rules, verify, star_of(group))
     return state
 
 

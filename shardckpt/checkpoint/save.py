@@ -14,18 +14,21 @@ import xxhash
 
 from shardckpt.checkpoint.assemble import contents_of
 from shardckpt.checkpoint.capture import Captured, capture
-from shardckpt.checkpoint.draft import Draft, Plan, Task, draft_of, key_of, plan_of
+from shardckpt.checkpoint.collecting import collector_at_rest
+from shardckpt.checkpoint.draft import Draft, Plan, Task, draft_of, key_of, plan_alone, plan_of
 from shardckpt.checkpoint.report import Alone, Report, differing, value_digests, values_digest
 from shardckpt.checkpoint.transfer import tensor_bytes, write_payloads
 from shardckpt.format.native_manifest import (
     COMMIT,
     Contents,
+    Part,
     decode_part,
     encode_commit,
     encode_manifest,
     encode_part,
     join,
     manifest_name,
+    part_of,
     record_of,
 )
 from shardckpt.format.native_payload import HF_INDEX, Payload, hf_index, lay_out, new_save_id
@@ -138,7 +141,8 @@ class Saver:
         """
         corridor = _Corridor(self, how)
         try:
-            corridor.run(state)
+            with collector_at_rest():
+                corridor.run(state)
         except BaseException:
             corridor.take_back()
             raise
@@ -156,9 +160,13 @@ class Saver:
             data = b""
         elif not data:
             data = draft.encode()
+        return replace(self.told_of(captured), key=self._key, draft=data, values=values_digest(captured))
+
+    def told_of(self, captured: Captured) -> Report:
+        """Return what this rank alone can tell."""
         loose = {path: Alone.of(value, path) for path, value in captured.loose.items()}
         own = {path: Alone.of(value, path) for path, value in captured.own.items()}
-        return Report(self._key, data, values_digest(captured), loose, own)
+        return Report("", b"", "", loose, own)
 
     def planned(self, reports: Sequence[Report]) -> tuple[Plan, bool]:
         """Return the plan for what ranks told, and whether it is the one they know. On the first rank."""
@@ -193,6 +201,7 @@ class _Corridor:
         self._publication: Publication | None = None
         self._contents: Contents | None = None
         self._plan: Plan | None = None
+        self._part = Part((), ())
         self._captured = Captured()
 
     def take_back(self) -> None:
@@ -218,6 +227,9 @@ class _Corridor:
 
     def _agree(self, state: Any) -> _Answer:
         """Look at the state, tell of it, and be told what to write."""
+        if self._star.size == 1:
+            self._captured = capture(state, 0, 1)
+            return self._begun(plan_alone(self._captured), [self._saver.told_of(self._captured)])[0]
         what = f"preparing to save to {self._how.path}"
         try:
             self._captured = capture(state, self._star.rank, self._star.size)
@@ -235,12 +247,17 @@ class _Corridor:
         if len({report.values for report in reports}) > 1:
             return [_Answer("", "", None).encode()] * len(told)
         plan, is_known = self._saver.planned(reports)
+        answers = self._begun(plan, reports)
+        return [(replace(answer, task=None) if is_known else answer).encode() for answer in answers]
+
+    def _begun(self, plan: Plan, reports: Sequence[Report]) -> list[_Answer]:
+        """Begin the publication, and return what each rank is to do."""
         save_id = new_save_id()
         self._plan = plan
         self._contents = contents_of(save_id, self._captured, plan, reports, self._how.about)
         self._publication = begin(self._how.path, overwrite=self._how.overwrite, needed_bytes=plan.nbytes, last=COMMIT)
         place = self._publication.place
-        return [_Answer(save_id, place, None if is_known else task).encode() for task in plan.tasks]
+        return [_Answer(save_id, place, task) for task in plan.tasks]
 
     def _transfer(self, save_id: str, task: Task) -> bytes:
         """Write this rank's files, and return what to tell of them."""
@@ -253,7 +270,9 @@ class _Corridor:
             self._write_index(payloads, alone)
         digests = self._class_digests(task) if self._how.checksums else {}
         head = json.dumps(digests).encode()
-        return len(head).to_bytes(8, "little") + head + encode_part(written)
+        if self._star.rank == 0:
+            self._part = part_of(written)
+        return len(head).to_bytes(8, "little") + head + (encode_part(written) if self._star.rank else b"")
 
     def _write_index(self, payloads: Sequence[Payload], model: Path) -> None:
         """Let one writer's save be a Hugging Face folder too."""
@@ -271,11 +290,12 @@ class _Corridor:
     def _publish(self, told: list[bytes]) -> list[bytes]:
         """Compare, commit, put in place. On the first rank."""
         assert self._contents is not None and self._plan is not None and self._publication is not None
-        digests, parts = [], []
-        for each in told:
+        digests, parts = [], [self._part]
+        for rank, each in enumerate(told):
             end = 8 + int.from_bytes(each[:8], "little")
             digests.append(json.loads(each[8:end]))
-            parts.append(decode_part(each[end:]))
+            if rank:
+                parts.append(decode_part(each[end:], where=f"rank {rank}"))
         if _unequal(self._plan, digests):
             return [_EXPLAIN] * len(told)
         files, arrays = join(parts, self._plan.order)

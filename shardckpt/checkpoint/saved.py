@@ -25,7 +25,7 @@ from shardckpt.manifest import UNREAD, Lazy, Path, TensorEntry, dotted
 from shardckpt.plan.coverage import require_complete
 from shardckpt.plan.parts import split_flat_names
 from shardckpt.state.pieces import LocalArray, Portion
-from shardckpt.storage.store import Read, Store
+from shardckpt.storage.store import Read
 
 BATCH_BYTES = 64 << 20
 """Bytes of one batch of reads; as much is held besides where elements do not go straight to where they belong."""
@@ -55,14 +55,8 @@ class Saved:
         self.url = url
         self._rules = [(re.compile(pattern), new) for pattern, new in (rules or {}).items()]
         self.manifest = split_flat_names(self._reader.manifest)
-        is_checked = bool(verify) or not isinstance(self._reader, NativeReader)
-        self._store = self._reader.store if is_checked else self._stored
+        self._store = self._reader.store if verify else self._reader.stored
         self._pieces = PieceReader(self._store)
-
-    @property
-    def _stored(self) -> Store:
-        """The files as they lie, unchecked."""
-        return self._reader.stored if isinstance(self._reader, NativeReader) else self._reader.store
 
     @property
     def is_native(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from shardckpt.plan.names import cleaner
 from shardckpt.plan.parts import find_parts, model_paths
 from shardckpt.state import foreign
 from shardckpt.state.description import Description
-from shardckpt.state.optim_pieces import Room, Slot, room_for
+from shardckpt.state.optim_pieces import Room, Slot, parameter_names, room_for
 from shardckpt.state.pieces import LocalArray, LocalModel, local_array
 
 Put = Callable[[Any], None]
@@ -215,8 +215,8 @@ class _Fit:
             self._whole_optimizer(optim, root)
             return
         self.fitting.taken.add(root)
-        state = self._optim_state(root, description)
         try:
+            state = self._optim_state(root, description, optim)
             room = self._room(optim, description, state)
         except ShardckptError as error:
             self._problem(path, f"{dotted(path)}: {error}")
@@ -246,7 +246,7 @@ class _Fit:
             take = lambda state: foreign.put_optim_state(model, optim, state)  # noqa: E731
         self.fitting.values.append((self._saved.find(root)[0], take))
 
-    def _optim_state(self, root: Path, found: Description) -> optimizers.OptimState:
+    def _optim_state(self, root: Path, found: Description, optim: torch.optim.Optimizer) -> optimizers.OptimState:
         shapes = {name: entry.shape for name, entry in found.entries.items()}
         n = len(root)
         tensors = {path: entry for path, entry in self._saved.arrays.items() if path[:n] == root}
@@ -256,7 +256,8 @@ class _Fit:
             {path[n:]: entry for path, entry in tensors.items() if path not in small},
             {path[n:]: value for path, value in values.items()},
         )
-        return optimizers.by_name(raw, shapes, clean=lambda name: _first(name, found))
+        numbers = _names_by_number(parameter_names(found, optim), raw.values.get(("param_groups",)))
+        return optimizers.by_name(raw, shapes, numbers, clean=lambda name: _first(name, found))
 
     def _room(self, optim: torch.optim.Optimizer, found: Description, state: optimizers.OptimState) -> Room:
         slots: dict[str, dict[str, Slot]] = {}
@@ -310,6 +311,17 @@ class _Fit:
                 )
 
         return take
+
+
+def _names_by_number(live: Sequence[Sequence[str]], groups: Any) -> dict[int, str] | None:
+    """Return the names of numbered parameters: as torch does, by their position in groups of the same sizes."""
+    if not isinstance(groups, (list, tuple)) or len(groups) != len(live):
+        return None
+    numbers = [list(group.get("params", ())) for group in groups if isinstance(group, dict)]
+    if [len(each) for each in numbers] != [len(names) for names in live]:
+        return None
+    pairs = [pair for each, names in zip(numbers, live, strict=True) for pair in zip(each, names, strict=True)]
+    return {number: name for number, name in pairs if type(number) is int} or None
 
 
 def _setter(container: Any, key: Any) -> Put:

@@ -64,6 +64,22 @@ def local_optimizer(found: Description, optim: Optimizing) -> LocalOptimizer:
     return LocalOptimizer(arrays, values, groups, _names(of))
 
 
+def parameter_names(found: Description, optim: Optimizing) -> list[list[str]]:
+    """Return the names in each group in the order that an optimizer of the unsharded model has them in.
+
+    Args:
+        found: The model.
+        optim: An optimizer of any part of its parameters.
+
+    Raises:
+        ForeignParameterError: It holds a parameter that the model does not have.
+    """
+    of = optimized(found, optim)
+    places = {name: at for at, name in enumerate(found.names)}
+    flat = {name for held in of.held if held.is_flat for position in held.positions for name in held.names(position)}
+    return [sorted(names, key=places.__getitem__) if flat.issuperset(names) else list(names) for names in of.groups]
+
+
 def _names(of: Optimized) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for names in of.groups for name in names))
 

@@ -75,10 +75,10 @@ def local_array(tensor: torch.Tensor) -> LocalArray:
     Raises:
         UnsupportedError: A sum that is still spread over ranks, or a part that is no box.
     """
-    own = local(tensor.detach())
     if not isinstance(tensor, DTensor):
-        return LocalArray(tuple(own.shape), own.dtype, (Portion(whole(tuple(own.shape)), own),))
-    box = box_of(tensor)
+        shape = tuple(tensor.shape)
+        return LocalArray(shape, tensor.dtype, (Portion(whole(shape), tensor.detach()),))
+    own, box = local(tensor.detach()), box_of(tensor)
     has = box is not None and bool(box.volume)
     return LocalArray(tuple(tensor.shape), own.dtype, (Portion(box, own),) if has and box is not None else ())
 

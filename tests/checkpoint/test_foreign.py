@@ -1,0 +1,129 @@
+"""Checkpoints of other tools go straight into models and optimizers, sharded ones too."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import mark, run, since
+from safetensors.torch import save_file
+from states import FACES, Net, differing, flat, step, whole
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import shardckpt
+from shardckpt.state import model_state_dict, optim_state_dict
+
+
+def trained(seed: int = 0, steps: int = 2):
+    torch.manual_seed(seed)
+    net = Net((1,))
+    optim = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for number in range(steps):
+        step(net, optim, number)
+    return net, optim
+
+
+def looked_at(model: nn.Module, optim) -> tuple[dict, dict]:
+    weights = {name: whole(value) for name, value in model_state_dict(model, "FULL").items()}
+    return weights, flat(optim_state_dict(model, optim, "FULL"))
+
+
+def load_on(face: str, path: Path, model_key: str = "model", optim_key: str = "optim"):
+    """Return what a rank has after it loaded a checkpoint into a model that never ran, and the largest message."""
+
+    def body(rank: int, world: int):
+        torch.manual_seed(8)
+        model = FACES[face](Net((1,)))
+        optim = torch.optim.AdamW(model.parameters(), lr=9.0)
+        start = mark()
+        state = {model_key: model, optim_key: optim, "epoch": 0}
+        shardckpt.load(state, path)
+        sent = max((call.sent for call in since(start)), default=0)
+        return state["epoch"], looked_at(model, optim), sent
+
+    return body
+
+
+def compared(found, expected) -> list[str]:
+    return [*differing(found[0], expected[0]), *differing(found[1], expected[1])]
+
+
+@pytest.mark.parametrize("face", ["flat", "orig", "in place", "torch in place", "ddp"])
+def test_a_file_of_torch_save_with_numbers_for_parameters(tmp_path: Path, face: str) -> None:
+    net, optim = trained()
+    torch.save({"model": net.state_dict(), "optimizer": optim.state_dict(), "epoch": 3}, tmp_path / "last.pt")
+    expected = looked_at(net, optim)
+    for epoch, found, sent in run(2, load_on(face, tmp_path / "last.pt", optim_key="optimizer")):
+        assert epoch == 3 and compared(found, expected) == [] and sent < 4096
+
+
+@pytest.mark.parametrize("face", ["flat", "in place"])
+def test_a_folder_of_torchs_distributed_checkpoint(tmp_path: Path, face: str) -> None:
+    def save_it(rank: int, world: int):
+        torch.manual_seed(0)
+        model = FACES["torch in place"](Net((1,)))
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step(model, optim)
+        weights, moments = get_state_dict(model, optim)
+        dcp.save({"model": weights, "optim": moments, "epoch": 3}, checkpoint_id=tmp_path / "dcp")
+        return looked_at(model, optim)
+
+    expected = run(2, save_it)[0]
+    for epoch, found, _ in run(3, load_on(face, tmp_path / "dcp")):
+        assert epoch == 3 and compared(found, expected) == []
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
+def test_a_hugging_face_folder_whatever_the_names_were_wrapped_in(tmp_path: Path, prefix: str) -> None:
+    net, _ = trained()
+    save_file({prefix + k: v.contiguous() for k, v in net.state_dict().items()}, tmp_path / "model.safetensors")
+    for target in (tmp_path, tmp_path / "model.safetensors"):
+        model = Net((1,))
+        shardckpt.load({"model": model}, target)
+        assert differing(dict(model.state_dict()), dict(net.state_dict())) == []
+
+
+def test_a_bare_state_dict_goes_into_a_bare_model(tmp_path: Path) -> None:
+    net, _ = trained()
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    model, tensors = Net((1,)), {name: torch.zeros_like(value) for name, value in net.state_dict().items()}
+    shardckpt.load(model, tmp_path / "net.pt")
+    shardckpt.load(tensors, tmp_path / "net.pt")
+    assert differing(dict(model.state_dict()), dict(net.state_dict())) == []
+    assert differing(tensors, dict(net.state_dict())) == []
+
+
+def test_without_a_state_it_is_the_nest_that_was_saved(tmp_path: Path) -> None:
+    net, optim = trained()
+    saved = {"model": net.state_dict(), "optim": optim.state_dict(), "list": [torch.ones(2), 3], "n": None}
+    torch.save(copy.deepcopy(saved), tmp_path / "last.pt")
+    found = shardckpt.load(tmp_path / "last.pt")
+    assert differing(found["model"], saved["model"]) == []
+    assert found["optim"]["param_groups"] == saved["optim"]["param_groups"]
+    assert torch.equal(found["optim"]["state"][0]["exp_avg"], saved["optim"]["state"][0]["exp_avg"])
+    assert torch.equal(found["list"][0], torch.ones(2)) and found["list"][1] == 3 and found["n"] is None
+    assert torch.equal(shardckpt.open(tmp_path / "last.pt")["model.first.weight"][1:3], net.first.weight[1:3])
+
+
+def test_what_does_not_fit_is_listed_as_for_our_own(tmp_path: Path) -> None:
+    net, optim = trained()
+    torch.save({"model": net.state_dict(), "optim": optim.state_dict(), "epoch": 3}, tmp_path / "last.pt")
+    with pytest.raises(shardckpt.MismatchError) as caught:
+        shardckpt.load({"model": nn.Linear(5, 3)}, tmp_path / "last.pt")
+    for part in ("missing: model.weight", "unexpected: model.first.weight", "unexpected: epoch"):
+        assert part in str(caught.value)
+
+
+def test_code_in_a_file_never_runs(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self):
+            return (Path(tmp_path / "ran").touch, ())
+
+    torch.save({"model": {"w": torch.ones(2)}, "x": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(shardckpt.ShardckptError):
+        shardckpt.load(tmp_path / "evil.pt")
+    assert not (tmp_path / "ran").exists()
