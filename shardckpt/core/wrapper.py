@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardckpt.core import beneath, clip, comm_hooks, flat_view, groups, materialize, running, summon, ties
+from shardckpt.core import beneath, clip, comm_hooks, flat_view, groups, materialize, protocol, running, summon, ties
 from shardckpt.core.bucket import Bucket, Cut
 from shardckpt.core.comm import CommHook
 from shardckpt.core.config import (
@@ -103,6 +103,7 @@ class FullyShardedDataParallel(StateStatics):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        protocol.announce()
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         _warn_of_containers(module)
         ignored = Ignored.of(module, ignored_modules, ignored_states, FullyShardedDataParallel)

@@ -11,10 +11,20 @@ from harness import run
 from states import FACES, Net, differing, flat, in_place, quiet, step, whole, wrapper
 from torch.distributed import fsdp as theirs
 from torch.distributed.checkpoint import state_dict as torchs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from shardckpt import core as ours
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
 
 FULL = torchs.StateDictOptions(full_state_dict=True)
+ALL_WAYS: list[dict[str, bool]] = [
+    {},
+    {"cpu_offload": True},
+    {"flatten_optimizer_state_dict": True},
+    {"full_state_dict": True},
+    {"full_state_dict": True, "cpu_offload": True, "broadcast_from_rank0": True},
+]
 OURS = ("flat", "orig", "in place")
 THEIRS = {
     "flat": wrapper(theirs),
@@ -36,38 +46,89 @@ def plain(state) -> dict:
     return {name: whole(value) for name, value in state.items()}
 
 
+def settled(state) -> dict:
+    """A flattened state without the types of sequences, which torch's functions change."""
+    return {
+        name: value.replace("(", "[").replace(")", "]") if "group" in name else value for name, value in state.items()
+    }
+
+
 @pytest.mark.parametrize("face", OURS)
-def test_torchs_functions_take_and_put_the_state_of_our_models(face):
+def test_torchs_functions_take_and_put_states_of_our_models(face):
     def body(rank, world):
-        model, _ = trained(FACES[face])
-        expected = copy.deepcopy(plain(model_state_dict(model)))
+        model, optim = trained(FACES[face])
+        weights = copy.deepcopy(plain(model_state_dict(model)))
+        moments = copy.deepcopy(settled(flat(optim_state_dict(model, optim))))
         wrong = []
-        for options in (FULL, None):
-            found = quiet(torchs.get_model_state_dict, model, options=options)
-            wrong += differing(plain(found), expected)
-            other, _ = trained(FACES[face], 1)
-            quiet(torchs.set_model_state_dict, other, found, options=options)
-            wrong += differing(plain(model_state_dict(other)), expected)
+        for options in ALL_WAYS:
+            told = torchs.StateDictOptions(**{**options, "broadcast_from_rank0": False})
+            found, kept = quiet(torchs.get_state_dict, model, optim, options=told)
+            cut = any(isinstance(value, DTensor) for value in found.values())
+            wrong += [] if cut is not told.full_state_dict or not found else [f"{options}: DTensors are {cut}"]
+            if rank == 0 or not told.full_state_dict or not told.cpu_offload:
+                wrong += differing(plain(found), weights)
+            else:
+                wrong += list(found) + list(kept)
+            other = FACES[face](Net((1,)))
+            again = torch.optim.AdamW(other.parameters(), lr=0.5)
+            told = torchs.StateDictOptions(**{**options, "cpu_offload": False})
+            quiet(torchs.set_model_state_dict, other, found, options=told)
+            quiet(torchs.set_optimizer_state_dict, other, again, kept, options=told)
+            if "broadcast_from_rank0" in options:  # which torch does wrong with tensors that are not contiguous
+                other.scale.copy_(model.scale)
+            wrong += differing(plain(model_state_dict(other)), weights)
+            wrong += differing(settled(flat(optim_state_dict(other, again))), moments)
         return wrong
 
     assert run(2, body) == [[], []]
 
 
-def test_torchs_functions_take_and_put_optimizers_of_models_sharded_in_place():
+def test_torchs_functions_name_members_of_every_flat_parameter():
     def body(rank, world):
-        model, optim = trained(FACES["in place"])
-        expected = copy.deepcopy(optim_state_dict(model, optim))
+        torch.manual_seed(0)
+        net = Net((1,))
+        net.last.weight.requires_grad_(False)
+        net.last.bias.data = net.last.bias.data.double()
+        model = quiet(ours.FullyShardedDataParallel, net)
+        optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+        optim.step()
+        expected = copy.deepcopy(flat(optim_state_dict(model, optim)))
+        kept = quiet(torchs.get_optimizer_state_dict, model, optim, options=FULL)
+        optim.state.clear()
+        quiet(torchs.set_optimizer_state_dict, model, optim, kept, options=FULL)
+        return differing(settled(flat(optim_state_dict(model, optim))), settled(expected)), len(
+            list(model.parameters())
+        )
+
+    assert run(2, body) == [([], 3), ([], 3)]
+
+
+@pytest.mark.parametrize("face", ["flat", "orig"])
+def test_checkpoints_by_torchs_functions_go_from_our_wrapper_to_torchs_and_back(face, tmp_path):
+    def body(rank, world):
+        mesh = init_device_mesh("cpu", (world,))
+        torch.manual_seed(0)
+        model = FACES[face](Net((1,)), mesh)
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step(model, optim)
+        weights = copy.deepcopy(plain(model_state_dict(model)))
+        moments = copy.deepcopy(settled(flat(optim_state_dict(model, optim))))
         wrong = []
-        for options in (FULL, None):
-            _, found = quiet(torchs.get_state_dict, model, optim, options=options)
-            wrong += differing(flat({**found, "param_groups": []}), flat({**expected, "param_groups": []}))
-            other, again = trained(FACES["in place"], 1)
-            weights = quiet(torchs.get_model_state_dict, model, options=options)
-            quiet(
-                torchs.set_state_dict, other, again, model_state_dict=weights, optim_state_dict=found, options=options
-            )
-            wrong += differing(flat(optim_state_dict(other, again)), flat(expected))
-        return [each for each in wrong if "'group'" not in each]  # torch turns tuples into lists
+        for index, shard in enumerate((THEIRS[face], FACES[face])):
+            at = str(tmp_path / str(index))
+            found, kept = quiet(torchs.get_state_dict, model, optim)
+            quiet(dcp.save, {"model": found, "optim": kept}, checkpoint_id=at)
+            torch.manual_seed(1)
+            model = shard(Net((1,)), mesh)
+            optim = torch.optim.AdamW(model.parameters(), lr=0.5)
+            found, kept = quiet(torchs.get_state_dict, model, optim)
+            quiet(dcp.load, {"model": found, "optim": kept}, checkpoint_id=at)
+            quiet(torchs.set_state_dict, model, optim, model_state_dict=found, optim_state_dict=kept)
+            wrong += differing(plain(model_state_dict(model)), weights)
+            wrong += differing(settled(flat(optim_state_dict(model, optim))), moments)
+        return wrong
 
     assert run(2, body) == [[], []]
 
