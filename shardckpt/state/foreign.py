@@ -1,4 +1,4 @@
-"""Models under torch's own FullyShardedDataParallel: their whole state, taken and put through its public functions."""
+"""Models under torch's own FullyShardedDataParallel: their state, taken and put through its public functions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardckpt.core.traverse import clean
 from shardckpt.errors import ShardckptError
-from shardckpt.state.kinds import StateKind
+from shardckpt.state.kinds import StateKind, is_sharded_tensor
 from shardckpt.state.param_groups import wanted
+from shardckpt.state.sharded_tensors import as_dtensor
 
 
 class ForeignShardingError(ShardckptError, NotImplementedError):
@@ -33,34 +35,35 @@ def is_foreign(model: nn.Module) -> bool:
     return fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in model.modules())
 
 
-def refuse_other(kind: StateKind) -> None:
-    """Refuse every kind but FULL.
+def refuse_local(kind: StateKind) -> None:
+    """Refuse LOCAL: how torch's wrapper lays parameters out is private to it.
 
     Raises:
-        ForeignShardingError: It is another one.
+        ForeignShardingError: It is that.
     """
-    if kind is not StateKind.FULL:
+    if kind is StateKind.LOCAL:
         raise ForeignShardingError(
-            "of a model under torch's FullyShardedDataParallel only whole states are taken and put",
+            "of a model under torch's FullyShardedDataParallel no LOCAL state is taken or put",
             found=kind.name,
-            expected=StateKind.FULL.name,
-            fix="Ask for FULL, or shard the model with shardckpt.",
+            expected="FULL or SHARDED",
+            fix="Ask for one of them, or shard the model with shardckpt.",
         )
 
 
 @contextmanager
-def _whole(model: nn.Module, *, offload: bool = False, first_only: bool = False) -> Iterator[Any]:
-    """Let torch's state dicts be whole inside; on any exit its settings are what they were."""
+def _told(model: nn.Module, kind: StateKind, *, offload: bool = False, first_only: bool = False) -> Iterator[Any]:
+    """Let torch's state dicts be of a kind inside; on any exit its settings are what they were."""
     fsdp = torchs_wrapper()
     wrapper = fsdp.FullyShardedDataParallel
     is_there = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    config = {"offload_to_cpu": offload and not is_there, "rank0_only": first_only}  # or torch frees what it returns
-    whole = (
-        fsdp.StateDictType.FULL_STATE_DICT,
-        fsdp.FullStateDictConfig(**config),
-        fsdp.FullOptimStateDictConfig(**config),
-    )
-    before = _set(wrapper, model, whole)
+    config: dict[str, bool] = {"offload_to_cpu": offload and not is_there}  # or torch frees what it returns
+    if kind is StateKind.FULL:
+        configs = fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig
+        config["rank0_only"] = first_only
+    else:
+        configs = fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig
+    wanted_type = fsdp.StateDictType[f"{kind.name}_STATE_DICT"]
+    before = _set(wrapper, model, (wanted_type, configs[0](**config), configs[1](**config)))
     try:
         yield wrapper
     finally:
@@ -82,20 +85,41 @@ def whole_state(model: nn.Module, *, offload: bool, first_only: bool) -> dict[st
         offload: Give tensors on the CPU.
         first_only: Give them to the first rank alone.
     """
-    with _whole(model, offload=offload, first_only=first_only):
+    with _told(model, StateKind.FULL, offload=offload, first_only=first_only):
         return {clean(name): value for name, value in model.state_dict().items()}
 
 
+def sharded_state(model: nn.Module, *, offload: bool) -> dict[str, Any]:
+    """Return the state of a model with a DTensor for everything sharded, by the names it has unsharded. Collective.
+
+    Args:
+        model: The model.
+        offload: Give tensors on the CPU.
+    """
+    with _told(model, StateKind.SHARDED, offload=offload):
+        return {clean(name): _cut(name, value) for name, value in model.state_dict().items()}
+
+
+def _cut(name: str, value: Any) -> Any:
+    return as_dtensor(clean(name), value, None) if is_sharded_tensor(value) else value
+
+
+def _joined(name: str, value: Any) -> Any:
+    """Return the whole of what is sharded. Collective."""
+    found = _cut(name, value)
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
 def put_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-    """Put a whole state that every rank has into a model, and return the missing and the unexpected names. Collective.
+    """Put a state that every rank has into a model, and return the missing and the unexpected names. Collective.
 
     Args:
         model: The model.
         state: It is not changed.
         strict: Names that differ are errors.
     """
-    with _whole(model):
-        told = model.load_state_dict({clean(name): value for name, value in state.items()}, strict=strict)
+    with _told(model, StateKind.FULL):
+        told = model.load_state_dict({clean(name): _joined(name, v) for name, v in state.items()}, strict=strict)
     return [clean(name) for name in told.missing_keys], [clean(name) for name in told.unexpected_keys]
 
 
@@ -110,11 +134,27 @@ def whole_optim_state(
         offload: Give tensors on the CPU.
         first_only: Give them to the first rank alone.
     """
-    with _whole(model, offload=offload, first_only=first_only) as wrapper:
-        found = wrapper.optim_state_dict(model, optim)
+    with _told(model, StateKind.FULL, offload=offload, first_only=first_only) as wrapper:
+        return _named(wrapper.optim_state_dict(model, optim))
+
+
+def sharded_optim_state(model: nn.Module, optim: torch.optim.Optimizer, *, offload: bool) -> dict[str, Any]:
+    """Return the state of an optimizer of such a model with a DTensor for everything sharded. Collective.
+
+    Args:
+        model: The model.
+        optim: The optimizer.
+        offload: Give tensors on the CPU.
+    """
+    with _told(model, StateKind.SHARDED, offload=offload) as wrapper:
+        return _named(wrapper.optim_state_dict(model, optim))
+
+
+def _named(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state by the names that the model has unsharded, with values of its own."""
     return {
         "state": {
-            clean(name): {slot: _own(value) for slot, value in slots.items()}
+            clean(name): {slot: _own(_cut(f"{name}/{slot}", value)) for slot, value in slots.items()}
             for name, slots in found.get("state", {}).items()
         },
         "param_groups": [
@@ -128,7 +168,7 @@ def _own(value: Any) -> Any:
 
 
 def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Put a whole state that every rank has into an optimizer of such a model, by name. Collective.
+    """Put a state that every rank has into an optimizer of such a model, by name. Collective.
 
     torch matches groups by their position: it is given groups that are those of the optimizer.
 
@@ -146,9 +186,9 @@ def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mappi
     groups = [{**group, **settings} for group, settings in zip(live, changes, strict=True)]
     names = {name for group in groups for name in group["params"]}
     kept = {
-        clean(name): {slot: _own(value) for slot, value in slots.items()}
+        clean(name): {slot: _own(_joined(f"{name}/{slot}", value)) for slot, value in slots.items()}
         for name, slots in state["state"].items()
         if clean(name) in names
     }
-    with _whole(model) as wrapper:
+    with _told(model, StateKind.FULL) as wrapper:
         optim.load_state_dict(wrapper.optim_state_dict_to_load(model, optim, {"state": kept, "param_groups": groups}))

@@ -56,7 +56,7 @@ def load_model_state_dict(
         RankError: It does not fit on another rank.
     """
     if foreign.is_foreign(model):
-        foreign.refuse_other(kind_of(state_dict) if kind is None else StateKind.of(kind))
+        foreign.refuse_local(kind_of(state_dict) if kind is None else StateKind.of(kind))
         missing, unexpected = foreign.put_state(model, state_dict, strict=strict)
         return Keys(tuple(missing), tuple(unexpected))
     settle(model)

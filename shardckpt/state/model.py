@@ -86,8 +86,8 @@ def model_state_dict(
     """Return the state of a model, by the names it has unsharded. Collective.
 
     Args:
-        model: Sharded by either face, by torch's `fully_shard`, with DTensors, replicated, compiled, plain; FULL also
-            under torch's FullyShardedDataParallel.
+        model: Sharded by either face, by torch's `fully_shard`, with DTensors, replicated, compiled, plain; FULL and
+            SHARDED also under torch's FullyShardedDataParallel.
         kind: FULL: whole tensors. SHARDED: a DTensor for everything sharded. LOCAL: what this rank holds, as it lies,
             with the layouts in `_metadata["shardckpt"]`; it can be read without model or process group.
         offload_to_cpu: Give tensors on the CPU.
@@ -103,7 +103,9 @@ def model_state_dict(
     if rank0_only and kind is not StateKind.FULL:
         raise UsageError("rank0_only goes with FULL alone", found=kind.name)
     if foreign.is_foreign(model):
-        foreign.refuse_other(kind)
+        foreign.refuse_local(kind)
+        if kind is StateKind.SHARDED:
+            return foreign.sharded_state(model, offload=offload_to_cpu)
         return foreign.whole_state(model, offload=offload_to_cpu, first_only=rank0_only)
     settle(model)
     found = describe(model)

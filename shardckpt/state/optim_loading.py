@@ -84,7 +84,7 @@ def load_optim_state_dict(
         RankError: It does not fit on another rank.
     """
     if foreign.is_foreign(model):
-        foreign.refuse_other(kind_of(state_dict) if kind is None else StateKind.of(kind))
+        foreign.refuse_local(kind_of(state_dict) if kind is None else StateKind.of(kind))
         _check_form(state_dict)
         foreign.put_optim_state(model, optim, state_dict)
         return

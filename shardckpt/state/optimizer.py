@@ -168,7 +168,9 @@ def optim_state_dict(
     if rank0_only and kind is not StateKind.FULL:
         raise UsageError("rank0_only goes with FULL alone", found=kind.name)
     if foreign.is_foreign(model):
-        foreign.refuse_other(kind)
+        foreign.refuse_local(kind)
+        if kind is StateKind.SHARDED:
+            return foreign.sharded_optim_state(model, optim, offload=offload_to_cpu)
         return foreign.whole_optim_state(model, optim, offload=offload_to_cpu, first_only=rank0_only)
     settle(model)
     found = describe(model)

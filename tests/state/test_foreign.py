@@ -1,4 +1,4 @@
-"""Models under torch's own wrapper: their whole state on the CPU too, and torch's settings are left as they were."""
+"""Models under torch's own wrapper: their states on the CPU too, and torch's settings are left as they were."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import warnings
 import pytest
 import torch
 from harness import run
-from states import FACES, Net, differing, flat, step, wrapper
+from states import FACES, Net, differing, flat, step, whole, wrapper
 from torch.distributed import fsdp as theirs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from shardckpt.state import load_model_state_dict, model_state_dict, optim_state_dict
+from shardckpt.state import (
+    ForeignShardingError,
+    load_model_state_dict,
+    load_optim_state_dict,
+    model_state_dict,
+    optim_state_dict,
+)
 
 Theirs = theirs.FullyShardedDataParallel
 
@@ -66,3 +74,44 @@ def test_torchs_settings_are_what_they_were_after_a_failure_too():
 
     assert run(2, body) == [True, True]
     assert run(2, sharded) == [True, True]
+
+
+@pytest.mark.parametrize("meshed", [False, True], ids=["ShardedTensor", "DTensor"])
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+def test_sharded_states_have_dtensors_and_go_back(orig, meshed):
+    def body(rank, world):
+        mesh = init_device_mesh("cpu", (world,)) if meshed else None
+        model, optim = trained(lambda net: wrapper(theirs, use_orig_params=orig)(net, mesh))
+        expected = whole_of(model_state_dict(model)), flat(optim_state_dict(model, optim))
+        weights, moments = model_state_dict(model, "SHARDED"), optim_state_dict(model, optim, "SHARDED")
+        assert all(isinstance(weights[name], DTensor) for name in weights if name != "scale")
+        assert all(isinstance(slots["exp_avg"], DTensor) for slots in moments["state"].values())
+        wrong = differing(whole_of(weights), expected[0]) + differing(flat(moments), expected[1])
+        for shard in (wrapper(theirs, use_orig_params=orig), FACES["flat"], FACES["in place"]):
+            other, again = trained(shard)
+            step(other, again, 1)
+            load_model_state_dict(other, weights)
+            load_optim_state_dict(other, again, moments)
+            wrong += differing(whole_of(model_state_dict(other)), expected[0])
+            found = flat({**optim_state_dict(other, again), "param_groups": []})
+            wrong += differing(found, flat({**moments, "param_groups": []}))
+        return wrong
+
+    assert run(2, body) == [[], []]
+
+
+def test_local_states_are_refused():
+    def body(rank, world):
+        model, optim = trained(wrapper(theirs))
+        told = []
+        for take in (lambda: model_state_dict(model, "LOCAL"), lambda: optim_state_dict(model, optim, "LOCAL")):
+            with pytest.raises(ForeignShardingError, match="found LOCAL; expected FULL or SHARDED") as caught:
+                take()
+            told.append(str(caught.value))
+        return len(told)
+
+    assert run(2, body) == [2, 2]
+
+
+def whole_of(state) -> dict:
+    return {name: whole(value) for name, value in state.items()}
