@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,23 +44,53 @@ def gather(bucket: Bucket, shard: torch.Tensor) -> Full:
     return _unpacked(bucket, incoming)
 
 
-def gather_to_first(bucket: Bucket, shard: torch.Tensor) -> Full | None:
-    """Gather as `gather` does, to the first rank of all that share the bucket or have copies. Collective.
+class Staging:
+    """Memory that one unit after the other passes through: given once for the largest, and kept until this is gone."""
+
+    def __init__(self) -> None:
+        self._held: Resizable | None = None
+
+    def place(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory, 1-D: that of the last call again where it is as large, any other with any content.
+
+        Args:
+            numel: Elements.
+            dtype: Their type.
+            device: Where it is.
+        """
+        nbytes = numel * dtype.itemsize
+        held = self._held
+        if held is None or held.tensor.device != device or held.tensor.numel() < nbytes:
+            held = self._held = None  # given up before there is more
+            held = self._held = Resizable(nbytes, torch.uint8, device)
+        return held.tensor[:nbytes].view(dtype)
+
+
+def copies(
+    bucket: Bucket, shard: torch.Tensor, staging: Staging, *, first_only: bool = False
+) -> Iterator[torch.Tensor] | None:
+    """Gather as `gather` does, into memory of each parameter's own. Collective.
 
     Args:
         bucket: The bucket.
         shard: This rank's part, 1-D.
+        staging: What was gathered lies there, and has to until all is taken.
+        first_only: Gather to the first rank of all that share the bucket or have copies.
 
     Returns:
-        The full values on the first rank, or of those that share one with each part of a tensor-parallel one; None
-        elsewhere.
+        For each parameter the full value; with `first_only` None elsewhere than on the first rank, or on the first of
+        those that share one with each part of a tensor-parallel one.
     """
-    own = shard.to(bucket.compute_device)
-    if bucket.group.size == 1:
-        return gather(bucket, own) if bucket.group.is_first else None
-    incoming = Resizable(bucket.packing.gathered, own.dtype, own.device) if bucket.group.is_first else None
-    bucket.group.collect(None if incoming is None else incoming.tensor, own, f"gather {bucket.name}")
-    return None if incoming is None else _unpacked(bucket, incoming)
+    own, group, what = shard.to(bucket.compute_device), bucket.group, f"gather {bucket.name}"
+    wanted = group.is_first or not first_only
+    if group.size == 1 or bucket.keeps_full:
+        return bucket.packing.copies(own) if wanted else None
+    incoming = staging.place(bucket.packing.gathered, own.dtype, own.device) if wanted else None
+    if first_only:
+        group.collect(incoming, own, what)
+    elif incoming is not None:
+        group.all_gather(incoming, own, what).wait()
+    return None if incoming is None else bucket.packing.copies(incoming)
 
 
 def _unpacked(bucket: Bucket, incoming: Resizable) -> Full:
@@ -99,13 +129,29 @@ def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: tor
     return [value if there else None for value, there in zip(values, has, strict=True)]
 
 
-def join(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-    """Return parameters' parts as one tensor that lies as the shard does, zeros for what is missing."""
-    joined = torch.zeros(bucket.packing.layout.chunk, dtype=dtype, device=bucket.compute_device)
-    for place, part in zip(bucket.of_shard(joined), parts, strict=True):
+def join(
+    bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
+) -> torch.Tensor:
+    """Return parameters' parts as one tensor that lies as the shard does, zeros for what is missing.
+
+    Args:
+        bucket: The bucket.
+        parts: For each parameter this rank's part, None where there is none.
+        dtype: Their type.
+        staging: Lay them out where `copies` gathers through the same staging, with any content in the padding; None for
+            new memory with zeros there.
+    """
+    size, device = bucket.packing.layout.chunk, bucket.compute_device
+    if staging is None:
+        made = torch.zeros(size, dtype=dtype, device=device)
+    else:
+        made = staging.place(bucket.packing.gathered, dtype, device)[bucket.rank * size :][:size]
+    for place, part in zip(bucket.of_shard(made), parts, strict=True):
         if part is not None:
             place.copy_(part)
-    return joined
+        elif staging is not None:
+            place.zero_()
+    return made
 
 
 def cut(bucket: Bucket, values: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -78,6 +78,10 @@ class Packing(ABC):
     @abstractmethod
     def unpack(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
         """Copy gathered shards to where the full parameters are."""
+
+    @abstractmethod
+    def copies(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield each full parameter of gathered shards in memory of its own, as it lies in the full buffer."""
 
     @abstractmethod
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
@@ -159,6 +163,10 @@ class FlatPacking(Packing):
 
     def unpack(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
         """Nothing to do: they are the same."""
+
+    def copies(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield a copy of each full parameter."""
+        return (view.clone() for view in self.views(gathered))
 
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
         """Copy full values to the rows of the ranks that have a part of them, zeros elsewhere."""
@@ -290,6 +298,19 @@ class DimPacking(Packing):
                 continue
             for row, box in zip(rows, self._boxes[index], strict=True):
                 _inside(views[index], box).copy_(row[at : at + box.volume].view(box.size))
+
+    def copies(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield each full parameter, put together from the ranks' parts of it."""
+        world, rows = self._layout.world, gathered.view(self._layout.world, -1)
+        for index, (spec, at, n) in enumerate(zip(self._layout.specs, self._layout.places, self._sizes, strict=True)):
+            flat = gathered.new_empty(spec.numel)
+            value = ordered(flat, spec.shape, self._orders[index])
+            if self._rowwise[index] and spec.numel == n * world:
+                flat.view(world, n).copy_(rows[:, at : at + n])
+            else:
+                for row, box in zip(rows, self._boxes[index], strict=True):
+                    _inside(value, box).copy_(row[at : at + box.volume].view(box.size))
+            yield value
 
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
         """Copy full values to the rows of the ranks that have a part of them, zeros elsewhere."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from math import prod
 
 import torch
 import torch.distributed as dist
 
+from shardckpt.core.full import Staging
 from shardckpt.layout import FlatLayout, ParamSpec, Run
 
 
@@ -77,11 +79,28 @@ class Exchange:
         rows: How each parameter is cut.
         out: For each rank that takes, what this one's flat shard gives.
         into: For each rank that gives, what this one's rows take.
+        shapes: Of this rank's rows of each parameter.
     """
 
     rows: tuple[Rows, ...]
     out: tuple[tuple[Span, ...], ...]
     into: tuple[tuple[Span, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def gives(self) -> list[int]:
+        """Elements for each rank that takes."""
+        return [sum(span.numel for span in spans) for spans in self.out]
+
+    @cached_property
+    def takes(self) -> list[int]:
+        """Elements from each rank that gives."""
+        return [sum(span.numel for span in spans) for spans in self.into]
+
+    @cached_property
+    def held(self) -> list[int]:
+        """Elements of this rank's rows of each parameter."""
+        return [prod(shape) for shape in self.shapes]
 
 
 @lru_cache(maxsize=4096)
@@ -96,7 +115,8 @@ def exchange(layout: FlatLayout, rank: int) -> Exchange:
     ranks = range(layout.world)
     out = tuple(tuple(_spans(layout, rows, rank, taker)) for taker in ranks)
     into = tuple(tuple(_spans(layout, rows, giver, rank)) for giver in ranks)
-    return Exchange(rows, out, into)
+    shapes = tuple(cut.shape(spec, rank) for cut, spec in zip(rows, layout.specs, strict=True))
+    return Exchange(rows, out, into, shapes)
 
 
 def _spans(layout: FlatLayout, rows: Sequence[Rows], giver: int, taker: int) -> list[Span]:
@@ -129,71 +149,88 @@ def first_owners(layout: FlatLayout) -> dict[int, int]:
     return found
 
 
-def to_rows(shard: torch.Tensor, layout: FlatLayout, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Return this rank's rows of every parameter. Collective: one all-to-all.
+def to_rows(
+    shard: torch.Tensor, layout: FlatLayout, group: dist.ProcessGroup | None, staging: Staging
+) -> list[torch.Tensor]:
+    """Return this rank's rows of every parameter, views of one tensor. Collective: one all-to-all.
+
+    What arrives is in the order of ranks, so in that of the flat layout: each parameter's rows are in one piece. What
+    this rank has itself does not travel where it comes first or last, so that the rest is in one piece.
 
     Args:
         shard: This rank's flat shard, or anything laid out as it is: 1-D, `layout.chunk` elements.
         layout: The flat layout.
         group: The ranks that share it; None for one.
+        staging: Where what is sent is put together.
     """
     rank = dist.get_rank(group) if group is not None else 0
     plan = exchange(layout, rank)
-    given = [shard[span.flat : span.flat + span.numel] for spans in plan.out for span in spans]
-    taken = _travel(given, plan.out, plan.into, group, shard)
-    parts = [shard.new_empty(cut.starts[rank + 1] - cut.starts[rank]) for cut in plan.rows]
-    _scatter(taken, [parts[s.index][s.part : s.part + s.numel] for spans in plan.into for s in spans])
-    return [
-        _shaped(part, cut.shape(spec, rank), spec)
-        for part, cut, spec in zip(parts, plan.rows, layout.specs, strict=True)
-    ]
+    given = [[shard[s.flat : s.flat + s.numel] for s in spans] for spans in plan.out]
+    gives, takes = list(plan.gives), list(plan.takes)
+    taken = shard.new_empty(sum(takes))
+    arriving = taken
+    if rank in (0, layout.world - 1):
+        before, stays = sum(takes[:rank]), takes[rank]
+        _cat(given[rank], taken[before : before + stays])
+        arriving = taken[:before] if rank else taken[stays:]
+        gives[rank], takes[rank], given[rank] = 0, 0, []
+    _travel([part for parts in given for part in parts], arriving, gives, takes, group, staging)
+    parts = torch.split(taken, plan.held)
+    return [_shaped(part, shape, spec) for part, shape, spec in zip(parts, plan.shapes, layout.specs, strict=True)]
 
 
-def from_rows(parts: Sequence[torch.Tensor], layout: FlatLayout, group: dist.ProcessGroup | None) -> torch.Tensor:
+def from_rows(
+    parts: Sequence[torch.Tensor], layout: FlatLayout, group: dist.ProcessGroup | None, staging: Staging
+) -> torch.Tensor:
     """Return this rank's flat shard of parameters of which every rank has rows. Collective: one all-to-all.
 
     Args:
         parts: This rank's rows of every parameter, all of one dtype.
         layout: The flat layout.
         group: The ranks that share it; None for one.
+        staging: Where what is sent is put together.
     """
     rank = dist.get_rank(group) if group is not None else 0
     plan = exchange(layout, rank)
     flats = [_flat(part, spec) for part, spec in zip(parts, layout.specs, strict=True)]
-    given = [flats[s.index][s.part : s.part + s.numel] for spans in plan.into for s in spans]
+    given = [[flats[s.index][s.part : s.part + s.numel] for s in spans] for spans in plan.into]
+    stay, given[rank] = given[rank], []
+    gives, takes = ([0 if other == rank else n for other, n in enumerate(side)] for side in (plan.takes, plan.gives))
     shard = parts[0].new_zeros(layout.chunk)
-    taken = _travel(given, plan.into, plan.out, group, shard)
-    _scatter(taken, [shard[span.flat : span.flat + span.numel] for spans in plan.out for span in spans])
+    taken = shard.new_empty(sum(takes))
+    _travel([part for parts in given for part in parts], taken, gives, takes, group, staging)
+    spans = [span for other, spans in enumerate(plan.out) if other != rank for span in spans]
+    arrived = torch.split(taken, [span.numel for span in spans])
+    for span, part in zip((*spans, *plan.out[rank]), (*arrived, *stay), strict=True):
+        shard[span.flat : span.flat + span.numel].copy_(part)
     return shard
 
 
 def _travel(
     given: Sequence[torch.Tensor],
-    out: Sequence[Sequence[Span]],
-    into: Sequence[Sequence[Span]],
+    taken: torch.Tensor,
+    gives: Sequence[int],
+    takes: Sequence[int],
     group: dist.ProcessGroup | None,
-    like: torch.Tensor,
-) -> torch.Tensor:
-    sent = torch.cat(list(given)) if given else like.new_empty(0)
+    staging: Staging,
+) -> None:
+    """Send each rank so many elements, in order, and fill `taken` with what they send. Both counts are in elements."""
     if group is None or dist.get_world_size(group) == 1:
-        return sent
-    sends, takes = ([sum(span.numel for span in spans) for spans in side] for side in (out, into))
-    taken = like.new_empty(sum(takes))
-    dist.all_to_all_single(taken.view(torch.uint8), sent.view(torch.uint8), *_bytes(takes, sends, like), group=group)
-    return taken
+        return
+    sent = staging.place(sum(gives), taken.dtype, taken.device)
+    _cat(given, sent)
+    dist.all_to_all_single(taken.view(torch.uint8), sent.view(torch.uint8), *_bytes(takes, gives, taken), group=group)
+
+
+def _cat(parts: Sequence[torch.Tensor], place: torch.Tensor) -> None:
+    if parts:
+        torch.cat(list(parts), out=place)
 
 
 def _bytes(takes: Sequence[int], sends: Sequence[int], like: torch.Tensor) -> tuple[list[int], list[int]]:
     """Sizes in bytes: they travel as such, so that every type does."""
     size = like.element_size()
     return [n * size for n in takes], [n * size for n in sends]
-
-
-def _scatter(source: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
-    at = 0
-    for place in places:
-        place.copy_(source[at : at + place.numel()])
-        at += place.numel()
 
 
 def _shaped(part: torch.Tensor, shape: tuple[int, ...], spec: ParamSpec) -> torch.Tensor:

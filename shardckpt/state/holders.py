@@ -7,7 +7,7 @@ functions: *laid* is this rank's part of all of them together, a bucket's 1-D sh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardckpt.core.bucket import Bucket
 from shardckpt.core.dtensor_exposure import DTensorExposure
 from shardckpt.core.exposure import Exposure
 from shardckpt.core.flat_exposure import FlatExposure
-from shardckpt.core.full import cut, gather, gather_to_first, join, scatter
+from shardckpt.core.full import Staging, copies, cut, gather, join, scatter
 from shardckpt.core.original_exposure import OriginalExposure
 from shardckpt.core.packing import ordered
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
@@ -81,15 +81,16 @@ class Holder(ABC):
         """Replace the parameters' values by others that are laid out."""
 
     @abstractmethod
-    def full(self, laid: torch.Tensor, *, first_only: bool) -> list[torch.Tensor] | None:
+    def full(self, laid: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
         """Return the whole of each entry. Collective.
 
         Args:
             laid: What to gather.
+            staging: Memory that it passes through, in use until all entries were taken.
             first_only: Only the first rank gets them.
 
         Returns:
-            Tensors that may share memory; None on the ranks that get none.
+            Tensors of their own, but for what is not sharded and may be what is held; None on the ranks that get none.
         """
 
     @abstractmethod
@@ -101,8 +102,13 @@ class Holder(ABC):
         """Return this rank's part of whole values that the first rank has. Collective."""
 
     @abstractmethod
-    def sharded(self, laid: torch.Tensor) -> list[torch.Tensor]:
-        """Return each entry as a DTensor, or plain where nothing is sharded. Collective for flat layouts."""
+    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:
+        """Return each entry as a DTensor, or plain where nothing is sharded. Collective for flat layouts.
+
+        Args:
+            laid: What to cut; where nothing has to travel for it, the result shares its memory.
+            staging: Memory that it passes through.
+        """
 
     def takes(self, values: Sequence[torch.Tensor]) -> bool:
         """Tell whether these are cut as `sharded` cuts, so that nothing has to be gathered."""
@@ -113,7 +119,7 @@ class Holder(ABC):
         """Return how `sharded` cuts each entry: over which mesh and where; None for what is whole."""
 
     @abstractmethod
-    def from_sharded(self, values: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def from_sharded(self, values: Sequence[torch.Tensor], dtype: torch.dtype, staging: Staging) -> torch.Tensor:
         """Return this rank's part of what `sharded` returned, on the same ranks. Collective for flat layouts."""
 
     @abstractmethod
@@ -121,8 +127,16 @@ class Holder(ABC):
         """Return what is laid out as tensors of the exposed parameters' shapes, views where they can be."""
 
     @abstractmethod
-    def join(self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Lay out tensors of the exposed parameters' shapes; zeros for those that are None."""
+    def join(
+        self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
+    ) -> torch.Tensor:
+        """Lay out tensors of the exposed parameters' shapes; zeros for those that are None.
+
+        Args:
+            parts: The tensors; what is laid out may share memory with one that is all there is.
+            dtype: The type they are to have.
+            staging: That through which `full` gathers it then; None for new memory.
+        """
 
     @abstractmethod
     def overlay(self, laid: torch.Tensor, before: torch.Tensor, kept: Set[int]) -> None:
@@ -137,6 +151,11 @@ class Holder(ABC):
     def layout_note(self) -> dict[str, Any]:
         """Return the layout as plain JSON values; nothing where every rank has the whole."""
         return {}
+
+    @property
+    def lies_as_sharded(self) -> bool:
+        """Tell whether what an optimizer keeps is what `sharded` makes of it, so that nothing has to travel."""
+        return True
 
     @property
     def ranks(self) -> dist.ProcessGroup | None:
@@ -232,13 +251,13 @@ class BucketHolder(Holder):
         with torch.no_grad():
             self.bucket.shard.copy_(laid)
 
-    def full(self, laid: torch.Tensor, *, first_only: bool) -> list[torch.Tensor] | None:
-        """Gather the whole bucket; the tensors are views of one buffer, unless tensor parallelism has cut them too."""
-        found = gather_to_first(self.bucket, laid) if first_only else gather(self.bucket, laid)
-        if found is None:
-            return None
-        values = [self._whole(index, value) for index, value in enumerate(found.values)]
-        return None if first_only and not self._has_one_first and not self.everyone.is_first else values
+    def full(self, laid: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
+        """Gather the whole bucket; what tensor parallelism has cut is gathered once more, everywhere."""
+        found = copies(self.bucket, laid, staging, first_only=first_only)
+        if found is None or not self.is_parallel:
+            return found if not first_only or self.everyone.is_first else None
+        values = [self._whole(index, value) for index, value in enumerate(found)]
+        return values if not first_only or self.everyone.is_first else None
 
     @property
     def _has_one_first(self) -> bool:
@@ -304,9 +323,11 @@ class BucketHolder(Holder):
         """Return each parameter's part as a view."""
         return self.bucket.of_shard(laid)
 
-    def join(self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+    def join(
+        self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
+    ) -> torch.Tensor:
         """Lay parts out."""
-        return join(self.bucket, [None if part is None else local(part) for part in parts], dtype)
+        return join(self.bucket, [None if part is None else local(part) for part in parts], dtype, staging)
 
 
 class FlatHolder(BucketHolder):
@@ -403,17 +424,22 @@ class FlatHolder(BucketHolder):
             return False
         return first_owners(self.layout).get(position, 0) == group.rank
 
+    @property
+    def lies_as_sharded(self) -> bool:
+        """Tell that rows have to be exchanged for it."""
+        return False
+
     def layout_note(self) -> dict[str, Any]:
         """Return the layout, which of its ranks this one is, and the name of the flat parameter."""
         return {**super().layout_note(), "flat": self._flat_name}
 
-    def sharded(self, laid: torch.Tensor) -> list[torch.Tensor]:
+    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:
         """Exchange flat shards for rows: one all-to-all."""
         if self.bucket.keeps_full or self._mesh is None:
             return [self.bucket.computed(i, view.clone()) for i, view in enumerate(self.bucket.of_shard(laid))]
         if self.is_parallel:
             return self._parallel(laid)
-        rows = to_rows(laid.to(self.bucket.compute_device), self.layout, self.bucket.group.shard)
+        rows = to_rows(laid.to(self.bucket.compute_device), self.layout, self.bucket.group.shard, staging)
         return [self._dtensor(part, index) for index, part in enumerate(rows)]
 
     def _parallel(self, laid: torch.Tensor) -> list[torch.Tensor]:
@@ -449,7 +475,7 @@ class FlatHolder(BucketHolder):
         dist.broadcast(value.view(1).view(torch.uint8), group=self.bucket.group.shard, group_src=0)
         return value
 
-    def from_sharded(self, values: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def from_sharded(self, values: Sequence[torch.Tensor], dtype: torch.dtype, staging: Staging) -> torch.Tensor:
         """Exchange rows for flat shards: one all-to-all."""
         if self.bucket.keeps_full or self._mesh is None or self.is_parallel:
             own = self._empty(dtype)
@@ -459,16 +485,18 @@ class FlatHolder(BucketHolder):
         for value, spec in zip(values, self.layout.specs, strict=True):
             part = local(value).to(dtype)
             parts.append(part if spec.shape or self.bucket.rank == 0 else part.new_empty(0))
-        return from_rows(parts, self.layout, self.bucket.group.shard)
+        return from_rows(parts, self.layout, self.bucket.group.shard, staging)
 
     def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
         """Return the flat tensor itself, or each original's part."""
         return [laid] if self._flat_name is not None else super().parts(laid)
 
-    def join(self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+    def join(
+        self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
+    ) -> torch.Tensor:
         """Lay parts out."""
         if self._flat_name is None:
-            return super().join(parts, dtype)
+            return super().join(parts, dtype, staging)
         return self._empty(dtype) if parts[0] is None else local(parts[0]).to(dtype)
 
 
@@ -500,15 +528,22 @@ class RowsHolder(BucketHolder):
         dim = self._placed[position].dim
         return None if dim is None else _chunks(self.bucket.layout.specs[position].shape[dim], self.bucket.group.size)
 
-    def sharded(self, laid: torch.Tensor) -> list[torch.Tensor]:
-        """Return DTensors around what is there: nothing travels."""
-        return self.parts(laid.clone())
+    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
+        """Return DTensors around what is there: nothing travels, nothing is copied."""
+        if laid.numel() and laid.data_ptr() == self.bucket.shard.data_ptr():
+            return [parameter.detach() for parameter in self.exposed]
+        return self.parts(laid)
 
     def cuts(self) -> list[tuple[DeviceMesh, tuple[Placement, ...]] | None]:
         """As the parameters are."""
         return [_cut_of(parameter) for parameter in self.exposed]
 
-    def from_sharded(self, values: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def from_sharded(
+        self,
+        values: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        staging: Staging,  # noqa: ARG002
+    ) -> torch.Tensor:
         """Take the local parts: nothing travels."""
         return self.join(values, dtype)
 
@@ -577,7 +612,13 @@ class TensorHolder(Holder):
         with torch.no_grad():
             local(self._tensor).copy_(laid)
 
-    def full(self, laid: torch.Tensor, *, first_only: bool) -> list[torch.Tensor] | None:
+    def full(
+        self,
+        laid: torch.Tensor,
+        staging: Staging,  # noqa: ARG002
+        *,
+        first_only: bool,
+    ) -> Iterable[torch.Tensor] | None:
         """Gather to the ranks that get something, where it is cut along one direction of its mesh; else to all."""
         kept = self._tensor
         if not isinstance(kept, DTensor):
@@ -610,15 +651,20 @@ class TensorHolder(Holder):
         value = self._told(self.entries[0].shape, dtype, self.laid.device, None if values is None else values[0])
         return self.from_full([value], dtype)
 
-    def sharded(self, laid: torch.Tensor) -> list[torch.Tensor]:
-        """Return it as it is, as a copy."""
-        return self.parts(laid.clone())
+    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
+        """Return it as it is."""
+        return self.parts(laid)
 
     def cuts(self) -> list[tuple[DeviceMesh, tuple[Placement, ...]] | None]:
         """As the tensor is."""
         return [_cut_of(self._tensor)]
 
-    def from_sharded(self, values: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def from_sharded(
+        self,
+        values: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        staging: Staging,  # noqa: ARG002
+    ) -> torch.Tensor:
         """Take the local part."""
         return self.join(values, dtype)
 
@@ -645,7 +691,12 @@ class TensorHolder(Holder):
         if kept:
             laid.copy_(before)
 
-    def join(self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+    def join(
+        self,
+        parts: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        staging: Staging | None = None,  # noqa: ARG002
+    ) -> torch.Tensor:
         """Return the local part."""
         return self.laid.new_zeros(self.laid.shape, dtype=dtype) if parts[0] is None else local(parts[0]).to(dtype)
 

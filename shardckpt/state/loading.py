@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardckpt.core.full import Staging
 from shardckpt.core.traverse import clean
 from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group
@@ -282,7 +283,7 @@ def _laid(holder: Holder, given: _Given, kept: set[int], dtype: torch.dtype, fro
         return holder.from_first(_values(holder, given, kept) if given.values else None, dtype)
     values = _values(holder, given, kept)
     if given.kind is StateKind.SHARDED and not kept and holder.takes(values):
-        return holder.from_sharded(values, dtype)
+        return holder.from_sharded(values, dtype, Staging())
     return holder.from_full([_whole(value) for value in values], dtype)
 
 

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardckpt.core.full import Staging
 from shardckpt.errors import UsageError
 from shardckpt.groups import Group, LocalGroup, TorchGroup
 from shardckpt.state import customs, foreign
 from shardckpt.state.description import Description, describe, settle
-from shardckpt.state.holders import FlatHolder, Holder, RowsHolder, local
+from shardckpt.state.holders import FlatHolder, Holder, local
 from shardckpt.state.kinds import KEY, StateKind
 
 VERSION = 1
@@ -44,23 +45,16 @@ def iter_full_state_dict(
         return
     settle(model)
     found = describe(model)
+    staging = Staging()
     for holder in found.holders:
-        values = holder.full(holder.laid, first_only=rank0_only)
+        values = holder.full(holder.laid, staging, first_only=rank0_only)
         if values is None:
             continue
-        for index, entry in enumerate(holder.entries):
-            yield entry.name, _snapshot(values[index], holder, offload_to_cpu)
-        del values  # with every view of it: the next unit's memory is not to come on top
+        for entry, value in zip(holder.entries, values, strict=True):
+            yield entry.name, value.cpu() if offload_to_cpu else value
     for name, value in _buffers(found, StateKind.FULL, offload_to_cpu):
         if not rank0_only or found.ranks.is_first:
             yield name, value
-
-
-def _snapshot(value: torch.Tensor, holder: Holder, offload: bool) -> torch.Tensor:
-    """Return a tensor of its own: what was gathered is a view of a whole unit. Plain tensors are given as they are."""
-    if offload and value.device.type != "cpu":
-        return value.cpu()
-    return value.clone() if isinstance(holder, (FlatHolder, RowsHolder)) else value
 
 
 def _buffers(found: Description, kind: StateKind, offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -131,10 +125,11 @@ def _on_cpu(value: torch.Tensor) -> torch.Tensor:
 
 
 def _sharded(found: Description) -> dict[str, torch.Tensor]:
+    staging = Staging()
     return {
         entry.name: value
         for holder in found.holders
-        for entry, value in zip(holder.entries, holder.sharded(holder.laid), strict=True)
+        for entry, value in zip(holder.entries, holder.sharded(holder.laid, staging), strict=True)
     }
 
 

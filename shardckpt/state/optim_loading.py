@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardckpt.core.full import Staging
 from shardckpt.core.traverse import clean
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.state import foreign
@@ -431,6 +432,7 @@ class _Putter:
     def __init__(self, given: _Given, from_first: bool) -> None:
         self._given = given
         self._from_first = from_first
+        self._staging = Staging()
 
     def put(self, held: Held, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
         """Return what an optimizer is to keep of a holder's parameters. Collective."""
@@ -464,7 +466,7 @@ class _Putter:
         if self._from_first:
             laid = holder.from_first(values or None, dtype)
         elif self._given.kind is StateKind.SHARDED and holder.takes(values):
-            laid = holder.from_sharded(values, dtype)
+            laid = holder.from_sharded(values, dtype, self._staging)
         else:
             laid = holder.from_full([v.full_tensor() if isinstance(v, DTensor) else v for v in values], dtype)
         parts = holder.parts(laid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardckpt.core.full import Staging
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.groups import Group, TorchGroup
 from shardckpt.state import foreign
@@ -208,6 +209,7 @@ class _Taker:
         self._optim = optim
         self._kind = kind
         self._first_only = first_only
+        self._staging = Staging()
         self._offload = offload
         self._layout = layout
 
@@ -256,31 +258,36 @@ class _Taker:
         parts = [
             self._own(held, position, slot) if position in having else None for position in range(len(holder.exposed))
         ]
-        laid = holder.join(parts, found.torch_dtype)
-        if self._kind is StateKind.LOCAL:
-            self._local(held, slot, laid, having, state)
+        stays = self._kind is StateKind.LOCAL or (self._kind is StateKind.SHARDED and holder.lies_as_sharded)
+        if stays and all(parts[position] is not None for position in having):
+            self._lying(held, slot, parts, state)
             return
-        values = (
-            holder.sharded(laid) if self._kind is StateKind.SHARDED else holder.full(laid, first_only=self._first_only)
+        has, live = (
+            set(range(len(holder.entries))) if held.is_flat else set(having),
+            {_memory_of(part) for part in parts},
         )
-        if values is None:
-            return
-        has = set(range(len(holder.entries))) if held.is_flat else set(having)
-        for index, (entry, value) in enumerate(zip(holder.entries, values, strict=True)):
+        for index, (entry, value) in enumerate(zip(holder.entries, self._moved(holder, parts, found), strict=False)):
             if index in has:
-                own = value if self._kind is StateKind.SHARDED else value.clone()
+                own = value.clone() if _memory_of(value) in live else value
                 state.setdefault(entry.name, {})[slot] = own.cpu() if self._offload else own
 
-    def _local(
-        self, held: Held, slot: str, laid: torch.Tensor, having: Sequence[int], state: dict[str, dict[str, Any]]
+    def _moved(self, holder: Holder, parts: Sequence[torch.Tensor | None], found: Slot) -> Iterable[torch.Tensor]:
+        """Return each entry's value as it is asked for; nothing on the ranks that get none. Collective."""
+        if self._kind is StateKind.SHARDED:
+            return holder.sharded(holder.join(parts, found.torch_dtype), self._staging)
+        laid = holder.join(parts, found.torch_dtype, self._staging)
+        return holder.full(laid, self._staging, first_only=self._first_only) or ()
+
+    def _lying(
+        self, held: Held, slot: str, parts: Sequence[torch.Tensor | None], state: dict[str, dict[str, Any]]
     ) -> None:
-        holder = held.holder
-        if isinstance(holder, FlatHolder) and holder.flat_name is not None:
-            state.setdefault(holder.flat_name, {})[slot] = laid[: holder.owned].clone()
-            return
-        for index, (entry, part) in enumerate(zip(holder.entries, holder.parts(laid), strict=True)):
-            if index in having:
-                state.setdefault(entry.name, {})[slot] = local(part).clone()
+        """Copy what is there: a flat parameter's without its padding."""
+        for position, part in enumerate(parts):
+            if part is not None:
+                whole = part.detach() if self._kind is StateKind.SHARDED else local(part.detach())
+                own = whole[: held.holder.owned] if isinstance(held.holder, FlatHolder) and held.is_flat else whole
+                name = self._names(held, position)[0]
+                state.setdefault(name, {})[slot] = own.clone().cpu() if self._offload else own.clone()
 
     def _opaque(
         self, held: Held, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
@@ -315,6 +322,10 @@ class _Taker:
             expected=next((e.shape for e in held.holder.entries if e.name == name), None),
             fix="Pass state_layout, or take the state as LOCAL, which restores on the same ranks.",
         )
+
+
+def _memory_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else local(tensor).untyped_storage().data_ptr()
 
 
 def everyones(own: torch.Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core.config import FullStateDictConfig, StateDictSettings, StateDictType
 from shardckpt.core.flat_exposure import FlatExposure
+from shardckpt.core.full import Staging
 from shardckpt.core.original_exposure import OriginalExposure
 from shardckpt.core.statics import StateStatics
 from shardckpt.core.traverse import WRAPPED, clean
@@ -66,10 +67,10 @@ class _Shown:
     def _of(holder: FlatHolder, kind: StateKind, first_only: bool) -> list[torch.Tensor] | None:
         laid = holder.laid
         if kind is StateKind.SHARDED:
-            return holder.sharded(laid)
+            return holder.sharded(laid, Staging())
         if kind is StateKind.FULL:
-            whole = holder.full(laid, first_only=first_only)
-            return None if whole is None else [value.clone() for value in whole]
+            whole = holder.full(laid, Staging(), first_only=first_only)
+            return None if whole is None else list(whole)
         return None if holder.flat_name is None else [laid[: holder.owned]]
 
     @contextmanager
@@ -228,7 +229,7 @@ class Loading:
             if self._kind is StateKind.FULL:
                 laid = holder.from_full(loaded, dtype)
             elif self._kind is StateKind.SHARDED:
-                laid = holder.from_sharded(loaded, dtype)
+                laid = holder.from_sharded(loaded, dtype, Staging())
             else:
                 laid = holder.laid
                 laid[: holder.owned] = loaded[0]

@@ -230,9 +230,7 @@ def test_a_whole_state_holds_itself_and_one_unit_and_elsewhere_one_unit_at_most(
 def test_a_whole_state_is_gathered_one_unit_at_a_time():
     def body(rank, world, face):
         model = FACES[face](Even())
-        gathered = [bucket.packing.gathered for bucket in buckets(model)]
-        copied = [0 if bucket.packing.direct else bucket.packing.whole for bucket in buckets(model)]
-        most = 4 * max(a + b for a, b in zip(gathered, copied, strict=True))
+        most = 4 * max(bucket.packing.gathered for bucket in buckets(model))
         before = FULL_BYTES.held
         FULL_BYTES.reset_peak()
         names = [name for name, _ in iter_full_state_dict(model)]
@@ -253,7 +251,7 @@ def test_a_whole_state_is_gathered_one_unit_at_a_time():
             "whole": 0 < whole <= most,
             "elsewhere": elsewhere <= (most if rank == 0 else 0),
             "kept": kept <= most,
-            "sharded": FULL_BYTES.peak == before,
+            "sharded": FULL_BYTES.peak - before <= 4 * max(bucket.layout.chunk for bucket in buckets(model)),
         }
         return [name for name, holds in claims.items() if not holds]
 
