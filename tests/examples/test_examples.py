@@ -16,6 +16,9 @@ RUNS = {
         ([], (EQUAL,)),
         (["--tied"], (EQUAL, "tied: lm_head.weight is model.embed_tokens.weight")),
     ],
+    "save_and_load.py": [
+        ([], ("3 ranks, rows, from step 4", "head.weight in the checkpoint: SavedTensor(", *["step 7: loss 4.009"] * 2))
+    ],
     "train_fsdp.py": [([], ("2 ranks; rank 0 stores 108,160 of 216,320 parameters", "  19   0."))],
     "train_fully_shard.py": [([], ("head.weight: (256, 64), of which rank 0 stores (128, 64)", "  19   0."))],
 }
