@@ -10,6 +10,7 @@ from shardckpt.convert.export import by_size, export, parse_options
 from shardckpt.convert.report import OnProgress, Report
 from shardckpt.convert.selection import Selection, read_param_names
 from shardckpt.errors import UsageError
+from shardckpt.format.hf_files import SUFFIX
 from shardckpt.plan.rekey import Keys, rekeyed
 
 _KEYS: Mapping[str, Keys] = {
@@ -26,7 +27,7 @@ def rekey(src: str, dst: str, *, to: str, on_progress: OnProgress | None = None,
 
     Args:
         src: Checkpoint in any readable format, with an optimizer: a folder or file, a path or URL.
-        dst: Folder to write, or one file where it ends in `.safetensors`.
+        dst: Folder to write; or, by names, one file where it ends in `.safetensors`, without groups.
         to: `names`: tensors are called `<parameter>/<slot>`. `ids`: `<number>/<slot>`, as `torch.optim` numbers
             parameters; the groups keep the names. `flatten`: `state.<parameter>.<slot>`. `nest`: undoes that.
             `flat-parameters`: `<flat parameter>/<slot>`, one tensor of all its members, where the files tell the
@@ -51,6 +52,12 @@ def rekey(src: str, dst: str, *, to: str, on_progress: OnProgress | None = None,
     chosen = parse_options({"part": "all", **options})
     if chosen.part == "model":
         raise UsageError("the model alone has no keys to change", found="part model", expected="all or optim")
+    if dst.endswith(SUFFIX) and _KEYS[to] in ("ids", "flat-parameters"):
+        raise UsageError(
+            "one file has no place for the groups, without which nobody can tell what its tensors are",
+            found=dst,
+            fix="Name a folder.",
+        )
     numbers = read_param_names(chosen.param_names) if chosen.param_names and to == "ids" else None
 
     def change(selection: Selection) -> Selection:

@@ -82,6 +82,11 @@ def test_flattened_keys_are_those_of_torch(src: Path, tmp_path: Path) -> None:
     assert len(flat) == 9
 
 
+def test_one_file_holds_the_tensors_by_names(src: Path, tmp_path: Path) -> None:
+    shardckpt.rekey(str(src), str(tmp_path / "out.safetensors"), to="names", part="optim")
+    assert same(load_file(tmp_path / "out.safetensors"), NAMED)
+
+
 @pytest.mark.parametrize("first", FORMS)
 @pytest.mark.parametrize("second", FORMS)
 @pytest.mark.parametrize("part", ["all", "optim"])
@@ -123,6 +128,8 @@ def test_what_cannot_be_is_refused(src: Path, tmp_path: Path) -> None:
         shardckpt.rekey(str(src), str(tmp_path / "out"), to="numbers")
     with pytest.raises(UsageError, match="no keys to change"):
         shardckpt.rekey(str(src), str(tmp_path / "out"), to="ids", part="model")
+    with pytest.raises(UsageError, match="one file has no place for the groups"):
+        shardckpt.rekey(str(src), str(tmp_path / "out.safetensors"), to="ids", part="optim")
     torch.save(PARAMETERS, tmp_path / "model.pt")
     with pytest.raises(UsageError, match="holds no optimizer"):
         shardckpt.rekey(str(tmp_path / "model.pt"), str(tmp_path / "out"), to="ids")
