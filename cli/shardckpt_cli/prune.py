@@ -12,18 +12,24 @@ from shardckpt_cli import output
 _Root = Annotated[str, typer.Argument(metavar="ROOT", help="Folder of a run's steps, path or URL.")]
 _Last = Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")]
 _Every = Annotated[int | None, typer.Option("--keep-every", metavar="N", help="Keep steps that N divides.")]
+_Verify = Annotated[bool, typer.Option("--verify", help="Check every byte of the newest step before anything goes.")]
 _Dry = Annotated[bool, typer.Option("--dry-run", help="Print what would be removed; remove nothing.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
 def prune(
-    root: _Root, keep_last: _Last = None, keep_every: _Every = None, dry_run: _Dry = False, as_json: _Json = False
+    root: _Root,
+    keep_last: _Last = None,
+    keep_every: _Every = None,
+    verify: _Verify = False,
+    dry_run: _Dry = False,
+    as_json: _Json = False,
 ) -> None:
     """Remove steps that no rule keeps, and what dead saves left a day ago; the newest complete step stays."""
     import shardckpt
     from shardckpt.errors import escape
 
-    done = shardckpt.prune(root, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run)
+    done = shardckpt.prune(root, keep_last=keep_last, keep_every=keep_every, verify=verify, dry_run=dry_run)
     if as_json:
         print(output.as_json(done))
         return

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shardckpt.convert.verify import verify as verification
 from shardckpt.errors import SourceNotFoundError, UsageError
 from shardckpt.format.native_manifest import COMMIT
 from shardckpt.format.steps import (
@@ -13,6 +14,7 @@ from shardckpt.format.steps import (
     delete_leftover,
     delete_step,
     leftovers,
+    manifest_fault,
     read_run,
     with_sound_newest,
 )
@@ -98,7 +100,14 @@ def ls(root: str) -> StepList:
     return StepList(root, _infos(store, run.complete), _infos(store, incomplete))
 
 
-def prune(root: str, *, keep_last: int | None = None, keep_every: int | None = None, dry_run: bool = False) -> Pruned:
+def prune(
+    root: str,
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    verify: bool = False,
+    dry_run: bool = False,
+) -> Pruned:
     """Remove steps of a run that no rule keeps, and what dead saves have left for more than a day.
 
     The newest complete step always stays, and only complete ones count. Of each step `COMMIT` goes first, so that a run
@@ -108,6 +117,8 @@ def prune(root: str, *, keep_last: int | None = None, keep_every: int | None = N
         root: Folder of the run, a path or URL.
         keep_last: So many of the newest steps stay.
         keep_every: Steps whose number this divides stay. Without this and `keep_last` all steps do.
+        verify: Before anything goes, check every block of the newest step; one that is damaged counts for nothing, and
+            the one before is checked. Otherwise only its manifest is read.
         dry_run: Remove nothing.
 
     Returns:
@@ -121,7 +132,9 @@ def prune(root: str, *, keep_last: int | None = None, keep_every: int | None = N
     store = _open(root)
     run, now = read_run(store), time.time()
     if rules.is_needed:
-        run = with_sound_newest(store, run)
+        run = with_sound_newest(
+            run, lambda step: manifest_fault(store, step) or (_damage(store, step) if verify else "")
+        )
     facts = [SavedStep(step.number, step.is_complete, step.saved_at) for step in run.steps]
     gone = set(doomed(facts, rules, now=now))
     removed = [step for step in run.complete if step.number in gone]
@@ -139,6 +152,14 @@ def prune(root: str, *, keep_last: int | None = None, keep_every: int | None = N
     )
 
 
+def _damage(store: Store, step: Step) -> str:
+    return next(iter(verification(_path(store, step)).problems), "")
+
+
+def _path(store: Store, step: Step) -> str:
+    return f"{store.url.rstrip('/')}/{step.name}"
+
+
 def _open(root: str) -> Store:
     found = kind(root)
     if found == "missing":
@@ -152,5 +173,4 @@ def _open(root: str) -> Store:
 
 
 def _infos(store: Store, steps: Iterable[Step]) -> tuple[StepInfo, ...]:
-    root = store.url.rstrip("/")
-    return tuple(StepInfo(s.number, f"{root}/{s.name}", s.nbytes, s.saved_at, s.fault) for s in steps)
+    return tuple(StepInfo(s.number, _path(store, s), s.nbytes, s.saved_at, s.fault) for s in steps)

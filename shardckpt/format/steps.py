@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -213,23 +213,36 @@ def read_about(store: Store, step: Step) -> Mapping[str, str]:
     return read_contents(inside, sizes, read_commit(inside, sizes)).about
 
 
-def with_sound_newest(store: Store, run: Run) -> Run:
-    """Return a run whose newest complete step has a manifest that can be read: what cannot is no longer complete.
+def manifest_fault(store: Store, step: Step) -> str:
+    """Return what is wrong with the manifest of a complete step; nothing where it is the one that was committed.
 
     Args:
         store: Rooted at the run.
-        run: As read.
+        step: The step.
 
     Raises:
         StorageError: The store failed.
     """
+    try:
+        read_about(store, step)
+    except (CheckpointError, MissingFileError) as error:
+        return str(error)
+    return ""
+
+
+def with_sound_newest(run: Run, fault_of: Callable[[Step], str]) -> Run:
+    """Return a run whose newest complete step was looked at more closely: what is faulty is no longer complete.
+
+    Args:
+        run: As read.
+        fault_of: Returns what is wrong with a step; asked of the newest ones until there is nothing.
+    """
     for step in reversed(run.complete):
-        try:
-            read_about(store, step)
+        fault = fault_of(step)
+        if not fault:
             break
-        except (CheckpointError, MissingFileError) as error:
-            faulty = replace(step, fault=str(error))
-            run = replace(run, steps=tuple(faulty if each is step else each for each in run.steps))
+        faulty = replace(step, fault=fault)
+        run = replace(run, steps=tuple(faulty if each is step else each for each in run.steps))
     return run
 
 

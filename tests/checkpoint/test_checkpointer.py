@@ -396,6 +396,7 @@ def memory() -> Iterator[str]:
     fs.pseudo_dirs[:] = [""]
     yield "memory://runs/a"
     fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
 
 
 class TestInMemory:

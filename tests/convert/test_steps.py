@@ -134,6 +134,19 @@ class TestPrune:
         assert [step.number for step in done.incomplete] == [3, 4]
         assert shardckpt.verify(done.kept[0].path).ok
 
+    def test_a_flipped_bit_in_the_newest_is_found_where_that_is_asked_for(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2, 3, 4)
+        for number in (3, 4):
+            (path,) = (tmp_path / step_name(number)).glob("*.safetensors")
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        said = shardckpt.prune(str(tmp_path), keep_last=1, dry_run=True)
+        assert [step.number for step in said.kept] == [4], "nobody looked"
+        done = shardckpt.prune(str(tmp_path), keep_last=1, verify=True)
+        assert [step.number for step in done.kept] == [2]
+        assert [step.number for step in done.incomplete] == [3, 4]
+        assert all("block 0" in step.fault for step in done.incomplete)
+        assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (2, 3, 4)]
+
     def test_storage_that_refuses_is_told_and_what_is_half_gone_does_not_exist(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -308,6 +321,7 @@ def memory() -> Iterator[str]:
     fs.pseudo_dirs[:] = [""]
     yield "memory://runs/a"
     fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
 
 
 def test_a_run_in_memory_is_pruned_alike(memory: str, run: Path) -> None:

@@ -227,8 +227,10 @@ class TestLeftovers:
 def test_a_run_in_a_bucket_is_read_alike(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3)
     (tmp_path / step_name(3) / "COMMIT").unlink()
-    fsspec.filesystem("memory").store.clear()
-    fsspec.filesystem("memory").put(str(tmp_path), "/runs/a", recursive=True)
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+    memory.put(str(tmp_path), "/runs/a", recursive=True)
     store: Store = FsspecStore("memory://runs/a")
     run = read_run(store)
     assert [(step.number, step.is_complete) for step in run.steps] == [(1, True), (2, True), (3, False)]
