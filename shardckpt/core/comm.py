@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardckpt.errors import RankError
 
@@ -153,11 +154,13 @@ class ShardGroup:
         shard: Ranks that share the bucket; None where nothing is cut.
         replicate: Ranks that hold this rank's shard; None where there is no other.
         scatter: The ranks of `shard` again, with channels of their own for gradients; None for the same ones.
+        mesh: The mesh that the wrapper was told its ranks by: copies before shards; None where it was told groups.
     """
 
     shard: dist.ProcessGroup | None
     replicate: dist.ProcessGroup | None = None
     scatter: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
         """Ranks are shared, not copied."""

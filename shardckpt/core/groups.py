@@ -53,7 +53,7 @@ def resolve(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, 
                 stacklevel=4,
             )
         return ShardGroup(None, group)
-    return ShardGroup(group)
+    return ShardGroup(group, mesh=mesh)
 
 
 def _hybrid(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, by_hand: bool) -> ShardGroup:
@@ -62,7 +62,7 @@ def _hybrid(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, 
             raise ArgumentError(
                 f"Expected device_mesh to have ndim=2 but got {mesh.ndim}", fix="Give a mesh of (replicate, shard)."
             )
-        return ShardGroup(mesh.get_group(1), mesh.get_group(0))
+        return ShardGroup(mesh.get_group(1), mesh.get_group(0), mesh=mesh)
     if given is None:
         if by_hand:
             raise ArgumentError(

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardckpt.core.bucket import Bucket
 from shardckpt.core.dtensor_exposure import DTensorExposure
 from shardckpt.core.exposure import Exposure
 from shardckpt.core.flat_exposure import FlatExposure
@@ -218,8 +219,7 @@ class _Walk:
             return RowsHolder(exposure, names, ranks)
         assert isinstance(exposure, (FlatExposure, OriginalExposure)), "these are all exposures there are"
         flat_name = self._flats[id(exposure.flat)] if isinstance(exposure, FlatExposure) else None
-        mesh = mesh_of(exposure.bucket.group.shard, exposure.bucket.compute_device)
-        return FlatHolder(exposure, names, ranks, mesh, flat_name)
+        return FlatHolder(exposure, names, ranks, mesh_of_bucket(exposure.bucket), flat_name)
 
 
 def groups_of(unit: Unit) -> list[dist.ProcessGroup | None]:
@@ -240,6 +240,16 @@ def _mesh_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
 
 
 _MESHES: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+
+
+def mesh_of_bucket(bucket: Bucket) -> DeviceMesh | None:
+    """Return the ranks of a bucket as a mesh with shards along its last dimension; None where nothing is shared.
+
+    Args:
+        bucket: One of the wrapper. The mesh is the one that a user gave; without one it has the shards alone.
+    """
+    group = bucket.group
+    return group.mesh if group.mesh is not None else mesh_of(group.shard, bucket.compute_device)
 
 
 def mesh_of(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh | None:

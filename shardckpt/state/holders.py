@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.core.bucket import Bucket
@@ -458,7 +458,8 @@ class FlatHolder(BucketHolder):
         )
 
     def _placements(self, spec: ParamSpec) -> tuple[Placement, ...]:
-        return (Shard(Rows.of(spec, self.bucket.group.size).dim),)
+        copies = 0 if self._mesh is None else self._mesh.ndim - 1
+        return (*[Replicate()] * copies, Shard(Rows.of(spec, self.bucket.group.size).dim))
 
     def cuts(self) -> list[tuple[DeviceMesh, tuple[Placement, ...]] | None]:
         """Rows along the dimension that is slowest in memory; what tensor parallelism cut as it cut it."""

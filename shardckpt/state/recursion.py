@@ -19,7 +19,7 @@ from shardckpt.core.statics import StateStatics
 from shardckpt.core.traverse import WRAPPED, clean
 from shardckpt.core.unit import Unit
 from shardckpt.state import customs
-from shardckpt.state.description import groups_of, mesh_of
+from shardckpt.state.description import groups_of, mesh_of_bucket
 from shardckpt.state.holders import FlatHolder
 from shardckpt.state.kinds import KEY, StateKind
 from shardckpt.state.model import local_note, unit_note
@@ -42,10 +42,8 @@ def holders_of(unit: Unit) -> list[FlatHolder]:
     for exposure in unit.exposures:
         assert isinstance(exposure, (FlatExposure, OriginalExposure)), "the wrapper exposes nothing else"
         names = [[place.fqn for place in member.places] for member in exposure.bucket.members]
-        bucket = exposure.bucket
         flat_name = exposure.home.attribute if isinstance(exposure, FlatExposure) else None
-        mesh = mesh_of(bucket.group.shard, bucket.compute_device)
-        found.append(FlatHolder(exposure, names, ranks, mesh, flat_name))
+        found.append(FlatHolder(exposure, names, ranks, mesh_of_bucket(exposure.bucket), flat_name))
     return found
 
 

@@ -176,3 +176,24 @@ def test_torchs_models_give_what_ours_take_and_the_other_way_round(face):
         return [each for each in wrong if "group" not in each]  # torch orders names by unit
 
     assert run(2, body) == [[], []]
+
+
+@pytest.mark.parametrize("face", ["flat", "orig"])
+def test_sharded_states_are_cut_over_the_mesh_that_the_wrapper_was_given(face):
+    def body(rank, world):
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        found, texts = [], []
+        for engine in (ours, theirs):
+            torch.manual_seed(0)
+            model = wrapper(engine, use_orig_params=face == "orig")(Net((1,)), mesh)
+            optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+            step(model, optim)
+            weights, kept = quiet(torchs.get_state_dict, model, optim)
+            found.append(plain(weights) | flat({**kept, "param_groups": []}))
+            cut = {n: v for n, v in weights.items() if isinstance(v, DTensor)}
+            cut |= {(n, s): v for n, slots in kept["state"].items() for s, v in slots.items() if isinstance(v, DTensor)}
+            assert all(value.device_mesh == mesh for value in cut.values())
+            texts.append({name: str(value.placements) for name, value in cut.items()})
+        return differing(found[0], found[1], exact=False), [n for n, t in texts[0].items() if texts[1][n] != t]
+
+    assert run(4, body) == [([], [])] * 4
