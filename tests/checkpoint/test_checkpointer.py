@@ -12,6 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import boto3
 import fsspec
 import numpy as np
 import pytest
@@ -420,6 +421,18 @@ class TestInMemory:
 
     def test_nothing_was_ever_saved_there(self, memory):
         assert restored(Checkpointer(memory)) == (None, 0)
+
+
+def test_in_s3_what_others_do_is_seen(s3_bucket):
+    ck = saved(Checkpointer(f"{s3_bucket}/runs/a", keep_last=2), 1, 2, 3)
+    assert (ck.steps(), restored(ck)) == ((2, 3), (3, 3))
+    bucket, client = s3_bucket.removeprefix("s3://"), boto3.client("s3")
+    names = [each["Key"] for each in client.list_objects_v2(Bucket=bucket)["Contents"]]
+    assert {name.split("/")[2] for name in names} == {step_name(2), step_name(3)}
+    client.delete_object(Bucket=bucket, Key=f"runs/a/{step_name(3)}/COMMIT")
+    assert ck.latest() == 2
+    ck.save(3, state(9.0))
+    assert restored(ck) == (3, 9)
 
 
 # Ranks
