@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from shardckpt.checkpoint.saved import Saved, Verify
 from shardckpt.checkpoint.template import Fitting, Policy, fit
 from shardckpt.errors import UsageError, escape
 from shardckpt.groups import Star
+from shardckpt.manifest import dotted
 from shardckpt.state import StateMismatchError
 
 _SHOWN_CHARACTERS = 40_000
@@ -23,13 +24,15 @@ class MismatchError(StateMismatchError, UsageError):
 
     Args:
         problems: Everything that is wrong, a sentence each.
+        shown: The same in fewer words, for the message.
 
     Attributes:
         problems: As given.
     """
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, problems: Sequence[str], shown: Sequence[str] = ()) -> None:
         self.problems = tuple(problems)
+        self._shown = tuple(shown or problems)
         super().__init__(
             f"the checkpoint does not fit in {len(problems)} places",
             fix="Nothing was changed. Names may differ with strict=False, types with cast=True.",
@@ -37,12 +40,12 @@ class MismatchError(StateMismatchError, UsageError):
 
     def __str__(self) -> str:
         listed, length = [], 0
-        for problem in map(escape, self.problems):
+        for problem in map(escape, self._shown):
             length += len(problem)
             if length > _SHOWN_CHARACTERS:
                 break
             listed.append(problem)
-        more = f"; and {len(self.problems) - len(listed)} more" if len(listed) < len(self.problems) else ""
+        more = f"; and {len(self._shown) - len(listed)} more" if len(listed) < len(self._shown) else ""
         return f"{self.what}: {'; '.join(listed)}{more}. {self.fix}"
 
 
@@ -51,7 +54,7 @@ def load(
     path: Any = None,
     *,
     strict: bool = True,
-    partial: Sequence[str] | None = None,
+    partial: Sequence[str] | bool = False,
     rules: Mapping[str, str] | None = None,
     cast: bool = False,
     verify: Verify = "read",
@@ -67,7 +70,8 @@ def load(
             plain values in its dicts replaced. Without `path`, where the checkpoint lies.
         path: Where the checkpoint lies: our own format, or any other that can be read.
         strict: Names that are missing or unexpected are errors; otherwise they are left alone.
-        partial: Globs of dotted names; nothing else is loaded, or missed.
+        partial: True: what the checkpoint has besides is left alone. Or globs of dotted names: nothing else is loaded,
+            or missed.
         rules: Regular expressions to what stands for them, for every key of the checkpoint's names.
         cast: Convert where a type differs from the saved one; otherwise that is an error.
         verify: `"read"`: blocks that are read are checked against their hashes; `"full"`: all blocks are; False: none.
@@ -89,7 +93,7 @@ def load(
             if verify == "full":
                 saved.check_blocks()
             return saved.materialised(saved.nest)
-    policy = Policy(strict, None if partial is None else tuple(partial), cast)
+    policy = Policy(strict, globs_of(partial), cast)
     with collector_at_rest():
         _load_into(state, str(path), policy, rules, verify, star_of(group))
     return state
@@ -121,10 +125,27 @@ def _load_into(
     star.consult(f"loading {path}", said, _silent)
 
 
+def globs_of(partial: Any) -> tuple[str, ...] | None:
+    """Return the globs that `partial` means; None for everything, the rest of the checkpoint included.
+
+    Raises:
+        UsageError: It is neither True, False nor names.
+    """
+    if partial is None or isinstance(partial, bool):
+        return ("*",) if partial else None
+    globs = (partial,) if isinstance(partial, str) else tuple(partial) if isinstance(partial, Iterable) else (partial,)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise UsageError(
+            "`partial` is neither True nor names", found=partial, expected="True, or globs of dotted names"
+        )
+    return globs
+
+
 def _silent(told: list[bytes]) -> list[bytes]:
     return told
 
 
 def _require_fit(fitting: Fitting) -> None:
-    if fitting.problems:
-        raise MismatchError(fitting.problems)
+    if fitting.problems or fitting.unexpected:
+        listed = [f"unexpected: {dotted(path)}" for path in fitting.unexpected]
+        raise MismatchError([*fitting.problems, *listed], [*fitting.problems, *fitting.unexpected_shown()])

@@ -53,6 +53,8 @@ class Fitting:
         after: What is called when the arrays are filled: models and optimizers take over what is theirs.
         problems: What does not fit, one sentence each.
         taken: Paths of the checkpoint that somebody wants, with all that is below them.
+        missing: What is wanted and not there.
+        unexpected: What the checkpoint has and nobody wants.
     """
 
     arrays: list[Wanted] = field(default_factory=list)
@@ -60,6 +62,22 @@ class Fitting:
     after: list[Callable[[], None]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     taken: set[Path] = field(default_factory=set)
+    missing: set[Path] = field(default_factory=set)
+    unexpected: list[Path] = field(default_factory=list)
+
+    def unexpected_shown(self) -> list[str]:
+        """Return what nobody wants, a subtree that is unexpected as a whole in one line."""
+        known = {path[:n] for path in (*self.taken, *self.missing) for n in range(len(path) + 1)}
+        groups: dict[Path, list[Path]] = {}
+        for path in self.unexpected:
+            root = next((path[:n] for n in range(1, len(path)) if path[:n] not in known), path)
+            groups.setdefault(root, []).append(path)
+        return [
+            f"unexpected: {dotted(paths[0])}"
+            if len(paths) == 1
+            else f"unexpected: {dotted(root)} ({len(paths)} values)"
+            for root, paths in groups.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -95,7 +113,7 @@ def fit(state: Any, saved: Saved, policy: Policy, rank: int, world: int) -> Fitt
     made = _Fit(saved, policy, rank, world, Models(state))
     made.visit(state, (), _refuse)
     if policy.strict and policy.partial is None:
-        made.fitting.problems += [f"unexpected: {dotted(path)}" for path in made.unexpected()]
+        made.fitting.unexpected = list(made.unexpected())
     return made.fitting
 
 
@@ -156,6 +174,7 @@ class _Fit:
             self.fitting.problems.append(text)
 
     def _missing(self, path: Path) -> None:
+        self.fitting.missing.add(path)
         if self._policy.strict:
             self._problem(path, f"missing: {dotted(path)}")
 

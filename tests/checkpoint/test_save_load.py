@@ -304,6 +304,23 @@ class TestRefusals:
         assert torch.equal(model.bias, bias)
         assert torch.equal(model.weight, shardckpt.load(tmp_path / "c")["model"]["weight"])
 
+    def test_what_the_checkpoint_has_besides_may_be_left(self, tmp_path: Path) -> None:
+        state = {"more": {"step": 0}}
+        shardckpt.load(state, self.saved(tmp_path), partial=True)
+        assert state == {"more": {"step": 1}}
+        with pytest.raises(shardckpt.MismatchError, match="missing: absent"):
+            shardckpt.load({"absent": 0}, tmp_path / "c", partial=True)
+        for odd in (3, [1], {"a": 1}.items()):
+            with pytest.raises(UsageError, match="partial"):
+                shardckpt.load(state, tmp_path / "c", partial=odd)
+
+    def test_a_subtree_that_is_unexpected_as_a_whole_is_one_line(self, tmp_path: Path) -> None:
+        shardckpt.save({"a": {f"k{n}": n for n in range(39)}, "b": {"c": 1, "d": 2}}, tmp_path / "c")
+        with pytest.raises(shardckpt.MismatchError) as caught:
+            shardckpt.load({"b": {"c": 0}}, tmp_path / "c")
+        assert "unexpected: a (39 values); unexpected: b.d" in str(caught.value)
+        assert "unexpected: a.k38" in caught.value.problems
+
     def test_keys_are_renamed_by_rules(self, tmp_path: Path) -> None:
         model = nn.ModuleDict({"layer": nn.Linear(3, 2)})
         state = {"net": model, "more": {"step": 0, "t": torch.ones(4)}}
