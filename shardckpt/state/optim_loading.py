@@ -255,7 +255,10 @@ class _Given:
             said,
             note_of(given),
             optimizer_rows({_first(names.get(key, key), found): value for key, value in state.items()}, found),
-            [{**group, "params": [_first(names.get(key, key), found) for key in group["params"]]} for group in groups],
+            [
+                {**group, "params": _members([names.get(key, key) for key in group["params"]], found)}
+                for group in groups
+            ],
             found,
             layout,
         )
@@ -314,15 +317,15 @@ class _Given:
         return self.state.get(flat or held.names(position)[0], {})
 
     def _lying_misfits(self, held: Held) -> list[str]:
-        """Compare values of a flat parameter with its length without padding: other wrapping makes other ones."""
+        """Compare values of a flat parameter with its lengths, padded and not: other wrapping makes other ones."""
         if not held.is_flat or self.note:
             return []  # the note tells whether units are the same
         assert isinstance(held.holder, FlatHolder)
+        fitting = ((held.holder.owned,), tuple(held.holder.exposed[0].shape))
         return [
-            f"size mismatch for {held.holder.flat_name}/{slot}: found {tuple(value.shape)}, "
-            f"expected {(held.holder.owned,)}"
+            f"size mismatch for {held.holder.flat_name}/{slot}: found {tuple(value.shape)}, expected {fitting[0]}"
             for slot, value in self.lying(held, 0).items()
-            if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != (held.holder.owned,)
+            if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) not in fitting
         ]
 
     def _misfits(self, held: Held, rows: Survey) -> list[str]:
@@ -401,6 +404,12 @@ def _names_of_ids(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
         for key, name in zip(group["params"], group["param_names"], strict=True)
         if isinstance(key, int)
     }
+
+
+def _members(names: Sequence[Any], found: Description) -> list[Any]:
+    """Return the names of a group with a flat parameter's members for it."""
+    flats = {h.flat_name: [entry.name for entry in h.entries] for h in found.holders if isinstance(h, FlatHolder)}
+    return [each for name in names for each in flats.get(_first(name, found), [_first(name, found)])]
 
 
 def _first(name: Any, found: Description) -> Any:

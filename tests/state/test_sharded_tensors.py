@@ -11,7 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardckpt.core import FullyShardedDataParallel as Ours
 from shardckpt.core import StateDictType
-from shardckpt.state import StateKind, load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
+from shardckpt.core.traverse import clean
+from shardckpt.state import (
+    StateKind,
+    load_model_state_dict,
+    load_optim_state_dict,
+    model_state_dict,
+    optim_state_dict,
+    to_names,
+)
 from shardckpt.state.kinds import is_sharded_tensor, kind_of, tensors
 
 Theirs = theirs.FullyShardedDataParallel
@@ -88,6 +96,19 @@ def test_the_wrapper_takes_them_as_torchs_does(orig, kind):
         return wrong + differing(groupless(optim_state_dict(other, again)), groupless(expected))
 
     assert run(2, body) == [[], []]
+
+
+def test_what_torchs_optimizer_keeps_of_flat_parameters_loads_on_the_same_units():
+    def body(rank, world):
+        model, optim = trained(wrapper(theirs))
+        own = to_names(optim.state_dict(), [[clean(name) for name, _ in model.named_parameters()]])
+        other, again = trained(FACES["flat"], 1)
+        again.param_groups[0]["lr"] = 7.0
+        load_optim_state_dict(other, again, own, kind="LOCAL")
+        wrong = differing(groupless(optim_state_dict(other, again)), groupless(optim_state_dict(model, optim)))
+        return wrong, again.param_groups[0]["lr"]
+
+    assert run(3, body) == [([], 0.01)] * 3
 
 
 def test_replicas_take_what_each_group_of_theirs_has_cut():
