@@ -267,7 +267,9 @@ class _Joiner:
                     self._put_slot(parts, index, (*self._root, _STATE, member.name, *slot), slot)
         if units := [_unit_json(parts[0][1]) for parts in self._units if parts[0][1].flat]:
             self._made.put_object(ObjectEntry((*self._root, _UNITS), units))
-        rest = self._rest(lambda path: path[0] not in (_STATE, _UNITS) or (path[0] == _STATE and path[1] not in known))
+        rest = self._rest(
+            lambda path: path[0] != _UNITS and (path[0] != _STATE or path[1:2] == () or path[1] not in known)
+        )
         for paths in rest.values():
             for path in paths:
                 self._put_rest(*path)
