@@ -9,7 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardckpt.checkpoint.async_save import async_save
     from shardckpt.checkpoint.checkpointer import Checkpointer
+    from shardckpt.checkpoint.handle import SaveEvent, SaveHandle, SaveTimings
     from shardckpt.checkpoint.holdings import PerRank
     from shardckpt.checkpoint.load import MismatchError, load
     from shardckpt.checkpoint.opened import open
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
         Verification,
         WrittenFile,
     )
+    from shardckpt.convert.reshard import reshard
     from shardckpt.convert.steps import Pruned, StepInfo, StepList, ls, prune
     from shardckpt.convert.verify import verify
     from shardckpt.errors import (
@@ -64,6 +67,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "shardckpt.checkpoint.checkpointer": ("Checkpointer",),
+    "shardckpt.checkpoint.async_save": ("async_save",),
+    "shardckpt.checkpoint.handle": ("SaveEvent", "SaveHandle", "SaveTimings"),
     "shardckpt.checkpoint.holdings": ("PerRank",),
     "shardckpt.checkpoint.load": ("MismatchError", "load"),
     "shardckpt.checkpoint.opened": ("open",),
@@ -85,6 +90,7 @@ _HOMES = {
         "Verification",
         "WrittenFile",
     ),
+    "shardckpt.convert.reshard": ("reshard",),
     "shardckpt.convert.steps": ("Pruned", "StepInfo", "StepList", "ls", "prune"),
     "shardckpt.convert.verify": ("verify",),
     "shardckpt.errors": (
@@ -144,6 +150,9 @@ __all__ = [
     "RankError",
     "Repair",
     "Report",
+    "SaveEvent",
+    "SaveHandle",
+    "SaveTimings",
     "ShardckptError",
     "SourceNotFoundError",
     "StateKind",
@@ -161,6 +170,7 @@ __all__ = [
     "Verification",
     "WrittenFile",
     "__version__",
+    "async_save",
     "consolidate",
     "convert",
     "diff",
@@ -176,6 +186,7 @@ __all__ = [
     "prune",
     "rekey",
     "repair",
+    "reshard",
     "save",
     "verify",
 ]

@@ -120,7 +120,7 @@ def write_file(
                 pieces.forget()
                 current = step.takes[-1].tensor
             batch = behind.buffer(step.nbytes)
-            _assemble(pieces, step, batch, allow_overflow)
+            assemble(pieces, step, batch, allow_overflow)
             behind.write(batch)
             meter.add(step.nbytes)
 
@@ -183,8 +183,19 @@ def _copy(store: Store, step: Copy, writer: Writer, most: int, meter: Meter) -> 
         meter.add(size)
 
 
-def _assemble(pieces: PieceReader, batch: Batch, out: memoryview, allow_overflow: bool) -> None:
-    """Fill `out` with the batch, cast where the tensors are cast."""
+def assemble(pieces: PieceReader, batch: Batch, out: memoryview, allow_overflow: bool) -> None:
+    """Fill a buffer with a batch, cast where its tensors are cast.
+
+    Args:
+        pieces: Reads from the source.
+        batch: What is wanted.
+        out: Exactly the batch's bytes.
+        allow_overflow: Let finite values become infinite in a cast.
+
+    Raises:
+        CheckpointError: The source's bytes cannot be read, or a cast overflows.
+        StorageError: Reading failed.
+    """
     staged: Sequence[tuple[Take, memoryview]] = [
         (take, memoryview(bytearray(nbytes(take.tensor.entry.stored, take.box.volume))))
         if take.tensor.is_cast

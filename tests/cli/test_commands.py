@@ -412,6 +412,19 @@ class TestRepair:
         assert json.loads(run_here("repair", step, "--json").out)["save"] == SAVE
 
 
+class TestReshard:
+    def test_it_says_what_it_wrote(self, src: Path, tmp_path: Path) -> None:
+        found = run_here("reshard", src, tmp_path / "out", "--world-size", 3)
+        assert (found.code, found.err) == (0, "")
+        assert "wrote 2 tensors, 32 B, in 3 files" in found.out
+        assert run_here("verify", tmp_path / "out").code == 0
+        assert run_here("diff", src, tmp_path / "out").code == 0
+        assert run_here("reshard", src, tmp_path / "out", "--world-size", 3).code == 2
+
+    def test_the_world_size_is_needed(self, src: Path, tmp_path: Path) -> None:
+        assert "--world-size" in one_line(run_here("reshard", src, tmp_path / "out"))
+
+
 class TestRekey:
     def test_one_of_its_five_ways_is_chosen(self, src: Path, tmp_path: Path) -> None:
         for flags in ((), ("--to-ids", "--flatten")):
