@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -27,15 +27,19 @@ _SMALL_BYTES = 64 << 10
 _GATHERED_BYTES = 1 << 20
 
 
+Source = Callable[[Payload], Iterable[memoryview]]
+"""Gives the contents of a file from its first byte on; each part is valid until the next one is asked for."""
+
+
 def write_payloads(
-    publication: Publication, payloads: Sequence[Payload], arrays: Mapping[Path, LocalArray], *, checksums: bool
+    publication: Publication, payloads: Sequence[Payload], source: Source, *, checksums: bool
 ) -> list[Written]:
     """Write a rank's files.
 
     Args:
         publication: Where they go.
         payloads: As they were laid out.
-        arrays: What lies here.
+        source: Gives their contents.
         checksums: Hash every block of what is written.
 
     Raises:
@@ -47,13 +51,23 @@ def write_payloads(
             hasher = BlockHasher() if checksums else None
             with publication.create(payload.name) as writer:
                 stream = _Stream(writer, hasher, hashing)
-                stream.add(memoryview(payload.header))
-                for chunk in payload.chunks:
-                    for part in _bytes_of(arrays[chunk.path], chunk.box):
-                        stream.add(part)
+                for part in source(payload):
+                    stream.add(part)
                 stream.finish()
             written.append(Written(payload, hasher.digests() if hasher is not None else None))
     return written
+
+
+def contents(payload: Payload, arrays: Mapping[Path, LocalArray]) -> Iterator[memoryview]:
+    """Yield the bytes of a file, as they lie in memory now.
+
+    Args:
+        payload: The file as it was laid out.
+        arrays: What lies here.
+    """
+    yield memoryview(payload.header)
+    for chunk in payload.chunks:
+        yield from tensor_bytes(held(arrays[chunk.path], chunk.box))
 
 
 class _Hashing:
@@ -113,17 +127,20 @@ class _Stream:
             hashed.result()
 
 
-def _bytes_of(array: LocalArray, box: Box) -> Iterator[memoryview]:
-    """Yield the elements of a box in row-major order."""
+def held(array: LocalArray, box: Box) -> torch.Tensor:
+    """Return the elements of a box of an array, as a view of what lies here.
+
+    Args:
+        array: Of which this rank holds all of the box.
+        box: Which elements.
+    """
     for portion in array.portions:
         if portion.box == box:
-            yield from tensor_bytes(portion.tensor)
-            return
-        inner = intersect(portion.box, box)
-        if inner == box:
-            yield from tensor_bytes(narrowed(portion.tensor, shift(box, portion.box.offset)))
-            return
+            return portion.tensor
+        if box.volume and intersect(portion.box, box) == box:
+            return narrowed(portion.tensor, shift(box, portion.box.offset))
     assert not box.volume, "a plan gives a rank only what it holds"
+    return torch.empty(0, dtype=torch.uint8)
 
 
 def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -149,11 +166,21 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield flat_bytes(narrowed(tensor, box).resolve_conj().resolve_neg().contiguous().cpu())
 
 
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's memory is its elements in row-major order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def lies_flat(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's memory is its elements in row-major order, on this machine."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.device.type == "cpu" and is_flat(tensor)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor that is flat, as bytes."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def flat_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a tensor that lies flat; writing to it changes the tensor."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(flat(tensor).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,432 @@
+"""The corridor of a save. Ranks speak twice on their way through it; whatever goes wrong on one is raised on all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+import xxhash
+
+from shardckpt.boxes import Box
+from shardckpt.checkpoint.assemble import contents_of
+from shardckpt.checkpoint.capture import Captured, capture
+from shardckpt.checkpoint.collecting import collector_at_rest
+from shardckpt.checkpoint.draft import Draft, Plan, Task, draft_of, key_of, plan_alone, plan_of
+from shardckpt.checkpoint.report import Alone, Report, differing, value_digests, values_digest
+from shardckpt.checkpoint.transfer import Source, contents, tensor_bytes, write_payloads
+from shardckpt.format.native_manifest import (
+    COMMIT,
+    Contents,
+    Part,
+    decode_part,
+    encode_commit,
+    encode_manifest,
+    encode_part,
+    join,
+    manifest_name,
+    part_of,
+    record_of,
+)
+from shardckpt.format.native_payload import HF_INDEX, Payload, hf_index, lay_out, new_save_id
+from shardckpt.groups import Star, new_star
+from shardckpt.manifest import Path, dotted
+from shardckpt.state.pieces import LocalArray
+from shardckpt.storage.joined_publication import JoinedPublication
+from shardckpt.storage.open_store import local_path
+from shardckpt.storage.publication import Publication
+from shardckpt.storage.publish import begin
+
+
+@dataclass(frozen=True)
+class How:
+    """In which way to save.
+
+    Attributes:
+        path: The target.
+        overwrite: Replace what lies there.
+        checksums: Hash blocks, compare what several ranks hold.
+        about: Free text for the manifest.
+    """
+
+    path: str
+    overwrite: bool
+    checksums: bool
+    about: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What the first rank decided for one rank.
+
+    Attributes:
+        save: The save's id; empty where the rank is to explain its values.
+        place: Where to write.
+        task: What to write; None for what it wrote last time.
+    """
+
+    save: str
+    place: str
+    task: Task | None
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        head = json.dumps([self.save, self.place, self.task is not None]).encode()
+        return len(head).to_bytes(8, "little") + head + (self.task.encode() if self.task else b"")
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Answer:
+        """Return what `encode` wrote."""
+        end = 8 + int.from_bytes(data[:8], "little")
+        save_id, place, has_task = json.loads(data[8:end])
+        return cls(save_id, place, Task.decode(data[end:]) if has_task else None)
+
+
+class Saver:
+    """Saves of one group of ranks; it remembers the last plan, since most saves are like the one before.
+
+    Args:
+        star: The ranks.
+    """
+
+    def __init__(self, star: Star) -> None:
+        self.star = star
+        self._behind: Star | None = None
+        self._draft: Draft | None = None
+        self._key = ""
+        self._task: tuple[str, Task] | None = None
+        self._drafts: dict[int, tuple[str, Draft]] = {}
+        self._plan: tuple[tuple[str, ...], Plan] | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank is gone: nobody may be consulted any more."""
+        return self.star.is_lost or (self._behind is not None and self._behind.is_lost)
+
+    def behind(self, group: dist.ProcessGroup | None) -> Star:
+        """Return the channels that threads behind the training loop speak through. Collective at the first call.
+
+        Args:
+            group: Whose saver this is.
+        """
+        if self._behind is None:
+            self._behind = new_star(group)
+        return self._behind
+
+    def save(self, state: Any, how: How, refusal: Exception | None = None) -> None:
+        """Save a state.
+
+        Args:
+            state: As the function of this name takes it.
+            how: Where to, and in which way.
+            refusal: Why this rank does not save; all are told.
+        """
+        corridor = Corridor(self, how, self.star)
+        with collector_at_rest(), corridor.taken_back():
+            corridor.agree(state, refusal)
+            corridor.finish(attempted(lambda: corridor.transfer(corridor.cargo(), corridor.contents)))
+
+    # What the corridor asks: plans, known or made.
+
+    def report(self, captured: Captured) -> Report:
+        """Return what this rank tells first: its draft only where the first rank does not know it."""
+        draft = draft_of(captured)
+        data = b""
+        if draft != self._draft:
+            data = draft.encode()
+            self._draft, self._key = draft, key_of(data)
+        if self._task is not None and self._task[0] == self._key:
+            data = b""
+        elif not data:
+            data = draft.encode()
+        return replace(self.told_of(captured), key=self._key, draft=data, values=values_digest(captured))
+
+    def told_of(self, captured: Captured) -> Report:
+        """Return what this rank alone can tell."""
+        loose = {path: Alone.of(value, path) for path, value in captured.loose.items()}
+        own = {path: Alone.of(value, path) for path, value in captured.own.items()}
+        return Report("", b"", "", loose, own)
+
+    def planned(self, reports: Sequence[Report]) -> tuple[Plan, bool]:
+        """Return the plan for what ranks told, and whether it is the one they know. On the first rank."""
+        for rank, report in enumerate(reports):
+            if report.draft:
+                self._drafts[rank] = (report.key, Draft.decode(report.draft))
+        keys = tuple(report.key for report in reports)
+        if self._plan is not None and self._plan[0] == keys and not any(report.draft for report in reports):
+            return self._plan[1], True
+        plan = plan_of([self._drafts[rank][1] for rank in range(len(reports))])
+        self._plan = (keys, plan)
+        return plan, False
+
+    def task(self, given: Task | None) -> Task:
+        """Return what this rank is to write, and remember it."""
+        if given is not None:
+            self._task = (self._key, given)
+        assert self._task is not None, "a rank without a plan is given one"
+        return self._task[1]
+
+
+class Replica(NamedTuple):
+    """What several ranks hold.
+
+    Attributes:
+        path: Of the array.
+        box: Of its elements; None for all.
+        digest: Of their bytes.
+    """
+
+    path: Path
+    box: Box | None
+    digest: bytes
+
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+        return dotted(self.path) + ("" if self.box is None else str(self.box))
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """What a rank is to write, and what it says of what others hold too.
+
+    Attributes:
+        payloads: Its files.
+        replicas: By number of a class of ranks that hold the same: what they do.
+    """
+
+    payloads: tuple[Payload, ...] = ()
+    replicas: Mapping[int, Sequence[Replica]] = field(default_factory=dict)
+
+    def class_digests(self) -> dict[str, str]:
+        """Return one digest for each class of ranks."""
+        return {str(number): _digest(each.digest for each in held) for number, held in self.replicas.items()}
+
+    def replica_digests(self) -> dict[str, str]:
+        """Return one digest for each thing that others hold too, by its name."""
+        return {each.name: each.digest.hex() for held in self.replicas.values() for each in held}
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+
+
+def attempted(work: Callable[[], bytes]) -> bytes | Exception:
+    """Return what some work gives, or how it failed: whichever it is, the ranks are told."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+        return error
+
+
+class Corridor:
+    """One save on one rank: `agree`, `cargo`, `transfer`, `finish`, the last two on whatever thread.
+
+    Args:
+        saver: Whose.
+        how: Where to, and in which way.
+        last: The channels of the last round; nobody else speaks through them until this save is over.
+    """
+
+    def __init__(self, saver: Saver, how: How, last: Star) -> None:
+        self._saver, self._star, self._how, self._last = saver, saver.star, how, last
+        self._publication: Publication | None = None
+        self._contents: Contents | None = None
+        self._plan: Plan | None = None
+        self._part = Part((), ())
+        self._captured = Captured()
+        self._model: Path | None = None
+        self._save_id = ""
+        self._task = Task((), {})
+        self._cargo = Cargo()
+
+    @contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """Remove what this rank wrote where the block fails."""
+        try:
+            yield
+        except BaseException:
+            self._take_back()
+            raise
+
+    def _take_back(self) -> None:
+        """Remove what this rank wrote, unless it may be a part of what the first rank has put in place."""
+        is_lost = self._star.is_lost or self._last.is_lost
+        if self._publication is not None and not (is_lost and self._star.rank and _is_remote(self._how.path)):
+            self._publication.drop()
+
+    @property
+    def arrays(self) -> Mapping[Path, LocalArray]:
+        """What lies here: views, valid until the state changes or `let_go` is called."""
+        return self._captured.arrays
+
+    def let_go(self) -> None:
+        """Forget the state: all that is needed of it has been copied."""
+        self._captured = Captured()
+
+    def agree(self, state: Any, refusal: Exception | None = None) -> None:
+        """Look at the state, plan with the others, begin. Collective.
+
+        Args:
+            state: As `save` takes it.
+            refusal: Why this rank does not save; all are told.
+        """
+        answer = self._agree(state, refusal)
+        self._save_id, self._model = answer.save, self._captured.model if self._star.size == 1 else None
+        self._task = self._saver.task(answer.task)
+        if self._publication is None:
+            self._publication = JoinedPublication(answer.place)
+
+    def cargo(self) -> Cargo:
+        """Return what this rank is to write, and digests of what it shares with others, as it is now."""
+        carry = self._contents.carried() if self._contents is not None else None
+        payloads = lay_out(self._save_id, self._star.rank, self._task.chunks, model=self._model, carry=carry)
+        return Cargo(payloads, self._replicas() if self._how.checksums else {})
+
+    def contents(self, payload: Payload) -> Iterator[memoryview]:
+        """Yield the bytes of a file, as they lie in memory now."""
+        return contents(payload, self.arrays)
+
+    def transfer(self, cargo: Cargo, source: Source) -> bytes:
+        """Write this rank's files, and return what to tell of them.
+
+        Args:
+            cargo: What to write.
+            source: Gives the contents.
+        """
+        assert self._publication is not None
+        written = write_payloads(self._publication, cargo.payloads, source, checksums=self._how.checksums)
+        if self._model is not None:
+            self._write_index(cargo.payloads, self._model)
+        self._cargo = cargo
+        head = json.dumps(cargo.class_digests()).encode()
+        if self._star.rank == 0:
+            self._part = part_of(written)
+        return len(head).to_bytes(8, "little") + head + (encode_part(written) if self._star.rank else b"")
+
+    def finish(self, said: bytes | Exception) -> None:
+        """Publish what all wrote. Collective; what goes wrong on one rank is raised on all.
+
+        Args:
+            said: What `transfer` returned, or how it failed.
+        """
+        what = f"saving to {self._how.path}"
+        told = self._last.consult(what, said, self._publish)
+        if told == _EXPLAIN:
+            self._last.consult(what, json.dumps(self._cargo.replica_digests()).encode(), _raise_replicas)
+
+    def _agree(self, state: Any, refusal: Exception | None) -> _Answer:
+        """Look at the state, tell of it, and be told what to write."""
+        if self._star.size == 1:
+            _raise(refusal)
+            self._captured = capture(state, 0, 1)
+            return self._begun(plan_alone(self._captured), [self._saver.told_of(self._captured)])[0]
+        what = f"preparing to save to {self._how.path}"
+
+        def report() -> bytes:
+            _raise(refusal)
+            self._captured = capture(state, self._star.rank, self._star.size)
+            return self._saver.report(self._captured).encode()
+
+        answer = _Answer.decode(self._star.consult(what, attempted(report), self._decide))
+        if not answer.save:
+            self._star.consult(what, value_digests(self._captured), _raise_values)
+        return answer
+
+    def _decide(self, told: list[bytes]) -> list[bytes]:
+        """Plan, and begin the publication. On the first rank."""
+        reports = [Report.decode(each) for each in told]
+        if len({report.values for report in reports}) > 1:
+            return [_Answer("", "", None).encode()] * len(told)
+        plan, is_known = self._saver.planned(reports)
+        answers = self._begun(plan, reports)
+        return [(replace(answer, task=None) if is_known else answer).encode() for answer in answers]
+
+    def _begun(self, plan: Plan, reports: Sequence[Report]) -> list[_Answer]:
+        """Begin the publication, and return what each rank is to do."""
+        save_id = new_save_id()
+        self._plan = plan
+        self._contents = contents_of(save_id, self._captured, plan, reports, self._how.about)
+        self._publication = begin(self._how.path, overwrite=self._how.overwrite, needed_bytes=plan.nbytes, last=COMMIT)
+        place = self._publication.place
+        return [_Answer(save_id, place, task) for task in plan.tasks]
+
+    def _write_index(self, payloads: Sequence[Payload], model: Path) -> None:
+        """Let one writer's save be a Hugging Face folder too."""
+        assert self._publication is not None and self._contents is not None
+        index = hf_index(payloads, model)
+        self._write(HF_INDEX, index)
+        record = record_of(HF_INDEX, index, checksums=self._how.checksums)
+        self._contents = replace(self._contents, files=(record,))
+
+    def _write(self, name: str, data: bytes) -> None:
+        assert self._publication is not None
+        with self._publication.create(name) as writer:
+            writer.write(data)
+
+    def _publish(self, told: list[bytes]) -> list[bytes]:
+        """Compare, commit, put in place. On the first rank."""
+        assert self._contents is not None and self._plan is not None and self._publication is not None
+        digests, parts = [], [self._part]
+        for rank, each in enumerate(told):
+            end = 8 + int.from_bytes(each[:8], "little")
+            digests.append(json.loads(each[8:end]))
+            if rank:
+                parts.append(decode_part(each[end:], where=f"rank {rank}"))
+        if _unequal(self._plan, digests):
+            return [_EXPLAIN] * len(told)
+        files, arrays = join(parts, self._plan.order)
+        whole = replace(self._contents, files=(*files, *self._contents.files), arrays=arrays)
+        manifest = encode_manifest(whole)
+        self._write(manifest_name(whole.save), manifest)
+        self._write(COMMIT, encode_commit(whole.save, manifest, whole.files))
+        self._publication.finish()
+        return [b""] * len(told)
+
+    def _replicas(self) -> dict[int, tuple[Replica, ...]]:
+        """Return by number of a class of ranks that hold the same what they do."""
+        items = list(self.arrays.items())
+        return {
+            number: tuple(_replica(*items[at], which) for at, which in positions)
+            for number, positions in self._task.classes.items()
+        }
+
+
+def _replica(path: Path, array: LocalArray, which: int) -> Replica:
+    box, tensor = array.portions[which]
+    digest = xxhash.xxh3_128()
+    for part in tensor_bytes(tensor):
+        digest.update(part)
+    return Replica(path, None if box.size == array.shape else box, digest.digest())
+
+
+def _raise(refusal: Exception | None) -> None:
+    if refusal is not None:
+        raise refusal
+
+
+_EXPLAIN = b"explain"
+
+
+def _unequal(plan: Plan, digests: Sequence[Mapping[str, str]]) -> bool:
+    """Tell whether ranks that claim to hold the same do not."""
+    return any(len({digests[rank].get(str(number)) for rank in ranks}) > 1 for number, ranks in enumerate(plan.classes))
+
+
+def _raise_values(told: list[bytes]) -> list[bytes]:
+    raise differing([json.loads(each) for each in told])
+
+
+def _raise_replicas(told: list[bytes]) -> list[bytes]:
+    """Raise the error that names the arrays; a rank that does not hold one has no say."""
+    found = [json.loads(each) for each in told]
+    first = {name: digest for each in reversed(found) for name, digest in each.items()}
+    raise differing([{**first, **each} for each in found])
+
+
+def _is_remote(path: str) -> bool:
+    return local_path(path) is None
