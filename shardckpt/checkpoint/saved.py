@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -21,7 +25,7 @@ from shardckpt.format.native import NativeReader
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.format.reader import Reader
 from shardckpt.format.tagged import ArrayRef, Named
-from shardckpt.manifest import UNREAD, Lazy, Path, TensorEntry, dotted
+from shardckpt.manifest import UNREAD, Encoded, Lazy, Path, TensorEntry, dotted
 from shardckpt.plan.coverage import require_complete
 from shardckpt.plan.parts import split_flat_names
 from shardckpt.state.pieces import LocalArray, Portion
@@ -29,6 +33,9 @@ from shardckpt.storage.store import Read
 
 BATCH_BYTES = 64 << 20
 """Bytes of one batch of reads; as much is held besides where elements do not go straight to where they belong."""
+
+_READERS = 2
+"""Batches that are under way at once: one is read while the other is hashed and goes to where it belongs."""
 
 Verify = str | bool
 VERIFY = (False, "read", "full")
@@ -169,28 +176,25 @@ class Saved:
             StorageError: The store failed.
         """
         entries = self.located([entry for entry, _ in wanted])
-        batch: list[Want] = []
-        after: list[Callable[[], object]] = []
-        held = 0
-        for entry, (_, array) in zip(entries, wanted, strict=True):
-            for box, tensor in _parts(array, entry):
-                buffer, finish = _buffer(tensor, entry)
-                batch.append(Want(entry.pieces, box, entry.stored, buffer))
-                if finish is not None:
-                    after.append(finish)
-                held += buffer.nbytes
-                if held >= BATCH_BYTES:
-                    self._carry_out(batch, after)
-                    held = 0
-        self._carry_out(batch, after)
-
-    def _carry_out(self, batch: list[Want], after: list[Callable[[], object]]) -> None:
-        self._pieces.fill(batch)
-        for finish in after:
-            finish()
-        self._pieces.forget()
-        batch.clear()
-        after.clear()
+        if any(isinstance(piece.layout, Encoded) for entry in entries for piece in entry.pieces):
+            for batch in _batches(entries, wanted):  # a decoder runs forward through all of them
+                batch.carry_out(self._pieces)
+            self._pieces.forget()
+            return
+        batches = _batches(entries, wanted)
+        begun = list(islice(batches, 2))
+        if len(begun) < 2:
+            for batch in begun:
+                batch.carry_out(self._pieces)
+            return
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="shardckpt-read") as pool:
+            running: deque[Future[None]] = deque()
+            for batch in chain(begun, batches):
+                running.append(pool.submit(batch.carry_out, PieceReader(self._store)))
+                if len(running) > _READERS:
+                    running.popleft().result()
+            for each in running:
+                each.result()
 
     def located(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
         """Return arrays with every piece located, once it is sure that all of their elements are there.
@@ -204,6 +208,38 @@ class Saved:
             return list(entries)
         known = dict(zip(map(id, lazy), self._reader.resolve(lazy), strict=True))
         return [entry._replace(pieces=tuple(known.get(id(p), p) for p in entry.pieces)) for entry in entries]
+
+
+@dataclass
+class _Batch:
+    """What is read at once, and what is to be done then."""
+
+    wants: list[Want] = field(default_factory=list)
+    after: list[Callable[[], object]] = field(default_factory=list)
+    nbytes: int = 0
+
+    def carry_out(self, pieces: PieceReader) -> None:
+        """Read, and put what was staged into its place."""
+        pieces.fill(self.wants)
+        for finish in self.after:
+            finish()
+
+
+def _batches(entries: Sequence[TensorEntry], wanted: Sequence[tuple[TensorEntry, LocalArray]]) -> Iterator[_Batch]:
+    """Cut what is wanted into batches; no buffer is made before its batch is asked for."""
+    batch = _Batch()
+    for entry, (_, array) in zip(entries, wanted, strict=True):
+        for box, tensor in _parts(array, entry):
+            buffer, finish = _buffer(tensor, entry)
+            batch.wants.append(Want(entry.pieces, box, entry.stored, buffer))
+            if finish is not None:
+                batch.after.append(finish)
+            batch.nbytes += buffer.nbytes
+            if batch.nbytes >= BATCH_BYTES:
+                yield batch
+                batch = _Batch()
+    if batch.wants:
+        yield batch
 
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:
