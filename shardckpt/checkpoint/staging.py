@@ -92,7 +92,8 @@ class Pool(Generic[T]):
                 self._all.clear()
             self._size = size
             self._most = None if budget is None else budget // size
-            del self._all[self._most :]
+            if self._most is not None:
+                del self._all[self._most :]
             self._idle = self._all[::-1]
             self._is_closed = False
 
