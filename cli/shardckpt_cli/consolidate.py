@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _Src = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or file, path or URL.")]
 _Dst = Annotated[str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors file.")]
-_To = Annotated[str, typer.Option("--to", help="Format to write: safetensors.")]
+_To = Annotated[str, typer.Option("--to", help="Format to write: safetensors or native.")]
 _Part = Annotated[str, typer.Option("--part", help="model, optim or all.")]
 _ModelKey = Annotated[str, typer.Option("--model-key", help="Where the model is, if not where the rules look.")]
 _OptimKey = Annotated[str, typer.Option("--optim-key", help="Where the optimizer is: KEY, FILE or FILE:KEY.")]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
 from shardckpt.convert.carried import CONFIG, Carried, find_carried, with_dtype
+from shardckpt.convert.native_nest import selected_nest
+from shardckpt.convert.native_target import plan_step, write_step
 from shardckpt.convert.options import Options, parse_dtype
 from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch, WrittenFile
 from shardckpt.convert.selection import Selection, select
@@ -17,6 +19,8 @@ from shardckpt.convert.stream import Budget, Laid, lay_out, write_file
 from shardckpt.errors import UsageError
 from shardckpt.format.detect import detect, open_source
 from shardckpt.format.hf_files import OPTIMIZER, OPTIMIZER_FILES_KEY, PARAM_GROUPS, PARAM_GROUPS_KEY, SUFFIX
+from shardckpt.format.native_manifest import COMMIT, manifest_name
+from shardckpt.format.native_payload import HF_INDEX
 from shardckpt.format.reader import Reader
 from shardckpt.plan.outputs import OutFile, OutTensor, index, name_files, split_as_stored, split_by_size
 from shardckpt.plan.sizes import parse_size
@@ -170,9 +174,12 @@ def export(
     groups = _grouped(reader, selection, options, _in_one if dst.endswith(SUFFIX) else split)
     job = Job(src, dst, options, reader, carried, selection, groups)
     _check_single(job)
+    if options.to == "native":
+        return _run_step(job, watch, on_progress)
     watch.lap("plan")
     if options.dry_run:
-        return _report(job, _lay_out(job, ""), watch)
+        layout = _lay_out(job, "")
+        return _report(job, _written(layout), layout.small, watch)
     return _run(job, watch, on_progress)
 
 
@@ -184,6 +191,8 @@ def _check_target(src: str, dst: str) -> None:
 
 
 def _check_single(job: Job) -> None:
+    if job.is_single and job.options.to == "native":
+        raise UsageError("a step is a folder", found=job.target, fix="Name a folder.")
     if job.is_single and len(job.groups) > 1:
         raise UsageError(
             "one file cannot hold model and optimizer",
@@ -223,7 +232,27 @@ def _run(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
         watch.lap("copy")
         _write_small(job, layout, publication)
     watch.lap("publish")
-    return _report(job, layout, watch)
+    return _report(job, _written(layout), layout.small, watch)
+
+
+def _run_step(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
+    """Write a native step of one writer, which is a Hugging Face folder too where it holds a model."""
+    options = job.options
+    model = ("model",) if options.part != "optim" else None
+    step = plan_step(selected_nest(job.selection), 1, most_bytes=parse_size(options.max_shard_size), model=model)
+    layout = Layout((), _config(job))
+    watch.lap("plan")
+    if not options.dry_run:
+        budget = Budget.of(parse_size(options.max_memory), 1, is_local=job.reader.store.traits.is_local)
+        needed = step.nbytes + sum(job.carried.files.values())
+        with publish(job.target, overwrite=options.overwrite, needed_bytes=needed, last=COMMIT) as publication:
+            _write_small(job, layout, publication)
+            meter = Meter(job.payload_bytes, on_progress)
+            write_step(publication, job.reader, step, budget=budget, allow_overflow=options.allow_overflow, meter=meter)
+            watch.lap("copy")
+        watch.lap("publish")
+    small = (*layout.small, *((HF_INDEX,) if model else ()), manifest_name(step.contents.save), COMMIT)
+    return _report(job, step.files, small, watch)
 
 
 def _lay_out(job: Job, fresh: str) -> Layout:
@@ -242,9 +271,7 @@ def _lay_out(job: Job, fresh: str) -> Layout:
         return Layout((lay_out(OutFile(job.target.rpartition("/")[2], tensors), metadata),), {})
     files = {stem: name_files(parts, stem, fresh) for stem, parts in job.groups.items()}
     payload = tuple(lay_out(file, metadata) for written in files.values() for file in written)
-    small: dict[str, bytes] = {}
-    if job.options.dtype and job.carried.config:
-        small[CONFIG] = _json(with_dtype(job.carried.config, parse_dtype(job.options.dtype)))
+    small = _config(job)
     companions: dict[str, object] = {}
     if job.selection.groups is not None:
         groups = f"param_groups-{fresh}.json" if fresh else PARAM_GROUPS
@@ -255,6 +282,13 @@ def _lay_out(job: Job, fresh: str) -> Layout:
     if is_last_word or len(files[stem]) > 1:
         small[_INDEX.format(stem)] = _json(index(files[stem], companions))
     return Layout(payload, small)
+
+
+def _config(job: Job) -> dict[str, bytes]:
+    """Return the model's config, where it changes with the type of the tensors."""
+    if not (job.options.dtype and job.carried.config):
+        return {}
+    return {CONFIG: _json(with_dtype(job.carried.config, parse_dtype(job.options.dtype)))}
 
 
 def _json(content: Mapping[str, object]) -> bytes:
@@ -309,15 +343,19 @@ def _write_small(job: Job, layout: Layout, publication: Publication) -> None:
             writer.write(content)
 
 
-def _report(job: Job, layout: Layout, watch: Stopwatch) -> Report:
+def _written(layout: Layout) -> tuple[WrittenFile, ...]:
+    return tuple(WrittenFile(f.name, f.nbytes, len(f.tensors)) for f in layout.payload)
+
+
+def _report(job: Job, files: tuple[WrittenFile, ...], small: Iterable[str], watch: Stopwatch) -> Report:
     tensors = [*job.selection.model, *job.selection.optim]
     return Report(
         source=job.source,
         target=job.target,
         format=job.reader.manifest.format,
         part=job.options.part,
-        files=tuple(WrittenFile(f.name, f.nbytes, len(f.tensors)) for f in layout.payload),
-        carried=tuple(dict.fromkeys((*(() if job.is_single else job.carried.files), *layout.small))),
+        files=files,
+        carried=tuple(dict.fromkeys((*(() if job.is_single else job.carried.files), *small))),
         tensors=len(tensors),
         nbytes=job.payload_bytes,
         ties=job.selection.ties,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardckpt.convert.arrays import resolve
+from shardckpt.convert.selection import Selection
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.inert import Dtype, Ordered
 from shardckpt.format.native import NativeReader
@@ -56,6 +57,29 @@ def whole_nest(reader: Reader) -> Nest:
     values, notes = _values(reader)
     nest = encode(nested({**refs, **values}, reader.store.url), (), _leaf)
     return Nest(arrays, nest, ties, {"source": manifest.format}, (*manifest.warnings, *notes))
+
+
+def selected_nest(selection: Selection) -> Nest:
+    """Return what a conversion selected: `{"model": {name: ...}, "optim": {"state": {name: {slot: ...}}, ...}}`."""
+    arrays: dict[Path, OutTensor] = {("model", tensor.name): tensor for tensor in selection.model}
+    values: dict[Path, object] = {}
+    for tensor in selection.optim:
+        name, _, slot = tensor.name.rpartition("/")
+        arrays["optim", "state", name, slot] = tensor
+    if selection.groups is not None:
+        values["optim", "param_groups"] = selection.groups["param_groups"]
+        rest: Any = selection.groups["non_tensor_state"]
+        values |= {
+            ("optim", "state", name, slot): value for name, slots in rest.items() for slot, value in slots.items()
+        }
+        values.setdefault(("optim", "state"), {})
+    numbers = {path: number for number, path in enumerate(arrays)}
+    ties: dict[Path, int] = {
+        ("model", name): numbers["model", kept] for name, kept in selection.ties.items() if ("model", kept) in arrays
+    }
+    refs = {path: ArrayRef(number) for path, number in (*numbers.items(), *ties.items())}
+    nest = encode(nested({**refs, **values}, "the selection"), (), _leaf)
+    return Nest(arrays, nest, ties)
 
 
 def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:

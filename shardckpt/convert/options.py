@@ -11,7 +11,7 @@ from shardckpt.plan.sizes import parse_size
 
 Part = Literal["model", "optim", "all"]
 PARTS: tuple[Part, ...] = ("model", "optim", "all")
-TARGETS = ("safetensors",)
+TARGETS = ("safetensors", "native")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 DEFAULT_MEMORY_BYTES = 256 * 2**20
 LEAST_MEMORY_BYTES = 24 * 2**20
@@ -37,7 +37,7 @@ class Options:
     """What `consolidate` and `convert` can be asked for. Field names are the command's options, with underscores.
 
     Attributes:
-        to: Format to write; `safetensors`.
+        to: Format to write: `safetensors`, or `native`, a step of shardckpt.
         part: `model`, `optim` or `all`.
         model_key: Where the model is, where the rules find another place.
         optim_key: Where the optimizer is: a key, a file, or `file:key`.

@@ -1,0 +1,85 @@
+"""`--to native`: what a conversion selects becomes a step, which is a Hugging Face folder too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from materialise import assert_same
+from safetensors.torch import load_file, save_file
+from samples import MODEL, OPTIM, SAMPLES
+
+import shardckpt
+from shardckpt.errors import PrecisionError, UsageError
+from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.native import NativeReader
+from shardckpt.format.tagged import ArrayRef
+
+
+@pytest.mark.parametrize("verb", [shardckpt.consolidate, shardckpt.convert], ids=["consolidate", "convert"])
+def test_the_model_becomes_a_step(tmp_path: Path, verb: object) -> None:
+    source = SAMPLES["dcp"]["chunks"](tmp_path / "src")
+    report = verb(str(source), str(tmp_path / "out"), to="native")  # type: ignore[operator]
+    reader = open_checkpoint(str(tmp_path / "out"))
+    assert set(reader.manifest.tensors) == {("model", name) for name in MODEL}
+    for name, tensor in MODEL.items():
+        assert_same(reader, ("model", name), tensor)
+    assert shardckpt.verify(str(tmp_path / "out")).ok
+    assert shardckpt.diff(str(source), str(tmp_path / "out")).equal
+    assert set(report.carried) <= {file.name for file in (tmp_path / "out").iterdir()}
+
+
+def test_it_is_a_hugging_face_folder_too(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    save_file(MODEL, tmp_path / "src" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "src" / "config.json").write_text('{"torch_dtype": "float32"}')
+    shardckpt.consolidate(str(tmp_path / "src"), str(tmp_path / "out"), to="native", dtype="bf16", keep_fp32=["s"])
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    [name] = set(index["weight_map"].values())
+    found = load_file(tmp_path / "out" / name)
+    assert set(found) == set(MODEL)
+    assert (found["a.w"].dtype, found["s"].dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(found["a.w"], MODEL["a.w"].bfloat16())
+    assert "bfloat16" in (tmp_path / "out" / "config.json").read_text()
+
+
+def test_the_optimizer_comes_by_name(tmp_path: Path) -> None:
+    source = SAMPLES["dcp"]["torch"](tmp_path / "src")
+    shardckpt.consolidate(str(source), str(tmp_path / "out"), to="native", part="all")
+    reader = open_checkpoint(str(tmp_path / "out"))
+    assert isinstance(reader, NativeReader)
+    assert_same(reader, ("optim", "state", "a.w", "exp_avg"), OPTIM["state"]["a.w"]["exp_avg"])
+    paths = [record.path for record in reader.contents.arrays]
+    nest = reader.nest(lambda ref: paths[ref.number] if isinstance(ref, ArrayRef) else ref)
+    assert nest["optim"]["param_groups"] == OPTIM["param_groups"]  # type: ignore[index]
+    assert set(nest) == {"model", "optim"}  # type: ignore[call-overload]
+
+
+def test_ties_stay_tied(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    weight = torch.arange(6.0).reshape(3, 2)
+    torch.save({"model": {"a": weight, "b": weight}}, tmp_path / "src" / "a.pt")
+    shardckpt.consolidate(str(tmp_path / "src" / "a.pt"), str(tmp_path / "out"), to="native")
+    manifest = open_checkpoint(str(tmp_path / "out")).manifest
+    assert manifest.aliases == {("model", "b"): ("model", "a")}
+
+
+def test_files_are_cut_and_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    source = str(SAMPLES["safetensors"]["file"](tmp_path / "src"))
+    report = shardckpt.consolidate(source, str(tmp_path / "out"), to="native", max_shard_size=60, dry_run=True)
+    assert len(report.files) > 1
+    assert not (tmp_path / "out").exists()
+    shardckpt.consolidate(source, str(tmp_path / "out"), to="native", max_shard_size=60)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(report.files)
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    save_file({"w": torch.tensor([1e30])}, tmp_path / "src" / "model.safetensors")
+    with pytest.raises(PrecisionError):
+        shardckpt.consolidate(str(tmp_path / "src"), str(tmp_path / "out"), to="native", dtype="fp16")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UsageError, match="folder"):
+        shardckpt.consolidate(str(tmp_path / "src"), str(tmp_path / "out.safetensors"), to="native")
