@@ -69,7 +69,8 @@ def _is_users(function: Any) -> bool:
 
 def _overrides(module: nn.Module, *names: str) -> bool:
     own = vars(module)
-    return _class_overrides(type(module), names) or any(name in own and _is_users(own[name]) for name in names)
+    kind: Any = type(module)  # mypy takes a class for one of its instances here
+    return _class_overrides(kind, names) or any(name in own and _is_users(own[name]) for name in names)
 
 
 @cache
