@@ -17,6 +17,7 @@ from shardckpt.core.full import Staging
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.groups import Group, TorchGroup
 from shardckpt.state import foreign
+from shardckpt.state.agreement import StateMismatchError, digest
 from shardckpt.state.description import Description, describe, settle
 from shardckpt.state.holders import FlatHolder, Holder, local
 from shardckpt.state.kinds import StateKind
@@ -91,6 +92,11 @@ class Optimized:
         """The parameters, in an order that is the same on all ranks."""
         return [each.holder.exposed[position] for each in self.held for position in each.positions]
 
+    @property
+    def shared(self) -> bytes:
+        """What of this has to be equal on all ranks, in short: the parameters of which each rank has a part."""
+        return digest([each.names(at) for each in self.held if each.holder.is_sharded for at in each.positions])
+
 
 def optimized(found: Description, optim: Optimizing) -> Optimized:
     """Find the names of an optimizer's parameters.
@@ -125,6 +131,17 @@ def optimized(found: Description, optim: Optimizing) -> Optimized:
         groups.append(tuple(names))
     held = [Held(h, tuple(sorted(positions[id(h)]))) for h in found.holders if id(h) in positions]
     return Optimized(tuple(held), tuple(groups))
+
+
+def _check_same(group: Group, heard: Sequence[bytes]) -> None:
+    """Refuse ranks whose optimizers have different parameters: a part of a parameter is no state of it."""
+    odd = [str(group.everywhere(rank)) for rank, each in enumerate(heard) if each != heard[0]]
+    if odd:
+        raise StateMismatchError(
+            "the optimizers of the ranks have different ones of the parameters that the ranks share",
+            found=f"others on rank {', '.join(odd)} than on rank {group.everywhere(0)}",
+            fix="Give every rank's optimizer the same parameters.",
+        )
 
 
 def kept_everywhere(of: Optimized, optim: Optimizing, group: Group) -> Survey:
@@ -164,6 +181,7 @@ def optim_state_dict(
         UsageError: There is no such kind, or `rank0_only` with another kind than FULL.
         ForeignParameterError: The optimizer holds a parameter that the model does not have.
         OpaqueStateError: Nobody knows how a tensor is sharded.
+        StateMismatchError: The ranks' optimizers have different ones of the sharded parameters.
     """
     kind = StateKind.of(kind)
     if rank0_only and kind is not StateKind.FULL:
@@ -175,8 +193,10 @@ def optim_state_dict(
         return foreign.whole_optim_state(model, optim, offload=offload_to_cpu, first_only=rank0_only)
     settle(model)
     found = describe(model)
-    with found.ranks.group.together("find the parameters of the optimizer"):
+    with found.ranks.group.together("find the parameters of the optimizer") as word:
         of = optimized(found, optim)
+        word.said = of.shared
+    _check_same(found.ranks.group, word.heard)
     if kind is StateKind.LOCAL:
         kept = survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
     else:
@@ -191,7 +211,7 @@ def optim_state_dict(
     groups = [
         {**settings(live), "params": list(names)} for live, names in zip(optim.param_groups, of.groups, strict=True)
     ]
-    ordered = {name: state[name] for names in of.groups for name in names if name in state}
+    ordered = {name: state[name] for name in found.names if name in state}  # as on all ranks, whatever their groups
     return noted(OrderedDict(state={**ordered, **state}, param_groups=groups), kind, found)
 
 

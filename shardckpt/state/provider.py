@@ -117,12 +117,20 @@ def _deprecated(name: str, instead: str = "optim_state_dict") -> None:
     )
 
 
+def _warn_of_input(optim_input: Any) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated: the optimizer itself tells more", FutureWarning, stacklevel=4
+        )
+
+
 def full_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_input: Any, rank0_only: bool, group: Any
 ) -> dict[str, Any]:
     """Return the whole state of an optimizer, by names, on the CPU. Collective."""
-    del optim_input, group
+    del group
     _deprecated("full_optim_state_dict")
+    _warn_of_input(optim_input)
     found = optimizer.optim_state_dict(model, optim, StateKind.FULL, offload_to_cpu=True, rank0_only=rank0_only)
     return dict(found) if found["param_groups"] else {}
 
@@ -139,6 +147,7 @@ def shard_full_optim_state_dict(
 ) -> dict[str, Any]:
     """Return this rank's part of a whole state that every rank has, for `load_state_dict` of the optimizer."""
     _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
+    _warn_of_input(optim_input)
     return _numbered(model, optim or _Groups.of(model, optim_input), full, StateKind.FULL)
 
 
@@ -156,6 +165,7 @@ def scatter_full_optim_state_dict(
     """Return this rank's part of a whole state that the first rank has. Collective."""
     del group
     _deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+    _warn_of_input(optim_input)
     given = full if full is not None and describe(model).ranks.is_first else {}
     return _numbered(model, optim or _Groups.of(model, optim_input), given, StateKind.FULL)
 
@@ -164,6 +174,7 @@ def rekey_optim_state_dict(
     state: dict[str, Any], key_type: OptimStateKeyType, model: nn.Module, optim_input: Any, optim: Any
 ) -> dict[str, Any]:
     """Return a state with names for numbers, or numbers for names, of a model's optimizer."""
+    _warn_of_input(optim_input)
     kind = rekey.keys_of(state)
     if kind is None or (kind is str) == (key_type is OptimStateKeyType.PARAM_NAME):
         return state
@@ -199,7 +210,9 @@ def optim_state_dict(
         offload_to_cpu=config.offload_to_cpu,
         rank0_only=first_only,
     )
-    return found if found["param_groups"] else {}
+    if given is not None and "param_groups" not in given:
+        del found["param_groups"]
+    return found if found.get("param_groups", True) else {}
 
 
 def optim_state_dict_to_load(
@@ -215,7 +228,7 @@ def optim_state_dict_to_load(
     kind = recursion.KINDS[_settings(model).state_dict_type]
     made = _numbered(model, optim, state, kind)
     if is_named_optimizer:
-        names = {id(p): clean(name) for name, p in model.named_parameters()}
+        names = {id(p): name for name, p in model.named_parameters()}  # such optimizers have them from there
         order = [names[id(p)] for live in optim.param_groups for p in live["params"]]
         made = rekey.to_names(made, _split(order, [len(live["params"]) for live in optim.param_groups]))
     if load_directly:
@@ -245,7 +258,7 @@ def _own_state(model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[st
     kept = {known[clean(key) if isinstance(key, str) else key]: state for key, state in given["state"].items()}
     groups = [
         {**{k: v for k, v in told.items() if k != "params"}, "params": live["params"]}
-        for told, live in zip(given["param_groups"], optim.param_groups, strict=True)
+        for told, live in zip(given.get("param_groups", optim.param_groups), optim.param_groups, strict=True)
     ]
     return _Groups(groups, kept)
 
@@ -263,4 +276,4 @@ def _numbered(model: nn.Module, optim: Any, state: Mapping[str, Any], kind: Stat
             number += 1
         own = {key: value for key, value in live.items() if key != "params"}
         groups.append({**own, **change, "params": numbers})
-    return {"state": kept, "param_groups": groups}
+    return {"state": kept, "param_groups": groups} if "param_groups" in state or not state else {"state": kept}

@@ -36,8 +36,11 @@ class Ranks:
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         members: dict[frozenset[int], dist.ProcessGroup] = {}
-        for group in dict.fromkeys(groups):
-            if group is not None and group.size() > 1:
+        told = [group for group in dict.fromkeys(groups) if group is not None]
+        if told and all(group.size() == 1 for group in told):
+            return cls()
+        for group in told:
+            if group.size() > 1:
                 members.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
         axes = {of: group for of, group in members.items() if not any(of < other for other in members)}
         if not axes or prod(map(len, axes)) >= dist.get_world_size():

@@ -7,12 +7,13 @@ import itertools
 
 import pytest
 import torch
-from harness import run
+from harness import raised_everywhere, run
 from states import FACES, Net, differing, flat, kept_differs, local, over, refused, step, whole
 
 from shardckpt.state import (
     ConflictError,
     OpaqueStateError,
+    StateMismatchError,
     load_model_state_dict,
     load_optim_state_dict,
     model_state_dict,
@@ -300,3 +301,29 @@ def test_scalars_lie_beside_their_parameters_where_the_optimizer_runs_on_the_dev
     load_optim_state_dict(other, again, saved)
     devices = {slot: value.device.type for slot, value in again.state[other.weight].items()}
     assert devices == {"step": "meta" if flags else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+def test_states_are_in_one_order_on_all_ranks_whatever_the_order_of_groups():
+    def body(rank, world, face):
+        model = FACES[face](Net())
+        given = list(model.parameters())
+        optim = torch.optim.Adam(given if rank == 0 else given[::-1], lr=0.1)
+        step(model, optim)
+        return [list(optim_state_dict(model, optim, kind)["state"]) for kind in ("FULL", "SHARDED")]
+
+    for face in FORMS:
+        first, second = run(2, body, face)
+        assert first == second
+        assert first[0] == first[1] == [name for name, _ in Net().named_parameters()]
+
+
+@pytest.mark.parametrize("face", FORMS)
+def test_ranks_whose_optimizers_have_other_parameters_are_refused(face):
+    def body(rank, world):
+        model = FACES[face](Net())
+        optim = torch.optim.Adam(list(model.parameters())[: -1 if rank else None], lr=0.1)
+        step(model, optim)
+        return optim_state_dict(model, optim)
+
+    found = raised_everywhere(2, body)
+    assert all(each.is_a(StateMismatchError) and "others on rank 1 than on rank 0" in each.message for each in found)

@@ -103,7 +103,7 @@ def test_a_stage_on_a_mesh_of_two_dimensions_is_a_grid_of_ranks():
         dist.barrier()
         return wrong, told
 
-    found = run(5, body, timeout=60)
+    found = run(5, body, timeout=60, group_timeout=30)
     assert [wrong for wrong, _ in found] == [[]] * 5
     assert ["failed on rank 3" in text or "Missing key" in text for _, text in found] == [True] * 4 + [False]
 
@@ -114,5 +114,24 @@ def test_models_that_nobody_shares_may_differ():
         state = Stage(rank + 1).state_dict()
         load_model_state_dict(model, state)
         return differing(model_state_dict(model), dict(state))
+
+    assert run(2, body) == [[], []]
+
+
+def test_a_model_that_one_rank_shards_over_itself_has_its_state_there():
+    def body(rank, world):
+        alone = dist.new_group([1])
+        if rank != 1:
+            return []
+        torch.manual_seed(0)
+        net = Stage(1)
+        model = quiet(ours.FullyShardedDataParallel, copy.deepcopy(net), alone)
+        optim = torch.optim.AdamW(model.parameters())
+        step(model, optim)
+        kept = optim_state_dict(model, optim, rank0_only=True)
+        load_model_state_dict(model, net.state_dict())
+        load_optim_state_dict(model, optim, kept)
+        found = model_state_dict(model, rank0_only=True)
+        return differing(found, dict(net.state_dict())) + differing(flat(optim_state_dict(model, optim)), flat(kept))
 
     assert run(2, body) == [[], []]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import torch
 from states import Net, differing, flat, over, quiet, step, whole, wrapper
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import _NamedOptimizer
 
 from shardckpt import core as ours
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
@@ -99,3 +101,62 @@ def test_g1_torchs_wrapper_gets_groups_of_another_order_by_name():
 
     ways = [(source, theirs, style) for source in (theirs, ours) for style in STYLES]
     over([*ways, (theirs, ours, "flat")], lambda rank, world, way: quiet(body, rank, world, way))
+
+
+def test_named_optimizers_get_back_what_they_had():
+    def body(rank, world, style):
+        torch.manual_seed(0)
+        model = wrapper(ours, use_orig_params=STYLES[style])(Net())
+        optim = _NamedOptimizer(
+            model.named_parameters(), torch.optim.Adam, [{"params": model.parameters()}], model, lr=0.1
+        )
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optim.step()
+        fsdp = ours.FullyShardedDataParallel
+        kept = copy.deepcopy(fsdp.optim_state_dict(model, optim))
+        model(torch.randn(4, 5)).sum().backward()
+        optim.step()
+        optim.load_state_dict(fsdp.optim_state_dict_to_load(model, optim, kept, is_named_optimizer=True))
+        return differing(by_slot(fsdp.optim_state_dict(model, optim)), by_slot(kept))
+
+    over(STYLES, body)
+
+
+def test_states_without_groups_have_none_after_either_call():
+    def body(rank, world, style):
+        model = wrapper(ours, use_orig_params=STYLES[style])(Net())
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        step(model, optim, rank)
+        fsdp = ours.FullyShardedDataParallel
+        bare = fsdp.optim_state_dict(model, optim, optim_state_dict={"state": optim.state_dict()["state"]})
+        loaded = fsdp.optim_state_dict_to_load(model, optim, bare)
+        optim.load_state_dict({**loaded, "param_groups": optim.state_dict()["param_groups"]})
+        groups = [name for state in (bare, loaded) for name in state if name != "state"]
+        return groups + differing(
+            flat({**bare, "param_groups": []}), flat({**optim_state_dict(model, optim), "param_groups": []})
+        )
+
+    over(STYLES, body)
+
+
+def test_optim_input_is_deprecated():
+    def body(rank, world, style):
+        model = wrapper(ours, use_orig_params=STYLES[style])(Net())
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        fsdp, given = ours.FullyShardedDataParallel, list(model.parameters())
+        kept = quiet(fsdp.full_optim_state_dict, model, optim, rank0_only=False)
+        silent = []
+        for call in (
+            lambda: fsdp.full_optim_state_dict(model, optim, given),
+            lambda: fsdp.shard_full_optim_state_dict(kept, model, given),
+            lambda: fsdp.scatter_full_optim_state_dict(kept, model, given),
+            lambda: fsdp.rekey_optim_state_dict(kept, ours.OptimStateKeyType.PARAM_ID, model, given),
+        ):
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                call()
+            silent += [] if any("`optim_input` argument is deprecated" in str(each.message) for each in heard) else [1]
+        return silent
+
+    over(STYLES, body)
