@@ -224,6 +224,25 @@ def is_contiguous(shape: Shape, box: Box) -> bool:
     return True
 
 
+def is_grid(shape: Shape, boxes: Sequence[Box]) -> bool:
+    """Tell whether boxes are the cells of a grid over an array of `shape`: each dimension cut once, no cell twice.
+
+    What ranks of a mesh hold is one, however many there are; quick, where `cover` is thorough.
+    """
+    cells = 1
+    for dim, length in enumerate(shape):
+        at = 0
+        segments = sorted({(box.offset[dim], box.size[dim]) for box in boxes})
+        for offset, size in segments:
+            if offset != at or size <= 0:
+                return False
+            at += size
+        if at != length:
+            return False
+        cells *= len(segments)
+    return cells == len(boxes) == len(set(boxes))
+
+
 def contiguous_blocks(box: Box, most: int) -> Iterator[Box]:
     """Cut `box` into blocks of at most `most` elements, each one contiguous range of the box, in row-major order.
 

@@ -11,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt import boxes
-from shardckpt.boxes import Box, boxes_to_flat, contiguous_blocks, cover, flat_index, flat_to_boxes, intersect, whole
+from shardckpt.boxes import (
+    Box,
+    Shape,
+    boxes_to_flat,
+    contiguous_blocks,
+    cover,
+    flat_index,
+    flat_to_boxes,
+    intersect,
+    is_grid,
+    whole,
+)
 
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 shapes_with_empty = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -215,3 +226,27 @@ def test_strides_are_numpys(shape: tuple[int, ...]) -> None:
 def test_a_box_is_printed_as_a_slice() -> None:
     assert str(Box((0, 3), (2, 5))) == "[0:2, 3:8]"
     assert str(Box((), ())) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "expected"),
+    [
+        ((), [Box((), ())], True),
+        ((), [], False),
+        ((4,), [Box((0,), (1,)), Box((1,), (3,))], True),
+        ((4,), [Box((1,), (3,)), Box((0,), (1,))], True),
+        ((4,), [Box((0,), (1,)), Box((2,), (2,))], False),
+        ((4,), [Box((0,), (4,)), Box((0,), (4,))], False),
+        ((4,), [Box((0,), (2,)), Box((0,), (4,))], False),
+        ((4, 2), [Box((i, j), (2, 1)) for i in (0, 2) for j in (0, 1)], True),
+        ((4, 2), [Box((0, 0), (2, 1)), Box((2, 1), (2, 1)), Box((0, 1), (2, 1)), Box((0, 0), (2, 1))], False),
+        ((4, 2), [Box((0, 0), (4, 1)), Box((0, 1), (2, 1)), Box((2, 1), (2, 1))], False),
+        ((4, 2), [Box((0, 0), (4, 3))], False),
+        ((4, 2), [Box((-1, 0), (5, 2))], False),
+        ((0, 2), [Box((0, 0), (0, 2))], False),
+    ],
+)
+def test_the_cells_of_a_grid_are_known(shape: Shape, boxes: list[Box], expected: bool) -> None:
+    assert is_grid(shape, boxes) is expected
+    if expected:
+        assert cover(whole(shape), boxes) == ([], [])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import mul
 
-from shardckpt.boxes import Box, cover, flat_index, strides, whole
-from shardckpt.dtypes import array_nbytes, nbytes
+from shardckpt.boxes import Box, Shape, cover, flat_index, is_contiguous, is_grid, strides, whole
+from shardckpt.dtypes import array_nbytes, bits, nbytes
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, OverlapError, TruncatedError
 from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry, dotted
 
@@ -91,7 +92,7 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
 
 
 def _of_entry(manifest: Manifest, entry: TensorEntry, limit: int) -> list[Fault]:
-    if _is_plain_whole(manifest, entry):
+    if _is_plain_whole(manifest, entry) or _is_plain_tiling(manifest, entry):
         return []
     name = dotted(entry.path)
     region = whole(entry.shape)
@@ -121,6 +122,33 @@ def _is_plain_whole(manifest: Manifest, entry: TensorEntry) -> bool:
         and layout.nbytes == array_nbytes(entry.stored, entry.shape) < _MAX_BYTES
         and 0 <= layout.offset <= manifest.files.get(file, -1) - layout.nbytes
     )
+
+
+def _is_plain_tiling(manifest: Manifest, entry: TensorEntry) -> bool:
+    """Tell, fast, that a tensor's pieces are spans that form a grid or follow one another: those of ranks mostly do."""
+    shape, width = entry.shape, bits(entry.stored)
+    for box, file, layout in entry.pieces:
+        if (
+            not isinstance(layout, Span)
+            or not box.within(shape)
+            or layout.nbytes * 8 != box.volume * width
+            or not 0 <= layout.offset <= manifest.files.get(file, -1) - layout.nbytes
+        ):
+            return False
+    boxes = [piece.box for piece in entry.pieces]
+    return prod(shape) <= _MAX_ELEMENTS and (is_grid(shape, boxes) or _follow_one_another(shape, boxes))
+
+
+def _follow_one_another(shape: Shape, boxes: Sequence[Box]) -> bool:
+    """Tell whether boxes inside an array are its elements in row-major order, one box after the other."""
+    if not all(is_contiguous(shape, box) for box in boxes):
+        return False
+    steps, at = strides(shape), 0
+    for start, volume in sorted((sum(map(mul, box.offset, steps)), box.volume) for box in boxes):
+        if start != at:
+            return False
+        at += volume
+    return at == prod(shape)
 
 
 def _of_piece(manifest: Manifest, entry: TensorEntry, piece: Piece, name: str) -> Fault | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardckpt.boxes import Box, Shape, contiguous_blocks, cover, strides, whole
+from shardckpt.boxes import Box, Shape, contiguous_blocks, cover, is_grid, strides, whole
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.errors import IncompleteError, UsageError
 from shardckpt.manifest import Path, dotted
@@ -204,6 +204,8 @@ def _disjoint(array: _Array) -> Iterable[tuple[Box, int, tuple[int, ...]]]:
     volumes = _volumes_of_tiling(shape, boxes)
     if volumes is not None:
         return [(box, n, tuple(array.holders[box])) for box, n in zip(boxes, volumes, strict=True)]
+    if all(len(box.size) == len(shape) for box in boxes) and is_grid(shape, boxes):
+        return [(box, box.volume, tuple(array.holders[box])) for box in boxes]
     outside = next((box for box in boxes if not box.within(shape)), None)
     if outside is not None:
         raise UsageError("a rank holds elements outside the array", where=dotted(array.spec.path), found=str(outside))

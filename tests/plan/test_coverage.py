@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,3 +116,46 @@ def test_row_major_views_are_known() -> None:
     assert is_row_major(whole((2, 3)), Strided(0, 24, 0, (3, 1)))
     assert is_row_major(whole((1, 3)), Strided(0, 24, 0, (99, 1)))
     assert not is_row_major(whole((2, 3)), Strided(0, 24, 0, (1, 2)))
+
+
+def test_rows_of_a_thousand_ranks_are_checked_fast_and_as_strictly_as_ever() -> None:
+    """Contiguous pieces take a path of their own; each fault of theirs is still found."""
+    n = 1000
+    pieces = [Piece(Box((2 * i, 0), (2, 3)), "f", Span(24 * i, 24)) for i in range(n)]
+
+    def found(changed: dict[int, Piece]) -> list[str]:
+        entry = TensorEntry(("w",), (2 * n, 3), "float32", tuple(changed.get(i, p) for i, p in enumerate(pieces)))
+        return [f.kind for f in faults(Manifest("x", {"f": 24 * n}, {}), [entry])]
+
+    begun = time.process_time()
+    assert found({}) == []
+    assert time.process_time() - begun < 0.05
+    last = pieces[-1]
+    assert found({5: last._replace(box=Box((10, 0), (1, 3)), layout=Span(120, 12))}) == ["gap"]
+    assert found({5: pieces[4]}) == ["gap", "overlap"] or found({5: pieces[4]}) == ["overlap", "gap"]
+    assert "invalid" in found({5: pieces[5]._replace(layout=Span(120, 23))})
+    assert "invalid" in found({5: pieces[5]._replace(layout=Span(-24, 24))})
+    assert "invalid" in found({5: pieces[5]._replace(box=Box((10, 2), (2, 3)))})
+    assert "truncated" in found({5: pieces[5]._replace(layout=Span(24 * n - 23, 24))})
+    assert "missing file" in found({5: pieces[5]._replace(file="g")})
+
+
+def test_a_box_that_leaves_its_row_is_not_taken_for_the_next_row() -> None:
+    pieces = (
+        Piece(Box((0, 0), (1, 2)), "f", Span(0, 2)),
+        Piece(Box((0, 2), (1, 4)), "f", Span(2, 4)),
+        Piece(Box((2, 0), (1, 3)), "f", Span(6, 3)),
+    )
+    entry = TensorEntry(("w",), (3, 3), "uint8", pieces)
+    assert "invalid" in [f.kind for f in faults(Manifest("x", {"f": 9}, {}), [entry])]
+
+
+def test_a_grid_of_a_thousand_ranks_is_checked_fast_and_as_strictly_as_ever() -> None:
+    cells = [Box((2 * i, 3 * j), (2, 3)) for i in range(32) for j in range(32)]
+    pieces = [Piece(box, "f", Span(24 * n, 24)) for n, box in enumerate(cells)]
+    found = Manifest("x", {"f": 24 * len(cells)}, {})
+    begun = time.process_time()
+    assert faults(found, [TensorEntry(("w",), (64, 96), "float32", tuple(pieces))]) == []
+    assert time.process_time() - begun < 0.05
+    for wrong in (pieces[:-1], [*pieces, pieces[3]], [*pieces[1:], pieces[1]]):
+        assert faults(found, [TensorEntry(("w",), (64, 96), "float32", tuple(wrong))])
