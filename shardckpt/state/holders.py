@@ -26,6 +26,8 @@ from shardckpt.core.full import Staging, copies, cut, gather, join, scatter
 from shardckpt.core.original_exposure import OriginalExposure
 from shardckpt.core.packing import ordered
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
+from shardckpt.state import dtensor_rows
+from shardckpt.state.dtensor_rows import chunks
 from shardckpt.state.exchange import Rows, first_owners, from_rows, to_rows
 from shardckpt.state.ranks import Ranks
 
@@ -527,7 +529,7 @@ class RowsHolder(BucketHolder):
     def extents(self, position: int) -> tuple[int, ...] | None:
         """Count rows."""
         dim = self._placed[position].dim
-        return None if dim is None else _chunks(self.bucket.layout.specs[position].shape[dim], self.bucket.group.size)
+        return None if dim is None else chunks(self.bucket.layout.specs[position].shape[dim], self.bucket.group.size)
 
     def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
         """Return DTensors around what is there: nothing travels, nothing is copied."""
@@ -596,7 +598,7 @@ class TensorHolder(Holder):
         tensor = self._tensor
         if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim != 1 or type(tensor.placements[0]) is not Shard:
             return None
-        return _chunks(tensor.shape[tensor.placements[0].dim], tensor.device_mesh.size())
+        return chunks(tensor.shape[tensor.placements[0].dim], tensor.device_mesh.size())
 
     @property
     def device(self) -> torch.device:
@@ -624,11 +626,8 @@ class TensorHolder(Holder):
         kept = self._tensor
         if not isinstance(kept, DTensor):
             return None if first_only and not self.everyone.is_first else [laid]
-        cuts = [at for at, placement in enumerate(kept.placements) if not placement.is_replicate()]
-        if not first_only or len(cuts) != 1 or type(kept.placements[cuts[0]]) is not Shard:
-            whole: torch.Tensor | None = self._like(laid).full_tensor()
-        else:
-            whole = _rows_at_first(kept, cuts[0], laid)
+        at = dtensor_rows.direction(kept) if first_only else None
+        whole = self._like(laid).full_tensor() if at is None else dtensor_rows.collected(kept, at, laid)
         return None if whole is None or (first_only and not self.everyone.is_first) else [whole]
 
     def _like(self, laid: torch.Tensor) -> DTensor:
@@ -648,9 +647,17 @@ class TensorHolder(Holder):
         ).to_local()
 
     def from_first(self, values: Sequence[torch.Tensor] | None, dtype: torch.dtype) -> torch.Tensor:
-        """Broadcast from the first rank of all, and cut."""
+        """Take the rows that the first rank deals out; where it has no place for that, broadcast from it and cut."""
+        at = dtensor_rows.direction(self._tensor) if isinstance(self._tensor, DTensor) else None
+        if isinstance(self._tensor, DTensor) and at is not None and self._is_everywhere(self._tensor.device_mesh):
+            return dtensor_rows.dealt(self._tensor, at, None if values is None else values[0], dtype, self.laid.device)
         value = self._told(self.entries[0].shape, dtype, self.laid.device, None if values is None else values[0])
         return self.from_full([value], dtype)
+
+    def _is_everywhere(self, mesh: DeviceMesh) -> bool:
+        """Tell whether a mesh has all ranks of the model, and begins with their first; the same on all of them."""
+        ranks = mesh.mesh.flatten()
+        return len(ranks) == self.everyone.size and int(ranks[0]) == int(ranks.min())
 
     def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
         """Return it as it is."""
@@ -729,43 +736,6 @@ def from_first(
         made.copy_(value)
     everyone.tell(made)
     return made
-
-
-def _rows_at_first(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | None:
-    """Gather what lies as a DTensor that is cut along one direction of its mesh, to the first along each. Collective.
-
-    Args:
-        kept: How it lies.
-        at: The direction.
-        part: This rank's rows.
-
-    Returns:
-        The whole on the first rank; None elsewhere. Ranks that have copies of the first ones' rows do nothing.
-    """
-    mesh, placement = kept.device_mesh, kept.placements[at]
-    assert isinstance(placement, Shard)
-    place = mesh.get_coordinate()
-    if place is None or any(where for axis, where in enumerate(place) if axis != at):
-        return None
-    ranks, dim = mesh.size(at), placement.dim
-    total = kept.shape[dim]
-    most = -(-total // ranks)
-    own = part.contiguous()
-    if part.shape[dim] != most:
-        own = part.new_zeros([most if d == dim else n for d, n in enumerate(part.shape)])
-        own.narrow(dim, 0, part.shape[dim]).copy_(part)
-    rows = [torch.empty_like(own) for _ in range(ranks)] if place[at] == 0 else None
-    seen = [row.view(-1).view(torch.uint8) for row in rows] if rows is not None else None
-    dist.gather(own.view(-1).view(torch.uint8), seen, group=mesh.get_group(at), group_dst=0)
-    if rows is None:
-        return None
-    return torch.cat([row.narrow(dim, 0, n) for row, n in zip(rows, _chunks(total, ranks), strict=True)], dim)
-
-
-def _chunks(rows: int, ranks: int) -> tuple[int, ...]:
-    """Return how many rows each rank has; the last ones may have fewer or none."""
-    most = -(-rows // ranks)
-    return tuple(max(0, min(rows, (rank + 1) * most) - rank * most) for rank in range(ranks))
 
 
 def _cut_of(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:

@@ -138,8 +138,8 @@ def test_whole_states_for_the_first_rank_are_sent_to_it_alone():
         received = sum(call.received for call in taking if call.op == "gather")
         wrong = [] if told(taking) == ["gather"] * (3 * count) else [told(taking)]
         wrong += [] if (received > 0) == (rank == 0) else [f"received {received}"]
-        wrong += [] if {*told(loading)} <= ({"broadcast"} if bare else {"broadcast", "scatter"}) else [told(loading)]
-        wrong += [] if bare or told(loading).count("scatter") == 3 * UNITS else [told(loading)]
+        wrong += [] if {*told(loading)} <= {"broadcast", "scatter"} else [told(loading)]
+        wrong += [] if told(loading).count("scatter") == 3 * count else [told(loading)]
         return wrong
 
     over((*FORMS, "torch in place"), body)

@@ -1,0 +1,99 @@
+"""Rows of a DTensor that is cut along one direction of its mesh: collected by the first rank, or dealt out by it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from shardckpt.state.ranks import Ranks
+
+
+def chunks(rows: int, ranks: int) -> tuple[int, ...]:
+    """Return how many rows each rank has; the last ones may have fewer or none.
+
+    Args:
+        rows: How many there are.
+        ranks: Among how many ranks.
+    """
+    most = -(-rows // ranks)
+    return tuple(max(0, min(rows, (rank + 1) * most) - rank * most) for rank in range(ranks))
+
+
+def direction(kept: DTensor) -> int | None:
+    """Return the one direction of its mesh that a DTensor is cut along, evenly but for the end; None if it is not so.
+
+    Args:
+        kept: The DTensor.
+    """
+    cuts = [at for at, placement in enumerate(kept.placements) if not placement.is_replicate()]
+    return cuts[0] if len(cuts) == 1 and type(kept.placements[cuts[0]]) is Shard else None
+
+
+def collected(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | None:
+    """Gather what lies as a DTensor does to the rank that is first in every direction. Collective.
+
+    Args:
+        kept: How it lies.
+        at: The direction that it is cut along.
+        part: This rank's rows.
+
+    Returns:
+        The whole on the first rank; None elsewhere. Ranks that have copies of rows do nothing.
+    """
+    mesh, place = kept.device_mesh, kept.device_mesh.get_coordinate()
+    if place is None or any(where for axis, where in enumerate(place) if axis != at):
+        return None
+    dim, counts = _rows(kept, at)
+    own = _padded(part, dim, counts[0])
+    rows = [torch.empty_like(own) for _ in counts] if place[at] == 0 else None
+    seen = [_bytes(row) for row in rows] if rows is not None else None
+    dist.gather(_bytes(own), seen, group=mesh.get_group(at), group_dst=0)
+    if rows is None:
+        return None
+    return torch.cat([row.narrow(dim, 0, n) for row, n in zip(rows, counts, strict=True)], dim)
+
+
+def dealt(kept: DTensor, at: int, value: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return this rank's rows of a whole that the rank first in every direction has. Collective.
+
+    Args:
+        kept: How it is to lie.
+        at: The direction that it is cut along.
+        value: The whole on the first rank; None elsewhere.
+        dtype: The type it is to have.
+        device: Where it is to be.
+    """
+    mesh, place = kept.device_mesh, kept.device_mesh.get_coordinate()
+    assert place is not None, "a rank of the mesh asks"
+    dim, counts = _rows(kept, at)
+    shape = [counts[0] if d == dim else n for d, n in enumerate(kept.shape)]
+    own = torch.empty(shape, dtype=dtype, device=device)
+    others = [axis for axis in range(mesh.ndim) if axis != at]
+    if not any(place[axis] for axis in others):
+        rows = None
+        if value is not None and place[at] == 0:
+            parts = torch.split(value.to(dtype=dtype, device=device), list(counts), dim)
+            rows = [_bytes(_padded(part, dim, counts[0])) for part in parts]
+        dist.scatter(_bytes(own), rows, group=mesh.get_group(at), group_src=0)
+    Ranks(tuple(mesh.get_group(axis) for axis in others)).tell(own)
+    return own.narrow(dim, 0, counts[place[at]]).contiguous()
+
+
+def _rows(kept: DTensor, at: int) -> tuple[int, tuple[int, ...]]:
+    """Return the dimension that is cut, and how many rows of it each rank has; the first has most."""
+    placement = kept.placements[at]
+    assert isinstance(placement, Shard), "it is cut along this direction"
+    return placement.dim, chunks(kept.shape[placement.dim], kept.device_mesh.size(at))
+
+
+def _padded(part: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
+    if part.shape[dim] == rows:
+        return part.contiguous()
+    made = part.new_zeros([rows if d == dim else n for d, n in enumerate(part.shape)])
+    made.narrow(dim, 0, part.shape[dim]).copy_(part)
+    return made
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
