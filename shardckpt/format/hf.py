@@ -12,6 +12,7 @@ from shardckpt.boxes import Box, Shape, whole
 from shardckpt.dtypes import UNKNOWN
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError
 from shardckpt.format.hf_files import INDEX_SUFFIX, OPTIMIZER, SUFFIX, Files, choose, payload_sizes, read_json
+from shardckpt.format.native_payload import KEY
 from shardckpt.format.optimizer_keys import OptimizerFile
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.safetensors import Header, looks_like_safetensors, parse_json, read_headers
@@ -20,6 +21,8 @@ from shardckpt.storage.store import Store
 
 _SHARDED_FOLDER = "sharded"
 _SHARDING_INFO = "DCP_SHARDING_INFO"
+_OTHERS = ("DCP_", KEY)
+"""Metadata that describes the file it stands in, and nothing that is made of it."""
 
 
 def recognise(source: Source) -> Evidence:
@@ -96,7 +99,7 @@ def _open_files(store: Store, files: Files) -> Reader:
             tensors=tensors,
             objects=objects,
             aliases=aliases,
-            metadata={k: v for k, v in metadata.items() if (k,) not in aliases and not k.startswith("DCP_")},
+            metadata={k: v for k, v in metadata.items() if (k,) not in aliases and not k.startswith(_OTHERS)},
             warnings=(*files.warnings, *notes),
             missing=files.missing,
             has_shapes=not is_dcp,

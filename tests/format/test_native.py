@@ -14,6 +14,7 @@ from materialise import assert_same
 from native_writer import SAVE, commit, write_step
 from safetensors.torch import load_file
 
+import shardckpt
 from shardckpt.boxes import Box, flat_to_boxes
 from shardckpt.errors import (
     ChecksumError,
@@ -27,7 +28,7 @@ from shardckpt.errors import (
 from shardckpt.format.detect import detect, open_checkpoint, open_source
 from shardckpt.format.native import NativeReader
 from shardckpt.format.native_manifest import COMMIT, encode_commit, manifest_name
-from shardckpt.format.native_payload import BLOCK_BYTES
+from shardckpt.format.native_payload import BLOCK_BYTES, KEY
 from shardckpt.format.tagged import ArrayRef, Named
 
 W = torch.arange(24.0).reshape(6, 4)
@@ -434,3 +435,13 @@ def test_json_that_nests_for_ever_is_refused(tmp_path: Path) -> None:
     (tmp_path / COMMIT).write_bytes(encode_commit(SAVE, data, reader.contents.files))
     with pytest.raises(FormatError):
         open_checkpoint(str(tmp_path))
+
+
+def test_one_payload_file_can_be_opened_like_any_other_and_what_is_made_of_it_is_no_step(tmp_path: Path) -> None:
+    write_step(tmp_path / "src", state(), alone=("model",))
+    index = json.loads((tmp_path / "src" / "model.safetensors.index.json").read_text())
+    shardckpt.consolidate(str(tmp_path / "src" / index["weight_map"]["a.w"]), str(tmp_path / "out"))
+    reader = open_checkpoint(str(tmp_path / "out"))
+    assert reader.manifest.format == "safetensors"
+    assert KEY not in reader.manifest.metadata
+    assert_same(reader, ("a.w",), W)
