@@ -26,13 +26,22 @@ MAX_INT_BITS = 8192
 """Bits of one integer, so that Python prints every one of them."""
 
 SCALARS = {
-    **dict.fromkeys(("bool", "int8", "uint8"), 1),
-    **dict.fromkeys(("int16", "uint16", "float16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32"), 4),
-    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
-    "complex128": 16,
+    "bool": "?",
+    "int8": "b",
+    "uint8": "B",
+    "int16": "h",
+    "uint16": "H",
+    "float16": "e",
+    "int32": "i",
+    "uint32": "I",
+    "float32": "f",
+    "int64": "q",
+    "uint64": "Q",
+    "float64": "d",
+    "complex64": "ff",
+    "complex128": "dd",
 }
-"""Numpy's names of the scalars that can be saved, and their bytes."""
+"""Numpy's names of the scalars that can be saved, and how the `struct` module calls their parts."""
 
 _INT_BOUND = 1 << 63
 _PLAIN_KEYS = (str, int, float, bool, type(None), tuple)
@@ -64,6 +73,10 @@ class Named(NamedTuple):
     def __repr__(self) -> str:
         if self.kind == "dtype":
             return f"torch.{self.value}"
+        if self.kind == "numpy":
+            name, _, data = str(self.value).partition(" ")
+            parts = struct.unpack(f"<{SCALARS[name]}", bytes.fromhex(data))
+            return f"numpy.{name}({', '.join(map(str, parts))})"
         return f"{self.kind}({self.value})"
 
 
@@ -273,9 +286,10 @@ def _pairs(inner: object) -> Iterator[tuple[object, object]]:
 
 def _decode_numpy(inner: object) -> Named:
     name, data = map(_text, _items(inner))
-    if len(bytes.fromhex(data)) != SCALARS.get(name) or len(data) != 2 * SCALARS[name]:
+    value = bytes.fromhex(data)
+    if name not in SCALARS or len(value) != struct.calcsize(f"<{SCALARS[name]}"):
         raise ValueError("no scalar")
-    return Named("numpy", f"{name} {data}")
+    return Named("numpy", f"{name} {value.hex()}")
 
 
 def _decode_int(inner: object) -> int:

@@ -207,7 +207,7 @@ def test_leaves_are_asked_for_with_their_paths() -> None:
         '{"$device": null}',
         '{"$numpy": ["object", "00"]}',
         '{"$numpy": ["float32", "00"]}',
-        '{"$numpy": ["float32", "00 00 00 00"]}',
+        '{"$numpy": ["float32", "00 00 00"]}',
         '{"$numpy": ["float32", "zz000000"]}',
         '{"$numpy": [["float32"], "00000000"]}',
         '{"$numpy": "float32 00000000"}',
@@ -231,3 +231,19 @@ def test_a_tag_of_a_newer_release_is_named() -> None:
         decode({"$quaternion": [1, 2, 3, 4]}, where="manifest")
     with pytest.raises(FormatError, match="manifest"):
         decode({"$size": None}, where="manifest")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (Named("dtype", "bfloat16"), "torch.bfloat16"),
+        (Named("size", (2, 3)), "size((2, 3))"),
+        (Named("device", "cuda:0"), "device(cuda:0)"),
+        (Named("numpy", "float32 0000003f"), "numpy.float32(0.5)"),
+        (Named("numpy", "complex64 0000803f00000040"), "numpy.complex64(1.0, 2.0)"),
+        (Named("numpy", "bool 01"), "numpy.bool(True)"),
+    ],
+)
+def test_inert_values_read_like_what_they_stand_for(value: Named, shown: str) -> None:
+    assert repr(value) == shown
+    assert repr(through([value])) == f"[{shown}]"
