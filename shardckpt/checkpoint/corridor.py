@@ -37,7 +37,6 @@ from shardckpt.groups import Star, new_star
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.pieces import LocalArray
 from shardckpt.storage.joined_publication import JoinedPublication
-from shardckpt.storage.open_store import local_path
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import begin
 
@@ -254,9 +253,8 @@ class Corridor:
             raise
 
     def _take_back(self) -> None:
-        """Remove what this rank wrote, unless it may be a part of what the first rank has put in place."""
-        is_lost = self._star.is_lost or self._last.is_lost
-        if self._publication is not None and not (is_lost and self._star.rank and _is_remote(self._how.path)):
+        """Remove what this rank wrote."""
+        if self._publication is not None:
             self._publication.drop()
 
     @property
@@ -300,7 +298,7 @@ class Corridor:
         """
         assert self._publication is not None
         written = write_payloads(self._publication, cargo.payloads, source, checksums=self._how.checksums)
-        if self._model is not None:
+        if self._model is not None and not self._publication.fresh:  # an old index has to stay as long as its files
             self._write_index(cargo.payloads, self._model)
         self._cargo = cargo
         head = json.dumps(cargo.class_digests()).encode()
@@ -351,7 +349,9 @@ class Corridor:
         save_id = new_save_id()
         self._plan = plan
         self._contents = contents_of(save_id, self._captured, plan, reports, self._how.about)
-        self._publication = begin(self._how.path, overwrite=self._how.overwrite, needed_bytes=plan.nbytes, last=COMMIT)
+        self._publication = begin(
+            self._how.path, overwrite=self._how.overwrite, needed_bytes=plan.nbytes, last=COMMIT, prefix=save_id
+        )
         place = self._publication.place
         return [_Answer(save_id, place, task) for task in plan.tasks]
 
@@ -426,7 +426,3 @@ def _raise_replicas(told: list[bytes]) -> list[bytes]:
     found = [json.loads(each) for each in told]
     first = {name: digest for each in reversed(found) for name, digest in each.items()}
     raise differing([{**first, **each} for each in found])
-
-
-def _is_remote(path: str) -> bool:
-    return local_path(path) is None

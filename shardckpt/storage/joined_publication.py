@@ -31,7 +31,12 @@ class JoinedPublication(Publication):
         """Do nothing: who began it puts it in place."""
 
     def drop(self) -> None:
-        """Take back what this writer wrote; never raises."""
+        """Take back what this writer wrote; never raises.
+
+        Not on a store without rename: what was written there may be a part of the result by now. Who began removes it.
+        """
+        if not self._store.traits.renames:
+            return
         for name, writer in self._writers.items():
             writer.abort()
             with suppress(StorageError):

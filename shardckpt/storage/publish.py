@@ -48,18 +48,33 @@ def publish(
 
 
 def begin(
-    url: str, *, overwrite: bool, needed_bytes: int, last: str | None = None, single_file: bool = False
+    url: str,
+    *,
+    overwrite: bool,
+    needed_bytes: int,
+    last: str | None = None,
+    single_file: bool = False,
+    prefix: str = "",
 ) -> Publication:
     """Open a publication that ends with its `finish`, or its `drop`: for those who cannot use `publish`.
 
-    Arguments and errors are those of `publish`.
+    Other arguments and errors are those of `publish`.
+
+    Args:
+        url: The target.
+        overwrite: Replace what lies there.
+        needed_bytes: Bytes the result will have.
+        last: Name of the file that makes the result loadable.
+        single_file: The target is a file.
+        prefix: What the names of all files but the last begin with, where they do and no old name does: then the old
+            content stays until the last file is replaced.
     """
     path = local_path(url)
     if path is not None:
         return LocalPublication(path, overwrite=overwrite, needed_bytes=needed_bytes, single_file=single_file)
     if single_file:
         return RemoteFile(url, overwrite=overwrite)
-    return RemoteFolder(url, overwrite=overwrite, last=last)
+    return RemoteFolder(url, overwrite=overwrite, last=last, prefix=prefix)
 
 
 def overlaps(source: str, target: str) -> bool:

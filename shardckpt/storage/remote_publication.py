@@ -60,17 +60,22 @@ class RemoteFolder(Publication):
     While files of fresh names are written the old content stays whole. At the end the old content goes, its `last`
     first, so that no reader mixes old with new; then come the files whose names the old content had, then `last`.
 
+    Where all names but the last begin with a prefix of their own, the old content need not go first: the old `last` is
+    replaced, which is one step, and what nobody refers to any more goes afterwards.
+
     Args:
         url: The target.
         overwrite: Replace what lies there.
         last: Name of the file that makes the result loadable.
+        prefix: What the names of all others begin with, those that other processes write too; empty where they may be
+            those of old files.
 
     Raises:
         TargetExistsError: Something lies there and may not be overwritten.
         StorageError: The store failed.
     """
 
-    def __init__(self, url: str, *, overwrite: bool, last: str | None) -> None:
+    def __init__(self, url: str, *, overwrite: bool, last: str | None, prefix: str = "") -> None:
         if kind(url) == "file":
             raise TargetExistsError("the target is a file", where=url, fix="Choose another name.")
         self.place = url
@@ -87,7 +92,8 @@ class RemoteFolder(Publication):
         self.fresh = os.urandom(4).hex() if self._old else ""
         self._held: dict[str, HeldWriter] = {}
         self._written: list[str] = []
-        self._is_done = False
+        self._prefix = prefix
+        self._is_done = self._is_doubtful = False
 
     def create(self, name: str) -> Writer:
         """Start a file of the result; it appears when closed, or at the end if it is the last or replaces an old one.
@@ -104,6 +110,9 @@ class RemoteFolder(Publication):
 
     def finish(self) -> None:
         """Remove the old content, finish the held files, the last one last. Raises StorageError."""
+        if self._prefix and self._last in self._old and self._last in self._held:
+            self._flip(self._held[self._last])
+            return
         for name in sorted(self._old, key=lambda name: name != self._last):
             self._store.delete(name)
         for name in sorted(self._held, key=lambda name: name == self._last):
@@ -111,15 +120,33 @@ class RemoteFolder(Publication):
             self._held[name].finish()
         self._is_done = True
 
+    def _flip(self, last: HeldWriter) -> None:
+        """Replace the old `last`, then remove what was old; that this fails changes nothing for a reader."""
+        self._is_doubtful = True  # it may take effect although nobody hears of it
+        last.finish()
+        self._is_done = True
+        for name in set(self._old) - set(self._held):
+            with suppress(StorageError):
+                self._store.delete(name)
+
     def drop(self) -> None:
-        """Delete what was written, the last file first, unless all was; never raises."""
+        """Delete what was written, the last file first, unless all was or may have been; never raises."""
         if self._is_done:
             return
         for writer in self._held.values():
             writer.abort()
-        for name in reversed(self._written):
-            with suppress(StorageError):
-                self._store.delete(name)
+        if not self._is_doubtful:
+            for name in [*reversed(self._written), *self._of_others()]:
+                with suppress(StorageError):
+                    self._store.delete(name)
+
+    def _of_others(self) -> list[str]:
+        """Return what other processes wrote for this result."""
+        if not self._prefix:
+            return []
+        with suppress(StorageError):
+            return [each.name for each in self._store.list() if each.name.startswith(self._prefix)]
+        return []
 
 
 class RemoteFile(Publication):

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from bucket import Bucket
 from disk import watched
 from torch import nn
 
 import shardckpt
 from shardckpt.convert.verify import verify
-from shardckpt.errors import ShardckptError, SourceNotFoundError, StorageError
+from shardckpt.errors import IncompleteError, ShardckptError, SourceNotFoundError, StorageError
 from shardckpt.format.native_manifest import COMMIT
-from shardckpt.storage import local
+from shardckpt.storage import local, retry
 from shardckpt.storage.local_publication import LocalPublication
+from shardckpt.storage.remote_publication import RemoteFolder
 
 
 def state_of(seed: int) -> dict:
@@ -30,11 +32,14 @@ def state_of(seed: int) -> dict:
     return {"model": model, "optim": optim, "step": seed, "long": torch.rand(40_000)}
 
 
-def seen(path: Path) -> int | None:
+def seen(path: Path | str) -> int | None:
     """Return which state a reader gets, None where it gets none; nothing but a whole one passes."""
     try:
         found = shardckpt.load(path)
     except SourceNotFoundError:
+        return None
+    except IncompleteError as error:  # files of a first save that no COMMIT names
+        assert "never committed" in str(error)
         return None
     expected = state_of(found["step"])
     assert torch.equal(found["model"]["weight"], expected["model"].weight)
@@ -46,6 +51,7 @@ def seen(path: Path) -> int | None:
 
 
 Prepare = Callable[[Path], None]
+Save = Callable[..., None]
 
 
 def first(path: Path) -> None:
@@ -56,7 +62,14 @@ def second(path: Path) -> None:
     shardckpt.save(state_of(1), path)
 
 
-def killed_at(path: Path, k: int) -> bool:
+def in_the_background(state: dict, path: Path, *, overwrite: bool) -> None:
+    handle = shardckpt.async_save(state, path, overwrite=overwrite)
+    for value in [*state["model"].parameters(), state["long"]]:
+        value.data.fill_(99)
+    handle.result()
+
+
+def killed_at(path: Path, k: int, save: Save) -> bool:
     """Save in a child that is killed before its k-th change of the disk; tell whether it was."""
     child = os.fork()
     if child == 0:
@@ -71,14 +84,14 @@ def killed_at(path: Path, k: int) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with watched(before, lambda *_: None):
-            shardckpt.save(state_of(2), path, overwrite=True)
+            save(state_of(2), path, overwrite=True)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
 
 
-def kill_matrix(folder: Path, prepare: Prepare, allowed: set[int | None]) -> int:
+def kill_matrix(folder: Path, prepare: Prepare, allowed: set[int | None], save: Save = shardckpt.save) -> int:
     """Kill a save at every operation; return how many there were."""
     k = 0
     while True:
@@ -86,7 +99,7 @@ def kill_matrix(folder: Path, prepare: Prepare, allowed: set[int | None]) -> int
         path = folder / str(k) / "c"
         path.parent.mkdir(parents=True)
         prepare(path)
-        was_killed = killed_at(path, k)
+        was_killed = killed_at(path, k, save)
         found = seen(path)
         assert found in (allowed if was_killed else {2}), f"a kill at operation {k} leaves {found}"
         shardckpt.save(state_of(3), path, overwrite=True)
@@ -138,10 +151,84 @@ def test_a_kill_leaves_the_old_or_the_new_and_the_next_save_succeeds(tmp_path: P
 
 
 @pytest.mark.parametrize(("prepare", "allowed"), CASES)
+def test_so_does_a_kill_while_a_save_goes_on_in_the_background(tmp_path: Path, prepare, allowed) -> None:
+    operations = kill_matrix(tmp_path, prepare, allowed, in_the_background)
+    print(f"killed at each of {operations} operations")
+    assert operations >= 20
+
+
+@pytest.mark.parametrize(("prepare", "allowed"), CASES)
 def test_a_failing_operation_is_told_and_leaves_the_old_or_the_new(tmp_path: Path, prepare, allowed) -> None:
     operations = fault_matrix(tmp_path, prepare, allowed)
     print(f"failed at each of {operations} operations")
     assert operations >= 20
+
+
+# A store without rename: replacing COMMIT is the only flip.
+
+TARGET = "bucket://b/c"
+
+
+class Dead(BaseException):
+    """The process is gone: whatever it tries from now on does not happen."""
+
+
+def break_at(k: int, how: str) -> None:
+    """Break the bucket at its k-th request: `killed`, `unheard` (killed once it took effect), `error`."""
+
+    def fault(count: int, verb: str, path: str) -> None:
+        if (how == "killed" and count >= k) or (how == "unheard" and count > k):
+            raise Dead
+        if how == "error" and count == k:
+            raise PermissionError("broken")
+
+    def answer(count: int, verb: str, path: str) -> None:
+        if how == "unheard" and count >= k:
+            raise Dead
+
+    Bucket.requests.clear()
+    Bucket.fault, Bucket.answer = fault, answer
+
+
+def bucket_matrix(how: str, allowed: set[int | None]) -> int:
+    """Break every request of a save in turn; return how many there were."""
+    k = 0
+    while True:
+        k += 1
+        Bucket.reset()
+        if 1 in allowed:
+            shardckpt.save(state_of(1), TARGET)
+        failed = False
+        break_at(k, how)
+        try:
+            shardckpt.save(state_of(2), TARGET, overwrite=True)
+        except (Dead, StorageError):
+            failed = True
+        made = len(Bucket.requests)
+        Bucket.fault = Bucket.answer = None
+        found = seen(TARGET)
+        assert found in (allowed if failed else {2}), f"request {k} {how}: a reader sees {found}"
+        assert how != "error" or found is not None or not Bucket.objects, f"request {k} left {sorted(Bucket.objects)}"
+        shardckpt.save(state_of(3), TARGET, overwrite=True)
+        assert seen(TARGET) == 3
+        assert len(Bucket.objects) <= 5, f"the save after request {k} {how} left {sorted(Bucket.objects)}"
+        if made < k:
+            return k - 1
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
+    yield
+    Bucket.reset()
+
+
+@pytest.mark.parametrize("how", ["killed", "unheard", "error"])
+@pytest.mark.parametrize("allowed", [{None, 2}, {1, 2}], ids=["first", "overwrite"])
+def test_without_rename_a_reader_sees_the_old_or_the_new(bucket, how: str, allowed) -> None:
+    requests = bucket_matrix(how, allowed)
+    print(f"{how} at each of {requests} requests")
+    assert requests >= 7
 
 
 class TestMutants:
@@ -167,6 +254,21 @@ class TestMutants:
         monkeypatch.setattr(local.LocalWriter, "close", deaf)
         with pytest.raises((AssertionError, ShardckptError)):
             fault_matrix(tmp_path, second, {1, 2})
+
+    @pytest.mark.parametrize("how", ["killed", "error"])
+    def test_a_commit_that_comes_first_turns_the_bucket_matrix_red(self, bucket, monkeypatch, how: str) -> None:
+        whole = RemoteFolder.create
+
+        def create(self, name: str):
+            if name != COMMIT:
+                return whole(self, name)
+            for old in self._old:
+                self._store.delete(old)
+            return self._store.create(name)
+
+        monkeypatch.setattr(RemoteFolder, "create", create)
+        with pytest.raises((AssertionError, ShardckptError)):
+            bucket_matrix(how, {1, 2})
 
     def test_a_step_without_its_commit_does_not_exist(self, tmp_path: Path) -> None:
         second(tmp_path / "c")

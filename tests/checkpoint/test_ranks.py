@@ -7,6 +7,7 @@ import time
 import warnings
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from harness import mark, outcomes, raised_everywhere, run, since
@@ -17,7 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import shardckpt
 from shardckpt.convert.verify import verify
+from shardckpt.errors import StorageError
 from shardckpt.state import model_state_dict, optim_state_dict
+from shardckpt.storage.fsspec_store import FsspecWriter
 from shardckpt.storage.local import LocalStore
 
 
@@ -406,3 +409,39 @@ class TestFailures:
             return int(into.sum())
 
         assert run(2, body) == [0, 0]
+
+
+class TestStores:
+    def test_ranks_save_to_a_bucket_and_over_what_lies_there(self, s3_bucket: str) -> None:
+        target = f"{s3_bucket}/run/step-1"
+
+        def body(rank: int, world: int):
+            for seed in (0, 1):
+                model, optim = built("in place", seed)
+                shardckpt.save({"model": model, "optim": optim, "step": seed}, target, overwrite=seed > 0)
+            other, again = built("flat", 5, steps=0)
+            state = {"model": other, "optim": again, "step": 7}
+            shardckpt.load(state, target)
+            return state["step"], looked_at(model, optim), looked_at(other, again)
+
+        for told, saved, found in run(2, body, timeout=60.0, group_timeout=30.0):
+            assert told == 1 and compare(found, saved) == []
+        assert verify(target).ok
+
+    def test_a_failure_leaves_nothing_in_the_bucket(self, s3_bucket: str) -> None:
+        target = f"{s3_bucket}/run/step-1"
+
+        def body(rank: int, world: int) -> None:
+            whole_ = FsspecWriter.write
+
+            def broken(self, data) -> None:
+                if rank == 1 and len(data) > 100_000:
+                    raise StorageError("the store is gone")
+                whole_(self, data)
+
+            FsspecWriter.write = broken
+            shardckpt.save({f"t{n}": torch.full((200_000,), float(n)) for n in range(2)}, target)
+
+        for raised in raised_everywhere(2, body, timeout=60.0, group_timeout=30.0):
+            assert "the store is gone" in raised.message
+        assert fsspec.filesystem("s3").find(target) == []
