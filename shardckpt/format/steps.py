@@ -160,8 +160,7 @@ def _is_ours(entries: Sequence[Listed]) -> bool:
     """Tell whether a folder holds files of saves alone: other things are somebody else's, whatever it is called."""
     names = {_final(entry.name) for entry in entries}
     saved = {name for name in names if _WRITTEN.fullmatch(name)}
-    is_only_saved = not any(entry.is_folder for entry in entries) and names <= saved | {HF_INDEX, COMMIT}
-    return is_only_saved and (bool(saved) or not names)
+    return names <= saved | {HF_INDEX, COMMIT} and (bool(saved) or not names)
 
 
 def _final(name: str) -> str:

@@ -224,6 +224,22 @@ class TestDamagedSteps:
         with pytest.raises(UsageError, match="does not fit"):
             ck.restore(state())
 
+    @pytest.mark.parametrize("error", [RankError("rank 3 is gone"), StorageError("no network"), ZeroDivisionError()])
+    def test_nor_is_a_rank_that_is_gone_or_storage_that_does_not_answer(self, error, tmp_path, monkeypatch):
+        def failing(*_: object, **__: object) -> None:
+            raise error
+
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        monkeypatch.setattr(checkpointer, "load", failing)
+        with pytest.raises(type(error)) as caught:
+            ck.restore(state())
+        assert caught.value is error
+
+    def test_an_older_one_is_nobodys_business(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        (folder(ck.root, 1) / "COMMIT").unlink()
+        assert restored(ck) == (2, 2)
+
     def test_it_is_saved_anew_when_training_gets_there_again(self, tmp_path):
         ck = saved(Checkpointer(tmp_path), 1, 2)
         flip(payload(ck.root, 2))
@@ -295,6 +311,13 @@ class TestRetention:
         ck = saved(Checkpointer(tmp_path, keep_last=2), 3)
         assert ck.steps() == (2, 3)
         assert folder(ck.root, 9).exists(), "not a day old, or not ours to remove"
+
+    def test_a_folder_of_somebody_else_that_is_called_alike_stays(self, tmp_path):
+        (tmp_path / "step-1").mkdir()
+        (tmp_path / "step-1" / "pytorch_model.bin").write_bytes(b"precious")
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1, 2)
+        assert ck.steps() == (2,)
+        assert sorted(os.listdir(tmp_path)) == [step_name(2), "step-1"]
 
     def test_a_failure_to_remove_is_a_warning_for_the_step_is_saved(self, tmp_path, monkeypatch):
         ck = saved(Checkpointer(tmp_path, keep_last=1), 1)

@@ -94,6 +94,13 @@ class TestPrune:
         assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (30, 60, 70)]
         assert done.nbytes == sum(step.nbytes for step in done.removed) > 0
 
+    def test_a_folder_of_somebody_else_that_is_called_alike_stays(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2)
+        (tmp_path / "step-1").mkdir()
+        (tmp_path / "step-1" / "pytorch_model.bin").write_bytes(b"precious")
+        shardckpt.prune(str(tmp_path), keep_last=1)
+        assert sorted(os.listdir(tmp_path)) == [step_name(2), "step-1"]
+
     def test_a_second_time_nothing_goes(self, tmp_path: Path) -> None:
         write(tmp_path, 1, 2, 3)
         shardckpt.prune(str(tmp_path), keep_last=1)

@@ -204,6 +204,11 @@ class TestLeftovers:
         assert steps(tmp_path) == {1: False, 100: False}
         assert self.names(tmp_path) == []
 
+    def test_an_index_alone_may_be_anybodys(self, tmp_path: Path) -> None:
+        (tmp_path / "step-100").mkdir()
+        (tmp_path / "step-100" / "model.safetensors.index.json").write_text("{}")
+        assert self.names(tmp_path) == []
+
     def test_its_last_change_is_known_on_a_disk(self, tmp_path: Path) -> None:
         write(tmp_path, 1)
         (tmp_path / step_name(1) / "COMMIT").unlink()
