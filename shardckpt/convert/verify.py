@@ -18,6 +18,9 @@ from shardckpt.storage.store import Read
 
 _BLOCK_BYTES = 1 << 22
 _MOST_FAULTS = 1000
+_WHOLE_FILES = "xxh3-64"
+"""Checksums of this kind leave no byte of a file out."""
+
 _SHOWN = 4
 
 
@@ -69,16 +72,20 @@ def _checksums(reader: Reader) -> tuple[int, list[str]]:
     problems: list[str] = []
     content = _Content(reader.manifest)
     buffer = bytearray(_BLOCK_BYTES)
+    ends: dict[str, int] = {}
     try:
         for checksum in reader.checksums():
             value = _ALGORITHMS[checksum.algorithm](_blocks(reader, checksum, buffer))
+            if checksum.algorithm == _WHOLE_FILES:
+                ends[checksum.file] = checksum.offset + checksum.nbytes
             if value == checksum.value:
                 checked += checksum.nbytes
             elif len(problems) < _MOST_FAULTS:
                 problems.append(_mismatch(reader, checksum, value, content))
     except CheckpointError as error:
         problems.append(str(error))
-    return checked, problems
+    longer = {name: size - ends[name] for name, size in reader.manifest.files.items() if size > ends.get(name, size)}
+    return checked, [*problems, *(escape(f"{name} has {n} more bytes than were saved") for name, n in longer.items())]
 
 
 def _mismatch(reader: Reader, checksum: Checksum, value: int, content: _Content) -> str:

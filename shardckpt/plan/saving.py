@@ -201,14 +201,17 @@ def _disjoint(array: _Array) -> Iterable[tuple[Box, int, tuple[int, ...]]]:
     boxes = [box for box in array.holders if 0 not in box.size]
     if len(boxes) == 1 and boxes[0] == whole(shape):
         return ((boxes[0], boxes[0].volume, tuple(array.holders[boxes[0]])),)
+    strange = next((box for box in boxes if len(box.size) != len(shape)), None)
+    if strange is not None:
+        raise _outside(array, strange)
     volumes = _volumes_of_tiling(shape, boxes)
     if volumes is not None:
         return [(box, n, tuple(array.holders[box])) for box, n in zip(boxes, volumes, strict=True)]
-    if all(len(box.size) == len(shape) for box in boxes) and is_grid(shape, boxes):
+    if is_grid(shape, boxes):
         return [(box, box.volume, tuple(array.holders[box])) for box in boxes]
     outside = next((box for box in boxes if not box.within(shape)), None)
     if outside is not None:
-        raise UsageError("a rank holds elements outside the array", where=dotted(array.spec.path), found=str(outside))
+        raise _outside(array, outside)
     gaps = cover(whole(shape), boxes, limit=_NO_LIMIT).gaps
     if gaps:
         raise IncompleteError(
@@ -219,12 +222,17 @@ def _disjoint(array: _Array) -> Iterable[tuple[Box, int, tuple[int, ...]]]:
     return _carved(array, boxes)
 
 
+def _outside(array: _Array, box: Box) -> UsageError:
+    where = dotted(array.spec.path)
+    return UsageError("a rank holds elements outside the array", where=where, found=str(box), expected=array.spec.shape)
+
+
 def _volumes_of_tiling(shape: Shape, boxes: Sequence[Box]) -> list[int] | None:
     """Return the elements of each box where they follow one another in row-major order and fill the array, else None.
 
     The boxes of most shardings do, and many thousands of them are seen at once.
     """
-    if not boxes or not shape or len(boxes[0].size) != len(shape):
+    if not boxes or not shape:
         return None
     offsets, sizes = np.array([b.offset for b in boxes]), np.array([b.size for b in boxes])
     volumes = sizes.prod(axis=1)

@@ -71,6 +71,8 @@ def test_columns_and_grids_are_written_once() -> None:
     grid = [Box((i * 2, j * 3), (2, 3)) for i in range(3) for j in range(2)]
     ranks = [[held([box], (6, 6))] for box in grid]
     check(plan_save(ranks), ranks)
+    with pytest.raises(IncompleteError):
+        plan_save(ranks[1:])
 
 
 def test_replicas_share_the_work_by_bytes() -> None:
@@ -156,6 +158,8 @@ def test_ranks_that_disagree_are_named() -> None:
         plan_save([[held([whole((2,))], (2,))], [held([whole((2,))], (2,), dtype="bfloat16")]])
     with pytest.raises(UsageError, match="outside"):
         plan_save([[held([Box((1,), (2,))], (2,))]])
+    with pytest.raises(UsageError, match="outside"):
+        plan_save([[held([Box((0,), (1,)), Box((1, 0), (1, 1))], (2,))]])
 
 
 def test_a_value_that_claims_to_be_the_same_and_is_not_is_named() -> None:
