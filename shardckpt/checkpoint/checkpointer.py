@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
 
+from shardckpt.checkpoint.async_save import async_save
+from shardckpt.checkpoint.handle import SaveEvent, SaveHandle
 from shardckpt.checkpoint.load import load
 from shardckpt.checkpoint.save import save, star_of
 from shardckpt.errors import (
@@ -189,22 +191,73 @@ class Checkpointer:
         Warns:
             UserWarning: The step is saved, but old ones could not be removed.
         """
-        star = star_of(self._group)
-        about = dict(options.pop("about", None) or {})
+        number, given = self._begun(step, metrics, overwrite, options)
+        save(state, self.path(number), **given)
+        self._has_saved(number)
+        if star_of(self._group).rank == 0:
+            self._tidy(number)
+
+    def async_save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        overwrite: bool = False,
+        **options: Any,
+    ) -> SaveHandle:
+        """Save a step in the background; once it is complete, remove those that no rule keeps. Collective.
+
+        Until then it takes no place among the steps that are kept, and none is removed for it.
+
+        Args:
+            step: As for `save`.
+            state: As for `save`; it may change when this returns.
+            metrics: As for `save`.
+            overwrite: As for `save`.
+            **options: As for `shardckpt.async_save`.
+
+        Returns:
+            Where to ask for the result: when it is there, the first rank has removed what was to go.
+
+        Raises:
+            TargetExistsError: The step is complete already, and `overwrite` is false.
+            UsageError: Ranks save different steps; something that is no number of a step or no metric.
+            ShardckptError: As for `shardckpt.async_save`.
+        """
+        number, given = self._begun(step, metrics, overwrite, options)
+        told, is_first = given.pop("on_event", None), star_of(self._group).rank == 0
+
+        def on_event(event: SaveEvent) -> None:
+            if event.phase == "done" and is_first:
+                self._tidy(number)
+            if told is not None:
+                told(event)
+
+        handle = async_save(state, self.path(number), on_event=on_event, **given)
+        self._has_saved(number)
+        return handle
+
+    def _begun(
+        self, step: int, metrics: Mapping[str, SupportsFloat] | None, overwrite: bool, options: Mapping[str, Any]
+    ) -> tuple[int, dict[str, Any]]:
+        """Agree on what is saved; return its number and what to pass on."""
+        about = dict(options.get("about") or {})
         said: bytes | Exception
         try:
             about |= {f"{_METRIC}{name}": repr(float(value)) for name, value in (metrics or {}).items()}
             said = json.dumps([_number(step), self._signals.has_come]).encode()
         except (TypeError, ValueError, UsageError) as error:
             said = error if isinstance(error, UsageError) else UsageError("a metric is no number", found=error)
-        answer = star.consult(f"preparing to save into {self.root}", said, lambda told: self._prepared(told, overwrite))
+        what = f"preparing to save into {self.root}"
+        answer = star_of(self._group).consult(what, said, lambda told: self._prepared(told, overwrite))
         replaces, is_asked = json.loads(answer)
         self._signals.heed(is_asked)
-        save(state, self.path(step), overwrite=replaces, about=about, group=self._group, **options)
-        self._held = _number(step)
+        return _number(step), {**options, "overwrite": replaces, "about": about, "group": self._group}
+
+    def _has_saved(self, number: int) -> None:
+        self._held = number
         self._signals.is_due = False
-        if star.rank == 0:
-            self._tidy(self._held)
 
     def _prepared(self, told: list[bytes], overwrite: bool) -> list[bytes]:
         """Look at what lies where the step goes. On the first rank."""

@@ -29,7 +29,7 @@ from shardckpt.errors import NoCompleteCheckpoint, RankError, StorageError, Targ
 from shardckpt.format.steps import read_about, read_run, step_name
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore
-from shardckpt.storage.local import LocalStore
+from shardckpt.storage.local import LocalStore, LocalWriter
 
 DAY = 24 * 3600.0
 
@@ -413,6 +413,47 @@ class TestWhenToSave:
             signal.signal(signal.SIGTERM, before)
 
 
+class TestInTheBackground:
+    def test_a_step_is_saved_and_what_no_rule_keeps_is_gone_once_the_result_is_there(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=2), 1, 2)
+        handle = ck.async_save(3, state(3.0), metrics={"loss": 1.0})
+        handle.result()
+        assert (ck.steps(), restored(ck)) == ((2, 3), (3, 3))
+        assert not ck.should_save(3)
+
+    def test_one_under_way_takes_no_place_and_removes_nothing(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
+        go_on, seen = threading.Event(), []
+
+        def on_event(event: shardckpt.SaveEvent) -> None:
+            seen.append(event.phase)
+            if event.phase == "write":
+                go_on.wait(30)
+
+        handle = ck.async_save(2, state(2.0), on_event=on_event)
+        assert ck.steps() == (1,)
+        shardckpt.prune(ck.root, keep_last=1)
+        assert restored(Checkpointer(tmp_path)) == (1, 1)
+        go_on.set()
+        handle.result()
+        assert ck.steps() == (2,)
+        assert seen[-1] == "done"
+
+    def test_one_that_fails_removes_nothing(self, tmp_path, monkeypatch):
+        def full(*_: object) -> None:
+            raise StorageError("full")
+
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
+        monkeypatch.setattr(LocalWriter, "write", full)
+        handle = ck.async_save(2, state(2.0))
+        with pytest.raises(StorageError, match="full"):
+            handle.result()
+        monkeypatch.undo()
+        assert os.listdir(ck.root) == [step_name(1)]
+        saved(ck, 2)
+        assert ck.steps() == (2,)
+
+
 @pytest.fixture
 def memory() -> Iterator[str]:
     fs = fsspec.filesystem("memory")
@@ -464,7 +505,8 @@ def test_in_s3_what_others_do_is_seen(s3_bucket):
 def on_ranks(rank: int, world: int, root: Path) -> list:
     ck = Checkpointer(root, keep_last=2)
     found = [restored(ck)]
-    saved(ck, 1, 2, 3)
+    saved(ck, 1, 2)
+    ck.async_save(3, state(3.0)).result()
     return [*found, ck.steps(), ck.latest(), restored(ck), restored(ck, step=2)]
 
 
