@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from contextlib import suppress
 
 from shardckpt.errors import ChecksumError, FormatError, IncompleteError, ShardckptError, TruncatedError, UnsafeError
 from shardckpt.format import tagged
+from shardckpt.format.collector import collector_paused
 from shardckpt.format.native_blocks import Hashed, VerifiedStore
 from shardckpt.format.native_manifest import (
     COMMIT,
@@ -66,7 +67,8 @@ def open_source(source: Source) -> NativeReader:
     store = source.store
     sizes = {name: entry.size for name, entry in source.listing.items() if not entry.is_folder}
     commit = read_commit(store, sizes)
-    return NativeReader(store, commit, read_contents(store, sizes, commit), sizes)
+    with collector_paused():
+        return NativeReader(store, commit, read_contents(store, sizes, commit), sizes)
 
 
 def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
@@ -198,6 +200,22 @@ class _Entries(Mapping[Path, TensorEntry]):
             entry = TensorEntry(path, record.shape, record.dtype, record.pieces(self._files))
             self._built[path] = entry
         return entry
+
+    def items(self) -> ItemsView[Path, TensorEntry]:
+        """Return all of them, made at once."""
+        self._build()
+        return super().items()
+
+    def values(self) -> ValuesView[TensorEntry]:
+        """Return all of them, made at once."""
+        self._build()
+        return super().values()
+
+    def _build(self) -> None:
+        if len(self._built) < len(self._records):
+            with collector_paused():
+                for path in self._records:
+                    self[path]
 
     def __iter__(self) -> Iterator[Path]:
         return iter(self._records)
