@@ -31,17 +31,19 @@ ALGORITHM = "xxh3-64"
 
 _PAYLOAD = re.compile(r"[0-9a-z]+-\d{5,}-\d{2,}\.safetensors")
 _HEAD_BYTES = 64
+_MARK = b'{"format":"shardckpt"'
 _RESTORE = "Restore the step from another copy, or load the step before it."
 
 
 def recognise(source: Source) -> Evidence:
-    """Recognise a step by its `COMMIT`, and what is left of one without."""
+    """Recognise a step by its `COMMIT`, which may be named itself, and what is left of one without."""
     if source.file is not None:
-        return Evidence.NONE
+        named = source.file == COMMIT and _starts(source, COMMIT, _MARK)
+        return Evidence.STRUCTURE if named else Evidence.NONE
     files = source.files
     payload = next((name for name in files if _PAYLOAD.fullmatch(name)), None)
     manifests = any(name.endswith(MANIFEST_SUFFIX) for name in files)
-    if COMMIT in source.listing and (payload or manifests or _starts(source, COMMIT, b'{"format":"shardckpt"')):
+    if COMMIT in source.listing and (payload or manifests or _starts(source, COMMIT, _MARK)):
         return Evidence.STRUCTURE
     if payload is not None and _starts(source, payload, f'"{KEY}"'.encode()):
         return Evidence.STRUCTURE
@@ -65,7 +67,8 @@ def open_source(source: Source) -> NativeReader:
         StorageError: The store failed.
     """
     store = source.store
-    sizes = {name: entry.size for name, entry in source.listing.items() if not entry.is_folder}
+    entries = source.listing.values() if source.file is None else store.list()
+    sizes = {entry.name: entry.size for entry in entries if not entry.is_folder}
     commit = read_commit(store, sizes)
     with collector_paused():
         return NativeReader(store, commit, read_contents(store, sizes, commit), sizes)

@@ -151,6 +151,14 @@ def test_a_step_without_its_commit_does_not_exist_for_any_reader(tmp_path: Path)
         open_checkpoint(str(tmp_path))
 
 
+def test_the_commit_itself_may_be_named(tmp_path: Path) -> None:
+    write_step(tmp_path, state())
+    assert_same(open_checkpoint(str(tmp_path / COMMIT)), ("model", "a.w"), W)
+    (tmp_path / COMMIT).write_text("the message of a commit")
+    with pytest.raises(UnknownFormatError):
+        open_checkpoint(str(tmp_path / COMMIT))
+
+
 def test_a_commit_alone_is_damage(tmp_path: Path) -> None:
     write_step(tmp_path, state())
     for file in tmp_path.iterdir():
