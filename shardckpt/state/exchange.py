@@ -11,7 +11,19 @@ import torch
 import torch.distributed as dist
 
 from shardckpt.core.full import Staging
+from shardckpt.core.packing import ordered
 from shardckpt.layout import FlatLayout, ParamSpec, Run
+
+
+def row_dim(spec: ParamSpec) -> int:
+    """Return the dimension that is slowest in memory."""
+    return spec.order[0] if spec.order else 0
+
+
+@lru_cache(maxsize=4096)
+def strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose dimensions lie in memory in a given order; empty for row-major."""
+    return ordered(torch.empty(prod(shape), device="meta"), shape, order).stride()
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,7 @@ class Rows:
         shape = spec.memory_shape or (1,)
         row = spec.numel // shape[0] if shape[0] else 0
         step = -(-shape[0] // world)
-        return cls(spec.order[0] if spec.order else 0, tuple(min(r * step, shape[0]) * row for r in range(world + 1)))
+        return cls(row_dim(spec), tuple(min(r * step, shape[0]) * row for r in range(world + 1)))
 
     def shape(self, spec: ParamSpec, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part."""

@@ -24,11 +24,10 @@ from shardckpt.core.exposure import Exposure
 from shardckpt.core.flat_exposure import FlatExposure
 from shardckpt.core.full import Staging, copies, cut, gather, join, scatter
 from shardckpt.core.original_exposure import OriginalExposure
-from shardckpt.core.packing import ordered
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.state import dtensor_rows
 from shardckpt.state.dtensor_rows import chunks
-from shardckpt.state.exchange import Rows, first_owners, from_rows, to_rows
+from shardckpt.state.exchange import first_owners, from_rows, row_dim, strides, to_rows
 from shardckpt.state.ranks import Ranks
 
 
@@ -127,6 +126,18 @@ class Holder(ABC):
     @abstractmethod
     def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
         """Return what is laid out as tensors of the exposed parameters' shapes, views where they can be."""
+
+    def lying(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return `parts` as this rank has them: of a DTensor the local part."""
+        return self.parts(laid)
+
+    @abstractmethod
+    def own_parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return `parts` in memory of their own.
+
+        Args:
+            laid: What one of the functions that begin with `from` returned; nobody uses it after this.
+        """
 
     @abstractmethod
     def join(
@@ -325,6 +336,10 @@ class BucketHolder(Holder):
         """Return each parameter's part as a view."""
         return self.bucket.of_shard(laid)
 
+    def own_parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return copies, so that one outlives the others."""
+        return [part.clone() for part in self.parts(laid)]
+
     def join(
         self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
     ) -> torch.Tensor:
@@ -454,14 +469,14 @@ class FlatHolder(BucketHolder):
         spec = self.layout.specs[index]
         if not spec.shape:  # a 0-dim tensor has no dimension to be cut along
             return self._scalar(part)
-        stride = ordered(torch.empty(spec.numel, device="meta"), spec.shape, spec.order).stride()
+        stride = strides(spec.shape, spec.order)
         return DTensor.from_local(
             part, self._mesh, self._placements(spec), run_check=False, shape=torch.Size(spec.shape), stride=stride
         )
 
     def _placements(self, spec: ParamSpec) -> tuple[Placement, ...]:
         copies = 0 if self._mesh is None else self._mesh.ndim - 1
-        return (*[Replicate()] * copies, Shard(Rows.of(spec, self.bucket.group.size).dim))
+        return (*[Replicate()] * copies, Shard(row_dim(spec)))
 
     def cuts(self) -> list[tuple[DeviceMesh, tuple[Placement, ...]] | None]:
         """Rows along the dimension that is slowest in memory; what tensor parallelism cut as it cut it."""
@@ -493,6 +508,10 @@ class FlatHolder(BucketHolder):
     def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
         """Return the flat tensor itself, or each original's part."""
         return [laid] if self._flat_name is not None else super().parts(laid)
+
+    def own_parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return the flat tensor itself, or a copy of each original's part."""
+        return [laid] if self._flat_name is not None else super().own_parts(laid)
 
     def join(
         self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
@@ -552,7 +571,15 @@ class RowsHolder(BucketHolder):
 
     def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
         """Return DTensors around each parameter's part."""
-        return [placed.sharded(part) for placed, part in zip(self._placed, super().parts(laid), strict=True)]
+        return [placed.sharded(part) for placed, part in zip(self._placed, self.lying(laid), strict=True)]
+
+    def lying(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return each parameter's part."""
+        return super().parts(laid)
+
+    def own_parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return DTensors around copies."""
+        return [placed.sharded(part.clone()) for placed, part in zip(self._placed, self.lying(laid), strict=True)]
 
 
 class TensorHolder(Holder):
@@ -679,6 +706,14 @@ class TensorHolder(Holder):
     def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
         """Return it in the form of the parameter."""
         return [self._like(laid) if isinstance(self._tensor, DTensor) else laid]
+
+    def lying(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return the local part."""
+        return [laid]
+
+    def own_parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return a copy: it may be what was given."""
+        return self.parts(laid.clone())
 
     def layout_note(self) -> dict[str, Any]:
         """Return the rows that a DTensor's ranks have, where it is cut along one dimension of one mesh's."""

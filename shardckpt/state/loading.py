@@ -18,7 +18,7 @@ from shardckpt.groups import Group
 from shardckpt.state import customs, foreign, sharded_tensors
 from shardckpt.state.agreement import StateMismatchError, digest, handed
 from shardckpt.state.description import Buffer, Description, describe, settle
-from shardckpt.state.holders import FlatHolder, Holder, from_first, local
+from shardckpt.state.holders import FlatHolder, Holder, from_first
 from shardckpt.state.kinds import StateKind, kind_of, note_of
 from shardckpt.state.layouts import other_kind, other_rank, other_units
 from shardckpt.state.ranks import Ranks
@@ -253,9 +253,9 @@ def _local_values(holder: Holder, values: Mapping[str, Any]) -> list[tuple[str, 
     if isinstance(holder, FlatHolder) and holder.flat_name is not None:
         held = holder.laid[: holder.owned]
         return [(holder.flat_name, values[holder.flat_name], held)] if holder.flat_name in values else []
-    parts = holder.parts(holder.laid)
+    parts = holder.lying(holder.laid)
     return [
-        (entry.name, values[entry.name], local(part))
+        (entry.name, values[entry.name], part)
         for entry, part in zip(holder.entries, parts, strict=True)
         if entry.name in values
     ]

@@ -140,8 +140,8 @@ def _local(found: Description) -> dict[str, torch.Tensor]:
         if isinstance(holder, FlatHolder) and holder.flat_name is not None:
             tensors[holder.flat_name] = holder.laid[: holder.owned]
         else:
-            parts = holder.parts(holder.laid)
-            tensors.update({entry.name: local(part) for entry, part in zip(holder.entries, parts, strict=True)})
+            parts = holder.lying(holder.laid)
+            tensors.update({entry.name: part for entry, part in zip(holder.entries, parts, strict=True)})
     return tensors
 
 

@@ -475,13 +475,17 @@ class _Putter:
         if self._from_first:
             laid = holder.from_first(values or None, dtype)
         elif self._given.kind is StateKind.SHARDED and holder.takes(values):
+            if holder.lies_as_sharded:
+                for position in having & set(held.positions):
+                    made[position][name] = _on_device_of(holder.exposed[position], values[position].clone())
+                return
             laid = holder.from_sharded(values, dtype, self._staging)
         else:
             laid = holder.from_full([v.full_tensor() if isinstance(v, DTensor) else v for v in values], dtype)
-        parts = holder.parts(laid)
+        parts = holder.own_parts(laid)
         for position in held.positions:
             if held.is_flat or position in having:
-                made[position][name] = _own(parts[position], holder.exposed[position])
+                made[position][name] = _on_device_of(holder.exposed[position], parts[position])
 
     def _opaque(self, held: Held, name: str, rows: Survey, having: set[int], made: dict[int, dict[str, Any]]) -> None:
         for position in held.positions:
@@ -522,10 +526,9 @@ def _has_no_part(holder: Holder, position: int) -> bool:
     return isinstance(holder, FlatHolder) and holder.is_sharded and local(holder.exposed[position]).numel() == 0
 
 
-def _own(part: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Return a tensor of its own, where the parameter is."""
-    made = part.detach().clone()
-    return made if isinstance(made, DTensor) else made.to(parameter.device)
+def _on_device_of(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """Return what a parameter's optimizer is to keep where the parameter is."""
+    return part if isinstance(part, DTensor) else part.to(parameter.device)
 
 
 def _as_lying(value: Any, parameter: nn.Parameter, is_scalar: bool, owned: int) -> Any:

@@ -282,10 +282,8 @@ class _Taker:
         if stays and all(parts[position] is not None for position in having):
             self._lying(held, slot, parts, state)
             return
-        has, live = (
-            set(range(len(holder.entries))) if held.is_flat else set(having),
-            {_memory_of(part) for part in parts},
-        )
+        has = set(range(len(holder.entries))) if held.is_flat else set(having)
+        live = {_memory_of(part) for part in parts}
         for index, (entry, value) in enumerate(zip(holder.entries, self._moved(holder, parts, found), strict=False)):
             if index in has:
                 own = value.clone() if _memory_of(value) in live else value
@@ -302,12 +300,14 @@ class _Taker:
         self, held: Held, slot: str, parts: Sequence[torch.Tensor | None], state: dict[str, dict[str, Any]]
     ) -> None:
         """Copy what is there: a flat parameter's without its padding."""
-        for position, part in enumerate(parts):
-            if part is not None:
-                whole = part.detach() if self._kind is StateKind.SHARDED else local(part.detach())
-                own = whole[: held.holder.owned] if isinstance(held.holder, FlatHolder) and held.is_flat else whole
-                name = self._names(held, position)[0]
-                state.setdefault(name, {})[slot] = own.clone().cpu() if self._offload else own.clone()
+        owned = held.holder.owned if isinstance(held.holder, FlatHolder) and held.is_flat else None
+        with torch.no_grad():
+            for position, part in enumerate(parts):
+                if part is not None:
+                    whole = part if self._kind is StateKind.SHARDED else local(part)
+                    own = (whole if owned is None else whole[:owned]).clone()
+                    name = self._names(held, position)[0]
+                    state.setdefault(name, {})[slot] = own.cpu() if self._offload else own
 
     def _opaque(
         self, held: Held, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]

@@ -115,7 +115,7 @@ def slot_of(parameter: nn.Parameter, value: Any) -> Slot:
     if not isinstance(value, torch.Tensor):
         return Slot(Form.SCALAR, "", value) if isinstance(value, PLAIN) else Slot(Form.OPAQUE)
     dtype = str(value.dtype).removeprefix("torch.")
-    cut = isinstance(parameter.data, DTensor)
+    cut = isinstance(parameter, DTensor)
     if value.shape == parameter.shape and isinstance(value, DTensor) == cut and (cut or value.dim()):
         return Slot(Form.SHAPED, dtype)
     if value.dim() == 0 and not value.is_complex():
