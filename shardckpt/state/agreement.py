@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -120,3 +120,24 @@ def digest(value: Any) -> bytes:
     """Return a short digest of plain JSON values; of others their type counts."""
     text = json.dumps(value, default=lambda each: type(each).__name__, separators=(",", ":"))
     return blake2b(text.encode(), digest_size=_DIGEST).digest()
+
+
+def check_form(given: Any) -> None:
+    """Refuse what is no state of an optimizer.
+
+    Args:
+        given: What was handed in.
+
+    Raises:
+        StateMismatchError: It is none.
+    """
+    state: Any = given.get("state", {}) if isinstance(given, Mapping) else None
+    groups: Any = given.get("param_groups", []) if isinstance(given, Mapping) else None
+    fits = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
+    fits = fits and all(isinstance(each, Mapping) for each in state.values())
+    if not fits or not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
+        raise StateMismatchError(
+            "this is no state of an optimizer",
+            found=sorted(map(str, given))[:5] if isinstance(given, Mapping) else type(given).__name__,
+            expected='{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}',
+        )

@@ -5,23 +5,29 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.traverse import clean
 from shardckpt.errors import ShardckptError
+from shardckpt.state.agreement import StateMismatchError, check_form, digest, handed
 from shardckpt.state.kinds import StateKind, is_sharded_tensor
 from shardckpt.state.param_groups import wanted
+from shardckpt.state.ranks import Ranks
 from shardckpt.state.sharded_tensors import as_dtensor
 
 
 class ForeignShardingError(ShardckptError, NotImplementedError):
     """What is asked of a model that something else has sharded can be had of that alone."""
+
+
+NOT_ALONE = "torch's own wrapper takes a state from every rank"
 
 
 def torchs_wrapper() -> Any:
@@ -33,6 +39,28 @@ def is_foreign(model: nn.Module) -> bool:
     """Tell whether torch's wrapper has sharded a part of a model."""
     fsdp = torchs_wrapper()
     return fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in model.modules())
+
+
+def ranks_of(model: nn.Module) -> Ranks:
+    """Return who has such a model.
+
+    Args:
+        model: The model.
+    """
+    fsdp = torchs_wrapper()
+    found = [each for each in model.modules() if isinstance(each, fsdp.FullyShardedDataParallel)]
+    is_hybrid = any("HYBRID" in each.sharding_strategy.name for each in found)  # its other group is private to it
+    return Ranks.of([dist.group.WORLD] if is_hybrid else [each.process_group for each in found])
+
+
+def shapes_at_first(model: nn.Module) -> dict[str, Any]:
+    """Return what a whole state has, as tensors without memory; on the first rank. Collective: it is gathered there.
+
+    Args:
+        model: The model.
+    """
+    found = whole_state(model, offload=True, first_only=True)
+    return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in found.items()}
 
 
 def refuse_local(kind: StateKind) -> None:
@@ -167,6 +195,15 @@ def _own(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
+def _refuse_unknown(names: Iterable[str], known: Mapping[str, Any]) -> None:
+    unknown = [name for name in dict.fromkeys(map(clean, names)) if name not in known]
+    if unknown:
+        raise StateMismatchError(
+            "the state does not fit the optimizer: " + "; ".join(f"Unexpected key: {name}" for name in unknown[:50]),
+            fix="Nothing was changed.",
+        )
+
+
 def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Put a state that every rank has into an optimizer of such a model, by name. Collective.
 
@@ -178,16 +215,28 @@ def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mappi
         state: With names for keys; it is not changed.
 
     Raises:
+        StateMismatchError: It has names that the model has not, or ranks were given different ones.
         ConflictError: Parameters of one group were saved with different settings.
     """
     live = whole_optim_state(model, optim, offload=True, first_only=False)["param_groups"]
-    saved = [{**group, "params": [clean(name) for name in group["params"]]} for group in state["param_groups"]]
-    changes = wanted([group["params"] for group in live], saved)
+    known = shapes_at_first(model)
+    ranks = ranks_of(model)
+    with handed(ranks, "fit a state to the optimizer", given=bool(state)) as agreed:
+        check_form(state)
+        told = state.get("param_groups", [])
+        saved = [{**group, "params": [clean(name) for name in group["params"]]} for group in told]
+        changes = wanted([group["params"] for group in live], saved)
+        states = state.get("state", {})
+        slots = [[n, s, list(getattr(v, "shape", ()))] for n, of in states.items() for s, v in of.items()]
+        agreed.digest = digest([sorted(states), sorted(slots), changes])
+        agreed.not_alone = StateMismatchError(NOT_ALONE, found="one on the first rank alone")
+        if ranks.is_first:
+            _refuse_unknown([*states, *(name for group in saved for name in group["params"])], known)
     groups = [{**group, **settings} for group, settings in zip(live, changes, strict=True)]
     names = {name for group in groups for name in group["params"]}
     kept = {
         clean(name): {slot: _own(_joined(f"{name}/{slot}", value)) for slot, value in slots.items()}
-        for name, slots in state["state"].items()
+        for name, slots in state.get("state", {}).items()
         if clean(name) in names
     }
     with _told(model, StateKind.FULL) as wrapper:

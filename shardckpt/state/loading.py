@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +57,7 @@ def load_model_state_dict(
         RankError: It does not fit on another rank.
     """
     if foreign.is_foreign(model):
-        foreign.refuse_local(kind_of(state_dict) if kind is None else StateKind.of(kind))
-        missing, unexpected = foreign.put_state(model, state_dict, strict=strict)
-        return Keys(tuple(missing), tuple(unexpected))
+        return _load_foreign(model, state_dict, kind, strict=strict)
     settle(model)
     found = describe(model)
     group = found.ranks.group
@@ -81,6 +79,42 @@ def load_model_state_dict(
         if name in extra:
             module.set_extra_state(extra[name])
     return keys
+
+
+def _load_foreign(model: nn.Module, state: Mapping[str, Any], kind: StateKind | str | None, *, strict: bool) -> Keys:
+    """Put a state that every rank has into a model under torch's own wrapper; the first rank checks it for all."""
+    expected = foreign.shapes_at_first(model)
+    ranks = foreign.ranks_of(model)
+    with handed(ranks, "fit a state to the model", given=bool(state)) as agreed:
+        foreign.refuse_local(kind_of(state) if kind is None else StateKind.of(kind))
+        values = {clean(name): value for name, value in state.items()}
+        told = [(name, list(getattr(v, "shape", ())), str(getattr(v, "dtype", ""))) for name, v in values.items()]
+        agreed.digest = digest(sorted(told))
+        agreed.not_alone = StateMismatchError(foreign.NOT_ALONE, found="one on the first rank alone")
+        if ranks.is_first:
+            _check_foreign(values, expected, strict=strict)
+    missing, unexpected = foreign.put_state(model, state, strict=strict)
+    return Keys(tuple(missing), tuple(unexpected))
+
+
+def _check_foreign(values: Mapping[str, Any], expected: Mapping[str, Any], *, strict: bool) -> None:
+    problems = []
+    for name, value in values.items():
+        known = expected.get(name)
+        if isinstance(known, torch.Tensor):
+            problems += _misfit(name, value, tuple(known.shape), known.dtype)
+    if strict:
+        problems += [f"Missing key: {name}" for name in expected if name not in values]
+        problems += [f"Unexpected key: {name}" for name in values if name not in expected]
+    if problems:
+        raise _mismatch(problems)
+
+
+def _mismatch(problems: Sequence[str]) -> StateMismatchError:
+    return StateMismatchError(
+        f"the state does not fit the model in {len(problems)} places: {'; '.join(problems[:50])}",
+        fix="Nothing was changed. Names may be left out with strict=False.",
+    )
 
 
 def _extra_of_first(given: _Given, group: Group) -> dict[str, Any]:
@@ -152,10 +186,7 @@ class _Given:
             problems += [f"Missing key: {name}" for name in keys.missing]
             problems += [f"Unexpected key: {name}" for name in keys.unexpected]
         if problems:
-            raise StateMismatchError(
-                f"the state does not fit the model in {len(problems)} places: {'; '.join(problems[:50])}",
-                fix="Nothing was changed. Names may be left out with strict=False.",
-            )
+            raise _mismatch(problems)
         return keys
 
     @property

@@ -18,7 +18,7 @@ from shardckpt.core.full import Staging
 from shardckpt.core.traverse import clean
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.state import foreign
-from shardckpt.state.agreement import StateMismatchError, digest, handed
+from shardckpt.state.agreement import StateMismatchError, check_form, digest, handed
 from shardckpt.state.description import Description, describe, settle
 from shardckpt.state.holders import Entry, FlatHolder, Holder, from_first, local
 from shardckpt.state.kinds import StateKind, kind_of, note_of, tensors
@@ -86,7 +86,6 @@ def load_optim_state_dict(
     """
     if foreign.is_foreign(model):
         foreign.refuse_local(kind_of(state_dict) if kind is None else StateKind.of(kind))
-        _check_form(state_dict)
         foreign.put_optim_state(model, optim, state_dict)
         return
     fitted = fit(model, optim, state_dict, kind=kind, missing=missing, state_layout=state_layout)
@@ -247,7 +246,7 @@ class _Given:
     def of(
         cls, given: Mapping[str, Any], kind: StateKind | str | None, found: Description, *, layout: StateLayout | None
     ) -> _Given:
-        _check_form(given)
+        check_form(given)
         state, groups = dict(given.get("state", {})), [dict(group) for group in given.get("param_groups", [])]
         names = _names_of_ids(groups)
         said = kind_of(given) if kind is None else StateKind.of(kind)
@@ -379,20 +378,6 @@ class _Given:
         if value.dim() == 0 and not value.is_complex():
             return Slot(Form.SCALAR, dtype, local(value).item())
         return Slot(Form.OPAQUE, dtype, list(value.shape))
-
-
-def _check_form(given: Any) -> None:
-    """Refuse what is no state of an optimizer."""
-    state: Any = given.get("state", {}) if isinstance(given, Mapping) else None
-    groups: Any = given.get("param_groups", []) if isinstance(given, Mapping) else None
-    fits = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
-    fits = fits and all(isinstance(each, Mapping) for each in state.values())
-    if not fits or not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
-        raise StateMismatchError(
-            "this is no state of an optimizer",
-            found=sorted(map(str, given))[:5] if isinstance(given, Mapping) else type(given).__name__,
-            expected='{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}',
-        )
 
 
 def _names_of_ids(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:

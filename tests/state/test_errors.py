@@ -6,7 +6,7 @@ import copy
 
 import torch
 from harness import run
-from states import FACES, Net, differing, flat, in_place, kept_differs, over, refused, step
+from states import FACES, Net, differing, flat, in_place, kept_differs, over, refused, step, wrapper
 from torch.distributed import fsdp as theirs
 
 from shardckpt.state import load_model_state_dict, load_optim_state_dict, model_state_dict, optim_state_dict
@@ -205,6 +205,34 @@ def test_what_fails_on_one_rank_leaves_both_optimizers_as_they_were():
         return wrong + kept_differs(model, optim, twin, again)
 
     over(("torch in place",), body)
+
+
+def test_models_under_torchs_own_wrapper_are_checked_too_before_torch_changes_anything():
+    def body(rank, world, face):
+        torch.manual_seed(rank)
+        model = wrapper(theirs, use_orig_params=face == "orig")(Net((1,)))
+        optim = torch.optim.Adam(model.parameters(), lr=0.1)
+        step(model, optim)
+        weights, moments = copy.deepcopy(model_state_dict(model)), copy.deepcopy(optim_state_dict(model, optim))
+        other = {name: value + 1 for name, value in weights.items()}
+        wrong = []
+        for how in ("missing", "unexpected", "shape", "dtype", "no tensor"):
+            told = refused(load_model_state_dict, model, spoiled(other, how))
+            wrong += [] if told_rightly(rank, told, 0, "last.") else [(how, told)]
+            told = refused(load_model_state_dict, model, spoiled(other, how) if rank == 1 else other)
+            wrong += [] if "StateMismatchError" in told and "rank 1" in told else [(how, told)]
+        for how in ("last.other", "lr=0.3", "no state of an optimizer"):
+            told = refused(load_optim_state_dict, model, optim, changed(moments, how))
+            wrong += [] if how in told else [(how, told)]
+            told = refused(load_optim_state_dict, model, optim, changed(moments, how) if rank == 1 else moments)
+            wrong += [] if how in told or "rank 1" in told else [(how, told)]
+        for load, args in ((load_model_state_dict, (model, other)), (load_optim_state_dict, (model, optim, moments))):
+            told = refused(load, *args[:-1], args[-1] if rank == 0 else {})
+            wrong += [] if "from every rank" in told else [told]
+        wrong += differing(dict(model_state_dict(model)), dict(weights))
+        return wrong + differing(flat(optim_state_dict(model, optim)), flat(moments))
+
+    over(("flat", "orig"), body)
 
 
 def test_nothing_that_is_handed_in_is_changed():
