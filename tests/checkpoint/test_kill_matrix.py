@@ -73,6 +73,7 @@ def killed_at(path: Path, k: int, save: Save) -> bool:
     """Save in a child that is killed before its k-th change of the disk; tell whether it was."""
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # the parent's other ones did not come along
         count = 0
 
         def before(name: str, args: tuple) -> None:
