@@ -89,6 +89,7 @@ def model_state_dict(
 
     Returns:
         Names to tensors, in the order of the unsharded model. Other names of a tied parameter have the same tensor.
+        What needs neither gathering nor exchanging is the model's own memory, as in its own `state_dict`.
 
     Raises:
         UsageError: There is no such kind, or `rank0_only` with another kind than FULL.
