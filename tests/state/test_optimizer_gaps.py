@@ -138,6 +138,8 @@ def test_states_of_other_optimizers_come_back_and_train_on():
         wrong = []
         kinds = itertools.cycle(("FULL", "SHARDED", "LOCAL") if face != "orig" else ("LOCAL", "FULL", "SHARDED"))
         for name, make in optimizers().items():
+            if face == "in place" and name not in ("momentum", "amsgrad"):
+                continue  # as the others, and each takes DTensors long
             torch.manual_seed(0)
             model = FACES[face](Net())
             optim = make(model.parameters())
