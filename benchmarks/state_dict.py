@@ -591,18 +591,17 @@ class Report:
                     )
 
 
-def run(cases: Sequence[str], rows: Sequence[str], sizes: Sizes) -> Report:
-    """Measure and print."""
+def run(case: str, rows: Sequence[str], sizes: Sizes) -> Report:
+    """Measure and print one case."""
     report = Report()
+    numels = {"model": sum(units_of(shape_of(sizes.model))) / 1e9, "many": sizes.many // UNIT * UNIT}
+    numels["trained"] = sum(units_of(shape_of(sizes.trained))) / 1e6
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
     report.say(f"{today}, {machine()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}.")
     report.say(f"{RANKS} gloo ranks, {sizes.rounds} rounds.")
-    numels = {"model": sum(units_of(shape_of(sizes.model))) / 1e9, "many": sizes.many // UNIT * UNIT}
-    numels["trained"] = sum(units_of(shape_of(sizes.trained))) / 1e6
-    for case in cases:
-        report.head(TITLES[case].format(**numels))
-        for row in rows:
-            report.add(measure(case, row, sizes))
+    report.head(TITLES[case].format(**numels))
+    for row in rows:
+        report.add(measure(case, row, sizes))
     return report
 
 
@@ -628,12 +627,15 @@ def main() -> None:
     cases, rows = given.cases.split(","), given.rows.split(",")
     if unknown := (set(cases) - set(CASES)) | (set(rows) - set(ROWS)):
         parser.error(f"no such case or row: {', '.join(sorted(unknown))}")
-    report = run(cases, rows, Sizes(given.size, given.trained, given.many, given.rounds))
-    if given.record:
-        record("State of models and optimizers", report.lines)
-    for line in report.failed:
+    failed = []
+    for case in cases:
+        report = run(case, rows, Sizes(given.size, given.trained, given.many, given.rounds))
+        failed += report.failed
+        if given.record:
+            record(f"States, {case}", report.lines)
+    for line in failed:
         print(f"FAILED: {line}", file=sys.stderr)
-    sys.exit(bool(report.failed))
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":
