@@ -121,7 +121,7 @@ class Bucket:
         self.packing = self._packed(values, cut)
         shard = self._blank(values[0], self.packing.layout.chunk)
         self.packing.own(values, group.rank, shard)
-        self.shard = pinned(shard.cpu(), offload.pin) if offload.enabled else shard
+        self.shard = pinned(shard.cpu(), offload.pin) if offload.enabled and not shard.is_meta else shard
         self._full = self._made([member.parameter.requires_grad for member in members])
         self._exact: _Full | None = None
         self._exact_before: _Full | None = None  # what autograd saved of them is valid again once they are filled

@@ -27,6 +27,26 @@ def spec_of(name: str, tensor: torch.Tensor, aliases: tuple[str, ...], order: tu
     return ParamSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), order, aliases)
 
 
+def apart(part: torch.Tensor) -> torch.Tensor:
+    """Return a part of a buffer over a storage that holds nothing else; the memory is the same.
+
+    A DTensor around a view from somewhere within a storage can be neither copied nor saved, and what is saved of a view
+    is its whole storage.
+
+    Args:
+        part: A dense part; other kinds of tensors are returned as they are.
+    """
+    if type(part) is not torch.Tensor or part.is_meta or part.numel() == 0:
+        return part
+    extent = 1 + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
+    storage, width = part.untyped_storage(), part.element_size()
+    if storage.nbytes() == extent * width:
+        return part
+    start = part.storage_offset() * width
+    made = torch.empty(0, dtype=part.dtype, device=part.device)
+    return made.set_(storage[start : start + extent * width], 0, part.shape, part.stride())
+
+
 def ordered(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ...]) -> torch.Tensor:
     """Return a 1-D tensor as one of a shape whose dimensions lie in memory in a given order; a view.
 

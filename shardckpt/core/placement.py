@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardckpt.core.comm import ShardGroup
 from shardckpt.core.errors import ArgumentError
+from shardckpt.core.packing import apart
 from shardckpt.errors import ShardckptError
 
 
@@ -316,7 +317,7 @@ class Placed:
         """Return the DTensor of which `local`, this rank's box, is a part; it is aliased."""
         with torch.no_grad():
             return DTensor.from_local(
-                local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+                apart(local), self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
             )
 
     def full(self, local: torch.Tensor) -> torch.Tensor:

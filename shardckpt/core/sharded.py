@@ -315,6 +315,12 @@ class Sharded:
         Raises:
             StateError: Something is on the meta device, or not on the CPU though it is offloaded.
         """
+        for exposure in self.unit.exposures:
+            exposure.adopt()  # what a load assigned is not the exposure's yet
+            bucket = exposure.bucket
+            if bucket.compute_device.type == "meta" and not bucket.shard.is_meta:
+                ranks = bucket.group.shard or bucket.group.replicate
+                bucket.compute_on(materialize.default_device(ranks) if ranks is not None else bucket.shard.device)
         exposed = [
             (member.fqn, parameter)
             for exposure in self.unit.exposures

@@ -24,6 +24,7 @@ from shardckpt.core.exposure import Exposure
 from shardckpt.core.flat_exposure import FlatExposure
 from shardckpt.core.full import Staging, copies, cut, gather, join, scatter
 from shardckpt.core.original_exposure import OriginalExposure
+from shardckpt.core.packing import apart
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.state import dtensor_rows
 from shardckpt.state.dtensor_rows import chunks
@@ -71,6 +72,11 @@ class Holder(ABC):
     @abstractmethod
     def is_sharded(self) -> bool:
         """Tell whether ranks hold different parts."""
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Tell whether each rank of the model has a part or a copy: not so of an expert that some ranks share."""
+        return True
 
     @property
     @abstractmethod
@@ -245,6 +251,11 @@ class BucketHolder(Holder):
     def exposed(self) -> list[nn.Parameter]:
         """The parameters that an optimizer holds."""
         return self._exposure.parameters
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Tell whether each rank of the model has a part or a copy."""
+        return self.bucket.group.world == self.everyone.size
 
     @property
     def is_sharded(self) -> bool:
@@ -471,7 +482,12 @@ class FlatHolder(BucketHolder):
             return self._scalar(part)
         stride = strides(spec.shape, spec.order)
         return DTensor.from_local(
-            part, self._mesh, self._placements(spec), run_check=False, shape=torch.Size(spec.shape), stride=stride
+            apart(part),
+            self._mesh,
+            self._placements(spec),
+            run_check=False,
+            shape=torch.Size(spec.shape),
+            stride=stride,
         )
 
     def _placements(self, spec: ParamSpec) -> tuple[Placement, ...]:
@@ -599,6 +615,11 @@ class TensorHolder(Holder):
     def exposed(self) -> list[nn.Parameter]:
         """The parameter; nothing for a buffer."""
         return [self._tensor] if isinstance(self._tensor, nn.Parameter) else []
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Tell whether the mesh of a DTensor has all ranks of the model."""
+        return not isinstance(self._tensor, DTensor) or self._tensor.device_mesh.size() == self.everyone.size
 
     @property
     def is_sharded(self) -> bool:

@@ -95,7 +95,8 @@ class Optimized:
     @property
     def shared(self) -> bytes:
         """What of this has to be equal on all ranks, in short: the parameters of which each rank has a part."""
-        return digest([each.names(at) for each in self.held if each.holder.is_sharded for at in each.positions])
+        cut = [each for each in self.held if each.holder.is_sharded and each.holder.is_everywhere]
+        return digest([each.names(at) for each in cut for at in each.positions])
 
 
 def optimized(found: Description, optim: Optimizing) -> Optimized:
@@ -283,10 +284,11 @@ class _Taker:
             self._lying(held, slot, parts, state)
             return
         has = set(range(len(holder.entries))) if held.is_flat else set(having)
-        live = {_memory_of(part) for part in parts}
+        live = [_memory_of(part) for part in parts if part is not None]
         for index, (entry, value) in enumerate(zip(holder.entries, self._moved(holder, parts, found), strict=False)):
             if index in has:
-                own = value.clone() if _memory_of(value) in live else value
+                start = local(value).data_ptr()
+                own = value.clone() if any(first <= start < end for first, end in live) else value
                 state.setdefault(entry.name, {})[slot] = own.cpu() if self._offload else own
 
     def _moved(self, holder: Holder, parts: Sequence[torch.Tensor | None], found: Slot) -> Iterable[torch.Tensor]:
@@ -344,8 +346,10 @@ class _Taker:
         )
 
 
-def _memory_of(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else local(tensor).untyped_storage().data_ptr()
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where the memory of a tensor begins and ends."""
+    storage = local(tensor).untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def everyones(own: torch.Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -182,9 +182,13 @@ def live_storages() -> dict[int, int]:
         if issubclass(type(thing), torch.Tensor):
             with contextlib.suppress(NotImplementedError, RuntimeError):
                 storage = thing.untyped_storage()
-                if storage.nbytes():
-                    found[storage.data_ptr()] = storage.nbytes()
-    return found
+                found[storage.data_ptr()] = max(storage.nbytes(), found.get(storage.data_ptr(), 0))
+    outermost: dict[int, int] = {}
+    end = 0
+    for start in sorted(found):  # a storage may be a part of another
+        if start + found[start] > end:
+            outermost[start], end = found[start], start + found[start]
+    return outermost
 
 
 def stored_bytes() -> int:

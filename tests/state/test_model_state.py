@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 
 import pytest
@@ -12,7 +13,7 @@ from models import CASES, Case, built
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from shardckpt.core import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from shardckpt.state.kinds import StateKind
 from shardckpt.state.loading import load_model_state_dict
 from shardckpt.state.model import model_state_dict
@@ -91,3 +92,37 @@ def test_every_form_holds_the_unsharded_state_and_goes_back(style, world):
         return wrong
 
     assert run(world, body, timeout=120) == [{}] * world
+
+
+def saved_bytes(value: torch.Tensor) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.tell()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_sharded_states_are_copied_and_saved_each_tensor_by_itself(style):
+    def body(rank, world):
+        torch.manual_seed(0)
+        model = sharded(CASES[0], built(CASES[0]), style)
+        state = model_state_dict(model, "SHARDED")
+        parts = [value.to_local().detach() for value in state.values() if isinstance(value, DTensor)]
+        wrong = [tuple(part.shape) for part in parts if saved_bytes(part) != saved_bytes(part.clone())]
+        return len(parts) > 1, wrong + same(whole(copy.deepcopy(state)), whole(state))
+
+    assert run(2, body) == [(True, [])] * 2
+
+
+def test_offloaded_models_without_memory_take_what_is_assigned_to_them():
+    def body(rank, world):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+        with torch.device("meta"):
+            empty = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+        fully_shard(empty, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        for name, tensor in fully_shard(copy.deepcopy(plain)).state_dict().items():
+            empty.load_state_dict({name: tensor}, assign=True, strict=False)
+        given = torch.randn(2, 4)
+        return torch.equal(empty(given), plain(given)), same(whole(empty.state_dict()), plain.state_dict())
+
+    assert run(2, body) == [(True, [])] * 2

@@ -135,3 +135,18 @@ def test_a_model_that_one_rank_shards_over_itself_has_its_state_there():
         return differing(found, dict(net.state_dict())) + differing(flat(optim_state_dict(model, optim)), flat(kept))
 
     assert run(2, body) == [[], []]
+
+
+def test_experts_that_some_ranks_share_have_states_on_those():
+    def body(rank, world):
+        pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        torch.manual_seed(0)
+        model = Stage(2)
+        model.blocks[1 - rank % 2] = nn.Identity()
+        model.blocks[rank % 2] = quiet(ours.FullyShardedDataParallel, model.blocks[rank % 2], pairs[rank % 2])
+        model = quiet(ours.FullyShardedDataParallel, model)
+        optim = torch.optim.AdamW(model.parameters())
+        step(model, optim)
+        return set(optim_state_dict(model, optim, "SHARDED")["state"]) == set(model_state_dict(model, "SHARDED"))
+
+    assert run(4, body) == [True] * 4
