@@ -11,7 +11,7 @@ import fsspec
 import pytest
 import torch
 from harness import mark, outcomes, raised_everywhere, run, since
-from states import FACES, PARALLEL, Net, differing, flat, step, whole
+from states import FACES, PARALLEL, Net, differing, flat, step, theirs, whole, wrapper
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -85,6 +85,12 @@ class TestElastic:
         assert differing(nest["model"], saved[0]) == []
         assert differing(flat(nest["optim"]), saved[1]) == []
         assert (nest["step"], len(nest["rng"])) == (5, 3)
+
+    def test_torchs_own_wrapper_is_saved_and_loaded_by_its_whole_state(self, tmp_path: Path, monkeypatch) -> None:
+        monkeypatch.setitem(FACES, "torch wrapper", wrapper(theirs, use_orig_params=True))
+        saved, _ = run(2, save_face, "torch wrapper", tmp_path / "c")[0]
+        for _, found, _ in run(2, load_face, "torch wrapper", tmp_path / "c"):
+            assert compare(found, saved) == []
 
     @pytest.mark.parametrize("face", ["flat", "orig", "in place"])
     def test_hybrid_sharding_is_saved_once(self, tmp_path: Path, face: str) -> None:
