@@ -224,6 +224,14 @@ class TestOutcome:
             handle.result()
         assert os.listdir(tmp_path) == []
 
+    @pytest.mark.timeout(60)
+    def test_a_writer_that_fails_ends_a_call_that_waits_for_buffers(self, tmp_path: Path) -> None:
+        with writes(full):
+            handle = shardckpt.async_save({"t": torch.rand(1_000_000)}, tmp_path / "c", budget="1MiB")
+            with pytest.raises(OSError, match="No space left"):
+                handle.result()
+        assert os.listdir(tmp_path) == []
+
     def test_what_is_known_before_anything_is_copied_is_raised_by_the_call(self, tmp_path: Path) -> None:
         shardckpt.save({"t": torch.ones(3)}, tmp_path / "c")
         with pytest.raises(FileExistsError):
