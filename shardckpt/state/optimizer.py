@@ -284,11 +284,9 @@ class _Taker:
             self._lying(held, slot, parts, state)
             return
         has = set(range(len(holder.entries))) if held.is_flat else set(having)
-        live = [_memory_of(part) for part in parts if part is not None]
         for index, (entry, value) in enumerate(zip(holder.entries, self._moved(holder, parts, found), strict=False)):
             if index in has:
-                start = local(value).data_ptr()
-                own = value.clone() if any(first <= start < end for first, end in live) else value
+                own = value.clone() if _lies_within(value, parts[0 if held.is_flat else index]) else value
                 state.setdefault(entry.name, {})[slot] = own.cpu() if self._offload else own
 
     def _moved(self, holder: Holder, parts: Sequence[torch.Tensor | None], found: Slot) -> Iterable[torch.Tensor]:
@@ -346,10 +344,12 @@ class _Taker:
         )
 
 
-def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where the memory of a tensor begins and ends."""
-    storage = local(tensor).untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+def _lies_within(value: torch.Tensor, part: torch.Tensor | None) -> bool:
+    """Tell whether a value begins in the memory of what the optimizer keeps."""
+    if part is None:
+        return False
+    storage = local(part).untyped_storage()
+    return storage.data_ptr() <= local(value).data_ptr() < storage.data_ptr() + storage.nbytes()
 
 
 def everyones(own: torch.Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup) -> list[torch.Tensor]:
