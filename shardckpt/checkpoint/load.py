@@ -90,6 +90,7 @@ def load(
     if path is None:
         with collector_at_rest():
             saved = Saved(str(state), verify, rules)
+            saved.expect_most()
             if verify == "full":
                 saved.check_blocks()
             return saved.materialised(saved.nest)
@@ -106,6 +107,8 @@ def _load_into(
     said: bytes | Exception = b""
     try:
         saved = Saved(path, verify, rules)
+        if policy.partial is None:
+            saved.expect_most()
         if verify == "full":
             saved.check_blocks(star.rank, star.size)
         fitting = fit(state, saved, policy, star.rank, star.size)

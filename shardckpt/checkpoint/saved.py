@@ -70,6 +70,10 @@ class Saved:
         """Tell whether it is of our own format."""
         return isinstance(self._reader, NativeReader)
 
+    def expect_most(self) -> None:
+        """Say that most arrays will be asked for: they are described in one go, which is cheaper than one by one."""
+        self.manifest.tensors.values()
+
     def check_blocks(self, share: int = 0, shares: int = 1) -> None:
         """Hash every block of this share of the files.
 
