@@ -16,8 +16,8 @@ from shardckpt.format.native_payload import Payload
 from shardckpt.manifest import Path
 from shardckpt.state.pieces import LocalArray
 
-BLOCK_BYTES = 16 << 20
-"""Bytes of a buffer, where the budget is not small."""
+BLOCK_BYTES = 64 << 20
+"""Bytes of a buffer, where the budget is not small: threads that copy meet once a buffer, and wait for each other."""
 
 LEAST_BUDGET_BYTES = 1 << 20
 
@@ -26,6 +26,8 @@ _LEAST_BLOCKS = 4
 
 _PAGE_BYTES = 4096
 _SMALL_BYTES = 64 << 10
+_PART_BYTES = 1 << 20
+"""Bytes of what does not lie in one piece that are put in order at a time, besides the budget."""
 
 T = TypeVar("T")
 
@@ -221,7 +223,7 @@ class Stage:
         if is_flat(tensor):
             self._put_flat(flat(tensor))
             return
-        for box in contiguous_blocks(whole(tuple(tensor.shape)), max(BLOCK_BYTES // tensor.element_size(), 1)):
+        for box in contiguous_blocks(whole(tuple(tensor.shape)), _PART_BYTES // tensor.element_size()):
             self._put_flat(flat(narrowed(tensor, box).resolve_conj().resolve_neg().contiguous()))
 
     def _put_flat(self, data: torch.Tensor) -> None:

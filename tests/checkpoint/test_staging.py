@@ -50,7 +50,7 @@ class TestPool:
         assert pool.made == 2
 
     def test_a_smaller_budget_lets_buffers_go(self) -> None:
-        pool = Pool(bytearray)
+        pool = Pool(object_of_size)
         pool.open(None)
         for _ in range(6):
             pool.take(wait=False)
