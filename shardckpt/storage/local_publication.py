@@ -11,7 +11,7 @@ from shardckpt.storage.exchange import exchange
 from shardckpt.storage.failures import failing
 from shardckpt.storage.leftovers import OLD, PARTIAL, abandoned, beside, is_at, make_partial, remove, sweep, take
 from shardckpt.storage.local import LocalStore, LocalWriter, sync_folder
-from shardckpt.storage.publication import Publication
+from shardckpt.storage.publication import REPLACE_IT, Publication
 
 
 class LocalPublication(Publication):
@@ -198,7 +198,7 @@ def _refuse_existing(target: str, *, overwrite: bool, single_file: bool) -> None
 
 
 def _exists(target: str) -> TargetExistsError:
-    return TargetExistsError("the target exists already", where=target, fix="Pass --overwrite to replace it.")
+    return TargetExistsError("the target exists already", where=target, fix=REPLACE_IT)
 
 
 def _require_space(target: str, needed_bytes: int) -> None:

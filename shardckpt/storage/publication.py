@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 
 from shardckpt.storage.store import Writer
 
+REPLACE_IT = "Pass overwrite=True (--overwrite) to replace it."
+"""What to do where something lies at the target."""
+
 
 class Publication(ABC):
     """A result on its way to its target.

@@ -11,7 +11,7 @@ from typing_extensions import Self
 from shardckpt.errors import StorageError, TargetExistsError
 from shardckpt.storage.leftovers import is_partial
 from shardckpt.storage.open_store import kind, open_store, split
-from shardckpt.storage.publication import Publication
+from shardckpt.storage.publication import REPLACE_IT, Publication
 from shardckpt.storage.store import Store, Writer
 
 
@@ -87,7 +87,7 @@ class RemoteFolder(Publication):
             raise TargetExistsError(
                 "the target exists already" if is_whole else f"files lie at the target, though no {last}",
                 where=url,
-                fix="Pass --overwrite to replace it." if is_whole else "If a killed run left them, pass --overwrite.",
+                fix=REPLACE_IT if is_whole else "If a killed run left them, pass overwrite=True (--overwrite).",
             )
         self.fresh = os.urandom(4).hex() if self._old else ""
         self._held: dict[str, HeldWriter] = {}
@@ -168,7 +168,7 @@ class RemoteFile(Publication):
                 "the target is a folder, but the result is one file", where=url, fix="Choose another name."
             )
         if found == "file" and not overwrite:
-            raise TargetExistsError("the target exists already", where=url, fix="Pass --overwrite to replace it.")
+            raise TargetExistsError("the target exists already", where=url, fix=REPLACE_IT)
         parent, self._name = split(url)
         self._store = open_store(parent)
         self._writer: HeldWriter | None = None
