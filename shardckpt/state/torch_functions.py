@@ -28,8 +28,8 @@ class _EitherMeta(type):
         return isinstance(instance, (theirs.FullyShardedDataParallel, FullyShardedDataParallel))
 
 
-class _Either(theirs.FullyShardedDataParallel, metaclass=_EitherMeta):
-    """What torch's functions look for and call: its own wrapper, or ours."""
+class _Either(metaclass=_EitherMeta):
+    """What torch's functions look for and call: its own wrapper, or ours. It is neither, and no module."""
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> Any:
@@ -37,7 +37,7 @@ class _Either(theirs.FullyShardedDataParallel, metaclass=_EitherMeta):
         return ours or theirs.FullyShardedDataParallel.fsdp_modules(module, root_only)
 
     @staticmethod
-    def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:  # type: ignore[override]
+    def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         if not _is_ours(module):
             return theirs.FullyShardedDataParallel.state_dict_type(module, *args, **kwargs)
         return FullyShardedDataParallel.state_dict_type(
