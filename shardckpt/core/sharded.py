@@ -20,6 +20,7 @@ from shardckpt.core.context import Context
 from shardckpt.core.dtensor_exposure import DTensorExposure
 from shardckpt.core.eager import around, hidden
 from shardckpt.core.errors import ArgumentError, StateError
+from shardckpt.core.exposure import Exposure
 from shardckpt.core.extension import ExtensionBucket, is_extended
 from shardckpt.core.placement import DataParallelMeshInfo, Placed, ShardPlacementFn, place
 from shardckpt.core.traverse import (
@@ -316,11 +317,8 @@ class Sharded:
             StateError: Something is on the meta device, or not on the CPU though it is offloaded.
         """
         for exposure in self.unit.exposures:
-            exposure.adopt()  # what a load assigned is not the exposure's yet
-            bucket = exposure.bucket
-            if bucket.compute_device.type == "meta" and not bucket.shard.is_meta:
-                ranks = bucket.group.shard or bucket.group.replicate
-                bucket.compute_on(materialize.default_device(ranks) if ranks is not None else bucket.shard.device)
+            if exposure.bucket.compute_device.type == "meta":
+                _leave_meta(exposure)
         exposed = [
             (member.fqn, parameter)
             for exposure in self.unit.exposures
@@ -420,3 +418,12 @@ def _everyone(info: DataParallelMeshInfo) -> dist.ProcessGroup | None:
     if group.shard is None or group.replicate is None:
         return group.shard or group.replicate
     return _group("everyone", tuple(info.mesh.mesh.flatten().tolist()))
+
+
+def _leave_meta(exposure: Exposure) -> None:
+    """Compute where this rank's parameters are, if a load that assigns brought them from the meta device."""
+    exposure.adopt()  # what a load assigned is not the exposure's yet
+    bucket = exposure.bucket
+    if not bucket.shard.is_meta:
+        ranks = bucket.group.shard or bucket.group.replicate
+        bucket.compute_on(materialize.default_device(ranks) if ranks is not None else bucket.shard.device)
