@@ -5,13 +5,17 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-.PHONY: demo test check format clean
+.PHONY: demo test test-slow check format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/consolidate_fsdp2.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
+
+# What starts every peer of every benchmark: run it when a benchmark or what it measures changed.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

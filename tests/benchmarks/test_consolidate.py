@@ -15,6 +15,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_small_run_prints_a_row_for_every_tool(tmp_path: Path) -> None:
     options = ["--size", "1MB", "--rounds", "1", "--cases", "hf,help", "--fsync", "neither", "--folder", str(tmp_path)]
     done = bench(*options)

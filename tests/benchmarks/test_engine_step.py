@@ -24,6 +24,7 @@ def step(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_a_small_run_prints_a_row_for_every_engine():
     small = ["--layers", "1", "--hidden", "32", "--tokens", "8", "--rounds", "1"]
     done = bench(*small, "--rows", "composable", "--parts", "steps,memory")

@@ -31,6 +31,7 @@ FACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "cases", "compared", "bare"),
     [

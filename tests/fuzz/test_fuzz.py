@@ -27,7 +27,7 @@ def test_good_input_is_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(which=st.integers(0, 99), damage=damages)
 def test_damage_ends_in_a_result_or_a_typed_error(name: str, which: int, damage: list[Edit]) -> None:
     target = TARGETS[name]
