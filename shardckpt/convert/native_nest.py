@@ -55,7 +55,7 @@ def whole_nest(reader: Reader) -> Nest:
     ties = {path: numbers[kept] for path, kept in manifest.aliases.items()}
     refs = {path: ArrayRef(numbers[manifest.aliases.get(path, path)]) for path in manifest.tensors}
     values, notes = _values(reader)
-    nest = encode(nested({**refs, **values}, reader.store.url), (), _leaf)
+    nest = encode(nested({**refs, **values}, reader.store.url))
     return Nest(arrays, nest, ties, {"source": manifest.format}, (*manifest.warnings, *notes))
 
 
@@ -78,7 +78,7 @@ def selected_nest(selection: Selection) -> Nest:
         ("model", name): numbers["model", kept] for name, kept in selection.ties.items() if ("model", kept) in arrays
     }
     refs = {path: ArrayRef(number) for path, number in (*numbers.items(), *ties.items())}
-    nest = encode(nested({**refs, **values}, "the selection"), (), _leaf)
+    nest = encode(nested({**refs, **values}, "the selection"))
     return Nest(arrays, nest, ties)
 
 
@@ -89,7 +89,7 @@ def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
     for path, entry in reader.manifest.objects.items():
         value = _plain(reader.load_object(entry) if entry.value is UNREAD else entry.value)
         try:
-            encode(value, path, _leaf)
+            encode(value, path)
         except UnsupportedError as error:
             notes.append(f"left out: {error}")
             continue
@@ -108,10 +108,6 @@ def _plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     return value
-
-
-def _leaf(value: object, _path: Path) -> ArrayRef | Named | None:
-    return value if isinstance(value, (ArrayRef, Named)) else None
 
 
 def nested(values: Mapping[Path, object], where: str) -> object:
