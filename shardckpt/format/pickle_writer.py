@@ -1,0 +1,217 @@
+"""Writes pickles by opcode: plain values, and calls of named globals that are never looked up here.
+
+Protocol 2 (PEP 307, and the notes in CPython's `pickletools`), which `torch.load(weights_only=True)` reads. Nothing is
+imported for a name: what it means is the reader's business.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from struct import pack
+from typing import Any, NamedTuple
+
+from shardckpt.errors import UnsupportedError
+from shardckpt.manifest import Path, dotted
+
+_MAX_DEPTH = 120
+_MAX_LONG_BYTES = 255
+_REMEMBERED_CHARACTERS = 200
+"""Longer strings are written out each time: they hardly ever come twice."""
+
+_BATCH = 1000
+"""Items between two marks, as CPython writes them: a reader's stack holds so many at once."""
+
+_NO_STATE = object()
+
+
+class GlobalName(NamedTuple):
+    """A name that the reader imports.
+
+    Attributes:
+        module: Its module.
+        name: Its name in there.
+    """
+
+    module: str
+    name: str
+
+
+class Call(NamedTuple):
+    """What a reader makes by calling a global.
+
+    Attributes:
+        function: What is called.
+        args: With which arguments.
+        state: What `__setstate__` is given then, or its `__dict__` is updated with; nothing where left out.
+        is_new: Made by `function.__new__`, without its `__init__`.
+        items: Put into it as into a dict.
+    """
+
+    function: GlobalName
+    args: tuple[object, ...] = ()
+    state: object = _NO_STATE
+    is_new: bool = False
+    items: Mapping[Any, object] | None = None
+
+
+class PersistentId(NamedTuple):
+    """What the reader finds outside of the pickle.
+
+    Attributes:
+        key: How it is called.
+    """
+
+    key: tuple[object, ...]
+
+
+Special = Callable[[object, Path], object]
+"""Returns what is written in the place of a value of no plain type; itself where it knows no better."""
+
+
+def _as_it_is(value: object, _path: Path) -> object:
+    return value
+
+
+def pickled(value: object, special: Special = _as_it_is) -> bytes:
+    """Return the pickle of a value.
+
+    Args:
+        value: Plain values, containers, and what this module names.
+        special: Asked about every value of another type.
+
+    Raises:
+        UnsupportedError: A value of a type that has no form here, or nested too deep; the message names its path.
+    """
+    writer = _Writer(special)
+    writer.value(value, ())
+    return b"".join((b"\x80\x02", *writer.parts, b"."))
+
+
+class _Writer:
+    """Collects opcodes.
+
+    Args:
+        special: As for `pickled`.
+    """
+
+    def __init__(self, special: Special) -> None:
+        self.parts: list[bytes] = []
+        self._special = special
+        self._memo: dict[object, int] = {}
+        self._plain: dict[type, Callable[[Any, Path], None]] = {
+            bool: lambda v, _: self.parts.append(b"\x88" if v else b"\x89"),
+            bytes: self._bytes,
+            bytearray: self._bytes,
+            Call: self._call,
+            complex: lambda v, p: self._call(Call(GlobalName("__builtin__", "complex"), (v.real, v.imag)), p),
+            dict: self._dict,
+            float: lambda v, _: self.parts.append(pack(">cd", b"G", v)),
+            GlobalName: lambda v, _: self._global(v),
+            int: self._int,
+            list: self._list,
+            OrderedDict: lambda v, p: self._call(Call(GlobalName("collections", "OrderedDict"), items=v), p),
+            PersistentId: self._persistent,
+            set: lambda v, p: self._call(Call(GlobalName("__builtin__", "set"), (list(v),)), p),
+            str: self._text,
+            tuple: self._tuple,
+            type(None): lambda _v, _p: self.parts.append(b"N"),
+        }
+
+    def value(self, value: object, path: Path) -> None:
+        """Write a value that sits at a path."""
+        if len(path) > _MAX_DEPTH:
+            raise UnsupportedError("nested too deep to be pickled", where=dotted(path[:8]))
+        write = self._plain.get(type(value))
+        if write is None:
+            value = self._special(value, path)
+            write = self._plain.get(type(value))
+        if write is None:
+            raise UnsupportedError(
+                f"a value of type {type(value).__name__} cannot be written", where=dotted(path), found=repr(value)[:80]
+            )
+        write(value, path)
+
+    def _int(self, value: int, path: Path) -> None:
+        if 0 <= value < 256:
+            self.parts.append(bytes((ord("K"), value)))
+        elif 0 <= value < 1 << 16:
+            self.parts.append(pack("<cH", b"M", value))
+        elif -(1 << 31) <= value < 1 << 31:
+            self.parts.append(pack("<ci", b"J", value))
+        else:
+            nbytes = value.bit_length() // 8 + 1
+            if nbytes > _MAX_LONG_BYTES:
+                raise UnsupportedError(f"an integer of {8 * nbytes} bits cannot be written", where=dotted(path))
+            self.parts.append(pack("<cB", b"\x8a", nbytes) + value.to_bytes(nbytes, "little", signed=True))
+
+    def _text(self, value: str, _path: Path) -> None:
+        if self._recalled(value):
+            return
+        raw = value.encode("utf-8", "surrogatepass")
+        self.parts.append(pack("<cI", b"X", len(raw)) + raw)
+        if len(value) <= _REMEMBERED_CHARACTERS:
+            self._remember(value)
+
+    def _bytes(self, value: bytes | bytearray, path: Path) -> None:
+        """Protocol 2 has no bytes: they are text of which every character is one, and are encoded by the reader."""
+        self._call(Call(GlobalName("_codecs", "encode"), (bytes(value).decode("latin-1"), "latin1")), path)
+
+    def _global(self, value: GlobalName) -> None:
+        if not self._recalled(value):
+            self.parts.append(f"c{value.module}\n{value.name}\n".encode())
+            self._remember(value)
+
+    def _recalled(self, value: object) -> bool:
+        index = self._memo.get(value)
+        if index is None:
+            return False
+        self.parts.append(pack("<cB", b"h", index) if index < 256 else pack("<cI", b"j", index))
+        return True
+
+    def _remember(self, value: object) -> None:
+        index = self._memo[value] = len(self._memo)
+        self.parts.append(pack("<cB", b"q", index) if index < 256 else pack("<cI", b"r", index))
+
+    def _list(self, value: Sequence[object], path: Path) -> None:
+        self.parts.append(b"]")
+        for start in range(0, len(value), _BATCH):
+            self.parts.append(b"(")
+            for i, each in enumerate(value[start : start + _BATCH], start):
+                self.value(each, (*path, i))
+            self.parts.append(b"e")
+
+    def _tuple(self, value: tuple[object, ...], path: Path) -> None:
+        short = (b")", b"\x85", b"\x86", b"\x87")
+        if len(value) > 3:
+            self.parts.append(b"(")
+        for i, each in enumerate(value):
+            self.value(each, (*path, i))
+        self.parts.append(short[len(value)] if len(value) <= 3 else b"t")
+
+    def _dict(self, value: Mapping[object, object], path: Path) -> None:
+        self.parts.append(b"}")
+        self._items(value, path)
+
+    def _items(self, value: Mapping[Any, object], path: Path) -> None:
+        pairs = list(value.items())
+        for start in range(0, len(pairs), _BATCH):
+            self.parts.append(b"(")
+            for key, each in pairs[start : start + _BATCH]:
+                self.value(key, (*path, "(key)"))
+                self.value(each, (*path, key if type(key) in (str, int) else str(key)))
+            self.parts.append(b"u")
+
+    def _persistent(self, value: PersistentId, path: Path) -> None:
+        self._tuple(value.key, path)
+        self.parts.append(b"Q")
+
+    def _call(self, value: Call, path: Path) -> None:
+        self._global(value.function)
+        self._tuple(value.args, path)
+        self.parts.append(b"\x81" if value.is_new else b"R")
+        if value.items is not None:
+            self._items(value.items, path)
+        if value.state is not _NO_STATE:
+            self.value(value.state, path)
+            self.parts.append(b"b")
