@@ -162,6 +162,7 @@ class Manifest:
         warnings: What is odd but no reason to stop, one sentence each.
         missing: Files that names promise and that are not there, where nobody can tell which tensors they held: such a
             checkpoint can be looked at, but not be taken for whole.
+        elsewhere: Name of a file that lies in another folder than the checkpoint, to that folder.
         has_shapes: Whether global shapes are stored. Where not, they are the hulls of the boxes that are there, and
             nothing shows that the last rows of an array are gone.
     """
@@ -175,6 +176,7 @@ class Manifest:
     warnings: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     has_shapes: bool = True
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
 def dotted(path: Path) -> str:

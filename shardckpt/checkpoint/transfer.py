@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from shardckpt.boxes import Box, contiguous_blocks, intersect, shift, whole
 from shardckpt.format.native_manifest import Written
-from shardckpt.format.native_payload import BlockHasher, Payload
+from shardckpt.format.native_payload import FileHasher, Payload
 from shardckpt.manifest import Path
 from shardckpt.state.pieces import LocalArray
 from shardckpt.storage.publication import Publication
@@ -32,7 +32,7 @@ Source = Callable[[Payload], Iterable[memoryview]]
 
 
 def write_payloads(
-    publication: Publication, payloads: Sequence[Payload], source: Source, *, checksums: bool
+    publication: Publication, payloads: Sequence[Payload], source: Source, *, checksums: bool, digests: bool = False
 ) -> list[Written]:
     """Write a rank's files.
 
@@ -41,6 +41,7 @@ def write_payloads(
         payloads: As they were laid out.
         source: Gives their contents.
         checksums: Hash every block of what is written.
+        digests: Hash every chunk too.
 
     Raises:
         StorageError: The storage failed.
@@ -48,13 +49,13 @@ def write_payloads(
     written = []
     with _Hashing() as hashing:
         for payload in payloads:
-            hasher = BlockHasher() if checksums else None
+            hasher = FileHasher(payload, blocks=checksums, chunks=digests)
             with publication.create(payload.name) as writer:
-                stream = _Stream(writer, hasher, hashing)
+                stream = _Stream(writer, hasher if checksums or digests else None, hashing)
                 for part in source(payload):
                     stream.add(part)
                 stream.finish()
-            written.append(Written(payload, hasher.digests() if hasher is not None else None))
+            written.append(Written(payload, hasher.hashes, hasher.digests))
     return written
 
 
@@ -76,7 +77,7 @@ class _Hashing:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
-    def submit(self, hasher: BlockHasher, data: memoryview) -> Future[None]:
+    def submit(self, hasher: FileHasher, data: memoryview) -> Future[None]:
         """Hash some bytes while others do something else."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardckpt-hash")
@@ -95,7 +96,7 @@ class _Hashing:
 class _Stream:
     """One file's bytes in order, small ones gathered, each hashed while it is written."""
 
-    def __init__(self, writer: Writer, hasher: BlockHasher | None, hashing: _Hashing) -> None:
+    def __init__(self, writer: Writer, hasher: FileHasher | None, hashing: _Hashing) -> None:
         self._writer, self._hasher, self._hashing = writer, hasher, hashing
         self._small = bytearray()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, escape
 from shardckpt.format import accelerate, dcp, hf, lightning, native, torch_file, torch_folder
 from shardckpt.format.reader import Evidence, Format, Reader, Source
@@ -29,8 +31,12 @@ _FOREIGN = (
 _SHOWN = 8
 
 
-def open_source(url: str) -> Source:
+def open_source(url: str, moved: str | Mapping[str, str] = "") -> Source:
     """Return what lies at a path or URL, unopened.
+
+    Args:
+        url: The path or URL.
+        moved: Where folders lie now that a step refers to.
 
     Raises:
         SourceNotFoundError: Nothing lies there.
@@ -42,8 +48,8 @@ def open_source(url: str) -> Source:
         raise SourceNotFoundError("nothing lies here", where=url, fix="Check the path or URL.")
     if found == "file":
         parent, name = split(url)
-        return Source(open_store(parent), name)
-    return Source(open_store(url))
+        return Source(open_store(parent), name, moved)
+    return Source(open_store(url), moved=moved)
 
 
 def detect(source: Source) -> Format:
@@ -70,8 +76,12 @@ def detect(source: Source) -> Format:
     )
 
 
-def open_checkpoint(url: str) -> Reader:
+def open_checkpoint(url: str, moved: str | Mapping[str, str] = "") -> Reader:
     """Open the checkpoint at a path or URL, whatever its format.
+
+    Args:
+        url: The path or URL.
+        moved: Where folders lie now that a step refers to: by what it calls them, or one place.
 
     Raises:
         SourceNotFoundError: Nothing lies there.
@@ -79,7 +89,7 @@ def open_checkpoint(url: str) -> Reader:
         CheckpointError: It is recognised and cannot be read.
         StorageError: The store failed.
     """
-    source = open_source(url)
+    source = open_source(url, moved)
     return detect(source).open(source)
 
 

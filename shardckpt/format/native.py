@@ -6,10 +6,12 @@ import hashlib
 import re
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from contextlib import suppress
+from dataclasses import replace
 
 from shardckpt.errors import ChecksumError, FormatError, IncompleteError, ShardckptError, TruncatedError, UnsafeError
 from shardckpt.format import tagged
 from shardckpt.format.collector import collector_paused
+from shardckpt.format.native_bases import BasedStore, Found, find_bases
 from shardckpt.format.native_blocks import Hashed, VerifiedStore
 from shardckpt.format.native_manifest import (
     COMMIT,
@@ -20,6 +22,7 @@ from shardckpt.format.native_manifest import (
     Contents,
     decode_commit,
     decode_manifest,
+    files_of_bases,
 )
 from shardckpt.format.native_payload import BLOCK_BYTES, KEY
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
@@ -71,7 +74,9 @@ def open_source(source: Source) -> NativeReader:
     sizes = {entry.name: entry.size for entry in entries if not entry.is_folder}
     commit = read_commit(store, sizes)
     with collector_paused():
-        return NativeReader(store, commit, read_contents(store, sizes, commit), sizes)
+        contents = read_contents(store, sizes, commit)
+        bases = find_bases(store.url, commit.bases, source.moved) if commit.bases or source.moved else None
+        return NativeReader(store, commit, contents, sizes, bases)
 
 
 def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
@@ -130,8 +135,8 @@ def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Con
             fix=_RESTORE,
         )
     contents = decode_manifest(data, where=where)
-    listed = {file.name: file.nbytes for file in contents.files}
-    if contents.save != commit.save or listed != dict(commit.files):
+    listed = {file.name: file.nbytes for file in contents.files if not file.base}
+    if contents.save != commit.save or listed != commit.files or files_of_bases(contents.files) != commit.bases:
         raise FormatError("the manifest and the commit mark disagree", where=where, found=contents.save)
     return contents
 
@@ -144,18 +149,27 @@ class NativeReader(Reader):
         commit: As read.
         contents: As read.
         sizes: Of the files in the folder.
+        bases: What of the folders that it refers to is there.
 
     Attributes:
         commit: The mark that makes the step exist.
         contents: Its manifest as stored: files with their hashes, arrays as rows, the nest as tagged JSON.
     """
 
-    def __init__(self, store: Store, commit: Commit, contents: Contents, sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, store: Store, commit: Commit, contents: Contents, sizes: Mapping[str, int], bases: Found | None = None
+    ) -> None:
         self.commit = commit
         self.contents = contents
-        self._stored = store
-        files = {f.name: Hashed(f.nbytes, f.hashes) for f in contents.files if f.hashes is not None}
-        super().__init__(VerifiedStore(store, files), manifest_of(store, contents, sizes))
+        self._stored: Store = store
+        files = {f.place: Hashed(f.nbytes, f.hashes) for f in contents.files if f.hashes is not None}
+        manifest = manifest_of(store, contents, sizes)
+        if bases is not None:
+            self._stored = BasedStore(store, bases.places)
+            elsewhere = {place: found.store.url for place, found in bases.places.items()}
+            known = {**manifest.files, **bases.sizes}
+            manifest = replace(manifest, files=known, elsewhere=elsewhere, warnings=(*manifest.warnings, *bases.notes))
+        super().__init__(VerifiedStore(self._stored, files), manifest)
 
     @property
     def stored(self) -> Store:
@@ -175,7 +189,7 @@ class NativeReader(Reader):
 
     def block_hashes(self) -> dict[str, tuple[int, ...]]:
         """Return the xxh3-64 of each block of each file that was saved with checksums."""
-        return {file.name: file.hashes for file in self.contents.files if file.hashes is not None}
+        return {file.place: file.hashes for file in self.contents.files if file.hashes is not None}
 
     def checksums(self) -> Iterator[Checksum]:
         """Yield the hash of every block of every file."""
@@ -183,7 +197,7 @@ class NativeReader(Reader):
             for number, value in enumerate(file.hashes or ()):
                 start = number * BLOCK_BYTES
                 yield Checksum(
-                    file.name, start, min(BLOCK_BYTES, file.nbytes - start), ALGORITHM, value, f"block {number}, "
+                    file.place, start, min(BLOCK_BYTES, file.nbytes - start), ALGORITHM, value, f"block {number}, "
                 )
 
 
@@ -191,7 +205,7 @@ class _Entries(Mapping[Path, TensorEntry]):
     """Arrays by path; a million pieces are made when somebody asks for them, not before."""
 
     def __init__(self, contents: Contents) -> None:
-        self._files = contents.files
+        self._places = [file.place for file in contents.files]
         self._records: dict[Path, ArrayRecord] = {record.path: record for record in contents.arrays}
         self._records |= {path: contents.arrays[index] for path, index in contents.ties.items()}
         self._built: dict[Path, TensorEntry] = {}
@@ -200,7 +214,7 @@ class _Entries(Mapping[Path, TensorEntry]):
         entry = self._built.get(path)
         if entry is None:
             record = self._records[path]
-            entry = TensorEntry(path, record.shape, record.dtype, record.pieces(self._files))
+            entry = TensorEntry(path, record.shape, record.dtype, record.pieces(self._places))
             self._built[path] = entry
         return entry
 
@@ -241,8 +255,8 @@ def manifest_of(store: Store, contents: Contents, sizes: Mapping[str, int]) -> M
     Raises:
         CheckpointError: The nest does not follow the format, or refers to other arrays than there are.
     """
-    files = {file.name: sizes.get(file.name, -1) for file in contents.files}
-    longer = [file.name for file in contents.files if files[file.name] > file.nbytes]
+    files = {file.place: -1 if file.base else sizes.get(file.name, -1) for file in contents.files}
+    longer = [file.name for file in contents.files if files[file.place] > file.nbytes]
     unhashed = sum(file.hashes is None for file in contents.files)
     notes = [f"{name} is longer than when it was committed" for name in longer]
     if unhashed:

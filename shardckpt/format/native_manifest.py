@@ -19,14 +19,19 @@ from typing import Any, NamedTuple
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import ChecksumError, FormatError, TruncatedError, UnsafeError, UnsupportedError
+from shardckpt.format import native_bases
+from shardckpt.format.native_bases import Base
 from shardckpt.format.native_payload import BLOCK_BYTES, VERSION, BlockHasher, Payload, canonical
 from shardckpt.format.safetensors import MAX_DIMS, parse_json
 from shardckpt.manifest import Path, Piece, Span, dotted
 
 COMMIT = "COMMIT"
 MANIFEST_SUFFIX = ".manifest.json"
-FEATURES: frozenset[str] = frozenset()
+FEATURES: frozenset[str] = frozenset({native_bases.FEATURE})
 """Names of what a reader must understand beyond version 1.0, and this one does."""
+
+DIGEST_BYTES = 16
+"""Of a chunk's xxh3-128."""
 
 MAX_COMMIT_BYTES = 1 << 26
 MAX_MANIFEST_BYTES = 1 << 29
@@ -45,6 +50,7 @@ _MANIFEST_FIELDS: Mapping[str, type] = {
 }
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _SAVE = re.compile(r"[0-9a-z]{1,64}")
+_SHA256 = re.compile("[0-9a-f]{64}")
 _NEWER = "Read it with a newer release of shardckpt."
 
 
@@ -55,24 +61,33 @@ class Written:
     Attributes:
         payload: Its layout.
         hashes: Of its blocks; None where none were made.
+        digests: Of its chunks, in their order; None where none were made.
     """
 
     payload: Payload
     hashes: tuple[int, ...] | None = None
+    digests: tuple[bytes, ...] | None = None
 
 
 class FileRecord(NamedTuple):
-    """One file of a step.
+    """One file that holds bytes of a step.
 
     Attributes:
-        name: In the step's folder.
+        name: In its folder.
         nbytes: Its size.
         hashes: xxh3-64 of each of its blocks; None where none were made.
+        base: The folder, as the step refers to it; empty for the step's own.
     """
 
     name: str
     nbytes: int
     hashes: tuple[int, ...] | None
+    base: str = ""
+
+    @property
+    def place(self) -> str:
+        """Name in the store of the step's reader."""
+        return f"{self.base}/{self.name}" if self.base else self.name
 
 
 class ArrayRecord(NamedTuple):
@@ -83,26 +98,32 @@ class ArrayRecord(NamedTuple):
         dtype: Torch's name of its type.
         shape: In elements.
         rows: For each piece: file index, byte offset, box offset, box size.
+        digests: For each piece the xxh3-128 of its bytes, back to back; empty where none were made.
     """
 
     path: Path
     dtype: str
     shape: Shape
     rows: array[int]
+    digests: bytes = b""
 
     @property
     def width(self) -> int:
         """Integers of one row."""
         return 2 + 2 * len(self.shape)
 
-    def pieces(self, files: Sequence[FileRecord]) -> tuple[Piece, ...]:
-        """Return the pieces, with the bytes their boxes take."""
+    def pieces(self, places: Sequence[str]) -> tuple[Piece, ...]:
+        """Return the pieces, with the bytes their boxes take.
+
+        Args:
+            places: Names of the files, as the reader's store has them.
+        """
         rows, n, width, element = self.rows.tolist(), 2 + len(self.shape), self.width, bits(self.dtype)
         found = []
         for at in range(0, len(rows), width):
             box = Box(tuple(rows[at + 2 : at + n]), tuple(rows[at + n : at + width]))
             span = Span(rows[at + 1], (prod(box.size) * element + 7) // 8)
-            found.append(Piece(box, files[rows[at]].name, span))
+            found.append(Piece(box, places[rows[at]], span))
         return tuple(found)
 
 
@@ -131,6 +152,7 @@ class Contents:
         ties: Further path of an array to its index.
         topology: Free JSON: how the ranks stood.
         about: Free text: who wrote it.
+        bases: Folders in which some of the files lie.
     """
 
     save: str
@@ -140,6 +162,7 @@ class Contents:
     ties: Mapping[Path, int] = field(default_factory=dict)
     topology: Mapping[str, object] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
+    bases: tuple[Base, ...] = ()
 
     def carried(self) -> dict[str, object]:
         """Return what no payload header says by itself, for `lay_out(carry=...)`."""
@@ -164,6 +187,7 @@ class Commit:
         files: Name to size of every other file of the step.
         version: Of the format.
         features: What a reader must understand.
+        bases: Folders that it refers to, to name and size of the files there.
     """
 
     save: str
@@ -173,6 +197,7 @@ class Commit:
     files: Mapping[str, int]
     version: tuple[int, int] = VERSION
     features: tuple[str, ...] = ()
+    bases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 # What ranks tell the one that commits
@@ -182,19 +207,23 @@ def part_of(written: Sequence[Written]) -> Part:
     """Return what a writer wrote, as records."""
     files = tuple(FileRecord(w.payload.name, w.payload.nbytes, w.hashes) for w in written)
     found: dict[Path, ArrayRecord] = {}
+    digests: dict[Path, list[bytes]] = {}
     for number, each in enumerate(written):
         for chunk, offset in zip(each.payload.chunks, each.payload.offsets, strict=True):
             record = found.get(chunk.path)
             if record is None:
                 record = found[chunk.path] = ArrayRecord(chunk.path, chunk.dtype, chunk.shape, array("Q"))
             record.rows.extend((number, offset, *chunk.box.offset, *chunk.box.size))
-    return Part(files, tuple(found.values()))
+        for chunk, digest in zip(each.payload.chunks, each.digests or (), strict=each.digests is not None):
+            digests.setdefault(chunk.path, []).append(digest)
+    return Part(files, tuple(r._replace(digests=b"".join(digests.get(r.path, ()))) for r in found.values()))
 
 
 def encode_part(written: Sequence[Written]) -> bytes:
     """Return what a writer wrote, as bytes for the one that commits."""
     part = part_of(written)
-    return canonical({"files": _files_json(part.files), "arrays": _arrays_json(part.arrays)})
+    digests = _digests_json(part.arrays)
+    return canonical({"files": _files_json(part.files, ()), "arrays": _arrays_json(part.arrays), **digests})
 
 
 def decode_part(data: bytes, *, where: object = "") -> Part:
@@ -204,8 +233,8 @@ def decode_part(data: bytes, *, where: object = "") -> Part:
         FormatError: The bytes are none of `encode_part`'s.
     """
     raw = read_fields(parse_json(data, where=str(where)), {"files": list, "arrays": list}, where)
-    files = _read_files(raw["files"], where)
-    return Part(files, _read_arrays(raw["arrays"], len(files), where))
+    files = _read_files(raw["files"], (), where)
+    return Part(files, _with_digests(_read_arrays(raw["arrays"], len(files), where), raw, where))
 
 
 def join(parts: Sequence[Part], order: Sequence[Path]) -> tuple[tuple[FileRecord, ...], tuple[ArrayRecord, ...]]:
@@ -226,7 +255,7 @@ def join(parts: Sequence[Part], order: Sequence[Path]) -> tuple[tuple[FileRecord
         for record in part.arrays:
             known = found.get(record.path)
             if known is None:
-                known = found[record.path] = record._replace(rows=array("Q"))
+                known = found[record.path] = record._replace(rows=array("Q"), digests=b"")
             if (known.dtype, known.shape) != (record.dtype, record.shape):
                 raise FormatError(
                     "ranks disagree on an array",
@@ -238,10 +267,16 @@ def join(parts: Sequence[Part], order: Sequence[Path]) -> tuple[tuple[FileRecord
             for at in range(0, len(rows), record.width):
                 rows[at] += first
             known.rows.extend(rows)
+            found[record.path] = known._replace(digests=known.digests + record.digests)
     if set(found) != set(order) or len(set(order)) != len(order):
         wrong = next(iter(set(found) ^ set(order)), order[0] if order else ())
         raise FormatError("what was written is not what was planned", where=dotted(wrong))
-    return tuple(files), tuple(found[path] for path in order)
+    return tuple(files), tuple(_all_or_no_digests(found[path]) for path in order)
+
+
+def _all_or_no_digests(record: ArrayRecord) -> ArrayRecord:
+    count = len(record.rows) // record.width
+    return record if len(record.digests) == count * DIGEST_BYTES else record._replace(digests=b"")
 
 
 def record_of(name: str, content: bytes, *, checksums: bool = True) -> FileRecord:
@@ -266,8 +301,10 @@ def encode_manifest(contents: Contents) -> bytes:
             "save": contents.save,
             "about": dict(contents.about),
             "topology": dict(contents.topology),
-            "files": _files_json(contents.files),
+            **({"bases": [list(base) for base in contents.bases]} if contents.bases else {}),
+            "files": _files_json(contents.files, [base.url for base in contents.bases]),
             "arrays": _arrays_json(contents.arrays),
+            **_digests_json(contents.arrays),
             "ties": [[list(path), index] for path, index in contents.ties.items()],
             "nest": contents.nest,
         }
@@ -285,8 +322,9 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> Contents:
     if raw["format"] != "shardckpt manifest":
         raise _bad("this is no manifest", raw["format"], "shardckpt manifest", where)
     _version(raw["version"], where)
-    files = _read_files(raw["files"], where)
-    arrays = _read_arrays(raw["arrays"], len(files), where)
+    bases = _read_bases(raw.get("bases", []), where)
+    files = _read_files(raw["files"], [base.url for base in bases], where)
+    arrays = _with_digests(_read_arrays(raw["arrays"], len(files), where), raw, where)
     if not all(isinstance(v, str) for v in raw["about"].values()):
         raise _bad("`about` maps no names to text", raw["about"], "", where)
     return Contents(
@@ -297,6 +335,7 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> Contents:
         ties=read_ties(raw["ties"], [a.path for a in arrays], where),
         topology=raw["topology"],
         about=raw["about"],
+        bases=bases,
     )
 
 
@@ -323,8 +362,60 @@ def read_ties(value: object, paths: Sequence[Path], where: object) -> dict[Path,
     return ties
 
 
-def _files_json(files: Iterable[FileRecord]) -> list[object]:
-    return [[f.name, f.nbytes, None if f.hashes is None else _hex(f.hashes)] for f in files]
+def _files_json(files: Iterable[FileRecord], bases: Sequence[str]) -> list[object]:
+    number = {url: at for at, url in enumerate(bases)}
+    return [
+        [f.name, f.nbytes, None if f.hashes is None else _hex(f.hashes), *([number[f.base]] if f.base else [])]
+        for f in files
+    ]
+
+
+def _digests_json(arrays: Sequence[ArrayRecord]) -> dict[str, object]:
+    return {"digests": [a.digests.hex() for a in arrays]} if any(a.digests for a in arrays) else {}
+
+
+def _with_digests(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], where: object) -> tuple[ArrayRecord, ...]:
+    """Return arrays with the digests of their pieces, where there are any."""
+    if "digests" not in raw:
+        return arrays
+    texts = _fixed(raw["digests"], len(arrays), "digests", where)
+    return tuple(
+        record._replace(digests=_read_digests(text, record, where)) for record, text in zip(arrays, texts, strict=True)
+    )
+
+
+def _read_digests(text: object, record: ArrayRecord, where: object) -> bytes:
+    length = 2 * DIGEST_BYTES * (len(record.rows) // record.width)
+    if not isinstance(text, str) or len(text) not in (0, length):
+        raise _bad(f"the digests of {dotted(record.path)!r} do not fit its pieces", "", f"{length} digits", where)
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise _bad("a digest is no hexadecimal number", text[:40], "", where) from error
+
+
+def _read_bases(value: object, where: object) -> tuple[Base, ...]:
+    bases = tuple(_read_base(entry, where) for entry in _list(value, "bases", where))
+    if len({base.url for base in bases}) != len(bases):
+        raise FormatError("a base is listed twice", where=where)
+    return bases
+
+
+def _read_base(entry: object, where: object) -> Base:
+    url, save, sha256 = _fixed(entry, 3, "bases", where)
+    if save == sha256 == "":
+        return Base(_base_url(url, where))
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        raise _bad("the digest of a base is none", sha256, "64 hexadecimal digits", where)
+    return Base(_base_url(url, where), _save(save, where), sha256)
+
+
+def _base_url(url: object, where: object) -> str:
+    if not native_bases.is_base_url(url):
+        raise UnsafeError(
+            "this is no reference to a base", where=where, found=_shown(url), expected="../NAME, or absolute"
+        )
+    return str(url)
 
 
 def _hex(hashes: Sequence[int]) -> str:
@@ -335,16 +426,22 @@ def _arrays_json(arrays: Iterable[ArrayRecord]) -> list[object]:
     return [[list(a.path), a.dtype, list(a.shape), a.rows.tolist()] for a in arrays]
 
 
-def _read_files(value: object, where: object) -> tuple[FileRecord, ...]:
-    files = tuple(_read_file(entry, where) for entry in _list(value, "files", where))
-    if len({f.name for f in files}) != len(files):
+def _read_files(value: object, bases: Sequence[str], where: object) -> tuple[FileRecord, ...]:
+    files = tuple(_read_file(entry, bases, where) for entry in _list(value, "files", where))
+    if len({(f.base, f.name) for f in files}) != len(files):
         raise FormatError("a file is listed twice", where=where)
     return files
 
 
-def _read_file(entry: object, where: object) -> FileRecord:
+def _read_file(entry: object, bases: Sequence[str], where: object) -> FileRecord:
+    base = ""
+    if isinstance(entry, list) and len(entry) == 4 and bases:
+        base = bases[_integer(entry[3], "files", where, below=len(bases))]
+        entry = entry[:3]
     name, size, digests = _fixed(entry, 3, "files", where)
     size = _integer(size, "files", where, below=_MAX_BYTES)
+    if digests is None and base:
+        raise _bad("a file of a base has no hashes", name, "hashes: nothing else says that it is the one", where)
     if digests is None:
         return FileRecord(plain_name(name, where), size, None)
     blocks = -(-size // BLOCK_BYTES)
@@ -354,7 +451,7 @@ def _read_file(entry: object, where: object) -> FileRecord:
         hashes = struct.unpack(f">{blocks}Q", bytes.fromhex(digests))
     except (ValueError, struct.error) as error:
         raise _bad("a hash is no hexadecimal number", digests[:40], "", where) from error
-    return FileRecord(plain_name(name, where), size, hashes)
+    return FileRecord(plain_name(name, where), size, hashes, base)
 
 
 def _read_arrays(value: object, files: int, where: object) -> tuple[ArrayRecord, ...]:
@@ -401,18 +498,30 @@ def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord]) -> by
     Args:
         save: The save's id.
         manifest: The bytes of the manifest, whose name is `manifest_name(save)`.
-        files: Every other file of the step.
+        files: Every other file of the step, and those of its bases.
     """
+    files = list(files)
+    bases = files_of_bases(files)
     content = {
         "format": "shardckpt",
         "version": list(VERSION),
-        "features": [],
+        "features": [native_bases.FEATURE] if bases else [],
         "save": save,
         "manifest": [manifest_name(save), len(manifest), hashlib.sha256(manifest).hexdigest()],
-        "files": [[f.name, f.nbytes] for f in files],
+        "files": [[f.name, f.nbytes] for f in files if not f.base],
+        **({"bases": [[url, list(map(list, named.items()))] for url, named in bases.items()]} if bases else {}),
     }
     line = canonical(content) + b"\n"
     return line + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
+
+
+def files_of_bases(files: Iterable[FileRecord]) -> dict[str, dict[str, int]]:
+    """Return for each base the names and sizes of its files."""
+    bases: dict[str, dict[str, int]] = {}
+    for file in files:
+        if file.base:
+            bases.setdefault(file.base, {})[file.name] = file.nbytes
+    return bases
 
 
 def manifest_name(save: str) -> str:
@@ -449,19 +558,37 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
     raw = read_fields(raw, {"features": list, "save": str, "manifest": list, "files": list}, where)
     features = _features(raw["features"], where)
     name, size, sha256 = _fixed(raw["manifest"], 3, "manifest", where)
-    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
         raise _bad("the manifest's digest is none", sha256, "64 hexadecimal digits", where)
-    sizes: dict[str, int] = {}
-    for entry in _list(raw["files"], "files", where):
-        file, nbytes_ = _fixed(entry, 2, "files", where)
-        if plain_name(file, where) in sizes:
-            raise _bad("a file is listed twice", file, "", where)
-        sizes[file] = _integer(nbytes_, "files", where, below=_MAX_BYTES)
+    sizes = _sizes(raw["files"], where)
     manifest_bytes = _integer(size, "manifest", where, below=_MAX_BYTES)
     if manifest_bytes > MAX_MANIFEST_BYTES:
         raise UnsafeError("the manifest is too large", where=where, found=size, expected=MAX_MANIFEST_BYTES)
     save = _save(raw["save"], where)
-    return Commit(save, plain_name(name, where), manifest_bytes, sha256, sizes, version, features)
+    bases = _files_by_base(raw.get("bases", []), where)
+    if bool(bases) != (native_bases.FEATURE in features):
+        raise FormatError("the commit mark's features do not fit its bases", where=where)
+    return Commit(save, plain_name(name, where), manifest_bytes, sha256, sizes, version, features, bases)
+
+
+def _sizes(value: object, where: object) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for entry in _list(value, "files", where):
+        file, nbytes = _fixed(entry, 2, "files", where)
+        if plain_name(file, where) in sizes:
+            raise _bad("a file is listed twice", file, "", where)
+        sizes[file] = _integer(nbytes, "files", where, below=_MAX_BYTES)
+    return sizes
+
+
+def _files_by_base(value: object, where: object) -> dict[str, dict[str, int]]:
+    bases: dict[str, dict[str, int]] = {}
+    for entry in _list(value, "bases", where):
+        url, files = _fixed(entry, 2, "bases", where)
+        if _base_url(url, where) in bases:
+            raise _bad("a base is listed twice", url, "", where)
+        bases[url] = _sizes(files, where)
+    return bases
 
 
 def _version(value: object, where: object) -> tuple[int, int]:

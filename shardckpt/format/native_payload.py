@@ -261,3 +261,72 @@ class BlockHasher:
         self._done.append(self._current.intdigest())
         self._current.reset()
         self._filled = 0
+
+
+class ChunkHasher:
+    """Hashes each chunk of a file as the file is written: the xxh3-128 of its bytes.
+
+    Args:
+        payload: The file as it was laid out.
+    """
+
+    def __init__(self, payload: Payload) -> None:
+        self._ends = [offset + c.nbytes for offset, c in zip(payload.offsets, payload.chunks, strict=True)]
+        self._start = payload.offsets[0] if payload.offsets else payload.nbytes
+        self._at = 0
+        self._done: list[bytes] = []
+        self._current = xxhash.xxh3_128()
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Take the file's next bytes."""
+        rest = memoryview(data).cast("B")
+        if self._at < self._start:
+            skipped = min(self._start - self._at, len(rest))
+            self._at, rest = self._at + skipped, rest[skipped:]
+        while len(rest) and len(self._done) < len(self._ends):
+            part = rest[: self._ends[len(self._done)] - self._at]
+            self._current.update(part)
+            self._at, rest = self._at + len(part), rest[len(part) :]
+            self._close(self._at)
+
+    def digests(self) -> tuple[bytes, ...]:
+        """Return the hashes of all chunks, once the whole file was taken."""
+        self._close(self._at)
+        return tuple(self._done)
+
+    def _close(self, at: int) -> None:
+        """End the chunk that ends here, and empty ones behind it."""
+        while len(self._done) < len(self._ends) and self._ends[len(self._done)] == at:
+            self._done.append(self._current.digest())
+            self._current.reset()
+
+
+class FileHasher:
+    """What is hashed of a file as it is written.
+
+    Args:
+        payload: The file as it was laid out.
+        blocks: Hash its blocks.
+        chunks: Hash its chunks.
+    """
+
+    def __init__(self, payload: Payload, *, blocks: bool, chunks: bool) -> None:
+        self._blocks = BlockHasher() if blocks else None
+        self._chunks = ChunkHasher(payload) if chunks else None
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Take the file's next bytes."""
+        if self._blocks is not None:
+            self._blocks.update(data)
+        if self._chunks is not None:
+            self._chunks.update(data)
+
+    @property
+    def hashes(self) -> tuple[int, ...] | None:
+        """Of the blocks; None where none are made. Nothing may be added afterwards."""
+        return None if self._blocks is None else self._blocks.digests()
+
+    @property
+    def digests(self) -> tuple[bytes, ...] | None:
+        """Of the chunks; None where none are made. Nothing may be added afterwards."""
+        return None if self._chunks is None else self._chunks.digests()

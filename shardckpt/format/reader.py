@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -19,11 +19,13 @@ class Source:
     Args:
         store: Rooted at the folder, or at the folder that the file lies in.
         file: The file's name in `store`, or None for a folder.
+        moved: Where folders lie now that a step refers to: by what it calls them, or one place.
     """
 
-    def __init__(self, store: Store, file: str | None = None) -> None:
+    def __init__(self, store: Store, file: str | None = None, moved: str | Mapping[str, str] = "") -> None:
         self.store = store
         self.file = file
+        self.moved = moved
         self._heads: dict[str, bytes] = {}
 
     @property

@@ -84,6 +84,15 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
     }
     first = found[0]
     more = f" ({len(found) - 1} more such faults)" if len(found) > 1 else ""
+    base = manifest.elsewhere.get(first.file)
+    if base is not None and first.kind in ("missing file", "truncated"):
+        raise kinds[first.kind](
+            f"{first.tensor} lies in a file of a base that is not there, or not whole{more}",
+            where=where,
+            found=first.detail,
+            expected=f"{first.file.rpartition('/')[2]} in {base}",
+            fix="Put the base back there, or say where it lies now: load(..., base=PATH).",
+        )
     raise kinds.get(first.kind, FormatError)(
         f"{first.kind}: {first.tensor} {first.box}: {first.detail}{more}",
         where=f"{where}/{first.file}" if first.file else where,
