@@ -1,12 +1,17 @@
-"""What every room's tests share: the checkpoints with ground truth, and an S3 server of our own."""
+"""What every room's tests share: the checkpoints with ground truth, stores' servers, and word of which were there."""
 
+import importlib.metadata
+import json
 import os
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
 import pytest
+import servers
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -45,6 +50,7 @@ def s3_server() -> Iterator[str]:
         "NO_PROXY": "127.0.0.1,localhost",
         "no_proxy": "127.0.0.1,localhost",
     }
+    _VERSIONS["S3"] = f"moto {importlib.metadata.version('moto')}"
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
@@ -60,3 +66,114 @@ def s3_bucket(s3_server: str) -> Iterator[str]:
     fs.mkdir(name)
     yield f"s3://{name}"
     fs.rm(name, recursive=True)
+
+
+@pytest.fixture(scope="session")
+def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Connection string of an Azurite of our own, with the environment pointing at it."""
+    pytest.importorskip("adlfs")
+    try:
+        with (
+            servers.azurite(tmp_path_factory.mktemp("azurite")) as (version, connection),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            _VERSIONS["Azure"] = f"Azurite {version}"
+            patch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection)
+            patch.setenv("NO_PROXY", "127.0.0.1,localhost")
+            yield connection
+    except servers.NoServerError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def azure_container(azure_server: str) -> Iterator[str]:
+    """URL of an empty container, removed afterwards with all it holds."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    fs = fsspec.filesystem("abfs")
+    fs.mkdir(name)
+    yield f"abfs://{name}"
+    fs.rm(name, recursive=True)
+
+
+@pytest.fixture(scope="session")
+def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of the root of this machine's files behind an SSH server of our own, with fsspec's settings for it."""
+    pytest.importorskip("paramiko")
+    try:
+        with (
+            servers.sshd(tmp_path_factory.mktemp("sshd")) as (version, port, key),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            _VERSIONS["SFTP"] = version
+            options = {"key_filename": str(key), "look_for_keys": False, "allow_agent": False}
+            patch.setitem(fsspec.config.conf, "sftp", options)
+            patch.setenv("FSSPEC_SFTP", json.dumps(options))
+            yield f"sftp://{servers.user()}@127.0.0.1:{port}"
+    except servers.NoServerError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def sftp_folder(sftp_server: str, tmp_path: Path) -> str:
+    """URL of an empty folder behind the SSH server."""
+    (tmp_path / "sftp").mkdir()
+    return f"{sftp_server}{tmp_path}/sftp"
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[str]:
+    """URL of an empty folder in memory."""
+    fs = fsspec.filesystem("memory")
+    _emptied(fs)
+    yield "memory://some/root"
+    _emptied(fs)
+
+
+def _emptied(fs: MemoryFileSystem) -> None:
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+# Which stores the tests were run on, told at the end: a server that is missing is no green run of its store.
+
+_STORES = {
+    "tmp_path": "local",
+    "memory_folder": "memory",
+    "s3_server": "S3",
+    "azure_server": "Azure",
+    "sftp_server": "SFTP",
+}
+"""By fixture, what a test that asks for it runs on."""
+
+_VERSIONS: dict[str, str] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Note in a test's report on which stores it ran; reports travel from the processes of xdist, too."""
+    report = yield
+    for name, store in _STORES.items():
+        if name in getattr(item, "fixturenames", ()):
+            report.user_properties.append(("store", [store, _VERSIONS.get(store, "")]))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which stores were exercised, and which were not and why."""
+    passed, versions, reasons = Counter(), {}, {}
+    for outcome in ("passed", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for store, version in (value for name, value in report.user_properties if name == "store"):
+                if outcome == "passed":
+                    passed[store] += report.when == "call"
+                    versions[store] = version or versions.get(store, "")
+                elif isinstance(report.longrepr, tuple):
+                    reasons.setdefault(store, report.longrepr[2].removeprefix("Skipped: "))
+    if not set(passed) - {"local"} and not reasons:
+        return
+    terminalreporter.section("stores")
+    for store in _STORES.values():
+        name = f"{store} ({versions[store]})" if versions.get(store) else store
+        why = reasons.get(store, "no test of it was chosen")
+        told = f"exercised by {passed[store]} tests" if passed[store] else f"NOT exercised: {why}"
+        terminalreporter.write_line(f"{name}: {told}")

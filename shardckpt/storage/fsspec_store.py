@@ -1,4 +1,4 @@
-"""Bytes at names in a bucket, or wherever else fsspec reaches. The only module that imports fsspec."""
+"""Bytes at names in a bucket, or wherever else fsspec reaches: the one module that imports fsspec."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.utils import infer_storage_options
 from typing_extensions import Self
 
-from shardckpt.errors import MissingFileError, StorageError, TruncatedError, UsageError
+from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, TruncatedError, UsageError
 from shardckpt.storage.blocks import MAX_REQUEST, BlockCache, Span, plan_requests
 from shardckpt.storage.names import check_name
 from shardckpt.storage.retry import ShortBodyError, attempt, remote_error
+from shardckpt.storage.sftp import SftpFiles, shared
 from shardckpt.storage.store import Listed, Read, Store, Traits
 
 CACHE_BYTES = 32 << 20
@@ -41,6 +43,11 @@ _COPY_BUFFER = 4 * MAX_REQUEST
 
 _APPEARS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", "oci", "oss", "obs", "tos", "r2"}
 """Protocols whose objects appear when their writer closes; elsewhere a name beside is used and moved."""
+
+_CREATES_NEW = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
+"""Of those, whose stores put an object only where none lies, if asked to."""
+
+_SFTP = {"sftp", "ssh"}
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "abfs": "azure", "abfss": "azure", "az": "azure", "sftp": "sftp", "ssh": "sftp"}
 
@@ -245,6 +252,21 @@ class FsspecStore:
         self._forget(name)
         return FsspecWriter(self._fs, path, self._shown(name))
 
+    def put_new(self, name: str, data: bytes) -> None:
+        """Write a whole small file, where nothing has its name: of several who do so at once, one succeeds.
+
+        Where a back end cannot do that in one step, it looks and then writes.
+
+        Raises:
+            TargetExistsError: There is such a file; it stays.
+            UnsafeError: The name leaves the root.
+            StorageError: The store did not take it.
+        """
+        path = self._path(name)
+        self._forget(name)
+        with FsspecWriter(self._fs, path, self._shown(name), is_new=True) as writer:
+            writer.write(data)
+
     def delete(self, name: str) -> None:
         """Remove a file; a missing one is no error.
 
@@ -333,25 +355,28 @@ class FsspecWriter:
         fs: The file system.
         path: The object it becomes, as the file system names it.
         shown: The same for messages.
+        is_new: Only where no such object is by the time it appears.
 
     Raises:
         StorageError: It cannot be started.
     """
 
-    def __init__(self, fs: Any, path: str, shown: str) -> None:
+    def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool = False) -> None:
         self._fs, self._path, self._shown = fs, path, shown
         self._is_open = True
+        self._is_new = is_new
         self._written = 0
         self._buffer: memoryview | None = None
         protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
         folder, _, base = path.rpartition("/")
+        self._mode = "xb" if is_new and protocols & _CREATES_NEW else "wb"
         self._partial = "" if protocols & _APPEARS_WHOLE else f"{folder}/.{base}.partial-{os.urandom(6).hex()}"
         self._file: Any = attempt(self._open, "cannot create", shown)
 
     def _open(self) -> Any:
         if self._partial:
             self._fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
-        return self._fs.open(self._partial or self._path, "wb", block_size=PART_BYTES)
+        return self._fs.open(self._partial or self._path, self._mode, block_size=PART_BYTES)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append `data`.
@@ -370,6 +395,8 @@ class FsspecWriter:
             raise remote_error(error, "cannot write", self._shown) from error
 
     def _grow(self) -> None:
+        if self._partial:
+            return
         if self._written > PART_BYTES * _PARTS and not getattr(self._fs, "fixed_upload_size", False):
             self._file.blocksize = max(PART_BYTES, self._written // _PARTS)
 
@@ -393,15 +420,21 @@ class FsspecWriter:
         """Let the object appear.
 
         Raises:
+            TargetExistsError: It was to be new, and is not.
             StorageError: The store did not take it; the upload is dropped.
         """
         if not self._is_open:
             return
         self._buffer = None
         try:
+            if self._is_new and self._mode == "wb" and not isinstance(self._fs, SftpFiles):
+                self._refuse_old()
             self._file.close()
             if self._partial:
                 self._move()
+        except FileExistsError as error:
+            self.abort()
+            raise TargetExistsError("somebody else wrote this meanwhile", where=self._shown) from error
         except Exception as error:
             self.abort()
             raise remote_error(error, "cannot finish", self._shown) from error
@@ -410,7 +443,15 @@ class FsspecWriter:
             raise
         self._is_open = False
 
+    def _refuse_old(self) -> None:
+        self._fs.invalidate_cache()
+        if self._fs.exists(self._path):
+            raise FileExistsError(self._path)
+
     def _move(self) -> None:
+        if self._is_new and isinstance(self._fs, SftpFiles):
+            self._fs.mv_new(self._partial, self._path)
+            return
         if type(self._fs).mv is not fsspec.AbstractFileSystem.mv:
             self._fs.mv(self._partial, self._path)
             return
@@ -457,6 +498,8 @@ def connect(url: str, **storage_options: object) -> tuple[Any, str]:
         StorageError: The file system cannot be set up.
     """
     protocol = url.partition(":")[0]
+    if protocol in _SFTP:
+        return _connect_sftp(url, protocol, storage_options)
     if protocol in {"s3", "s3a"} and not {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & os.environ.keys():
         # Reads are tried again here; this is left for uploads.
         storage_options = {"config_kwargs": {"retries": _S3_RETRIES}, **storage_options}
@@ -464,9 +507,7 @@ def connect(url: str, **storage_options: object) -> tuple[Any, str]:
         fs, path = url_to_fs(url, **storage_options)
         fs.invalidate_cache()  # fsspec shares file systems, and with them lists from before
     except ImportError as error:
-        extra = _EXTRAS.get(protocol)
-        fix = f"pip install 'shardckpt[{extra}]'" if extra else "Install the package that fsspec names."
-        raise UsageError(f"{protocol}:// needs a package that is missing", where=url, found=error, fix=fix) from error
+        raise _missing_package(url, protocol, error) from error
     except ValueError as error:
         raise UsageError(
             "this URL cannot be used", where=url, found=error, fix="Check it for typing errors."
@@ -474,6 +515,25 @@ def connect(url: str, **storage_options: object) -> tuple[Any, str]:
     except Exception as error:
         raise remote_error(error, "cannot set up access", url) from error
     return fs, path
+
+
+def _connect_sftp(url: str, protocol: str, options: Mapping[str, object]) -> tuple[SftpFiles, str]:
+    """Return this process' connection to an SSH server, which is made when it is used."""
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        raise _missing_package(url, protocol, error) from error
+    parts = infer_storage_options(url)
+    if not parts.get("host"):
+        raise UsageError("this URL names no host", where=url, fix=f"Write {protocol}://user@host/folder.")
+    server = repr([parts.get(key) for key in ("username", "password", "host", "port")] + sorted(options.items()))
+    return shared(server, lambda: url_to_fs(url, skip_instance_cache=True, **options)[0]), parts["path"]
+
+
+def _missing_package(url: str, protocol: str, error: ImportError) -> UsageError:
+    extra = _EXTRAS.get(protocol)
+    fix = f"pip install 'shardckpt[{extra}]'" if extra else "Install the package that fsspec names."
+    return UsageError(f"{protocol}:// needs a package that is missing", where=url, found=error, fix=fix)
 
 
 def kind_of(url: str) -> str:

@@ -8,7 +8,6 @@ import time
 from itertools import pairwise
 
 import boto3
-import fsspec
 import pytest
 import s3fs
 from bucket import Bucket
@@ -32,11 +31,8 @@ def bucket(monkeypatch):
 
 class TestMemory(StoreSuite):
     @pytest.fixture
-    def store(self):
-        fs = fsspec.filesystem("memory")
-        fs.store.clear()
-        fs.pseudo_dirs[:] = [""]
-        return FsspecStore("memory://some/root")
+    def store(self, memory_folder):
+        return FsspecStore(memory_folder)
 
 
 class TestBucket(StoreSuite):
@@ -51,6 +47,18 @@ class TestS3(StoreSuite):
     @pytest.fixture
     def store(self, s3_bucket):
         return FsspecStore(f"{s3_bucket}/some/root")
+
+
+class TestAzure(StoreSuite):
+    @pytest.fixture
+    def store(self, azure_container):
+        return FsspecStore(f"{azure_container}/some/root")
+
+
+class TestSftp(StoreSuite):
+    @pytest.fixture
+    def store(self, sftp_folder):
+        return FsspecStore(f"{sftp_folder}/some/root")
 
 
 def filled(bucket, size: int, name: str = "a.bin") -> bytes:

@@ -1,0 +1,180 @@
+"""SFTP as stores need it: one connection a process and server, whole slices in flight, made anew when it broke.
+
+What fsspec offers is a connection that one thread may use at a time, that stays dead once it died, and whose writes
+wait for each 32 KiB.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+_SILENCE_S = 60.0
+"""Seconds without an answer after which a connection counts as dead."""
+
+_KEEPALIVE_S = 30
+_PACKET = 32 << 10
+
+
+class SftpFiles:
+    """The part of an fsspec file system that stores use. Calls of several threads take turns.
+
+    Args:
+        connect: Returns fsspec's file system over a new connection.
+    """
+
+    protocol = ("sftp", "ssh")
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._fs: Any = None
+        self.turn = threading.RLock()
+
+    def live(self) -> Any:
+        """Return a file system whose connection has not been lost as far as is known. Within `turn`."""
+        if self._fs is not None and (self._fs.ftp.get_channel().closed or not _transport(self._fs).is_active()):
+            self.forget()
+        if self._fs is None:
+            self._fs = self._connect()
+            _transport(self._fs).set_keepalive(_KEEPALIVE_S)
+            self._fs.ftp.get_channel().settimeout(_SILENCE_S)
+        return self._fs
+
+    def forget(self) -> None:
+        """Close the connection: the next call makes another."""
+        lost, self._fs = self._fs, None
+        if lost is not None:
+            lost.client.close()
+
+    def leave(self) -> None:
+        """Close what a fork has brought here; the other process goes on with it."""
+        if self._fs is not None:
+            with suppress(Exception):
+                _transport(self._fs).sock.close()
+
+    def invalidate_cache(self) -> None:
+        """Do nothing: nothing is remembered."""
+
+    def ls(self, path: str, detail: bool = True) -> Any:
+        """List a folder. Raises what paramiko does, as all that follow."""
+        return self._asked(lambda fs: fs.ls(path, detail=detail))
+
+    def info(self, path: str) -> Any:
+        """Describe a file or a folder."""
+        return self._asked(lambda fs: fs.info(path))
+
+    def find(self, path: str, detail: bool = True) -> Any:
+        """Describe all files below a folder."""
+        return self._asked(lambda fs: fs.find(path, detail=detail))
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder and those above it."""
+        self._asked(lambda fs: fs.makedirs(path, exist_ok=exist_ok))
+
+    def rm_file(self, path: str) -> None:
+        """Remove a file."""
+        self._asked(lambda fs: fs.ftp.remove(path))
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty folder."""
+        self._asked(lambda fs: fs.ftp.rmdir(path))
+
+    def mv(self, path: str, target: str) -> None:
+        """Rename a file in one step; what lay at the target is replaced."""
+        self._asked(lambda fs: fs.ftp.posix_rename(path, target))
+
+    def mv_new(self, path: str, target: str) -> None:
+        """Rename a file in one step, where nothing lies at the target.
+
+        Raises:
+            FileExistsError: Something lies there.
+        """
+        try:
+            self._asked(lambda fs: fs.ftp.rename(path, target))
+        except OSError as error:
+            if self._asked(lambda fs: fs.exists(target)):
+                raise FileExistsError(target) from error
+            raise
+
+    def cat_file(self, path: str, start: int, end: int) -> bytes:
+        """Return a range of a file; all of it is asked for at once."""
+
+        def read(fs: Any) -> bytes:
+            with fs.ftp.open(path, "rb") as file:
+                return b"".join(file.readv([(start, end - start)]))
+
+        return self._asked(read)
+
+    def open(self, path: str, mode: str, block_size: int = 0) -> SftpUpload:
+        """Start a file."""
+        assert mode == "wb", (mode, block_size)
+        with self.turn:
+            return SftpUpload(self, self._asked(lambda fs: fs.ftp.open(path, "wb")))
+
+    def _asked(self, action: Callable[[Any], Any]) -> Any:
+        with self.turn:
+            fs = self.live()
+            try:
+                return action(fs)
+            except (TimeoutError, EOFError):  # an answer may still come, and would be taken for another one's
+                self.forget()
+                raise
+
+
+class SftpUpload:
+    """A file being written: all of a slice is sent before its answers are read, and all of them are.
+
+    Args:
+        files: Whose turn it takes.
+        file: Of paramiko, not buffered.
+    """
+
+    def __init__(self, files: SftpFiles, file: Any) -> None:
+        self._files, self._file = files, file
+
+    def write(self, data: bytes) -> None:
+        """Append a slice. Raises OSError where the server refuses any of it."""
+        with self._files.turn:
+            # Of what goes ahead paramiko drops errors; a last write that does not reads the answers to all.
+            self._file.set_pipelined(True)
+            self._file.write(data[:-_PACKET])
+            self._file.set_pipelined(False)
+            self._file.write(data[-_PACKET:])
+
+    def close(self) -> None:
+        """Finish the file."""
+        with self._files.turn:
+            self._file.close()
+
+
+def _transport(fs: Any) -> Any:
+    return fs.client.get_transport()
+
+
+_SHARED: dict[tuple[int, str], SftpFiles] = {}
+_SHARING = threading.Lock()
+
+
+def shared(server: str, connect: Callable[[], Any]) -> SftpFiles:
+    """Return this process' connection to a server; one that was inherited over a fork is left alone.
+
+    Args:
+        server: What it is called: the address, the user, the options.
+        connect: Returns fsspec's file system over a new connection.
+    """
+    with _SHARING:
+        return _SHARED.setdefault((os.getpid(), server), SftpFiles(connect))
+
+
+def _after_fork() -> None:
+    """Let go of the parent's connections, without a word on them."""
+    global _SHARING  # noqa: PLW0603  (another thread may have held it)
+    _SHARING = threading.Lock()
+    for files in _SHARED.values():
+        files.leave()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,138 @@
+"""Stores' servers on this machine, started for the tests that need them: Azurite for Azure, OpenSSH for SFTP."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import select
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+START_S = 60.0
+"""Seconds a server may take to begin: node reads some hundred files, on a busy machine."""
+
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Those that every Azurite has; they are no secret."""
+
+
+class NoServerError(Exception):
+    """There is no such server here, or it does not start; says which was looked for, and where."""
+
+
+def find_azurite() -> str:
+    """Return the program `azurite-blob`: the one that SHARDCKPT_AZURITE names, of node_modules, or on PATH."""
+    named = os.environ.get("SHARDCKPT_AZURITE")
+    beside = Path(__file__).resolve().parents[2] / "node_modules" / ".bin" / "azurite-blob"
+    for found in (named, beside if beside.exists() else None, shutil.which("azurite-blob")):
+        if found:
+            return str(found)
+    raise NoServerError("no azurite-blob on PATH or in node_modules; SHARDCKPT_AZURITE may name it")
+
+
+def find_sshd() -> str:
+    """Return OpenSSH's server: the one that SHARDCKPT_SSHD names, or where systems keep it."""
+    places = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin{os.pathsep}/usr/local/sbin"
+    found = os.environ.get("SHARDCKPT_SSHD") or shutil.which("sshd", path=places)
+    if not found or not shutil.which("ssh-keygen"):
+        raise NoServerError("no sshd (and ssh-keygen) on PATH or in /usr/sbin; SHARDCKPT_SSHD may name it")
+    return found
+
+
+@contextmanager
+def azurite(folder: Path) -> Iterator[tuple[str, str]]:
+    """Run Azurite in memory; yield its version and a connection string."""
+    program = find_azurite()
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    command = [program, "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent"]
+    with _running([*command, "--blobPort", "0"], folder) as process:
+        port = _announced(process, re.compile(rb"listen\w* (?:at|on) http://127\.0\.0\.1:(\d+)"))
+        endpoint = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
+        account = f"DefaultEndpointsProtocol=http;AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY}"
+        yield version, f"{account};BlobEndpoint={endpoint};"
+
+
+@contextmanager
+def sshd(folder: Path) -> Iterator[tuple[str, int, Path]]:
+    """Run OpenSSH's server for this user on a loopback port; yield its version, the port, and a key that it takes."""
+    program = find_sshd()
+    for name in ("host", "user"):
+        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(make, check=True, stdin=subprocess.DEVNULL)
+    if os.getuid() == 0:  # it insists on this folder then, which lies in memory and goes with the machine
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+    port = _free_port()
+    lines = [
+        f"Port {port}",
+        "ListenAddress 127.0.0.1",
+        f"HostKey {folder / 'host'}",
+        f"AuthorizedKeysFile {folder / 'user.pub'}",
+        "StrictModes no",
+        "UsePAM no",
+        "PasswordAuthentication no",
+        "PermitRootLogin prohibit-password",
+        "PidFile none",
+        "MaxStartups 100",
+        "Subsystem sftp internal-sftp",
+    ]
+    (folder / "sshd_config").write_text("\n".join(lines) + "\n")
+    with _running([program, "-D", "-e", "-f", str(folder / "sshd_config")], folder) as process:
+        _announced(process, re.compile(rb"Server listening on 127\.0\.0\.1 port (\d+)"))
+        yield _banner(port), port, folder / "user"
+
+
+def user() -> str:
+    """Return whom the SSH server lets in: whoever runs it."""
+    return getpass.getuser()
+
+
+def _banner(port: int) -> str:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        return connection.recv(100).decode().strip().removeprefix("SSH-2.0-").replace("_", " ").split(" Debian")[0]
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@contextmanager
+def _running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    try:
+        process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+    except OSError as error:
+        raise NoServerError(f"{command[0]} does not run: {error}") from error
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _announced(process: subprocess.Popen[bytes], words: re.Pattern[bytes]) -> int:
+    """Return the port that a server says it listens at."""
+    assert process.stdout is not None
+    said, until = b"", time.monotonic() + START_S
+    while time.monotonic() < until:
+        ready, _, _ = select.select([process.stdout], [], [], 0.5)
+        if not ready:
+            continue
+        more = os.read(process.stdout.fileno(), 4096)
+        said += more
+        found = words.search(said)
+        if found:
+            return int(found[1])
+        if not more:
+            break
+    raise NoServerError(f"{process.args[0]} does not start: {said[-300:].decode(errors='replace')}")  # type: ignore[index]
