@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from shardckpt.errors import NameCollisionError, UsageError
-
-WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Segments that torch.compile, FSDP1 and activation checkpointing put into names, at any depth."""
+from shardckpt.parameter_names import WRAPPERS, unwrapped
 
 _LEADING = "module"
 """DDP and DeepSpeed put this before every name; inside a name it may be somebody's own."""
@@ -23,7 +21,7 @@ def clean(names: Iterable[str]) -> dict[str, str]:
     Raises:
         NameCollisionError: Two names become one.
     """
-    cleaned = {name: ".".join(s for s in name.split(".") if s not in WRAPPERS) or name for name in names}
+    cleaned = {name: unwrapped(name) for name in names}
     while cleaned and all(name.startswith(f"{_LEADING}.") and name != f"{_LEADING}." for name in cleaned.values()):
         cleaned = {name: new.removeprefix(f"{_LEADING}.") for name, new in cleaned.items()}
     require_unique(cleaned)

@@ -13,6 +13,7 @@ from shardckpt.boxes import Shape
 from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, UsageError
 from shardckpt.layout import FlatLayout, from_json
 from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
+from shardckpt.parameter_names import unique_match
 
 _STATE, _GROUPS = "state", "param_groups"
 _UNITS = "units"
@@ -302,25 +303,3 @@ def _names_by_shape(keyed: _Keyed, model: Mapping[str, Shape]) -> dict[Key, str]
             )
         names |= dict(zip(wanted, match, strict=True))
     return names
-
-
-def unique_match(wanted: Sequence[Shape | None], offered: Sequence[tuple[str, Shape]]) -> list[str] | None:
-    """Return the names that match `wanted` shapes in order, if exactly one choice of names does; None fits any shape.
-
-    Counts the ways from the back (dynamic programming), in `len(wanted) * len(offered)` steps.
-    """
-    rows, columns = len(wanted), len(offered)
-    ways = [[0] * (columns + 1) for _ in range(rows)] + [[1] * (columns + 1)]
-    for i in range(rows - 1, -1, -1):
-        for j in range(columns - 1, -1, -1):
-            fits = wanted[i] is None or wanted[i] == offered[j][1]
-            ways[i][j] = min(ways[i][j + 1] + (ways[i + 1][j + 1] if fits else 0), 2)
-    if ways[0][0] != 1:
-        return None
-    match, j = [], 0
-    for i in range(rows):
-        while ways[i][j + 1] == 1:
-            j += 1
-        match.append(offered[j][0])
-        j += 1
-    return match
