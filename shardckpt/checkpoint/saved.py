@@ -66,6 +66,11 @@ class Saved:
         self._pieces = PieceReader(self._store)
 
     @property
+    def reader(self) -> Reader:
+        """The reader of its format."""
+        return self._reader
+
+    @property
     def is_native(self) -> bool:
         """Tell whether it is of our own format."""
         return isinstance(self._reader, NativeReader)

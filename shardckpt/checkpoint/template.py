@@ -24,7 +24,7 @@ from shardckpt.plan.parts import find_parts, model_paths
 from shardckpt.state import foreign
 from shardckpt.state.description import Description
 from shardckpt.state.optim_pieces import Room, Slot, parameter_names, room_for
-from shardckpt.state.pieces import LocalArray, LocalModel, local_array
+from shardckpt.state.pieces import LocalArray, local_array
 
 Put = Callable[[Any], None]
 
@@ -214,7 +214,7 @@ class _Fit:
 
     def _module(self, module: nn.Module, path: Path) -> None:
         model = self._models.of(module)
-        names = _model_names(self._saved, path, model)
+        names = model_names(self._saved, path, model.arrays)
         for name, array in model.arrays.items():
             others = (alias for alias, first in model.aliases.items() if first == name)
             found = next((each for each in (name, *others) if each in names), name)
@@ -363,14 +363,19 @@ def _members(value: Any) -> Iterable[Any]:
     return list(value.values()) if isinstance(value, dict) else list(value)
 
 
-def _model_names(saved: Saved, path: Path, model: LocalModel) -> Mapping[str, Path]:
+def model_names(saved: Saved, path: Path, names: Iterable[str]) -> Mapping[str, Path]:
     """Return the names of a model's tensors in the checkpoint, with where they are.
 
     They are at the model's own path; in a checkpoint of another tool, where that has its model, as it spells them.
+
+    Args:
+        saved: The checkpoint.
+        path: Where the model is in the state.
+        names: Of its tensors.
     """
     n = len(path)
     here = {str(at[n]): at for at in saved.arrays if len(at) == n + 1 and at[:n] == path}
-    if saved.is_native or any(name in here for name in model.arrays):
+    if saved.is_native or any(name in here for name in names):
         clean = cleaner(here)
         return {**{clean(name): at for name, at in here.items()}, **here}
     found = find_parts(saved.manifest)
