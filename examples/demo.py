@@ -31,7 +31,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-import shardckpt
+from shardckpt import Checkpointer
 from shardckpt.core import fully_shard
 
 STEPS, SAVE_EVERY, KILLED_AT = 40, 10, 30
@@ -43,12 +43,12 @@ FORK = multiprocessing.get_context("fork")  # which spares each rank the seconds
 
 
 def small_llama() -> LlamaConfig:
-    """Return the config of a Llama with four layers and 0.4 million parameters."""
+    """Return the config of a Llama with two layers and 0.4 million parameters."""
     return LlamaConfig(
         vocab_size=WORDS,
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=4,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         pad_token_id=0,
@@ -70,8 +70,8 @@ def train(run: Path, config: LlamaConfig, last: int, before_save: Callable[[int]
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    optim = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    steps = shardckpt.Checkpointer(run, save_every=SAVE_EVERY)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    steps = Checkpointer(run, save_every=SAVE_EVERY)
     state = {"model": model, "optim": optim}
     start = time.perf_counter()
     found = steps.restore(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -125,14 +125,23 @@ class _Fit:
     def __init__(self, saved: Saved, policy: Policy, rank: int, world: int, models: Models) -> None:
         self._saved, self._policy, self._rank, self._world = saved, policy, rank, world
         self._models = models
+        self._opened: set[Path] = set()  # lists that are visited one entry after the other
         self.fitting = Fitting()
 
     def unexpected(self) -> Iterable[Path]:
         """Yield what the checkpoint has and nobody wants."""
         taken = self.fitting.taken
-        for path in self._saved.paths:
-            if not any(path[:n] in taken for n in range(len(path) + 1)):
-                yield path
+        for saved in self._saved.paths:
+            for path in self._parts(saved):
+                if not any(path[:n] in taken for n in range(len(path) + 1)):
+                    yield path
+
+    def _parts(self, path: Path) -> Iterable[Path]:
+        """Yield a path; those of the entries of a list that is one value in the checkpoint and several objects here."""
+        if path not in self._opened:
+            return (path,)
+        found, _ = self._saved.find(path)
+        return _parts_of(found, path, set(self._saved.arrays))
 
     def visit(self, value: Any, path: Path, put: Put) -> None:
         """Add what is wanted of a value and everything in it."""
@@ -160,6 +169,7 @@ class _Fit:
             self._value(path, put)
 
     def _sequence(self, value: Any, path: Path, put: Put) -> None:
+        self._opened.add(path)
         found, is_there = self._saved.find(path)
         if is_there and isinstance(found, (list, tuple)) and len(found) != len(value):
             self._problem(path, f"size mismatch for {dotted(path)}: found {len(found)} entries, expected {len(value)}")
@@ -357,6 +367,18 @@ def _holds_objects(value: Any) -> bool:
         or (type(each) in (list, tuple, dict, OrderedDict) and _holds_objects(_members(each)))
         for each in value
     )
+
+
+def _parts_of(value: Any, path: Path, arrays: Set[Path]) -> Iterator[Path]:
+    """Yield the paths of the values in a nest; those of arrays are told anyhow."""
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from _parts_of(each, (*path, path_key(key)), arrays)
+    elif type(value) in (list, tuple) and value:
+        for at, each in enumerate(value):
+            yield from _parts_of(each, (*path, at), arrays)
+    elif path not in arrays:
+        yield path
 
 
 def _members(value: Any) -> Iterable[Any]:

@@ -223,6 +223,29 @@ class TestObjects:
         shardckpt.load({"optim": again}, tmp_path / "c")
         assert equal(again.state_dict(), optim.state_dict())
 
+    @pytest.mark.parametrize("kind", [list, tuple])
+    def test_lists_of_objects_are_filled_one_by_one(self, tmp_path: Path, kind) -> None:
+        def made(seed: int, steps: int):
+            net, optim = trained(seed, steps=steps)
+            schedules = [torch.optim.lr_scheduler.StepLR(optim, 1 + n) for n in range(2)]
+            for _ in range(steps):
+                schedules[0].step()
+            return net, optim, {"model": net, "optims": kind([optim]), "schedules": kind([*schedules, {"n": seed}])}
+
+        net, optim, state = made(0, 3)
+        shardckpt.save(state, tmp_path / "c")
+        other, again, into = made(5, 0)
+        shardckpt.load(into, tmp_path / "c")
+        assert [each.last_epoch for each in into["schedules"][:2]] == [3, 0]
+        assert into["schedules"][2] == {"n": 0}
+        assert equal(again.state[other.norm.bias], optim.state[net.norm.bias])
+        shardckpt.save({**state, "schedules": [*state["schedules"][:2], {"n": 0, "m": [1, {"k": 2}]}]}, tmp_path / "d")
+        with pytest.raises(shardckpt.UsageError, match=r"unexpected: schedules\.2\.m"):
+            shardckpt.load(
+                {**into, "schedules": [*into["schedules"][:2], {"n": torch.optim.SGD(other.parameters())}]},
+                tmp_path / "d",
+            )
+
     def test_tied_parameters_are_kept_once_and_come_back_tied(self, tmp_path: Path) -> None:
         net, optim = trained()
         shardckpt.save({"model": net, "optim": optim}, tmp_path / "c")
