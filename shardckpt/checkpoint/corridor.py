@@ -17,6 +17,7 @@ from shardckpt.checkpoint.assemble import contents_of
 from shardckpt.checkpoint.capture import Captured, capture
 from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.draft import Draft, Plan, Task, draft_of, key_of, plan_alone, plan_of
+from shardckpt.checkpoint.ground import NO_GROUNDS, Compared, Ground, Grounds, ground_of
 from shardckpt.checkpoint.report import Alone, Report, differing, value_digests, values_digest
 from shardckpt.checkpoint.transfer import Source, contents, tensor_bytes, write_payloads
 from shardckpt.format.native_manifest import (
@@ -50,12 +51,21 @@ class How:
         overwrite: Replace what lies there.
         checksums: Hash blocks, compare what several ranks hold.
         about: Free text for the manifest.
+        base: Returns which checkpoint to refer to, when the save begins; None or an empty text for none. Asked on the
+            first rank.
+        digests: Hash chunks, so that a later save can refer to this one.
+        trainable_only: Refer to the base for all frozen parameters.
+        base_rules: Regular expressions to what stands for them, from a model's names to those of the base.
     """
 
     path: str
     overwrite: bool
     checksums: bool
     about: Mapping[str, str]
+    base: Callable[[], str | None] = lambda: None
+    digests: bool = False
+    trainable_only: bool = False
+    base_rules: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,23 +76,25 @@ class _Answer:
         save: The save's id; empty where the rank is to explain its values.
         place: Where to write.
         task: What to write; None for what it wrote last time.
+        grounds: What of that may lie in the base.
     """
 
     save: str
     place: str
     task: Task | None
+    grounds: Grounds = NO_GROUNDS
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        head = json.dumps([self.save, self.place, self.task is not None]).encode()
+        head = json.dumps([self.save, self.place, self.task is not None, self.grounds.json()]).encode()
         return len(head).to_bytes(8, "little") + head + (self.task.encode() if self.task else b"")
 
     @classmethod
     def decode(cls, data: bytes) -> _Answer:
         """Return what `encode` wrote."""
         end = 8 + int.from_bytes(data[:8], "little")
-        save_id, place, has_task = json.loads(data[8:end])
-        return cls(save_id, place, Task.decode(data[end:]) if has_task else None)
+        save_id, place, has_task, grounds = json.loads(data[8:end])
+        return cls(save_id, place, Task.decode(data[end:]) if has_task else None, Grounds.of(grounds))
 
 
 class Saver:
@@ -100,6 +112,7 @@ class Saver:
         self._task: tuple[str, Task] | None = None
         self._drafts: dict[int, tuple[str, Draft]] = {}
         self._plan: tuple[tuple[str, ...], Plan] | None = None
+        self.compared = Compared()
 
     @property
     def is_lost(self) -> bool:
@@ -131,9 +144,9 @@ class Saver:
 
     # What the corridor asks: plans, known or made.
 
-    def report(self, captured: Captured) -> Report:
+    def report(self, captured: Captured, *, trainable_only: bool = False) -> Report:
         """Return what this rank tells first: its draft only where the first rank does not know it."""
-        draft = draft_of(captured)
+        draft = draft_of(captured, trainable_only=trainable_only)
         data = b""
         if draft != self._draft:
             data = draft.encode()
@@ -196,10 +209,12 @@ class Cargo:
     Attributes:
         payloads: Its files.
         replicas: By number of a class of ranks that hold the same: what they do.
+        unchanged: Positions of the chunks of its task that lie in the base.
     """
 
     payloads: tuple[Payload, ...] = ()
     replicas: Mapping[int, Sequence[Replica]] = field(default_factory=dict)
+    unchanged: tuple[int, ...] = ()
 
     def class_digests(self) -> dict[str, str]:
         """Return one digest for each class of ranks."""
@@ -242,6 +257,8 @@ class Corridor:
         self._save_id = ""
         self._task = Task((), {})
         self._cargo = Cargo()
+        self._grounds = NO_GROUNDS
+        self._ground: Ground | None = None
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
@@ -276,14 +293,21 @@ class Corridor:
         answer = self._agree(state, refusal)
         self._save_id, self._model = answer.save, self._captured.model if self._star.size == 1 else None
         self._task = self._saver.task(answer.task)
+        self._grounds = answer.grounds
+        if self._grounds.url:
+            self._model = None  # a folder that lacks tensors is none of Hugging Face
         if self._publication is None:
             self._publication = JoinedPublication(answer.place)
 
     def cargo(self) -> Cargo:
         """Return what this rank is to write, and digests of what it shares with others, as it is now."""
         carry = self._contents.carried() if self._contents is not None else None
-        payloads = lay_out(self._save_id, self._star.rank, self._task.chunks, model=self._model, carry=carry)
-        return Cargo(payloads, self._replicas() if self._how.checksums else {})
+        self._saver.compared.compare(self._task.frozen, self._grounds, self._captured, self._how.base_rules)
+        unchanged = self._grounds.unchanged(self._task.chunks, self.arrays)
+        kept = set(unchanged)
+        chunks = [chunk for at, chunk in enumerate(self._task.chunks) if at not in kept]
+        payloads = lay_out(self._save_id, self._star.rank, chunks, model=self._model, carry=carry)
+        return Cargo(payloads, self._replicas() if self._how.checksums else {}, unchanged)
 
     def contents(self, payload: Payload) -> Iterator[memoryview]:
         """Yield the bytes of a file, as they lie in memory now."""
@@ -297,11 +321,13 @@ class Corridor:
             source: Gives the contents.
         """
         assert self._publication is not None
-        written = write_payloads(self._publication, cargo.payloads, source, checksums=self._how.checksums)
+        how, digests = self._how, self._how.digests
+        written = write_payloads(self._publication, cargo.payloads, source, checksums=how.checksums, digests=digests)
         if self._model is not None and not self._publication.fresh:  # an old index has to stay as long as its files
             self._write_index(cargo.payloads, self._model)
         self._cargo = cargo
-        head = json.dumps(cargo.class_digests()).encode()
+        blocks = self._grounds.hashed_share(self._star.rank, self._star.size)
+        head = json.dumps([cargo.class_digests(), cargo.unchanged, blocks]).encode()
         if self._star.rank == 0:
             self._part = part_of(written)
         return len(head).to_bytes(8, "little") + head + (encode_part(written) if self._star.rank else b"")
@@ -322,13 +348,14 @@ class Corridor:
         if self._star.size == 1:
             _raise(refusal)
             self._captured = capture(state, 0, 1)
-            return self._begun(plan_alone(self._captured), [self._saver.told_of(self._captured)])[0]
+            plan = plan_alone(self._captured, trainable_only=self._how.trainable_only)
+            return self._begun(plan, [self._saver.told_of(self._captured)])[0]
         what = f"preparing to save to {self._how.path}"
 
         def report() -> bytes:
             _raise(refusal)
             self._captured = capture(state, self._star.rank, self._star.size)
-            return self._saver.report(self._captured).encode()
+            return self._saver.report(self._captured, trainable_only=self._how.trainable_only).encode()
 
         answer = _Answer.decode(self._star.consult(what, attempted(report), self._decide))
         if not answer.save:
@@ -348,12 +375,16 @@ class Corridor:
         """Begin the publication, and return what each rank is to do."""
         save_id = new_save_id()
         self._plan = plan
+        self._ground = ground_of(self._how.base(), self._how.path, self._how.base_rules, plan)
         self._contents = contents_of(save_id, self._captured, plan, reports, self._how.about)
         self._publication = begin(
             self._how.path, overwrite=self._how.overwrite, needed_bytes=plan.nbytes, last=COMMIT, prefix=save_id
         )
         place = self._publication.place
-        return [_Answer(save_id, place, task) for task in plan.tasks]
+        if self._ground is None:
+            return [_Answer(save_id, place, task) for task in plan.tasks]
+        self._ground.ask_for_hashes(self._saver.compared.hashes)
+        return [_Answer(save_id, place, task, self._ground.for_rank(task)) for task in plan.tasks]
 
     def _write_index(self, payloads: Sequence[Payload], model: Path) -> None:
         """Let one writer's save be a Hugging Face folder too."""
@@ -371,18 +402,24 @@ class Corridor:
     def _publish(self, told: list[bytes]) -> list[bytes]:
         """Compare, commit, put in place. On the first rank."""
         assert self._contents is not None and self._plan is not None and self._publication is not None
-        digests, parts = [], [self._part]
+        digests, parts, unchanged, blocks = [], [self._part], [], []
         for rank, each in enumerate(told):
             end = 8 + int.from_bytes(each[:8], "little")
-            digests.append(json.loads(each[8:end]))
+            for kept, said in zip((digests, unchanged, blocks), json.loads(each[8:end]), strict=True):
+                kept.append(said)
             if rank:
                 parts.append(decode_part(each[end:], where=f"rank {rank}"))
         if _unequal(self._plan, digests):
             return [_EXPLAIN] * len(told)
+        if self._ground is not None:
+            parts.append(self._ground.part(unchanged, blocks, self._saver.compared.hashes))
         files, arrays = join(parts, self._plan.order)
-        whole = replace(self._contents, files=(*files, *self._contents.files), arrays=arrays)
+        bases = self._ground.bases(files) if self._ground is not None else ()
+        whole = replace(self._contents, files=(*files, *self._contents.files), arrays=arrays, bases=bases)
         manifest = encode_manifest(whole)
         self._write(manifest_name(whole.save), manifest)
+        sizes = {each.name: each.nbytes for each in whole.files if not each.base}
+        self._publication.require({**sizes, manifest_name(whole.save): len(manifest)})
         self._write(COMMIT, encode_commit(whole.save, manifest, whole.files))
         self._publication.finish()
         return [b""] * len(told)

@@ -241,8 +241,13 @@ class FsspecStore:
                 fix="Copy the file again, or restore it from the training run.",
             )
 
-    def create(self, name: str) -> FsspecWriter:
+    def create(self, name: str, *, is_new: bool = False) -> FsspecWriter:
         """Start a new file.
+
+        Args:
+            name: Its name.
+            is_new: Let it appear only where nothing has its name by then: of several who do so at once, one succeeds.
+                Where a back end cannot do that in one step, it looks and then writes.
 
         Raises:
             UnsafeError: The name leaves the root.
@@ -250,22 +255,7 @@ class FsspecStore:
         """
         path = self._path(name)
         self._forget(name)
-        return FsspecWriter(self._fs, path, self._shown(name))
-
-    def put_new(self, name: str, data: bytes) -> None:
-        """Write a whole small file, where nothing has its name: of several who do so at once, one succeeds.
-
-        Where a back end cannot do that in one step, it looks and then writes.
-
-        Raises:
-            TargetExistsError: There is such a file; it stays.
-            UnsafeError: The name leaves the root.
-            StorageError: The store did not take it.
-        """
-        path = self._path(name)
-        self._forget(name)
-        with FsspecWriter(self._fs, path, self._shown(name), is_new=True) as writer:
-            writer.write(data)
+        return FsspecWriter(self._fs, path, self._shown(name), is_new=is_new)
 
     def delete(self, name: str) -> None:
         """Remove a file; a missing one is no error.

@@ -6,11 +6,15 @@ import errno
 import os
 import re
 import stat
+from typing import TYPE_CHECKING
 
 from shardckpt.errors import UsageError
 from shardckpt.storage.failures import storage_error
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Store
+
+if TYPE_CHECKING:
+    from shardckpt.storage.fsspec_store import FsspecStore
 
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
 
@@ -38,8 +42,11 @@ def open_store(url: str) -> Store:
         UsageError: The protocol is not known, or its package is not installed.
     """
     path = local_path(url)
-    if path is not None:
-        return LocalStore(path)
+    return open_remote(url) if path is None else LocalStore(path)
+
+
+def open_remote(url: str) -> FsspecStore:
+    """Return the store rooted at a folder that a URL names. Raises UsageError as `open_store` does."""
     from shardckpt.storage.fsspec_store import FsspecStore  # noqa: PLC0415  (fsspec costs a tenth of a second)
 
     return FsspecStore(url)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
-from shardckpt.errors import StorageError, TargetExistsError
+from shardckpt.errors import MissingFileError, StorageError, TargetExistsError
 from shardckpt.storage.leftovers import is_partial
-from shardckpt.storage.open_store import kind, open_store, split
+from shardckpt.storage.open_store import kind, open_remote, split
 from shardckpt.storage.publication import REPLACE_IT, Publication
-from shardckpt.storage.store import Store, Writer
+from shardckpt.storage.store import Store, Writer, read_bytes
+
+if TYPE_CHECKING:
+    from shardckpt.storage.fsspec_store import FsspecStore
+
+_SHOWN = 3
 
 
 class HeldWriter:
@@ -54,6 +61,66 @@ class HeldWriter:
             self.abort()
 
 
+class KeptWriter:
+    """A small file that is kept in memory until the publication's end.
+
+    Args:
+        store: Where it goes.
+        name: Its name there.
+    """
+
+    def __init__(self, store: FsspecStore, name: str) -> None:
+        self._store, self._name = store, name
+        self._data = bytearray()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append `data`."""
+        self._data += data
+
+    def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
+        """Append a range of a file of `source`. Raises StorageError."""
+        self._data += read_bytes(source, name, offset, nbytes)
+
+    def close(self) -> None:
+        """Do nothing yet."""
+
+    def finish(self, *, is_new: bool = False) -> None:
+        """Write the file.
+
+        Args:
+            is_new: Only where there is none.
+
+        Raises:
+            TargetExistsError: There is another one.
+            StorageError: The store failed.
+        """
+        try:
+            with self._store.create(self._name, is_new=is_new) as writer:
+                writer.write(self._data)
+        except TargetExistsError:
+            if not self.lies_there():  # where it does, the answer was lost and the request made once more
+                raise
+
+    def lies_there(self) -> bool:
+        """Tell whether the store holds this very file. Raises StorageError."""
+        try:
+            store = open_remote(self._store.url)
+            nbytes = store.size(self._name)
+            return nbytes == len(self._data) and read_bytes(store, self._name, 0, nbytes) == self._data
+        except MissingFileError:
+            return False
+
+    def abort(self) -> None:
+        """Do nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
 class RemoteFolder(Publication):
     """A folder that becomes loadable with its last object.
 
@@ -61,7 +128,8 @@ class RemoteFolder(Publication):
     first, so that no reader mixes old with new; then come the files whose names the old content had, then `last`.
 
     Where all names but the last begin with a prefix of their own, the old content need not go first: the old `last` is
-    replaced, which is one step, and what nobody refers to any more goes afterwards.
+    replaced, which is one step, and what nobody refers to any more goes afterwards. Where there was none, the new one
+    is put only if there still is none, so that of two who publish at once one succeeds.
 
     Args:
         url: The target.
@@ -79,7 +147,7 @@ class RemoteFolder(Publication):
         if kind(url) == "file":
             raise TargetExistsError("the target is a file", where=url, fix="Choose another name.")
         self.place = url
-        self._store = open_store(url)
+        self._store = open_remote(url)
         self._last = last
         self._old = _all_files(self._store)
         if not overwrite and any(not is_partial(name) for name in self._old):
@@ -90,7 +158,7 @@ class RemoteFolder(Publication):
                 fix=REPLACE_IT if is_whole else "If a killed run left them, pass overwrite=True (--overwrite).",
             )
         self.fresh = os.urandom(4).hex() if self._old else ""
-        self._held: dict[str, HeldWriter] = {}
+        self._held: dict[str, HeldWriter | KeptWriter] = {}
         self._written: list[str] = []
         self._prefix = prefix
         self._is_done = self._is_doubtful = False
@@ -101,17 +169,35 @@ class RemoteFolder(Publication):
         Raises:
             StorageError: It cannot be created.
         """
+        if name == self._last:
+            self._held[name] = KeptWriter(self._store, name)
+            return self._held[name]
         writer = self._store.create(name)
-        if name == self._last or name in self._old:
+        if name in self._old:
             self._held[name] = HeldWriter(writer)
             return self._held[name]
         self._written.append(name)
         return writer
 
+    def require(self, sizes: Mapping[str, int]) -> None:
+        """Make sure that files of the result lie there whole. Raises StorageError."""
+        store = open_remote(self.place)
+        there = {entry.name: entry.size for entry in store.list()}
+        gone = [name for name, nbytes in sizes.items() if there.get(name) != nbytes]
+        if gone:
+            more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
+            raise StorageError(
+                "files that were just written are gone or cut short",
+                where=self.place,
+                found=", ".join(gone[:_SHOWN]) + more,
+                fix="If another job saves to the same place, give each its own.",
+            )
+
     def finish(self) -> None:
         """Remove the old content, finish the held files, the last one last. Raises StorageError."""
-        if self._prefix and self._last in self._old and self._last in self._held:
-            self._flip(self._held[self._last])
+        last = self._held.get(self._last or "")
+        if isinstance(last, KeptWriter) and len(self._held) == 1 and (self._prefix or not self._old):
+            self._flip(last)
             return
         for name in sorted(self._old, key=lambda name: name != self._last):
             self._store.delete(name)
@@ -120,10 +206,10 @@ class RemoteFolder(Publication):
             self._held[name].finish()
         self._is_done = True
 
-    def _flip(self, last: HeldWriter) -> None:
-        """Replace the old `last`, then remove what was old; that this fails changes nothing for a reader."""
+    def _flip(self, last: KeptWriter) -> None:
+        """Put or replace `last`, then remove what was old; that this fails changes nothing for a reader."""
         self._is_doubtful = True  # it may take effect although nobody hears of it
-        last.finish()
+        last.finish(is_new=self._last not in self._old)
         self._is_done = True
         for name in set(self._old) - set(self._held):
             with suppress(StorageError):
@@ -135,10 +221,22 @@ class RemoteFolder(Publication):
             return
         for writer in self._held.values():
             writer.abort()
-        if not self._is_doubtful:
-            for name in [*reversed(self._written), *self._of_others()]:
-                with suppress(StorageError):
-                    self._store.delete(name)
+        if self._is_doubtful and not self._is_taken_back():
+            return
+        for name in [*reversed(self._written), *self._of_others()]:
+            with suppress(StorageError):
+                self._store.delete(name)
+
+    def _is_taken_back(self) -> bool:
+        """Remove `last` where it was new and took effect; tell whether nothing refers to what was written."""
+        last = self._held.get(self._last or "")
+        if not isinstance(last, KeptWriter) or self._last is None or self._last in self._old:
+            return False
+        with suppress(StorageError):
+            if last.lies_there():
+                self._store.delete(self._last)
+            return True
+        return False
 
     def _of_others(self) -> list[str]:
         """Return what other processes wrote for this result."""
@@ -170,13 +268,14 @@ class RemoteFile(Publication):
         if found == "file" and not overwrite:
             raise TargetExistsError("the target exists already", where=url, fix=REPLACE_IT)
         parent, self._name = split(url)
-        self._store = open_store(parent)
+        self._store = open_remote(parent)
+        self._is_new = found == "missing"
         self._writer: HeldWriter | None = None
 
     def create(self, name: str) -> Writer:
         """Start the file; it appears at the publication's end. Raises StorageError."""
         assert name == self._name, name
-        self._writer = HeldWriter(self._store.create(name))
+        self._writer = HeldWriter(self._store.create(name, is_new=self._is_new))
         return self._writer
 
     def finish(self) -> None:

@@ -106,7 +106,8 @@ class SftpFiles:
             with fs.ftp.open(path, "rb") as file:
                 return b"".join(file.readv([(start, end - start)]))
 
-        return self._asked(read)
+        data: bytes = self._asked(read)
+        return data
 
     def open(self, path: str, mode: str, block_size: int = 0) -> SftpUpload:
         """Start a file."""

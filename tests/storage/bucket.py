@@ -80,7 +80,7 @@ class Bucket(AbstractFileSystem):
         self.done("delete", path)
 
     def _open(self, path, mode="rb", block_size=None, **kwargs):
-        assert mode == "wb"
+        assert mode in {"wb", "xb"}
         return Upload(self, path, mode, block_size)
 
 
@@ -97,6 +97,8 @@ class Upload(AbstractBufferedFile):
         if final:
             if self.fs.uploads.pop(id(self), None):
                 self.fs.request("complete", self.path)
+            if self.mode == "xb" and self.path in self.fs.objects:
+                raise FileExistsError(self.path)
             self.fs.objects[self.path] = self.parts.getvalue()
             self.fs.done("put", self.path)
         return True
