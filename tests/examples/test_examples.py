@@ -45,14 +45,16 @@ RUNS = {
             ),
         )
     ],
+    "lightning_callback.py": [([], ("stopped after step 8, resumed from step 6", EQUAL))],
     "save_and_load.py": [
         ([], ("3 ranks, rows, from step 4", "head.weight in the checkpoint: SavedTensor(", *["step 7: loss 4.009"] * 2))
     ],
     "train_fsdp.py": [([], ("2 ranks; rank 0 stores 108,160 of 216,320 parameters", "  19   0."))],
     "train_fully_shard.py": [([], ("head.weight: (256, 64), of which rank 0 stores (128, 64)", "  19   0."))],
+    "trainer_callback.py": [([], ("stopped after step 8, resumed from step 6", EQUAL))],
 }
-NEEDS: dict[str, str] = {}
-"""Examples of which tests may lack what they import."""
+NEEDS = {"lightning_callback.py": "lightning"}
+"""What an example imports that is not installed for the tests."""
 
 Run = Callable[[Path, list[str], Path], dict[str, Any]]
 
