@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Collection
 from contextlib import suppress
 
 from shardckpt.errors import NoSpaceError, TargetExistsError, UsageError
@@ -22,6 +23,7 @@ class LocalPublication(Publication):
         overwrite: Replace what lies there.
         needed_bytes: Bytes the result will have; the old content stays until the new one is in place, so both must fit.
         single_file: The target is a file.
+        keep: Names of files of the old folder that the new one has too.
 
     Raises:
         UsageError: The target cannot be one; TargetExistsError where it would have to be overwritten.
@@ -29,8 +31,11 @@ class LocalPublication(Publication):
         StorageError: The target's parent cannot be written.
     """
 
-    def __init__(self, path: str, *, overwrite: bool, needed_bytes: int, single_file: bool) -> None:
+    def __init__(
+        self, path: str, *, overwrite: bool, needed_bytes: int, single_file: bool, keep: Collection[str] = ()
+    ) -> None:
         self._target = _checked_target(path)
+        self._keep = tuple(keep)
         self._single_file = single_file
         self._overwrite = overwrite
         self._made: list[str] = []
@@ -88,7 +93,23 @@ class LocalPublication(Publication):
             _refuse_existing(self._target, overwrite=False, single_file=True)
         os.replace(source, self._target)
 
+    def _keep_old(self) -> None:
+        """Give files of the old folder a second name in the new one."""
+        for name in self._keep:
+            old, new = os.path.join(self._target, name), os.path.join(self._partial, name)
+            if os.path.isfile(old) and not os.path.lexists(new):
+                try:
+                    os.link(old, new)
+                except OSError as error:
+                    if error.errno not in {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}:
+                        raise
+                    with self._store.create(name) as writer:
+                        writer.copy_from(LocalStore(self._target), name, 0, os.path.getsize(old))
+        if self._keep:
+            sync_folder(self._partial)
+
     def _place_folder(self) -> None:
+        self._keep_old()
         try:
             if not self._overwrite or _is_vacant(self._target):
                 os.rename(self._partial, self._target)

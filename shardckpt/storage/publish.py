@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from shardckpt.storage.local_publication import LocalPublication
@@ -55,6 +55,7 @@ def begin(
     last: str | None = None,
     single_file: bool = False,
     prefix: str = "",
+    keep: Collection[str] = (),
 ) -> Publication:
     """Open a publication that ends with its `finish`, or its `drop`: for those who cannot use `publish`.
 
@@ -68,13 +69,16 @@ def begin(
         single_file: The target is a file.
         prefix: What the names of all files but the last begin with, where they do and no old name does: then the old
             content stays until the last file is replaced.
+        keep: Names of files of the old content that become a part of the new one, where they are there.
     """
     path = local_path(url)
     if path is not None:
-        return LocalPublication(path, overwrite=overwrite, needed_bytes=needed_bytes, single_file=single_file)
+        return LocalPublication(
+            path, overwrite=overwrite, needed_bytes=needed_bytes, single_file=single_file, keep=keep
+        )
     if single_file:
         return RemoteFile(url, overwrite=overwrite)
-    return RemoteFolder(url, overwrite=overwrite, last=last, prefix=prefix)
+    return RemoteFolder(url, overwrite=overwrite, last=last, prefix=prefix, keep=keep)
 
 
 def overlaps(source: str, target: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -137,13 +138,16 @@ class RemoteFolder(Publication):
         last: Name of the file that makes the result loadable.
         prefix: What the names of all others begin with, those that other processes write too; empty where they may be
             those of old files.
+        keep: Names of old files that stay.
 
     Raises:
         TargetExistsError: Something lies there and may not be overwritten.
         StorageError: The store failed.
     """
 
-    def __init__(self, url: str, *, overwrite: bool, last: str | None, prefix: str = "") -> None:
+    def __init__(
+        self, url: str, *, overwrite: bool, last: str | None, prefix: str = "", keep: Collection[str] = ()
+    ) -> None:
         if kind(url) == "file":
             raise TargetExistsError("the target is a file", where=url, fix="Choose another name.")
         self.place = url
@@ -161,6 +165,7 @@ class RemoteFolder(Publication):
         self._held: dict[str, HeldWriter | KeptWriter] = {}
         self._written: list[str] = []
         self._prefix = prefix
+        self._keep = frozenset(keep)
         self._is_done = self._is_doubtful = False
 
     def create(self, name: str) -> Writer:
@@ -200,7 +205,8 @@ class RemoteFolder(Publication):
             self._flip(last)
             return
         for name in sorted(self._old, key=lambda name: name != self._last):
-            self._store.delete(name)
+            if name not in self._keep:
+                self._store.delete(name)
         for name in sorted(self._held, key=lambda name: name == self._last):
             self._written.append(name)
             self._held[name].finish()
@@ -211,7 +217,7 @@ class RemoteFolder(Publication):
         self._is_doubtful = True  # it may take effect although nobody hears of it
         last.finish(is_new=self._last not in self._old)
         self._is_done = True
-        for name in set(self._old) - set(self._held):
+        for name in set(self._old) - set(self._held) - self._keep:
             with suppress(StorageError):
                 self._store.delete(name)
 
