@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
