@@ -15,6 +15,7 @@ _Src = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or 
 _Dst = Annotated[str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors file.")]
 _To = Annotated[str, typer.Option("--to", help="Format to write: safetensors or native.")]
 _Part = Annotated[str, typer.Option("--part", help="model, optim or all.")]
+_Weights = Annotated[str, typer.Option("--weights", help="live, master or ema, where the checkpoint holds them.")]
 _ModelKey = Annotated[str, typer.Option("--model-key", help="Where the model is, if not where the rules look.")]
 _OptimKey = Annotated[str, typer.Option("--optim-key", help="Where the optimizer is: KEY, FILE or FILE:KEY.")]
 _Names = Annotated[str, typer.Option("--param-names", help="JSON file: object from optimizer id to name, or array.")]
@@ -39,6 +40,7 @@ def consolidate(
     dst: _Dst,
     to: _To = "safetensors",
     part: _Part = "model",
+    weights: _Weights = "live",
     model_key: _ModelKey = "",
     optim_key: _OptimKey = "",
     param_names: _Names = "",
@@ -66,6 +68,7 @@ def convert(
     dst: _Dst,
     to: _To = "safetensors",
     part: _Part = "model",
+    weights: _Weights = "live",
     model_key: _ModelKey = "",
     optim_key: _OptimKey = "",
     param_names: _Names = "",

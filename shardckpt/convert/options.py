@@ -8,6 +8,7 @@ from typing import Literal
 from shardckpt.dtypes import FLOATS, SHORT_NAMES
 from shardckpt.errors import UsageError
 from shardckpt.plan.sizes import parse_size
+from shardckpt.plan.weights import WEIGHTS, Weights
 
 Part = Literal["model", "optim", "all"]
 PARTS: tuple[Part, ...] = ("model", "optim", "all")
@@ -39,6 +40,7 @@ class Options:
     Attributes:
         to: Format to write: `safetensors`, or `native`, a step of shardckpt.
         part: `model`, `optim` or `all`.
+        weights: `live`, the model's own; `master` or `ema`, where the checkpoint holds those too.
         model_key: Where the model is, where the rules find another place.
         optim_key: Where the optimizer is: a key, a file, or `file:key`.
         param_names: JSON file from optimizer id to name, or an array of names.
@@ -58,6 +60,7 @@ class Options:
 
     to: str = "safetensors"
     part: Part = "model"
+    weights: Weights = "live"
     model_key: str = ""
     optim_key: str = ""
     param_names: str = ""
@@ -84,6 +87,8 @@ class Options:
             raise UsageError(f"--to {self.to!r} is no format this release writes", expected=", ".join(TARGETS))
         if self.part not in PARTS:
             raise UsageError(f"--part {self.part!r} is no part", expected=", ".join(PARTS))
+        if self.weights not in WEIGHTS:
+            raise UsageError(f"--weights {self.weights!r} are no weights", expected=", ".join(WEIGHTS))
         parse_dtype(self.dtype)
         parse_size(self.max_shard_size)
         if parse_size(self.max_memory) < LEAST_MEMORY_BYTES:

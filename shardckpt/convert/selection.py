@@ -27,7 +27,7 @@ from shardckpt.format.reader import Reader
 from shardckpt.format.safetensors import parse_json
 from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
-from shardckpt.plan import names, optimizer, parts, ties
+from shardckpt.plan import names, optimizer, parts, ties, weights
 from shardckpt.plan.coverage import faults
 from shardckpt.plan.outputs import OutTensor
 from shardckpt.storage.open_store import open_store, split
@@ -86,7 +86,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         CheckpointError: Something wanted is missing, short, doubled or refused.
         StorageError: The store failed.
     """
-    manifest = parts.split_flat_names(reader.manifest)
+    manifest = weights.choose(parts.split_flat_names(reader.manifest), options.weights, options.model_key)
     found = parts.find_parts(manifest, options.model_key, options.optim_key)
     model = name_model(manifest, found)
     if not model.tensors and options.part != "optim":

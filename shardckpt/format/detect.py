@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, escape
-from shardckpt.format import accelerate, dcp, hf, lightning, native, torch_file, torch_folder
+from shardckpt.format import accelerate, dcp, deepspeed, hf, lightning, native, torch_file, torch_folder
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.storage.open_store import kind, open_store, split
 
 FORMATS: tuple[Format, ...] = (
     native.FORMAT,
+    deepspeed.FORMAT,
     accelerate.FORMAT,
     lightning.FORMAT,
     dcp.FORMAT,
@@ -24,7 +25,7 @@ FORMATS: tuple[Format, ...] = (
 _FOREIGN = (
     (("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA"), "an Orbax (JAX) folder, which needs TensorStore to read"),
     (("latest_checkpointed_iteration.txt", "mp_rank_00", "mp_rank_00_000"), "a Megatron folder; point at one iter_*"),
-    (("latest", "zero_to_fp32.py"), "a DeepSpeed folder, which a later release reads"),
+    (("latest", "zero_to_fp32.py"), "a DeepSpeed folder without the folder of state files that `latest` names"),
     (("checkpoint-1", "trainer_state.json"), "a folder of a transformers Trainer without model files"),
     (("COMMIT",), "a shardckpt step without its manifest and its files"),
 )

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-READABLE = ("dcp_", "hf_", "peft_", "torch_save_", "accelerate_", "fabric_", "fsdp1_full_")
+READABLE = ("dcp_", "hf_", "peft_", "torch_save_", "accelerate_", "fabric_", "fsdp1_full_", "deepspeed_")
 NAMES = [
     "accelerate_fsdp1_full_gpt2_w2",
     "accelerate_fsdp1_sharded_llama_w2",
@@ -24,6 +24,9 @@ NAMES = [
     "dcp_hsdp_fsdp2_gpt2_w4",
     "dcp_plain_nasty_w1",
     "dcp_tp2_fsdp2_w4",
+    "deepspeed_zero1_bf16_gpt2_w2",
+    "deepspeed_zero2_bf16_nasty_w2",
+    "deepspeed_zero3_bf16_llama_w2",
     "fabric_fsdp_full_nasty_w2",
     "fabric_fsdp_sharded_gpt2_w2",
     "fsdp1_full_llama_w2",
@@ -60,11 +63,14 @@ def read_case(fixtures: Path, name: str, scratch: Path) -> Case:
         names.write_text(json.dumps(facts["optimizer_id_to_fqn"]))
         options = {"param_names": str(names)}
     optim, groups = folder / "truth_optim.safetensors", folder / "truth_param_groups.json"
+    state = load_file(optim) if optim.exists() else {}
+    if name.startswith("deepspeed_"):  # its truth holds the moments; each case was taken after three steps
+        state |= {f"{key.rpartition('/')[0]}/step": torch.tensor(3.0) for key in list(state)}
     return Case(
         name=name,
         source=source,
         model=load_file(folder / "truth_model.safetensors"),
-        optim=load_file(optim) if optim.exists() else {},
+        optim=state,
         groups=json.loads(groups.read_text()) if groups.exists() else None,
         facts=facts,
         options=options,

@@ -1,0 +1,202 @@
+"""Folders of DeepSpeed's `save_checkpoint`, ZeRO stages 0 to 3: the tag's folder, or the one with it and `latest`.
+
+Paths are `model` (the module's own weights), `master` (the optimizer's copies, mostly float32) and `optimizer`, then
+names; what else a model file holds keeps its key. In stage 3 nobody stores the module's own weights: they are the
+master weights rounded to the type of the module, as every step of training makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from shardckpt.boxes import whole
+from shardckpt.dtypes import nbytes
+from shardckpt.errors import AmbiguousError, CheckpointError, FormatError, IncompleteError, UnsupportedError
+from shardckpt.format.deepspeed_files import StateFiles, find_folder, sort_files
+from shardckpt.format.deepspeed_join import MASTER, MODEL, OPTIMIZER, Joiner, Made
+from shardckpt.format.deepspeed_states import (
+    Contents,
+    ModelState,
+    OptimState,
+    Slot,
+    loop_state,
+    model_state,
+    optim_state,
+)
+from shardckpt.format.pieces import PieceReader, Want
+from shardckpt.format.reader import Evidence, Format, Reader, Source
+from shardckpt.format.torch_file import TorchReader, open_files
+from shardckpt.manifest import ObjectEntry, Path, TensorEntry
+from shardckpt.storage.store import Store
+
+_STEP, _GROUPS = "step", "param_groups"
+
+
+def recognise(source: Source) -> Evidence:
+    """Recognise a folder by the names of its files, which no other writer uses."""
+    try:
+        return Evidence.NONE if find_folder(source) is None else Evidence.STRUCTURE
+    except (CheckpointError, AmbiguousError):
+        return Evidence.STRUCTURE
+
+
+def open_source(source: Source) -> Reader:
+    """Open a recognised source.
+
+    Raises:
+        AmbiguousError: Several steps lie there, and nothing says which one is meant.
+        UnsupportedError: It is cut in a way that is not read: tensor parallelism, versions before 0.3.17.
+        CheckpointError: Files are of different saves, or one is damaged, refused or missing.
+        StorageError: The store failed.
+    """
+    folder = find_folder(source)
+    assert folder is not None, "only recognised sources are opened"
+    return open_states(source.store, sort_files(source.store, folder), _beside(source))
+
+
+def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ()) -> TorchReader:
+    """Open the state files of one checkpoint."""
+    reader = open_files(store, files.sizes, {file: (file,) for file in files.sizes}, FORMAT.name)
+    contents = Contents(reader.manifest, store.url)
+    made = Made(store.url)
+    joiners = [_joiner(reader, contents, files, made, mp) for mp in files.model_ranks]
+    _require_one_tensor_rank(joiners, store.url)
+    for joiner in joiners:
+        joiner.join_model()
+        joiner.join_optimizer()
+    _put_groups(made, joiners)
+    _put_loop(made, contents, files)
+    manifest = replace(
+        reader.manifest,
+        files={**reader.manifest.files, **made.absent},
+        tensors=made.tensors,
+        objects=made.objects,
+        aliases=made.aliases,
+        warnings=(*reader.manifest.warnings, *warnings, *made.warnings),
+    )
+    return reader.restated(manifest)
+
+
+def _joiner(reader: TorchReader, contents: Contents, files: StateFiles, made: Made, mp: int) -> Joiner:
+    """Return what the ranks of one model-parallel rank say, checked against one another."""
+    models: dict[int, ModelState] = {
+        rank: model_state(contents, file) for (rank, m), file in sorted(files.parts.items()) if m == mp
+    }
+    if mp in files.models:
+        if models:
+            raise FormatError(
+                "files of different ZeRO stages lie here",
+                where=reader.store.url,
+                found=f"{files.models[mp]} and {next(iter(models.values())).file}",
+                fix="Keep the files of one save.",
+            )
+        models = {0: model_state(contents, files.models[mp])}
+    optims = {rank: optim_state(contents, file, rank) for (rank, m), file in sorted(files.optims.items()) if m == mp}
+    if not models:
+        raise IncompleteError(
+            "the optimizer's files are here, and the model's is not",
+            where=reader.store.url,
+            found=f"{len(optims)} files *_optim_states.pt",
+            expected="mp_rank_00_model_states.pt, or zero_pp_rank_*_model_states.pt: they hold the names and shapes",
+            fix="Copy the missing file beside the others.",
+        )
+    _require_one_step(reader, optims)
+    return Joiner(contents, files, made, mp, models, optims)
+
+
+def _require_one_step(reader: TorchReader, optims: Mapping[int, OptimState]) -> None:
+    """Compare the steps that ranks' optimizers took: files of two saves may fit together in everything else."""
+    counts: list[tuple[OptimState, int, TensorEntry]] = []
+    for state in optims.values():
+        for unit, slots in enumerate(state.slots):
+            value = slots.get(_STEP)
+            if isinstance(value, TensorEntry) and not value.shape:
+                counts.append((state, unit, value))
+    located = reader.resolve([value.pieces[0] for _, _, value in counts])
+    buffers = [bytearray(nbytes(value.stored, 1)) for _, _, value in counts]
+    PieceReader(reader.store).fill(
+        [
+            Want([piece], whole(()), value.stored, memoryview(buffer))
+            for piece, (_, _, value), buffer in zip(located, counts, buffers, strict=True)
+        ]
+    )
+    first: dict[int, tuple[bytes, OptimState]] = {}
+    for (state, unit, _), buffer in zip(counts, buffers, strict=True):
+        raw, other = first.setdefault(unit, (bytes(buffer), state))
+        if raw != bytes(buffer):
+            raise FormatError(
+                f"ranks {other.rank} and {state.rank} took different numbers of steps",
+                where=f"{reader.store.url}/{state.file}",
+                fix="Files of two saves lie in one folder: keep those of one.",
+            )
+
+
+def _require_one_tensor_rank(joiners: Sequence[Joiner], url: str) -> None:
+    """Refuse parameters that tensor parallelism cut: how is known to the training code alone."""
+    tensor_ranks = max((joiner.tensor_ranks for joiner in joiners), default=1)
+    seen: set[str] = set()
+    shared: set[str] = set()
+    for joiner in joiners:
+        shared |= seen & joiner.trained.keys()
+        seen |= joiner.trained.keys()
+    cut = sorted(name for name in shared if not name.startswith("tied_modules."))
+    if tensor_ranks > 1 or cut:
+        raise UnsupportedError(
+            "parameters are cut by tensor parallelism, and only the training code knows how",
+            where=url,
+            found=f"{len(joiners)} model-parallel ranks" + (f", {cut[0]!r} on several" if cut else ""),
+            fix="Convert it with DeepSpeed's ds_to_universal.py, and point at the result.",
+        )
+
+
+def _put_groups(made: Made, joiners: Sequence[Joiner]) -> None:
+    """Add the optimizer's groups; those of pipeline stages hold one another's names."""
+    united: list[tuple[Mapping[str, Slot], dict[str, None]]] = []
+    for joiner in joiners:
+        for i, (said, names) in enumerate(joiner.groups()):
+            if i == len(united):
+                united.append((said, {}))
+            united[i][1].update(dict.fromkeys(names))
+    groups: list[object] = []
+    for i, (said, params) in enumerate(united):
+        plain = {k: v.value for k, v in said.items() if isinstance(v, ObjectEntry) and k != "params"}
+        groups.append({**plain, "params": list(params)})
+        for key, value in said.items():
+            if isinstance(value, TensorEntry):
+                made.put((OPTIMIZER, _GROUPS, i, key), value)
+    if groups and not any(path[:2] == (OPTIMIZER, _GROUPS) for path in made.tensors):
+        made.objects[OPTIMIZER, _GROUPS] = ObjectEntry((OPTIMIZER, _GROUPS), groups)
+        return
+    for i, group in enumerate(groups):
+        assert isinstance(group, dict)
+        for key, value in group.items():
+            path: Path = (OPTIMIZER, _GROUPS, i, key)
+            made.objects[path] = ObjectEntry(path, value)
+
+
+def _put_loop(made: Made, contents: Contents, files: StateFiles) -> None:
+    """Add what the first model file holds beside the model: schedules, counters, and the user's own."""
+    file = next(iter([*files.models.values(), *files.parts.values()]))
+    for path, entry in loop_state(contents, file):
+        if path[0] in (MODEL, MASTER) or (path[0] == OPTIMIZER and (OPTIMIZER, _GROUPS) in made.objects):
+            path = (f"{path[0]} of the client", *path[1:])
+        if isinstance(entry, TensorEntry):
+            made.put(path, entry)
+        else:
+            made.objects[path] = replace(entry, path=path)
+
+
+def _beside(source: Source) -> tuple[str, ...]:
+    """Say which weights lie beside the states and are not read: a Trainer leaves its model there."""
+    names = [name for name in source.files if name.endswith((".safetensors", ".safetensors.index.json"))]
+    return (f"{names[0]} lies beside the states and is not read",) if names else ()
+
+
+FORMAT = Format(
+    name="deepspeed",
+    title="folder of DeepSpeed's save_checkpoint",
+    looks_for="*_model_states.pt and *_optim_states.pt, or a file `latest` that names their folder",
+    recognise=recognise,
+    open=open_source,
+)

@@ -1,0 +1,177 @@
+"""The files of a DeepSpeed checkpoint: which there are, what each is by its name, and the folder they lie in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from shardckpt.errors import AmbiguousError, FormatError, IncompleteError
+from shardckpt.format.reader import Source
+from shardckpt.storage.store import Store, read_bytes
+
+LATEST = "latest"
+_MAX_TAG_BYTES = 4096
+_N = r"\d{1,7}"
+_RANK = re.compile(
+    rf"(?P<prefix>(bf16_|fp16_)?zero_pp_rank_)(?P<rank>{_N})_mp_rank_(?P<mp>{_N})_(?P<kind>optim|model)_states\.pt"
+)
+_MODEL = re.compile(rf"mp_rank_(?P<mp>{_N})_model_states\.pt")
+_LAYER = re.compile(rf"layer_(?P<layer>{_N})-model_(?P<mp>{_N})-model_states\.pt")
+_EXPERT = re.compile(rf"(layer_(?P<layer>{_N})_)?expert_(?P<expert>{_N})_mp_rank_(?P<mp>{_N})_model_states\.pt")
+_EXPERT_OPTIM = re.compile(rf"expp_rank_(?P<rank>{_N})_mp_rank_(?P<mp>{_N})_optim_states\.pt")
+_ALL = (_RANK, _MODEL, _LAYER, _EXPERT, _EXPERT_OPTIM)
+
+_K = TypeVar("_K")
+
+Place = tuple[int, int]
+"""Data-parallel rank and model-parallel rank."""
+
+
+@dataclass(slots=True)
+class StateFiles:
+    """The files of one checkpoint by what they hold; names are relative to the store.
+
+    Attributes:
+        folder: Folder in the store that they lie in; empty for the root.
+        sizes: File to its bytes.
+        models: Model-parallel rank to the file of the whole model (stages 0 to 2).
+        parts: Place to the file of a rank's part of the model (stage 3).
+        optims: Place to the file of a rank's part of the optimizer.
+        layers: Layer and model-parallel rank to its file (pipelines).
+        experts: Layer, expert and model-parallel rank to its file; layer -1 in old checkpoints.
+        expert_optims: Expert-parallel and model-parallel rank to the file of its optimizer.
+    """
+
+    folder: str
+    sizes: dict[str, int] = field(default_factory=dict)
+    models: dict[int, str] = field(default_factory=dict)
+    parts: dict[Place, str] = field(default_factory=dict)
+    optims: dict[Place, str] = field(default_factory=dict)
+    layers: dict[tuple[int, int], str] = field(default_factory=dict)
+    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    expert_optims: dict[Place, str] = field(default_factory=dict)
+
+    @property
+    def model_ranks(self) -> list[int]:
+        """Model-parallel ranks that any file is of."""
+        places = (*self.parts, *self.optims)
+        return sorted({*self.models, *(mp for _, mp in places), *(key[-1] for key in (*self.layers, *self.experts))})
+
+
+def is_state_file(name: str) -> bool:
+    """Tell whether a file has a name that DeepSpeed gives."""
+    return any(pattern.fullmatch(name) for pattern in _ALL)
+
+
+def find_folder(source: Source) -> str | None:
+    """Return the folder of the state files in what was pointed at, empty for the root; None where there is none.
+
+    Raises:
+        AmbiguousError: There are several, and nothing says which one is meant.
+        IncompleteError: `latest` names one that is not there.
+        StorageError: The store failed.
+    """
+    if source.file is not None:
+        return None
+    if any(map(is_state_file, source.files)):
+        return ""
+    tag = read_tag(source, LATEST)
+    if tag in source.folders:
+        return tag if holds_states(source.store, tag) else None
+    found = [name for name in source.folders if name.startswith("global_step") and holds_states(source.store, name)]
+    if tag and found:
+        raise IncompleteError(
+            f"{LATEST} names a folder that is not there",
+            where=source.url,
+            found=tag,
+            expected=", ".join(found[:4]),
+            fix="Point at one of those folders, or copy the missing one.",
+        )
+    if len(found) > 1:
+        raise AmbiguousError(
+            "several steps lie here and no file `latest` names one",
+            where=source.url,
+            found=", ".join(found[:8]),
+            fix="Point at one of those folders.",
+        )
+    return found[0] if found else None
+
+
+def holds_states(store: Store, folder: str) -> bool:
+    """Tell whether a folder holds state files."""
+    return any(is_state_file(entry.name.rpartition("/")[2]) for entry in store.list(folder) if not entry.is_folder)
+
+
+def read_tag(source: Source, name: str) -> str:
+    """Return the folder that a pointer file names; empty where it names none in this folder."""
+    entry = source.listing.get(name)
+    if entry is None or entry.is_folder or not 0 < entry.size <= _MAX_TAG_BYTES:
+        return ""
+    return read_bytes(source.store, name, 0, entry.size).decode("utf-8", "replace").strip()
+
+
+def sort_files(store: Store, folder: str) -> StateFiles:
+    """Return the state files of a folder by what they hold.
+
+    Raises:
+        FormatError: Two files are of the same rank.
+        StorageError: The store failed.
+    """
+    entries = [entry for entry in store.list(folder) if not entry.is_folder]
+    found = StateFiles(folder)
+    for entry in sorted(entries, key=lambda e: e.name):
+        name = entry.name.rpartition("/")[2]
+        if _put(found, name, entry.name, store.url):
+            found.sizes[entry.name] = entry.size
+    return found
+
+
+def _put(found: StateFiles, name: str, path: str, url: str) -> bool:
+    """Put one file where it belongs; tell whether it belongs anywhere."""
+    if match := _RANK.fullmatch(name):
+        place = int(match["rank"]), int(match["mp"])
+        _put_once(found.optims if match["kind"] == "optim" else found.parts, place, path, url)
+    elif match := _MODEL.fullmatch(name):
+        _put_once(found.models, int(match["mp"]), path, url)
+    elif match := _LAYER.fullmatch(name):
+        _put_once(found.layers, (int(match["layer"]), int(match["mp"])), path, url)
+    elif match := _EXPERT.fullmatch(name):
+        layer = -1 if match["layer"] is None else int(match["layer"])
+        _put_once(found.experts, (layer, int(match["expert"]), int(match["mp"])), path, url)
+    elif match := _EXPERT_OPTIM.fullmatch(name):
+        _put_once(found.expert_optims, (int(match["rank"]), int(match["mp"])), path, url)
+    else:
+        return False
+    return True
+
+
+def _put_once(files: dict[_K, str], key: _K, path: str, url: str) -> None:
+    if key in files:
+        raise FormatError(
+            "two files are of the same rank",
+            where=url,
+            found=f"{files[key]} and {path}",
+            fix="Files of two saves lie in one folder: keep those of one.",
+        )
+    files[key] = path
+
+
+def name_of_optim(known: Iterable[str], rank: int, mp: int) -> str:
+    """Return the name that a missing optimizer file would have, beside one that is there."""
+    beside = next(iter(known))
+    folder, _, name = beside.rpartition("/")
+    match = _RANK.fullmatch(name)
+    prefix = match["prefix"] if match else "zero_pp_rank_"
+    return f"{folder}/{prefix}{rank}_mp_rank_{mp:02d}_optim_states.pt".removeprefix("/")
+
+
+def name_of_part(folder: str, rank: int, mp: int) -> str:
+    """Return the name that a missing file of a rank's part of the model would have."""
+    return f"{folder}/zero_pp_rank_{rank}_mp_rank_{mp:02d}_model_states.pt".removeprefix("/")
+
+
+def missing_ranks(files: Mapping[Place, str], world: int, mp: int) -> list[int]:
+    """Return the data-parallel ranks whose file is not there."""
+    return [rank for rank in range(world) if (rank, mp) not in files]

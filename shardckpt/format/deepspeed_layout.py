@@ -1,0 +1,131 @@
+"""Where DeepSpeed's ZeRO cuts flat parameters: pure arithmetic on counts of elements.
+
+Stages 1 and 2 lay the parameters of a group back to back, pad the end, and give every rank an equal part of the whole.
+Stage 3 cuts each parameter by itself, and lays a rank's parts back to back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from shardckpt.boxes import Box, Shape, flat_to_boxes
+
+_ALIGNMENTS = (2, 1)
+"""Elements that each rank's part is a multiple of: two since collectives are aligned to four bytes, one before."""
+
+
+class Run(NamedTuple):
+    """Elements of a parameter that lie back to back in one rank's flat tensor.
+
+    Attributes:
+        rank: The rank.
+        unit: Which of its flat tensors.
+        at: First element in that tensor.
+        start: First element in the parameter, in row-major order.
+        stop: One past the last.
+    """
+
+    rank: int
+    unit: int
+    at: int
+    start: int
+    stop: int
+
+
+def partition_elements(total: int, world: int, alignment: int = 2) -> int:
+    """Return the elements of each rank's equal part of a group (stages 1 and 2), padding included.
+
+    Args:
+        total: Elements of the group's parameters, with what lies between them.
+        world: Ranks that share the group.
+        alignment: What the part is a multiple of.
+    """
+    return -(-total // (alignment * world)) * alignment
+
+
+def lean_elements(total: int, partition: int, rank: int) -> int:
+    """Return the elements of a rank's part without the padding at the end of the group."""
+    return min(max(total - rank * partition, 0), partition)
+
+
+def fit_partition(total: int, world: int, lengths: Mapping[int, int]) -> int | None:
+    """Return the elements of a part that explain how long the ranks' tensors are, each with its padding or without.
+
+    Args:
+        total: Elements of the group.
+        world: Ranks that share it.
+        lengths: Rank to elements of its tensor, of the ranks that are there.
+    """
+    for alignment in _ALIGNMENTS:
+        partition = partition_elements(total, world, alignment)
+        if all(n in (partition, lean_elements(total, partition, rank)) for rank, n in lengths.items()):
+            return partition
+    return None
+
+
+def offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> list[int]:
+    """Return where each parameter of a group starts, and last where the group ends.
+
+    Args:
+        numels: Elements of each parameter.
+        paddings: Elements behind each parameter; none where there are none.
+    """
+    spaces = [n + p for n, p in zip(numels, paddings, strict=True)] if paddings else numels
+    return list(accumulate(spaces, initial=0))
+
+
+def partitioned_runs(offset: int, numel: int, partition: int, unit: int = 0) -> list[Run]:
+    """Return how a parameter is cut in stages 1 and 2.
+
+    Args:
+        offset: First element in the group.
+        numel: Its elements.
+        partition: Elements of each rank's part.
+        unit: Which flat tensor the group is.
+    """
+    runs, start = [], 0
+    while start < numel:
+        rank, at = divmod(offset + start, partition)
+        stop = min(start + partition - at, numel)
+        runs.append(Run(rank, unit, at, start, stop))
+        start = stop
+    return runs
+
+
+def part_elements(numel: int, world: int) -> int:
+    """Return the elements of each rank's part of one parameter (stage 3), padding included."""
+    return -(-numel // world)
+
+
+def split_runs(offset: int, numel: int, world: int, bounds: Sequence[int]) -> list[Run]:
+    """Return how a parameter is cut in stage 3.
+
+    Args:
+        offset: First element of a rank's part in its flat tensors, counted through all of them.
+        numel: The parameter's elements.
+        world: Ranks that share it.
+        bounds: Where each flat tensor starts, counted so, and last where they end.
+    """
+    part = part_elements(numel, world)
+    runs = []
+    for rank in range(world):
+        start, end = rank * part, min((rank + 1) * part, numel)
+        while start < end:
+            place = offset + start - rank * part
+            unit = bisect_right(bounds, place) - 1
+            stop = min(start + bounds[unit + 1] - place, end)
+            runs.append(Run(rank, unit, place - bounds[unit], start, stop))
+            start = stop
+    return runs
+
+
+def boxes(shape: Shape, run: Run) -> list[tuple[Box, int]]:
+    """Return the boxes that a run's elements are, and where in the rank's flat tensor each begins."""
+    at, found = run.at, []
+    for box in flat_to_boxes(shape, run.start, run.stop):
+        found.append((box, at))
+        at += box.volume
+    return found

@@ -1,0 +1,223 @@
+"""Checkpoints laid out as DeepSpeed lays them out, of any stage and world size, without DeepSpeed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was trained.
+
+    Attributes:
+        groups: The optimizer's groups: name to master weights.
+        held: Further tensors of the module: buffers, and what is frozen.
+        frozen: Names in `held` that are parameters.
+        order: Names in state-dict order; groups first where it is empty.
+        shared: Further names of parameters.
+        live: Type of the module's own weights; that of the masters where it is None.
+    """
+
+    groups: Sequence[Tensors]
+    held: Tensors = field(default_factory=dict)
+    frozen: Sequence[str] = ()
+    order: Sequence[str] = ()
+    shared: Mapping[str, str] = field(default_factory=dict)
+    live: torch.dtype | None = torch.bfloat16
+
+    @property
+    def trained(self) -> dict[str, torch.Tensor]:
+        return {name: value for group in self.groups for name, value in group.items()}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.order) or [*self.trained, *self.held, *self.shared]
+
+    def module(self) -> dict[str, torch.Tensor]:
+        """Return the module's state dict."""
+        made: dict[str, torch.Tensor] = {}
+        for name in self.names:
+            first = self.shared.get(name, name)
+            if first in made:
+                made[name] = made[first]
+            elif first in self.trained:
+                made[name] = self.trained[first].to(self.live or self.trained[first].dtype)
+            else:
+                made[name] = self.held[first]
+        return made
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Return what the optimizer keeps, each a different function of its parameter."""
+        made = {}
+        for name, value in self.trained.items():
+            made[f"{name}/exp_avg"] = value * 2 + 1
+            made[f"{name}/exp_avg_sq"] = value * value
+        return made
+
+
+def write(
+    folder: Path,
+    run: Run,
+    stage: int,
+    world: int,
+    *,
+    tag: str = "global_step3",
+    lean: bool = True,
+    sub_group: int = 1 << 60,
+    parameter_alignment: int = 1,
+) -> Path:
+    """Write a checkpoint and `latest`; return the folder.
+
+    Args:
+        folder: Made where it is not there.
+        run: What was trained.
+        stage: 1, 2 or 3.
+        world: Data-parallel ranks.
+        tag: Name of the step's folder.
+        lean: Leave padding out at the end of a group (stages 1 and 2), as DeepSpeed's own ZeRO optimizer does; its bf16
+            optimizer writes it.
+        sub_group: Elements of a flat tensor (stage 3).
+        parameter_alignment: Elements that parameters start at multiples of (stages 1 and 2).
+    """
+    step = folder / tag
+    step.mkdir(parents=True)
+    (folder / "latest").write_text(tag)
+    if stage == 3:
+        units, shapes = _split(run, world, sub_group)
+    else:
+        units, shapes = _partitioned(run, world, parameter_alignment)
+    for rank in range(world):
+        state = _optim(run, units, rank, world, stage, lean)
+        torch.save({"optimizer_state_dict": state}, step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        if stage == 3 or rank == 0:
+            name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+            torch.save(_model(run, shapes, rank, world, stage), step / name)
+    return folder
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One flat tensor: every rank's part of the masters and moments, and which group it is of."""
+
+    group: int
+    parts: Mapping[str, list[torch.Tensor]]
+    paddings: list[int]
+    between: list[int]
+
+
+def _kinds(run: Run, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+    moments = run.moments()
+    kinds = {"master": [run.trained[name] for name in names]}
+    for slot in ("exp_avg", "exp_avg_sq"):
+        kinds[slot] = [moments[f"{name}/{slot}"] for name in names]
+    return kinds
+
+
+def _partitioned(run: Run, world: int, alignment: int) -> tuple[list[_Unit], list[dict[str, torch.Size]]]:
+    units, shapes = [], []
+    for g, group in enumerate(run.groups):
+        between, at = [], 0
+        for value in group.values():
+            at += value.numel()
+            between.append((-at) % alignment)
+            at += between[-1]
+        between[-1] = 0
+        parts, total = {}, 0
+        for kind, values in _kinds(run, list(group)).items():
+            spread = [torch.cat([v.reshape(-1), torch.full((n,), 7.0)]) for v, n in zip(values, between, strict=True)]
+            flat = torch.cat(spread)
+            total = flat.numel()
+            flat = torch.nn.functional.pad(flat, (0, -total % (2 * world)), value=9.0)
+            parts[kind] = list(flat.chunk(world)) if flat.numel() else [flat] * world
+        each = parts["master"][0].numel()
+        paddings = [min(max((rank + 1) * each - total, 0), each) for rank in range(world)]
+        units.append(_Unit(g, parts, paddings, between))
+        shapes.append(OrderedDict((name, value.shape) for name, value in group.items()))
+    return units, shapes
+
+
+def _split(run: Run, world: int, sub_group: int) -> tuple[list[_Unit], list[dict[str, torch.Size]]]:
+    units, shapes = [], []
+    for g, group in enumerate(run.groups):
+        chosen: list[str] = []
+        size = 0
+        for i, (name, value) in enumerate(group.items()):
+            chosen.append(name)
+            size += -(-value.numel() // world)
+            if size >= sub_group or i == len(group) - 1:
+                kinds = _kinds(run, chosen)
+                parts = {
+                    k: [torch.cat([_part(v, r, world) for v in vs]) for r in range(world)] for k, vs in kinds.items()
+                }
+                units.append(_Unit(g, parts, [0] * world, []))
+                shapes.append(OrderedDict((n, group[n].shape) for n in chosen))
+                chosen, size = [], 0
+    return units, shapes
+
+
+def _part(value: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    each = -(-value.numel() // world)
+    return torch.nn.functional.pad(value.reshape(-1), (0, each * world - value.numel()))[rank * each :][:each].clone()
+
+
+def _optim(run: Run, units: list[_Unit], rank: int, world: int, stage: int, lean: bool) -> dict[str, Any]:
+    def part(unit: _Unit, kind: str) -> torch.Tensor:
+        flat = unit.parts[kind][rank]
+        return flat[: flat.numel() - unit.paddings[rank]].clone() if lean else flat.clone()
+
+    state = {
+        i: {"step": torch.tensor(float(STEPS)), **{s: part(unit, s) for s in ("exp_avg", "exp_avg_sq")}}
+        for i, unit in enumerate(units)
+    }
+    groups = [
+        {"lr": 0.1 / (g + 1), "betas": (0.9, 0.99), "params": [i for i, u in enumerate(units) if u.group == g]}
+        for g in range(len(run.groups))
+    ]
+    base = {"state": state, "param_groups": groups}
+    masters = [part(unit, "master") for unit in units]
+    said: dict[str, Any] = {"zero_stage": stage, "ds_version": "0.19.8"}
+    if stage == 3:
+        return {**said, "partition_count": world, "optimizer_state_dict": base, "fp32_flat_groups": masters}
+    paddings = {"param_alignment_paddings": [unit.between for unit in units]} if lean else {}
+    return {
+        **said,
+        **paddings,
+        "partition_count": [world] * len(units),
+        "group_paddings": [unit.paddings[rank] for unit in units],
+        "base_optimizer_state": base,
+        "single_partition_of_fp32_groups": masters,
+    }
+
+
+def _model(run: Run, shapes: list[dict[str, torch.Size]], rank: int, world: int, stage: int) -> dict[str, Any]:
+    module: OrderedDict[str, torch.Tensor] = OrderedDict(run.module())
+    frozen = OrderedDict((name, run.held[name]) for name in run.frozen)
+    fragments = frozen
+    if stage == 3:
+        fragments = OrderedDict((name, _part(value, rank, world)) for name, value in frozen.items())
+        for name, value in module.items():
+            if name in frozen or name in run.trained or name in run.shared:
+                module[name] = value.new_empty(0)
+    return {
+        "module": module,
+        "buffer_names": [name for name in run.held if name not in run.frozen],
+        "optimizer": None,
+        "param_shapes": shapes,
+        "frozen_param_shapes": OrderedDict((name, value.shape) for name, value in frozen.items()),
+        "frozen_param_fragments": fragments,
+        "shared_params": dict(run.shared) if rank == 0 else {},
+        "global_steps": STEPS,
+        "dp_world_size": world,
+        "mp_world_size": 1,
+        "ds_version": "0.19.8",
+        "epoch": 2,
+    }
