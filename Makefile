@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 .PHONY: demo test test-slow check format clean
 
 demo: $(STAMP)
-	$(BIN)/python examples/consolidate_fsdp2.py
+	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
