@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from shardckpt.checkpoint.collecting import collector_at_rest
-from shardckpt.checkpoint.corridor import Cargo, Corridor, How, attempted
+from shardckpt.checkpoint.corridor import Cargo, Corridor, attempted
 from shardckpt.checkpoint.handle import BACKGROUND, Course, OnEvent, SaveHandle
-from shardckpt.checkpoint.save import saver_of
+from shardckpt.checkpoint.save import BaseOf, how_to, saver_of
 from shardckpt.checkpoint.staging import Pool, Stage, block_size, make_block
 from shardckpt.errors import UsageError
 from shardckpt.plan.sizes import parse_size
@@ -33,6 +33,10 @@ def async_save(
     checksums: bool = True,
     group: dist.ProcessGroup | None = None,
     about: Mapping[str, str] | None = None,
+    base: str | os.PathLike[str] | BaseOf | None = None,
+    digests: bool = False,
+    trainable_only: bool = False,
+    base_rules: Mapping[str, str] | None = None,
     budget: int | str | None = None,
     on_busy: OnBusy = "wait",
     on_event: OnEvent | None = None,
@@ -53,6 +57,10 @@ def async_save(
         checksums: As `save` takes it.
         group: As `save` takes it.
         about: As `save` takes it.
+        base: As `save` takes it; what may lie there is hashed before this returns, and not copied if it does.
+        digests: As `save` takes it.
+        trainable_only: As `save` takes it.
+        base_rules: As `save` takes it.
         budget: Bytes of memory that the copy on this rank may take, or a size such as `"8GB"`; 1 MiB at least. None for
             as much as this rank writes. A state that does not fit is copied in rounds, each when the one before has
             been written: the call returns when the last one is copied. The memory is kept for the next save.
@@ -69,7 +77,7 @@ def async_save(
         RankError: Another rank failed or is gone; the message names it.
         StorageError: The storage failed.
     """
-    how = How(str(path), overwrite, checksums, dict(about or {}))
+    how = how_to(path, overwrite, checksums, about, base, digests, trainable_only, base_rules)
     most = None if budget is None else parse_size(budget)
     block_size(most)
     if on_busy not in ("wait", "raise"):

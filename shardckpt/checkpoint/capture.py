@@ -48,6 +48,7 @@ class Captured:
         own: What this rank alone has, by the path of the list of all ranks'.
         buffers: Arrays of which ranks may have different ones; the first rank's counts.
         model: Where the first model is; None where there is none.
+        frozen: Parameters that take no part in gradients.
         slots: Where optimizers keep their state, with the names of their parameters in order.
     """
 
@@ -58,6 +59,7 @@ class Captured:
     own: dict[Path, Any] = field(default_factory=dict)
     buffers: set[Path] = field(default_factory=set)
     model: Path | None = None
+    frozen: set[Path] = field(default_factory=set)
     slots: dict[Path, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -191,6 +193,8 @@ class _Capture:
                 nest[name] = ArrayAt(place)
                 if name in found.buffers:
                     self._made.buffers.add(place)
+                if name in found.frozen and place in self._made.arrays:
+                    self._made.frozen.add(place)
             elif name in found.aliases:
                 first = (*path, found.aliases[name])
                 self._made.ties[place] = self._made.ties.get(first, first)

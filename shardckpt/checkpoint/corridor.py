@@ -402,13 +402,13 @@ class Corridor:
     def _publish(self, told: list[bytes]) -> list[bytes]:
         """Compare, commit, put in place. On the first rank."""
         assert self._contents is not None and self._plan is not None and self._publication is not None
-        digests, parts, unchanged, blocks = [], [self._part], [], []
+        heads, parts = [], [self._part]
         for rank, each in enumerate(told):
             end = 8 + int.from_bytes(each[:8], "little")
-            for kept, said in zip((digests, unchanged, blocks), json.loads(each[8:end]), strict=True):
-                kept.append(said)
+            heads.append(json.loads(each[8:end]))
             if rank:
                 parts.append(decode_part(each[end:], where=f"rank {rank}"))
+        digests, unchanged, blocks = zip(*heads, strict=True)
         if _unequal(self._plan, digests):
             return [_EXPLAIN] * len(told)
         if self._ground is not None:

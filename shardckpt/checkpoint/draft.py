@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.capture import Captured
 from shardckpt.checkpoint.holdings import dtype_name
+from shardckpt.errors import UsageError
 from shardckpt.format.native_payload import Chunk
-from shardckpt.manifest import Path
-from shardckpt.plan.saving import Held, plan_save
+from shardckpt.manifest import Path, dotted
+from shardckpt.plan.saving import Held, Spec, plan_save
+
+_BUFFER, _FROZEN = 1, 2
 
 
 @dataclass(frozen=True)
@@ -23,20 +27,25 @@ class Draft:
         arrays: What it holds, in the order of the nest.
         buffers: Which of these ranks may have different values of: the first one's count.
         ties: Further path of an array to its first.
+        frozen: Which of these are not written: they lie in the base.
     """
 
     arrays: tuple[Held, ...]
     buffers: frozenset[Path]
     ties: Mapping[Path, Path]
+    frozen: frozenset[Path] = frozenset()
 
     def encode(self) -> bytes:
         """Return it as bytes."""
         rows = [
-            [list(a.path), a.dtype, a.shape, [box for each in a.boxes for box in each], int(a.path in self.buffers)]
+            [list(a.path), a.dtype, a.shape, [box for each in a.boxes for box in each], self._kind(a.path)]
             for a in self.arrays
         ]
         ties = [[list(path), list(first)] for path, first in self.ties.items()]
         return json.dumps([rows, ties], separators=(",", ":")).encode()
+
+    def _kind(self, path: Path) -> int:
+        return _BUFFER if path in self.buffers else _FROZEN if path in self.frozen else 0
 
     @classmethod
     def decode(cls, data: bytes) -> Draft:
@@ -46,8 +55,9 @@ class Draft:
             tuple(
                 Held(tuple(path), tuple(shape), dtype, tuple(_boxes(boxes))) for path, dtype, shape, boxes, _ in rows
             ),
-            frozenset(tuple(path) for path, _, _, _, is_buffer in rows if is_buffer),
+            frozenset(tuple(path) for path, _, _, _, kind in rows if kind == _BUFFER),
             {tuple(path): tuple(first) for path, first in ties},
+            frozenset(tuple(path) for path, _, _, _, kind in rows if kind == _FROZEN),
         )
 
 
@@ -55,13 +65,19 @@ def _boxes(flat: Sequence[Sequence[int]]) -> Iterator[Box]:
     return (Box(tuple(offset), tuple(size)) for offset, size in zip(flat[::2], flat[1::2], strict=True))
 
 
-def draft_of(captured: Captured) -> Draft:
-    """Return what of a captured state a plan depends on."""
+def draft_of(captured: Captured, *, trainable_only: bool = False) -> Draft:
+    """Return what of a captured state a plan depends on.
+
+    Args:
+        captured: The state.
+        trainable_only: Frozen parameters are not written.
+    """
     arrays = tuple(
         Held(path, array.shape, dtype_name(array.dtype), tuple(portion.box for portion in array.portions))
         for path, array in captured.arrays.items()
     )
-    return Draft(arrays, frozenset(captured.buffers), dict(captured.ties))
+    frozen = frozenset(captured.frozen) if trainable_only else frozenset()
+    return Draft(arrays, frozenset(captured.buffers), dict(captured.ties), frozen)
 
 
 def key_of(data: bytes) -> str:
@@ -81,25 +97,32 @@ class Task:
         chunks: What it writes.
         classes: For each set of ranks that hold the same, by its number, the positions of what this rank holds of that:
             position of the array in its draft, position of the box.
+        frozen: What this rank has to compare with the base instead of writing it.
     """
 
     chunks: tuple[Chunk, ...]
     classes: Mapping[int, Sequence[tuple[int, int]]]
+    frozen: tuple[Chunk, ...] = ()
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        rows = [[list(c.path), list(c.shape), c.dtype, list(c.box.offset), list(c.box.size)] for c in self.chunks]
         classes = [[number, [list(p) for p in positions]] for number, positions in self.classes.items()]
-        return json.dumps([rows, classes], separators=(",", ":")).encode()
+        return json.dumps([_rows(self.chunks), classes, _rows(self.frozen)], separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Task:
         """Return what `encode` wrote."""
-        rows, classes = json.loads(data)
-        return cls(
-            tuple(Chunk(tuple(p), tuple(s), d, Box(tuple(o), tuple(n))) for p, s, d, o, n in rows),
-            {number: [(a, b) for a, b in positions] for number, positions in classes},
-        )
+        rows, classes, frozen = json.loads(data)
+        positions = {number: [(a, b) for a, b in each] for number, each in classes}
+        return cls(_chunks(rows), positions, _chunks(frozen))
+
+
+def _rows(chunks: Sequence[Chunk]) -> list[object]:
+    return [[list(c.path), list(c.shape), c.dtype, list(c.box.offset), list(c.box.size)] for c in chunks]
+
+
+def _chunks(rows: Sequence[Any]) -> tuple[Chunk, ...]:
+    return tuple(Chunk(tuple(p), tuple(s), d, Box(tuple(o), tuple(n))) for p, s, d, o, n in rows)
 
 
 @dataclass(frozen=True)
@@ -112,6 +135,7 @@ class Plan:
         ties: Further path of an array to its first.
         classes: Sets of ranks that hold the same.
         nbytes: Bytes of all that is written.
+        frozen: What is not written, but lies in the base.
     """
 
     tasks: tuple[Task, ...]
@@ -119,6 +143,7 @@ class Plan:
     ties: Mapping[Path, Path]
     classes: Sequence[Class]
     nbytes: int
+    frozen: tuple[Spec, ...] = ()
 
 
 def plan_of(drafts: Sequence[Draft]) -> Plan:
@@ -135,17 +160,49 @@ def plan_of(drafts: Sequence[Draft]) -> Plan:
     order = tuple(spec.path for spec in plan.arrays)
     known = set(order)
     ties = {p: first for draft in reversed(drafts) for p, first in draft.ties.items() if p not in known}
-    chunks = [tuple(Chunk(*plan.arrays[task.array], task.box) for task in tasks) for tasks in plan.tasks]
+    frozen = _frozen(drafts)
+    chunks = [[Chunk(*plan.arrays[task.array], task.box) for task in tasks] for tasks in plan.tasks]
     classes, positions = _classes(drafts)
-    tasks = tuple(Task(mine, told) for mine, told in zip(chunks, positions, strict=True))
-    return Plan(tasks, order, ties, classes, sum(map(plan.bytes_of, range(len(drafts)))))
+    tasks = tuple(_task(mine, told, frozen) for mine, told in zip(chunks, positions, strict=True))
+    specs = tuple(spec for spec in plan.arrays if spec.path in frozen)
+    return Plan(tasks, order, ties, classes, sum(c.nbytes for task in tasks for c in task.chunks), specs)
 
 
-def plan_alone(captured: Captured) -> Plan:
+def _frozen(drafts: Sequence[Draft]) -> frozenset[Path]:
+    """Return what is not written.
+
+    Raises:
+        UsageError: A parameter is frozen on some ranks and not on others.
+    """
+    found: frozenset[Path] = frozenset().union(*(draft.frozen for draft in drafts))
+    for rank, draft in enumerate(drafts) if found else ():
+        odd = next((each.path for each in draft.arrays if each.path in found - draft.frozen), None)
+        if odd is not None:
+            raise UsageError(
+                "a parameter is frozen on some ranks and not on others",
+                where=dotted(odd),
+                found=f"rank {rank} trains it",
+                fix="Set requires_grad alike on every rank.",
+            )
+    return found
+
+
+def _task(chunks: Sequence[Chunk], classes: Mapping[int, Sequence[tuple[int, int]]], frozen: Set[Path]) -> Task:
+    if not frozen:
+        return Task(tuple(chunks), classes)
+    return Task(
+        tuple(chunk for chunk in chunks if chunk.path not in frozen),
+        classes,
+        tuple(chunk for chunk in chunks if chunk.path in frozen),
+    )
+
+
+def plan_alone(captured: Captured, *, trainable_only: bool = False) -> Plan:
     """Return the plan of a world of one: everything, as it lies.
 
     Args:
         captured: The state.
+        trainable_only: Frozen parameters are not written.
 
     Raises:
         IncompleteError: Elements that this rank does not hold.
@@ -153,9 +210,12 @@ def plan_alone(captured: Captured) -> Plan:
     chunks = []
     for path, array in captured.arrays.items():
         if len(array.portions) != 1 or array.portions[0].box.size != array.shape:
-            return plan_of([draft_of(captured)])
+            return plan_of([draft_of(captured, trainable_only=trainable_only)])
         chunks.append(Chunk(path, array.shape, dtype_name(array.dtype), array.portions[0].box))
-    return Plan((Task(tuple(chunks), {}),), tuple(captured.arrays), captured.ties, (), sum(c.nbytes for c in chunks))
+    task = _task(chunks, {}, captured.frozen if trainable_only else set())
+    specs = tuple(Spec(chunk.path, chunk.shape, chunk.dtype) for chunk in task.frozen)
+    written = sum(chunk.nbytes for chunk in task.chunks)
+    return Plan((task,), tuple(captured.arrays), captured.ties, (), written, specs)
 
 
 def _counted(drafts: Sequence[Draft]) -> list[list[Held]]:

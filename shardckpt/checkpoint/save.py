@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.corridor import How, Saver
 from shardckpt.checkpoint.handle import BACKGROUND
+from shardckpt.errors import UsageError
 from shardckpt.groups import Star, new_star
 
 
@@ -21,6 +23,10 @@ def save(
     checksums: bool = True,
     group: dist.ProcessGroup | None = None,
     about: Mapping[str, str] | None = None,
+    base: str | os.PathLike[str] | BaseOf | None = None,
+    digests: bool = False,
+    trainable_only: bool = False,
+    base_rules: Mapping[str, str] | None = None,
 ) -> None:
     """Save what a training run holds. Collective: every rank of the group calls it with its own state.
 
@@ -35,19 +41,58 @@ def save(
         checksums: Store a hash of every 4 MiB block, and make sure that what several ranks hold is the same.
         group: The ranks that save; all where None.
         about: Free text by name, kept in the manifest.
+        base: A checkpoint to refer to for what has not changed since, which is then not written again: one that was
+            saved with `digests` or a base of its own. It has to stay where it is. Or a function that returns it, called
+            on the first rank when the save begins.
+        digests: Store a hash of each tensor's bytes, so that a later save can have this one as its base; a save with a
+            base does so anyway.
+        trainable_only: Refer to the base for every parameter that does not require gradients, and make sure that it is
+            there bit for bit. The base may be in any readable format that stores tensors as they are in memory.
+        base_rules: Regular expressions to what stands for them, from the model's names to those of the base. What
+            wrappers and adapters (PEFT) put around names is known.
 
     Raises:
         TargetExistsError: Something lies there and `overwrite` is false.
         UnsupportedError: Something in the state cannot be saved; the message names its dotted path.
-        UsageError: A value differs between ranks.
+        UsageError: A value differs between ranks; a frozen parameter differs from the base.
         RankError: Another rank failed or is gone; the message names it.
         StorageError: The storage failed. Whatever was written is gone again.
     """
-    how = How(str(path), overwrite, checksums, dict(about or {}))
+    how = how_to(path, overwrite, checksums, about, base, digests, trainable_only, base_rules)
     with BACKGROUND.entry:
         BACKGROUND.wait()
         refusal = BACKGROUND.unheard()
         saver_of(group, refusal).save(state, how, refusal)
+
+
+BaseOf = Callable[[], str | None]
+"""Returns where the base of a save lies; None where it has none."""
+
+
+def how_to(
+    path: object,
+    overwrite: bool,
+    checksums: bool,
+    about: Mapping[str, str] | None,
+    base: str | os.PathLike[str] | BaseOf | None,
+    digests: bool,
+    trainable_only: bool,
+    base_rules: Mapping[str, str] | None,
+) -> How:
+    """Return the way to save that these arguments of `save` mean.
+
+    Raises:
+        UsageError: They mean nothing.
+    """
+    if trainable_only and base is None:
+        raise UsageError("trainable_only needs a base", fix="Pass base=PATH of what holds the frozen parameters.")
+    if (digests or base is not None) and not checksums:
+        raise UsageError("a save with a base or digests needs checksums", found="checksums=False")
+    url = None if base is None or callable(base) else os.fspath(base)
+    ask: BaseOf = base if callable(base) else lambda: url
+    told = dict(about or {})
+    wants_digests = digests or base is not None
+    return How(str(path), overwrite, checksums, told, ask, wants_digests, trainable_only, dict(base_rules or {}))
 
 
 _SAVERS: WeakKeyDictionary[dist.ProcessGroup, Saver] = WeakKeyDictionary()

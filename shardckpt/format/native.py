@@ -166,9 +166,8 @@ class NativeReader(Reader):
         manifest = manifest_of(store, contents, sizes)
         if bases is not None:
             self._stored = BasedStore(store, bases.places)
-            elsewhere = {place: found.store.url for place, found in bases.places.items()}
-            known = {**manifest.files, **bases.sizes}
-            manifest = replace(manifest, files=known, elsewhere=elsewhere, warnings=(*manifest.warnings, *bases.notes))
+            known, notes = {**manifest.files, **bases.sizes}, (*manifest.warnings, *bases.notes)
+            manifest = replace(manifest, files=known, elsewhere=bases.folders, warnings=notes)
         super().__init__(VerifiedStore(self._stored, files), manifest)
 
     @property

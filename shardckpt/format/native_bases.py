@@ -89,6 +89,11 @@ def reference(step: str, base: str) -> str:
     return base if local_path(base) is None else os.path.join(*there)
 
 
+def is_same_folder(one: str, other: str) -> bool:
+    """Tell whether two URLs name one folder."""
+    return bool(one and other) and _parent(one) == _parent(other)
+
+
 class Place(NamedTuple):
     """A file in a folder that a step refers to.
 
@@ -106,11 +111,13 @@ class Found(NamedTuple):
 
     Attributes:
         places: Where each file lies, by the name that the step's reader has for it.
+        folders: In which each lies, or would.
         sizes: Of those that are there, in bytes.
         notes: What is odd, one sentence each.
     """
 
     places: Mapping[str, Place]
+    folders: Mapping[str, str]
     sizes: Mapping[str, int]
     notes: tuple[str, ...]
 
@@ -129,21 +136,23 @@ def find_bases(step: str, wanted: Mapping[str, Mapping[str, int]], moved: str | 
     """
     now = _moved(step, list(wanted), moved)
     places: dict[str, Place] = {}
+    folders: dict[str, str] = {}
     sizes: dict[str, int] = {}
     notes = []
     for url, files in wanted.items():
         where = now.get(url) or resolved(step, url)
+        folders.update((f"{url}/{name}", where) for name in files)
         try:
             store = open_store(where)
             there = {entry.name: entry.size for entry in store.list() if not entry.is_folder}
         except ShardckptError as error:
             notes.append(f"the base cannot be looked at: {error}")
-            store, there = _Absent(where), {}
+            continue
         for name in files:
             places[f"{url}/{name}"] = Place(store, name)
             if name in there:
                 sizes[f"{url}/{name}"] = there[name]
-    return Found(places, sizes, tuple(notes))
+    return Found(places, folders, sizes, tuple(notes))
 
 
 def _moved(step: str, urls: Sequence[str], moved: str | Mapping[str, str]) -> Mapping[str, str]:
@@ -165,16 +174,6 @@ def _moved(step: str, urls: Sequence[str], moved: str | Mapping[str, str]) -> Ma
     return moved
 
 
-class _Absent:
-    """Stands for a store that cannot be opened: it has no files."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def __getattr__(self, name: str) -> object:
-        raise UsageError("the base cannot be opened", where=self.url)
-
-
 class BasedStore:
     """A step's folder, and files of its bases under names of their own, as one store.
 
@@ -194,7 +193,7 @@ class BasedStore:
     @property
     def traits(self) -> Traits:
         """Those of the step's store; it is local where all folders are."""
-        stores = {id(p.store): p.store for p in self._places.values() if not isinstance(p.store, _Absent)}
+        stores = {id(place.store): place.store for place in self._places.values()}
         own = self._store.traits
         return Traits(own.renames, own.is_local and all(store.traits.is_local for store in stores.values()))
 

@@ -58,6 +58,7 @@ class LocalModel:
         extra: Modules with state of their own making, by the name it has.
         names: All names of a state dict, in its order.
         finish: To be called once something was written into the arrays.
+        frozen: Which of the arrays are parameters that take no part in gradients.
     """
 
     found: Description | None
@@ -67,6 +68,7 @@ class LocalModel:
     extra: dict[str, nn.Module]
     names: tuple[str, ...]
     finish: Callable[[], None] = field(default=lambda: None)
+    frozen: frozenset[str] = frozenset()
 
 
 def local_array(tensor: torch.Tensor) -> LocalArray:
@@ -219,7 +221,17 @@ def local_model(model: nn.Module) -> LocalModel:
         dict(found.extra),
         found.names,
         finish,
+        frozenset(name for holder in found.holders for name in _frozen(holder)),
     )
+
+
+def _frozen(holder: Holder) -> Iterator[str]:
+    """Yield the entries of a holder that an optimizer cannot change: what it is shown of them says so."""
+    exposed = holder.exposed
+    for number, entry in enumerate(holder.entries):
+        shown = exposed[number] if len(exposed) == len(holder.entries) else exposed[0] if len(exposed) == 1 else None
+        if not (entry.trains if shown is None else shown.requires_grad):
+            yield entry.name
 
 
 def _take(buffer: Buffer, value: torch.Tensor) -> None:
@@ -237,4 +249,5 @@ def _foreign_model(model: nn.Module) -> LocalModel:
         foreign.put_state(model, state, strict=True)
 
     arrays = {name: local_array(value) for name, value in tensors.items()}
-    return LocalModel(None, arrays, {}, buffers, {}, tuple(state), finish)
+    frozen = frozenset(name for name, value in model.named_parameters() if not value.requires_grad)
+    return LocalModel(None, arrays, {}, buffers, {}, tuple(state), finish, frozen & set(arrays))
