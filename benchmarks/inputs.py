@@ -85,8 +85,12 @@ def save_hf(state: dict[str, DTensor], folder: Path) -> None:
     dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
-def save_torch_checkpointing(state: dict[str, DTensor], folder: Path) -> None:
-    """Save with torch_checkpointing, whose own gather of metadata works on CUDA alone and is replaced."""
+def torch_checkpointing(**layout: object) -> CheckpointManager:
+    """Return a manager of torch_checkpointing, whose own gather of metadata works on CUDA alone and is replaced.
+
+    Args:
+        layout: As `ItemSpec` takes it.
+    """
 
     def gather(_self: object, data: object, process_group: dist.ProcessGroup | None = None) -> dict[int, object]:
         found: list[object] = [None] * dist.get_world_size(process_group)
@@ -94,13 +98,17 @@ def save_torch_checkpointing(state: dict[str, DTensor], folder: Path) -> None:
         return dict(enumerate(found))
 
     DefaultMetadataManager._all_gather_pickled_data = gather
-    layout = LayoutInfo("model_{rank}.safetensors", SafetensorsSerialization())
     config = CheckpointManager.Config(
-        items={"model": ItemSpec(layout=layout, resharder=DefaultResharder())},
+        items={"model": ItemSpec(**layout, resharder=DefaultResharder())},
         save=SyncCheckpointSaverConfig(),
         storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
     )
-    manager = CheckpointManager(config)
+    return CheckpointManager(config)
+
+
+def save_torch_checkpointing(state: dict[str, DTensor], folder: Path) -> None:
+    """Save with torch_checkpointing."""
+    manager = torch_checkpointing(layout=LayoutInfo("model_{rank}.safetensors", SafetensorsSerialization()))
     manager.save(str(folder), {"model": state})
     manager.close()
 

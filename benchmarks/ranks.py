@@ -22,11 +22,11 @@ LIBC = ctypes.CDLL(None)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 
 
-def in_ranks(body: Callable[[int], Any]) -> list[Any]:
+def in_ranks(body: Callable[[int], Any], world: int = RANKS) -> list[Any]:
     """Run `body(rank)` in forked processes joined by gloo; return what each gave."""
     with tempfile.TemporaryDirectory() as folder:
-        ends = [FORK.Pipe(duplex=False) for _ in range(RANKS)]
-        ranks = [FORK.Process(target=be_rank, args=(r, folder, body, ends[r][1])) for r in range(RANKS)]
+        ends = [FORK.Pipe(duplex=False) for _ in range(world)]
+        ranks = [FORK.Process(target=be_rank, args=(r, world, folder, body, ends[r][1])) for r in range(world)]
         for process in ranks:
             process.start()
         for _, out in ends:
@@ -37,17 +37,17 @@ def in_ranks(body: Callable[[int], Any]) -> list[Any]:
                 with suppress(EOFError):
                     found.append(end.recv())
                 process.join()
-        if len(found) < RANKS:
+        if len(found) < world:
             raise SystemExit("a rank failed; what it said stands above")
         return found
 
 
-def be_rank(rank: int, folder: str, body: Callable[[int], Any], out: Connection) -> None:
+def be_rank(rank: int, world: int, folder: str, body: Callable[[int], Any], out: Connection) -> None:
     """Be one rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    store = dist.FileStore(str(Path(folder) / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    store = dist.FileStore(str(Path(folder) / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     out.send(body(rank))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""The benchmark of saves and loads still runs, checks what was loaded, and fails where it has to."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "save_load.py"
+SMALL = ["--size", "2MB", "--many", "50", "--very-many", "50", "--rounds", "1", "--fsync", "neither"]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def module(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    yield importlib.import_module("save_load")
+    for name in ("save_load", "inputs", "consolidate", "state_dict", "llama", "ranks", "results"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.slow
+def test_a_small_run_prints_every_case_beside_its_peers(tmp_path):
+    done = bench(*SMALL, "--cases", "save,load,reshard,async,many,very-many,memory", "--folder", str(tmp_path))
+    assert done.returncode in (0, 1), done.stderr
+    assert "Traceback" not in done.stderr
+    rows = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in done.stdout.splitlines() if "|" in line]
+    kinds = {"save": "raw write", "load": "raw read", "2 ranks to 1": "raw read", "2 ranks to 4": "raw read"}
+    assert {(what, by) for what, bare in kinds.items() for by in (bare, "shardckpt", "DCP")} <= set(rows)
+    assert {("save 50 tensors", by) for by in ("safetensors", "shardckpt", "DCP")} <= set(rows)
+    assert {("stall", by) for by in ("memcpy", "shardckpt", "DCP")} <= set(rows)
+    assert {what for what, _ in rows} >= {"shardckpt.save", "shardckpt.async_save"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plans_of_few_ranks_are_made_for_rows_and_flat_ranges(module):
+    assert module.planned(8, 3, flat=False)[1] == 24
+    assert module.planned(8, 3, flat=True)[1] > 24  # a flat range is several boxes
+
+
+@pytest.mark.parametrize("arguments", [("--cases", "no-such-case"), ("--size", "big"), ("--fsync", "one")])
+def test_what_cannot_be_run_is_refused(module, monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", ["save_load.py", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        module.main()
+    assert caught.value.code == 2
+
+
+def measured(module, by, role, seconds, limits=()):
+    way = module.Way("save", by, role, module.nothing, limits=dict(limits))
+    return module.Measured(way, seconds, (seconds,) * 3, (seconds,) * 3)
+
+
+@pytest.mark.parametrize(("seconds", "failures"), [(1.0, 0), (1.24, 0), (1.26, 1), (4.1, 2)])
+def test_a_save_may_take_so_many_times_as_long_as_what_stands_beside_it(module, seconds, failures):
+    report = module.Report()
+    mine = measured(module, "shardckpt", "shardckpt", seconds, {"raw write": 1.25, "DCP": 1.0})
+    report.table("Saving", [measured(module, "raw write", "bare", 1.0), mine, measured(module, "DCP", "peer", 4.0)])
+    assert len(report.failed) == failures
+
+
+def test_a_peer_that_takes_one_turn_is_compared_with_the_median(module):
+    report = module.Report()
+    slow = module.Measured(module.Way("save", "DCP", "peer", module.nothing, is_slow=True), 9.0, (9.0,), (9.0,))
+    report.table("Saving", [measured(module, "shardckpt", "shardckpt", 1.0, {"DCP": 0.1}), slow])
+    assert report.failed == ["save by shardckpt takes 0.11 times that of DCP; 0.1 is the limit"]
+
+
+def test_a_tensor_that_is_not_the_truth_stops_the_benchmark(module, monkeypatch):
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(module, "local", lambda tensor: tensor)
+    state = {"weight": module.truth("weight", 0, 4, (4, 8))}
+    module.check(state, "anybody")
+    state["weight"][3, 7] += 1
+    with pytest.raises(SystemExit, match="anybody loaded another weight"):
+        module.check(state, "anybody")
