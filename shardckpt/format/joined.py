@@ -8,7 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from shardckpt.errors import FormatError, IncompleteError
-from shardckpt.format.reader import Checksum, Reader
+from shardckpt.format.reader import Checksum, Reader, WholeShapes
 from shardckpt.format.torch_object import read_object
 from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Piece, Span, TensorEntry, dotted
 from shardckpt.storage.store import Store
@@ -33,11 +33,33 @@ class JoinedReader(Reader):
         store: Where the files lie.
         manifest: The joined one.
         owners: File to the reader that opened it.
+        parts: The readers, and where their paths go.
+        join_again: Joins other readers in their place.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, owners: Mapping[str, Reader]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        owners: Mapping[str, Reader],
+        parts: Sequence[Part],
+        join_again: Callable[[Sequence[Part]], JoinedReader],
+    ) -> None:
         super().__init__(store, manifest)
         self._owners = owners
+        self._parts = parts
+        self._join_again = join_again
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether there are flat parameters in one of them."""
+        return any(part.reader.is_flat for part in self._parts)
+
+    def with_shapes(self, known: WholeShapes) -> Reader:
+        """Return the readers joined once those with flat parameters know their members."""
+        if not self.is_flat:
+            return self
+        return self._join_again([part._replace(reader=part.reader.with_shapes(known)) for part in self._parts])
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces with every `Lazy` layout replaced, each by its reader, in one batch a reader."""
@@ -101,7 +123,13 @@ def join(
     loose: dict[Path, ObjectEntry] = {(n,): ObjectEntry((n,), UNREAD, n, Span(0, size)) for n, size in beside.items()}
     _add(objects, loose, store)
     noted = (*chain.from_iterable(part.reader.manifest.warnings for part in parts), *warnings)
-    return JoinedReader(store, Manifest(format_name, files, tensors, objects, aliases, metadata, noted), owners)
+    missing = tuple(chain.from_iterable(part.reader.manifest.missing for part in parts))
+    manifest = Manifest(format_name, files, tensors, objects, aliases, metadata, noted, missing)
+
+    def again(changed: Sequence[Part]) -> JoinedReader:
+        return join(format_name, store, changed, beside, warnings)
+
+    return JoinedReader(store, manifest, owners, parts, again)
 
 
 def _add(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
+from shardckpt.boxes import Shape
 from shardckpt.errors import TruncatedError
 from shardckpt.manifest import Manifest, ObjectEntry, Piece
 from shardckpt.storage.store import Listed, Store, read_bytes
@@ -94,6 +95,25 @@ class Checksum(NamedTuple):
     label: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class WholeShapes:
+    """What a model's parameters are called and how large each is, told from outside of a checkpoint that lacks it.
+
+    Attributes:
+        shapes: Name to shape, in the order of the model.
+        where: Who tells, for messages.
+        aliases: Further names of a parameter to its first.
+        units: Flat parameters to their members in order, where they are told; otherwise names tell.
+        ids: Numbers of an optimizer to names, where they are told.
+    """
+
+    shapes: Mapping[str, Shape]
+    where: str
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    units: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    ids: Mapping[int, str] = field(default_factory=dict)
+
+
 class Reader:
     """An open checkpoint: its manifest, and what is found out on demand.
 
@@ -125,6 +145,19 @@ class Reader:
             StorageError: The store failed.
         """
         return entry.value
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether there are flat parameters in it, of which the files may not tell what they hold."""
+        return False
+
+    def with_shapes(self, known: WholeShapes) -> Reader:  # noqa: ARG002  (most files tell shapes themselves)
+        """Return a reader that knows the members of flat parameters; the same one where there are none.
+
+        Raises:
+            UsageError: The shapes do not fit what the files hold.
+        """
+        return self
 
     @property
     def stored(self) -> Store:

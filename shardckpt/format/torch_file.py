@@ -8,13 +8,17 @@ its count of elements in 8 bytes, and its bytes. Tensors are only named where th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
+from shardckpt.format.flat_files import has_flat_parameters
 from shardckpt.format.pickles import Limits, load, load_at
+from shardckpt.format.rank_contents import RankFile, named_ranks
 from shardckpt.format.rank_files import put_together
-from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
+from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source, WholeShapes
+from shardckpt.format.sharded_files import join_ranks
+from shardckpt.format.sharded_values import Share
 from shardckpt.format.torch_nest import (
     LegacyView,
     Nest,
@@ -128,27 +132,58 @@ class TorchReader(Reader):
         manifest: What they hold.
         archives: File to its open archive, for those that are zip containers.
         notes: States in them that are one rank's.
+        shares: Path of the manifest to the rank's share that lies there.
     """
 
     def __init__(
-        self, store: Store, manifest: Manifest, archives: Mapping[str, Archive], notes: Sequence[RankNote] = ()
+        self,
+        store: Store,
+        manifest: Manifest,
+        archives: Mapping[str, Archive],
+        notes: Sequence[RankNote] = (),
+        shares: Mapping[Path, Share] | None = None,
     ) -> None:
         super().__init__(store, manifest)
         self._archives = archives
         self._notes = tuple(notes)
+        self._shares = shares or {}
         self._starts: dict[tuple[str, int], int] = {}
 
     def restated(self, manifest: Manifest) -> TorchReader:
         """Return a reader of the same files with another manifest."""
         return TorchReader(self.store, manifest, self._archives)
 
-    def joined(self) -> TorchReader:
+    def joined(self, known: WholeShapes | None = None) -> TorchReader:
         """Return a reader of the whole tensors that rank files hold together; itself where nothing is one rank's.
+
+        Args:
+            known: Whole shapes, which flat parameters of FSDP1 need.
 
         Raises:
             CheckpointError: What the ranks say of themselves does not fit together, or to what they hold.
+            UsageError: The shapes do not fit.
         """
-        return self.restated(put_together(self.manifest, self._notes, self.store.url)) if self._notes else self
+        if self._notes:
+            return self.restated(put_together(self.manifest, self._notes, self.store.url))
+        if not self._shares:
+            return self
+        names = list(self.manifest.files)
+        if len(names) == 1:
+            return self.of_ranks([RankFile(names[0], (), (), 0)], known)
+        return self.of_ranks(named_ranks(names, {str(path[0]) for path in self._shares}), known)
+
+    def of_ranks(self, files: Sequence[RankFile], known: WholeShapes | None = None) -> TorchReader:
+        """Return a reader of the whole tensors that some of the files hold together, one of each rank.
+
+        Args:
+            files: Those that are one rank's.
+            known: Whole shapes, which flat parameters of FSDP1 need.
+
+        Raises:
+            CheckpointError: The files do not fit together.
+            UsageError: The shapes do not fit.
+        """
+        return JoinedTorchReader(self, self._archives, self._shares, files, known)
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Find where the storages of the pieces lie, all in one batch of reads."""
@@ -223,6 +258,47 @@ class TorchReader(Reader):
         return piece._replace(layout=Encoded("deflate", start, entry.compressed, inner))
 
 
+class JoinedTorchReader(TorchReader):
+    """Rank files put together, and able to do so again once more is known.
+
+    Args:
+        apart: The files as they are.
+        archives: File to its open archive, for those that are zip containers.
+        shares: Path to the rank's share that lies there.
+        files: Those that are one rank's.
+        known: Whole shapes, which flat parameters of FSDP1 need.
+    """
+
+    def __init__(
+        self,
+        apart: TorchReader,
+        archives: Mapping[str, Archive],
+        shares: Mapping[Path, Share],
+        files: Sequence[RankFile],
+        known: WholeShapes | None,
+    ) -> None:
+        super().__init__(apart.store, join_ranks(apart.manifest, shares, files, apart.store.url, known), archives)
+        self._again = (apart, archives, shares, files)
+        self._known = known
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether there are flat parameters in the files."""
+        return has_flat_parameters(self._again[2])
+
+    def with_shapes(self, known: WholeShapes) -> Reader:
+        """Return a reader that knows more; notes beside the files tell shapes better than anything else.
+
+        Raises:
+            UsageError: The shapes do not fit the flat parameters.
+        """
+        if self._known is not None:
+            known = replace(self._known, ids=known.ids or self._known.ids)
+        if not self.is_flat or not known.shapes:
+            return self
+        return JoinedTorchReader(*self._again, known)
+
+
 def _placed(view: View, start: int, nbytes: int, piece: Piece) -> Span | Strided:
     """Return the layout of a view of a storage that starts at a byte and has so many."""
     if view.strides is None:
@@ -281,7 +357,7 @@ def open_files(store: Store, sizes: Mapping[str, int], prefixes: Mapping[str, Pa
     manifest = Manifest(
         format_name, dict(sizes), nest.tensors, nest.objects, nest.aliases, warnings=tuple(nest.warnings)
     )
-    return TorchReader(store, manifest, opened.archives, nest.notes)
+    return TorchReader(store, manifest, opened.archives, nest.notes, nest.shares)
 
 
 def _zips(store: Store, sizes: Mapping[str, int]) -> list[str]:

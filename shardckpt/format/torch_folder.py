@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shardckpt.errors import FormatError, IncompleteError, UnsafeError
+from shardckpt.format.flat_notes import read_notes
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.safetensors import parse_json
 from shardckpt.format.torch_file import SUFFIXES, TorchReader, looks_like_torch, open_files
@@ -14,6 +15,9 @@ from shardckpt.manifest import Path, TensorEntry
 from shardckpt.storage.store import Store, read_bytes
 
 INDEX_SUFFIX = ".bin.index.json"
+_OPTIMIZER = "optimizer.bin"
+"""The optimizer that belongs to a model of `pytorch_model*.bin`, as `--to torch` and Accelerate write it."""
+
 _MAX_INDEX_BYTES = 200_000_000
 _HEAD_BYTES = 512
 _WHOLE = re.compile(r"(pytorch_model|adapter_model)\.bin")
@@ -89,8 +93,9 @@ def open_hf(source: Source) -> Reader:
             found=f"{len(chosen) - len(missing)} of {len(chosen)} files of the index",
             fix="Copy the missing files beside the others.",
         )
-    reader = _open_shards(store, {name: sizes[name] for name in chosen}, weight_map)
-    ignored = [n for n in _loose_names(sizes) if n not in chosen]
+    optimizer = [_OPTIMIZER] if _OPTIMIZER in sizes and source.file is None else []
+    reader = _open_shards(store, {name: sizes[name] for name in (*chosen, *optimizer)}, weight_map)
+    ignored = [n for n in _loose_names(sizes) if n not in (*chosen, *optimizer)]
     if ignored:
         shown = ", ".join(sorted(ignored)[:4])
         warnings = (*reader.manifest.warnings, f"other torch files here are ignored, name one to read it: {shown}")
@@ -131,13 +136,21 @@ def _read_index(store: Store, name: str, size: int) -> dict[str, str]:
 
 
 def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str, str]) -> TorchReader:
-    """Open shards, whose names share one space; an index says which file counts for a name."""
+    """Open shards, whose names share one space; an index says which file counts for a name.
+
+    Where the optimizer's file is among them, it lies below `optimizer`, and the shards below `model`.
+    """
+    root: Path = ("model",) if _OPTIMIZER in sizes else ()
+
+    def moved(path: Path) -> Path:
+        return ("optimizer", *path[1:]) if path[0] == _OPTIMIZER else (*root, *path[1:])
+
     reader = open_files(store, sizes, {name: (name,) for name in sizes}, HF_FORMAT.name)
     manifest = reader.manifest
     tensors: dict[Path, TensorEntry] = {}
     for path, entry in manifest.tensors.items():
-        file, name = str(path[0]), path[1:]
-        if len(name) == 1 and weight_map.get(str(name[0]), file) != file:
+        file, name = str(path[0]), moved(path)
+        if len(path) == 2 and weight_map.get(str(path[1]), file) != file:
             continue
         if name in tensors:
             raise FormatError(
@@ -147,21 +160,22 @@ def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str
             )
         tensors[name] = entry._replace(path=name)
     for wanted, file in weight_map.items():
-        if (wanted,) not in tensors:
+        if (*root, wanted) not in tensors:
             raise IncompleteError(
                 f"tensor {wanted!r} is not in the file the index names",
                 where=f"{store.url}/{file}",
                 found="no such key",
             )
-    objects = {path[1:]: replace(entry, path=path[1:]) for path, entry in manifest.objects.items()}
-    aliases = {a[1:]: b[1:] for a, b in manifest.aliases.items() if a[1:] in tensors and b[1:] in tensors}
+    objects = {moved(path): replace(entry, path=moved(path)) for path, entry in manifest.objects.items()}
+    kept = {moved(a): moved(b) for a, b in manifest.aliases.items()}
+    aliases = {a: b for a, b in kept.items() if a in tensors and b in tensors}
     return reader.restated(replace(manifest, tensors=tensors, objects=objects, aliases=aliases))
 
 
 def open_loose(source: Source) -> Reader:
     """Open a folder of `torch.save` files; where there are several, paths start with the file's name.
 
-    Files of ranks that saved LOCAL states are one checkpoint of whole tensors.
+    Files of ranks that hold LOCAL states, DTensors or ShardedTensors are one checkpoint of whole tensors.
 
     Raises:
         CheckpointError: A file is damaged, refused, or of a kind that is not read.
@@ -170,11 +184,12 @@ def open_loose(source: Source) -> Reader:
     names = _loose_names(source.files)
     sizes = {name: source.listing[name].size for name in names}
     prefixes: dict[str, Path] = {name: (name,) if len(names) > 1 else () for name in names}
-    reader = open_files(source.store, sizes, prefixes, LOOSE_FORMAT.name).joined()
+    notes = read_notes(source.store, {name: source.listing[name].size for name in source.files})
+    reader = open_files(source.store, sizes, prefixes, LOOSE_FORMAT.name).joined(notes)
     skipped = sorted(_CONFIGURATION & set(source.files))
     if skipped:
         warnings = (*reader.manifest.warnings, f"{skipped[0]} holds a live configuration object and is not read")
-        reader = reader.restated(replace(reader.manifest, warnings=warnings))
+        reader.manifest = replace(reader.manifest, warnings=warnings)
     return reader
 
 

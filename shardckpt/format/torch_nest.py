@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -11,6 +11,7 @@ from shardckpt.boxes import Shape, strides, whole
 from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import FormatError, UnsupportedError, escape
 from shardckpt.format.pickles import Dtype, Global, Inert, Ordered, StorageType, TensorStub
+from shardckpt.format.sharded_values import DTENSOR, SHARDED_TENSOR, Share, ShareParser
 from shardckpt.format.zip_archive import Entry
 from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry, dotted
 
@@ -31,7 +32,8 @@ _NOTE, _LOCAL = "shardckpt", "LOCAL"
 """Where `shardckpt.state` notes how a state was taken, and what it says of one rank's."""
 
 _NO_STORAGE = "a tensor whose storage lies nowhere in the file"
-_SHARDED = {"DTensor": "a DTensor of torch.distributed.tensor", "ShardedTensor": "a ShardedTensor of torch.distributed"}
+_SHARDED = frozenset({DTENSOR, SHARDED_TENSOR})
+_LEAVE_OUT = "Leave it out with --exclude, or save it dense."
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +127,12 @@ class Refused(NamedTuple):
     Attributes:
         path: Where it sits in the saved nest.
         kind: What it is, as people say it.
+        fix: What the reader of the error can do.
     """
 
     path: Path
     kind: str
+    fix: str = _LEAVE_OUT
 
     def error(self, where: str) -> UnsupportedError:
         """Return the error for asking for it."""
@@ -136,7 +140,7 @@ class Refused(NamedTuple):
             f"{dotted(self.path)!r} is {self.kind}",
             where=where,
             expected="a dense tensor",
-            fix="Leave it out with --exclude, or save it dense.",
+            fix=self.fix,
         )
 
 
@@ -160,6 +164,7 @@ class Nest:
         aliases: Tied arrays to the first with the same elements.
         warnings: What is odd.
         notes: States that are one rank's.
+        shares: Arrays of which a file holds one rank's share: what that is.
     """
 
     tensors: dict[Path, TensorEntry] = field(default_factory=dict)
@@ -167,6 +172,7 @@ class Nest:
     aliases: dict[Path, Path] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     notes: list[RankNote] = field(default_factory=list)
+    shares: dict[Path, Share] = field(default_factory=dict)
 
     def add(self, value: object, file: str, prefix: Path, container: Container | None, where: str) -> None:
         """Add everything in the object of one file.
@@ -179,8 +185,8 @@ class Nest:
             where: The file, for messages.
 
         Raises:
-            FormatError: A view reaches beyond its storage, or two keys are spelt alike.
-            UnsupportedError: It holds parts of arrays that are spread over ranks.
+            FormatError: A view reaches beyond its storage, two keys are spelt alike, or a share contradicts itself.
+            UnsupportedError: A share is of a form that is not read.
         """
         if not isinstance(value, dict | list | tuple):
             prefix = (*prefix, "tensor" if _is_tensor(value) else "object")
@@ -201,6 +207,7 @@ class _Walk:
     def __init__(self, nest: Nest, file: str, container: Container | None, where: str) -> None:
         self._nest, self._file, self._container, self._where = nest, file, container, where
         self._first: dict[tuple[object, ...], Path] = {}
+        self._shares = ShareParser()
 
     def visit(self, value: object, path: Path) -> None:
         """Put a value, and everything in it, under a path. The pickle machine bounded its depth."""
@@ -235,7 +242,9 @@ class _Walk:
             shape, dtype = value.shape, value.dtype or _storage_dtype(value)
         else:
             assert isinstance(value, Inert)
-            self._refuse_sharded(value, path)
+            if value.name.rpartition(".")[2] in _SHARDED:
+                self._put_share(value, path)
+                return
             kind = _TENSOR_LIKE.get(value.name, f"a {value.name}")
             shape, dtype = _declared(value)
         if prod(shape) > _MOST_ELEMENTS:
@@ -275,15 +284,32 @@ class _Walk:
         steps = None if packed else tuple(0 if n == 1 else s for n, s in zip(stub.shape, stub.strides, strict=True))
         return self._container.layout(ref, View(ref.base + stub.offset, steps, width))
 
-    def _refuse_sharded(self, value: Inert, path: Path) -> None:
-        kind = _SHARDED.get(value.name.rpartition(".")[2])
-        if kind is not None:
-            raise UnsupportedError(
-                f"{dotted(path)!r} is {kind}: this file is one rank's part",
-                where=self._where,
-                expected="whole tensors",
-                fix="Save LOCAL states of shardckpt.state, or with torch.distributed.checkpoint.",
+    def _put_share(self, value: Inert, path: Path) -> None:
+        """Put one rank's share of an array: the boxes that this file holds, and a note on the rest."""
+        try:
+            share = self._shares.share(value)
+        except (FormatError, UnsupportedError) as error:
+            what = f"{dotted(path)!r} is one rank's share of an array, and {error.what}"
+            raise type(error)(
+                what, where=self._where, found=error.found, expected=error.expected, fix=error.fix
+            ) from None
+        kinds = (_refusal(stub) if self._container else _NO_STORAGE for _, stub in share.held)
+        kind = share.refused or next(filter(None, kinds), "")
+        stored = {stub.dtype or _storage_dtype(stub) for _, stub in share.held} | ({share.dtype} - {""})
+        if kind:
+            self._nest.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
+            lost = Piece(whole(share.shape), self._file, Lazy(0, 0, Refused(path, kind)))
+            dtype = share.dtype if is_known(share.dtype) else "uint8"
+            self._nest.tensors[path] = TensorEntry(path, share.shape, dtype, (lost,))
+            self._nest.shares[path] = replace(share, refused=kind)
+            return
+        if len(stored) != 1 or not is_known(dtype := stored.pop()) or bits(dtype) % 8:
+            raise FormatError(
+                f"{dotted(path)!r} has no one type that is known", where=self._where, found=sorted(stored)
             )
+        pieces = tuple(Piece(box, self._file, self._layout(stub, dtype, path)) for box, stub in share.held)
+        self._nest.tensors[path] = TensorEntry(path, share.shape, dtype, pieces)
+        self._nest.shares[path] = share
 
 
 def _local_states(value: object, path: Path) -> Iterator[tuple[Path, Mapping[object, object]]]:

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-READABLE = ("dcp_", "hf_", "peft_", "torch_save_", "accelerate_", "fabric_", "fsdp1_full_", "deepspeed_")
+READABLE = ("dcp_", "hf_", "peft_", "torch_save_", "accelerate_", "fabric_", "fsdp1_", "fsdp2_", "deepspeed_")
 NAMES = [
     "accelerate_fsdp1_full_gpt2_w2",
     "accelerate_fsdp1_sharded_llama_w2",
@@ -30,6 +30,9 @@ NAMES = [
     "fabric_fsdp_full_nasty_w2",
     "fabric_fsdp_sharded_gpt2_w2",
     "fsdp1_full_llama_w2",
+    "fsdp1_local_gpt2_w2",
+    "fsdp1_sharded_optim_nasty_w2",
+    "fsdp2_dtensor_torchsave_llama_w2",
     "hf_dcp_writer_llama_w2",
     "hf_pretrained_llama",
     "peft_lora_llama",

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 import shardckpt
 
-OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "amsgrad": torch.optim.AdamW}
+ADAMW = torch.optim.AdamW
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": ADAMW, "adamw1": ADAMW, "amsgrad": ADAMW}
 WITH_OPTIMIZER = [name for name in NAMES if not name.startswith(("hf_", "peft_"))]
 
 

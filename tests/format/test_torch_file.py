@@ -14,11 +14,20 @@ import torch
 from materialise import assert_same, materialise, raw_items, truth
 from torch.utils.serialization import config
 
-from shardckpt.errors import CheckpointError, FormatError, TruncatedError, UnsafeError, UnsupportedError
+from shardckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IncompleteError,
+    TruncatedError,
+    UnsafeError,
+    UnsupportedError,
+)
+from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.pickles import Inert
 from shardckpt.format.reader import Evidence, Reader, Source
 from shardckpt.format.torch_file import FORMAT, open_source, recognise
 from shardckpt.manifest import Encoded, Lazy, Span, Strided
+from shardckpt.plan.coverage import require_complete
 from shardckpt.storage.local import LocalStore
 
 ZIP, LEGACY = True, False
@@ -114,17 +123,16 @@ def test_full_state_dicts_of_fsdp1_are_read(fixtures: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "file", "kind"),
+    ("case", "file", "rank"),
     [
-        ("fsdp2_dtensor_torchsave_llama_w2", "checkpoint_rank0.pt", "DTensor"),
-        ("fsdp1_local_gpt2_w2", "model_rank0.pt", "ShardedTensor"),
-        ("fsdp1_sharded_optim_nasty_w2", "optim_rank1.pt", "ShardedTensor"),
+        ("fsdp2_dtensor_torchsave_llama_w2", "checkpoint_rank0.pt", 1),
+        ("fsdp1_sharded_optim_nasty_w2", "optim_rank1.pt", 0),
     ],
 )
-def test_rank_files_of_sharded_wrappers_are_named(fixtures: Path, case: str, file: str, kind: str) -> None:
-    with pytest.raises(UnsupportedError, match=kind) as caught:
-        opened(fixtures / case / "ckpt" / file)
-    assert "rank" in str(caught.value)
+def test_one_rank_file_is_not_taken_for_whole(fixtures: Path, case: str, file: str, rank: int) -> None:
+    reader = open_checkpoint(str(fixtures / case / "ckpt" / file))
+    with pytest.raises(IncompleteError, match=f"the file of rank {rank}"):
+        require_complete(reader.manifest, reader.manifest.tensors.values(), "here")
 
 
 # ---------------------------------------------------------------- what tensors there are

@@ -9,7 +9,7 @@ import pytest
 import torch
 from materialise import assert_same, truth
 
-from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError, UnsupportedError
+from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError
 from shardckpt.format.reader import Evidence, Reader, Source
 from shardckpt.format.torch_folder import HF_FORMAT, LOOSE_FORMAT
 from shardckpt.storage.local import LocalStore
@@ -172,9 +172,10 @@ def test_folders_of_other_formats_are_left_to_their_readers(fixtures: Path, case
     assert HF_FORMAT.recognise(source(fixtures / case)) is Evidence.NONE
 
 
-def test_rank_folders_of_sharded_wrappers_are_named(fixtures: Path) -> None:
-    with pytest.raises(UnsupportedError, match="DTensor"):
-        loose(fixtures / "fsdp2_dtensor_torchsave_llama_w2" / "ckpt")
+def test_rank_folders_of_sharded_wrappers_are_one_checkpoint(fixtures: Path) -> None:
+    reader = loose(fixtures / "fsdp2_dtensor_torchsave_llama_w2" / "ckpt")
+    assert reader.manifest.format == "ranks"
+    assert {path[0] for path in reader.manifest.tensors} == {"model", "optimizer"}
 
 
 def test_a_folder_without_torch_files_is_not_recognised(tmp_path: Path) -> None:
