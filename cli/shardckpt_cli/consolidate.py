@@ -12,17 +12,19 @@ if TYPE_CHECKING:
     from shardckpt import Report
 
 _Src = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or file, path or URL.")]
-_Dst = Annotated[str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors file.")]
-_To = Annotated[str, typer.Option("--to", help="Format to write: safetensors or native.")]
+_Dst = Annotated[str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors, .pt or .bin file.")]
+_To = Annotated[str, typer.Option("--to", help="Format to write: safetensors (unless DST tells), torch, dcp, native.")]
 _Part = Annotated[str, typer.Option("--part", help="model, optim or all.")]
 _Weights = Annotated[str, typer.Option("--weights", help="live, master or ema, where the checkpoint holds them.")]
 _ModelKey = Annotated[str, typer.Option("--model-key", help="Where the model is, if not where the rules look.")]
 _OptimKey = Annotated[str, typer.Option("--optim-key", help="Where the optimizer is: KEY, FILE or FILE:KEY.")]
+_OptimKeys = Annotated[str, typer.Option("--optim-keys", help="Keys of the optimizer written: names, ids or flat.")]
 _Names = Annotated[str, typer.Option("--param-names", help="JSON file: object from optimizer id to name, or array.")]
 _Shapes = Annotated[str, typer.Option("--shapes-from", help="Checkpoint with the right shapes, to check against.")]
 _Dtype = Annotated[str, typer.Option("--dtype", help="Cast the model's float tensors: fp32, bf16, fp16, fp64.")]
 _Keep = Annotated[list[str] | None, typer.Option("--keep-fp32", help="Glob of names that are not cast; repeatable.")]
 _Overflow = Annotated[bool, typer.Option("--allow-overflow", help="Let a cast turn finite values into infinity.")]
+_Loss = Annotated[bool, typer.Option("--allow-loss", help="Leave out what the format written cannot hold.")]
 _Shard = Annotated[str, typer.Option("--max-shard-size", help="Bytes a file: 5GB is decimal, 5GiB binary.")]
 _Memory = Annotated[str, typer.Option("--max-memory", help="Memory the process may add to its start-up.")]
 _Include = Annotated[list[str] | None, typer.Option("--include", help="Glob of names to take; repeatable.")]
@@ -38,16 +40,18 @@ _Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")
 def consolidate(
     src: _Src,
     dst: _Dst,
-    to: _To = "safetensors",
+    to: _To = "",
     part: _Part = "model",
     weights: _Weights = "live",
     model_key: _ModelKey = "",
     optim_key: _OptimKey = "",
+    optim_keys: _OptimKeys = "names",
     param_names: _Names = "",
     shapes_from: _Shapes = "",
     dtype: _Dtype = "",
     keep_fp32: _Keep = None,
     allow_overflow: _Overflow = False,
+    allow_loss: _Loss = False,
     max_shard_size: _Shard = "5GB",
     max_memory: _Memory = "256MiB",
     include: _Include = None,
@@ -66,16 +70,18 @@ def consolidate(
 def convert(
     src: _Src,
     dst: _Dst,
-    to: _To = "safetensors",
+    to: _To = "",
     part: _Part = "model",
     weights: _Weights = "live",
     model_key: _ModelKey = "",
     optim_key: _OptimKey = "",
+    optim_keys: _OptimKeys = "names",
     param_names: _Names = "",
     shapes_from: _Shapes = "",
     dtype: _Dtype = "",
     keep_fp32: _Keep = None,
     allow_overflow: _Overflow = False,
+    allow_loss: _Loss = False,
     max_memory: _Memory = "256MiB",
     include: _Include = None,
     exclude: _Exclude = None,

@@ -6,30 +6,38 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardckpt.convert.carried import CONFIG, Carried, find_carried, with_dtype
+from shardckpt.convert.dcp_target import metadata_of, plan_as_stored, plan_ranks, selected_content
+from shardckpt.convert.group_values import as_json
+from shardckpt.convert.losses import expressible
 from shardckpt.convert.native_nest import selected_nest
 from shardckpt.convert.native_target import plan_step, write_step
 from shardckpt.convert.options import Options, parse_dtype
 from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch, WrittenFile
-from shardckpt.convert.selection import Selection, select
-from shardckpt.convert.stream import Budget, Laid, lay_out, write_file
+from shardckpt.convert.selection import Selection, read_param_names, select
+from shardckpt.convert.stream import Budget, Payload, lay_out
+from shardckpt.convert.torch_target import model_files, optimizer_file, single_file
+from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.errors import UsageError
+from shardckpt.format.dcp_writer import METADATA
 from shardckpt.format.detect import detect, open_source
 from shardckpt.format.hf_files import OPTIMIZER, OPTIMIZER_FILES_KEY, PARAM_GROUPS, PARAM_GROUPS_KEY, SUFFIX
 from shardckpt.format.native_manifest import COMMIT, manifest_name
 from shardckpt.format.native_payload import HF_INDEX
 from shardckpt.format.reader import Reader
 from shardckpt.plan.outputs import OutFile, OutTensor, index, name_files, split_as_stored, split_by_size
+from shardckpt.plan.rekey import rekeyed
 from shardckpt.plan.sizes import parse_size
 from shardckpt.storage.open_store import local_path
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import overlaps, publish
 
-_OTHER_FILES = (".pt", ".pth", ".bin")
+_TORCH_FILES = (".pt", ".pth", ".bin")
 _INDEX = "{}.safetensors.index.json"
+_TORCH_INDEX = "{}.bin.index.json"
 Split = Callable[[Sequence[OutTensor]], list[tuple[OutTensor, ...]]]
 Change = Callable[[Selection], Selection]
 
@@ -49,7 +57,8 @@ class Job:
         reader: The open checkpoint.
         carried: Config and tokenizer files.
         selection: What is written, under which names.
-        groups: Tensors of each payload file, by stem: `model` or `adapter_model`, `optimizer`.
+        groups: Tensors of each payload file, by stem: `model`, `pytorch_model` or `adapter_model`, `optimizer`.
+        is_as_stored: Whether tensors stay split as the source has them.
     """
 
     source: str
@@ -59,11 +68,19 @@ class Job:
     carried: Carried
     selection: Selection
     groups: Mapping[str, list[tuple[OutTensor, ...]]]
+    is_as_stored: bool = False
 
     @property
     def is_single(self) -> bool:
         """Whether the target is one file."""
-        return self.target.endswith(SUFFIX)
+        return is_file(self.target)
+
+    @property
+    def last(self) -> str:
+        """The file that makes the result loadable."""
+        if self.options.to == "dcp":
+            return METADATA
+        return (_TORCH_INDEX if self.options.to == "torch" else _INDEX).format(next(iter(self.groups)))
 
     @property
     def payload_bytes(self) -> int:
@@ -80,7 +97,7 @@ class Layout:
         small: Other files, name to content, written after the payload.
     """
 
-    payload: tuple[Laid, ...]
+    payload: tuple[Payload, ...]
     small: Mapping[str, bytes]
 
 
@@ -92,7 +109,7 @@ def consolidate(src: str, dst: str, *, on_progress: OnProgress | None = None, **
 
     Args:
         src: Checkpoint in any readable format: a folder or file, a path or URL.
-        dst: Folder to write, or one file where it ends in `.safetensors`.
+        dst: Folder to write, or one file where it ends in `.safetensors`, `.pt`, `.pth` or `.bin`.
         on_progress: Called as bytes are written; what it raises stops the work and leaves nothing.
         **options: Fields of `Options`.
 
@@ -165,14 +182,15 @@ def export(
         ShardckptError: As `consolidate` does.
     """
     watch = Stopwatch()
-    _check_target(src, dst)
+    options = replace(options, to=_target(src, dst, options.to))
     source = open_source(src)
-    reader = detect(source).open(source)
+    reader = with_whole_shapes(detect(source).open(source), options.shapes_from, options.param_names)
     carried = find_carried(source, options.config_from)
     watch.lap("open")
-    selection = change(select(reader, options, carried.config))
-    groups = _grouped(reader, selection, options, _in_one if dst.endswith(SUFFIX) else split)
-    job = Job(src, dst, options, reader, carried, selection, groups)
+    selection = expressible(select(reader, options, carried.config), options.to, allow_loss=options.allow_loss)
+    selection = _with_keys(change(selection), options)
+    groups = _grouped(reader, selection, options, _in_one if is_file(dst) else split)
+    job = Job(src, dst, options, reader, carried, selection, groups, split is split_as_stored)
     _check_single(job)
     if options.to == "native":
         return _run_step(job, watch, on_progress)
@@ -183,17 +201,38 @@ def export(
     return _run(job, watch, on_progress)
 
 
-def _check_target(src: str, dst: str) -> None:
-    if dst.endswith(_OTHER_FILES):
-        raise UsageError("this release writes safetensors only", found=dst, fix="Name a folder or a .safetensors file.")
+def is_file(target: str) -> bool:
+    """Tell whether a target is one file, by its name."""
+    return target.endswith((SUFFIX, *_TORCH_FILES))
+
+
+def _target(src: str, dst: str, to: str) -> str:
+    """Return the format to write, once it fits the target."""
     if overlaps(src, dst):
         raise UsageError("source and target overlap", found=dst, where=src, fix="Write to another folder.")
+    if not is_file(dst):
+        return to or "safetensors"
+    fits = "safetensors" if dst.endswith(SUFFIX) else "torch"
+    if to in ("native", "dcp"):
+        what = "a step" if to == "native" else "a DCP checkpoint"
+        raise UsageError(f"{what} is a folder", found=dst, fix="Name a folder.")
+    if to not in ("", fits):
+        raise UsageError(f"--to {to} does not write such a file", found=dst, expected=f"--to {fits}, or a folder")
+    return fits
+
+
+def _with_keys(selection: Selection, options: Options) -> Selection:
+    """Return a selection whose optimizer calls its parameters as it was asked to."""
+    if selection.groups is None or options.optim_keys == "names":
+        return selection
+    by_number = options.optim_keys == "ids"
+    numbers = read_param_names(options.param_names) if options.param_names and by_number else None
+    optim, groups = rekeyed(selection.optim, selection.groups, "ids" if by_number else "flat", numbers)
+    return replace(selection, optim=optim, groups=groups)
 
 
 def _check_single(job: Job) -> None:
-    if job.is_single and job.options.to == "native":
-        raise UsageError("a step is a folder", found=job.target, fix="Name a folder.")
-    if job.is_single and len(job.groups) > 1:
+    if job.is_single and len(job.groups) > 1 and job.options.to != "torch":
         raise UsageError(
             "one file cannot hold model and optimizer",
             found=job.target,
@@ -210,6 +249,8 @@ def _grouped(
 ) -> dict[str, list[tuple[OutTensor, ...]]]:
     """Return the tensors of each payload file, by stem. A part that is there and empty gets a file too."""
     stem = "adapter_model" if reader.manifest.format == "adapter" else "model"
+    if options.to == "torch" and stem == "model":
+        stem = "pytorch_model"
     groups = {}
     if options.part != "optim":
         groups[stem] = split(selection.model)
@@ -224,7 +265,7 @@ def _run(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
         job.target,
         overwrite=job.options.overwrite,
         needed_bytes=job.payload_bytes + carried,
-        last=_INDEX.format(next(iter(job.groups))),
+        last=job.last,
         single_file=job.is_single,
     ) as publication:
         layout = _lay_out(job, publication.fresh)
@@ -265,6 +306,10 @@ def _lay_out(job: Job, fresh: str) -> Layout:
         job: The conversion.
         fresh: Put into names, where files under the usual ones may still be read by somebody.
     """
+    if job.options.to == "torch":
+        return _lay_out_torch(job, fresh)
+    if job.options.to == "dcp":
+        return _lay_out_dcp(job, fresh)
     metadata = _metadata(job)
     if job.is_single:
         [[tensors]] = job.groups.values()
@@ -275,13 +320,42 @@ def _lay_out(job: Job, fresh: str) -> Layout:
     companions: dict[str, object] = {}
     if job.selection.groups is not None:
         groups = f"param_groups-{fresh}.json" if fresh else PARAM_GROUPS
-        small[groups] = _json(job.selection.groups)
+        small[groups] = _json(as_json(job.selection.groups))
         companions = {OPTIMIZER_FILES_KEY: [f.name for f in files[OPTIMIZER]], PARAM_GROUPS_KEY: groups}
     is_last_word = job.options.part != "model" or local_path(job.target) is None
     stem = next(iter(files))
     if is_last_word or len(files[stem]) > 1:
         small[_INDEX.format(stem)] = _json(index(files[stem], companions))
     return Layout(payload, small)
+
+
+def _lay_out_torch(job: Job, fresh: str) -> Layout:
+    """Return `pytorch_model*.bin` with its index and `optimizer.bin`, or the one file that was named."""
+    selection = job.selection
+    if job.is_single:
+        return Layout((single_file(selection, job.options.part, job.target.rpartition("/")[2]),), {})
+    payload: list[Payload] = []
+    small = _config(job)
+    for stem, groups in job.groups.items():
+        if stem == OPTIMIZER:
+            payload.append(optimizer_file(selection))
+            continue
+        files, content = model_files(selection, groups, stem, fresh)
+        payload += files
+        if len(files) > 1 or local_path(job.target) is None:
+            small[_TORCH_INDEX.format(stem)] = _json(content)
+    return Layout(tuple(payload), small)
+
+
+def _lay_out_dcp(job: Job, fresh: str) -> Layout:
+    """Return `.distcp` files and `.metadata`; `convert` cuts tensors as the source has them."""
+    content = selected_content(job.selection)
+    most_bytes = parse_size(job.options.max_shard_size)
+    if job.is_as_stored:
+        files = plan_as_stored(content, most_bytes=most_bytes, fresh=fresh)
+    else:
+        files = plan_ranks(content, 1, most_bytes=most_bytes, fresh=fresh)
+    return Layout(tuple(files), {**_config(job), METADATA: metadata_of(files, content)})
 
 
 def _config(job: Job) -> dict[str, bytes]:
@@ -312,9 +386,9 @@ def _write_payload(job: Job, layout: Layout, publication: Publication, meter: Me
     writers = min(job.options.jobs, len(layout.payload))
     budget = Budget.of(parse_size(job.options.max_memory), writers, is_local=job.reader.store.traits.is_local)
 
-    def write(file: Laid) -> None:
+    def write(file: Payload) -> None:
         with publication.create(file.name) as writer:
-            write_file(job.reader, file, writer, budget=budget, allow_overflow=job.options.allow_overflow, meter=meter)
+            file.write(job.reader, writer, budget=budget, allow_overflow=job.options.allow_overflow, meter=meter)
 
     if writers == 1:
         for file in layout.payload:
@@ -344,7 +418,7 @@ def _write_small(job: Job, layout: Layout, publication: Publication) -> None:
 
 
 def _written(layout: Layout) -> tuple[WrittenFile, ...]:
-    return tuple(WrittenFile(f.name, f.nbytes, len(f.tensors)) for f in layout.payload)
+    return tuple(WrittenFile(f.name, f.nbytes, f.count) for f in layout.payload)
 
 
 def _report(job: Job, files: tuple[WrittenFile, ...], small: Iterable[str], watch: Stopwatch) -> Report:

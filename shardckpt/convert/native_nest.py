@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardckpt.convert.arrays import resolve
+from shardckpt.convert.group_values import plain_value
+from shardckpt.convert.losses import require_allowed
+from shardckpt.convert.optimizer_nest import by_path
 from shardckpt.convert.selection import Selection
 from shardckpt.errors import FormatError, UnsupportedError
-from shardckpt.format.inert import Dtype, Ordered
 from shardckpt.format.native import NativeReader
 from shardckpt.format.reader import Reader
-from shardckpt.format.tagged import ArrayRef, Named, encode
+from shardckpt.format.tagged import ArrayRef, encode
 from shardckpt.manifest import UNREAD, Path, dotted
 from shardckpt.plan.outputs import OutTensor
 
@@ -37,10 +38,15 @@ class Nest:
     warnings: tuple[str, ...] = ()
 
 
-def whole_nest(reader: Reader) -> Nest:
+def whole_nest(reader: Reader, *, allow_loss: bool) -> Nest:
     """Return all that a checkpoint holds, proven complete; of a native step in its own containers.
 
+    Args:
+        reader: The open checkpoint.
+        allow_loss: Leave out values that a step cannot hold.
+
     Raises:
+        UsageError: There are such, and they may not be left out.
         CheckpointError: Elements are missing or doubled, or a container is damaged.
         StorageError: The store failed.
     """
@@ -54,7 +60,9 @@ def whole_nest(reader: Reader) -> Nest:
     numbers = {path: number for number, path in enumerate(paths)}
     ties = {path: numbers[kept] for path, kept in manifest.aliases.items()}
     refs = {path: ArrayRef(numbers[manifest.aliases.get(path, path)]) for path in manifest.tensors}
-    values, notes = _values(reader)
+    values, lost = _values(reader)
+    require_allowed(lost, "native", allow_loss=allow_loss)
+    notes = [f"left out: {what}" for what in lost]
     nest = encode(nested({**refs, **values}, reader.store.url))
     return Nest(arrays, nest, ties, {"source": manifest.format}, (*manifest.warnings, *notes))
 
@@ -63,16 +71,10 @@ def selected_nest(selection: Selection) -> Nest:
     """Return what a conversion selected: `{"model": {name: ...}, "optim": {"state": {name: {slot: ...}}, ...}}`."""
     arrays: dict[Path, OutTensor] = {("model", tensor.name): tensor for tensor in selection.model}
     values: dict[Path, object] = {}
-    for tensor in selection.optim:
-        name, _, slot = tensor.name.rpartition("/")
-        arrays["optim", "state", name, slot] = tensor
     if selection.groups is not None:
-        values["optim", "param_groups"] = selection.groups["param_groups"]
-        rest: Any = selection.groups["non_tensor_state"]
-        values |= {
-            ("optim", "state", name, slot): value for name, slots in rest.items() for slot, value in slots.items()
-        }
-        values.setdefault(("optim", "state"), {})
+        state, rest = by_path(selection.optim, selection.groups)
+        arrays |= {("optim", *path): tensor for path, tensor in state.items()}
+        values = {("optim", *path): plain_value(value) for path, value in rest.items()}
     numbers = {path: number for number, path in enumerate(arrays)}
     ties: dict[Path, int] = {
         ("model", name): numbers["model", kept] for name, kept in selection.ties.items() if ("model", kept) in arrays
@@ -85,29 +87,16 @@ def selected_nest(selection: Selection) -> Nest:
 def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
     """Return the values that are no arrays, and what the format cannot hold of them."""
     found: dict[Path, object] = {}
-    notes = []
+    lost = []
     for path, entry in reader.manifest.objects.items():
-        value = _plain(reader.load_object(entry) if entry.value is UNREAD else entry.value)
+        value = plain_value(reader.load_object(entry) if entry.value is UNREAD else entry.value)
         try:
             encode(value, path)
         except UnsupportedError as error:
-            notes.append(f"left out: {error}")
+            lost.append(str(error))
             continue
         found[path] = value
-    return found, notes
-
-
-def _plain(value: Any) -> Any:
-    """Return what a pickle held with the containers that it meant."""
-    if isinstance(value, Ordered):
-        return OrderedDict((key, _plain(each)) for key, each in value.items())
-    if isinstance(value, Dtype):
-        return Named("dtype", value.name)
-    if type(value) is dict:
-        return {key: _plain(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    return value
+    return found, lost
 
 
 def nested(values: Mapping[Path, object], where: str) -> object:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from shardckpt.boxes import Box, Shape, contiguous_blocks, whole
+from shardckpt.boxes import Box, Shape, whole
 from shardckpt.convert.native_nest import Nest
 from shardckpt.convert.report import Meter, WrittenFile
-from shardckpt.convert.stream import Budget, assemble
-from shardckpt.dtypes import bits, nbytes
+from shardckpt.convert.stream import Budget, Part, assemble, batches
+from shardckpt.dtypes import bits
 from shardckpt.format.native_manifest import (
     COMMIT,
     ArrayRecord,
@@ -27,7 +27,6 @@ from shardckpt.format.native_payload import HF_INDEX, BlockHasher, Chunk, Payloa
 from shardckpt.format.pieces import PieceReader
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Path
-from shardckpt.plan.blocks import Batch, Take
 from shardckpt.plan.outputs import OutTensor
 from shardckpt.plan.saving import Held, plan_save
 from shardckpt.storage.publication import Publication
@@ -151,7 +150,8 @@ def _write_payload(
     pieces = PieceReader(reader.store)
     buffer = bytearray(budget.batch_bytes)
     current: OutTensor | None = None
-    for batch in _batches(payload.chunks, arrays, budget.batch_bytes):
+    parts = (Part(arrays[chunk.path], chunk.box) for chunk in payload.chunks)
+    for batch in batches(parts, budget.batch_bytes):
         if batch.takes[-1].tensor is not current:
             pieces.forget()
             current = batch.takes[-1].tensor
@@ -163,22 +163,3 @@ def _write_payload(
         hasher.update(data)
         meter.add(batch.nbytes)
     return hasher.digests()
-
-
-def _batches(chunks: Sequence[Chunk], arrays: Mapping[Path, OutTensor], most: int) -> Iterator[Batch]:
-    """Yield chunks in the order of the file, cut into blocks and put together in batches of at most `most` bytes."""
-    takes: list[Take] = []
-    size = 0
-    for chunk in chunks:
-        tensor = arrays[chunk.path]
-        width = max(bits(tensor.entry.stored), bits(tensor.dtype))
-        elements = most * 8 // width if width % 8 == 0 else chunk.box.volume
-        for block in contiguous_blocks(chunk.box, max(elements, 1)):
-            written = nbytes(chunk.dtype, block.volume)
-            if takes and size + written > most:
-                yield Batch(size, tuple(takes))
-                takes, size = [], 0
-            takes.append(Take(tensor, block, size))
-            size += written
-    if takes:
-        yield Batch(size, tuple(takes))

@@ -11,8 +11,10 @@ from shardckpt.plan.sizes import parse_size
 from shardckpt.plan.weights import WEIGHTS, Weights
 
 Part = Literal["model", "optim", "all"]
+OptimKeys = Literal["names", "ids", "flat"]
 PARTS: tuple[Part, ...] = ("model", "optim", "all")
-TARGETS = ("safetensors", "native")
+TARGETS = ("safetensors", "torch", "dcp", "native")
+OPTIM_KEYS: tuple[OptimKeys, ...] = ("names", "ids", "flat")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 DEFAULT_MEMORY_BYTES = 256 * 2**20
 LEAST_MEMORY_BYTES = 24 * 2**20
@@ -38,16 +40,20 @@ class Options:
     """What `consolidate` and `convert` can be asked for. Field names are the command's options, with underscores.
 
     Attributes:
-        to: Format to write: `safetensors`, or `native`, a step of shardckpt.
+        to: Format to write: `safetensors`, `torch` (files of `torch.save`), `dcp` (torch's distributed checkpoints), or
+            `native`, a step of shardckpt. Empty: `torch` for one file that is named so, else `safetensors`.
         part: `model`, `optim` or `all`.
         weights: `live`, the model's own; `master` or `ema`, where the checkpoint holds those too.
         model_key: Where the model is, where the rules find another place.
         optim_key: Where the optimizer is: a key, a file, or `file:key`.
+        optim_keys: How the optimizer written calls its parameters: `names`; `ids`, numbered as `torch.optim` does; or
+            `flat`, one key a value, `state.<parameter>.<slot>`.
         param_names: JSON file from optimizer id to name, or an array of names.
         shapes_from: Any checkpoint whose tensors have the right global shapes, to check against.
         dtype: Float type to cast the model's float tensors to.
         keep_fp32: Globs of final names that are not cast.
         allow_overflow: Let finite values become infinite in a cast.
+        allow_loss: Leave out what the format cannot hold; otherwise that is an error which lists it.
         max_shard_size: Bytes of tensor data in a file.
         max_memory: Bytes that the process may add to its start-up.
         include: Globs of final names to take; all, where there is none.
@@ -58,16 +64,18 @@ class Options:
         jobs: Output files written side by side.
     """
 
-    to: str = "safetensors"
+    to: str = ""
     part: Part = "model"
     weights: Weights = "live"
     model_key: str = ""
     optim_key: str = ""
+    optim_keys: str = "names"
     param_names: str = ""
     shapes_from: str = ""
     dtype: str = ""
     keep_fp32: tuple[str, ...] = ()
     allow_overflow: bool = False
+    allow_loss: bool = False
     max_shard_size: int | str = DEFAULT_SHARD_BYTES
     max_memory: int | str = DEFAULT_MEMORY_BYTES
     include: tuple[str, ...] = ()
@@ -83,12 +91,14 @@ class Options:
         Raises:
             UsageError: A value that cannot be.
         """
-        if self.to not in TARGETS:
+        if self.to not in ("", *TARGETS):
             raise UsageError(f"--to {self.to!r} is no format this release writes", expected=", ".join(TARGETS))
         if self.part not in PARTS:
             raise UsageError(f"--part {self.part!r} is no part", expected=", ".join(PARTS))
         if self.weights not in WEIGHTS:
             raise UsageError(f"--weights {self.weights!r} are no weights", expected=", ".join(WEIGHTS))
+        if self.optim_keys not in OPTIM_KEYS:
+            raise UsageError(f"--optim-keys {self.optim_keys!r} are no such keys", expected=", ".join(OPTIM_KEYS))
         parse_dtype(self.dtype)
         parse_size(self.max_shard_size)
         if parse_size(self.max_memory) < LEAST_MEMORY_BYTES:

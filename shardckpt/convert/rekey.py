@@ -49,6 +49,8 @@ def rekey(src: str, dst: str, *, to: str, on_progress: OnProgress | None = None,
     """
     if to not in _KEYS:
         raise UsageError("there are no such keys", found=to, expected=", ".join(_KEYS))
+    if "optim_keys" in options:
+        raise UsageError("keys are asked for twice", found="optim_keys", expected="`to` alone")
     chosen = parse_options({"part": "all", **options})
     if chosen.part == "model":
         raise UsageError("the model alone has no keys to change", found="part model", expected="all or optim")

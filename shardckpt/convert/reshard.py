@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from shardckpt.convert.dcp_target import DcpFile, metadata_of, plan_ranks, whole_content
 from shardckpt.convert.native_nest import whole_nest
 from shardckpt.convert.native_target import plan_step, write_step
 from shardckpt.convert.options import DEFAULT_MEMORY_BYTES, LEAST_MEMORY_BYTES
-from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch
+from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch, WrittenFile
 from shardckpt.convert.stream import Budget
 from shardckpt.errors import UsageError
+from shardckpt.format.dcp_writer import METADATA
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.native_manifest import COMMIT, manifest_name
+from shardckpt.format.reader import Reader
 from shardckpt.manifest import dotted
 from shardckpt.plan.sizes import parse_size
 from shardckpt.storage.publish import overlaps, publish
 
-TARGETS = ("native",)
+TARGETS = ("native", "dcp")
 MOST_RANKS = 100_000
 
 
@@ -26,22 +31,24 @@ def reshard(
     to: str = "native",
     max_shard_size: int | str = "5GB",
     max_memory: int | str = DEFAULT_MEMORY_BYTES,
+    allow_loss: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Report:
-    """Write all that a checkpoint holds as a native step of `world_size` ranks, each with a payload file at least.
+    """Write all that a checkpoint holds as one of `world_size` ranks, each with a payload file at least.
 
-    No value changes: loading the step gives the same bits as loading the source, at this world size or any other.
+    No value changes: loading the result gives the same bits as loading the source, at this world size or any other.
     Memory is constant.
 
     Args:
         src: Checkpoint in any readable format: a folder or file, a path or URL.
         dst: Folder to write.
         world_size: For how many ranks tensors are cut, in their first dimension.
-        to: Format to write: `native`.
+        to: Format to write: `native`, or `dcp`, which `torch.distributed.checkpoint` loads.
         max_shard_size: Bytes of tensor data in a file: a number, or `5GB`.
         max_memory: Bytes that the process may add to its start-up.
+        allow_loss: Leave out values that the format cannot hold; otherwise that is an error which lists them.
         overwrite: Replace what lies at the target.
         dry_run: Plan and check, write nothing.
         on_progress: Called as bytes are written; what it raises stops the work and leaves nothing.
@@ -62,7 +69,10 @@ def reshard(
     most_bytes = parse_size(max_shard_size)
     reader = open_checkpoint(src)
     watch.lap("open")
-    nest = whole_nest(reader)
+    if to == "dcp":
+        target = _Target(dst, world_size, most_bytes, memory, allow_loss, overwrite, dry_run)
+        return _to_dcp(reader, src, target, watch, on_progress)
+    nest = whole_nest(reader, allow_loss=allow_loss)
     step = plan_step(nest, world_size, most_bytes=most_bytes)
     total = sum(tensor.nbytes for tensor in nest.arrays.values())
     watch.lap("plan")
@@ -88,6 +98,59 @@ def reshard(
         warnings=nest.warnings,
         seconds=watch.seconds,
         dry_run=dry_run,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where the result goes, and how: arguments of `reshard`, with sizes in bytes."""
+
+    url: str
+    world_size: int
+    most_bytes: int
+    memory: int
+    allow_loss: bool
+    overwrite: bool
+    dry_run: bool
+
+
+def _to_dcp(reader: Reader, src: str, target: _Target, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
+    content, lost = whole_content(reader, allow_loss=target.allow_loss)
+    total = sum(tensor.nbytes for tensor in content.arrays.values())
+
+    def planned(fresh: str) -> list[DcpFile]:
+        return plan_ranks(content, target.world_size, most_bytes=target.most_bytes, fresh=fresh)
+
+    files = planned("")
+    watch.lap("plan")
+    if not target.dry_run:
+        budget = Budget.of(target.memory, 1, is_local=reader.store.traits.is_local)
+        needed = sum(file.nbytes for file in files)
+        with publish(target.url, overwrite=target.overwrite, needed_bytes=needed, last=METADATA) as publication:
+            files = planned(publication.fresh) if publication.fresh else files
+            meter = Meter(total, on_progress)
+            for file in files:
+                with publication.create(file.name) as writer:
+                    file.write(reader, writer, budget=budget, allow_overflow=False, meter=meter)
+            watch.lap("copy")
+            with publication.create(METADATA) as writer:
+                writer.write(metadata_of(files, content))
+        watch.lap("publish")
+    return Report(
+        source=src,
+        target=target.url,
+        format=reader.manifest.format,
+        part="all",
+        files=tuple(WrittenFile(file.name, file.nbytes, file.count) for file in files),
+        carried=(METADATA,),
+        tensors=len(content.arrays),
+        nbytes=total,
+        ties={dotted(path): dotted(kept) for path, kept in content.ties.items()},
+        cast={},
+        left_out=(),
+        warnings=(*reader.manifest.warnings, *lost),
+        seconds=watch.seconds,
+        dry_run=target.dry_run,
     )
 
 

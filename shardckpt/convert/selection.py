@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from shardckpt.convert.arrays import blocks_of, resolve, same_bits
 from shardckpt.convert.casts import numpy_dtype
+from shardckpt.convert.group_values import content_of
 from shardckpt.convert.options import Options, parse_dtype
 from shardckpt.convert.report import NO_SHAPES
 from shardckpt.dtypes import FLOATS
 from shardckpt.errors import (
     AmbiguousError,
-    CheckpointError,
     FormatError,
     IncompleteError,
     UsageError,
@@ -44,20 +44,22 @@ class Selection:
     Attributes:
         model: The model's tensors, in state-dict order, tied ones once.
         optim: Optimizer state, keys `<fqn>/<slot>`.
-        groups: Content of `param_groups.json`; None without an optimizer.
+        groups: The optimizer's `param_groups` and `non_tensor_state`; None without an optimizer.
         units: What lies in the optimizer's flat parameters, where the checkpoint tells.
         ties: Name that is not written to the name that stands for it.
         left_out: What no part asked for holds, as dotted paths.
         warnings: What is odd, one sentence each.
+        order: The model's names in state-dict order, those that are not written too.
     """
 
     model: tuple[OutTensor, ...]
     optim: tuple[OutTensor, ...]
-    groups: Mapping[str, object] | None
+    groups: Mapping[str, Any] | None
     units: Mapping[str, FlatLayout]
     ties: Mapping[str, str]
     left_out: tuple[str, ...]
     warnings: tuple[str, ...]
+    order: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +102,18 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
     wanted = [model.tensors[n] for n in kept] + (list(state.tensors.values()) if state else [])
     resolved = iter(resolve(reader, manifest, wanted))
     unasked = [r for r in (found.model, *found.optimizers) if _is_unasked(r, found, options)]
-    groups, odd = _groups_json(state) if state else (None, ())
     return Selection(
         model=tuple(OutTensor(n, next(resolved), _target_dtype(n, model.tensors[n], options)) for n in kept),
         optim=tuple(OutTensor(n, e, e.dtype) for n, e in zip(state.tensors, resolved, strict=True)) if state else (),
-        groups=groups,
+        groups=content_of(state) if state else None,
         units=state.units if state else {},
         ties=dropped if options.part != "optim" else {},
+        order=tuple(chosen),
         left_out=tuple(dotted(p) for p in (*unasked, *found.others)),
         warnings=(
             *manifest.warnings,
             *(() if manifest.has_shapes or options.shapes_from else (NO_SHAPES,)),
             *warnings,
-            *odd,
             *_unneeded_faults(manifest, wanted),
         ),
     )
@@ -283,29 +284,3 @@ def read_param_names(url: str) -> dict[int, str]:
     if not named or not all(isinstance(value, str) for value in named.values()):
         raise UsageError("--param-names holds no names", where=url, expected="an object from id to name, or an array")
     return named
-
-
-def _groups_json(state: optimizer.OptimState) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Return the content of `param_groups.json`, and which values JSON cannot hold."""
-    odd: list[str] = []
-
-    def plain(value: object, at: str) -> object:
-        if value is None or isinstance(value, (bool, int, str)):
-            return value
-        if isinstance(value, float):
-            return value if np.isfinite(value) else str(value)
-        if isinstance(value, (list, tuple)):
-            return [plain(v, f"{at}.{i}") for i, v in enumerate(value)]
-        if isinstance(value, dict):
-            return {str(k): plain(v, f"{at}.{k}") for k, v in value.items()}
-        odd.append(f"{at} is a {type(value).__name__}, which JSON cannot hold: written as text")
-        return str(value)
-
-    groups = [plain(dict(g), f"param_groups.{i}") for i, g in enumerate(state.groups)]
-    scalars = plain({k: dict(v) for k, v in state.scalars.items()}, "state")
-    content: dict[str, object] = {"param_groups": groups, "non_tensor_state": scalars}
-    try:
-        json.dumps(content)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError("the param groups cannot be written as JSON", found=str(error)) from error
-    return content, tuple(odd)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+from shardckpt.boxes import Box, contiguous_blocks, whole
 from shardckpt.convert.casts import cast_into
 from shardckpt.convert.report import Meter
-from shardckpt.dtypes import nbytes
+from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.format.reader import Reader
 from shardckpt.format.safetensors import Placed, encode_header, file_order
@@ -65,6 +67,49 @@ class Budget:
         return cls(batch, min(share, _WIDE_BATCH_BYTES), _COPY_STEP_BYTES if is_local else 2 * batch)
 
 
+class Sink(Protocol):
+    """What takes bytes in order."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Take the next bytes. Raises StorageError."""
+
+
+class Part(NamedTuple):
+    """A box of a tensor that is written in one stretch.
+
+    Attributes:
+        tensor: The tensor.
+        box: The elements, in row-major order.
+    """
+
+    tensor: OutTensor
+    box: Box
+
+
+class Payload(Protocol):
+    """A file of tensor data that is decided, whatever its format."""
+
+    @property
+    def name(self) -> str:
+        """In the target."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+
+    @property
+    def count(self) -> int:
+        """How many tensors, or parts of some, it holds."""
+
+    def write(self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter) -> None:
+        """Write it from start to end; the caller closes the writer.
+
+        Raises:
+            CheckpointError: The source's bytes cannot be read, or a cast overflows.
+            StorageError: Reading or writing failed.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Laid:
     """An output file with its header made.
@@ -83,6 +128,20 @@ class Laid:
     def nbytes(self) -> int:
         """Bytes of the whole file."""
         return len(self.header) + sum(t.nbytes for t in self.tensors)
+
+    @property
+    def count(self) -> int:
+        """Tensors in it."""
+        return len(self.tensors)
+
+    def write(self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter) -> None:
+        """Write it from start to end; the caller closes the writer.
+
+        Raises:
+            CheckpointError: The source's bytes cannot be read, or a cast overflows.
+            StorageError: Reading or writing failed.
+        """
+        write_file(reader, self, writer, budget=budget, allow_overflow=allow_overflow, meter=meter)
 
 
 def lay_out(file: OutFile, metadata: Mapping[str, str]) -> Laid:
@@ -125,6 +184,53 @@ def write_file(
             meter.add(step.nbytes)
 
 
+def parts_of(tensors: Iterable[OutTensor]) -> Iterator[Part]:
+    """Yield whole tensors as parts; one of several members is those."""
+    for tensor in tensors:
+        for member in tensor.written:
+            yield Part(member, whole(member.shape))
+
+
+def write_parts(
+    reader: Reader, parts: Iterable[Part], sink: Sink, *, budget: Budget, allow_overflow: bool, meter: Meter
+) -> None:
+    """Give the bytes of parts to a sink, back to back.
+
+    Raises:
+        CheckpointError: The source's bytes cannot be read, or a cast overflows.
+        StorageError: Reading or writing failed.
+    """
+    pieces = PieceReader(reader.store)
+    current: OutTensor | None = None
+    with _WriteBehind(sink, budget.batch_bytes) as behind:
+        for batch in batches(parts, budget.batch_bytes):
+            if batch.takes[-1].tensor is not current:
+                pieces.forget()
+                current = batch.takes[-1].tensor
+            data = behind.buffer(batch.nbytes)
+            assemble(pieces, batch, data, allow_overflow)
+            behind.write(data)
+            meter.add(batch.nbytes)
+
+
+def batches(parts: Iterable[Part], most: int) -> Iterator[Batch]:
+    """Yield parts in order, cut into blocks and put together in batches of at most `most` bytes."""
+    takes: list[Take] = []
+    size = 0
+    for tensor, part in parts:
+        width = max(bits(tensor.entry.stored), bits(tensor.dtype))
+        elements = most * 8 // width if width % 8 == 0 else part.volume
+        for block in contiguous_blocks(part, max(elements, 1)):
+            written = nbytes(tensor.dtype, block.volume)
+            if takes and size + written > most:
+                yield Batch(size, tuple(takes))
+                takes, size = [], 0
+            takes.append(Take(tensor, block, size))
+            size += written
+    if takes:
+        yield Batch(size, tuple(takes))
+
+
 class _WriteBehind:
     """Writes one batch on a thread of its own while the next one is assembled, through two buffers.
 
@@ -135,7 +241,7 @@ class _WriteBehind:
         nbytes: Bytes of a usual batch.
     """
 
-    def __init__(self, writer: Writer, nbytes: int) -> None:
+    def __init__(self, writer: Sink, nbytes: int) -> None:
         self._writer = writer
         self._free, self._busy = bytearray(nbytes), bytearray(nbytes)
         self._thread = ThreadPoolExecutor(1)

@@ -349,8 +349,23 @@ def _manifest(store: Store, prefix: str, sizes: Mapping[str, int], names: Sequen
         files=known,
         tensors=tensors,
         objects=objects,
+        aliases=_aliases(tensors),
         warnings=(*found.warnings, *_notes(prefix, sizes, names, known)),
     )
+
+
+def _aliases(tensors: Mapping[Path, TensorEntry]) -> dict[Path, Path]:
+    """Return tensors that are stored in the very slices of an earlier one: two names of one array."""
+    first: dict[tuple[object, ...], Path] = {}
+    aliases: dict[Path, Path] = {}
+    for path, entry in tensors.items():
+        if not entry.pieces or not all(_is_archive(piece) for piece in entry.pieces):
+            continue
+        places = [(p.box, p.file, p.layout.offset) for p in entry.pieces if isinstance(p.layout, Lazy)]
+        kept = first.setdefault((entry.shape, entry.stored, *places), path)
+        if kept != path:
+            aliases[path] = kept
+    return aliases
 
 
 def _object(path: Path, stored: _Stored | None) -> ObjectEntry:

@@ -12,8 +12,12 @@ from shardckpt.boxes import strides, whole
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.errors import FormatError
 from shardckpt.format.safetensors import MAX_DIMS
+from shardckpt.format.tagged import decode
 from shardckpt.layout import FlatLayout, ParamSpec, from_json
 from shardckpt.manifest import Path, Piece, Span, Strided, TensorEntry
+
+EXACT = "exact"
+"""Key of what plain JSON could not hold: pairs of a path in the file, and the value that belongs there, tagged."""
 
 _KEYS = "keys"
 _FLAT_PARAMETERS = "flat-parameters"
@@ -48,6 +52,7 @@ class OptimizerFile:
         Raises:
             FormatError: Parameters go by keys that are not known, or by numbers that are none.
         """
+        raw = _with_exact(raw, where)
         keys, groups, values = raw.get(_KEYS, "names"), raw.get("param_groups", []), raw.get("non_tensor_state", {})
         if keys not in _WAYS:
             raise FormatError("an unknown way to name parameters", where=where, found=keys, expected=", ".join(_WAYS))
@@ -101,6 +106,25 @@ class OptimizerFile:
                 return key[:at], key[at + 1 :]
         name, _, slot = key.rpartition(".")
         return name, slot
+
+
+def _with_exact(raw: Mapping[str, object], where: str) -> Mapping[str, object]:
+    """Put values that plain JSON could not hold where they belong."""
+    for pair in _listed(raw.get(EXACT)):
+        path, told = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
+        inner: object = raw
+        for key in path[:-1] if isinstance(path, list) and len(path) == 3 else ():
+            inner = _inside(inner, key)
+        if not isinstance(inner, dict) or inner is raw or path is None or path[-1] not in inner:
+            raise FormatError("an exact value belongs nowhere", where=where, found=str(path)[:80])
+        inner[path[-1]] = decode(told, where=where)
+    return raw
+
+
+def _inside(value: object, key: object) -> object:
+    if isinstance(value, list) and type(key) is int and 0 <= key < len(value):
+        return value[key]
+    return value.get(key) if isinstance(value, dict) and isinstance(key, str) else None
 
 
 def _of_flat_parameters(raw: Mapping[str, object], groups: object, values: object, where: str) -> OptimizerFile:

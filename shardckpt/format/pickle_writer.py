@@ -55,6 +55,16 @@ class Call(NamedTuple):
     items: Mapping[Any, object] | None = None
 
 
+class Pairs(NamedTuple):
+    """A dict whose keys the reader makes by calls.
+
+    Attributes:
+        pairs: Its keys and values, in order.
+    """
+
+    pairs: Sequence[tuple[object, object]]
+
+
 class PersistentId(NamedTuple):
     """What the reader finds outside of the pickle.
 
@@ -111,6 +121,7 @@ class _Writer:
             int: self._int,
             list: self._list,
             OrderedDict: lambda v, p: self._call(Call(GlobalName("collections", "OrderedDict"), items=v), p),
+            Pairs: self._pairs,
             PersistentId: self._persistent,
             set: lambda v, p: self._call(Call(GlobalName("__builtin__", "set"), (list(v),)), p),
             str: self._text,
@@ -193,8 +204,14 @@ class _Writer:
         self.parts.append(b"}")
         self._items(value, path)
 
+    def _pairs(self, value: Pairs, path: Path) -> None:
+        self.parts.append(b"}")
+        self._write_pairs(value.pairs, path)
+
     def _items(self, value: Mapping[Any, object], path: Path) -> None:
-        pairs = list(value.items())
+        self._write_pairs(list(value.items()), path)
+
+    def _write_pairs(self, pairs: Sequence[tuple[Any, object]], path: Path) -> None:
         for start in range(0, len(pairs), _BATCH):
             self.parts.append(b"(")
             for key, each in pairs[start : start + _BATCH]:

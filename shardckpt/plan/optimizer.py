@@ -21,6 +21,9 @@ _UNITS = "units"
 _ALIKE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 """Slots of torch's own optimizers that are shaped like their parameter."""
 
+_LISTING = frozenset({"dcp", "fabric"})
+"""Formats whose paths have text for every key of a dict, as torch's planner writes them."""
+
 Key = str | int
 
 
@@ -48,10 +51,12 @@ class RawOptim:
     Attributes:
         tensors: Path below the optimizer's root to the array.
         values: Path below the optimizer's root to the value.
+        has_lists: Whether numbers in paths count the items of lists, and are never keys of dicts.
     """
 
     tensors: Mapping[Path, TensorEntry]
     values: Mapping[Path, object]
+    has_lists: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ def below(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawO
     return RawOptim(
         {path[n:]: entry for path, entry in manifest.tensors.items() if path[:n] == root},
         {path[n:]: value for path, value in values.items() if path[:n] == root},
+        has_lists=manifest.format in _LISTING,
     )
 
 
@@ -165,18 +171,34 @@ def _nested(raw: RawOptim) -> _Keyed:
     for key, slots in (state or {}).items() if isinstance(state, dict) else ():
         for slot, value in slots.items() if isinstance(slots, dict) else ():
             keyed.scalars[key, str(slot)] = value
-    groups = rebuild({path[1:]: v for path, v in raw.values.items() if path[0] == _GROUPS})
+    rest = {path[1:]: v for path, v in raw.values.items() if path[0] == _GROUPS}
+    groups = rebuild(rest, has_lists=raw.has_lists)
     if isinstance(groups, dict):
         _require_keys(groups, _GROUPS)
         groups = [groups[key] for key in sorted(groups, key=lambda k: (isinstance(k, str), k))]
     if groups is not None and not (isinstance(groups, (list, tuple)) and all(isinstance(g, dict) for g in groups)):
         raise FormatError("`param_groups` is no list of dicts", found=type(groups).__name__)
     keyed.groups.extend(dict(g) for g in groups or ())
-    return keyed
+    return _with_numbers(keyed)
 
 
-def rebuild(values: Mapping[Path, object]) -> object:
-    """Put values back into the nest they came from; integer keys stay keys of dicts. None for no values."""
+def _with_numbers(keyed: _Keyed) -> _Keyed:
+    """Read keys of `state` that are digits as numbers, where the groups hold numbers: torch's planner writes text."""
+    keys = {key for key, _ in (*keyed.tensors, *keyed.scalars)}
+    if not _group_ids(keyed.groups) or not all(type(key) is str and key.isascii() and key.isdigit() for key in keys):
+        return keyed
+    tensors: dict[tuple[Key, str], TensorEntry] = {(int(k), slot): v for (k, slot), v in keyed.tensors.items()}
+    scalars: dict[tuple[Key, str], object] = {(int(k), slot): v for (k, slot), v in keyed.scalars.items()}
+    return _Keyed(tensors, scalars, keyed.groups)
+
+
+def rebuild(values: Mapping[Path, object], *, has_lists: bool = False) -> object:
+    """Put values back into the nest they came from. None for no values.
+
+    Args:
+        values: By path.
+        has_lists: Numbers that count from 0 are places in lists; otherwise they stay keys of dicts.
+    """
     if not values:
         return None
     if () in values:
@@ -184,7 +206,10 @@ def rebuild(values: Mapping[Path, object]) -> object:
     nest: dict[Key, dict[Path, object]] = {}
     for path, value in values.items():
         nest.setdefault(path[0], {})[path[1:]] = value
-    return {key: rebuild(inner) for key, inner in nest.items()}
+    made = {key: rebuild(inner, has_lists=has_lists) for key, inner in nest.items()}
+    if has_lists and sorted(made, key=str) == sorted(range(len(made)), key=str):
+        return [made[key] for key in range(len(made))]
+    return made
 
 
 def _flattened(raw: RawOptim, model: Mapping[str, Shape], clean: Callable[[str], str]) -> _Keyed:

@@ -103,20 +103,21 @@ def split_as_stored(tensors: Sequence[OutTensor]) -> list[tuple[OutTensor, ...]]
     return [tuple(group) for group in files.values()]
 
 
-def name_files(groups: Sequence[tuple[OutTensor, ...]], stem: str, fresh: str = "") -> list[OutFile]:
+def name_files(
+    groups: Sequence[tuple[OutTensor, ...]], stem: str, fresh: str = "", suffix: str = ".safetensors"
+) -> list[OutFile]:
     """Name the files `stem.safetensors`, or `stem-00001-of-00002.safetensors` and so on.
 
     Args:
         groups: The tensors of each file.
         stem: `model`, `adapter_model` or `optimizer`.
         fresh: Put into every name, where the usual names may still be read by somebody.
+        suffix: What every name ends with.
     """
     mark = f"-{fresh}" if fresh else ""
     if len(groups) == 1:
-        return [OutFile(f"{stem}{mark}.safetensors", groups[0])]
-    return [
-        OutFile(f"{stem}{mark}-{i:05d}-of-{len(groups):05d}.safetensors", group) for i, group in enumerate(groups, 1)
-    ]
+        return [OutFile(f"{stem}{mark}{suffix}", groups[0])]
+    return [OutFile(f"{stem}{mark}-{i:05d}-of-{len(groups):05d}{suffix}", group) for i, group in enumerate(groups, 1)]
 
 
 def index(files: Sequence[OutFile], more: Mapping[str, object] | None = None) -> dict[str, object]:

@@ -93,7 +93,7 @@ class TestExitCodes:
             ("consolidate", "SRC", "OUT", "--no-such-option"),
             ("consolidate", "SRC", "OUT", "--include", "nothing.*"),
             ("consolidate", "SRC", "SRC"),
-            ("consolidate", "SRC", "OUT.pt"),
+            ("consolidate", "SRC", "OUT.pt", "--to", "dcp"),
             ("consolidate", "nosuch://bucket/a", "OUT"),
             ("inspect", "SRC/none"),
             ("inspect", "EMPTY"),

@@ -91,11 +91,15 @@ def test_values_come_along(tmp_path: Path) -> None:
     }
 
 
-def test_what_the_format_cannot_hold_is_left_out_and_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["native", "dcp"])
+def test_what_the_format_cannot_hold_needs_the_flag_and_is_told(tmp_path: Path, to: str) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1)}, tmp_path / "a.pt")
-    report = shardckpt.reshard(str(tmp_path / "a.pt"), str(tmp_path / "out"), world_size=1)
-    assert any(warning.startswith("left out: args: ") for warning in report.warnings), report.warnings
-    assert nest(opened(tmp_path / "out")) == {"model": {"w": ("model", "w")}}
+    with pytest.raises(UsageError, match=r"args.*Namespace.*--allow-loss"):
+        shardckpt.reshard(str(tmp_path / "a.pt"), str(tmp_path / "out"), world_size=1, to=to)
+    assert not (tmp_path / "out").exists()
+    report = shardckpt.reshard(str(tmp_path / "a.pt"), str(tmp_path / "out"), world_size=1, to=to, allow_loss=True)
+    assert any(warning.startswith("left out: args") for warning in report.warnings), report.warnings
+    assert set(open_checkpoint(str(tmp_path / "out")).manifest.tensors) == {("model", "w")}
 
 
 def test_large_tensors_go_through_a_small_buffer_and_files_are_cut(tmp_path: Path) -> None:

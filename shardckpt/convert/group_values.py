@@ -1,0 +1,107 @@
+"""An optimizer's groups and values as `param_groups.json` holds them: plain, and exact where plain JSON is not."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import Any
+
+from shardckpt.errors import CheckpointError, UnsupportedError
+from shardckpt.format.inert import Dtype, Ordered
+from shardckpt.format.optimizer_keys import EXACT
+from shardckpt.format.tagged import Named, encode
+from shardckpt.manifest import Path
+from shardckpt.plan.optimizer import OptimState
+
+GROUPS, VALUES = "param_groups", "non_tensor_state"
+
+
+def content_of(state: OptimState) -> dict[str, Any]:
+    """Return the groups and values of an optimizer, each of its own type."""
+    values = {name: dict(slots) for name, slots in state.scalars.items()}
+    return {GROUPS: [dict(group) for group in state.groups], VALUES: values}
+
+
+def as_json(content: Mapping[str, Any]) -> dict[str, object]:
+    """Return the content of `param_groups.json`.
+
+    What JSON has no form for stands there as people read it, and once more as tagged JSON beside its path, so that it
+    comes back as it was.
+
+    Raises:
+        CheckpointError: It cannot be written as JSON at all.
+    """
+    exact: list[list[object]] = []
+    made: dict[str, object] = {key: _plain(value) for key, value in content.items()}
+    for path, value in settings(content):
+        if not _is_json(value):
+            try:
+                exact.append([list(path), encode(plain_value(value), path)])
+            except UnsupportedError:
+                continue  # text is all that can be had; `losses` says so
+    if exact:
+        made[EXACT] = exact
+    try:
+        json.dumps(made)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError("the param groups cannot be written as JSON", found=str(error)) from error
+    return made
+
+
+def settings(content: Mapping[str, Any]) -> Iterator[tuple[Path, object]]:
+    """Yield every setting of a group and every value of a parameter, by its path."""
+    for number, group in enumerate(content[GROUPS]):
+        yield from (((GROUPS, number, key), value) for key, value in group.items())
+    for name, slots in content[VALUES].items():
+        yield from (((VALUES, name, slot), value) for slot, value in slots.items())
+
+
+def without(content: Mapping[str, Any], lost: frozenset[Path]) -> dict[str, Any]:
+    """Return a content without some of its settings."""
+    groups = [
+        {key: value for key, value in group.items() if (GROUPS, number, key) not in lost}
+        for number, group in enumerate(content[GROUPS])
+    ]
+    values = {
+        name: {slot: value for slot, value in slots.items() if (VALUES, name, slot) not in lost}
+        for name, slots in content[VALUES].items()
+    }
+    return {**content, GROUPS: groups, VALUES: values}
+
+
+def plain_value(value: Any) -> Any:
+    """Return what a pickle held with the containers that it meant."""
+    if isinstance(value, Ordered):
+        return OrderedDict((key, plain_value(each)) for key, each in value.items())
+    if isinstance(value, Dtype):
+        return Named("dtype", value.name)
+    if type(value) is dict:
+        return {key: plain_value(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(plain_value, value))
+    return value
+
+
+def _is_json(value: object) -> bool:
+    """Tell whether JSON gives a value back as it is."""
+    if value is None or type(value) in (bool, int, str):
+        return True
+    if type(value) is float:
+        return isfinite(value)
+    if type(value) is list:
+        return all(map(_is_json, value))
+    return type(value) is dict and all(type(k) is str and _is_json(v) for k, v in value.items())
+
+
+def _plain(value: object) -> object:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if isfinite(value) else str(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return str(value)
