@@ -1,4 +1,4 @@
-"""Bytes at names in a bucket, or wherever else fsspec reaches: the one module that imports fsspec."""
+"""Bytes at names in a bucket, or wherever else fsspec reaches."""
 
 from __future__ import annotations
 
@@ -9,43 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import fsspec
 from fsspec.core import url_to_fs
 from fsspec.utils import infer_storage_options
-from typing_extensions import Self
 
-from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, TruncatedError, UsageError
+from shardckpt.errors import MissingFileError, StorageError, TruncatedError, UsageError
 from shardckpt.storage.blocks import MAX_REQUEST, BlockCache, Span, plan_requests
+from shardckpt.storage.fsspec_writer import FsspecWriter, new_writer
 from shardckpt.storage.names import check_name
 from shardckpt.storage.retry import ShortBodyError, attempt, remote_error
 from shardckpt.storage.sftp import SftpFiles, shared
-from shardckpt.storage.store import Listed, Read, Store, Traits
+from shardckpt.storage.store import Listed, Read, Traits
 
 CACHE_BYTES = 32 << 20
 """Fetched bytes one store keeps, so that a small checkpoint is fetched once however it is read."""
 
 CONCURRENT = 8
 """Requests of one read that run at once."""
-
-PART_BYTES = 16 << 20
-"""Bytes of one part of an upload, of which one is buffered; they grow once there are many."""
-
-_PARTS = 1000
-"""Parts after which their size grows with the file: S3 takes 10,000, which this reaches beyond its 5 TB."""
-
-_SLICE = 4 << 20
-"""Bytes handed to a back end's writer at once, so that its buffer does not outgrow a part."""
-
-_COPY_BUFFER = 4 * MAX_REQUEST
-
-_APPEARS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", "oci", "oss", "obs", "tos", "r2"}
-"""Protocols whose objects appear when their writer closes; elsewhere a name beside is used and moved."""
-
-_CREATES_NEW = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
-"""Of those, whose stores put an object only where none lies, if asked to."""
 
 _SFTP = {"sftp", "ssh"}
 
@@ -255,7 +237,7 @@ class FsspecStore:
         """
         path = self._path(name)
         self._forget(name)
-        return FsspecWriter(self._fs, path, self._shown(name), is_new=is_new)
+        return new_writer(self._fs, path, self._shown(name), is_new=is_new)
 
     def delete(self, name: str) -> None:
         """Remove a file; a missing one is no error.
@@ -336,148 +318,6 @@ def _changed(entry: Mapping[str, Any]) -> float | None:
     if isinstance(value, datetime):
         return (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
     return float(value) if isinstance(value, (int, float)) else None
-
-
-class FsspecWriter:
-    """A streamed upload; the object appears at its end.
-
-    Args:
-        fs: The file system.
-        path: The object it becomes, as the file system names it.
-        shown: The same for messages.
-        is_new: Only where no such object is by the time it appears.
-
-    Raises:
-        StorageError: It cannot be started.
-    """
-
-    def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool = False) -> None:
-        self._fs, self._path, self._shown = fs, path, shown
-        self._is_open = True
-        self._is_new = is_new
-        self._written = 0
-        self._buffer: memoryview | None = None
-        protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-        folder, _, base = path.rpartition("/")
-        self._mode = "xb" if is_new and protocols & _CREATES_NEW else "wb"
-        self._partial = "" if protocols & _APPEARS_WHOLE else f"{folder}/.{base}.partial-{os.urandom(6).hex()}"
-        self._file: Any = attempt(self._open, "cannot create", shown)
-
-    def _open(self) -> Any:
-        if self._partial:
-            self._fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
-        return self._fs.open(self._partial or self._path, self._mode, block_size=PART_BYTES)
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append `data`.
-
-        Raises:
-            StorageError: The store did not take it.
-        """
-        view = memoryview(data).cast("B")
-        try:
-            for start in range(0, len(view), _SLICE):
-                part = bytes(view[start : start + _SLICE])
-                self._file.write(part)
-                self._written += len(part)
-                self._grow()
-        except Exception as error:
-            raise remote_error(error, "cannot write", self._shown) from error
-
-    def _grow(self) -> None:
-        if self._partial:
-            return
-        if self._written > PART_BYTES * _PARTS and not getattr(self._fs, "fixed_upload_size", False):
-            self._file.blocksize = max(PART_BYTES, self._written // _PARTS)
-
-    def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
-        """Append a range of a file of `source`.
-
-        Raises:
-            TruncatedError: The file ends before the range does.
-            StorageError: Reading or writing failed.
-        """
-        if nbytes and self._buffer is None:
-            self._buffer = memoryview(bytearray(min(nbytes, _COPY_BUFFER)))
-        while nbytes:
-            assert self._buffer is not None
-            part = self._buffer[: min(nbytes, len(self._buffer))]
-            source.read([Read(name, offset, part)])
-            self.write(part)
-            offset, nbytes = offset + len(part), nbytes - len(part)
-
-    def close(self) -> None:
-        """Let the object appear.
-
-        Raises:
-            TargetExistsError: It was to be new, and is not.
-            StorageError: The store did not take it; the upload is dropped.
-        """
-        if not self._is_open:
-            return
-        self._buffer = None
-        try:
-            if self._is_new and self._mode == "wb" and not isinstance(self._fs, SftpFiles):
-                self._refuse_old()
-            self._file.close()
-            if self._partial:
-                self._move()
-        except FileExistsError as error:
-            self.abort()
-            raise TargetExistsError("somebody else wrote this meanwhile", where=self._shown) from error
-        except Exception as error:
-            self.abort()
-            raise remote_error(error, "cannot finish", self._shown) from error
-        except BaseException:
-            self.abort()
-            raise
-        self._is_open = False
-
-    def _refuse_old(self) -> None:
-        self._fs.invalidate_cache()
-        if self._fs.exists(self._path):
-            raise FileExistsError(self._path)
-
-    def _move(self) -> None:
-        if self._is_new and isinstance(self._fs, SftpFiles):
-            self._fs.mv_new(self._partial, self._path)
-            return
-        if type(self._fs).mv is not fsspec.AbstractFileSystem.mv:
-            self._fs.mv(self._partial, self._path)
-            return
-        # Its own takes names for patterns.
-        self._fs.cp_file(self._partial, self._path)
-        self._fs.rm_file(self._partial)
-
-    def abort(self) -> None:
-        """Drop what was written; never raises."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        self._buffer = None
-        with suppress(Exception):
-            self._drop()
-        if isinstance(self._file, fsspec.spec.AbstractBufferedFile):
-            self._file.closed = True  # or it would be finished when it is collected
-
-    def _drop(self) -> None:
-        if not self._partial:
-            self._file.discard()
-            return
-        with suppress(Exception):
-            self._file.close()
-        self._fs.rm_file(self._partial)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
 
 def connect(url: str, **storage_options: object) -> tuple[Any, str]:

@@ -20,7 +20,7 @@ import shardckpt
 from shardckpt.convert.verify import verify
 from shardckpt.errors import StorageError
 from shardckpt.state import model_state_dict, optim_state_dict
-from shardckpt.storage.fsspec_store import FsspecWriter
+from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalStore
 
 

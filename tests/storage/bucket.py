@@ -74,6 +74,14 @@ class Bucket(AbstractFileSystem):
         body = self.objects[path][start:end]
         return change(body) if callable(change) else body
 
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        path = self._strip_protocol(path)
+        self.request("put", path)
+        if mode == "create" and path in self.objects:
+            raise FileExistsError(path)
+        self.objects[path] = bytes(value)
+        self.done("put", path)
+
     def _rm(self, path):
         self.request("delete", path)
         self.objects.pop(path, None)

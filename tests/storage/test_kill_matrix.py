@@ -18,7 +18,7 @@ from disk import Disk, watched
 
 from shardckpt.errors import StorageError
 from shardckpt.storage import local, local_publication, remote_publication, retry
-from shardckpt.storage.fsspec_store import FsspecWriter
+from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.publish import publish
 

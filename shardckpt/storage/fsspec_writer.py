@@ -1,0 +1,248 @@
+"""Writing through fsspec: an object that is kept and put at once, or uploaded in parts, or written beside and moved."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+from typing_extensions import Self
+
+from shardckpt.errors import TargetExistsError
+from shardckpt.storage.blocks import MAX_REQUEST
+from shardckpt.storage.retry import attempt, remote_error
+from shardckpt.storage.sftp import SftpFiles
+from shardckpt.storage.store import Read, Store
+
+PART_BYTES = 16 << 20
+"""Bytes of one part of an upload, of which one is buffered; they grow once there are many."""
+
+_PARTS = 1000
+"""Parts after which their size grows with the file: S3 takes 10,000, which this reaches beyond its 5 TB."""
+
+_SLICE = 4 << 20
+"""Bytes handed to a back end's writer at once, so that its buffer does not outgrow a part."""
+
+_COPY_BUFFER = 4 * MAX_REQUEST
+
+_APPEARS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", "oci", "oss", "obs", "tos", "r2"}
+"""Protocols whose objects appear when their writer closes; elsewhere a name beside is used and moved."""
+
+_CREATES_NEW = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
+"""Of those, whose stores put an object only where none lies, if asked to."""
+
+
+class FsspecWriter(ABC):
+    """A file that appears under its name when it is closed.
+
+    Args:
+        fs: The file system.
+        path: What the file becomes, as the file system names it.
+        shown: The same for messages.
+        is_new: Only where no such file is by the time it appears.
+    """
+
+    def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool) -> None:
+        self._fs, self._path, self._shown, self._is_new = fs, path, shown, is_new
+        self._is_open = True
+        self._file: Any = None
+        self._buffer: memoryview | None = None
+
+    @abstractmethod
+    def _append(self, part: bytes) -> None:
+        """Take a few bytes."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Let the file appear. Raises FileExistsError where it was to be new and is not."""
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Remove what was written."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append `data`.
+
+        Raises:
+            StorageError: The store did not take it.
+        """
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), _SLICE):
+                self._append(bytes(view[start : start + _SLICE]))
+        except Exception as error:
+            raise remote_error(error, "cannot write", self._shown) from error
+
+    def copy_from(self, source: Store, name: str, offset: int, nbytes: int) -> None:
+        """Append a range of a file of `source`.
+
+        Raises:
+            TruncatedError: The file ends before the range does.
+            StorageError: Reading or writing failed.
+        """
+        if nbytes and self._buffer is None:
+            self._buffer = memoryview(bytearray(min(nbytes, _COPY_BUFFER)))
+        while nbytes:
+            assert self._buffer is not None
+            part = self._buffer[: min(nbytes, len(self._buffer))]
+            source.read([Read(name, offset, part)])
+            self.write(part)
+            offset, nbytes = offset + len(part), nbytes - len(part)
+
+    def close(self) -> None:
+        """Let the file appear.
+
+        Raises:
+            TargetExistsError: It was to be new, and is not.
+            StorageError: The store did not take it; what was written is dropped.
+        """
+        if not self._is_open:
+            return
+        self._buffer = None
+        try:
+            self._finish()
+        except FileExistsError as error:
+            self.abort()
+            raise TargetExistsError("somebody else wrote this meanwhile", where=self._shown) from error
+        except Exception as error:
+            self.abort()
+            raise remote_error(error, "cannot finish", self._shown) from error
+        except BaseException:
+            self.abort()
+            raise
+        self._is_open = False
+
+    def abort(self) -> None:
+        """Drop what was written; never raises."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._buffer = None
+        with suppress(Exception):
+            self._drop()
+
+    def _refuse_old(self) -> None:
+        """Look whether something has the name; for back ends that cannot write and look in one step."""
+        self._fs.invalidate_cache()
+        if self._fs.exists(self._path):
+            raise FileExistsError(self._path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class ObjectWriter(FsspecWriter):
+    """An object of a bucket: one request where it fits a part, tried again where that may help; else in parts."""
+
+    def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool) -> None:
+        super().__init__(fs, path, shown, is_new=is_new)
+        self._kept = bytearray()
+        self._written = 0
+        self._can_create = bool(_protocols(fs) & _CREATES_NEW)
+
+    def _append(self, part: bytes) -> None:
+        self._written += len(part)
+        if self._file is None:
+            self._kept += part
+            if len(self._kept) <= PART_BYTES and _puts_whole(self._fs):
+                return
+            mode = "xb" if self._is_new and self._can_create else "wb"
+            self._file = self._fs.open(self._path, mode, block_size=PART_BYTES)
+            part, self._kept = bytes(self._kept), bytearray()
+        self._file.write(part)
+        if self._written > PART_BYTES * _PARTS and not getattr(self._fs, "fixed_upload_size", False):
+            self._file.blocksize = max(PART_BYTES, self._written // _PARTS)
+
+    def _finish(self) -> None:
+        if self._is_new and not self._can_create:
+            self._refuse_old()
+        if self._file is None and not _puts_whole(self._fs):
+            self._file = self._fs.open(self._path, "wb", block_size=PART_BYTES)
+        if self._file is None:
+            attempt(self._put, "cannot finish", self._shown)
+        else:
+            self._file.close()
+
+    def _put(self) -> None:
+        mode = {"mode": "create"} if self._is_new and self._can_create else {}
+        try:
+            self._fs.pipe_file(self._path, bytes(self._kept), **mode)
+        except FileExistsError as error:
+            raise TargetExistsError("somebody else wrote this meanwhile", where=self._shown) from error
+
+    def _drop(self) -> None:
+        self._kept = bytearray()
+        if self._file is None:
+            return
+        with suppress(Exception):
+            self._file.discard()
+        self._file.closed = True  # or it would be finished when it is collected
+
+
+class MovedWriter(FsspecWriter):
+    """A file that is written under a name beside its own and then moved.
+
+    Raises:
+        StorageError: It cannot be started.
+    """
+
+    def __init__(self, fs: Any, path: str, shown: str, *, is_new: bool) -> None:
+        super().__init__(fs, path, shown, is_new=is_new)
+        folder, _, base = path.rpartition("/")
+        self._partial = f"{folder}/.{base}.partial-{os.urandom(6).hex()}"
+        self._file = attempt(self._open, "cannot create", shown)
+
+    def _open(self) -> Any:
+        self._fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
+        return self._fs.open(self._partial, "wb", block_size=PART_BYTES)
+
+    def _append(self, part: bytes) -> None:
+        self._file.write(part)
+
+    def _finish(self) -> None:
+        self._file.close()
+        if isinstance(self._fs, SftpFiles) and self._is_new:
+            self._fs.mv_new(self._partial, self._path)
+            return
+        if self._is_new:
+            self._refuse_old()
+        if type(self._fs).mv is not fsspec.AbstractFileSystem.mv:
+            self._fs.mv(self._partial, self._path)
+            return
+        # Its own takes names for patterns.
+        self._fs.cp_file(self._partial, self._path)
+        self._fs.rm_file(self._partial)
+
+    def _drop(self) -> None:
+        with suppress(Exception):
+            self._file.close()
+        if isinstance(self._file, fsspec.spec.AbstractBufferedFile):
+            self._file.closed = True  # or it would be finished when it is collected
+        attempt(lambda: self._fs.rm_file(self._partial), "cannot delete", self._shown)
+
+
+def new_writer(fs: Any, path: str, shown: str, *, is_new: bool) -> FsspecWriter:
+    """Return the writer that suits a file system; arguments are those of FsspecWriter. Raises StorageError."""
+    kind = ObjectWriter if _protocols(fs) & _APPEARS_WHOLE else MovedWriter
+    return kind(fs, path, shown, is_new=is_new)
+
+
+def _protocols(fs: Any) -> set[str]:
+    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+
+
+def _puts_whole(fs: Any) -> bool:
+    """Tell whether a file system has a request of its own for small objects."""
+    return isinstance(fs, AsyncFileSystem) or type(fs).pipe_file is not fsspec.AbstractFileSystem.pipe_file
