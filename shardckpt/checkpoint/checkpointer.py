@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
 from typing import Any, Literal, NamedTuple, SupportsFloat
@@ -34,8 +35,9 @@ from shardckpt.format.steps import (
     Run,
     Step,
     delete_leftover,
-    delete_step,
+    delete_steps,
     leftovers,
+    manifest_fault,
     read_about,
     read_run,
     read_step,
@@ -73,6 +75,8 @@ class Checkpointer:
         mode: Whether the best step has the smallest metric, or the largest.
         keep_for: Keep steps for so long: a timedelta, or seconds.
         save_every: `should_save` is true for steps that this divides.
+        dedup: Write only tensors that have changed since the newest complete step, and refer to that, or to what it
+            refers to, for the others. Removing a step leaves there what others refer to.
         group: The ranks; all where None.
 
     Raises:
@@ -101,6 +105,7 @@ class Checkpointer:
         mode: Literal["min", "max"] = "min",
         keep_for: timedelta | float | None = None,
         save_every: int | None = None,
+        dedup: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         seconds = keep_for.total_seconds() if isinstance(keep_for, timedelta) else keep_for
@@ -108,7 +113,7 @@ class Checkpointer:
         if save_every is not None and (type(save_every) is not int or save_every < 1):
             raise UsageError("`save_every` is no number of steps", found=repr(save_every), expected="an integer from 1")
         self.root = os.fspath(root).rstrip("/") or "/"
-        self._metric, self._save_every, self._group = metric, save_every, group
+        self._metric, self._save_every, self._dedup, self._group = metric, save_every, dedup, group
         self._metrics: dict[str, float | None] = {}
         self._damaged: set[str] = set()
         self._held: int | None = None
@@ -253,7 +258,17 @@ class Checkpointer:
         answer = star_of(self._group).consult(what, said, lambda told: self._prepared(told, overwrite))
         replaces, is_asked = json.loads(answer)
         self._signals.heed(is_asked)
+        if self._dedup:
+            options = {"base": lambda: self._newest_but(_number(step)), **options}
         return _number(step), {**options, "overwrite": replaces, "about": about, "group": self._group}
+
+    def _newest_but(self, number: int) -> str | None:
+        """Return where the newest step lies that can be referred to. On the first rank, once no other save goes on."""
+        store = self._store()
+        for step in reversed(read_run(store).complete):
+            if step.number != number and self._is_good(step) and not manifest_fault(store, step):
+                return self._place(step.name)
+        return None
 
     def _has_saved(self, number: int) -> None:
         self._held = number
@@ -292,12 +307,12 @@ class Checkpointer:
             for step in run.steps
         ]
         gone = set(doomed(facts, self._rules, now=now, spared={saved}))
-        for step in run.steps:
-            if step.number in gone and self._is_good(step):
-                delete_step(store, step.name)
-        for left in leftovers(store, run):
+        removed = {step.name for step in run.steps if step.number in gone and self._is_good(step)}
+        delete_steps(store, run, removed)
+        kept = replace(run, steps=tuple(step for step in run.steps if step.name not in removed))
+        for left in leftovers(store, kept):
             if is_dead(left.changed_at, now):
-                delete_leftover(store, left.name)
+                delete_leftover(store, kept, left.name)
 
     def _metric_of(self, store: Store, step: Step) -> float | None:
         """Return what a step is ranked by; a save's never changes, so each manifest is read once."""
@@ -353,7 +368,7 @@ class Checkpointer:
         steps = [step for step in reversed(run.steps) if wanted in (None, step.number)]
         return _Found(
             [(step.number, step.name, step.save) for step in steps if step.is_complete],
-            [(step.number, step.fault) for step in steps if not step.is_complete],
+            [(step.number, step.fault) for step in steps if not (step.is_complete or step.is_base)],
         )
 
     def _load(self, state: Any, name: str, options: Mapping[str, Any], *, is_last: bool) -> str:

@@ -34,6 +34,7 @@ from shardckpt.format.native_manifest import (
     record_of,
 )
 from shardckpt.format.native_payload import HF_INDEX, Payload, hf_index, lay_out, new_save_id
+from shardckpt.format.steps import files_of_others
 from shardckpt.groups import Star, new_star
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.pieces import LocalArray
@@ -377,8 +378,14 @@ class Corridor:
         self._plan = plan
         self._ground = ground_of(self._how.base(), self._how.path, self._how.base_rules, plan)
         self._contents = contents_of(save_id, self._captured, plan, reports, self._how.about)
+        kept = files_of_others(self._how.path) if self._how.overwrite else ()
         self._publication = begin(
-            self._how.path, overwrite=self._how.overwrite, needed_bytes=plan.nbytes, last=COMMIT, prefix=save_id
+            self._how.path,
+            overwrite=self._how.overwrite,
+            needed_bytes=plan.nbytes,
+            last=COMMIT,
+            prefix=save_id,
+            keep=kept,
         )
         place = self._publication.place
         if self._ground is None:

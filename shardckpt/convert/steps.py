@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardckpt.convert.verify import verify as verification
 from shardckpt.errors import SourceNotFoundError, UsageError
@@ -12,7 +12,7 @@ from shardckpt.format.native_manifest import COMMIT
 from shardckpt.format.steps import (
     Step,
     delete_leftover,
-    delete_step,
+    delete_steps,
     leftovers,
     manifest_fault,
     read_run,
@@ -96,7 +96,7 @@ def ls(root: str) -> StepList:
     """
     store = _open(root)
     run = read_run(store)
-    incomplete = [step for step in run.steps if not step.is_complete]
+    incomplete = [step for step in run.steps if not (step.is_complete or step.is_base)]
     return StepList(root, _infos(store, run.complete), _infos(store, incomplete))
 
 
@@ -140,14 +140,14 @@ def prune(
     removed = [step for step in run.complete if step.number in gone]
     dead = [left.name for left in leftovers(store, run) if is_dead(left.changed_at, now)]
     if not dry_run:
-        for step in removed:
-            delete_step(store, step.name)
-        dead = [name for name in dead if delete_leftover(store, name)]
+        delete_steps(store, run, [step.name for step in removed])
+        left = replace(run, steps=tuple(step for step in run.steps if step.number not in gone))
+        dead = [name for name in dead if delete_leftover(store, left, name)]
     return Pruned(
         root,
         removed=_infos(store, removed),
         kept=_infos(store, [step for step in run.complete if step.number not in gone]),
-        incomplete=_infos(store, [step for step in run.steps if not step.is_complete and step.name not in dead]),
+        incomplete=_infos(store, [s for s in run.steps if not (s.is_complete or s.is_base) and s.name not in dead]),
         leftovers=tuple(dead),
     )
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
-from shardckpt.errors import CheckpointError, FormatError, MissingFileError
+from shardckpt.errors import CheckpointError, FormatError, IncompleteError, MissingFileError
 from shardckpt.format.native import read_commit, read_contents
+from shardckpt.format.native_bases import sibling
 from shardckpt.format.native_manifest import COMMIT, MANIFEST_SUFFIX, Commit
 from shardckpt.format.native_payload import HF_INDEX
 from shardckpt.storage.leftovers import PARTIAL, is_partial, remove_abandoned
-from shardckpt.storage.open_store import local_path
+from shardckpt.storage.open_store import local_path, open_store, split
 from shardckpt.storage.store import Listed, Store
 from shardckpt.storage.within import Within
 
@@ -45,6 +47,10 @@ class Step:
         fault: Why it is not complete; empty where it is.
         is_committed: A file `COMMIT` lies there, valid or not.
         is_ours: Nothing lies there but what saves write.
+        is_base: It was removed, but for files that other steps refer to.
+        held: Name and size of the files that lie there.
+        own: Names of the files that were committed.
+        refers: Folders beside it that it refers to, to name and size of the files there.
     """
 
     number: int
@@ -54,10 +60,14 @@ class Step:
     fault: str = ""
     is_committed: bool = False
     is_ours: bool = False
+    is_base: bool = False
+    held: Mapping[str, int] = field(default_factory=dict, hash=False)
+    own: frozenset[str] = frozenset()
+    refers: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
     @property
     def is_complete(self) -> bool:
-        """Whether it was committed, and every file has the size that was committed."""
+        """Whether it was committed, and every file that it needs has the size that was committed, beside it too."""
         return not self.fault
 
     @property
@@ -120,6 +130,7 @@ def read_run(store: Store) -> Run:
     named = sorted((int(match[1]), name) for name in folders if (match := _STEP.fullmatch(name)))
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
         steps = list(pool.map(lambda each: _read_step(store, *each), named))
+    steps = _with_bases(store, steps)
     return Run(tuple(_once(steps)), tuple(name for name in folders if _PARTIAL.fullmatch(name)))
 
 
@@ -133,7 +144,61 @@ def read_step(store: Store, number: int) -> Step:
     Raises:
         StorageError: The store failed.
     """
-    return _read_step(store, number, step_name(number))
+    return _with_bases(store, [_read_step(store, number, step_name(number))])[0]
+
+
+def _with_bases(store: Store, steps: Sequence[Step]) -> list[Step]:
+    """Return steps with what follows from one another: which lack files that they refer to, which are but bases."""
+    known = {step.name: step.held for step in steps}
+    needed = referred(steps)
+    for folder in needed:
+        if folder not in known:
+            with suppress(CheckpointError):  # a link that leads out of the run: whoever loads looks there
+                known[folder] = _sizes(Within(store, folder).list())
+    return [_with_base(store, step, known, needed.get(step.name, frozenset())) for step in steps]
+
+
+def _with_base(store: Store, step: Step, known: Mapping[str, Mapping[str, int]], needed: Set[str]) -> Step:
+    if step.is_unfinished and step.held and step.held.keys() <= needed:
+        return replace(step, is_base=True, fault=f"{step.name} was removed, but for what other steps refer to")
+    for folder, files in step.refers.items():
+        gone = [name for name, size in files.items() if folder in known and known[folder].get(name, -1) < size]
+        if gone and step.is_complete:
+            where = f"{store.url.rstrip('/')}/{step.name}"
+            found = f"{folder}/{gone[0]}" + (f" and {len(gone) - 1} more" if len(gone) > 1 else "")
+            return replace(
+                step, fault=str(IncompleteError("files of its base are missing or cut short", where=where, found=found))
+            )
+    return step
+
+
+def referred(steps: Iterable[Step]) -> dict[str, frozenset[str]]:
+    """Return which files steps refer to, by the name of their folder.
+
+    Args:
+        steps: Those that count, complete or not.
+    """
+    found: dict[str, frozenset[str]] = {}
+    for step in steps:
+        for folder, files in step.refers.items():
+            found[folder] = found.get(folder, frozenset()) | files.keys()
+    return found
+
+
+def files_of_others(url: str) -> frozenset[str]:
+    """Return the files in the folder of a step that other steps of its run refer to, and that a new save there keeps.
+
+    Args:
+        url: Where the step lies; nothing is looked for where it is not called like a step.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    name = url.rstrip("/").rpartition("/")[2]
+    if not _STEP.fullmatch(name):
+        return frozenset()
+    steps = read_run(open_store(split(url)[0])).steps
+    return referred(step for step in steps if step.name != name).get(name, frozenset())
 
 
 def _read_step(store: Store, number: int, name: str) -> Step:
@@ -143,13 +208,20 @@ def _read_step(store: Store, number: int, name: str) -> Step:
     except CheckpointError as error:  # a link that leads out of the run
         return Step(number, name, fault=str(error))
     sizes = _sizes(entries)
-    step = Step(number, name, is_committed=COMMIT in sizes, is_ours=_is_ours(entries))
+    step = Step(number, name, is_committed=COMMIT in sizes, is_ours=_is_ours(entries), held=sizes)
     try:
         commit = read_commit(inside, sizes)
     except (CheckpointError, MissingFileError) as error:  # missing: somebody removes it meanwhile
         return replace(step, fault=str(error))
     nbytes = commit.manifest_bytes + sum(commit.files.values())
-    return replace(step, save=commit.save, nbytes=nbytes, fault=_missing(inside.url, commit, sizes))
+    return replace(
+        step,
+        save=commit.save,
+        nbytes=nbytes,
+        fault=_missing(inside.url, commit, sizes),
+        own=frozenset((*commit.files, commit.manifest, COMMIT)),
+        refers={folder: files for url, files in commit.bases.items() if (folder := sibling(url)) is not None},
+    )
 
 
 def _sizes(entries: Sequence[Listed]) -> dict[str, int]:
@@ -245,18 +317,64 @@ def with_sound_newest(run: Run, fault_of: Callable[[Step], str]) -> Run:
     return run
 
 
-def delete_step(store: Store, name: str) -> None:
+def delete_steps(store: Store, run: Run, doomed: Collection[str]) -> None:
+    """Remove steps, each with its `COMMIT` first, so that from then on it does not exist.
+
+    Files that other steps refer to stay, until nothing refers to them any more: then they go with the last that does.
+
+    Args:
+        store: Rooted at the run.
+        run: As read.
+        doomed: Names of the folders of the steps that go.
+
+    Raises:
+        StorageError: The store failed; of a step whose `COMMIT` is gone, what is left counts for nothing.
+    """
+    gone = [step for step in run.steps if step.name in doomed]
+    needed = referred(step for step in run.steps if step.name not in doomed)
+    for step in gone:
+        delete_step(store, step.name, needed.get(step.name, frozenset()))
+    others = {step.name: step for step in run.steps if step.name not in doomed}
+    for folder, files in referred(gone).items():
+        if folder in others:
+            _delete_unneeded(store, others[folder], files - needed.get(folder, frozenset()))
+
+
+def delete_step(store: Store, name: str, kept: Set[str] = frozenset()) -> None:
     """Remove a step: `COMMIT` first, so that from then on it does not exist, then everything else.
 
     Args:
         store: Rooted at the run.
         name: Of the step's folder.
+        kept: Names of files that stay.
 
     Raises:
         StorageError: The store failed; where `COMMIT` is gone, what is left counts for nothing.
     """
     store.delete(f"{name}/{COMMIT}")
-    store.delete_folder(name)
+    if not kept:
+        store.delete_folder(name)
+        return
+    for entry in Within(store, name).list():
+        if entry.name not in kept:
+            _delete_entry(store, name, entry)
+
+
+def _delete_entry(store: Store, folder: str, entry: Listed) -> None:
+    if entry.is_folder:
+        store.delete_folder(f"{folder}/{entry.name}")
+    else:
+        store.delete(f"{folder}/{entry.name}")
+
+
+def _delete_unneeded(store: Store, step: Step, files: Set[str]) -> None:
+    """Remove files that a step was kept for, or that it keeps beside its own."""
+    if step.is_base and step.held.keys() <= files:
+        store.delete_folder(step.name)
+        return
+    for name in sorted(files - step.own):
+        if name in step.held and _WRITTEN.fullmatch(name):
+            store.delete(f"{step.name}/{name}")
 
 
 def leftovers(store: Store, run: Run) -> tuple[Leftover, ...]:
@@ -269,7 +387,7 @@ def leftovers(store: Store, run: Run) -> tuple[Leftover, ...]:
     Raises:
         StorageError: The store failed.
     """
-    unfinished = [step.name for step in run.steps if step.is_unfinished]
+    unfinished = [step.name for step in run.steps if step.is_unfinished and not step.is_base]
     return tuple(Leftover(name, _changed_at(store, name)) for name in (*run.partial, *unfinished))
 
 
@@ -281,11 +399,12 @@ def _changed_at(store: Store, name: str) -> float | None:
     return max((_begun_at(match[0]) for match in saved if match), default=None)
 
 
-def delete_leftover(store: Store, name: str) -> bool:
+def delete_leftover(store: Store, run: Run, name: str) -> bool:
     """Remove what a killed save or removal has left; tell whether it is gone: a process may still own it.
 
     Args:
         store: Rooted at the run.
+        run: As read; what its steps refer to stays.
         name: Of the leftover.
 
     Raises:
@@ -294,5 +413,5 @@ def delete_leftover(store: Store, name: str) -> bool:
     root = local_path(store.url)
     if root is not None and _PARTIAL.fullmatch(name):
         return remove_abandoned(os.path.join(root, name))
-    delete_step(store, name)
+    delete_step(store, name, referred(run.steps).get(name, frozenset()))
     return True

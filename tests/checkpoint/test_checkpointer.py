@@ -26,7 +26,7 @@ import shardckpt
 from shardckpt import Checkpointer
 from shardckpt.checkpoint import checkpointer
 from shardckpt.errors import NoCompleteCheckpoint, RankError, StorageError, TargetExistsError, UsageError
-from shardckpt.format.steps import read_about, read_run, step_name
+from shardckpt.format.steps import delete_step, read_about, read_run, step_name
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore, LocalWriter
@@ -325,7 +325,7 @@ class TestRetention:
         def broken(*_: object) -> None:
             raise StorageError("no permission")
 
-        monkeypatch.setattr(checkpointer, "delete_step", broken)
+        monkeypatch.setattr(checkpointer, "delete_steps", broken)
         with pytest.warns(UserWarning, match="step 2 is saved, but old ones could not be removed: no permission"):
             ck.save(2, state(2.0))
         monkeypatch.undo()
@@ -691,7 +691,7 @@ def test_the_matrix_is_red_where_steps_are_removed_before_the_new_one_is_there(m
     def early(state: object, path: str, **options: object) -> None:
         if path.endswith(step_name(3)):
             for number in (1, 2):
-                checkpointer.delete_step(FsspecStore("bucket://b/run"), step_name(number))
+                delete_step(FsspecStore("bucket://b/run"), step_name(number))
         save(state, path, **options)
 
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)

@@ -17,8 +17,8 @@ from disk import watched
 from native_writer import write_step
 
 import shardckpt
-from shardckpt.convert import steps
 from shardckpt.errors import SourceNotFoundError, StorageError, UsageError
+from shardckpt.format import steps as format_steps
 from shardckpt.format.native_payload import new_save_id
 from shardckpt.format.steps import step_name
 from shardckpt.storage import leftovers, retry
@@ -258,12 +258,12 @@ def test_a_prune_that_is_killed_at_any_operation_leaves_every_step_whole_or_not_
 
 
 def test_the_matrix_is_red_where_the_commit_does_not_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def last(store: Store, name: str) -> None:
+    def last(store: Store, name: str, kept: object) -> None:
         for entry in sorted(store.list(name), key=lambda entry: entry.name.endswith("COMMIT")):
             store.delete(entry.name)
         store.delete_folder(name)
 
-    monkeypatch.setattr(steps, "delete_step", last)
+    monkeypatch.setattr(format_steps, "delete_step", last)
     with pytest.raises(AssertionError, match="is committed and damaged"):
         kill_matrix(tmp_path)
 
