@@ -110,12 +110,13 @@ class FlatExposure(ShowingExposure):
                 expected=specs[index].shape,
                 fix="Give it the shape that it had.",
             )
-        part: torch.Tensor = given
+        part: torch.Tensor | None = given
         if not self.bucket.keeps_full:
             nothing = given.new_zeros(())
             values = [given if i == index else nothing.expand(spec.shape) for i, spec in enumerate(specs)]
             part = packing.cut(values, self.bucket.rank)[index]
-        self.bucket.parts[index].copy_(part)
+        if part is not None:
+            self.bucket.parts[index].copy_(part)
         place.module._parameters.pop(place.attribute)
 
     def _adopt_data(self) -> None:

@@ -116,11 +116,12 @@ class Packing(ABC):
         """Copy a rank's parts of full values to its shard, zeros to its padding."""
         out.zero_()
         for part, value in zip(self.parts(out, rank), self.cut(values, rank), strict=True):
-            part.copy_(value)
+            if value is not None:
+                part.copy_(value)
 
     @abstractmethod
-    def cut(self, values: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """Return a rank's parts of full values."""
+    def cut(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
+        """Return a rank's parts of full values, views where they can be; None where there is no value."""
 
 
 class FlatPacking(Packing):
@@ -174,11 +175,14 @@ class FlatPacking(Packing):
             found[run.index] = shard[run.offset : run.offset + run.numel]
         return found
 
-    def cut(self, values: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    def cut(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
         """Return a rank's parts of full values, 1-D."""
-        found = [values[0].new_empty(0)] * len(values)
+        nothing = next((value.new_empty(0) for value in values if value is not None), None)
+        found = [None if value is None else nothing for value in values]
         for run in self._layout.runs(rank):
-            found[run.index] = self._flat(values[run.index], run.index)[run.start : run.stop]
+            value = values[run.index]
+            if value is not None:
+                found[run.index] = self._flat(value, run.index)[run.start : run.stop]
         return found
 
     def unpack(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
@@ -293,9 +297,10 @@ class DimPacking(Packing):
             found.append(shard[place : place + boxes[rank].volume].view(size))
         return found
 
-    def cut(self, values: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    def cut(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
         """Return a rank's parts of full values, as views of them."""
-        return [_inside(value, boxes[rank]) for value, boxes in zip(values, self._boxes, strict=True)]
+        pairs = zip(values, self._boxes, strict=True)
+        return [None if value is None else _inside(value, boxes[rank]) for value, boxes in pairs]
 
     def unpack(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
         """Copy gathered shards to where the full parameters are; nothing to do where that is the same."""

@@ -22,8 +22,12 @@ from shardckpt.core.original_exposure import OriginalExposure
 from shardckpt.core.queries import ShardedModule, units
 from shardckpt.core.traverse import clean, is_incompatible
 from shardckpt.core.unit import Unit
-from shardckpt.state.holders import Entry, FlatHolder, Holder, RowsHolder, TensorHolder
+from shardckpt.state.dtensor_holder import DTensorHolder
+from shardckpt.state.flat_holder import FlatHolder
+from shardckpt.state.holders import Entry, Holder
+from shardckpt.state.plain_holder import PlainHolder
 from shardckpt.state.ranks import Ranks
+from shardckpt.state.rows_holder import RowsHolder
 
 EXTRA = "_extra_state"
 
@@ -198,7 +202,8 @@ class _Walk:
         for key, parameter in self._plain.items():
             first, *others = self._known[key]
             entry = Entry(first, tuple(others), tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-            holders.append(TensorHolder(entry, parameter, ranks))
+            adapter = DTensorHolder if isinstance(parameter, DTensor) else PlainHolder
+            holders.append(adapter(entry, parameter, ranks))
         aliases = {name: names[0] for names in self._known.values() for name in names[1:]}
         names, buffers = tuple(dict.fromkeys(self._names)), tuple(self._buffers.values())
         return Description(

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from shardckpt.core.full import Staging
+from shardckpt.state.dealing import deal
 from shardckpt.state.ranks import Ranks
 
 
@@ -54,30 +56,34 @@ def collected(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | None
     return torch.cat([row.narrow(dim, 0, n) for row, n in zip(rows, counts, strict=True)], dim)
 
 
-def dealt(kept: DTensor, at: int, value: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return this rank's rows of a whole that the rank first in every direction has. Collective.
+def dealt(
+    kept: DTensor, at: int, value: torch.Tensor | None, place: torch.Tensor, *, dtype: torch.dtype, staging: Staging
+) -> None:
+    """Copy this rank's rows of a whole that the rank first in every direction has. Collective.
 
     Args:
         kept: How it is to lie.
         at: The direction that it is cut along.
         value: The whole on the first rank; None elsewhere.
-        dtype: The type it is to have.
-        device: Where it is to be.
+        place: Where the rows go.
+        dtype: The type in which they travel.
+        staging: Memory that they pass through.
     """
-    mesh, place = kept.device_mesh, kept.device_mesh.get_coordinate()
-    assert place is not None, "a rank of the mesh asks"
+    mesh = kept.device_mesh
     dim, counts = _rows(kept, at)
-    shape = [counts[0] if d == dim else n for d, n in enumerate(kept.shape)]
-    own = torch.empty(shape, dtype=dtype, device=device)
-    others = [axis for axis in range(mesh.ndim) if axis != at]
-    if not any(place[axis] for axis in others):
-        rows = None
-        if value is not None and place[at] == 0:
-            parts = torch.split(value.to(dtype=dtype, device=device), list(counts), dim)
-            rows = [_bytes(_padded(part, dim, counts[0])) for part in parts]
-        dist.scatter(_bytes(own), rows, group=mesh.get_group(at), group_src=0)
-    Ranks(tuple(mesh.get_group(axis) for axis in others)).tell(own)
-    return own.narrow(dim, 0, counts[place[at]]).contiguous()
+    rows = None if value is None else [[part] for part in torch.split(value, list(counts), dim)]
+    copies = Ranks(tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if axis != at))
+    deal(rows, [place], mesh.get_group(at), copies, dtype=dtype, device=place.device, staging=staging)
+
+
+def has_rows_everywhere(rows: int, ranks: int) -> bool:
+    """Tell whether every rank gets some of a parameter's rows; the last ones may get none.
+
+    Args:
+        rows: How many there are.
+        ranks: Among how many ranks.
+    """
+    return -(-rows // ranks) * (ranks - 1) < rows
 
 
 def _rows(kept: DTensor, at: int) -> tuple[int, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shardckpt.core.full import Staging
 from shardckpt.core.packing import ordered
 from shardckpt.layout import FlatLayout, ParamSpec, Run
+from shardckpt.state.transport import all_to_all, pack, unpack
 
 
 def row_dim(spec: ParamSpec) -> int:
@@ -92,12 +93,14 @@ class Exchange:
         out: For each rank that takes, what this one's flat shard gives.
         into: For each rank that gives, what this one's rows take.
         shapes: Of this rank's rows of each parameter.
+        starts: Where each parameter that this rank's flat shard has some of begins there.
     """
 
     rows: tuple[Rows, ...]
     out: tuple[tuple[Span, ...], ...]
     into: tuple[tuple[Span, ...], ...]
     shapes: tuple[tuple[int, ...], ...]
+    starts: dict[int, int]
 
     @cached_property
     def gives(self) -> list[int]:
@@ -128,7 +131,7 @@ def exchange(layout: FlatLayout, rank: int) -> Exchange:
     out = tuple(tuple(_spans(layout, rows, rank, taker)) for taker in ranks)
     into = tuple(tuple(_spans(layout, rows, giver, rank)) for giver in ranks)
     shapes = tuple(cut.shape(spec, rank) for cut, spec in zip(rows, layout.specs, strict=True))
-    return Exchange(rows, out, into, shapes)
+    return Exchange(rows, out, into, shapes, {run.index: run.offset for run in _runs(layout, rank)})
 
 
 def _spans(layout: FlatLayout, rows: Sequence[Rows], giver: int, taker: int) -> list[Span]:
@@ -167,7 +170,8 @@ def to_rows(
     """Return this rank's rows of every parameter, views of one tensor. Collective: one all-to-all.
 
     What arrives is in the order of ranks, so in that of the flat layout: each parameter's rows are in one piece. What
-    this rank has itself does not travel where it comes first or last, so that the rest is in one piece.
+    this rank has itself does not travel where it comes first or last, so that the rest is in one piece; it is copied
+    while the rest travels.
 
     Args:
         shard: This rank's flat shard, or anything laid out as it is: 1-D, `layout.chunk` elements.
@@ -180,69 +184,86 @@ def to_rows(
     given = [[shard[s.flat : s.flat + s.numel] for s in spans] for spans in plan.out]
     gives, takes = list(plan.gives), list(plan.takes)
     taken = shard.new_empty(sum(takes))
-    arriving = taken
+    arriving, own, stay = taken, taken[:0], given[rank]
     if rank in (0, layout.world - 1):
         before, stays = sum(takes[:rank]), takes[rank]
-        _cat(given[rank], taken[before : before + stays])
-        arriving = taken[:before] if rank else taken[stays:]
+        own, arriving = taken[before : before + stays], taken[:before] if rank else taken[stays:]
         gives[rank], takes[rank], given[rank] = 0, 0, []
-    _travel([part for parts in given for part in parts], arriving, gives, takes, group, staging)
+    else:
+        stay = []
+    sent = [part for parts in given for part in parts]
+    pending = None
+    if group is not None and layout.world > 1:
+        room = staging.place(sum(gives), taken.dtype, taken.device)
+        pack(sent, room)
+        pending = all_to_all(arriving, room, takes, gives, group)
+    pack(stay, own)
+    if pending is not None:
+        pending.wait()
     parts = torch.split(taken, plan.held)
     return [_shaped(part, shape, spec) for part, shape, spec in zip(parts, plan.shapes, layout.specs, strict=True)]
 
 
 def from_rows(
-    parts: Sequence[torch.Tensor], layout: FlatLayout, group: dist.ProcessGroup | None, staging: Staging
-) -> torch.Tensor:
-    """Return this rank's flat shard of parameters of which every rank has rows. Collective: one all-to-all.
+    parts: Sequence[torch.Tensor | None],
+    into: Sequence[torch.Tensor | None],
+    layout: FlatLayout,
+    group: dist.ProcessGroup | None,
+    staging: Staging,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Copy this rank's parts of a flat layout from rows that every rank has some of. Collective: one all-to-all.
 
     Args:
-        parts: This rank's rows of every parameter, all of one dtype.
+        parts: This rank's rows of every parameter; None, on all ranks, for those that are left alone.
+        into: This rank's flat part of each, 1-D; not looked at for those that are left alone.
         layout: The flat layout.
         group: The ranks that share it; None for one.
-        staging: Where what is sent is put together.
+        staging: Memory that they pass through.
+        dtype: The type in which they travel.
+        device: Where they travel from and to.
     """
     rank = dist.get_rank(group) if group is not None else 0
     plan = exchange(layout, rank)
-    flats = [_flat(part, spec) for part, spec in zip(parts, layout.specs, strict=True)]
-    given = [[flats[s.index][s.part : s.part + s.numel] for s in spans] for spans in plan.into]
+    flats = [None if part is None else _flat(part, spec) for part, spec in zip(parts, layout.specs, strict=True)]
+    given = [_spans_of(flats, spans) for spans in plan.into]
+    arriving = [_places_of(into, parts, spans, plan.starts) for spans in plan.out]
     stay, given[rank] = given[rank], []
-    gives, takes = ([0 if other == rank else n for other, n in enumerate(side)] for side in (plan.takes, plan.gives))
-    shard = parts[0].new_zeros(layout.chunk)
-    taken = shard.new_empty(sum(takes))
-    _travel([part for parts in given for part in parts], taken, gives, takes, group, staging)
-    spans = [span for other, spans in enumerate(plan.out) if other != rank for span in spans]
-    arrived = torch.split(taken, [span.numel for span in spans])
-    for span, part in zip((*spans, *plan.out[rank]), (*arrived, *stay), strict=True):
-        shard[span.flat : span.flat + span.numel].copy_(part)
-    return shard
+    own, arriving[rank] = arriving[rank], []
+    gives, takes = ([sum(part.numel() for part in row) for row in side] for side in (given, arriving))
+    pending, taken = None, None
+    if group is not None and layout.world > 1:
+        room = staging.place(sum(gives) + sum(takes), dtype, device)
+        sent, taken = room[: sum(gives)], room[sum(gives) :]
+        pack([part for row in given for part in row], sent)
+        pending = all_to_all(taken, sent, takes, gives, group)
+    for place, part in zip(own, stay, strict=True):
+        place.copy_(part)
+    if pending is not None and taken is not None:
+        pending.wait()
+        unpack(taken, [place for row in arriving for place in row])
 
 
-def _travel(
-    given: Sequence[torch.Tensor],
-    taken: torch.Tensor,
-    gives: Sequence[int],
-    takes: Sequence[int],
-    group: dist.ProcessGroup | None,
-    staging: Staging,
-) -> None:
-    """Send each rank so many elements, in order, and fill `taken` with what they send. Both counts are in elements."""
-    if group is None or dist.get_world_size(group) == 1:
-        return
-    sent = staging.place(sum(gives), taken.dtype, taken.device)
-    _cat(given, sent)
-    dist.all_to_all_single(taken.view(torch.uint8), sent.view(torch.uint8), *_bytes(takes, gives, taken), group=group)
+def _spans_of(flats: Sequence[torch.Tensor | None], spans: Sequence[Span]) -> list[torch.Tensor]:
+    pairs = ((flats[span.index], span) for span in spans)
+    return [flat[span.part : span.part + span.numel] for flat, span in pairs if flat is not None]
 
 
-def _cat(parts: Sequence[torch.Tensor], place: torch.Tensor) -> None:
-    if parts:
-        torch.cat(list(parts), out=place)
-
-
-def _bytes(takes: Sequence[int], sends: Sequence[int], like: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Sizes in bytes: they travel as such, so that every type does."""
-    size = like.element_size()
-    return [n * size for n in takes], [n * size for n in sends]
+def _places_of(
+    into: Sequence[torch.Tensor | None],
+    parts: Sequence[torch.Tensor | None],
+    spans: Sequence[Span],
+    starts: Mapping[int, int],
+) -> list[torch.Tensor]:
+    """Return where spans go of the parameters that are not left alone."""
+    found = []
+    for span in spans:
+        place, at = into[span.index], span.flat - starts[span.index]
+        if place is not None and parts[span.index] is not None:
+            found.append(place[at : at + span.numel])
+    return found
 
 
 def _shaped(part: torch.Tensor, shape: tuple[int, ...], spec: ParamSpec) -> torch.Tensor:

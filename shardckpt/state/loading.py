@@ -18,7 +18,8 @@ from shardckpt.groups import Group
 from shardckpt.state import customs, foreign, sharded_tensors
 from shardckpt.state.agreement import StateMismatchError, digest, handed
 from shardckpt.state.description import Buffer, Description, describe, settle
-from shardckpt.state.holders import FlatHolder, Holder, from_first
+from shardckpt.state.flat_holder import FlatHolder
+from shardckpt.state.holders import Holder, from_first
 from shardckpt.state.kinds import StateKind, kind_of, note_of
 from shardckpt.state.layouts import other_kind, other_rank, other_units
 from shardckpt.state.ranks import Ranks
@@ -70,8 +71,10 @@ def load_model_state_dict(
     if agreed.from_first:
         keys = _told(keys, group)
     absent = {found.aliases.get(name, name) for name in keys.missing}
-    for holder in found.holders:
-        _load(holder, given, absent, agreed.from_first)
+    staging = Staging()
+    with torch.no_grad():
+        for holder in found.holders:
+            _load(holder, given, absent, staging, from_first=agreed.from_first)
     for buffer in found.buffers:
         _load_buffer(buffer, given, absent, found.ranks if agreed.from_first else None)
     extra = _extra_of_first(given, group) if agreed.from_first and found.extra else given.values
@@ -292,38 +295,32 @@ def _local_values(holder: Holder, values: Mapping[str, Any]) -> list[tuple[str, 
     ]
 
 
-def _load(holder: Holder, given: _Given, absent: set[str], from_first: bool) -> None:
+def _load(holder: Holder, given: _Given, absent: set[str], staging: Staging, *, from_first: bool) -> None:
     """Put into a holder what is given for it; entries without a value keep theirs. Collective."""
-    dtype = holder.entries[0].dtype
     if given.kind is StateKind.LOCAL:
         for _, value, held in _local_values(holder, given.values):
             held.copy_(value)
         return
-    kept = {index for index, entry in enumerate(holder.entries) if entry.name in absent}
-    if len(kept) == len(holder.entries):
+    is_given = [entry.name not in absent for entry in holder.entries]
+    if not any(is_given):
         return
-    before = holder.laid.clone() if kept else None
-    laid = _laid(holder, given, kept, dtype, from_first)
-    if before is not None:
-        holder.overlay(laid, before.to(laid.device), kept)
-    holder.put(laid)
-
-
-def _laid(holder: Holder, given: _Given, kept: set[int], dtype: torch.dtype, from_first: bool) -> torch.Tensor:
+    places = [place if on else None for place, on in zip(holder.places(holder.laid), is_given, strict=True)]
     if from_first:
-        return holder.from_first(_values(holder, given, kept) if given.values else None, dtype)
-    values = _values(holder, given, kept)
-    if given.kind is StateKind.SHARDED and not kept and holder.takes(values):
-        return holder.from_sharded(values, dtype, Staging())
-    return holder.from_full([_whole(value) for value in values], dtype)
+        values = _values(holder, given, is_given) if given.values else None
+        holder.from_first(values, places, holder.entries[0].dtype, staging)
+    else:
+        values = _values(holder, given, is_given)
+        if given.kind is StateKind.SHARDED and holder.takes(values):
+            holder.from_sharded(values, places, staging)
+        else:
+            holder.from_full([None if value is None else _whole(value) for value in values], places)
+    holder.written()
 
 
-def _values(holder: Holder, given: _Given, kept: set[int]) -> list[torch.Tensor]:
+def _values(holder: Holder, given: _Given, is_given: Sequence[bool]) -> list[torch.Tensor | None]:
     return [
-        torch.zeros(entry.shape, dtype=entry.dtype)
-        if index in kept
-        else given.value(entry.name, entry.aliases).detach()
-        for index, entry in enumerate(holder.entries)
+        given.value(entry.name, entry.aliases).detach() if on else None
+        for entry, on in zip(holder.entries, is_given, strict=True)
     ]
 
 

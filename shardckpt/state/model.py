@@ -16,7 +16,8 @@ from shardckpt.errors import UsageError
 from shardckpt.groups import Group, LocalGroup, TorchGroup
 from shardckpt.state import customs, foreign
 from shardckpt.state.description import Description, describe, settle
-from shardckpt.state.holders import FlatHolder, Holder, local
+from shardckpt.state.flat_holder import FlatHolder
+from shardckpt.state.holders import Holder, local
 from shardckpt.state.kinds import KEY, StateKind
 
 VERSION = 1

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.state import foreign
 from shardckpt.state.agreement import StateMismatchError, check_form, digest, handed
 from shardckpt.state.description import Description, describe, settle
-from shardckpt.state.holders import Entry, FlatHolder, Holder, from_first, local
+from shardckpt.state.flat_holder import FlatHolder
+from shardckpt.state.holders import Entry, Holder, from_first, local, placing_of
 from shardckpt.state.kinds import StateKind, kind_of, note_of, tensors
 from shardckpt.state.layouts import other_kind, other_rank, other_units
 from shardckpt.state.optimizer import Held, Optimized, Optimizing, optimized
@@ -68,7 +69,8 @@ def load_optim_state_dict(
 ) -> None:
     """Put a state into a model's optimizer, by name, whatever the sharding and the groups. Collective.
 
-    A group's settings come from the saved group of its parameters. Nothing is changed unless all of it fits.
+    A group's settings come from the saved group of its parameters. Nothing is changed unless all of it fits. Tensors of
+    the optimizer's own that have the right form are written into; others are replaced.
 
     Args:
         model: As for `model_state_dict`.
@@ -88,7 +90,7 @@ def load_optim_state_dict(
         foreign.refuse_local(kind_of(state_dict) if kind is None else StateKind.of(kind))
         foreign.put_optim_state(model, optim, state_dict)
         return
-    fitted = fit(model, optim, state_dict, kind=kind, missing=missing, state_layout=state_layout)
+    fitted = fit(model, optim, state_dict, kind=kind, missing=missing, state_layout=state_layout, in_place=True)
     for parameter, state in fitted.state.items():
         optim.state.pop(parameter, None)
         if state:
@@ -114,10 +116,12 @@ def fit(
     kind: StateKind | str | None = None,
     missing: Missing = "skip",
     state_layout: StateLayout | None = None,
+    in_place: bool = False,
 ) -> Fitted:
     """Turn a state into what an optimizer keeps of its parameters on this rank. Collective.
 
-    Arguments and errors are those of `load_optim_state_dict`; nothing is changed.
+    Arguments and errors are those of `load_optim_state_dict`; nothing is changed but, with `in_place`, what the
+    optimizer's own tensors hold.
     """
     if missing not in ("skip", "zeros", "error"):
         raise UsageError("this is no way to treat missing states", found=missing, expected="skip, zeros or error")
@@ -139,10 +143,11 @@ def fit(
         told = group.broadcast(told if group.rank == 0 else None)
         rows, changes = (rows, changes) if group.rank == 0 else _unpacked(told)
     state = {}
-    putter = _Putter(given, agreed.from_first)
+    putter = _Putter(given, agreed.from_first, optim.state if in_place else {})
     at = iter(rows)
-    for each in of.held:
-        state.update(putter.put(each, [next(at) for _ in each.holder.entries]))
+    with torch.no_grad():
+        for each in of.held:
+            state.update(putter.put(each, [next(at) for _ in each.holder.entries]))
     return Fitted(state, changes)
 
 
@@ -423,9 +428,11 @@ def _unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
 class _Putter:
     """Makes the states of one holder after the other."""
 
-    def __init__(self, given: _Given, from_first: bool) -> None:
+    def __init__(self, given: _Given, from_first: bool, own: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         self._given = given
         self._from_first = from_first
+        self._own = own
+        self._taken = {_address(value) for value in tensors(given.state)} - {_NOWHERE} if own else set()
         self._staging = Staging()
 
     def put(self, held: Held, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
@@ -452,25 +459,45 @@ class _Putter:
 
     def _shaped(self, held: Held, name: str, slot: Slot, having: set[int], made: dict[int, dict[str, Any]]) -> None:
         holder, dtype = held.holder, slot.torch_dtype
-        values: list[torch.Tensor] = []
-        if not self._from_first or self._given.groups:
-            for index, entry in enumerate(holder.entries):
-                given = self._given.state.get(entry.name, {}).get(name) if index in having else None
-                values.append(torch.zeros(entry.shape, dtype=dtype) if given is None else given.detach())
+        places: list[torch.Tensor | None] = [None] * len(holder.entries)
+        for position in held.positions if held.is_flat else sorted(having):
+            made[position][name] = whole = self._room(holder, position, name, dtype)
+            if not held.is_flat:
+                places[position] = local(whole.detach())
+                continue
+            if len(having) < len(holder.entries):
+                whole.zero_()
+            own = enumerate(holder.places(whole.detach()))
+            places = [place if index in having else None for index, place in own]
+        if self._from_first and not self._given.groups:
+            holder.from_first(None, places, dtype, self._staging)
+            return
+        values = [self._value(each, name, dtype) if at in having else None for at, each in enumerate(holder.entries)]
         if self._from_first:
-            laid = holder.from_first(values or None, dtype)
+            holder.from_first(values, places, dtype, self._staging)
         elif self._given.kind is StateKind.SHARDED and holder.takes(values):
-            if holder.lies_as_sharded:
-                for position in having & set(held.positions):
-                    made[position][name] = _on_device_of(holder.exposed[position], values[position].clone())
-                return
-            laid = holder.from_sharded(values, dtype, self._staging)
+            holder.from_sharded(values, places, self._staging)
         else:
-            laid = holder.from_full([v.full_tensor() if isinstance(v, DTensor) else v for v in values], dtype)
-        parts = holder.own_parts(laid)
-        for position in held.positions:
-            if held.is_flat or position in having:
-                made[position][name] = _on_device_of(holder.exposed[position], parts[position])
+            holder.from_full([v.full_tensor() if isinstance(v, DTensor) else v for v in values], places)
+
+    def _value(self, entry: Entry, slot: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return what is given, or zeros that take no memory for what is missing."""
+        value = self._given.state.get(entry.name, {}).get(slot)
+        return torch.zeros((), dtype=dtype).expand(entry.shape) if value is None else value.detach()
+
+    def _room(self, holder: Holder, position: int, slot: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor that an optimizer keeps where it is as it has to be, else new memory.
+
+        Memory is written into once: what is given, or has been written, may lie there too.
+        """
+        parameter = holder.exposed[position]
+        own = self._own.get(parameter, {}).get(slot)
+        if _fits(own, parameter, dtype):
+            address = _address(own)
+            if address not in self._taken:
+                self._taken |= {address} - {_NOWHERE}
+                return own
+        return holder.blank(position, dtype)
 
     def _opaque(self, held: Held, name: str, rows: Survey, having: set[int], made: dict[int, dict[str, Any]]) -> None:
         for position in held.positions:
@@ -511,9 +538,24 @@ def _has_no_part(holder: Holder, position: int) -> bool:
     return isinstance(holder, FlatHolder) and holder.is_sharded and local(holder.exposed[position]).numel() == 0
 
 
-def _on_device_of(parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-    """Return what a parameter's optimizer is to keep where the parameter is."""
-    return part if isinstance(part, DTensor) else part.to(parameter.device)
+_NOWHERE = 0
+"""Where tensors without elements lie."""
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return local(tensor.detach()).untyped_storage().data_ptr()
+
+
+def _fits(own: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
+    """Tell whether a value is a tensor that lies as a parameter does."""
+    return (
+        isinstance(own, torch.Tensor)
+        and type(own) in (torch.Tensor, DTensor)
+        and own.dtype == dtype
+        and own.device == parameter.device
+        and own.shape == parameter.shape
+        and placing_of(own) == placing_of(parameter)
+    )
 
 
 def _as_lying(value: Any, parameter: nn.Parameter, is_scalar: bool, owned: int) -> Any:

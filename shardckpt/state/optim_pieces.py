@@ -11,8 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.boxes import Box
+from shardckpt.state.bucket_holder import BucketHolder
 from shardckpt.state.description import Description
-from shardckpt.state.holders import BucketHolder, FlatHolder, local
+from shardckpt.state.flat_holder import FlatHolder
+from shardckpt.state.holders import local
 from shardckpt.state.optimizer import Held, Optimized, Optimizing, optimized
 from shardckpt.state.param_groups import settings, wanted
 from shardckpt.state.pieces import LocalArray, Portion, holder_portions, local_array, member_portions

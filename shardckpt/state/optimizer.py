@@ -19,7 +19,8 @@ from shardckpt.groups import Group, TorchGroup
 from shardckpt.state import foreign
 from shardckpt.state.agreement import StateMismatchError, digest
 from shardckpt.state.description import Description, describe, settle
-from shardckpt.state.holders import FlatHolder, Holder, local
+from shardckpt.state.flat_holder import FlatHolder
+from shardckpt.state.holders import Holder, local
 from shardckpt.state.kinds import StateKind
 from shardckpt.state.model import noted
 from shardckpt.state.param_groups import settings

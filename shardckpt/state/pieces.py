@@ -16,8 +16,9 @@ from shardckpt.core.packing import ordered
 from shardckpt.errors import UnsupportedError
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.state import foreign
+from shardckpt.state.bucket_holder import BucketHolder
 from shardckpt.state.description import Buffer, Description, describe, settle
-from shardckpt.state.holders import BucketHolder, Holder, local
+from shardckpt.state.holders import Holder, local
 
 
 class Portion(NamedTuple):
@@ -208,8 +209,8 @@ def local_model(model: nn.Module) -> LocalModel:
     arrays.update({name: local_array(value) for name, value in shown.items()})
 
     def finish() -> None:
-        for holder, values in zip(found.holders, laid, strict=True):
-            holder.put(values)
+        for holder in found.holders:
+            holder.written()
         for name, buffer in buffers.items():
             _take(buffer, shown[name])
 

@@ -20,7 +20,7 @@ from shardckpt.core.traverse import WRAPPED, clean
 from shardckpt.core.unit import Unit
 from shardckpt.state import customs
 from shardckpt.state.description import groups_of, mesh_of_bucket
-from shardckpt.state.holders import FlatHolder
+from shardckpt.state.flat_holder import FlatHolder
 from shardckpt.state.kinds import KEY, StateKind
 from shardckpt.state.model import local_note, unit_note
 from shardckpt.state.ranks import Ranks
@@ -223,15 +223,15 @@ class Loading:
                 continue
             loaded = [value.detach() for value in holder.registered(lying=self._kind is StateKind.LOCAL)]
             holder.hide()  # first, or it takes what is shown for parameters that a user put there
-            dtype = holder.entries[0].dtype
-            if self._kind is StateKind.FULL:
-                laid = holder.from_full(loaded, dtype)
-            elif self._kind is StateKind.SHARDED:
-                laid = holder.from_sharded(loaded, dtype, Staging())
-            else:
-                laid = holder.laid
-                laid[: holder.owned] = loaded[0]
-            holder.put(laid)
+            laid = holder.laid
+            with torch.no_grad():
+                if self._kind is StateKind.FULL:
+                    holder.from_full(loaded, holder.places(laid))
+                elif self._kind is StateKind.SHARDED:
+                    holder.from_sharded(loaded, holder.places(laid), Staging())
+                else:
+                    laid[: holder.owned] = loaded[0]
+            holder.written()
 
     def abandon(self) -> None:
         """Give the unit back what it had registered: the recursion ended on the way."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.errors import ShardckptError
 from shardckpt.state.description import Description, mesh_of
-from shardckpt.state.holders import FlatHolder
+from shardckpt.state.flat_holder import FlatHolder
 from shardckpt.state.kinds import is_flat_part, is_sharded_tensor
 
 Cut = tuple[DeviceMesh, tuple[Placement, ...]]

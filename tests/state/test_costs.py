@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from harness import Call, recorded
-from states import FACES, Net, over, refused, step
+from states import FACES, Net, differing, flat, over, refused, step
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -136,10 +136,50 @@ def test_whole_states_for_the_first_rank_are_sent_to_it_alone():
                 load_optim_state_dict(model, optim, kept)
         count = len(dict(model.named_parameters())) if bare else UNITS
         received = sum(call.received for call in taking if call.op == "gather")
+        dealt = [call for call in loading if call.op == "all_to_all"]
+        elsewhere = sum(_elements_of(model, other) for other in range(1, world))
         wrong = [] if told(taking) == ["gather"] * (3 * count) else [told(taking)]
         wrong += [] if (received > 0) == (rank == 0) else [f"received {received}"]
-        wrong += [] if {*told(loading)} <= {"broadcast", "scatter"} else [told(loading)]
-        wrong += [] if told(loading).count("scatter") == 3 * count else [told(loading)]
+        wrong += [] if {*told(loading)} <= {"broadcast", "all_to_all"} else [told(loading)]
+        wrong += [] if len(dealt) == 3 * count else [told(loading)]
+        sent_here, taken_here = (3 * 4 * elsewhere, 0) if rank == 0 else (0, 3 * 4 * _elements_of(model, rank))
+        wrong += [] if sent(dealt, "all_to_all") == sent_here else [f"sent {sent(dealt, 'all_to_all')} of {sent_here}"]
+        taken = sum(call.received for call in dealt)
+        wrong += [] if taken == taken_here else [f"took {taken} of {taken_here}"]
+        return wrong
+
+    over((*FORMS, "torch in place"), body)
+
+
+def _elements_of(model, rank: int) -> int:
+    """Elements of the parameters that a rank of two has: padding does not travel."""
+    found = 0
+    for bucket in buckets(model):
+        found += sum(box.volume for _, box, _ in bucket.layout.boxes(rank))
+    if not buckets(model):
+        halves = ((p.shape[0], p.shape[0] // 2 + p.shape[0] % 2, p.numel()) for p in model.parameters())
+        found = sum(numel // rows * (half if rank == 0 else rows - half) for rows, half, numel in halves)
+    return found
+
+
+def test_an_optimizer_that_has_stepped_is_loaded_into_the_tensors_that_it_has():
+    def body(rank, world, face):
+        model, optim = trained(face)
+        kept = {p: {s: v for s, v in state.items() if v.dim()} for p, state in optim.state.items()}
+        unit = max([4 * bucket.packing.gathered for bucket in buckets(model)] or [4 * 48])
+        wrong = []
+        for kind, how in (("FULL", {}), ("FULL", {"rank0_only": True}), ("SHARDED", {})):
+            given = optim_state_dict(model, optim, kind, **how)
+            for state in kept.values():
+                for value in state.values():
+                    value.zero_()
+            with Held() as held:
+                load_optim_state_dict(model, optim, given)
+            again = optim_state_dict(model, optim, kind, **how)
+            same = all(optim.state[p][slot] is value for p, state in kept.items() for slot, value in state.items())
+            wrong += [] if same else [f"{kind} {how}: other tensors"]
+            wrong += differing(flat(again), flat(given)) if given["state"] else []
+            wrong += [] if held.peak <= 2 * unit + 1000 else [f"{kind} {how}: {held.peak}, unit {unit}"]
         return wrong
 
     over((*FORMS, "torch in place"), body)
