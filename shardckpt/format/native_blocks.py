@@ -52,20 +52,21 @@ class _Plan:
 
     Attributes:
         direct: Ranges that are read where they are wanted.
-        whole: Blocks among those, to be hashed there.
+        whole: Blocks among those with their bytes in order, to be hashed there.
         parts: Blocks that are read elsewhere, and what is wanted of each.
     """
 
     direct: list[Read] = field(default_factory=list)
-    whole: list[tuple[_Block, memoryview]] = field(default_factory=list)
+    whole: list[tuple[_Block, list[memoryview]]] = field(default_factory=list)
     parts: dict[_Block, list[_Cut]] = field(default_factory=dict)
 
 
 class VerifiedStore:
     """Reads of hashed files are checked; everything else goes to the store beneath.
 
-    A block that is wanted whole is read where it belongs and hashed there. One that is wanted in part is read whole
-    when it is met first. The last one is kept for each thread, since small reads often follow one another.
+    A block that is wanted whole, if by several reads, is read where it belongs and hashed there. One that is wanted in
+    part is read whole when it is met first. The last one is kept for each thread, since small reads often follow one
+    another.
 
     Args:
         store: Where the files lie.
@@ -126,6 +127,7 @@ class VerifiedStore:
         plan = _Plan()
         for read in reads:
             self._add(read, plan)
+        self._join(plan)
         self._store.read(plan.direct)
         for block, data in plan.whole:
             self._check(block, data)
@@ -145,11 +147,27 @@ class VerifiedStore:
             low, high = max(offset, start), min(end, start + size)
             target = buffer[low - offset : high - offset]
             if len(target) == size:
-                plan.whole.append(((name, number), target))
+                plan.whole.append(((name, number), [target]))
             elif (name, number) not in self._good or self._is_recent((name, number)):
                 plan.parts.setdefault((name, number), []).append(_Cut(low - start, target))
                 continue
             plan.direct.append(Read(name, low, target))
+
+    def _join(self, plan: _Plan) -> None:
+        """Let blocks whose parts together are all of them be read where these belong."""
+        for block in [block for block, cuts in plan.parts.items() if len(cuts) > 1 and not self._is_recent(block)]:
+            cuts = sorted(plan.parts[block], key=lambda cut: cut.start)
+            at = 0
+            for start, target in cuts:
+                if start != at:
+                    break
+                at += len(target)
+            else:
+                first, size = _extent(self._files[block[0]], block[1])
+                if at == size:
+                    plan.direct += [Read(block[0], first + cut.start, cut.target) for cut in cuts]
+                    plan.whole.append((block, [cut.target for cut in cuts]))
+                    del plan.parts[block]
 
     def _is_recent(self, block: _Block) -> bool:
         return getattr(self._recent, "block", None) == block
@@ -162,16 +180,19 @@ class VerifiedStore:
             data[name, number] = memoryview(bytearray(_extent(self._files[name], number)[1]))
         self._store.read([Read(name, number * BLOCK_BYTES, data[name, number]) for name, number in missing])
         for block in missing:
-            self._check(block, data[block])
+            self._check(block, [data[block]])
         for block, cuts in wanted:
             for start, target in cuts:
                 target[:] = data[block][start : start + len(target)]
         self._recent.block = wanted[-1][0]
         self._recent.data = data[self._recent.block]
 
-    def _check(self, block: _Block, data: memoryview) -> None:
+    def _check(self, block: _Block, data: Sequence[memoryview]) -> None:
         name, number = block
-        expected, found = self._files[name].hashes[number], xxhash.xxh3_64_intdigest(data)
+        hasher = xxhash.xxh3_64()
+        for part in data:
+            hasher.update(part)
+        expected, found = self._files[name].hashes[number], hasher.intdigest()
         if found != expected:
             start, size = _extent(self._files[name], number)
             raise ChecksumError(

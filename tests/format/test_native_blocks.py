@@ -46,6 +46,9 @@ RANGES: dict[str, list[tuple[int, int]]] = {
     "parts of every block": [(i * BLOCK_BYTES + 10, 100) for i in range(4)]
     + [(i * BLOCK_BYTES + 50, 900) for i in range(4)],
     "backwards": [(2 * BLOCK_BYTES, 20), (BLOCK_BYTES, 20), (0, 20)],
+    "halves of a block": [(BLOCK_BYTES, BLOCK_BYTES // 2), (BLOCK_BYTES + BLOCK_BYTES // 2, BLOCK_BYTES // 2)],
+    "a block but for a byte": [(BLOCK_BYTES, 7), (BLOCK_BYTES + 8, BLOCK_BYTES - 8)],
+    "halves that overlap": [(0, BLOCK_BYTES // 2 + 1), (BLOCK_BYTES // 2 - 1, BLOCK_BYTES // 2 + 1)],
     "from the middle to the end": [(BLOCK_BYTES // 2, SIZE - BLOCK_BYTES // 2)],
 }
 
@@ -93,6 +96,15 @@ def test_small_reads_that_follow_one_another_read_each_block_once(step: Path) ->
         buffer = bytearray(1 << 18)
         source.store.read([Read(payload(step).name, at, memoryview(buffer))])
     assert counted.nbytes == 2 * BLOCK_BYTES
+
+
+def test_parts_that_make_up_a_block_are_read_where_they_belong(step: Path) -> None:
+    source, counted = open_counted(str(step))
+    counted.ranges.clear()
+    half = BLOCK_BYTES // 2
+    reads = [Read(payload(step).name, at * half, memoryview(bytearray(half))) for at in (3, 0, 2, 1)]
+    source.store.read(reads)
+    assert {(at, n) for _, at, n in counted.ranges} == {(at * half, half) for at in range(4)}
 
 
 def test_beyond_the_end_is_the_usual_error(step: Path) -> None:
