@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.save import star_of
-from shardckpt.checkpoint.saved import Saved, Verify
+from shardckpt.checkpoint.saved import Moved, Saved, Verify
 from shardckpt.checkpoint.template import Fitting, Policy, fit
 from shardckpt.errors import UsageError, escape
 from shardckpt.groups import Star
@@ -58,6 +59,7 @@ def load(
     rules: Mapping[str, str] | None = None,
     cast: bool = False,
     verify: Verify = "read",
+    base: Moved | bool | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load a checkpoint: `load(state, path)` into what a job holds, `load(path)` as the nest that was saved.
@@ -75,6 +77,9 @@ def load(
         rules: Regular expressions to what stands for them, for every key of the checkpoint's names.
         cast: Convert where a type differs from the saved one; otherwise that is an error.
         verify: `"read"`: blocks that are read are checked against their hashes; `"full"`: all blocks are; False: none.
+        base: Where a folder lies now that the checkpoint refers to and that was moved: a path for the one that is not
+            beside it, or a dict from what it calls them. False: leave alone what lies in other folders, since the state
+            has it already.
         group: The ranks; all where None.
 
     Returns:
@@ -89,33 +94,51 @@ def load(
     """
     if path is None:
         with collector_at_rest():
-            saved = Saved(str(state), verify, rules)
+            saved = Saved(str(state), verify, rules, _moved(base))
             saved.expect_most()
             if verify == "full":
                 saved.check_blocks()
             return saved.materialised(saved.nest)
-    policy = Policy(strict, globs_of(partial), cast)
+    policy = Policy(strict, globs_of(partial), cast, is_own_only=base is False)
     with collector_at_rest():
-        _load_into(state, str(path), policy, rules, verify, star_of(group))
+        _load_into(state, _Source(str(path), verify, rules, _moved(base)), policy, star_of(group))
     return state
 
 
-def _load_into(
-    state: Any, path: str, policy: Policy, rules: Mapping[str, str] | None, verify: Verify, star: Star
-) -> None:
+def _moved(base: Moved | bool | None) -> str | Mapping[str, str]:
+    """Return where bases lie now.
+
+    Raises:
+        UsageError: The argument means nothing.
+    """
+    if base is None or isinstance(base, bool):
+        return ""
+    return base if isinstance(base, Mapping) else os.fspath(base)
+
+
+class _Source(NamedTuple):
+    """What is loaded, and how it is read: as `Saved` takes it."""
+
+    path: str
+    verify: Verify
+    rules: Mapping[str, str] | None
+    moved: str | Mapping[str, str]
+
+
+def _load_into(state: Any, source: _Source, policy: Policy, star: Star) -> None:
     fitting = Fitting()
     said: bytes | Exception = b""
     try:
-        saved = Saved(path, verify, rules)
+        saved = Saved(*source)
         if policy.partial is None:
             saved.expect_most()
-        if verify == "full":
-            saved.check_blocks(star.rank, star.size)
+        if source.verify == "full":
+            saved.check_blocks(star.rank, star.size, own_only=policy.is_own_only)
         fitting = fit(state, saved, policy, star.rank, star.size)
         _require_fit(fitting)
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         said = error
-    star.consult(f"fitting {path}", said, _silent)
+    star.consult(f"fitting {source.path}", said, _silent)
     try:
         values = [(saved.materialised(nest), put) for nest, put in fitting.values]
         saved.fill([(wanted.entry, wanted.array) for wanted in fitting.arrays])
@@ -125,7 +148,7 @@ def _load_into(
             put(value)
     except Exception as error:  # noqa: BLE001  (as above)
         said = error
-    star.consult(f"loading {path}", said, _silent)
+    star.consult(f"loading {source.path}", said, _silent)
 
 
 def globs_of(partial: Any) -> tuple[str, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from types import EllipsisType
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.capture import ArrayAt
-from shardckpt.checkpoint.saved import Saved, Verify, torch_dtype
+from shardckpt.checkpoint.saved import Moved, Saved, Verify, torch_dtype
 from shardckpt.errors import AmbiguousError, UsageError
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.pieces import LocalArray, Portion
@@ -149,12 +150,13 @@ class Opened(Mapping[Any, Any]):
         return f"Opened({self._saved.url!r}, {len(self)} names)"
 
 
-def open(path: Any, *, verify: Verify = "read") -> Opened:
+def open(path: Any, *, verify: Verify = "read", base: Moved | None = None) -> Opened:
     """Open a checkpoint of any format to look into it: `open(path)["model.layers.0.weight"][0:128]`.
 
     Args:
         path: Where it lies.
         verify: `"read"`: blocks that are touched are checked against their hashes; False: they are not.
+        base: As `load` takes it.
 
     Raises:
         SourceNotFoundError: Nothing lies there.
@@ -163,4 +165,5 @@ def open(path: Any, *, verify: Verify = "read") -> Opened:
     """
     if verify == "full":
         raise UsageError("what is opened is verified as it is read", found=verify, expected="False or 'read'")
-    return Opened(Saved(str(path), verify))
+    moved = base if isinstance(base, Mapping) else os.fspath(base or "")
+    return Opened(Saved(str(path), verify, None, moved))

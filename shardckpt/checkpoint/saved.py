@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,9 @@ BATCH_BYTES = 64 << 20
 _READERS = 2
 """Batches that are under way at once: one is read while the other is hashed and goes to where it belongs."""
 
+Moved = str | os.PathLike[str] | Mapping[str, str]
+"""Where folders lie now that a checkpoint refers to."""
+
 Verify = str | bool
 VERIFY = (False, "read", "full")
 
@@ -48,17 +52,26 @@ class Saved:
         url: Where it lies.
         verify: Which blocks are checked against their hashes: none, those that are read, or all of them at once.
         rules: Regular expressions and what stands for them in every key of every path.
+        moved: Where folders lie now that it refers to: by what it calls them, or one place.
 
     Raises:
         SourceNotFoundError: Nothing lies there.
         CheckpointError: It cannot be read, or is damaged.
-        UsageError: An unknown way to verify.
+        UsageError: An unknown way to verify; it refers to no folder that could have been moved.
     """
 
-    def __init__(self, url: str, verify: Verify = "read", rules: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        verify: Verify = "read",
+        rules: Mapping[str, str] | None = None,
+        moved: str | Mapping[str, str] = "",
+    ) -> None:
         if verify not in VERIFY and verify is not True:
             raise UsageError("this is no way to verify", found=repr(verify), expected="False, 'read' or 'full'")
-        self._reader: Reader = open_checkpoint(url)
+        self._reader: Reader = open_checkpoint(url, moved)
+        if moved and not self.is_native:
+            raise UsageError("this checkpoint has no base", where=url, found=self._reader.manifest.format)
         self.url = url
         self._rules = [(re.compile(pattern), new) for pattern, new in (rules or {}).items()]
         self.manifest = split_flat_names(self._reader.manifest)
@@ -79,14 +92,24 @@ class Saved:
         """Say that most arrays will be asked for: they are described in one go, which is cheaper than one by one."""
         self.manifest.tensors.values()
 
-    def check_blocks(self, share: int = 0, shares: int = 1) -> None:
+    def lies_elsewhere(self, entry: TensorEntry) -> bool:
+        """Tell whether an array lies in other folders than the checkpoint."""
+        return bool(entry.pieces) and all(piece.file in self.manifest.elsewhere for piece in entry.pieces)
+
+    def check_blocks(self, share: int = 0, shares: int = 1, *, own_only: bool = False) -> None:
         """Hash every block of this share of the files.
+
+        Args:
+            share: Which, from 0.
+            shares: How many there are.
+            own_only: Leave out files that lie in other folders.
 
         Raises:
             ChecksumError: A block is not what was saved.
         """
         hashed = self._reader.block_hashes() if isinstance(self._reader, NativeReader) else {}
-        for name in sorted(hashed)[share::shares]:
+        left_out = self.manifest.elsewhere if own_only else {}
+        for name in sorted(hashed.keys() - left_out.keys())[share::shares]:
             size = self.manifest.files[name]
             for start in range(0, size, BATCH_BYTES):
                 self._store.read([Read(name, start, memoryview(bytearray(min(BATCH_BYTES, size - start))))])

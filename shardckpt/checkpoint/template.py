@@ -88,11 +88,13 @@ class Policy:
         strict: Names that are missing or unexpected are problems.
         partial: Globs of dotted names: nothing else is loaded; None for everything.
         cast: Another type than the saved one is no problem.
+        is_own_only: What lies in other folders than the checkpoint is left alone.
     """
 
     strict: bool = True
     partial: tuple[str, ...] | None = None
     cast: bool = False
+    is_own_only: bool = False
 
     def wants(self, path: Path) -> bool:
         """Tell whether something is to be loaded."""
@@ -212,7 +214,7 @@ class _Fit:
                 self._problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no tensor there")
             return
         self.fitting.taken.add(source)
-        if not self._policy.wants(path):
+        if not self._policy.wants(path) or (self._policy.is_own_only and self._saved.lies_elsewhere(entry)):
             return
         if entry.shape != array.shape:
             text = f"size mismatch for {dotted(path)}: found {list(entry.shape)}, expected {list(array.shape)}"
