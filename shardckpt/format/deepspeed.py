@@ -66,7 +66,7 @@ def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ())
         joiner.join_model()
         joiner.join_optimizer()
     _put_groups(made, joiners)
-    _put_loop(made, contents, files)
+    put_loop(made, contents, next(iter([*files.models.values(), *files.parts.values()])))
     manifest = replace(
         reader.manifest,
         files={**reader.manifest.files, **made.absent},
@@ -175,9 +175,8 @@ def _put_groups(made: Made, joiners: Sequence[Joiner]) -> None:
             made.objects[path] = ObjectEntry(path, value)
 
 
-def _put_loop(made: Made, contents: Contents, files: StateFiles) -> None:
-    """Add what the first model file holds beside the model: schedules, counters, and the user's own."""
-    file = next(iter([*files.models.values(), *files.parts.values()]))
+def put_loop(made: Made, contents: Contents, file: str) -> None:
+    """Add what a model file holds beside the model: schedules, counters, and the user's own."""
     for path, entry in loop_state(contents, file):
         if path[0] in (MODEL, MASTER) or (path[0] == OPTIMIZER and (OPTIMIZER, _GROUPS) in made.objects):
             path = (f"{path[0]} of the client", *path[1:])

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, escape
-from shardckpt.format import accelerate, dcp, deepspeed, hf, lightning, native, torch_file, torch_folder
+from shardckpt.format import accelerate, dcp, deepspeed, hf, lightning, native, torch_file, torch_folder, universal
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.storage.open_store import kind, open_store, split
 
 FORMATS: tuple[Format, ...] = (
     native.FORMAT,
+    universal.FORMAT,
     deepspeed.FORMAT,
     accelerate.FORMAT,
     lightning.FORMAT,

@@ -221,3 +221,40 @@ def _model(run: Run, shapes: list[dict[str, torch.Size]], rank: int, world: int,
         "ds_version": "0.19.8",
         "epoch": 2,
     }
+
+
+def write_universal(folder: Path, run: Run, stage: int, world: int) -> Path:
+    """Write what `ds_to_universal.py` makes of a checkpoint, and `latest_universal`; return the folder.
+
+    Stages 1 and 2 give every parameter in its shape, under `param`, and the module's other tensors as float32 too;
+    stage 3 gives flat tensors with the padding of ranks, and its model files with placeholders.
+    """
+    step = folder / "global_step3_universal"
+    (step / "zero").mkdir(parents=True)
+    (folder / "latest_universal").write_text(step.name)
+    units, shapes = _split(run, world, 1 << 60) if stage == 3 else _partitioned(run, world, 1)
+    kinds = {"fp32": run.trained}
+    for slot in ("exp_avg", "exp_avg_sq"):
+        kinds[slot] = {name: run.moments()[f"{name}/{slot}"] for name in run.trained}
+    for kind, values in kinds.items():
+        for name, value in values.items():
+            (step / "zero" / name).mkdir(exist_ok=True)
+            flat = torch.cat([_part(value, rank, world) for rank in range(world)])
+            content = flat if stage == 3 else {"cat_dim": 0, "param": value}
+            torch.save(content, step / "zero" / name / f"{kind}.pt")
+            if stage < 3:
+                torch.save(torch.tensor(float(STEPS)), step / "zero" / name / "step.pt")
+    if stage < 3:
+        for name, value in run.module().items():
+            if name not in run.trained:
+                (step / "zero" / name).mkdir()
+                torch.save({"param": value.float()}, step / "zero" / name / "fp32.pt")
+    state = _optim(run, units, 0, world, stage, lean=True)
+    base = state["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    if stage < 3:
+        state = {k: v for k, v in state.items() if k not in {"base_optimizer_state", "single_partition_of_fp32_groups"}}
+    torch.save({**state, "param_groups": base["param_groups"]}, step / "zero" / "optimizer_state.pt")
+    for rank in range(world if stage == 3 else 1):
+        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+        torch.save(_model(run, shapes, rank, world, stage), step / name)
+    return folder

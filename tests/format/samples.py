@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from dcp_writers import save, save_chunked
-from deepspeed_writer import Run
+from deepspeed_writer import Run, write_universal
 from deepspeed_writer import write as write_deepspeed
 from native_writer import write_step
 from safetensors.torch import save_file
@@ -181,15 +181,16 @@ def _native_alone(folder: Path) -> Path:
     return write_step(folder, _state(), alone=("model",))
 
 
-def _deepspeed(stage: int) -> Builder:
+def _deepspeed(stage: int, write: Callable[[Path, Run, int, int], Path]) -> Builder:
     trained = {name: MODEL[name].float() for name in ("a.w", "s")}
     held = {name: value for name, value in MODEL.items() if name not in trained}
     run = Run([trained], held, frozen=("half",), live=None)
-    return lambda folder: write_deepspeed(folder, run, stage, 2)
+    return lambda folder: write(folder, run, stage, 2)
 
 
 SAMPLES: Mapping[str, Mapping[str, Builder]] = {
-    "deepspeed": {"stage 2": _deepspeed(2), "stage 3": _deepspeed(3)},
+    "deepspeed": {"stage 2": _deepspeed(2, write_deepspeed), "stage 3": _deepspeed(3, write_deepspeed)},
+    "deepspeed-universal": {"stage 2": _deepspeed(2, write_universal), "stage 3": _deepspeed(3, write_universal)},
     "accelerate": {"sharded": _accelerate_sharded, "full": _accelerate_full},
     "fabric": {"sharded": _fabric},
     "native": {"ranks": _native, "alone": _native_alone},
