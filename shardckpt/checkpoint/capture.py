@@ -22,6 +22,7 @@ from shardckpt.state.description import Description
 from shardckpt.state.optim_pieces import local_optimizer
 from shardckpt.state.optimizer import ForeignParameterError, optimized
 from shardckpt.state.pieces import LocalArray, LocalModel, local_array, local_model
+from shardckpt.state.slots import OpaqueStateError
 
 
 class ArrayAt(NamedTuple):
@@ -210,7 +211,11 @@ class _Capture:
             if model is None:
                 return self._visit(optim.state_dict(), path)
             return self._visit(foreign.whole_optim_state(model, optim, offload=False, first_only=False), path)
-        taken = local_optimizer(found, optim)
+        try:
+            taken = local_optimizer(found, optim)
+        except OpaqueStateError as error:
+            where = f"{dotted(path)}.{error.where}"
+            raise OpaqueStateError(error.what, where=where, found=error.found, fix=error.fix) from error
         for (name, slot), array in taken.arrays.items():
             place = (*path, "state", name, slot)
             self._add(place, array, ("optimizer", place))

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from shardckpt.boxes import Box
+from shardckpt.errors import UnsupportedError
 from shardckpt.state.bucket_holder import BucketHolder
 from shardckpt.state.description import Description
 from shardckpt.state.flat_holder import FlatHolder
@@ -18,7 +19,7 @@ from shardckpt.state.holders import local
 from shardckpt.state.optimizer import Held, Optimized, Optimizing, optimized
 from shardckpt.state.param_groups import settings, wanted
 from shardckpt.state.pieces import LocalArray, Portion, holder_portions, local_array, member_portions
-from shardckpt.state.slots import OpaqueStateError
+from shardckpt.state.slots import OpaqueStateError, is_cut_alike
 
 
 @dataclass(frozen=True)
@@ -90,31 +91,52 @@ def _kept(held: Held, position: int, slot: str, value: Any) -> Iterator[tuple[st
     """Yield the names that a value is of, each with what lies here of it: an array, or the value."""
     holder, names = held.holder, held.names(position)
     parameter = holder.exposed[position]
+    if isinstance(value, torch.Tensor) and not _is_dense(local(value)):
+        raise OpaqueStateError(
+            "what the optimizer keeps is more, or less, than the elements of a dense tensor",
+            where=f"state.{names[0]}.{slot}",
+            found=f"a tensor of the class {type(local(value)).__name__}, layout {value.layout}",
+            fix="Save tensors that hold what it means, and build it from them when they are loaded.",
+        )
     if isinstance(value, torch.Tensor) and _is_shaped(parameter, value):
         yield from _shaped(held, position, value.detach())
     elif isinstance(value, torch.Tensor) and value.dim() == 0:
         own = local(value.detach())
         yield from ((name, LocalArray((), own.dtype, (Portion(Box((), ()), own),))) for name in names)
     elif isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and not holder.is_sharded):
-        yield from ((name, local_array(value)) for name in names)
+        try:
+            array = local_array(value)
+        except UnsupportedError as error:
+            where = f"state.{names[0]}.{slot}"
+            raise OpaqueStateError(error.what, where=where, found=error.found, fix=error.fix) from error
+        yield from ((name, array) for name in names)
     elif not isinstance(value, torch.Tensor) and (isinstance(value, _PLAIN) or not holder.is_sharded):
         yield from ((name, value) for name in names)
     else:
         raise OpaqueStateError(
-            "what the optimizer keeps is neither shaped like its parameter nor a number: who knows how it is sharded",
-            where=f"{names[0]}/{slot}",
+            "what the optimizer keeps is neither shaped like its parameter nor a number nor a DTensor, and nobody said "
+            "how it is sharded",
+            where=f"state.{names[0]}.{slot}",
             found=tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__,
             expected=tuple(parameter.shape),
-            fix="Save such an optimizer's state as LOCAL state dicts, which restore on the same ranks.",
+            fix="Save `optim_state_dict(model, optim, state_layout=...)` in its place, and put that back with "
+            "`load_optim_state_dict`; or keep it as a DTensor.",
         )
 
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
+def _is_dense(own: torch.Tensor) -> bool:
+    """Tell whether a tensor is nothing but its elements."""
+    plain = type(own).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return plain and own.layout is torch.strided and not own.is_quantized
+
+
 def _is_shaped(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    cut = isinstance(parameter.data, DTensor)
-    return value.shape == parameter.shape and isinstance(value, DTensor) == cut and (cut or value.dim() > 0)
+    """Tell whether a value is of its parameter's shape, and cut as that is."""
+    cut = is_cut_alike(parameter, value)
+    return value.shape == parameter.shape and cut and (isinstance(value, DTensor) or value.dim() > 0)
 
 
 def _shaped(held: Held, position: int, value: torch.Tensor) -> Iterator[tuple[str, LocalArray]]:
@@ -256,7 +278,11 @@ class _Maker:
     def _shaped(self, held: Held, position: int, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
         parameter = held.holder.exposed[position]
         dtype = self._one_type(slot, saved)
-        if not (isinstance(own, torch.Tensor) and _is_shaped(parameter, own) and own.dtype == dtype):
+        if isinstance(own, DTensor) and own.shape == parameter.shape and own.dtype == dtype:
+            if not _is_shaped(parameter, own):  # the optimizer keeps it cut in another way
+                self.room.arrays.append((next(iter(saved)), slot, local_array(own)))
+                return own
+        elif not (isinstance(own, torch.Tensor) and _is_shaped(parameter, own) and own.dtype == dtype):
             own = torch.zeros_like(parameter.detach(), dtype=dtype)
         elif len(saved) < len(held.names(position)):
             own = own.detach().clone().zero_()
@@ -275,19 +301,23 @@ class _Maker:
         return own
 
     def _other(self, held: Held, parameter: nn.Parameter, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
-        """Take a tensor of a shape of its own as it is where nothing is sharded, or into one that is cut the same."""
+        """Take a tensor of a shape of its own into one that is there, or make one where it is known how it lies."""
         name, each = next(iter(saved.items()))
         if isinstance(own, torch.Tensor) and tuple(own.shape) == each.shape and own.dtype == each.dtype:
             self.room.arrays.append((name, slot, local_array(own)))
             return own
+        if isinstance(parameter, DTensor):
+            made = _beside(parameter, each)
+            self.room.arrays.append((name, slot, local_array(made)))
+            return made
         if held.holder.is_sharded or len(saved) > 1:
             self.room.problems.append(
                 f"{name}/{slot}: size mismatch: found {each.shape}, expected {tuple(parameter.shape)}"
             )
             return None
-        made = torch.zeros(each.shape, dtype=each.dtype, device=parameter.device)
-        self.room.arrays.append((name, slot, local_array(made)))
-        return made
+        plain = torch.zeros(each.shape, dtype=each.dtype, device=parameter.device)
+        self.room.arrays.append((name, slot, local_array(plain)))
+        return plain
 
     def _one_type(self, slot: str, saved: Mapping[str, Slot]) -> torch.dtype:
         types = {each.dtype: name for name, each in saved.items()}
@@ -295,3 +325,18 @@ class _Maker:
             told = ", ".join(f"{dtype} of {name}" for dtype, name in types.items())
             self.room.problems.append(f"{slot} differs among parameters of one flat parameter: {told}")
         return next(iter(types))
+
+
+def _beside(parameter: DTensor, each: Slot) -> DTensor:
+    """Return room for a tensor of a shape of its own: what a DTensor computes does not depend on how it is cut.
+
+    It is cut where its parameter is, if it has as many dimensions and is as long there; else each rank has it whole.
+    """
+    mesh, placements = parameter.device_mesh, list(parameter.placements)
+    if len(each.shape) != parameter.dim() or any(type(cut) not in (Shard, Replicate) for cut in placements):
+        placements = [Replicate()] * mesh.ndim
+    cuts = [
+        cut if isinstance(cut, Shard) and each.shape[cut.dim] == parameter.shape[cut.dim] else Replicate()
+        for cut in placements
+    ]
+    return zeros(*each.shape, dtype=each.dtype, device_mesh=mesh, placements=cuts)

@@ -105,6 +105,18 @@ def lengths(total: int, extents: Sequence[int] | None) -> tuple[int, ...] | None
     return None
 
 
+def is_cut_alike(parameter: nn.Parameter, value: torch.Tensor) -> bool:
+    """Tell whether a value lies over ranks as its parameter does: both are plain, or DTensors of the same placements.
+
+    Args:
+        parameter: As the optimizer holds it.
+        value: What it keeps.
+    """
+    if isinstance(parameter, DTensor) and isinstance(value, DTensor):
+        return value.placements == parameter.placements
+    return not isinstance(parameter, DTensor) and not isinstance(value, DTensor)
+
+
 def slot_of(parameter: nn.Parameter, value: Any) -> Slot:
     """Describe one value.
 
@@ -115,8 +127,11 @@ def slot_of(parameter: nn.Parameter, value: Any) -> Slot:
     if not isinstance(value, torch.Tensor):
         return Slot(Form.SCALAR, "", value) if isinstance(value, PLAIN) else Slot(Form.OPAQUE)
     dtype = str(value.dtype).removeprefix("torch.")
-    cut = isinstance(parameter, DTensor)
-    if value.shape == parameter.shape and isinstance(value, DTensor) == cut and (cut or value.dim()):
+    if (
+        value.shape == parameter.shape
+        and is_cut_alike(parameter, value)
+        and (isinstance(value, DTensor) or value.dim())
+    ):
         return Slot(Form.SHAPED, dtype)
     if value.dim() == 0 and not value.is_complex():
         return Slot(Form.SCALAR, dtype, (value.to_local() if isinstance(value, DTensor) else value).item())

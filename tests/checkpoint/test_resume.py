@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from harness import run
-from states import FACES, Net, differing, flat, over, theirs, whole, wrapper
+from states import FACES, Net, differing, flat, over, refused, step, theirs, whole, wrapper
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import shardckpt
-from shardckpt.state import model_state_dict, optim_state_dict
+from shardckpt.state import load_optim_state_dict, model_state_dict, optim_state_dict
 
 SAMPLES, BATCH, STEPS, SAVED_AT = 22, 4, 10, 3  # an epoch has six batches: resumed in the middle, and on into the next
 
@@ -134,3 +135,136 @@ def test_whatever_is_not_restored_is_seen(tmp_path: Path) -> None:
 
     for told in run(2, body):
         assert min(told.values()) > 1, told
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps factors of what it sees, as DTensors where parameters are: rows cut, columns and a copy whole."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in (each for group in self.param_groups for each in group["params"] if each.dim() == 2):
+            seen = p.grad.square()
+            row, column, same = seen.mean(1), seen.mean(0, keepdim=True), p.detach().clone()
+            if isinstance(p, DTensor):
+                column, same = (each.redistribute(placements=[Replicate()]) for each in (column, same))
+            state = self.state[p]
+            if not state:
+                state.update(row=torch.zeros_like(row), column=torch.zeros_like(column), same=same)
+            state["row"].lerp_(row, 0.1)
+            state["column"].lerp_(column, 0.1)
+            state["same"].lerp_(same, 0.5)
+            p.sub_(0.1 * p.grad / (state["row"][:, None] * state["column"]).sqrt().add(1e-3) + 0.01 * state["same"])
+
+
+class Keeping(torch.optim.Optimizer):
+    """Keeps what it is told to."""
+
+    def __init__(self, params, kept) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.kept = kept
+
+    def step(self) -> None:
+        for p in (each for group in self.param_groups for each in group["params"] if each.dim() == 2):
+            self.state[p] = self.kept(p.detach())
+
+
+class TestOptimizersOfTheirOwn:
+    """What an optimizer keeps in shapes of its own is saved where it is known how it lies, and else refused by path."""
+
+    def test_dtensors_of_any_shape_come_back_on_any_ranks(self, tmp_path: Path) -> None:
+        def body(rank: int, world: int, saves: bool):
+            wrong = []
+            for face in ("in place", "torch in place"):
+                seed_everything(0)
+                model = FACES[face](Net((1,)))
+                optim = Factored(model.parameters())
+                step(model, optim)
+                path = tmp_path / f"{face} at 2"
+                if saves:
+                    shardckpt.save({"model": model, "optim": optim}, path)
+                expected = {name: whole(value) for name, value in optim.state[model.first.weight].items()}
+                trained = []
+                for is_fresh in (True, False):
+                    other = FACES[face](Net((1,)))
+                    again = Factored(other.parameters())
+                    if not is_fresh:
+                        step(other, again, 9)
+                    before = {name: value.placements for name, value in again.state[other.first.weight].items()}
+                    shardckpt.load({"model": other, "optim": again}, path)
+                    found = again.state[other.first.weight]
+                    wrong += differing({name: whole(value) for name, value in found.items()}, expected, exact=saves)
+                    wrong += [name for name, each in before.items() if found[name].placements != each]
+                    seed_everything(5)
+                    step(other, again, 5)
+                    trained.append({name: whole(value) for name, value in other.named_parameters()})
+                wrong += differing(*trained, exact=False)
+            return wrong
+
+        assert run(2, body, True) == [[]] * 2
+        assert run(3, body, False) == [[]] * 3
+        nest = shardckpt.load(tmp_path / "in place at 2")
+        model = Net((1,))
+        optim = Factored(model.parameters())
+        shardckpt.load({"model": model, "optim": optim}, tmp_path / "in place at 2")
+        kept = nest["optim"]["state"]["first.weight"]
+        assert {name: tuple(value.shape) for name, value in kept.items()} == {
+            "row": (6,),
+            "column": (1, 5),
+            "same": (6, 5),
+        }
+        assert differing(dict(optim.state[model.first.weight]), kept) == []
+
+    def test_what_nobody_can_cut_is_refused_by_path_and_saved_as_it_is_told(self, tmp_path: Path) -> None:
+        def rows_of(p: DTensor) -> dict:
+            return {"rows": p.to_local().sum(1)}
+
+        def partial(p: DTensor) -> dict:
+            return {"sum": DTensor.from_local(torch.ones(3), p.device_mesh, [Partial()])}
+
+        def packed(p: DTensor) -> dict:
+            return {"packed": DTensor.from_local(Packed(p.to_local()), p.device_mesh, p.placements)}
+
+        def body(rank: int, world: int):
+            told, made = {}, {}
+            for name, kept in (("rows", rows_of), ("sum", partial), ("packed", packed)):
+                model = FACES["in place"](Net((1,)))
+                optim = Keeping(model.parameters(), kept)
+                step(model, optim)
+                told[name] = refused(shardckpt.save, {"model": model, "optim": {"a": optim}}, tmp_path / name)
+                made[name] = model, optim
+            layout = lambda name, slot, value: 0 if slot == "rows" else None  # noqa: E731
+            model, optim = made["rows"]
+            saved = optim_state_dict(model, optim, "SHARDED", state_layout=layout)
+            shardckpt.save({"model": model, "optim": saved}, tmp_path / "told")
+            again = Keeping(model.parameters(), rows_of)
+            load_optim_state_dict(model, again, shardckpt.load(tmp_path / "told")["optim"], state_layout=layout)
+            weight = model.first.weight
+            return told, torch.equal(again.state[weight]["rows"], optim.state[weight]["rows"])
+
+        for told, is_back in run(2, body):
+            assert is_back
+            for name, text in told.items():
+                assert f"optim.a.state.first.weight.{name}" in text
+            assert "state_layout" in told["rows"]
+            assert "partial" in told["sum"]
+            assert "Packed" in told["packed"]
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["told"]
+
+
+class Packed(torch.Tensor):
+    """A tensor whose elements are not in its memory as they are, as those of quantised optimizers."""
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype)
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        held = torch.utils._pytree.tree_map_only(Packed, lambda each: each.value, (args, kwargs or {}))
+        return torch.utils._pytree.tree_map_only(torch.Tensor, cls, func(*held[0], **held[1]))
