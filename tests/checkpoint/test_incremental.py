@@ -1,0 +1,330 @@
+"""A save with a base writes what that lacks and no more; every reader finds the rest; removing a step leaves it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from bucket import Bucket
+from harness import run
+from torch import nn
+
+import shardckpt
+from shardckpt import Checkpointer
+from shardckpt.core import fully_shard
+from shardckpt.errors import ChecksumError, IncompleteError, RankError, UnsupportedError, UsageError
+from shardckpt.format import native_manifest
+from shardckpt.format.native_manifest import COMMIT
+from shardckpt.format.steps import read_run, step_name
+from shardckpt.plan import retention
+from shardckpt.storage import retry
+from shardckpt.storage.fsspec_store import FsspecStore
+from shardckpt.storage.local import LocalStore
+
+NAMES = ("a", "b", "c")
+EACH = 40_000
+"""Bytes of a tensor."""
+
+
+def state(a: float = 0.0, b: float = 0.0, c: float = 0.0) -> dict:
+    return {"t": {name: torch.full((EACH // 4,), float(value)) for name, value in zip(NAMES, (a, b, c), strict=True)}}
+
+
+def values(path: object) -> tuple[float, ...]:
+    """Return what a step holds; each tensor of one value, or it is a mix."""
+    found = shardckpt.load(path)["t"]
+    assert all(len(found[name].unique()) == 1 for name in NAMES)
+    return tuple(float(found[name][0]) for name in NAMES)
+
+
+def payload_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.suffix == ".safetensors")
+
+
+def bases(folder: Path) -> dict[str, int]:
+    """Return how many files of each other folder a step refers to."""
+    commit = json.loads((folder / COMMIT).read_text().splitlines()[0])
+    return {url: len(files) for url, files in commit.get("bases", [])}
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A run of two steps, of which the second differs in `b`."""
+    shardckpt.save(state(1, 1, 1), tmp_path / "one", digests=True)
+    shardckpt.save(state(1, 2, 1), tmp_path / "two", base=tmp_path / "one")
+    return tmp_path
+
+
+class TestWhatIsWritten:
+    def test_of_an_unchanged_state_headers_and_a_manifest(self, tmp_path: Path) -> None:
+        shardckpt.save(state(), tmp_path / "one", digests=True)
+        shardckpt.save(state(), tmp_path / "two", base=tmp_path / "one")
+        assert payload_bytes(tmp_path / "one") == 4096 + 3 * EACH
+        assert payload_bytes(tmp_path / "two") == 4096
+        assert sum(file.stat().st_size for file in (tmp_path / "two").iterdir()) < 8192
+        assert values(tmp_path / "two") == (0, 0, 0)
+
+    def test_of_a_changed_one_that_tensor(self, two: Path) -> None:
+        assert payload_bytes(two / "two") == 4096 + EACH
+        assert values(two / "two") == (1, 2, 1)
+
+    def test_in_the_background_too_and_no_more_is_staged(self, two: Path) -> None:
+        changing = state(1, 2, 3)
+        handle = shardckpt.async_save(changing, two / "three", base=two / "two", budget="1MiB")
+        for tensor in changing["t"].values():
+            tensor.fill_(99)
+        handle.result()
+        assert payload_bytes(two / "three") == 4096 + EACH
+        assert values(two / "three") == (1, 2, 3)
+
+    def test_everything_where_the_base_has_no_digests(self, tmp_path: Path) -> None:
+        shardckpt.save(state(), tmp_path / "one")
+        shardckpt.save(state(), tmp_path / "two", base=tmp_path / "one")
+        shardckpt.save(state(), tmp_path / "three", base=tmp_path / "two")
+        assert [bases(tmp_path / name) for name in ("one", "two", "three")] == [{}, {}, {"../two": 1}]
+
+    def test_a_tensor_of_another_type_or_shape_or_name_is_another(self, tmp_path: Path) -> None:
+        zeros = torch.zeros(8, 8)
+        shardckpt.save({"a": zeros, "b": zeros + 0, "c": zeros.int(), "d": zeros - 0}, tmp_path / "one", digests=True)
+        other = {"a": zeros.reshape(4, 16), "b": zeros.int(), "e": zeros + 1, "d": zeros.t().clone()}
+        shardckpt.save(other, tmp_path / "two", base=tmp_path / "one")
+        assert payload_bytes(tmp_path / "two") == 4096 + 3 * 256
+        assert shardckpt.load(tmp_path / "two")["a"].shape == (4, 16)
+
+    def test_ranks_write_what_changed_on_each_and_any_world_loads_it(self, tmp_path: Path) -> None:
+        def body(rank: int, world: int) -> list[float]:
+            torch.manual_seed(0)
+            model = fully_shard(nn.Linear(64, 65, bias=False))
+            state = {"model": model, "same": torch.arange(1000)}
+            shardckpt.save(state, tmp_path / "one", digests=True)
+            with torch.no_grad():
+                if rank == 1:
+                    model.weight.to_local()[-1] += 1
+            shardckpt.save(state, tmp_path / "two", base=tmp_path / "one")
+            shardckpt.async_save(state, tmp_path / "three", base=tmp_path / "two").result()
+            return model.weight.full_tensor().tolist()
+
+        found = torch.tensor(run(2, body)[0])
+        sizes = sorted(file.stat().st_size for file in (tmp_path / "two").glob("*.safetensors"))
+        assert sizes == [4096, 4096 + 32 * 64 * 4], "rank 0 the nest alone, rank 1 its rows"
+        assert len(list((tmp_path / "three").glob("*.safetensors"))) == 1
+        assert bases(tmp_path / "three") == {"../one": 2, "../two": 1}
+
+        def other(rank: int, world: int) -> bool:
+            model = fully_shard(nn.Linear(64, 65, bias=False))
+            shardckpt.load({"model": model, "same": torch.zeros(1000, dtype=torch.int64)}, tmp_path / "three")
+            return torch.equal(model.weight.full_tensor(), found)
+
+        assert run(3, other) == [True] * 3
+        assert torch.equal(shardckpt.load(tmp_path / "three")["model"]["weight"], found)
+
+
+class TestReferences:
+    def test_they_are_direct_however_often_it_is_saved(self, two: Path) -> None:
+        shardckpt.save(state(1, 2, 3), two / "three", base=two / "two")
+        shardckpt.save(state(1, 2, 3), two / "four", base=two / "three")
+        assert bases(two / "four") == {"../one": 1, "../two": 1, "../three": 1}
+        (two / "three" / COMMIT).unlink()
+        assert values(two / "four") == (1, 2, 3), "no step on the way is looked at, only the files"
+
+    def test_a_folder_of_which_nothing_is_needed_need_not_be_there(self, two: Path) -> None:
+        shardckpt.save(state(5, 5, 5), two / "three", base=two / "two")
+        assert bases(two / "three") == {}
+        shutil.rmtree(two / "one")
+        shutil.rmtree(two / "two")
+        assert values(two / "three") == (5, 5, 5)
+
+    def test_a_whole_run_can_be_moved(self, two: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+        moved = tmp_path_factory.mktemp("elsewhere") / "run"
+        shutil.move(two, moved)
+        assert values(moved / "two") == (1, 2, 1)
+        assert shardckpt.verify(str(moved / "two")).ok
+
+    def test_a_base_elsewhere_can_be_told_of_after_a_move(self, two: Path, tmp_path_factory) -> None:
+        away = tmp_path_factory.mktemp("away")
+        shardckpt.save(state(1, 1, 7), away / "three", base=two / "one")
+        assert bases(away / "three") == {str(two / "one"): 1}
+        os.rename(two / "one", two / "moved")
+        with pytest.raises(IncompleteError, match=r"base that is not there.*say where it lies now"):
+            shardckpt.load(away / "three")
+        into = state()
+        shardckpt.load(into, away / "three", base=two / "moved")
+        assert [float(into["t"][name][0]) for name in NAMES] == [1, 1, 7]
+        named = {str(two / "one"): str(two / "moved")}
+        assert float(shardckpt.open(away / "three", base=named)["t.a"][0]) == 1
+        with pytest.raises(UsageError, match="no such base"):
+            shardckpt.load(away / "three", base={"../nothing": "x"})
+
+    def test_what_lies_in_the_step_itself_is_read_without_the_base(self, two: Path) -> None:
+        shutil.rmtree(two / "one")
+        assert float(shardckpt.open(two / "two")["t.b"][3]) == 2
+        into = state()
+        shardckpt.load(into, two / "two", base=False)
+        assert [float(into["t"][name][0]) for name in NAMES] == [0, 2, 0]
+        assert not shardckpt.verify(str(two / "two")).ok
+
+    def test_another_folder_in_the_place_of_the_base_is_noticed(self, two: Path) -> None:
+        [file] = (two / "one").glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-EACH] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(ChecksumError, match="block 0"):
+            shardckpt.load(two / "two")
+        [problem] = shardckpt.verify(str(two / "two")).problems
+        assert f"two/../one/{file.name}" in problem
+        assert "t.a, t.c" in problem
+
+    def test_a_release_that_knows_no_bases_refuses_by_name(self, two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native_manifest, "FEATURES", frozenset())
+        assert values(two / "one") == (1, 1, 1), "digests alone change nothing for it"
+        with pytest.raises(UnsupportedError, match="needs the feature 'bases'"):
+            shardckpt.load(two / "two")
+
+    def test_a_base_that_goes_while_the_save_runs_fails_the_save(self, two: Path, monkeypatch) -> None:
+        from shardckpt.checkpoint import corridor
+
+        write = corridor.write_payloads
+
+        def gone(*given, **named):
+            shutil.rmtree(two / "one")
+            return write(*given, **named)
+
+        monkeypatch.setattr(corridor, "write_payloads", gone)
+        with pytest.raises(IncompleteError, match="file of the base is gone"):
+            shardckpt.save(state(1, 1, 2), two / "three", base=two / "one")
+        assert sorted(os.listdir(two)) == ["two"]
+
+    def test_what_means_nothing_is_refused(self, two: Path) -> None:
+        with pytest.raises(UsageError, match="cannot be its own base"):
+            shardckpt.save(state(), two / "one", base=two / "one", overwrite=True)
+        with pytest.raises(UsageError, match="needs checksums"):
+            shardckpt.save(state(), two / "x", base=two / "one", checksums=False)
+        with pytest.raises(UsageError, match="needs a base"):
+            shardckpt.save(state(), two / "x", trainable_only=True)
+        assert values(two / "one") == (1, 1, 1)
+
+
+class TestVerbs:
+    def test_resharding_and_converting_make_it_self_contained(self, two: Path) -> None:
+        shardckpt.reshard(str(two / "two"), str(two / "r"), world_size=2)
+        shardckpt.convert(str(two / "two"), str(two / "n"), to="native", model_key="t")
+        shardckpt.consolidate(str(two / "two"), str(two / "m"), model_key="t")
+        assert shardckpt.diff(str(two / "two"), str(two / "r")).equal
+        shutil.rmtree(two / "one")
+        shutil.rmtree(two / "two")
+        assert values(two / "r") == (1, 2, 1)
+        assert float(shardckpt.load(two / "n")["model"]["b"][0]) == 2
+        assert float(shardckpt.load(two / "m")["a"][0]) == 1
+
+    def test_inspect_shows_every_file(self, two: Path) -> None:
+        found = shardckpt.inspect(str(two / "two"))
+        assert [name.rpartition("/")[0] for name in found.files] == ["", "../one"]
+        assert not found.warnings
+
+
+def saved(ck: Checkpointer, *steps: int, **options: object) -> Checkpointer:
+    """Save steps in which `b` is the number of the step and `a` the tens of it."""
+    for number in steps:
+        ck.save(number, state(number // 10, number, 0), **options)
+    return ck
+
+
+def folder(root: object, step: int) -> Path:
+    return Path(str(root)) / step_name(step)
+
+
+class TestCheckpointer:
+    def test_each_step_writes_what_changed_since_the_one_before(self, tmp_path: Path) -> None:
+        ck = saved(Checkpointer(tmp_path, dedup=True), 1, 2, 3)
+        assert [payload_bytes(folder(tmp_path, n)) for n in (1, 2, 3)] == [4096 + 3 * EACH] + [4096 + EACH] * 2
+        assert bases(folder(tmp_path, 3)) == {f"../{step_name(1)}": 1}
+        ck.async_save(4, state(0, 3, 0)).result()
+        assert payload_bytes(folder(tmp_path, 4)) == 4096
+        assert ck.restore(state()) == 4
+        assert values(ck.path(4)) == (0, 3, 0)
+
+    def test_a_removed_step_leaves_what_others_refer_to_until_they_go(self, tmp_path: Path) -> None:
+        ck = saved(Checkpointer(tmp_path, dedup=True, keep_last=2), 1, 2, 3)
+        assert ck.steps() == (2, 3)
+        assert [file.suffix for file in folder(tmp_path, 1).iterdir()] == [".safetensors"]
+        assert values(ck.path(3)) == (0, 3, 0)
+        listed = shardckpt.ls(str(tmp_path))
+        assert ([step.number for step in listed.complete], listed.incomplete) == ([2, 3], ())
+        saved(ck, 10, 11)
+        assert values(ck.path(11)) == (1, 11, 0), "c is still that of step 1"
+        assert folder(tmp_path, 1).exists()
+        ck.save(12, state(1, 12, 5))
+        ck.save(13, state(1, 13, 5))
+        assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (10, 12, 13)]
+        assert values(ck.path(13)) == (1, 13, 5)
+
+    def test_garbage_of_a_day_is_not_what_is_referred_to(self, tmp_path: Path, monkeypatch) -> None:
+        saved(Checkpointer(tmp_path, dedup=True, keep_last=1), 1, 2)
+        monkeypatch.setattr(retention, "DEAD_AFTER_S", -1.0)
+        assert shardckpt.prune(str(tmp_path)).leftovers == ()
+        assert values(folder(tmp_path, 2)) == (0, 2, 0)
+        (folder(tmp_path, 1) / "0mwqkzsavex3s13-00000-00.safetensors").write_bytes(b"of a dead save")
+        assert shardckpt.prune(str(tmp_path)).leftovers == (step_name(1),)
+        assert values(folder(tmp_path, 2)) == (0, 2, 0)
+        assert len(list(folder(tmp_path, 1).iterdir())) == 1
+
+    def test_a_step_whose_base_is_gone_is_not_complete(self, tmp_path: Path) -> None:
+        ck = saved(Checkpointer(tmp_path, dedup=True), 1, 2)
+        ck.save(3, state(9, 9, 9))
+        [file] = folder(tmp_path, 1).glob("*.safetensors")
+        file.unlink()
+        assert ck.steps() == (3,)
+        faults = [step.fault for step in shardckpt.ls(str(tmp_path)).incomplete]
+        assert "files of its base are missing" in faults[1]
+
+    def test_saving_where_others_refer_to_keeps_what_they_need(self, tmp_path: Path) -> None:
+        ck = saved(Checkpointer(tmp_path, dedup=True), 1, 2, 3)
+        ck.save(1, state(7, 7, 7), overwrite=True)
+        assert [values(ck.path(n)) for n in (1, 2, 3)] == [(7, 7, 7), (0, 2, 0), (0, 3, 0)]
+        again = saved(Checkpointer(tmp_path, dedup=True, keep_last=1), 4)
+        assert again.steps() == (4,)
+        assert sorted(os.listdir(tmp_path)) == [step_name(1), step_name(4)]
+        again.save(1, state(8, 8, 8))
+        assert values(ck.path(4)) == (0, 4, 0)
+        again.save(5, state(8, 8, 8))
+        assert values(ck.path(5)) == (8, 8, 8)
+
+    def test_a_damaged_newest_step_is_no_base(self, tmp_path: Path) -> None:
+        ck = saved(Checkpointer(tmp_path, dedup=True), 1, 2)
+        [manifest] = folder(tmp_path, 2).glob("*.json")
+        manifest.write_bytes(manifest.read_bytes()[::-1])
+        saved(ck, 3)
+        assert bases(folder(tmp_path, 3)) == {f"../{step_name(1)}": 1}
+
+    def test_in_a_bucket_as_on_a_disk(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
+        Bucket.reset()
+        root = "bucket://b/run"
+        ck = saved(Checkpointer(root, dedup=True, keep_last=1), 1, 2, 3)
+        assert values(ck.path(3)) == (0, 3, 0)
+        assert shardckpt.verify(ck.path(3)).ok
+        assert [step.is_base for step in read_run(FsspecStore(root)).steps] == [True, False]
+        ck.save(1, state(7, 7, 7))
+        assert values(ck.path(3)) == (0, 3, 0)
+        assert values(ck.path(1)) == (7, 7, 7)
+        Bucket.reset()
+
+    def test_what_the_first_rank_cannot_read_is_told_to_all(self, two: Path) -> None:
+        def body(rank: int, world: int) -> str:
+            with pytest.raises((UsageError, RankError)) as caught:
+                shardckpt.save(state(), two / "new", base=two / "nowhere")
+            return str(caught.value)
+
+        assert all("nothing lies here" in text for text in run(2, body))
+
+    def test_links_out_of_the_run_are_no_matter(self, tmp_path: Path, tmp_path_factory) -> None:
+        away = tmp_path_factory.mktemp("away")
+        shardckpt.save(state(), away / "base", digests=True)
+        (tmp_path / "base").symlink_to(away / "base")
+        shardckpt.save(state(), tmp_path / step_name(1), base=tmp_path / "base")
+        assert read_run(LocalStore(str(tmp_path))).steps[0].is_complete
+        assert values(tmp_path / step_name(1)) == (0, 0, 0)

@@ -1,0 +1,177 @@
+"""An incremental save with retention that is killed at any operation: every complete step loads, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from bucket import Bucket
+from disk import watched
+
+import shardckpt
+from shardckpt import Checkpointer
+from shardckpt.errors import ShardckptError
+from shardckpt.format import steps
+from shardckpt.plan import retention
+from shardckpt.storage import retry
+
+
+def state(number: int) -> dict:
+    """What step `number` holds: one tensor that never changes, one that changes every second step, one always."""
+    values = {"never": 0.0, "sometimes": float(number // 2), "always": float(number)}
+    return {**{name: torch.full((500,), value) for name, value in values.items()}, "step": number}
+
+
+def checkpointer(root: str) -> Checkpointer:
+    return Checkpointer(root, dedup=True, keep_last=2)
+
+
+def prepared(root: str) -> None:
+    for number in (1, 2, 3):
+        checkpointer(root).save(number, state(number))
+
+
+def save(root: str) -> None:
+    """Save a step for which another goes, of which files are needed, and make room for those of a dead save."""
+    checkpointer(root).save(4, state(4))
+
+
+def save_over_a_base(root: str) -> None:
+    """Save where only what others refer to lies."""
+    checkpointer(root).save(1, state(1))
+
+
+def prune(root: str) -> None:
+    shardckpt.prune(root, keep_last=1)
+
+
+CASES = [(save, {2, 3, 4}, 3), (save_over_a_base, {1, 2, 3}, 3), (prune, {2, 3}, 3)]
+"""What is done, which steps there may be afterwards, which is always there."""
+
+
+def check(root: str, allowed: set[int], always: int, what: str) -> None:
+    """All complete steps are whole; the run goes on, and removes what nobody needs."""
+    found = [step.number for step in shardckpt.ls(root).complete]
+    assert always in found, f"{what}: {found}"
+    assert set(found) <= allowed, f"{what}: {found}"
+    for number in found:
+        whole(root, number, what)
+    for number in (5, 6):
+        checkpointer(root).save(number, state(number))
+        whole(root, number, what)
+    listed = shardckpt.ls(root)
+    assert [step.number for step in listed.complete] == [5, 6], what
+    assert not shardckpt.prune(root).leftovers
+    assert shardckpt.verify(listed.complete[0].path).ok
+
+
+def whole(root: str, number: int, what: str) -> None:
+    into = state(0)
+    shardckpt.load(into, checkpointer(root).path(number), verify="full")
+    expected = state(number)
+    assert all(torch.equal(into[name], expected[name]) for name in ("never", "sometimes", "always")), (
+        f"{what}: {number}"
+    )
+
+
+@pytest.fixture(autouse=True)
+def days_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What dead saves leave is garbage at once, and there is nothing to wait for."""
+    monkeypatch.setattr(retention, "DEAD_AFTER_S", -1e9)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
+
+
+def die_at(k: int, act, root: str) -> bool:
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        count = 0
+
+        def before(name: str, args: tuple) -> None:
+            nonlocal count
+            count += 1
+            if count == k:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with watched(before, lambda *_: None):
+            act(root)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def kill_matrix(folder: Path, act, allowed: set[int], always: int) -> int:
+    k, was_killed = 0, True
+    while was_killed:
+        k += 1
+        root = str(folder / str(k))
+        prepared(root)
+        was_killed = die_at(k, act, root)
+        check(root, allowed, always, f"a kill at operation {k}")
+    return k - 1
+
+
+class Dead(BaseException):
+    """The process is gone: whatever it tries from now on does not happen."""
+
+
+def bucket_matrix(how: str, act, allowed: set[int], always: int) -> int:
+    Bucket.reset()
+    root = "bucket://b/run"
+    prepared(root)
+    before = dict(Bucket.objects)
+    for k in range(1, 400):
+        Bucket.reset()
+        Bucket.objects = dict(before)
+
+        def fault(count: int, verb: str, path: str, k: int = k) -> None:
+            if count >= k + (how == "unheard"):
+                raise Dead
+
+        def answer(count: int, verb: str, path: str, k: int = k) -> None:
+            if how == "unheard" and count >= k:
+                raise Dead
+
+        Bucket.fault, Bucket.answer = fault, answer
+        with suppress(Dead):
+            act(root)
+        requests = len(Bucket.requests)
+        Bucket.fault = Bucket.answer = None
+        check(root, allowed, always, f"request {k} {how}")
+        if requests < k:
+            return k - 1
+    raise AssertionError("never came to an end")
+
+
+@pytest.mark.parametrize(("act", "allowed", "always"), CASES, ids=lambda each: getattr(each, "__name__", None))
+def test_killed_at_any_operation_every_complete_step_loads(tmp_path: Path, act, allowed, always) -> None:
+    operations = kill_matrix(tmp_path, act, allowed, always)
+    print(f"killed at each of {operations} operations")
+    assert operations >= (2 if act is prune else 20)
+
+
+@pytest.mark.parametrize(("act", "allowed", "always"), CASES, ids=lambda each: getattr(each, "__name__", None))
+def test_so_it_is_on_a_store_without_rename(act, allowed, always) -> None:
+    requests = sum(bucket_matrix(how, act, allowed, always) for how in ("killed", "unheard"))
+    print(f"broken at each of {requests} requests")
+    assert requests >= 20
+
+
+class TestMutants:
+    def test_removing_all_of_a_step_turns_it_red(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole_delete = steps.delete_step
+        monkeypatch.setattr(steps, "delete_step", lambda store, name, kept=frozenset(): whole_delete(store, name))
+        with pytest.raises((AssertionError, ShardckptError)):
+            kill_matrix(tmp_path, save, {2, 3, 4}, 3)
+
+    def test_replacing_what_others_need_turns_it_red(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from shardckpt.checkpoint import corridor
+
+        monkeypatch.setattr(corridor, "files_of_others", lambda _: ())
+        with pytest.raises((AssertionError, ShardckptError)):
+            kill_matrix(tmp_path, save_over_a_base, {1, 2, 3}, 3)
