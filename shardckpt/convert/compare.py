@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from shardckpt.plan.parts import find_parts, split_flat_names
 _BLOCK_BYTES = 1 << 21
 
 
-def diff(a: str, b: str) -> Comparison:
+def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
     """Compare two checkpoints by canonical names, bit by bit.
 
     Model tensors are matched by the names of the unwrapped model, optimizer state by `<fqn>/<slot>`, everything else by
@@ -41,6 +42,7 @@ def diff(a: str, b: str) -> Comparison:
         CheckpointError: One of them is damaged or incomplete.
         StorageError: Reading failed.
     """
+    a, b = os.fspath(a), os.fspath(b)
     first, second = _open(a), _open(b)
     differences: list[TensorDifference] = []
     both = [name for name in first.tensors if name in second.tensors]

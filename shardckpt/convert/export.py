@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -101,7 +102,9 @@ class Layout:
     small: Mapping[str, bytes]
 
 
-def consolidate(src: str, dst: str, *, on_progress: OnProgress | None = None, **options: Any) -> Report:
+def consolidate(
+    src: str | os.PathLike[str], dst: str | os.PathLike[str], *, on_progress: OnProgress | None = None, **options: Any
+) -> Report:
     """Merge a sharded checkpoint into full tensors, as safetensors that `transformers` loads as they are.
 
     Memory is constant: bytes go from file to file, or through a bounded buffer. Nothing appears under `dst` before all
@@ -124,11 +127,14 @@ def consolidate(src: str, dst: str, *, on_progress: OnProgress | None = None, **
     Example:
         >>> shardckpt.consolidate("run/step-100", "model", dtype="bf16")  # doctest: +SKIP
     """
+    src, dst = os.fspath(src), os.fspath(dst)
     chosen = parse_options(options)
     return export(src, dst, chosen, by_size(chosen), on_progress)
 
 
-def convert(src: str, dst: str, *, on_progress: OnProgress | None = None, **options: Any) -> Report:
+def convert(
+    src: str | os.PathLike[str], dst: str | os.PathLike[str], *, on_progress: OnProgress | None = None, **options: Any
+) -> Report:
     """Convert a checkpoint as `consolidate` does, but keep how its tensors are split over files.
 
     Tensors that lie whole in one source file stay together; those cut over several files are joined into one more.
@@ -147,6 +153,7 @@ def convert(src: str, dst: str, *, on_progress: OnProgress | None = None, **opti
         CheckpointError: As for `consolidate`.
         StorageError: As for `consolidate`.
     """
+    src, dst = os.fspath(src), os.fspath(dst)
     return export(src, dst, parse_options(options), split_as_stored, on_progress)
 
 
@@ -156,8 +163,9 @@ def parse_options(given: Mapping[str, Any]) -> Options:
     Raises:
         UsageError: A value that cannot be.
     """
-    lists = {key: tuple(given[key]) for key in ("keep_fp32", "include", "exclude") if key in given}
-    return Options(**{**given, **lists}).validated()
+    lists = {key: tuple(given[key]) for key in ("keep_fp32", "include", "exclude", "rename") if key in given}
+    paths = {key: os.fspath(value) for key, value in given.items() if isinstance(value, os.PathLike)}
+    return Options(**{**given, **lists, **paths}).validated()
 
 
 def by_size(options: Options) -> Split:

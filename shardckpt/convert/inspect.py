@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from shardckpt.convert.report import Inspection, TensorInfo
 from shardckpt.errors import UsageError, escape
 from shardckpt.format.detect import open_checkpoint
@@ -12,7 +14,7 @@ from shardckpt.plan.parts import find_parts, model_paths, split_flat_names
 _SHOWN = 60
 
 
-def inspect(src: str) -> Inspection:
+def inspect(src: str | os.PathLike[str]) -> Inspection:
     """Describe a checkpoint; no tensor data is read and nothing is executed.
 
     Args:
@@ -29,6 +31,7 @@ def inspect(src: str) -> Inspection:
     Example:
         >>> shardckpt.inspect("run/step-100").nbytes  # doctest: +SKIP
     """
+    src = os.fspath(src)
     reader = open_checkpoint(src)
     manifest = split_flat_names(reader.manifest)
     return Inspection(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,14 @@ _KEYS: Mapping[str, Keys] = {
 }
 
 
-def rekey(src: str, dst: str, *, to: str, on_progress: OnProgress | None = None, **options: Any) -> Report:
+def rekey(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str,
+    on_progress: OnProgress | None = None,
+    **options: Any,
+) -> Report:
     """Write a checkpoint as `consolidate` does, its optimizer's state under other keys; no value is changed.
 
     Args:
@@ -47,6 +55,7 @@ def rekey(src: str, dst: str, *, to: str, on_progress: OnProgress | None = None,
     Example:
         >>> shardckpt.rekey("run/step-100", "by-number", to="ids")  # doctest: +SKIP
     """
+    src, dst = os.fspath(src), os.fspath(dst)
     if to not in _KEYS:
         raise UsageError("there are no such keys", found=to, expected=", ".join(_KEYS))
     if "optim_keys" in options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ class Repair:
     warnings: tuple[str, ...]
 
 
-def repair(src: str, *, save: str = "", rehash: bool = False, dry_run: bool = False) -> Repair:
+def repair(src: str | os.PathLike[str], *, save: str = "", rehash: bool = False, dry_run: bool = False) -> Repair:
     """Write the manifest and `COMMIT` of a native step anew, from what its payload files say of themselves.
 
     Nothing is written where the step is whole already, and nothing where tensors are missing: no file can be made up.
@@ -73,6 +74,7 @@ def repair(src: str, *, save: str = "", rehash: bool = False, dry_run: bool = Fa
     Example:
         >>> shardckpt.repair("run/step-100")  # doctest: +SKIP
     """
+    src = os.fspath(src)
     source = open_source(src)
     if source.file is not None:
         raise UsageError("this is a file", where=src, fix="Name the step's folder.")

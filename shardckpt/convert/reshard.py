@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from shardckpt.convert.dcp_target import DcpFile, metadata_of, plan_ranks, whole_content
@@ -24,8 +25,8 @@ MOST_RANKS = 100_000
 
 
 def reshard(
-    src: str,
-    dst: str,
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
     *,
     world_size: int,
     to: str = "native",
@@ -64,6 +65,7 @@ def reshard(
     Example:
         >>> shardckpt.reshard("run/step-100", "for-8", world_size=8)  # doctest: +SKIP
     """
+    src, dst = os.fspath(src), os.fspath(dst)
     watch = Stopwatch()
     memory = _check(src, dst, world_size, to, max_memory)
     most_bytes = parse_size(max_shard_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -81,7 +82,7 @@ class Pruned:
         return sum(step.nbytes for step in self.removed)
 
 
-def ls(root: str) -> StepList:
+def ls(root: str | os.PathLike[str]) -> StepList:
     """List the steps of a run. What counts is a step's `COMMIT`, and that the files it names have their sizes.
 
     Args:
@@ -94,6 +95,7 @@ def ls(root: str) -> StepList:
     Example:
         >>> shardckpt.ls("s3://bucket/run").complete[-1].path  # doctest: +SKIP
     """
+    root = os.fspath(root)
     store = _open(root)
     run = read_run(store)
     incomplete = [step for step in run.steps if not (step.is_complete or step.is_base)]
@@ -101,7 +103,7 @@ def ls(root: str) -> StepList:
 
 
 def prune(
-    root: str,
+    root: str | os.PathLike[str],
     *,
     keep_last: int | None = None,
     keep_every: int | None = None,
@@ -128,6 +130,7 @@ def prune(
         UsageError: Nothing lies there, or no folder of steps; a rule that would mean nothing.
         StorageError: Reading or removing failed.
     """
+    root = os.fspath(root)
     rules = Retention(keep_last=keep_last, keep_every=keep_every)
     store = _open(root)
     run, now = read_run(store), time.time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
@@ -24,7 +25,7 @@ _WHOLE_FILES = "xxh3-64"
 _SHOWN = 4
 
 
-def verify(src: str) -> Verification:
+def verify(src: str | os.PathLike[str]) -> Verification:
     """Check that a checkpoint is whole: every element once, every file long enough, every stored checksum right.
 
     A damaged checkpoint is reported, not raised; only one that no reader recognises, or storage that fails, raises.
@@ -39,6 +40,7 @@ def verify(src: str) -> Verification:
         UsageError: Nothing there, or nothing that a reader recognises.
         StorageError: Reading failed.
     """
+    src = os.fspath(src)
     try:
         reader = open_checkpoint(src)
     except CheckpointError as error:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import shardckpt
 from shardckpt.convert.options import Options, parse_dtype
 from shardckpt.errors import UsageError
 
@@ -36,3 +41,18 @@ def test_only_float_types_can_be_cast_to(text: str) -> None:
 def test_options_are_checked_before_any_file_is(given_options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Options(**given_options).validated()  # type: ignore[arg-type]
+
+
+def test_paths_are_taken_as_people_have_them(tmp_path: Path) -> None:
+    src = tmp_path / "model.safetensors"
+    save_file({"a.weight": np.ones((2, 3), np.float32)}, src)
+    (tmp_path / "config.json").write_text("{}")
+    shardckpt.consolidate(src, tmp_path / "whole", config_from=tmp_path)
+    shardckpt.convert(src, tmp_path / "same")
+    shardckpt.reshard(src, tmp_path / "runs" / "step-00000001", world_size=2)
+    assert shardckpt.diff(tmp_path / "whole", tmp_path / "same").same
+    assert shardckpt.verify(tmp_path / "whole").ok
+    assert len(shardckpt.inspect(tmp_path / "whole").tensors) == 1
+    assert shardckpt.repair(tmp_path / "runs" / "step-00000001", dry_run=True).written == ()
+    assert shardckpt.ls(tmp_path / "runs").complete[0].number == 1
+    assert shardckpt.prune(tmp_path / "runs", keep_last=1).removed == ()
