@@ -66,7 +66,7 @@ class Checkpoints(TrainerCallback):
         self.restored = self.steps.restore(saved, partial=["trainer"])
         if self.restored is None:
             return None
-        shardckpt.consolidate(self.steps.path(self.restored), str(folder))
+        shardckpt.consolidate(self.steps.path(self.restored), folder)
         (folder / "trainer_state.json").write_text(saved["trainer"])
         return str(folder)
 
