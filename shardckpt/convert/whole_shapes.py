@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardckpt.convert.selection import name_model, read_param_names
+from shardckpt.errors import UsageError
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import Reader, WholeShapes
+from shardckpt.manifest import Manifest, TensorEntry, dotted
 from shardckpt.plan import parts
+
+_ORDERED = frozenset({"torch", "torch-folder", "hf-torch", "ranks", "local"})
+"""Formats of files in which a state dict is a dict, and stays in its order."""
 
 
 def with_whole_shapes(reader: Reader, shapes_from: str, param_names: str = "") -> Reader:
@@ -17,11 +24,20 @@ def with_whole_shapes(reader: Reader, shapes_from: str, param_names: str = "") -
         param_names: JSON file from optimizer id to name; empty for none.
 
     Raises:
-        UsageError: The shapes do not fit the flat parameters, or a file is not what it should be.
+        UsageError: Shapes are lacking, or do not fit the flat parameters; or a file is not what it should be.
         CheckpointError: The other checkpoint cannot be read.
         StorageError: The store failed.
     """
-    if not reader.is_flat or not (shapes_from or param_names):
+    if not reader.is_flat:
+        return reader
+    if reader.lacks_shapes and not shapes_from:
+        raise UsageError(
+            "these are flat parameters, and no file tells the shapes of what lies in them",
+            where=reader.store.url,
+            found="a chunk of each unit on each rank, as FSDP1's LOCAL_STATE_DICT gives it",
+            fix="Give --shapes-from SRC, any checkpoint of the same model that holds whole tensors.",
+        )
+    if not shapes_from and not param_names:
         return reader
     ids = read_param_names(param_names) if param_names else {}
     if not shapes_from:
@@ -31,4 +47,21 @@ def with_whole_shapes(reader: Reader, shapes_from: str, param_names: str = "") -
     names = {entry.path: name for name, entry in model.items()}
     aliases = {names[a]: names[b] for a, b in other.aliases.items() if a in names and b in names}
     shapes = {name: entry.shape for name, entry in model.items()}
-    return reader.with_shapes(WholeShapes(shapes, shapes_from, aliases, ids=ids))
+    known = WholeShapes(shapes, shapes_from, aliases, ids=ids, is_ordered=_keeps_order(other, list(model.values())))
+    return reader.with_shapes(known)
+
+
+def _keeps_order(manifest: Manifest, entries: Sequence[TensorEntry]) -> bool:
+    """Tell whether a checkpoint's tensors stand in the order of the model: torch's own files keep it.
+
+    safetensors files are mostly sorted by name, and in DCP folders of replicated tensors ranks took turns.
+    """
+    if manifest.format in _ORDERED:
+        return True
+    by_file: dict[str, list[str]] = {}
+    for entry in entries:
+        for file in {piece.file for piece in entry.pieces}:
+            by_file.setdefault(file, []).append(dotted(entry.path))
+    if len(by_file) > 1 and all(len(entry.pieces) <= 1 for entry in entries):
+        return False
+    return not all(names == sorted(names) for names in by_file.values())

@@ -25,6 +25,7 @@ from shardckpt.parameter_names import unique_match, unwrapped
 FLAT = "_flat_param"
 UNITS = "units"
 _GIVE_SHAPES = "Give --shapes-from SRC, any checkpoint of the same model that holds whole tensors."
+_GIVE_ORDER = "Give a file that torch.save wrote of the model's state_dict; a model on the meta device will do."
 _GIVE_NAMES = "Give --param-names FILE, a JSON object from id to name or an array of names."
 _NO_SHAPES = "flat: its parameters' shapes stand nowhere in these files"
 
@@ -192,15 +193,27 @@ class _FlatModel:
                 continue
             if name in self._stored:
                 found = self._fragments_of(name, unit)
-                if not _are_fragments(found, shape):
+                if not _are_fragments(found, shape, unit):
                     continue
-                if (first := self._tied_to(name)) is not None:
-                    self.ties[name] = first
+                if self._first_of(name) in self.fragments:
                     continue
                 self.fragments[name] = found
             members[unit.name].append(name)
+        self._tie_stored(known)
+        place = {name: at for at, name in enumerate(self._stored)}
         for unit in self.units.values():
-            self._lay_out(unit, members[unit.name], known)
+            names = members[unit.name]
+            if all(name in self.fragments for name in names):
+                names.sort(key=place.__getitem__)
+            elif len(names) > 1 and not known.is_ordered:
+                raise UsageError(
+                    f"nothing tells in which order parameters lie in {unit.name!r}",
+                    where=known.where,
+                    found="names without the order of the model, as safetensors files have them",
+                    expected="names in the order of the model",
+                    fix=_GIVE_ORDER,
+                )
+            self._lay_out(unit, names, known)
 
     def _fragments_of(self, name: str, unit: _Unit) -> _Fragments:
         path = self._stored[name]
@@ -213,37 +226,49 @@ class _FlatModel:
                 found.setdefault(place % unit.parts, (content, entry))
         return found
 
-    def _tied_to(self, name: str) -> str | None:
-        """Return the fragments that have the same elements as those of a name, if any have."""
+    def _first_of(self, name: str) -> str:
+        """Return the first name in the files of the elements that a name has there; empty where it is its own."""
         path = self._stored[name]
         firsts = {content.aliases[path] for content in self.group.ranks if path in content.aliases}
-        first = unwrapped(str(firsts.pop()[-1])) if len(firsts) == 1 else ""
-        return first if first in self.fragments else None
+        return unwrapped(str(firsts.pop()[-1])) if len(firsts) == 1 else ""
+
+    def _tie_stored(self, known: WholeShapes) -> None:
+        """Note the names in the files that share their elements with a parameter."""
+        for name in self._stored:
+            first = self._first_of(name)
+            if first in self.fragments and name not in self.fragments:
+                self.ties[name] = first
+            elif name in self.fragments and first in self._stored and first not in known.shapes:
+                self.ties[first] = name
 
     def _lay_out(self, unit: _Unit, names: list[str], known: WholeShapes) -> None:
+        """Find how members lie in a unit; a name too many is a tie, where only one name can be it."""
         dtype = next(iter(unit.chunks.values()))[1].stored
-        dropped = ""
         has_fragments = any(name in self.fragments for name in names)
-        for left_out in ("", *_repeats(names, known.shapes)):
-            kept = [name for name in names if name != left_out]
-            specs = tuple(ParamSpec(n, known.shapes[n], dtype, (), self.aliases(n)) for n in kept)
+
+        def laid(kept: Sequence[str]) -> FlatLayout | None:
             if has_fragments and any(name not in self.fragments for name in kept):
-                continue
-            unit.layout = self._layout(unit, specs, has_fragments)
-            if unit.layout is not None:
-                dropped, names = left_out, kept
-                break
-        else:
-            total = sum(prod(known.shapes[name]) for name in names)
-            raise UsageError(
-                f"the shapes do not fit the flat parameter {unit.name!r}: the unit is of another size",
-                where=known.where,
-                found=f"{total} elements in {len(names)} parameters of {unit.prefix or 'the outermost module'!r}",
-                expected=f"{unit.numel} elements, as in the files",
-                fix=_GIVE_SHAPES,
-            )
-        if dropped:
-            self.warnings.append(f"{dropped} is not in {unit.name}: it is taken for another name of a parameter there")
+                return None
+            specs = tuple(ParamSpec(n, known.shapes[n], dtype, (), self.aliases(n)) for n in kept)
+            return self._layout(unit, specs, has_fragments)
+
+        unit.layout = laid(names)
+        if unit.layout is None:
+            repeats = [(n, first) for n, first in _repeats(names, known.shapes) if laid([k for k in names if k != n])]
+            if len(repeats) != 1:
+                total = sum(prod(known.shapes[name]) for name in names)
+                raise UsageError(
+                    f"the shapes do not fit the flat parameter {unit.name!r}: the unit is of another size",
+                    where=known.where,
+                    found=f"{total} elements in {len(names)} parameters of {unit.prefix or 'the outermost module'!r}",
+                    expected=f"{unit.numel} elements, as in the files",
+                    fix=_GIVE_SHAPES,
+                )
+            [(tied, first)] = repeats
+            self.ties[tied] = first
+            self.warnings.append(f"{unit.name} has no room for {tied}: it is taken for another name of {first}")
+            unit.layout = laid([name for name in names if name != tied])
+        assert unit.layout is not None, "what fits was tried"
         unit.members = unit.layout.specs
 
     def _layout(self, unit: _Unit, specs: tuple[ParamSpec, ...], has_fragments: bool) -> FlatLayout | None:
@@ -405,11 +430,11 @@ class _FlatModel:
         seen: set[str] = set()
         places = sorted(set(self.places.values()))
         if self.fragments and self._known:
-            for name in self._known.shapes:
+            for name in self._stored:
                 if name in self.fragments:
                     lengths = {place: entry.shape[0] for place, (_, entry) in self.fragments[name].items()}
                     found.append((name, ("flat", tuple(lengths.get(place, 0) for place in places))))
-                elif name in self._stored and name not in self._known.aliases:
+                elif name not in self.ties:
                     found.append((name, self._plain(name)))
             return found
         for path in self._paths:
@@ -658,22 +683,28 @@ def _cut(entry: TensorEntry, box: Box, at: int) -> Piece:
     return piece._replace(box=box, layout=narrowed(piece.layout, at, None))
 
 
-def _are_fragments(parts: _Fragments, shape: Shape) -> bool:
-    """Tell whether what ranks hold under a parameter's name are fragments of it, and not each the whole."""
+def _are_fragments(parts: _Fragments, shape: Shape, unit: _Unit) -> bool:
+    """Tell whether what ranks hold under a parameter's name are fragments of it, and not each the whole (a buffer).
+
+    Where files are missing, a whole one is a fragment if it lies in the storage of its rank's chunk.
+    """
     entries = [entry for _, entry in parts.values()]
     if not entries or any(len(entry.shape) != 1 for entry in entries):
         return False
-    held = sum(entry.shape[0] for entry in entries)
-    return held == prod(shape) or any(entry.shape != shape for entry in entries)
+    if any(entry.shape != shape for entry in entries):
+        return True
+    if len(parts) < unit.parts:
+        return any(_key(entry) == _key(unit.chunks[at][1]) for at, (_, entry) in parts.items() if at in unit.chunks)
+    return sum(entry.shape[0] for entry in entries) == prod(shape)
 
 
-def _repeats(names: Sequence[str], shapes: Mapping[str, Shape]) -> Iterator[str]:
-    """Yield names of which an earlier one has the same shape: one of them may be tied to it."""
-    seen: set[Shape] = set()
+def _repeats(names: Sequence[str], shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str]]:
+    """Yield matrices and the one other of the same shape before each: perhaps an embedding and its tied head."""
+    alike: dict[Shape, list[str]] = {}
     for name in names:
-        if shapes[name] in seen:
-            yield name
-        seen.add(shapes[name])
+        if len(shapes[name]) > 1:
+            alike.setdefault(shapes[name], []).append(name)
+    yield from ((found[1], found[0]) for found in alike.values() if len(found) == 2)
 
 
 def _key(entry: TensorEntry) -> object:

@@ -55,6 +55,11 @@ class JoinedReader(Reader):
         """Whether there are flat parameters in one of them."""
         return any(part.reader.is_flat for part in self._parts)
 
+    @property
+    def lacks_shapes(self) -> bool:
+        """Whether flat parameters in one of them are such that nothing told yet what they hold."""
+        return any(part.reader.lacks_shapes for part in self._parts)
+
     def with_shapes(self, known: WholeShapes) -> Reader:
         """Return the readers joined once those with flat parameters know their members."""
         if not self.is_flat:

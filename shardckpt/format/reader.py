@@ -100,11 +100,12 @@ class WholeShapes:
     """What a model's parameters are called and how large each is, told from outside of a checkpoint that lacks it.
 
     Attributes:
-        shapes: Name to shape, in the order of the model.
+        shapes: Name to shape, in the order of the model where that is known.
         where: Who tells, for messages.
         aliases: Further names of a parameter to its first.
         units: Flat parameters to their members in order, where they are told; otherwise names tell.
         ids: Numbers of an optimizer to names, where they are told.
+        is_ordered: Whether `shapes` is in the order of the model.
     """
 
     shapes: Mapping[str, Shape]
@@ -112,6 +113,7 @@ class WholeShapes:
     aliases: Mapping[str, str] = field(default_factory=dict)
     units: Mapping[str, Sequence[str]] = field(default_factory=dict)
     ids: Mapping[int, str] = field(default_factory=dict)
+    is_ordered: bool = True
 
 
 class Reader:
@@ -148,7 +150,12 @@ class Reader:
 
     @property
     def is_flat(self) -> bool:
-        """Whether there are flat parameters in it, of which the files may not tell what they hold."""
+        """Whether there are flat parameters in it."""
+        return False
+
+    @property
+    def lacks_shapes(self) -> bool:
+        """Whether there are flat parameters, and nothing told yet what they hold."""
         return False
 
     def with_shapes(self, known: WholeShapes) -> Reader:  # noqa: ARG002  (most files tell shapes themselves)

@@ -286,6 +286,11 @@ class JoinedTorchReader(TorchReader):
         """Whether there are flat parameters in the files."""
         return has_flat_parameters(self._again[2])
 
+    @property
+    def lacks_shapes(self) -> bool:
+        """Whether there are flat parameters, and nothing told yet what they hold."""
+        return self.is_flat and self._known is None
+
     def with_shapes(self, known: WholeShapes) -> Reader:
         """Return a reader that knows more; notes beside the files tell shapes better than anything else.
 
