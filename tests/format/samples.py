@@ -14,8 +14,10 @@ from deepspeed_writer import Run, write_universal
 from deepspeed_writer import write as write_deepspeed
 from native_writer import write_step
 from safetensors.torch import save_file
+from share_writers import as_rank, dtensor, sharded
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardckpt.boxes import Box, whole
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
@@ -159,6 +161,37 @@ def _rank_files(folder: Path) -> Path:
     return folder
 
 
+def _dtensors(folder: Path) -> Path:
+    """FSDP2's DTensors of two ranks, beside what every rank has whole."""
+    folder.mkdir()
+    moments = OPTIM["state"]["a.w"]
+    for rank in range(2):
+        with as_rank(rank, 2):
+            mesh = init_device_mesh("cpu", (2,))
+            model = {name: dtensor(value, mesh) if value.dim() else value for name, value in MODEL.items()}
+            state = {"a.w": {**moments, "exp_avg": dtensor(moments["exp_avg"], mesh)}}
+            optim = {**OPTIM, "state": state}
+            torch.save({"model": model, "optimizer": optim, "step": 3}, folder / f"rank{rank}.pt")
+    return folder
+
+
+def _flat_shards(folder: Path) -> Path:
+    """FSDP1's LOCAL states of two ranks: a flat parameter, whose shapes a note tells, beside a ShardedTensor."""
+    folder.mkdir()
+    whole, moment = MODEL["a.w"].reshape(-1), OPTIM["state"]["a.w"]["exp_avg"].reshape(-1)
+    rest = {name: value for name, value in MODEL.items() if name not in ("a.w", "b")}
+    handle = {"module": "a", "fqns": ["w"], "shapes": [[6, 4]]}
+    for rank in range(2):
+        with as_rank(rank, 2):
+            model = {"a._flat_param": sharded(whole, rank, 2), "b": sharded(MODEL["b"], rank, 2), **rest}
+            torch.save(model, folder / f"model_rank{rank}.pt")
+        slots = {"exp_avg": moment.chunk(2)[rank].clone(), "step": torch.tensor(3.0)}
+        torch.save({"state": {0: slots}, "param_groups": [{"params": [0], "lr": 0.1}]}, folder / f"optim_rank{rank}.pt")
+    note = {"world_size": 2, "rank": 0, "handles": [handle]}
+    (folder / "flat_param_metadata_rank0.json").write_text(json.dumps(note))
+    return folder
+
+
 def _spec(name: str, value: torch.Tensor) -> ParamSpec:
     return ParamSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
@@ -202,7 +235,7 @@ SAMPLES: Mapping[str, Mapping[str, Builder]] = {
     },
     "safetensors": {"file": _one_file, "shards": _shards, "ranks": _ranks, "adapter": _adapter},
     "hf-torch": {"shards": _hf_torch},
-    "torch-folder": {"loose": _torch_folder, "ranks": _rank_files},
+    "torch-folder": {"loose": _torch_folder, "ranks": _rank_files, "dtensors": _dtensors, "flat": _flat_shards},
     "torch": {"zip": _torch_file(), "legacy": _torch_file(_use_new_zipfile_serialization=False)},
 }
 """Name of a registered format to builders: each fills a folder that does not exist and returns the source."""

@@ -195,7 +195,7 @@ def test_good_samples_are_read_right(sample: Sample, request: pytest.FixtureRequ
     assert found["verify"].code == 0
     name = request.node.callspec.params["sample"][0]
     shown = json.loads(run_here("inspect", sample.source, "--json").out)["format"]
-    assert shown in {name, "adapter", "local"}
+    assert shown in {name, "adapter", "local", "ranks"}
 
 
 # Files that are cut, gone, or something else
