@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardckpt.checkpoint.opened import open
     from shardckpt.checkpoint.rng import RNGState
     from shardckpt.checkpoint.save import save
+    from shardckpt.checkpoint.variant import Variant
     from shardckpt.convert.compare import diff
     from shardckpt.convert.export import consolidate, convert
     from shardckpt.convert.inspect import inspect
@@ -74,6 +75,7 @@ _HOMES = {
     "shardckpt.checkpoint.opened": ("open",),
     "shardckpt.checkpoint.rng": ("RNGState",),
     "shardckpt.checkpoint.save": ("save",),
+    "shardckpt.checkpoint.variant": ("Variant",),
     "shardckpt.convert.compare": ("diff",),
     "shardckpt.convert.export": ("consolidate", "convert"),
     "shardckpt.convert.inspect": ("inspect",),
@@ -167,6 +169,7 @@ __all__ = [
     "UnsafeError",
     "UnsupportedError",
     "UsageError",
+    "Variant",
     "Verification",
     "WrittenFile",
     "__version__",

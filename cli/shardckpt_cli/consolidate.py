@@ -15,7 +15,7 @@ _Src = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or 
 _Dst = Annotated[str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors, .pt or .bin file.")]
 _To = Annotated[str, typer.Option("--to", help="Format to write: safetensors (unless DST tells), torch, dcp, native.")]
 _Part = Annotated[str, typer.Option("--part", help="model, optim or all.")]
-_Weights = Annotated[str, typer.Option("--weights", help="live, master or ema, where the checkpoint holds them.")]
+_Weights = Annotated[str, typer.Option("--weights", help="live, or master, ema, a variant that it holds.")]
 _ModelKey = Annotated[str, typer.Option("--model-key", help="Where the model is, if not where the rules look.")]
 _OptimKey = Annotated[str, typer.Option("--optim-key", help="Where the optimizer is: KEY, FILE or FILE:KEY.")]
 _OptimKeys = Annotated[str, typer.Option("--optim-keys", help="Keys of the optimizer written: names, ids or flat.")]

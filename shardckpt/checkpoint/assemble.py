@@ -58,6 +58,7 @@ def contents_of(
         ties,
         {"world_size": len(reports)},
         {**ABOUT, **about},
+        variants=dict(captured.variants),
     )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.checkpoint.holdings import PerRank, array_of, check_tensor, is_optimizer, is_stateful, named
+from shardckpt.checkpoint.variant import Variant
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.format import tagged
 from shardckpt.format.tagged import ArrayRef, Named, path_key
@@ -51,6 +52,7 @@ class Captured:
         model: Where the first model is; None where there is none.
         frozen: Parameters that take no part in gradients.
         slots: Where optimizers keep their state, with the names of their parameters in order.
+        variants: Where further weights of a model are, with where that is; None where it is not saved.
     """
 
     nest: Any = None
@@ -62,6 +64,7 @@ class Captured:
     model: Path | None = None
     frozen: set[Path] = field(default_factory=set)
     slots: dict[Path, tuple[str, ...]] = field(default_factory=dict)
+    variants: dict[Path, Path | None] = field(default_factory=dict)
 
 
 class Models:
@@ -79,6 +82,9 @@ class Models:
         if isinstance(value, nn.Module):
             if id(value) not in self._found:
                 self._found[id(value)] = (value, local_model(value))
+        elif isinstance(value, Variant):
+            self._look(value.of, depth)
+            self._look(value.module, depth)
         elif isinstance(value, (Mapping, list, tuple)) and depth < tagged.MAX_DEPTH:
             for each in value.values() if isinstance(value, Mapping) else value:
                 self._look(each, depth + 1)
@@ -127,11 +133,14 @@ class _Capture:
         self._models, self._rank, self._world = models, rank, world
         self._made = Captured()
         self._known: dict[Hashable, Path] = {}
+        self._places: dict[int, Path] = {}
+        self._variants: list[tuple[Path, nn.Module]] = []
         self._kept: list[torch.Tensor] = []  # so that no identity is used twice
 
     def run(self, state: Any) -> Captured:
         root = dict(state) if isinstance(state, Mapping) and not isinstance(state, dict) else state
         self._made.nest = self._visit(root, ())
+        self._made.variants = {path: self._places.get(id(model)) for path, model in self._variants}
         return self._made
 
     def _visit(self, value: Any, path: Path) -> Any:
@@ -146,6 +155,8 @@ class _Capture:
             return kind(self._visit(each, (*path, at)) for at, each in enumerate(value))
         if isinstance(value, nn.Module):
             return self._module(value, path)
+        if isinstance(value, Variant):
+            return self._variant(value, path)
         if is_optimizer(value):
             return self._optimizer(value, path)
         if isinstance(value, PerRank):
@@ -181,9 +192,26 @@ class _Capture:
             self._made.ties[path] = first
 
     def _module(self, model: nn.Module, path: Path) -> dict[str, Any]:
-        found = self._models.of(model)
+        self._places.setdefault(id(model), path)
         if self._made.model is None:
             self._made.model = path
+        nest = self._weights(model, path)
+        self._made.frozen |= {(*path, name) for name in self._models.of(model).frozen} & self._made.arrays.keys()
+        return nest
+
+    def _variant(self, variant: Variant, path: Path) -> dict[str, Any]:
+        self._variants.append((path, variant.of))
+        if variant.module is not None:
+            nest = self._weights(variant.module, path)
+        else:
+            nest = {}
+            for name, array in variant.arrays(self._models.of(variant.of)).items():
+                self._add((*path, name), array, ("variant", path, name))
+                nest[name] = ArrayAt((*path, name))
+        return {**nest, **{name: self._visit(value, (*path, name)) for name, value in variant.extras.items()}}
+
+    def _weights(self, model: nn.Module, path: Path) -> dict[str, Any]:
+        found = self._models.of(model)
         nest: dict[str, Any] = {}
         for name in found.names:
             place = (*path, name)
@@ -194,8 +222,6 @@ class _Capture:
                 nest[name] = ArrayAt(place)
                 if name in found.buffers:
                     self._made.buffers.add(place)
-                if name in found.frozen and place in self._made.arrays:
-                    self._made.frozen.add(place)
             elif name in found.aliases:
                 first = (*path, found.aliases[name])
                 self._made.ties[place] = self._made.ties.get(first, first)

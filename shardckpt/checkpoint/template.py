@@ -15,6 +15,7 @@ from torch import nn
 from shardckpt.checkpoint.capture import Models
 from shardckpt.checkpoint.holdings import PerRank, check_tensor, dtype_name, is_optimizer, is_stateful
 from shardckpt.checkpoint.saved import Saved, torch_dtype
+from shardckpt.checkpoint.variant import EXTRAS, Variant
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.format.tagged import MAX_DEPTH, path_key
 from shardckpt.manifest import Path, TensorEntry, dotted
@@ -158,6 +159,8 @@ class _Fit:
             self._optimizer(value, path)
         elif isinstance(value, PerRank):
             self._per_rank(value, path)
+        elif isinstance(value, Variant):
+            self._variant(value, path)
         elif is_stateful(value):
             self._value(path, value.load_state_dict)
         elif type(value) in (dict, OrderedDict) and value:
@@ -223,6 +226,16 @@ class _Fit:
             text = f"dtype mismatch for {dotted(path)}: found {entry.dtype}, expected {dtype_name(array.dtype)}"
             self.fitting.problems.append(f"{text} (cast=True converts)")
         self.fitting.arrays.append(Wanted(path, entry, array))
+
+    def _variant(self, variant: Variant, path: Path) -> None:
+        if variant.module is not None:
+            self._module(variant.module, path)
+        else:
+            for name, array in variant.arrays(self._models.of(variant.of)).items():
+                self._array((*path, name), (*path, name), array)
+        for name, value in variant.extras.items():
+            self.visit(value, (*path, name), _refuse)
+        self.fitting.taken |= {(*path, name) for name in EXTRAS}
 
     def _module(self, module: nn.Module, path: Path) -> None:
         model = self._models.of(module)
@@ -364,7 +377,7 @@ def _setter(container: Any, key: Any) -> Put:
 
 def _holds_objects(value: Any) -> bool:
     return any(
-        isinstance(each, (torch.Tensor, nn.Module, PerRank, np.ndarray))
+        isinstance(each, (torch.Tensor, nn.Module, PerRank, Variant, np.ndarray))
         or is_stateful(each)
         or (type(each) in (list, tuple, dict, OrderedDict) and _holds_objects(_members(each)))
         for each in value

@@ -68,5 +68,6 @@ def _parts(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     return {
         "model": (dotted(found.model),) if any(True for _ in model_paths(manifest, found)) else (),
         "optimizer": tuple(map(dotted, found.optimizers)),
-        "other": tuple(map(dotted, found.others)),
+        "variants": tuple(manifest.variants),
+        "other": tuple(name for name in map(dotted, found.others) if name not in manifest.variants),
     }

@@ -29,6 +29,7 @@ class Nest:
         ties: Further path of an array to its index.
         topology: Free JSON.
         warnings: What is odd or was left out, one sentence each.
+        variants: Where further weights of a model are, with where that is.
     """
 
     arrays: Mapping[Path, OutTensor]
@@ -36,6 +37,7 @@ class Nest:
     ties: Mapping[Path, int] = field(default_factory=dict)
     topology: Mapping[str, object] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    variants: Mapping[Path, Path | None] = field(default_factory=dict)
 
 
 def whole_nest(reader: Reader, *, allow_loss: bool) -> Nest:
@@ -56,7 +58,7 @@ def whole_nest(reader: Reader, *, allow_loss: bool) -> Nest:
     arrays = {path: OutTensor(dotted(path), e, e.dtype) for path, e in zip(paths, entries, strict=True)}
     if isinstance(reader, NativeReader):
         contents = reader.contents
-        return Nest(arrays, contents.nest, contents.ties, contents.topology, manifest.warnings)
+        return Nest(arrays, contents.nest, contents.ties, contents.topology, manifest.warnings, contents.variants)
     numbers = {path: number for number, path in enumerate(paths)}
     ties = {path: numbers[kept] for path, kept in manifest.aliases.items()}
     refs = {path: ArrayRef(numbers[manifest.aliases.get(path, path)]) for path in manifest.tensors}

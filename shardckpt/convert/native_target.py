@@ -81,7 +81,8 @@ def plan_step(nest: Nest, writers: int, *, most_bytes: int, model: Path | None =
     save = new_save_id()
     records = tuple(ArrayRecord(path, t.dtype, t.shape, array("Q")) for path, t in arrays.items())
     topology = {**nest.topology, "world_size": writers}
-    contents = Contents(save, (), records, nest.json, nest.ties, topology, {"writer": "shardckpt"})
+    about = {"writer": "shardckpt"}
+    contents = Contents(save, (), records, nest.json, nest.ties, topology, about, variants=nest.variants)
     payloads = []
     for writer, tasks in enumerate(plan.tasks):
         chunks = [Chunk(*plan.arrays[task.array], task.box) for task in tasks]

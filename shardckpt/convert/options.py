@@ -8,7 +8,7 @@ from typing import Literal
 from shardckpt.dtypes import FLOATS, SHORT_NAMES
 from shardckpt.errors import UsageError
 from shardckpt.plan.sizes import parse_size
-from shardckpt.plan.weights import WEIGHTS, Weights
+from shardckpt.plan.weights import Weights
 
 Part = Literal["model", "optim", "all"]
 OptimKeys = Literal["names", "ids", "flat"]
@@ -43,7 +43,7 @@ class Options:
         to: Format to write: `safetensors`, `torch` (files of `torch.save`), `dcp` (torch's distributed checkpoints), or
             `native`, a step of shardckpt. Empty: `torch` for one file that is named so, else `safetensors`.
         part: `model`, `optim` or `all`.
-        weights: `live`, the model's own; `master` or `ema`, where the checkpoint holds those too.
+        weights: `live`, the model's own; `master`, `ema` or a variant's name, where the checkpoint holds those too.
         model_key: Where the model is, where the rules find another place.
         optim_key: Where the optimizer is: a key, a file, or `file:key`.
         optim_keys: How the optimizer written calls its parameters: `names`; `ids`, numbered as `torch.optim` does; or
@@ -95,8 +95,6 @@ class Options:
             raise UsageError(f"--to {self.to!r} is no format this release writes", expected=", ".join(TARGETS))
         if self.part not in PARTS:
             raise UsageError(f"--part {self.part!r} is no part", expected=", ".join(PARTS))
-        if self.weights not in WEIGHTS:
-            raise UsageError(f"--weights {self.weights!r} are no weights", expected=", ".join(WEIGHTS))
         if self.optim_keys not in OPTIM_KEYS:
             raise UsageError(f"--optim-keys {self.optim_keys!r} are no such keys", expected=", ".join(OPTIM_KEYS))
         parse_dtype(self.dtype)

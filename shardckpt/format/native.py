@@ -265,6 +265,7 @@ def manifest_of(store: Store, contents: Contents, sizes: Mapping[str, int]) -> M
         files=files,
         tensors=_Entries(contents),
         objects=_objects(contents, store.url),
+        variants={dotted(path): (path, of) for path, of in contents.variants.items()},
         aliases={path: contents.arrays[index].path for path, index in contents.ties.items()},
         warnings=tuple(notes),
     )

@@ -11,7 +11,15 @@ from shardckpt.boxes import Box
 from shardckpt.dtypes import is_known
 from shardckpt.errors import FormatError, IncompleteError, UnsupportedError
 from shardckpt.format import tagged
-from shardckpt.format.native_manifest import ArrayRecord, Contents, FileRecord, read_fields, read_path, read_ties
+from shardckpt.format.native_manifest import (
+    ArrayRecord,
+    Contents,
+    FileRecord,
+    read_fields,
+    read_path,
+    read_ties,
+    read_variants,
+)
 from shardckpt.format.native_payload import KEY, VERSION, Chunk
 from shardckpt.format.safetensors import Header, parse_json, read_headers
 from shardckpt.format.tagged import ArrayRef
@@ -121,7 +129,10 @@ def rebuild(save: str, files: Sequence[Described], where: str) -> tuple[Contents
     _require_all(order, found, where)
     ties = read_ties(told["ties"], order, where)
     arrays = tuple(found[path] for path in order)
-    return Contents(save, records, arrays, carry.get("nest"), ties, told["topology"], told["about"]), ()
+    variants = read_variants(told.get("variants", []), where)
+    return Contents(
+        save, records, arrays, carry.get("nest"), ties, told["topology"], told["about"], variants=variants
+    ), ()
 
 
 def _require_all(order: Sequence[Path], found: Mapping[Path, object], where: str) -> None:

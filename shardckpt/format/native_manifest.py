@@ -153,6 +153,7 @@ class Contents:
         topology: Free JSON: how the ranks stood.
         about: Free text: who wrote it.
         bases: Folders in which some of the files lie.
+        variants: Where further weights of a model are, with where that is; None where it was not saved.
     """
 
     save: str
@@ -163,6 +164,7 @@ class Contents:
     topology: Mapping[str, object] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
     bases: tuple[Base, ...] = ()
+    variants: Mapping[Path, Path | None] = field(default_factory=dict)
 
     def carried(self) -> dict[str, object]:
         """Return what no payload header says by itself, for `lay_out(carry=...)`."""
@@ -172,6 +174,7 @@ class Contents:
             "ties": [[list(path), index] for path, index in self.ties.items()],
             "topology": dict(self.topology),
             "about": dict(self.about),
+            **_variants_json(self.variants),
         }
 
 
@@ -306,6 +309,7 @@ def encode_manifest(contents: Contents) -> bytes:
             "arrays": _arrays_json(contents.arrays),
             **_digests_json(contents.arrays),
             "ties": [[list(path), index] for path, index in contents.ties.items()],
+            **_variants_json(contents.variants),
             "nest": contents.nest,
         }
     )
@@ -336,7 +340,33 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> Contents:
         topology=raw["topology"],
         about=raw["about"],
         bases=bases,
+        variants=read_variants(raw.get("variants", []), where),
     )
+
+
+def _variants_json(variants: Mapping[Path, Path | None]) -> dict[str, object]:
+    rows = [[list(path), None if of is None else list(of)] for path, of in variants.items()]
+    return {"variants": rows} if rows else {}
+
+
+def read_variants(value: object, where: object) -> dict[Path, Path | None]:
+    """Check and return where further weights are.
+
+    Args:
+        value: As parsed.
+        where: The file, for messages.
+
+    Raises:
+        FormatError: An entry is none.
+    """
+    found: dict[Path, Path | None] = {}
+    for entry in _list(value, "variants", where):
+        raw, of = _fixed(entry, 2, "variants", where)
+        path = read_path(raw, where)
+        if path in found:
+            raise _bad("a variant stands twice", dotted(path), "", where)
+        found[path] = None if of is None else read_path(of, where)
+    return found
 
 
 def read_ties(value: object, paths: Sequence[Path], where: object) -> dict[Path, int]:

@@ -139,7 +139,8 @@ def _optimizers(manifest: Manifest) -> list[Path]:
 
 
 def _model(manifest: Manifest, optimizers: list[Path]) -> Path:
-    tensors = [path for path in manifest.tensors if not _below_any(path, optimizers)]
+    variants = [path for path, _ in manifest.variants.values()]
+    tensors = [path for path in manifest.tensors if not _below_any(path, (*optimizers, *variants))]
     for depth in range(1, _DEEPEST):
         for key in MODEL_KEYS:
             found = {path[:depth] for path in tensors if len(path) > depth and _stem(path[depth - 1]) == key}

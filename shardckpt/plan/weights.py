@@ -3,56 +3,87 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal
 
 from shardckpt.errors import UsageError
 from shardckpt.manifest import Manifest, Path, TensorEntry
 from shardckpt.plan.parts import find_parts
 
-Weights = Literal["live", "master", "ema"]
-WEIGHTS: tuple[Weights, ...] = get_args(Weights)
-"""The module's own weights, an optimizer's copies of higher precision, and averages over steps."""
+Weights = Literal["live", "master", "ema"] | str
+"""The module's own weights, an optimizer's copies of higher precision, averages over steps, or a variant's name."""
+
+LIVE = "live"
+_USUAL = ("master", "ema")
+_AVERAGED = "module"
+"""What `torch.optim.swa_utils.AveragedModel` puts before every name of its module."""
+
+
+def names(manifest: Manifest) -> tuple[str, ...]:
+    """Return what weights besides the model's own a checkpoint holds: its variants, and subtrees of usual names."""
+    tops = dict.fromkeys(path[0] for path in manifest.tensors if len(path) > 1)
+    return tuple(dict.fromkeys((*manifest.variants, *(name for name in _USUAL if name in tops))))
 
 
 def choose(manifest: Manifest, kind: str, model_key: str = "") -> Manifest:
     """Return the checkpoint with the weights that were asked for in the place of the model's own.
 
-    Other weights lie in a subtree of their kind (`master`, `ema`) under the names of the model. What has none, such as
-    buffers and frozen parameters, stays as it is.
+    Other weights lie where a variant says, or in a subtree of their kind (`master`, `ema`), under the names of the
+    model. What has none, such as buffers and frozen parameters, stays as it is.
 
     Args:
         manifest: The checkpoint.
-        kind: One of `WEIGHTS`; `live` changes nothing.
+        kind: `live` for the model's own, which changes nothing; else one of `names`.
         model_key: Where the model is, if not where the rules look.
 
     Raises:
-        UsageError: The checkpoint holds no such weights.
+        UsageError: The checkpoint holds no such weights; the message lists those that it holds.
         AmbiguousError: Several subtrees could be the model.
     """
-    if kind == "live":
+    if kind == LIVE:
         return manifest
-    other = {path[1:]: entry for path, entry in manifest.tensors.items() if path[0] == kind and len(path) > 1}
-    if not other:
+    known = names(manifest)
+    if kind not in known:
         raise UsageError(
             f"--weights {kind}: the checkpoint holds no such weights",
-            found=", ".join(dict.fromkeys(str(path[0]) for path in list(manifest.tensors)[:1000])) or "nothing",
-            expected=f"a subtree `{kind}`",
+            found=", ".join((LIVE, *known)),
+            expected="one of those, or a variant that is saved as such",
             fix="Leave --weights out for the model's own.",
         )
-    model = find_parts(manifest, model_key).model
-    depth = len(model)
-    tensors: dict[Path, TensorEntry] = {}
+    root, of = manifest.variants.get(kind, ((kind,), None))
+    without = _without(manifest, root)
+    model = find_parts(without, model_key).model if of is None or model_key else of
+    live = {path[len(model) :] for path in without.tensors if path[: len(model)] == model}
+    found = _by_name(manifest, root, live, is_variant=kind in manifest.variants)
+    other = {(*model, *name): entry._replace(path=(*model, *name)) for name, entry in found.items()}
+    return replace(without, tensors={**{path: other.get(path, e) for path, e in without.tensors.items()}, **other})
+
+
+def _by_name(manifest: Manifest, root: Path, live: set[Path], *, is_variant: bool) -> dict[Path, TensorEntry]:
+    """Return other weights by the model's names; of a variant of a model that is there, only what the model has too."""
+    found: dict[Path, TensorEntry] = {}
     for path, entry in manifest.tensors.items():
-        if path[0] == kind:
-            continue
-        name = path[depth:] if path[:depth] == model else ()
-        tensors[path] = other.pop(name)._replace(path=path) if name in other else entry
-    for name, entry in other.items():
-        path = (*model, *name)
-        tensors[path] = entry._replace(path=path)
+        if path[: len(root)] == root and len(path) > len(root):
+            name = path[len(root) :]
+            plain = _unwrapped(name)
+            if name not in live and plain in live:
+                name = plain
+            if name in live or not (is_variant and live):
+                found[name] = entry
+    return found
+
+
+def _unwrapped(name: Path) -> Path:
+    if name[0] == _AVERAGED and len(name) > 1:
+        return name[1:]
+    return (str(name[0]).removeprefix(f"{_AVERAGED}."), *name[1:])
+
+
+def _without(manifest: Manifest, root: Path) -> Manifest:
+    n = len(root)
     return replace(
         manifest,
-        tensors=tensors,
-        objects={path: entry for path, entry in manifest.objects.items() if path[0] != kind},
-        aliases={alias: first for alias, first in manifest.aliases.items() if alias[0] != kind and first[0] != kind},
+        tensors={path: entry for path, entry in manifest.tensors.items() if path[:n] != root},
+        objects={path: entry for path, entry in manifest.objects.items() if path[:n] != root},
+        aliases={a: first for a, first in manifest.aliases.items() if a[:n] != root and first[:n] != root},
+        variants={name: each for name, each in manifest.variants.items() if each[0] != root},
     )
