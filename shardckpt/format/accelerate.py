@@ -1,7 +1,8 @@
 """Folders of `Accelerator.save_state` (Accelerate 1.x), with FSDP or without, whole or sharded.
 
 With FSDP: `pytorch_model_fsdp.bin` and `optimizer.bin` (FULL), or DCP folders `pytorch_model_fsdp_0/` and
-`optimizer_0/` (SHARDED); without: `model.safetensors` or `pytorch_model.bin`. Further models and optimizers carry a
+`optimizer_0/` (SHARDED), or one file of each rank, `pytorch_model_fsdp_0_rank0.bin` (SHARDED with `use_dcp=False`, and
+LOCAL); without: `model.safetensors` or `pytorch_model.bin`. Further models and optimizers carry a
 number. Around them lie small files of the training loop. Paths are `model`, `model_1`, ..., `optimizer`,
 `optimizer_1`, ..., then names.
 """
@@ -9,12 +10,14 @@ number. Around them lie small files of the training loop. Paths are `model`, `mo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from shardckpt.errors import AmbiguousError, UnsupportedError
 from shardckpt.format import dcp, hf
+from shardckpt.format.flat_notes import read_notes
 from shardckpt.format.joined import Part, join
+from shardckpt.format.rank_contents import RankFile
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torch_file import open_files
 from shardckpt.manifest import Path
@@ -22,11 +25,12 @@ from shardckpt.manifest import Path
 _FULL = re.compile(r"(?P<kind>pytorch_model_fsdp|optimizer)(_(?P<i>[1-9]\d{0,3}))?\.bin")
 _SHARDED = re.compile(r"(?P<kind>pytorch_model_fsdp|optimizer)_(?P<i>\d{1,4})")
 _PLAIN = re.compile(r"(?P<kind>model|pytorch_model)(_(?P<i>[1-9]\d{0,3}))?(?P<suffix>\.safetensors|\.bin)")
-_RANK_FILE = re.compile(r"(?P<kind>pytorch_model_fsdp|optimizer)(_(?P<i>\d{1,4}))?_rank\d{1,9}\.bin")
+_RANK_FILE = re.compile(r"(?P<kind>pytorch_model_fsdp|optimizer)(_(?P<i>\d{1,4}))?_rank(?P<rank>\d{1,9})\.bin")
 _BESIDE = re.compile(
     r"(scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt|(random_states|custom_checkpoint)_\d+\.pkl"
 )
 _RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
+_MODEL = "model"
 _KEYS = {"pytorch_model_fsdp": "model", "optimizer": "optimizer", "model": "model", "pytorch_model": "model"}
 
 
@@ -54,26 +58,57 @@ def open_source(source: Source) -> Reader:
     """Open a recognised source.
 
     Raises:
-        UnsupportedError: Its model was saved rank by rank (LOCAL_STATE_DICT, or SHARDED with `use_dcp=False`).
         AmbiguousError: One model or optimizer lies there in two forms.
+        UnsupportedError: A model was saved rank by rank, and not as something that says which part a rank holds.
         CheckpointError: A file is damaged, refused, or of a kind that is not read.
         StorageError: The store failed.
     """
     slots, ignored = _chosen(source)
-    whole = {name: source.listing[name].size for name in slots if name.endswith(".bin")}
-    parts = list(_parts(source, slots, whole))
+    ranked = {name: source.listing[name].size for name in slots if _RANK_FILE.fullmatch(name)}
+    whole = {name: source.listing[name].size for name in slots if name.endswith(".bin") and name not in ranked}
+    parts = list(_parts(source, slots, {**whole, **ranked}, whole))
+    if ranked:
+        parts.append(Part(_of_ranks(source, slots, ranked), partial(_below, "", "")))
     beside = {name: source.listing[name].size for name in source.files if _BESIDE.fullmatch(name)}
     warnings = [f"{', '.join(ignored[:4])} lie beside the FSDP model and are ignored"] if ignored else []
     return join(FORMAT.name, source.store, parts, beside, warnings)
 
 
-def _parts(source: Source, slots: Mapping[str, str], whole: Mapping[str, int]) -> Iterator[Part]:
+def _of_ranks(source: Source, slots: Mapping[str, str], sizes: Mapping[str, int]) -> Reader:
+    """Open the files of ranks; those of one model or optimizer are put together."""
+    files = [
+        RankFile(name, (name,), (slots[name],), int(match["rank"]))
+        for name in sizes
+        if (match := _RANK_FILE.fullmatch(name))
+    ]
+    notes = read_notes(source.store, {name: source.listing[name].size for name in source.files})
+    prefixes: dict[str, Path] = {name: (name,) for name in sizes}
+    reader = open_files(source.store, sizes, prefixes, FORMAT.name)
+    if reader.notes:
+        return reader.joined()
+    shared = {path[0] for path in reader.shares}
+    for slot in dict.fromkeys(slots[name] for name in sizes):
+        names = [name for name in sizes if slots[name] == slot]
+        if slot.startswith(_MODEL) and not shared & set(names):
+            raise UnsupportedError(
+                "this was saved rank by rank, and nothing in the files says which part each holds",
+                where=source.url,
+                found=f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0],
+                expected="DTensors, ShardedTensors or flat parameters",
+                fix="Load it in training and save with another state_dict_type.",
+            )
+    return reader.of_ranks(files, notes)
+
+
+def _parts(
+    source: Source, slots: Mapping[str, str], torch_files: Mapping[str, int], whole: Mapping[str, int]
+) -> Iterator[Part]:
     store = source.store
     for name, slot in slots.items():
         if name in source.folders:
             root = _KEYS[_SHARDED.fullmatch(name)["kind"]]  # type: ignore[index]  # a folder has no other form
             yield Part(dcp.open_folder(store, name), partial(_below, slot, root))
-        elif name not in whole:
+        elif name not in torch_files:
             yield Part(hf.open_source(Source(store, name)), partial(_below, slot, ""))
     if whole:
         prefixes: dict[str, Path] = {name: (slots[name],) for name in whole}
@@ -104,31 +139,20 @@ def _chosen(source: Source) -> tuple[dict[str, str], list[str]]:
     ignored: list[str] = []
     for slot in sorted(found, key=_slot_order):
         names = found[slot]
-        forms = [n for n in names if not _RANK_FILE.fullmatch(n)]
+        ranked = [n for n in names if _RANK_FILE.fullmatch(n)]
+        forms = [n for n in names if n not in ranked]
         fsdp = [n for n in forms if not _PLAIN.fullmatch(n)]
-        if not forms:
-            raise _rank_files(source, names)
-        if len(fsdp or forms) > 1:
-            raise _two_forms(source, slot, fsdp or forms)
-        chosen[(fsdp or forms)[0]] = slot
-        ignored += [n for n in names if n != (fsdp or forms)[0]]
+        if len(fsdp or forms) > 1 or (fsdp and ranked):
+            raise _two_forms(source, slot, [*(fsdp or forms), *ranked[:1]])
+        taken = fsdp or ranked or forms
+        chosen |= dict.fromkeys(taken, slot)
+        ignored += [n for n in names if n not in taken]
     return chosen, ignored
 
 
 def _slot_order(slot: str) -> tuple[str, int]:
     key, _, i = slot.partition("_")
     return key, int(i or 0)
-
-
-def _rank_files(source: Source, names: Iterable[str]) -> UnsupportedError:
-    shown = list(names)
-    return UnsupportedError(
-        "this was saved rank by rank, each file holding one rank's fragments",
-        where=source.url,
-        found=f"{shown[0]} and {len(shown) - 1} more" if len(shown) > 1 else shown[0],
-        expected="FULL_STATE_DICT, or SHARDED_STATE_DICT with DCP",
-        fix="Rank files are not read yet: load them in training and save with another state_dict_type.",
-    )
 
 
 def _two_forms(source: Source, slot: str, names: list[str]) -> AmbiguousError:

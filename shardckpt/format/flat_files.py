@@ -90,6 +90,12 @@ class FlatStates:
             for base in sorted(bases, key=str):
                 self._models[group.root, base] = _FlatModel(group, base, made, known)
 
+    def _model_of(self, root: Path) -> _FlatModel | None:
+        """Return the model that the optimizers in a group are of: the only one, or the one of the same number."""
+        models = [model for (of, _), model in self._models.items() if of == root or _number(of) == _number(root)]
+        every = list(self._models.values())
+        return every[0] if len(every) == 1 else models[0] if len(models) == 1 else None
+
     def put(self, group: RankGroup) -> set[Path]:
         """Add what is flat in a group, and return the paths that were taken care of."""
         taken: set[Path] = set()
@@ -98,11 +104,15 @@ class FlatStates:
                 taken |= model.put()
                 self._made.warnings += model.warnings
                 taken.add(base)
-        if len(self._models) == 1:
-            [model] = self._models.values()
+        if (model := self._model_of(group.root)) is not None:
             for root in group.optimizers():
                 taken |= _FlatOptimizer(group, root, model, self._made, self._known).put()
         return taken
+
+
+def _number(root: Path) -> str:
+    """Return which of several models or optimizers a group is, by the number at the end of its name."""
+    return str(root[0]).rpartition("_")[2] if root and str(root[0])[-1:].isdigit() else ""
 
 
 def has_flat_parameters(shares: Mapping[Path, Share]) -> bool:

@@ -149,6 +149,16 @@ class TorchReader(Reader):
         self._shares = shares or {}
         self._starts: dict[tuple[str, int], int] = {}
 
+    @property
+    def notes(self) -> Sequence[RankNote]:
+        """States in the files that say of themselves that they are one rank's."""
+        return self._notes
+
+    @property
+    def shares(self) -> Mapping[Path, Share]:
+        """Paths at which one rank's share of an array lies."""
+        return self._shares
+
     def restated(self, manifest: Manifest) -> TorchReader:
         """Return a reader of the same files with another manifest."""
         return TorchReader(self.store, manifest, self._archives)

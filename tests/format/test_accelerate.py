@@ -4,9 +4,12 @@ import pytest
 import torch
 from dcp_writers import Malicious, save
 from materialise import assert_same, truth
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from share_writers import as_rank, dtensor, sharded
+from torch.distributed.device_mesh import init_device_mesh
 
-from shardckpt.errors import AmbiguousError, IncompleteError, UnsafeError, UnsupportedError
+import shardckpt
+from shardckpt.errors import AmbiguousError, IncompleteError, UnsafeError, UnsupportedError, UsageError
 from shardckpt.format import accelerate
 from shardckpt.format.detect import detect
 from shardckpt.format.reader import Evidence, Source
@@ -144,13 +147,54 @@ class TestForms:
             open_(tmp_path)
 
     @pytest.mark.parametrize("name", ["pytorch_model_fsdp_rank{}.bin", "pytorch_model_fsdp_0_rank{}.bin"])
-    def test_rank_files_are_recognised_and_named(self, tmp_path, name):
+    def test_rank_files_that_say_nothing_of_their_part_are_refused(self, tmp_path, name):
         for rank in range(2):
             torch.save({"w": W}, tmp_path / name.format(rank))
 
         assert accelerate.recognise(Source(LocalStore(str(tmp_path)))) is Evidence.STRUCTURE
         with pytest.raises(UnsupportedError, match=r"rank by rank.*_rank0\.bin and 1 more"):
             open_(tmp_path)
+
+    def test_rank_files_are_put_together(self, tmp_path):
+        """SHARDED with `use_dcp=False`, two models: each is one, and its optimizer by the same number."""
+        source = tmp_path / "src"
+        source.mkdir()
+        for rank in range(2):
+            with as_rank(rank, 2):
+                mesh = init_device_mesh("cpu", (2,))
+                for i in range(2):
+                    slots = {"exp_avg": dtensor(W + 1 + i, mesh), "step": torch.tensor(3.0)}
+                    groups = [{"params": ["w"], "lr": 0.1}]
+                    torch.save({"w": dtensor(W + i, mesh)}, source / f"pytorch_model_fsdp_{i}_rank{rank}.bin")
+                    state = {"state": {"w": slots}, "param_groups": groups}
+                    torch.save(state, source / f"optimizer_{i}_rank{rank}.bin")
+        save_loop(source)
+
+        reader = open_(source)
+
+        for i, end in enumerate(["", "_1"]):
+            assert_same(reader, (f"model{end}", "w"), W + i)
+            assert_same(reader, (f"optimizer{end}", "state", "w", "exp_avg"), W + 1 + i)
+        shardckpt.consolidate(str(source), str(tmp_path / "out"), model_key="model_1")
+        assert torch.equal(load_file(tmp_path / "out/model.safetensors")["w"], W + 1)
+        others = shardckpt.inspect(str(source)).parts["other"]
+        assert set(others) >= {"random_states_0.pkl", "scheduler.bin"}
+
+    def test_local_states_are_put_together_with_shapes_from_elsewhere(self, tmp_path):
+        """LOCAL: flat parameters alone."""
+        source = tmp_path / "src"
+        source.mkdir()
+        for rank in range(2):
+            with as_rank(rank, 2):
+                flat = sharded(W.reshape(-1), rank, 2)
+                torch.save({"_flat_param": flat}, source / f"pytorch_model_fsdp_rank{rank}.bin")
+        save_loop(source)
+        torch.save({"w": W}, tmp_path / "shapes.pth")
+
+        with pytest.raises(UsageError, match="--shapes-from"):
+            shardckpt.consolidate(str(source), str(tmp_path / "out"))
+        shardckpt.consolidate(str(source), str(tmp_path / "out"), shapes_from=str(tmp_path / "shapes.pth"))
+        assert torch.equal(load_file(tmp_path / "out/model.safetensors")["w"], W)
 
     def test_an_unfinished_sharded_model_is_named(self, tmp_path):
         save({"model": {"w": W}}, tmp_path / "pytorch_model_fsdp_0")
