@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, escape
-from shardckpt.format import accelerate, dcp, deepspeed, hf, lightning, native, torch_file, torch_folder, universal
+from shardckpt.format import (
+    accelerate,
+    composer,
+    dcp,
+    deepspeed,
+    hf,
+    lightning,
+    native,
+    torch_file,
+    torch_folder,
+    universal,
+)
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.storage.open_store import kind, open_store, split
 
@@ -14,6 +25,7 @@ FORMATS: tuple[Format, ...] = (
     universal.FORMAT,
     deepspeed.FORMAT,
     accelerate.FORMAT,
+    composer.FORMAT,
     lightning.FORMAT,
     dcp.FORMAT,
     hf.FORMAT,

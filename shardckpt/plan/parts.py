@@ -129,7 +129,7 @@ def _optimizers(manifest: Manifest) -> list[Path]:
     """Return every path below which both `state` and `param_groups` lie, nested or flattened into one key."""
     seen: dict[Path, set[str]] = {}
     for path in _paths(manifest):
-        for n, key in enumerate(path[:_DEEPEST]):
+        for n, key in enumerate(path[: _DEEPEST + 1]):
             if isinstance(key, str):
                 kind = key.partition(".")[0]
                 if kind in (_STATE, _GROUPS) and (key == kind or n == len(path) - 1):

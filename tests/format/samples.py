@@ -73,6 +73,14 @@ def _fabric(folder: Path) -> Path:
     return folder
 
 
+def _composer(folder: Path) -> Path:
+    save(dict(MODEL), folder / "model")
+    save(OPTIM, folder / "optim")
+    (folder / "composer_metadata.json").write_text("{}")
+    torch.save({"timestamp": 3}, folder / "resumption.pkl")
+    return folder
+
+
 def _one_file(folder: Path) -> Path:
     folder.mkdir()
     save_file(MODEL, folder / "model.safetensors", {"format": "pt"})
@@ -226,6 +234,7 @@ SAMPLES: Mapping[str, Mapping[str, Builder]] = {
     "deepspeed-universal": {"stage 2": _deepspeed(2, write_universal), "stage 3": _deepspeed(3, write_universal)},
     "accelerate": {"sharded": _accelerate_sharded, "full": _accelerate_full},
     "fabric": {"sharded": _fabric},
+    "composer": {"parts": _composer},
     "native": {"ranks": _native, "alone": _native_alone},
     "dcp": {
         "torch": _dcp(),

@@ -301,7 +301,7 @@ def test_a_link_out_of_the_folder(sample: Sample) -> None:
 def needless(file: Path) -> bool:
     """Tell whether a file of a sample holds nothing that a model or an optimizer needs."""
     is_hint = file.name == HF_INDEX and (file.parent / "COMMIT").exists()
-    return is_hint or file.name.startswith(("random_states", "meta.pt"))
+    return is_hint or file.name.startswith(("random_states", "meta.pt", "resumption", "composer_"))
 
 
 def test_a_pipe_or_a_folder_in_place_of_a_file(sample: Sample) -> None:
