@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: folder or file, path or URL.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another, of any format and world size.")],
+    rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names of A; repeatable.")] = None,
+    rules: Annotated[str, typer.Option("--rules", help="TOML file of rules, or a set's name, for A.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor; exit 0 when they are equal, 1 when they differ."""
     import shardckpt
 
-    result = shardckpt.diff(a, b)
+    result = shardckpt.diff(a, b, rules=rules, rename=rename or ())
     if as_json:
         print(output.as_json(result))
     else:

@@ -29,6 +29,8 @@ _Shard = Annotated[str, typer.Option("--max-shard-size", help="Bytes a file: 5GB
 _Memory = Annotated[str, typer.Option("--max-memory", help="Memory the process may add to its start-up.")]
 _Include = Annotated[list[str] | None, typer.Option("--include", help="Glob of names to take; repeatable.")]
 _Exclude = Annotated[list[str] | None, typer.Option("--exclude", help="Glob of names to leave; repeatable.")]
+_Rules = Annotated[str, typer.Option("--rules", help="TOML file of rules, or the name of a set that comes along.")]
+_Rename = Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for whole names; repeatable, in order.")]
 _Config = Annotated[str, typer.Option("--config-from", help="Folder with config.json and tokenizer files to carry.")]
 _Dry = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
 _Over = Annotated[bool, typer.Option("--overwrite", help="Replace what lies at DST.")]
@@ -56,6 +58,8 @@ def consolidate(
     max_memory: _Memory = "256MiB",
     include: _Include = None,
     exclude: _Exclude = None,
+    rename: _Rename = None,
+    rules: _Rules = "",
     config_from: _Config = "",
     dry_run: _Dry = False,
     overwrite: _Over = False,
@@ -85,6 +89,8 @@ def convert(
     max_memory: _Memory = "256MiB",
     include: _Include = None,
     exclude: _Exclude = None,
+    rename: _Rename = None,
+    rules: _Rules = "",
     config_from: _Config = "",
     dry_run: _Dry = False,
     overwrite: _Over = False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,20 +11,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.convert.arrays import blocks_of, resolve
+from shardckpt.convert.carried import find_carried
 from shardckpt.convert.casts import numpy_dtype
 from shardckpt.convert.report import Comparison, TensorDifference
+from shardckpt.convert.ruled import decide, located_model, located_state, read_rules
 from shardckpt.convert.selection import load_values, name_model
 from shardckpt.dtypes import bits
-from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.detect import detect, open_source
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Manifest, TensorEntry, dotted
 from shardckpt.plan import optimizer
 from shardckpt.plan.parts import find_parts, split_flat_names
+from shardckpt.plan.rules import Rule
 
 _BLOCK_BYTES = 1 << 21
 
 
-def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
+def diff(
+    a: str | os.PathLike[str], b: str | os.PathLike[str], *, rules: str = "", rename: Sequence[str] = ()
+) -> Comparison:
     """Compare two checkpoints by canonical names, bit by bit.
 
     Model tensors are matched by the names of the unwrapped model, optimizer state by `<fqn>/<slot>`, everything else by
@@ -33,6 +38,9 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
     Args:
         a: Checkpoint in any readable format.
         b: Another.
+        rules: TOML file of rules, or the name of a set that comes with the package, that make the names and shapes of
+            `b` of those of `a`.
+        rename: `FROM=TO`, applied in order after `rules`.
 
     Returns:
         What is only in one, and what differs: dtype, shape, largest absolute and relative difference, NaN counts.
@@ -43,7 +51,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
         StorageError: Reading failed.
     """
     a, b = os.fspath(a), os.fspath(b)
-    first, second = _open(a), _open(b)
+    first, second = _open(a, rules, rename), _open(b)
     differences: list[TensorDifference] = []
     both = [name for name in first.tensors if name in second.tensors]
     for name in sorted({*first.tensors, *second.tensors}):
@@ -69,13 +77,22 @@ class _Side:
     tensors: Mapping[str, TensorEntry]
 
 
-def _open(url: str) -> _Side:
-    reader = open_checkpoint(url)
-    return _Side(reader, canonical(reader, split_flat_names(reader.manifest)))
+def _open(url: str, rules: str = "", rename: Sequence[str] = ()) -> _Side:
+    source = open_source(url)
+    reader = detect(source).open(source)
+    found: Sequence[Rule] = ()
+    if rules or rename:
+        found = read_rules(rules, rename, find_carried(source).config)
+    return _Side(reader, canonical(reader, split_flat_names(reader.manifest), found))
 
 
-def canonical(reader: Reader, manifest: Manifest) -> dict[str, TensorEntry]:
+def canonical(reader: Reader, manifest: Manifest, rules: Sequence[Rule] = ()) -> dict[str, TensorEntry]:
     """Return every tensor of a checkpoint under one name that does not depend on its format.
+
+    Args:
+        reader: The open checkpoint.
+        manifest: What it holds.
+        rules: Make other names and shapes of the model's, and of its optimizers'.
 
     Raises:
         CheckpointError: Optimizer values cannot be read.
@@ -83,16 +100,26 @@ def canonical(reader: Reader, manifest: Manifest) -> dict[str, TensorEntry]:
     """
     found = find_parts(manifest)
     model = name_model(manifest, found)
-    tensors = dict(model.tensors)
+    tensors = _ruled_model(reader, manifest, model.tensors, rules) if rules else dict(model.tensors)
+    known = {entry.path for entry in model.tensors.values()}
     shapes = {name: entry.shape for name, entry in model.tensors.items()}
     for root in found.optimizers:
         raw = optimizer.below(manifest, root, load_values(reader, manifest, root))
         state = optimizer.by_name(raw, shapes, clean=model.clean)
+        known |= {entry.path for entry in state.tensors.values()}
+        if rules:
+            state = located_state(reader, manifest, decide(rules, model.tensors, state, {}).plan, state)
         prefix = "" if len(found.optimizers) == 1 else f"{dotted(root)}:"
         tensors |= {f"{prefix}{key}": entry for key, entry in state.tensors.items()}
-    known = {entry.path for entry in tensors.values()}
     tensors |= {dotted(path): entry for path, entry in manifest.tensors.items() if path not in known}
     return tensors
+
+
+def _ruled_model(
+    reader: Reader, manifest: Manifest, model: Mapping[str, TensorEntry], rules: Sequence[Rule]
+) -> dict[str, TensorEntry]:
+    ruled = decide(rules, model, None, {})
+    return located_model(reader, manifest, ruled, list(ruled.model), model)[0]
 
 
 def _compare(name: str, a: _Side, b: _Side) -> TensorDifference | None:

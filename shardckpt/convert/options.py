@@ -58,6 +58,8 @@ class Options:
         max_memory: Bytes that the process may add to its start-up.
         include: Globs of final names to take; all, where there is none.
         exclude: Globs of final names to leave.
+        rules: TOML file of rules, or the name of a set that comes with the package: other names and shapes.
+        rename: `FROM=TO`, in order, after `rules`: FROM is a regular expression for whole names, TO may name groups.
         config_from: Folder whose config and tokenizer files are carried along.
         overwrite: Replace what lies at the target.
         dry_run: Plan and check, write nothing.
@@ -80,6 +82,8 @@ class Options:
     max_memory: int | str = DEFAULT_MEMORY_BYTES
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    rules: str = ""
+    rename: tuple[str, ...] = ()
     config_from: str = ""
     overwrite: bool = False
     dry_run: bool = False

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from shardckpt.convert import ruled as ruling
 from shardckpt.convert.arrays import blocks_of, resolve, same_bits
 from shardckpt.convert.casts import numpy_dtype
 from shardckpt.convert.group_values import content_of
 from shardckpt.convert.options import Options, parse_dtype
 from shardckpt.convert.report import NO_SHAPES
+from shardckpt.convert.ruled import read_rules
 from shardckpt.dtypes import FLOATS
 from shardckpt.errors import (
     AmbiguousError,
@@ -30,6 +32,7 @@ from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
 from shardckpt.plan import names, optimizer, parts, ties, weights
 from shardckpt.plan.coverage import faults
 from shardckpt.plan.outputs import OutTensor
+from shardckpt.plan.rules import Rule
 from shardckpt.storage.open_store import open_store, split
 from shardckpt.storage.store import read_bytes
 
@@ -94,29 +97,100 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
     if not model.tensors and options.part != "optim":
         raise IncompleteError("the checkpoint holds no model tensors", where=reader.store.url, found=_tops(manifest))
     _check_shapes(model.tensors, options.shapes_from)
-    chosen = names.keep(model.tensors, options.include, options.exclude)
-    names.require_matches(options.keep_fp32, chosen)
-    dropped, warnings = _ties(reader, manifest, model, chosen, config)
-    state = _optimizer(reader, manifest, found, model, options) if options.part != "model" else None
-    kept = [name for name in chosen if name not in dropped] if options.part != "optim" else []
-    wanted = [model.tensors[n] for n in kept] + (list(state.tensors.values()) if state else [])
+    rules = read_rules(options.rules, options.rename, config)
+    chosen = _ruled(reader, manifest, found, model, options, config, rules) if rules else None
+    chosen = chosen or _as_it_is(reader, manifest, found, model, options, config)
+    names.require_matches(options.keep_fp32, chosen.names)
+    kept = [name for name in chosen.names if name not in chosen.ties] if options.part != "optim" else []
+    state = chosen.state
+    wanted = [chosen.tensors[n] for n in kept] + (list(state.tensors.values()) if state else [])
     resolved = iter(resolve(reader, manifest, wanted))
     unasked = [r for r in (found.model, *found.optimizers) if _is_unasked(r, found, options)]
     return Selection(
-        model=tuple(OutTensor(n, next(resolved), _target_dtype(n, model.tensors[n], options)) for n in kept),
+        model=tuple(
+            OutTensor(n, next(resolved), chosen.casts.get(n) or _target_dtype(n, chosen.tensors[n], options))
+            for n in kept
+        ),
         optim=tuple(OutTensor(n, e, e.dtype) for n, e in zip(state.tensors, resolved, strict=True)) if state else (),
         groups=content_of(state) if state else None,
         units=state.units if state else {},
-        ties=dropped if options.part != "optim" else {},
-        order=tuple(chosen),
-        left_out=tuple(dotted(p) for p in (*unasked, *found.others)),
+        ties=chosen.ties if options.part != "optim" else {},
+        order=tuple(chosen.names),
+        left_out=tuple(dotted(p) for p in (*unasked, *found.others)) + chosen.dropped,
         warnings=(
             *manifest.warnings,
             *(() if manifest.has_shapes or options.shapes_from else (NO_SHAPES,)),
-            *warnings,
-            *_unneeded_faults(manifest, wanted),
+            *chosen.warnings,
+            *_unneeded_faults(manifest, chosen.used or wanted),
         ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Tensors under their final names.
+
+    Attributes:
+        names: The model's, in state-dict order.
+        tensors: Name to array; tied ones need not be there.
+        ties: Name that is not written to the name that stands for it.
+        state: The optimizer, if it is asked for.
+        warnings: What is odd about ties.
+        casts: Name to the type that a rule says.
+        used: What of the checkpoint all is made of, where rules make it.
+        dropped: What rules left out.
+    """
+
+    names: Sequence[str]
+    tensors: Mapping[str, TensorEntry]
+    ties: Mapping[str, str]
+    state: optimizer.OptimState | None
+    warnings: Sequence[str]
+    casts: Mapping[str, str] = field(default_factory=dict)
+    used: Sequence[TensorEntry] = ()
+    dropped: tuple[str, ...] = ()
+
+
+def _as_it_is(
+    reader: Reader,
+    manifest: Manifest,
+    found: parts.Parts,
+    model: Named,
+    options: Options,
+    config: Mapping[str, object],
+) -> _Chosen:
+    chosen = names.keep(model.tensors, options.include, options.exclude)
+    dropped, warnings = _ties(reader, manifest, model, chosen, config)
+    state = _optimizer(reader, manifest, found, model, options) if options.part != "model" else None
+    if state is not None and (options.include or options.exclude):
+        state = _of_parameters(state, set(chosen))
+    return _Chosen(chosen, model.tensors, dropped, state, warnings)
+
+
+def _ruled(
+    reader: Reader,
+    manifest: Manifest,
+    found: parts.Parts,
+    model: Named,
+    options: Options,
+    config: Mapping[str, object],
+    rules: Sequence[Rule],
+) -> _Chosen:
+    """Return what rules make; globs are about the names that they give."""
+    ties_before, warnings = _ties(reader, manifest, model, list(model.tensors), config)
+    state = _optimizer(reader, manifest, found, model, options) if options.part != "model" else None
+    ruled = ruling.decide(rules, model.tensors, state, ties_before)
+    chosen = names.keep(ruled.model, options.include, options.exclude)
+    dropped = {name: kept for name, kept in ruled.ties.items() if name in chosen and kept in chosen}
+    kept = [name for name in chosen if name not in dropped] if options.part != "optim" else []
+    tensors, used = ruling.located_model(reader, manifest, ruled, kept, model.tensors)
+    if state is not None:
+        wanted = [name for name in ruled.plan.made if name not in ruled.model or name in set(chosen)]
+        used += state.tensors.values()
+        state = ruling.located_state(reader, manifest, ruling.only(ruled.plan, wanted), state)
+    casts = {name: ruled.model[name].cast for name in kept if ruled.model[name].cast}
+    gone = tuple(f"{name} (by a rule)" for name in ruled.plan.dropped)
+    return _Chosen(chosen, tensors, dropped, state, warnings, casts, used, gone)
 
 
 def name_model(manifest: Manifest, found: parts.Parts) -> Named:
@@ -229,15 +303,16 @@ def _optimizer(
     root = found.optimizers[0]
     values = load_values(reader, manifest, root)
     raw = optimizer.below(manifest, root, values)
-    state = optimizer.by_name(
+    return optimizer.by_name(
         raw,
         {name: entry.shape for name, entry in model.tensors.items()},
         read_param_names(options.param_names) if options.param_names else None,
         model.clean,
     )
-    if not (options.include or options.exclude):
-        return state
-    fqns = set(names.keep(model.tensors, options.include, options.exclude))
+
+
+def _of_parameters(state: optimizer.OptimState, fqns: Set[str]) -> optimizer.OptimState:
+    """Return the tensors of some parameters; groups and values stay."""
     kept = {key: entry for key, entry in state.tensors.items() if key.rpartition("/")[0] in fqns}
     return replace(state, tensors=kept)
 

@@ -11,6 +11,10 @@ from shardckpt.dtypes import bits, nbytes
 from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
 from shardckpt.plan.outputs import OutTensor
 
+_FEW_PIECES = 64
+_FINE_BYTES = 1 << 16
+"""Many pieces that are smaller on the average are not copied one by one: a block is put together of many at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -130,7 +134,8 @@ def _runs(tensor: OutTensor, batch_bytes: int) -> Iterator[_Run]:
     pieces = sorted((p for p in entry.pieces if p.box.volume), key=lambda p: flat_index(entry.shape, p.box.offset))
     widest = max(bits(entry.stored), bits(tensor.dtype))
     most = max(batch_bytes * 8 // widest, 1)
-    if not tensor.is_cast and all(_is_run(tensor, piece) for piece in pieces):
+    is_fine = len(pieces) > _FEW_PIECES and entry.nbytes < len(pieces) * _FINE_BYTES
+    if not tensor.is_cast and not is_fine and all(_is_run(tensor, piece) for piece in pieces):
         for box, file, layout in pieces:
             copy = Copy(file, layout.offset, layout.nbytes)
             if layout.nbytes <= batch_bytes:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardckpt.boxes import Box, strides
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec
-from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
+from shardckpt.manifest import TensorEntry
 from shardckpt.plan.outputs import OutTensor
+from shardckpt.plan.views import turned
 
 Units = Mapping[str, FlatLayout]
 """Names of flat parameters to where in each its members lie, by the names of the unsharded model."""
@@ -92,19 +92,7 @@ def _in_memory_order(entry: TensorEntry, spec: ParamSpec) -> TensorEntry:
     """Return an array with its dimensions from the slowest to the fastest of its parameter's memory."""
     if not spec.order:
         return entry
-    pieces = tuple(_turned(piece, spec.order) for piece in entry.pieces)
-    return entry._replace(shape=spec.memory_shape, pieces=pieces)
-
-
-def _turned(piece: Piece, order: Sequence[int]) -> Piece:
-    layout = piece.layout
-    inner = layout.inner if isinstance(layout, Encoded) else layout
-    if isinstance(inner, Span):
-        inner = Strided(inner.offset, inner.nbytes, 0, strides(piece.box.size))
-    assert isinstance(inner, Strided), "pieces are resolved before they are written"
-    inner = inner._replace(strides=tuple(inner.strides[dim] for dim in order))
-    box = Box(tuple(piece.box.offset[dim] for dim in order), tuple(piece.box.size[dim] for dim in order))
-    return piece._replace(box=box, layout=layout._replace(inner=inner) if isinstance(layout, Encoded) else inner)
+    return entry._replace(shape=spec.memory_shape, pieces=tuple(turned(entry.pieces, spec.order)))
 
 
 def _flat_groups(groups: Sequence[Mapping[str, Any]], flat_of: Mapping[str, str]) -> list[dict[str, Any]]:

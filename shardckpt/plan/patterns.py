@@ -1,0 +1,124 @@
+"""How rules speak of names: literally, with `{x}` for one component, or as regular expressions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from shardckpt.errors import UsageError
+
+_PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_SPECIAL = re.compile(r"[\\()\[\]*+?^$|]")
+_NUMBERED = re.compile(r"\\(\d+)")
+_MOST_DIGITS = 9
+
+
+class Match:
+    r"""A name that a pattern fits.
+
+    Args:
+        match: The match.
+        is_regex: Whether templates may refer to groups by `\1`.
+    """
+
+    def __init__(self, match: re.Match[str], is_regex: bool) -> None:
+        self._match, self._is_regex = match, is_regex
+
+    def __getitem__(self, place: str) -> str:
+        return self._match[place]
+
+    def number(self, place: str) -> int | None:
+        """Return what stands at a place as a number; None where it is none, or has leading zeros."""
+        text = self._match[place]
+        is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and str(int(text)) == text
+        return int(text) if is_number else None
+
+    def expand(self, template: str, more: Mapping[str, str] | None = None) -> str:
+        """Return a template with what was matched at its places.
+
+        Args:
+            template: Checked by `Pattern.check`.
+            more: Places that the name does not have.
+        """
+        known = {**self._match.groupdict(), **(more or {})}
+        found = _PLACE.sub(lambda place: str(known[place[1]] or ""), template)
+        if not self._is_regex:
+            return found
+        return _NUMBERED.sub(lambda group: self._match[int(group[1])] or "", found)
+
+
+class Pattern:
+    r"""Which names a rule is about.
+
+    Args:
+        text: A name in which `{x}` stands for one component, between dots. With any of `\ ( ) [ ] * + ? ^ $ |` in it,
+            a regular expression for the whole name, in which `{x}` may stand too.
+        where: The rule, for messages.
+
+    Raises:
+        UsageError: It is no regular expression.
+    """
+
+    def __init__(self, text: str, where: str = "") -> None:
+        self.text, self._where = text, where
+        self.is_regex = _SPECIAL.search(text) is not None
+        seen: set[str] = set()
+
+        def group(place: re.Match[str]) -> str:
+            name = place[1]
+            if name in seen:
+                return f"(?P={name})"
+            seen.add(name)
+            return f"(?P<{name}>[^.]+)"
+
+        parts = _PLACE.split(text)
+        if self.is_regex:
+            source = _PLACE.sub(group, text)
+        else:
+            places = _PLACE.finditer(text)
+            source = "".join(group(next(places)) if i % 2 else re.escape(part) for i, part in enumerate(parts))
+        try:
+            self._compiled = re.compile(source)
+        except re.error as error:
+            raise UsageError(f"no regular expression: {error}", where=where, found=text) from error
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Pattern({self.text!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pattern) and other.text == self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    @property
+    def places(self) -> frozenset[str]:
+        """Names in braces."""
+        return frozenset(self._compiled.groupindex)
+
+    def match(self, name: str) -> Match | None:
+        """Return how it fits a whole name, or None."""
+        found = self._compiled.fullmatch(name)
+        return None if found is None else Match(found, self.is_regex)
+
+    def check(self, template: str, more: frozenset[str] = frozenset()) -> None:
+        """Refuse a template that speaks of places which the pattern lacks.
+
+        Args:
+            template: What a tensor shall be called.
+            more: Places that are known besides.
+
+        Raises:
+            UsageError: It does, or is empty.
+        """
+        unknown = [f"{{{name}}}" for name in _PLACE.findall(template) if name not in self.places | more]
+        if self.is_regex:
+            unknown += [f"\\{n}" for n in _NUMBERED.findall(template) if int(n) > self._compiled.groups]
+        if unknown or not template:
+            raise UsageError(
+                f"{template!r} speaks of {', '.join(unknown) or 'nothing'}, which {self.text!r} does not have",
+                where=self._where,
+            )

@@ -1,0 +1,127 @@
+"""What rules make of an optimizer: its slots as its parameters, its groups by the new names. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+from shardckpt.boxes import Shape
+from shardckpt.errors import IncompleteError, UsageError
+from shardckpt.manifest import TensorEntry
+from shardckpt.plan.optimizer import OptimState
+from shardckpt.plan.rules import Plan, Recipe, Source, cooked, leaves
+
+Same = Callable[[Sequence[TensorEntry]], bool]
+"""Tells whether small arrays hold the same bits."""
+
+_Rows = Mapping[str, Mapping[str, TensorEntry]]
+
+
+def shapes_of(state: OptimState, known: Mapping[str, object]) -> dict[str, tuple[Shape, str]]:
+    """Return the parameters that the model lacks, with the shape of their largest slot and a type that none has.
+
+    Args:
+        state: The optimizer, by names.
+        known: Names of the model's tensors.
+    """
+    found: dict[str, tuple[Shape, str]] = {}
+    for key, entry in state.tensors.items():
+        name = key.rpartition("/")[0]
+        if name not in known and (name not in found or prod(found[name][0]) < prod(entry.shape)):
+            found[name] = (entry.shape, entry.dtype)
+    return found
+
+
+def ruled_state(plan: Plan, state: OptimState, same: Same) -> OptimState:
+    """Return an optimizer whose slots are made as the parameters they belong to.
+
+    A slot of another shape than its parameter is kept where the parameter only gets another name; one number (`step`)
+    is kept where all that a tensor is made of have the same.
+
+    Args:
+        plan: What becomes of the parameters.
+        state: By the names that the plan starts from, its tensors resolved.
+        same: Compares arrays of one element.
+
+    Raises:
+        IncompleteError: A part of a tensor has state that another part lacks.
+        UsageError: A slot cannot be made as its parameter is, or parts differ in what a tensor has only once.
+    """
+    rows: dict[str, dict[str, TensorEntry]] = {}
+    for key, entry in state.tensors.items():
+        name, _, slot = key.rpartition("/")
+        rows.setdefault(name, {})[slot] = entry
+    tensors: dict[str, TensorEntry] = {}
+    scalars: dict[str, Mapping[str, object]] = {}
+    for name, made in plan.made.items():
+        parts = list(dict.fromkeys(leaf.name for leaf in leaves(made.recipe)))
+        for slot in _slots(name, parts, rows):
+            tensors[f"{name}/{slot}"] = _made(made.recipe, f"{name}/{slot}", slot, rows, same)
+        values = [state.scalars.get(part, {}) for part in parts]
+        if any(each != values[0] for each in values):
+            raise UsageError("parts of a tensor differ in what it has only once", where=name, found=values[:2])
+        if values[0]:
+            scalars[name] = values[0]
+    return OptimState(tensors, scalars, _groups(plan, state.groups))
+
+
+def _slots(name: str, parts: Sequence[str], rows: _Rows) -> list[str]:
+    slots = list(rows.get(parts[0], {}))
+    for part in parts[1:]:
+        other = rows.get(part, {})
+        odd = set(slots) ^ set(other)
+        if odd:
+            lacking = parts[0] if odd & set(other) else part
+            raise IncompleteError(
+                f"{name} is made of several tensors, of which {lacking} has no {min(odd)}",
+                fix="Leave the optimizer out with --part model, or drop such tensors with a rule.",
+            )
+    return slots
+
+
+def _made(recipe: Recipe, key: str, slot: str, rows: _Rows, same: Same) -> TensorEntry:
+    found = {leaf.name: rows[leaf.name][slot] for leaf in leaves(recipe)}
+    first = next(iter(found.values()))
+    if isinstance(recipe, Source):
+        return first._replace(path=(key,))
+    if all(found[leaf.name].shape == leaf.shape for leaf in leaves(recipe)):
+        return cooked(recipe, key, found)
+    if any(prod(entry.shape) != 1 for entry in found.values()):
+        odd = next(entry for entry in found.values() if prod(entry.shape) != 1)
+        raise UsageError(
+            f"{slot} is not shaped like its parameter, so that no rule fits it",
+            where=key,
+            found=odd.shape,
+            fix="Leave the optimizer out with --part model.",
+        )
+    if len(found) > 1 and not same(list(found.values())):
+        raise UsageError(f"the parts of {key} differ, and it has only one", where=key, found=f"{len(found)} parts")
+    return first._replace(path=(key,))
+
+
+def _groups(plan: Plan, groups: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Return groups by the new names; a tensor that is made of several stands where the first of them stood."""
+    home: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        params = group["params"]
+        assert isinstance(params, list), "groups by name list their parameters"
+        home |= dict.fromkeys(params, number)
+    made_of: dict[str, list[str]] = {}
+    for name, made in plan.made.items():
+        parts = list(dict.fromkeys(leaf.name for leaf in leaves(made.recipe)))
+        homes = {home.get(part) for part in parts}
+        if len(homes) > 1:
+            raise UsageError(
+                "parts of one tensor are in several groups, or in none",
+                where=name,
+                found=", ".join(f"{part}: {home.get(part, 'none')}" for part in parts[:4]),
+            )
+        for part in parts:
+            made_of.setdefault(part, []).append(name)
+    found = []
+    for group in groups:
+        params = group["params"]
+        assert isinstance(params, list), "as above"
+        names = dict.fromkeys(name for part in params for name in made_of.get(part, ()))
+        found.append({**group, "params": list(names)})
+    return found

@@ -1,0 +1,572 @@
+"""Rules that give a model's tensors other names and shapes: planned on names and shapes alone, and proven as a whole.
+
+A rule takes what the rules before it made. What comes out is, for every name, how it is made of the tensors of the
+checkpoint: joined, cut, turned. An optimizer's slots are made the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardckpt.boxes import Box, Shape
+from shardckpt.dtypes import FLOATS, bits
+from shardckpt.errors import NameCollisionError, UsageError
+from shardckpt.manifest import Piece, TensorEntry
+from shardckpt.plan.patterns import Match, Pattern
+from shardckpt.plan.views import lifted, lowered, moved, narrowed, turned
+
+EACH = 0
+"""As many groups as there are elements in a dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """Gives tensors other names.
+
+    Attributes:
+        source: Which.
+        to: What they are called then.
+    """
+
+    source: Pattern
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Leaves tensors out.
+
+    Attributes:
+        name: Which.
+    """
+
+    name: Pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Lays tensors of one shape one upon the other, in a dimension of their own.
+
+    Attributes:
+        source: Which; `over` stands in it for their places, 0, 1, 2 and so on.
+        over: The name in braces that counts them.
+        to: What they are called together.
+        dim: The new dimension.
+    """
+
+    source: Pattern
+    over: str
+    to: str
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack:
+    """Undoes `Stack`.
+
+    Attributes:
+        source: Which.
+        over: The name in braces that counts what comes out.
+        to: What that is called.
+        dim: The dimension that goes.
+    """
+
+    source: Pattern
+    over: str
+    to: str
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Cuts tensors in one dimension.
+
+    Attributes:
+        source: Which.
+        to: What the parts are called, in order.
+        sizes: Elements of each in that dimension, or shares of them; empty for equal parts.
+        dim: The dimension.
+        groups: The parts lie in as many equal runs, each of which holds a piece of every part; `EACH` for runs of one
+            element of every part.
+        are_shares: Whether sizes are in proportion to one another only.
+    """
+
+    source: Pattern
+    to: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dim: int
+    groups: int = 1
+    are_shares: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fuse:
+    """Joins tensors in one dimension: undoes `Split`.
+
+    Attributes:
+        source: Which, in order.
+        to: What they are called together.
+        dim: The dimension.
+        groups: As for `Split`.
+    """
+
+    source: tuple[Pattern, ...]
+    to: str
+    dim: int
+    groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """Puts dimensions in another order.
+
+    Attributes:
+        name: Which tensors.
+        dims: For every dimension which one it was.
+    """
+
+    name: Pattern
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Writes a model's tensors in another float type; the slots of an optimizer keep theirs.
+
+    Attributes:
+        name: Which.
+        dtype: Torch's name of the type.
+    """
+
+    name: Pattern
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class IfAny:
+    """A rule that may match nothing.
+
+    Attributes:
+        rule: The rule.
+    """
+
+    rule: Rename | Drop | Stack | Unstack | Split | Fuse | Transpose | Cast
+
+
+Rule = Rename | Drop | Stack | Unstack | Split | Fuse | Transpose | Cast | IfAny
+
+
+class Source(NamedTuple):
+    """A tensor of the checkpoint."""
+
+    name: str
+    shape: Shape
+
+
+class Narrow(NamedTuple):
+    """A part of a tensor, from `start` on in one dimension."""
+
+    of: Recipe
+    dim: int
+    start: int
+    shape: Shape
+
+
+class Join(NamedTuple):
+    """Tensors end to end in one dimension."""
+
+    parts: tuple[Recipe, ...]
+    dim: int
+    shape: Shape
+
+
+class Lift(NamedTuple):
+    """A tensor with one more dimension, of one element."""
+
+    of: Recipe
+    dim: int
+    shape: Shape
+
+
+class Lower(NamedTuple):
+    """A tensor without a dimension of one element."""
+
+    of: Recipe
+    dim: int
+    shape: Shape
+
+
+class Turn(NamedTuple):
+    """A tensor with its dimensions in another order."""
+
+    of: Recipe
+    dims: tuple[int, ...]
+    shape: Shape
+
+
+Recipe = Source | Narrow | Join | Lift | Lower | Turn
+"""How a tensor is made of others; every one has a `shape`."""
+
+
+class Made(NamedTuple):
+    """A tensor that comes out.
+
+    Attributes:
+        recipe: How it is made.
+        dtype: Type of what it is made of.
+        cast: Type it is written in, where a rule says so.
+    """
+
+    recipe: Recipe
+    dtype: str
+    cast: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What rules make of a model.
+
+    Attributes:
+        made: Final name to how it is made, in order.
+        dropped: Tensors of the checkpoint that rules left out.
+    """
+
+    made: Mapping[str, Made]
+    dropped: tuple[str, ...]
+
+
+def plan(rules: Sequence[Rule], tensors: Mapping[str, tuple[Shape, str]]) -> Plan:
+    """Decide what rules make of tensors.
+
+    Args:
+        rules: In order.
+        tensors: Canonical name to shape and type, in order.
+
+    Raises:
+        UsageError: A rule matches nothing, or does not fit what it matches; the message names rule and tensor.
+        NameCollisionError: Two tensors would get one name.
+    """
+    made = {name: Made(Source(name, shape), dtype) for name, (shape, dtype) in tensors.items()}
+    for number, each in enumerate(rules, 1):
+        rule = each.rule if isinstance(each, IfAny) else each
+        where = f"rule {number} ({type(rule).__name__.lower()})"
+        made = _applied(rule, made, where, may_miss=rule is not each)
+    used = {leaf.name for each in made.values() for leaf in leaves(each.recipe)}
+    return Plan(made, tuple(name for name in tensors if name not in used))
+
+
+def leaves(recipe: Recipe) -> Iterator[Source]:
+    """Yield the tensors of the checkpoint that another is made of, in order; one may come several times."""
+    if isinstance(recipe, Source):
+        yield recipe
+    elif isinstance(recipe, Join):
+        for part in recipe.parts:
+            yield from leaves(part)
+    else:
+        yield from leaves(recipe.of)
+
+
+def with_sources(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
+    """Return a recipe made of other tensors of the same shapes: those that `names` says, where it says one."""
+    if isinstance(recipe, Source):
+        return recipe._replace(name=names.get(recipe.name, recipe.name))
+    if isinstance(recipe, Join):
+        return recipe._replace(parts=tuple(with_sources(part, names) for part in recipe.parts))
+    return recipe._replace(of=with_sources(recipe.of, names))
+
+
+def cooked(recipe: Recipe, name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry:
+    """Return a tensor made of resolved ones.
+
+    Args:
+        recipe: How it is made.
+        name: Its own.
+        entries: Name to tensor, for every leaf of the recipe.
+
+    Raises:
+        UsageError: Its parts are of several types, or of one narrower than a byte, which cannot be cut.
+    """
+    found = [entries[leaf.name] for leaf in leaves(recipe)]
+    types = {(entry.stored, entry.delivered) for entry in found}
+    if len(types) > 1:
+        raise UsageError(
+            "a tensor would be made of several types", where=name, found=", ".join(sorted(map(str, types)))
+        )
+    first = found[0]
+    if isinstance(recipe, Source):
+        return first._replace(path=(name,))
+    if bits(first.stored) % 8:
+        raise UsageError("elements narrower than a byte cannot be cut", where=name, found=first.stored)
+    return TensorEntry((name,), recipe.shape, first.stored, tuple(_pieces(recipe, entries)), first.delivered)
+
+
+def _pieces(recipe: Recipe, entries: Mapping[str, TensorEntry]) -> list[Piece]:
+    if isinstance(recipe, Source):
+        return list(entries[recipe.name].pieces)
+    if isinstance(recipe, Join):
+        found, at = [], 0
+        for part in recipe.parts:
+            found += moved(_pieces(part, entries), recipe.dim, at)
+            at += part.shape[recipe.dim]
+        return found
+    inner = _pieces(recipe.of, entries)
+    if isinstance(recipe, Narrow):
+        offset = tuple(recipe.start if d == recipe.dim else 0 for d in range(len(recipe.shape)))
+        dtype = next(entries[leaf.name].stored for leaf in leaves(recipe))
+        return narrowed(inner, Box(offset, recipe.shape), dtype)
+    if isinstance(recipe, Lift):
+        return lifted(inner, recipe.dim)
+    return lowered(inner, recipe.dim) if isinstance(recipe, Lower) else turned(inner, recipe.dims)
+
+
+_Tensors = dict[str, Made]
+
+
+def _applied(rule: Rule, made: _Tensors, where: str, *, may_miss: bool) -> _Tensors:
+    """Return what a rule makes of tensors.
+
+    A rule says for each name that it takes what comes in its place; what is made of several comes at the first's place.
+    """
+    does: Mapping[type, Callable[..., dict[str, _Tensors]]] = {
+        Rename: _renamed,
+        Drop: _dropped,
+        Stack: _stacked,
+        Unstack: _unstacked,
+        Split: _cut,
+        Fuse: _fused,
+        Transpose: _turned,
+        Cast: _cast,
+    }
+    taken = does[type(rule)](rule, made, where)
+    if not taken and not may_miss:
+        raise UsageError(
+            "the rule matches no tensor",
+            where=where,
+            found=f"{len(made)} names such as {', '.join(list(made)[:3])}",
+            fix="`shardckpt inspect` lists names; rules apply in order. `optional = true` lets one match nothing.",
+        )
+    found: _Tensors = {}
+    for name, each in made.items():
+        for new, thing in taken.get(name, {name: each}).items():
+            if new in found:
+                raise NameCollisionError(f"two tensors would both be named {new!r}", where=where)
+            found[new] = thing
+    return found
+
+
+def _matches(pattern: Pattern, made: _Tensors) -> Iterator[tuple[str, Match]]:
+    for name in made:
+        match = pattern.match(name)
+        if match is not None:
+            yield name, match
+
+
+def _renamed(rule: Rename, made: _Tensors, _where: str) -> dict[str, _Tensors]:
+    return {name: {match.expand(rule.to): made[name]} for name, match in _matches(rule.source, made)}
+
+
+def _dropped(rule: Drop, made: _Tensors, _where: str) -> dict[str, _Tensors]:
+    return {name: {} for name, _ in _matches(rule.name, made)}
+
+
+def _cast(rule: Cast, made: _Tensors, where: str) -> dict[str, _Tensors]:
+    found: dict[str, _Tensors] = {}
+    for name, _ in _matches(rule.name, made):
+        if made[name].dtype not in FLOATS:
+            raise UsageError(f"{name} is of no float type to cast from", where=where, found=made[name].dtype)
+        found[name] = {name: made[name]._replace(cast=rule.dtype)}
+    return found
+
+
+def _turned(rule: Transpose, made: _Tensors, where: str) -> dict[str, _Tensors]:
+    found: dict[str, _Tensors] = {}
+    for name, _ in _matches(rule.name, made):
+        each = made[name]
+        shape = each.recipe.shape
+        dims = tuple(d + len(shape) if d < 0 else d for d in rule.dims)
+        if sorted(dims) != list(range(len(shape))):
+            raise UsageError(
+                f"dims do not fit {name}", where=where, found=list(rule.dims), expected=f"all of {len(shape)}"
+            )
+        recipe = Turn(each.recipe, dims, tuple(shape[d] for d in dims))
+        found[name] = {name: each._replace(recipe=recipe)}
+    return found
+
+
+def _stacked(rule: Stack, made: _Tensors, where: str) -> dict[str, _Tensors]:
+    groups: dict[str, dict[int, str]] = {}
+    for name, match in _matches(rule.source, made):
+        number = match.number(rule.over)
+        if number is None:
+            raise UsageError(f"{{{rule.over}}} is no number in {name}", where=where, found=match[rule.over])
+        group = groups.setdefault(match.expand(rule.to), {})
+        if number in group:
+            raise NameCollisionError(f"{group[number]!r} and {name!r} have one place in a stack", where=where)
+        group[number] = name
+    found: dict[str, _Tensors] = {}
+    for to, group in groups.items():
+        absent = next((i for i in range(len(group)) if i not in group), None)
+        if absent is not None:
+            raise UsageError(
+                f"{to} would have a hole: {{{rule.over}}} = {absent} is missing", where=where, found=sorted(group)
+            )
+        members = [group[i] for i in range(len(group))]
+        first = _alike(members, made, where)
+        shape = first.recipe.shape
+        dim = _dim(rule.dim, len(shape) + 1, members[0], where)
+        lifted_shape = (*shape[:dim], 1, *shape[dim:])
+        parts = tuple(Lift(made[member].recipe, dim, lifted_shape) for member in members)
+        recipe = Join(parts, dim, (*shape[:dim], len(members), *shape[dim:]))
+        found |= _together(members, to, first._replace(recipe=recipe), made)
+    return found
+
+
+def _unstacked(rule: Unstack, made: _Tensors, where: str) -> dict[str, _Tensors]:
+    found: dict[str, _Tensors] = {}
+    for name, match in _matches(rule.source, made):
+        each = made[name]
+        shape = each.recipe.shape
+        dim = _dim(rule.dim, len(shape), name, where)
+        rest = (*shape[:dim], *shape[dim + 1 :])
+        found[name] = {
+            match.expand(rule.to, {rule.over: str(i)}): each._replace(
+                recipe=Lower(_narrow(each.recipe, dim, i, 1), dim, rest)
+            )
+            for i in range(shape[dim])
+        }
+        if len(found[name]) < shape[dim]:
+            raise NameCollisionError(f"parts of {name} would get one name", where=where)
+    return found
+
+
+def _cut(rule: Split, made: _Tensors, where: str) -> dict[str, _Tensors]:
+    found: dict[str, _Tensors] = {}
+    for name, match in _matches(rule.source, made):
+        each = made[name]
+        shape = each.recipe.shape
+        dim = _dim(rule.dim, len(shape), name, where)
+        sizes = _sizes(rule, shape[dim], name, where)
+        groups = rule.groups or min(sizes)
+        parts: list[list[Recipe]] = [[] for _ in sizes]
+        at = 0
+        for _ in range(groups):
+            for part, size in zip(parts, sizes, strict=True):
+                part.append(_narrow(each.recipe, dim, at, size // groups))
+                at += size // groups
+        found[name] = {
+            match.expand(to): each._replace(recipe=_joined(part, dim)) for to, part in zip(rule.to, parts, strict=True)
+        }
+        if len(found[name]) < len(sizes):
+            raise NameCollisionError(f"parts of {name} would get one name", where=where)
+    return found
+
+
+def _fused(rule: Fuse, made: _Tensors, where: str) -> dict[str, _Tensors]:
+    groups: dict[str, dict[int, str]] = {}
+    for number, pattern in enumerate(rule.source):
+        for name, match in _matches(pattern, made):
+            group = groups.setdefault(match.expand(rule.to), {})
+            if number in group:
+                raise NameCollisionError(f"{group[number]!r} and {name!r} have one place in a tensor", where=where)
+            group[number] = name
+    found: dict[str, _Tensors] = {}
+    for to, group in groups.items():
+        absent = [str(p) for number, p in enumerate(rule.source) if number not in group]
+        if absent:
+            raise UsageError(f"{to} would have a hole: nothing matches {absent[0]!r}", where=where)
+        members = [group[number] for number in range(len(rule.source))]
+        twice = [member for member in members if member in found]
+        if twice:
+            raise UsageError(f"{twice[0]} would be a part of two tensors", where=where, found=to)
+        dim = _dim(rule.dim, len(made[members[0]].recipe.shape), members[0], where)
+        first = _alike(members, made, where, but=dim)
+        recipes = [made[member].recipe for member in members]
+        count = rule.groups or min(recipe.shape[dim] for recipe in recipes)
+        odd = [member for member in members if count < 1 or made[member].recipe.shape[dim] % count]
+        if odd:
+            raise UsageError(f"{odd[0]} does not lie in {count} groups", where=where, found=made[odd[0]].recipe.shape)
+        runs = [
+            _narrow(recipe, dim, run * (recipe.shape[dim] // count), recipe.shape[dim] // count)
+            for run in range(count)
+            for recipe in recipes
+        ]
+        found |= _together(members, to, first._replace(recipe=_joined(runs, dim)), made)
+    return found
+
+
+def _sizes(rule: Split, length: int, name: str, where: str) -> tuple[int, ...]:
+    """Return the elements of each part, once they fit a dimension of `length`."""
+    sizes = rule.sizes or (1,) * len(rule.to)
+    if rule.are_shares or not rule.sizes:
+        unit = length // sum(sizes)
+        sizes = tuple(share * unit for share in sizes)
+    groups = rule.groups or min(sizes)
+    if sum(sizes) != length or groups < 1 or any(size % groups for size in sizes):
+        raise UsageError(
+            f"sizes do not fit {name}",
+            where=where,
+            found=f"{list(sizes)} in {groups} groups",
+            expected=f"a sum of {length}, each a multiple of the groups",
+        )
+    return sizes
+
+
+def _narrow(recipe: Recipe, dim: int, start: int, size: int) -> Recipe:
+    """Return a part of what a recipe makes; of a part, or of one of several that are joined, that of its own."""
+    shape = recipe.shape
+    if start == 0 and size == shape[dim]:
+        return recipe
+    if isinstance(recipe, Narrow) and recipe.dim == dim:
+        return _narrow(recipe.of, dim, recipe.start + start, size)
+    if isinstance(recipe, Join) and recipe.dim == dim:
+        inside, at = [], 0
+        for part in recipe.parts:
+            low, high = max(start, at), min(start + size, at + part.shape[dim])
+            if low < high:
+                inside.append(_narrow(part, dim, low - at, high - low))
+            at += part.shape[dim]
+        return _joined(inside, dim) if inside else Narrow(recipe, dim, start, (*shape[:dim], size, *shape[dim + 1 :]))
+    return Narrow(recipe, dim, start, (*shape[:dim], size, *shape[dim + 1 :]))
+
+
+def _joined(parts: Sequence[Recipe], dim: int) -> Recipe:
+    if len(parts) == 1:
+        return parts[0]
+    shape = parts[0].shape
+    total = sum(part.shape[dim] for part in parts)
+    return Join(tuple(parts), dim, (*shape[:dim], total, *shape[dim + 1 :]))
+
+
+def _together(members: Sequence[str], to: str, made_of: Made, made: _Tensors) -> dict[str, _Tensors]:
+    """Return what comes in the place of members: the whole in that of the first in order, nothing in the others'."""
+    first = next(name for name in made if name in set(members))
+    return {member: {to: made_of} if member == first else {} for member in members}
+
+
+def _alike(members: Sequence[str], made: _Tensors, where: str, but: int | None = None) -> Made:
+    """Return the first of several tensors, once all have one type and shape, but for one dimension (`but`)."""
+
+    def facts(name: str) -> tuple[object, ...]:
+        shape = made[name].recipe.shape
+        known = shape if but is None else (*shape[:but], *shape[but + 1 :])
+        return len(shape), known, made[name].dtype, made[name].cast
+
+    for member in members[1:]:
+        if facts(member) != facts(members[0]):
+            raise UsageError(
+                f"{member} does not fit {members[0]}",
+                where=where,
+                found=f"{made[member].dtype} {list(made[member].recipe.shape)}",
+                expected=f"{made[members[0]].dtype} {list(made[members[0]].recipe.shape)}",
+            )
+    return made[members[0]]
+
+
+def _dim(dim: int, dims: int, name: str, where: str) -> int:
+    """Return a dimension counted from the first one, once there is such."""
+    found = dim + dims if dim < 0 else dim
+    if not 0 <= found < dims:
+        raise UsageError(f"{name} has no such dimension", where=where, found=dim, expected=f"less than {dims}")
+    return found

@@ -1,0 +1,108 @@
+"""Pieces of an array seen as another array: cut, moved, turned, with a dimension more or less. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shardckpt.boxes import Box, Shape, flat_index, intersect, is_contiguous, shift, strides
+from shardckpt.dtypes import nbytes
+from shardckpt.manifest import Encoded, Layout, Piece, Span, Strided
+
+Steps = Callable[[Shape], Shape]
+"""Makes other strides of strides."""
+
+
+def narrowed(pieces: Sequence[Piece], region: Box, dtype: str) -> list[Piece]:
+    """Return what lies in a region, in the region's own coordinates.
+
+    Args:
+        pieces: Resolved.
+        region: In elements of the array.
+        dtype: Stored type, of whole bytes.
+    """
+    found = []
+    for piece in pieces:
+        inner = intersect(piece.box, region)
+        if inner is not None:
+            layout = piece.layout if inner == piece.box else _cut(piece, inner, dtype)
+            found.append(Piece(shift(inner, region.offset), piece.file, layout))
+    return found
+
+
+def moved(pieces: Sequence[Piece], dim: int, by: int) -> list[Piece]:
+    """Return pieces that start `by` elements later in one dimension."""
+    return [piece._replace(box=_moved(piece.box, dim, by)) for piece in pieces]
+
+
+def lifted(pieces: Sequence[Piece], dim: int) -> list[Piece]:
+    """Return pieces with one more dimension, of one element, in front of dimension `dim`."""
+
+    def steps(given: Shape) -> Shape:
+        return (*given[:dim], 0, *given[dim:])
+
+    found = []
+    for piece in pieces:
+        (offset, size), layout = piece.box, piece.layout
+        box = Box((*offset[:dim], 0, *offset[dim:]), (*size[:dim], 1, *size[dim:]))
+        found.append(Piece(box, piece.file, _restrided(layout, steps)))
+    return found
+
+
+def lowered(pieces: Sequence[Piece], dim: int) -> list[Piece]:
+    """Return pieces without a dimension of one element."""
+    found = []
+    for piece in pieces:
+        (offset, size), layout = piece.box, piece.layout
+        box = Box((*offset[:dim], *offset[dim + 1 :]), (*size[:dim], *size[dim + 1 :]))
+        found.append(Piece(box, piece.file, _restrided(layout, lambda given: (*given[:dim], *given[dim + 1 :]))))
+    return found
+
+
+def turned(pieces: Sequence[Piece], dims: Sequence[int]) -> list[Piece]:
+    """Return pieces with their dimensions in another order: dimension i becomes what dimension `dims[i]` was."""
+    found = []
+    for piece in pieces:
+        offset, size = piece.box
+        box = Box(tuple(offset[d] for d in dims), tuple(size[d] for d in dims))
+        layout = _restrided(_as_strided(piece), lambda given: tuple(given[d] for d in dims))
+        found.append(Piece(box, piece.file, layout))
+    return found
+
+
+def _moved(box: Box, dim: int, by: int) -> Box:
+    return Box((*box.offset[:dim], box.offset[dim] + by, *box.offset[dim + 1 :]), box.size)
+
+
+def _as_strided(piece: Piece) -> Layout:
+    layout = piece.layout
+    inner = layout.inner if isinstance(layout, Encoded) else layout
+    assert isinstance(inner, (Span, Strided)), "pieces are resolved before they are seen otherwise"
+    if isinstance(inner, Span):
+        inner = Strided(inner.offset, inner.nbytes, 0, strides(piece.box.size))
+    return layout._replace(inner=inner) if isinstance(layout, Encoded) else inner
+
+
+def _restrided(layout: Layout, change: Steps) -> Layout:
+    """Return a layout with other strides; elements back to back stay so."""
+    if isinstance(layout, Encoded):
+        inner = _restrided(layout.inner, change)
+        assert isinstance(inner, (Span, Strided)), "only those lie in a decoded stream"
+        return layout._replace(inner=inner)
+    return layout._replace(strides=change(layout.strides)) if isinstance(layout, Strided) else layout
+
+
+def _cut(piece: Piece, box: Box, dtype: str) -> Layout:
+    """Return where a part of a piece lies."""
+    layout, rel = piece.layout, shift(box, piece.box.offset)
+    inner = layout.inner if isinstance(layout, Encoded) else layout
+    assert isinstance(inner, (Span, Strided)), "pieces are resolved before they are seen otherwise"
+    if isinstance(inner, Strided):
+        start = inner.start + sum(o * s for o, s in zip(rel.offset, inner.strides, strict=True))
+        made: Span | Strided = inner._replace(start=start)
+    else:
+        first = flat_index(piece.box.size, rel.offset)
+        if is_contiguous(piece.box.size, rel):
+            made = Span(inner.offset + nbytes(dtype, first), nbytes(dtype, rel.volume))
+        else:
+            made = Strided(inner.offset, inner.nbytes, first, strides(piece.box.size))
+    return layout._replace(inner=made) if isinstance(layout, Encoded) else made
