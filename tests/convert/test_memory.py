@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 
 CAP = LEAST_MEMORY_BYTES
 ROWS, COLUMNS = 8 * CAP // 4 // 2048, 2048
+FEWER_ROWS = 3 * CAP // 4 // 2048
+"""Of what is put in order element by element, which takes long."""
 
 
 def peak_bytes(code: str) -> int:
@@ -48,16 +50,16 @@ def whole(folder: Path) -> None:
 
 def transposed(folder: Path) -> None:
     folder.mkdir()
-    torch.save({"w": torch.zeros(COLUMNS, ROWS).T}, folder / "a.pt")
+    torch.save({"w": torch.zeros(COLUMNS, FEWER_ROWS).T}, folder / "a.pt")
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),
-    [(by_columns, ""), (whole, ""), (whole, "dtype='bf16', "), (transposed, "")],
+    ("make", "options", "times"),
+    [(by_columns, "", 8), (whole, "", 8), (whole, "dtype='bf16', ", 4), (transposed, "", 3)],
     ids=["by columns", "whole", "cast", "transposed"],
 )
-def test_a_tensor_of_eight_times_the_cap_is_written_under_it(
-    make: Callable[[Path], None], options: str, tmp_path: Path
+def test_a_tensor_of_many_times_the_cap_is_written_under_it(
+    make: Callable[[Path], None], options: str, times: int, tmp_path: Path
 ) -> None:
     src = tmp_path / "src"
     make(src)
@@ -65,7 +67,7 @@ def test_a_tensor_of_eight_times_the_cap_is_written_under_it(
     call = f"shardckpt.consolidate({str(src)!r}, {str(tmp_path / 'out')!r}, {options}max_memory={CAP})"
     added = peak_bytes(f"import shardckpt; {call}") - start
     assert added <= CAP, f"{added / 2**20:.1f} MiB"
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 8 * CAP // (2 if options else 1)
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > times * CAP
 
 
 def test_the_measure_sees_a_tensor_that_is_held(tmp_path: Path) -> None:
@@ -73,5 +75,7 @@ def test_the_measure_sees_a_tensor_that_is_held(tmp_path: Path) -> None:
     src = tmp_path / "src"
     whole(src)
     start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(src)!r})")
-    held = peak_bytes(f"data = open({str(src / 'model.safetensors')!r}, 'rb').read()")
+    held = peak_bytes(
+        f"import shardckpt; shardckpt.inspect({str(src)!r}); data = open({str(src / 'model.safetensors')!r}, 'rb').read()"
+    )
     assert held - start > 7 * CAP
