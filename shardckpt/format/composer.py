@@ -1,7 +1,7 @@
 """Composer's checkpoints of parts, and its pointers: `model/` and `optim/` (DCP) or `model.pt` and `optim.pt`.
 
 Beside them lie `composer_metadata.json` and `resumption.pkl`, the state of the training loop. A file `*.symlink` holds
-the path of the checkpoint that is meant. Folders `ep{}-ba{}` of DCP, and single files, keep everything below `state` and
+the path of the checkpoint that is meant. DCP folders `ep{}-ba{}`, and single files, keep everything below `state`: they
 are read as what they are. Known from their layout alone: no files that Composer wrote were at hand.
 """
 

@@ -77,6 +77,24 @@ def test_a_folder_of_torchs_distributed_checkpoint(tmp_path: Path, face: str) ->
         assert epoch == 3 and compared(found, expected) == []
 
 
+@pytest.mark.parametrize("face", ["flat", "in place"])
+def test_rank_files_of_torchs_fully_shard(tmp_path: Path, face: str) -> None:
+    """Each of two ranks saved its DTensors by itself; three ranks, of another wrapper, take what each needs."""
+
+    def save_it(rank: int, world: int):
+        torch.manual_seed(0)
+        model = FACES["torch in place"](Net((1,)))
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step(model, optim)
+        state = {"model": model.state_dict(), "optim": optim.state_dict(), "epoch": 3}
+        torch.save(state, tmp_path / f"checkpoint_rank{rank}.pt")
+        return looked_at(model, optim)
+
+    expected = run(2, save_it)[0]
+    for epoch, found, _ in run(3, load_on(face, tmp_path)):
+        assert epoch == 3 and compared(found, expected) == []
+
+
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
 def test_a_hugging_face_folder_whatever_the_names_were_wrapped_in(tmp_path: Path, prefix: str) -> None:
     net, _ = trained()
