@@ -1,0 +1,253 @@
+"""Frozen parameters stay in the base: compared with it, referred to, read from it; the adapter alone is written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from harness import raised_everywhere, run
+from safetensors.torch import load_file, save_file
+from states import whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import shardckpt
+from shardckpt.core import FullyShardedDataParallel, fully_shard
+from shardckpt.errors import ChecksumError, UsageError
+from shardckpt.state import model_state_dict
+from shardckpt.storage.local import LocalStore
+
+RULES = {r"\.base\.": "."}
+WIDE = 33
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDE, WIDE).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDE, 2, bias=False), nn.Linear(2, WIDE, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Net(nn.Module):
+    """An embedding and two layers, all frozen but for their adapters and the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, WIDE).requires_grad_(False)
+        self.layers = nn.Sequential(Adapted(), Adapted())
+        self.head = nn.Linear(WIDE, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.emb(x)))
+
+
+def wrapped(net: Net, use_orig_params: bool) -> nn.Module:
+    """Return the model in our wrapper; in units of one kind of parameter where they are flat."""
+    for layer in net.layers:
+        layer.base = FullyShardedDataParallel(layer.base, use_orig_params=use_orig_params)
+    net.emb = FullyShardedDataParallel(net.emb, use_orig_params=use_orig_params)
+    return FullyShardedDataParallel(net, use_orig_params=use_orig_params)
+
+
+def in_place(net: Net, shard) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (*net.layers, net):
+        shard(part, mesh=mesh)
+    return net
+
+
+FACES = {
+    "plain": lambda net: net,
+    "flat": lambda net: wrapped(net, use_orig_params=False),
+    "orig": lambda net: wrapped(net, use_orig_params=True),
+    "in place": lambda net: in_place(net, fully_shard),
+    "torch in place": lambda net: in_place(net, torch_fully_shard),
+}
+
+
+def base_of(net: Net) -> dict[str, torch.Tensor]:
+    """Return what the base holds, under names without the adapters."""
+    frozen = {name: value for name, value in net.named_parameters() if not value.requires_grad}
+    return {name.replace(".base.", "."): value.detach().clone() for name, value in frozen.items()}
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    """A base as `transformers` writes it, in two files."""
+    torch.manual_seed(0)
+    base = base_of(Net())
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    files = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
+    for number, (name, value) in enumerate(base.items()):
+        list(files.values())[number % 2][name] = value
+    for name, tensors in files.items():
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    index = ", ".join(f'"{key}": "{name}"' for name, tensors in files.items() for key in tensors)
+    (folder / "model.safetensors.index.json").write_text(f'{{"metadata": {{}}, "weight_map": {{{index}}}}}')
+    return folder
+
+
+def trained(face: str = "plain", seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = FACES[face](Net())
+    optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model(torch.arange(7)).sum().backward()
+    optim.step()
+    return model, optim
+
+
+def full(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(value).clone() for name, value in model_state_dict(model, "FULL").items()}
+
+
+def keep(path: object, base: object, **options: object) -> None:
+    model, optim = trained()
+    shardckpt.save({"model": model, "optim": optim}, path, base=base, trainable_only=True, base_rules=RULES, **options)
+
+
+def payload_names(path: Path) -> set[str]:
+    """Return the arrays whose elements lie in the step itself."""
+    return {key.rpartition("@")[0] for file in path.glob("*.safetensors") for key in load_file(file)}
+
+
+ADAPTERS = {f"model.layers.{n}.{part}.weight" for n in (0, 1) for part in ("down", "up")}
+
+
+class TestOnRanks:
+    @pytest.mark.parametrize("face", ["flat", "orig", "in place", "torch in place"])
+    def test_the_base_is_left_where_it_is_and_read_from_there(self, tmp_path: Path, hf: Path, face: str) -> None:
+        def body(rank: int, world: int):
+            model, optim = trained(face)
+            state = {"model": model, "optim": optim, "step": 1}
+            shardckpt.save(state, tmp_path / "one", base=hf, trainable_only=True, base_rules=RULES)
+            again = {"base": tmp_path / "one", "trainable_only": True, "base_rules": RULES}
+            shardckpt.async_save(state, tmp_path / "two", **again).result()
+            other, fresh = trained(face, seed=5)
+            shardckpt.load({"model": other, "optim": fresh, "step": 0}, tmp_path / "two")
+            return full(model), full(other)
+
+        expected, found = run(2, body)[0]
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert {name for name in payload_names(tmp_path / "one") if name.startswith("model.")} == {
+            *ADAPTERS,
+            "model.head.weight",
+            "model.head.bias",
+        }
+        assert not payload_names(tmp_path / "two"), "it refers to the first step for adapters, to the base for the rest"
+        for name in ("one", "two"):
+            assert shardckpt.verify(str(tmp_path / name)).ok
+            nest = shardckpt.load(tmp_path / name)["model"]
+            assert all(torch.equal(nest[key], value) for key, value in expected.items())
+
+    def test_one_that_differs_is_named_on_every_rank_and_nothing_is_saved(self, tmp_path: Path, hf: Path) -> None:
+        def body(rank: int, world: int) -> None:
+            model, _ = trained("in place")
+            with torch.no_grad():
+                if rank == 1:
+                    model.layers[1].base.weight.to_local()[-1, -1] += 1e-6
+            shardckpt.save({"model": model}, tmp_path / "c", base=hf, trainable_only=True, base_rules=RULES)
+
+        found = raised_everywhere(2, body)
+        assert found[1].is_a(UsageError)
+        assert all("model.layers.1.base.weight: a frozen parameter is not what it is" in each.message for each in found)
+        assert "rank 1" in found[0].message
+        assert sorted(os.listdir(tmp_path)) == ["hf"]
+
+
+class TestTheBase:
+    def test_each_byte_of_it_is_read_twice_for_the_first_save_and_not_for_the_next(self, tmp_path, monkeypatch):
+        model = nn.Linear(2048, 2048).requires_grad_(False)
+        save_file(model.state_dict(), tmp_path / "base.safetensors")
+        read: list[int] = []
+        whole_read = LocalStore.read
+
+        def counted(self, reads):
+            read.extend(len(each.buffer) for each in reads if each.name == "base.safetensors")
+            return whole_read(self, reads)
+
+        monkeypatch.setattr(LocalStore, "read", counted)
+        counts = []
+        for number in range(2):
+            read.clear()
+            base = tmp_path / "base.safetensors"
+            shardckpt.save({"model": model}, tmp_path / str(number), base=base, trainable_only=True)
+            counts.append(sum(read))
+        frozen = 4 * 2048 * 2049
+        headers = counts[1]
+        assert headers < frozen / 4
+        assert 2 * frozen < counts[0] <= 2 * frozen + 4 * headers, "compared once, hashed once"
+
+    def test_it_may_be_one_file_or_a_step(self, tmp_path: Path, hf: Path) -> None:
+        torch.manual_seed(0)
+        net = Net()
+        save_file(base_of(net), tmp_path / "base.safetensors")
+        keep(tmp_path / "a", tmp_path / "base.safetensors")
+        keep(tmp_path / "b", tmp_path / "a")
+        shardckpt.save({"model": net}, tmp_path / "step")
+        keep(tmp_path / "c", tmp_path / "step")
+        expected = full(trained()[0])
+        for name in "abc":
+            found = shardckpt.load(tmp_path / name)["model"]
+            assert all(torch.equal(found[key], value) for key, value in expected.items())
+            assert not any("base" in key for key in payload_names(tmp_path / name))
+
+    def test_names_that_an_adapter_library_makes_are_known(self, tmp_path: Path) -> None:
+        save_file({"x.weight": torch.ones(3, 2)}, tmp_path / "base.safetensors")
+        model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": nn.ModuleDict({"x": nn.ModuleDict()})})})
+        model["base_model"]["model"]["x"]["base_layer"] = nn.Linear(2, 3, bias=False).requires_grad_(False)
+        nn.init.ones_(model["base_model"]["model"]["x"]["base_layer"].weight)
+        shardckpt.save({"model": model}, tmp_path / "c", base=tmp_path / "base.safetensors", trainable_only=True)
+        assert payload_names(tmp_path / "c") == set()
+
+    def test_a_changed_byte_of_it_is_found_by_whoever_reads_it(self, tmp_path: Path, hf: Path) -> None:
+        keep(tmp_path / "c", hf)
+        file = hf / "model-00001-of-00002.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(ChecksumError):
+            shardckpt.load(tmp_path / "c")
+        [problem] = shardckpt.verify(str(tmp_path / "c")).problems
+        assert "hf/model-00001-of-00002.safetensors" in problem
+
+    def test_what_is_not_in_it_or_of_another_type_is_refused_by_name(self, tmp_path: Path, hf: Path) -> None:
+        model, _ = trained()
+        with pytest.raises(UsageError, match=r"model\.layers\.0\.base\.weight: a frozen parameter is not in the base"):
+            shardckpt.save({"model": model}, tmp_path / "c", base=hf, trainable_only=True)
+        with pytest.raises(UsageError, match=r"found bfloat16 \[7, 33\]; expected float32 \[7, 33\]"):
+            options = {"trainable_only": True, "base_rules": RULES}
+            shardckpt.save({"model": model.bfloat16()}, tmp_path / "c", base=hf, **options)
+        assert sorted(os.listdir(tmp_path)) == ["hf"]
+
+    def test_a_model_that_has_it_loads_the_adapters_alone(self, tmp_path: Path, hf: Path) -> None:
+        keep(tmp_path / "c", hf)
+        os.rename(hf, tmp_path / "away")
+        model, _ = trained(seed=5)
+        before = full(model)
+        shardckpt.load({"model": model}, tmp_path / "c", base=False, strict=False)
+        saved, found = full(trained()[0]), full(model)
+        for name in found:
+            expected = before if ".base." in name or name.startswith("emb") else saved
+            assert torch.equal(found[name], expected[name]), name
+        shardckpt.load({"model": model}, tmp_path / "c", base=tmp_path / "away", strict=False)
+        assert torch.equal(full(model)["emb.weight"], saved["emb.weight"])
+
+
+class TestExport:
+    def test_the_adapter_alone_or_all_of_it(self, tmp_path: Path, hf: Path) -> None:
+        keep(tmp_path / "c", hf)
+        shardckpt.consolidate(str(tmp_path / "c"), str(tmp_path / "adapter"), include=("*.down.*", "*.up.*"))
+        adapter = load_file(tmp_path / "adapter" / "model.safetensors")
+        assert {f"model.{name}" for name in adapter} == ADAPTERS
+        shardckpt.consolidate(str(tmp_path / "c"), str(tmp_path / "all"))
+        found = load_file(tmp_path / "all" / "model.safetensors")
+        expected = full(trained()[0])
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
