@@ -273,7 +273,8 @@ class Star:
         """
         self._round += 1
         if self.rank:
-            with self._of_first():
+            known = say if isinstance(say, RankError) and self.is_lost else None
+            with self._of_first(known):
                 self._send(_framed(say), 0)
                 answer = self._receive(0, time.monotonic() + self._timeout.total_seconds())
         else:
@@ -285,6 +286,61 @@ class Star:
             self.is_lost = _IS_GONE in failure.what
             raise failure
         return answer[1:]
+
+    def post(self, row: torch.Tensor, to: int) -> dist.Work:
+        """Begin to send bytes to a rank that takes them; the tensor stays as it is until the work is done.
+
+        Between two consultations, in an order that both ranks know; it does not mix with what is said there.
+
+        Args:
+            row: The bytes.
+            to: The rank.
+        """
+        with self._on_the_way(to):
+            work = dist.isend(row, group=self._group, group_dst=to, tag=_DATA)
+        assert work is not None
+        return work
+
+    def take(self, row: torch.Tensor, source: int) -> None:
+        """Wait for the bytes that a rank posts.
+
+        Args:
+            row: Where they go.
+            source: The rank.
+
+        Raises:
+            RankError: It is gone or did not post them in time.
+        """
+        with self._on_the_way(source):
+            work = dist.irecv(row, group=self._group, group_src=source, tag=_DATA)
+            assert work is not None
+            work.wait(self._timeout)
+
+    def wait(self, work: dist.Work, to: int) -> None:
+        """Wait until what was posted to a rank has arrived.
+
+        Args:
+            work: What `post` returned.
+            to: The rank.
+
+        Raises:
+            RankError: It is gone or did not take it in time.
+        """
+        with self._on_the_way(to):
+            work.wait(self._timeout)
+
+    @contextmanager
+    def _on_the_way(self, peer: int) -> Iterator[None]:
+        """Turn a broken way into the loss of a rank: the one that somebody found first, else the peer."""
+        try:
+            yield
+        except RuntimeError as error:
+            known = ""
+            with suppress(RuntimeError):
+                known = bytes(self._store.get(self._key)).decode() if self._store.check([self._key]) else ""
+            self.is_lost = True
+            named = re.match(r"rank (\d+)", known)
+            raise (_gone(known, int(named[1])) if named else self._give_up({peer: error})) from error
 
     def _decided(self, what: str, say: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         """Gather, decide, answer; whatever goes wrong is told to all that are left, then raised."""
@@ -348,12 +404,18 @@ class Star:
         return _gone(text, rank)
 
     @contextmanager
-    def _of_first(self) -> Iterator[None]:
-        """Turn a failure of the way to the first rank into what the first rank found, if it found something."""
+    def _of_first(self, known: RankError | None) -> Iterator[None]:
+        """Turn a failure of the way to the first rank into what the first rank found, if it found something.
+
+        Args:
+            known: Who was found to be gone before.
+        """
         try:
             yield
         except RuntimeError as error:
             self.is_lost = True
+            if known is not None:
+                raise known from error
             text = self._found() or f"rank 0 of {self.size} {_IS_GONE}: {error}"
             named = re.match(r"rank (\d+)", text)
             raise _gone(text, int(named[1]) if named else 0) from error
@@ -378,6 +440,9 @@ class Star:
     def _key(self) -> str:
         return f"shardckpt/lost/{self._round}"
 
+
+_DATA = 1
+"""Tag of messages between consultations."""
 
 _DONE, _FAILED = b"\0", b"\1"
 _IS_GONE = "is gone or did not answer in time"

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 
 from shardckpt.checkpoint.collecting import collector_at_rest
+from shardckpt.checkpoint.fan_out import FanOut
 from shardckpt.checkpoint.save import star_of
-from shardckpt.checkpoint.saved import Moved, Saved, Verify
+from shardckpt.checkpoint.saved import Moved, Saved, Verify, Wish, compiled, require_way_to_verify
 from shardckpt.checkpoint.template import Fitting, Policy, fit
-from shardckpt.errors import UsageError, escape
+from shardckpt.errors import RankError, ShardckptError, UsageError, escape
 from shardckpt.groups import Star
 from shardckpt.manifest import dotted
+from shardckpt.plan.fan_out import Circle, Stretches, decode_circles, encode_circles, share_out
 from shardckpt.state import StateMismatchError
+from shardckpt.storage.store import Read
 
 _SHOWN_CHARACTERS = 40_000
 
@@ -60,12 +66,15 @@ def load(
     cast: bool = False,
     verify: Verify = "read",
     base: Moved | bool | None = None,
+    fan_out: bool | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load a checkpoint: `load(state, path)` into what a job holds, `load(path)` as the nest that was saved.
 
     With a state it is collective; each rank reads the elements that it holds, whoever wrote them, and no others. What
-    can be seen from the manifest is checked on every rank before anything is changed: names, shapes, types.
+    can be seen from the manifest is checked on every rank before anything is changed: names, shapes, types, whether all
+    elements are there, and that all ranks opened the same checkpoint. What fails after that is raised on every rank
+    too, and leaves the state filled in part; with `verify="full"` no damaged byte gets so far.
 
     Args:
         state: As for `save`: models, optimizers (also new ones), objects and tensors are filled in place,
@@ -76,10 +85,15 @@ def load(
             or missed.
         rules: Regular expressions to what stands for them, for every key of the checkpoint's names.
         cast: Convert where a type differs from the saved one; otherwise that is an error.
-        verify: `"read"`: blocks that are read are checked against their hashes; `"full"`: all blocks are; False: none.
+        verify: `"read"`: blocks that are read are checked against their hashes; `"full"`: all blocks are, before
+            anything is changed; False: none.
         base: Where a folder lies now that the checkpoint refers to and that was moved: a path for the one that is not
             beside it, or a dict from what it calls them. False: leave alone what lies in other folders, since the state
             has it already.
+        fan_out: What several ranks hold alike is read by one of them and sent to the others: data-parallel replicas
+            then read every byte once, not once each. None: where the checkpoint is behind a URL. What lies in a folder
+            is kept in memory by the operating system, and read again from there faster than it is sent; True is for
+            folders on a network.
         group: The ranks; all where None.
 
     Returns:
@@ -99,10 +113,20 @@ def load(
             if verify == "full":
                 saved.check_blocks()
             return saved.materialised(saved.nest)
+    _require_bools(strict=strict, cast=cast, fan_out=bool(fan_out) if fan_out is None else fan_out)
+    require_way_to_verify(verify)
+    compiled(rules)
     policy = Policy(strict, globs_of(partial), cast, is_own_only=base is False)
+    source = _Source(str(path), verify, rules, _moved(base))
     with collector_at_rest():
-        _load_into(state, _Source(str(path), verify, rules, _moved(base)), policy, star_of(group))
+        _load_into(state, source, policy, star_of(group), fan_out)
     return state
+
+
+def _require_bools(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"`{name}` is neither True nor False", found=repr(value))
 
 
 def _moved(base: Moved | bool | None) -> str | Mapping[str, str]:
@@ -125,30 +149,125 @@ class _Source(NamedTuple):
     moved: str | Mapping[str, str]
 
 
-def _load_into(state: Any, source: _Source, policy: Policy, star: Star) -> None:
-    fitting = Fitting()
-    said: bytes | Exception = b""
+@dataclass
+class _Errand:
+    """What a rank is about to read.
+
+    Attributes:
+        saved: The checkpoint.
+        fitting: What goes where.
+        wanted: Arrays with their places.
+        reads: Of these, what goes straight to where it belongs, where ranks may share it.
+    """
+
+    saved: Saved
+    fitting: Fitting
+    wanted: Sequence[Wish]
+    reads: Sequence[Read] = ()
+
+    @cached_property
+    def stretches(self) -> Stretches:
+        """Of the checkpoint's files."""
+        return Stretches(self.saved.manifest.files)
+
+    def told(self) -> bytes:
+        """Return what the other ranks have to know."""
+        ranges = ((name, offset, offset + len(buffer)) for name, offset, buffer in self.reads)
+        return self.saved.identity + self.stretches.wanted(ranges, self.saved.grain).tobytes()
+
+    def carry_out(self, star: Star, circles: Sequence[Circle], failure: Exception | None) -> None:
+        """Read everything, together with others what they want too.
+
+        Args:
+            star: The ranks.
+            circles: With whom to share what.
+            failure: Why this rank cannot go on; the others hear of it.
+        """
+        sharing = FanOut(star, self.saved.store, self.stretches, circles, self.reads)
+        failure = sharing.run(failure)
+        if failure is not None:
+            raise failure
+        if not sharing.is_over:
+            self.saved.read_straight(sharing.own)
+            self.saved.read(self.wanted)
+
+
+def _load_into(state: Any, source: _Source, policy: Policy, star: Star, fan_out: bool | None) -> None:
+    errand = None
+    said: bytes | Exception
     try:
-        saved = Saved(*source)
-        if policy.partial is None:
-            saved.expect_most()
-        if source.verify == "full":
-            saved.check_blocks(star.rank, star.size, own_only=policy.is_own_only)
-        fitting = fit(state, saved, policy, star.rank, star.size)
-        _require_fit(fitting)
+        errand = _errand(state, source, policy, star, fan_out)
+        said = errand.told()
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         said = error
-    star.consult(f"fitting {source.path}", said, _silent)
+    answer = star.consult(f"fitting {source.path}", said, _shared)
+    assert errand is not None, "what failed was raised by all"
+    said = _filled(errand, star, decode_circles(answer))
     try:
-        values = [(saved.materialised(nest), put) for nest, put in fitting.values]
-        saved.fill([(wanted.entry, wanted.array) for wanted in fitting.arrays])
-        for finish in fitting.after:
+        star.consult(f"loading {source.path}", said, _silent)
+    except Exception as error:
+        _say_that_it_is_mixed(error)
+        raise
+
+
+def _errand(state: Any, source: _Source, policy: Policy, star: Star, fan_out: bool | None) -> _Errand:
+    """Find out what is to be read, and that it is there and fits; nothing is changed."""
+    saved = Saved(*source)
+    if policy.partial is None:
+        saved.expect_most()
+    if source.verify == "full":
+        saved.check_blocks(star.rank, star.size, own_only=policy.is_own_only)
+    fitting = fit(state, saved, policy, star.rank, star.size)
+    _require_fit(fitting)
+    wanted = saved.ready([(each.entry, each.array) for each in fitting.arrays])
+    if star.size == 1 or not (fan_out or (fan_out is None and not saved.store.traits.is_local)):
+        return _Errand(saved, fitting, wanted)
+    reads, rest = saved.divided(wanted)
+    return _Errand(saved, fitting, rest, reads)
+
+
+def _filled(errand: _Errand, star: Star, circles: Sequence[Circle]) -> bytes | Exception:
+    """Read, and hand over what was read; return how that failed, or nothing."""
+    values, failure = [], None
+    try:
+        values = [(errand.saved.materialised(nest), put) for nest, put in errand.fitting.values]
+    except Exception as error:  # noqa: BLE001  (others may wait for what this rank was to read)
+        failure = error
+    try:
+        errand.carry_out(star, circles, failure)
+        for finish in errand.fitting.after:
             finish()
         for value, put in values:
             put(value)
-    except Exception as error:  # noqa: BLE001  (as above)
-        said = error
-    star.consult(f"loading {source.path}", said, _silent)
+    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+        return error
+    return b""
+
+
+def _shared(told: list[bytes]) -> list[bytes]:
+    """Decide who reads what for whom. On the first rank."""
+    identities = [each[:_IDENTITY_BYTES] for each in told]
+    odd = next((rank for rank, each in enumerate(identities) if each != identities[0]), None)
+    if odd is not None:
+        raise RankError(
+            f"rank {odd} opened another checkpoint than rank 0: it was replaced in between",
+            rank=odd,
+            fix="Load again.",
+        )
+    wanted = [np.frombuffer(each[_IDENTITY_BYTES:], np.int64) for each in told]
+    return [encode_circles(circles) for circles in share_out(wanted)]
+
+
+_IDENTITY_BYTES = 16
+
+_MIXED = "What was loaded into may be filled in part: load again, or start anew, before it is used."
+
+
+def _say_that_it_is_mixed(error: Exception) -> None:
+    if isinstance(error, ShardckptError):
+        error.args = (f"{error} {_MIXED}" if str(error).endswith(".") else f"{error}. {_MIXED}", *error.args[1:])
+    elif hasattr(error, "add_note"):
+        error.add_note(_MIXED)
 
 
 def globs_of(partial: Any) -> tuple[str, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections import deque
@@ -19,18 +20,19 @@ from shardckpt.checkpoint.capture import ArrayAt
 from shardckpt.checkpoint.holdings import revived
 from shardckpt.checkpoint.transfer import flat_bytes, lies_flat, narrowed
 from shardckpt.dtypes import nbytes
-from shardckpt.errors import UnsupportedError, UsageError
+from shardckpt.errors import NameCollisionError, UnsupportedError, UsageError
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.inert import Dtype, Inert
 from shardckpt.format.native import NativeReader
-from shardckpt.format.pieces import PieceReader, Want
+from shardckpt.format.native_payload import BLOCK_BYTES
+from shardckpt.format.pieces import PieceReader, Want, straight_reads
 from shardckpt.format.reader import Reader
 from shardckpt.format.tagged import ArrayRef, Named
 from shardckpt.manifest import UNREAD, Encoded, Lazy, Path, TensorEntry, dotted
 from shardckpt.plan.coverage import require_complete
 from shardckpt.plan.parts import split_flat_names
 from shardckpt.state.pieces import LocalArray, Portion
-from shardckpt.storage.store import Read
+from shardckpt.storage.store import Read, Store
 
 BATCH_BYTES = 64 << 20
 """Bytes of one batch of reads; as much is held besides where elements do not go straight to where they belong."""
@@ -40,6 +42,9 @@ _READERS = 2
 
 Moved = str | os.PathLike[str] | Mapping[str, str]
 """Where folders lie now that a checkpoint refers to."""
+
+Wish = tuple[TensorEntry, LocalArray]
+"""A saved array, and where its elements go."""
 
 Verify = str | bool
 VERIFY = (False, "read", "full")
@@ -67,13 +72,12 @@ class Saved:
         rules: Mapping[str, str] | None = None,
         moved: str | Mapping[str, str] = "",
     ) -> None:
-        if verify not in VERIFY and verify is not True:
-            raise UsageError("this is no way to verify", found=repr(verify), expected="False, 'read' or 'full'")
+        require_way_to_verify(verify)
+        self._rules = compiled(rules)
         self._reader: Reader = open_checkpoint(url, moved)
         if moved and not self.is_native:
             raise UsageError("this checkpoint has no base", where=url, found=self._reader.manifest.format)
         self.url = url
-        self._rules = [(re.compile(pattern), new) for pattern, new in (rules or {}).items()]
         self.manifest = split_flat_names(self._reader.manifest)
         self._store = self._reader.store if verify else self._reader.stored
         self._pieces = PieceReader(self._store)
@@ -126,7 +130,18 @@ class Saved:
         """The arrays, by path."""
         if not self._rules:
             return self.manifest.tensors
-        return {tuple(map(self.renamed, path)): entry for path, entry in self.manifest.tensors.items()}
+        found: dict[Path, TensorEntry] = {}
+        for path, entry in self.manifest.tensors.items():
+            new = tuple(map(self.renamed, path))
+            if new in found:
+                raise NameCollisionError(
+                    "`rules` give two tensors one name",
+                    where=dotted(new),
+                    found=f"{dotted(found[new].path)} and {dotted(path)}",
+                    fix="Make the expressions narrower.",
+                )
+            found[new] = entry
+        return found
 
     @cached_property
     def paths(self) -> list[Path]:
@@ -197,7 +212,7 @@ class Saved:
         self.fill(wanted)
         return _filled(nest, made)
 
-    def fill(self, wanted: Sequence[tuple[TensorEntry, LocalArray]]) -> None:
+    def fill(self, wanted: Sequence[Wish]) -> None:
         """Read the elements that lie on this rank, and no others, into their places.
 
         Args:
@@ -207,13 +222,47 @@ class Saved:
             CheckpointError: Elements are missing, damaged, or of a kind that cannot be read.
             StorageError: The store failed.
         """
+        self.read(self.ready(wanted))
+
+    def ready(self, wanted: Sequence[Wish]) -> list[Wish]:
+        """Return what is wanted, once it is sure that all of its elements are there; nothing is read.
+
+        Args:
+            wanted: Arrays with where their elements go, of any type.
+
+        Raises:
+            CheckpointError: Elements are missing or doubled, or a container is damaged.
+        """
         entries = self.located([entry for entry, _ in wanted])
-        if any(isinstance(piece.layout, Encoded) for entry in entries for piece in entry.pieces):
-            for batch in _batches(entries, wanted):  # a decoder runs forward through all of them
+        return [(entry, array) for entry, (_, array) in zip(entries, wanted, strict=True)]
+
+    def read(self, wanted: Sequence[Wish]) -> None:
+        """Read what is ready.
+
+        Args:
+            wanted: As `ready` returned it, or some of that.
+
+        Raises:
+            CheckpointError: Elements are damaged, or of a kind that cannot be read.
+            StorageError: The store failed.
+        """
+        if any(isinstance(piece.layout, Encoded) for entry, _ in wanted for piece in entry.pieces):
+            for batch in _batches(wanted):  # a decoder runs forward through all of them
                 batch.carry_out(self._pieces)
             self._pieces.forget()
             return
-        batches = _batches(entries, wanted)
+        self._in_threads(_batches(sorted(wanted, key=_place)))
+
+    def read_straight(self, reads: Sequence[Read]) -> None:
+        """Read bytes to where they belong.
+
+        Raises:
+            CheckpointError: They are damaged.
+            StorageError: The store failed.
+        """
+        self._in_threads(_batches_of_reads(reads))
+
+    def _in_threads(self, batches: Iterator[_Batch]) -> None:
         begun = list(islice(batches, 2))
         if len(begun) < 2:
             for batch in begun:
@@ -227,6 +276,45 @@ class Saved:
                     running.popleft().result()
             for each in running:
                 each.result()
+
+    @property
+    def store(self) -> Store:
+        """What is read through: it checks what it reads where that was asked for."""
+        return self._store
+
+    @property
+    def grain(self) -> int:
+        """Bytes that are read together, however few of them are wanted: blocks, where they are checked."""
+        return BLOCK_BYTES if self._store is not self._reader.stored else 1
+
+    @cached_property
+    def identity(self) -> bytes:
+        """16 bytes that tell this checkpoint from another one that lay or will lie in its place."""
+        if isinstance(self._reader, NativeReader):
+            told: object = self._reader.commit.manifest_sha256
+        else:
+            told = sorted(self.manifest.files.items())
+        return hashlib.blake2b(repr(told).encode(), digest_size=16).digest()
+
+    def divided(self, wanted: Sequence[Wish]) -> tuple[list[Read], list[Wish]]:
+        """Return the reads that put bytes straight to where they belong, and what is wanted besides.
+
+        Args:
+            wanted: As `ready` returned it.
+        """
+        reads: list[Read] = []
+        rest: list[Wish] = []
+        for entry, array in wanted:
+            others = []
+            for portion in array.portions:
+                found = _straight(portion, entry) if portion.box.volume else []
+                if found is None:
+                    others.append(portion)
+                else:
+                    reads += found
+            if others:
+                rest.append((entry, array._replace(portions=tuple(others))))
+        return reads, rest
 
     def located(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
         """Return arrays with every piece located, once it is sure that all of their elements are there.
@@ -242,25 +330,75 @@ class Saved:
         return [entry._replace(pieces=tuple(known.get(id(p), p) for p in entry.pieces)) for entry in entries]
 
 
+def require_way_to_verify(verify: Any) -> None:
+    """Check what `verify` is.
+
+    Raises:
+        UsageError: It means nothing.
+    """
+    if not (isinstance(verify, bool) or (isinstance(verify, str) and verify in VERIFY)):
+        raise UsageError("this is no way to verify", found=repr(verify), expected="False, 'read' or 'full'")
+
+
+def compiled(rules: Any) -> list[tuple[re.Pattern[str], str]]:
+    """Return regular expressions, and what stands for what they match.
+
+    Args:
+        rules: Both, as strings.
+
+    Raises:
+        UsageError: There is one that is neither, or no regular expression.
+    """
+    if rules is not None and not isinstance(rules, Mapping):
+        raise UsageError("`rules` are no mapping", found=rules, expected="regular expressions to what stands for them")
+    found = []
+    for pattern, new in (rules or {}).items():
+        if not (isinstance(pattern, str) and isinstance(new, str)):
+            raise UsageError("a rule is not two strings", where="rules", found=f"{pattern!r}: {new!r}")
+        try:
+            made = re.compile(pattern)
+            made.sub(new, "")  # what stands for a match may refer to groups that there are not
+        except (re.error, IndexError) as error:
+            raise UsageError(
+                f"a rule is no regular expression: {error}", where="rules", found=f"{pattern!r}: {new!r}"
+            ) from error
+        found.append((made, new))
+    return found
+
+
 @dataclass
 class _Batch:
     """What is read at once, and what is to be done then."""
 
     wants: list[Want] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
     after: list[Callable[[], object]] = field(default_factory=list)
     nbytes: int = 0
 
     def carry_out(self, pieces: PieceReader) -> None:
         """Read, and put what was staged into its place."""
-        pieces.fill(self.wants)
+        pieces.fill(self.wants, self.reads)
         for finish in self.after:
             finish()
 
 
-def _batches(entries: Sequence[TensorEntry], wanted: Sequence[tuple[TensorEntry, LocalArray]]) -> Iterator[_Batch]:
+def _place(wish: Wish) -> tuple[str, int]:
+    """Return about where elements lie, so that they are read in the order in which they do."""
+    pieces = wish[0].pieces
+    return (pieces[0].file, getattr(pieces[0].layout, "offset", 0)) if pieces else ("", 0)
+
+
+def _straight(portion: Portion, entry: TensorEntry) -> list[Read] | None:
+    """Return the reads that fill a portion of an array; None where its elements do not lie as they are held."""
+    if not lies_flat(portion.tensor) or portion.tensor.dtype != getattr(torch, entry.stored):
+        return None
+    return straight_reads(Want(entry.pieces, portion.box, entry.stored, flat_bytes(portion.tensor)))
+
+
+def _batches(wanted: Sequence[Wish]) -> Iterator[_Batch]:
     """Cut what is wanted into batches; no buffer is made before its batch is asked for."""
     batch = _Batch()
-    for entry, (_, array) in zip(entries, wanted, strict=True):
+    for entry, array in wanted:
         for box, tensor in _parts(array, entry):
             buffer, finish = _buffer(tensor, entry)
             batch.wants.append(Want(entry.pieces, box, entry.stored, buffer))
@@ -271,6 +409,21 @@ def _batches(entries: Sequence[TensorEntry], wanted: Sequence[tuple[TensorEntry,
                 yield batch
                 batch = _Batch()
     if batch.wants:
+        yield batch
+
+
+def _batches_of_reads(reads: Sequence[Read]) -> Iterator[_Batch]:
+    """Cut reads into batches, in the order in which they lie."""
+    batch = _Batch()
+    for name, offset, buffer in sorted(reads, key=lambda read: read[:2]):
+        for start in range(0, len(buffer), BATCH_BYTES):
+            part = buffer[start : start + BATCH_BYTES]
+            batch.reads.append(Read(name, offset + start, part))
+            batch.nbytes += len(part)
+            if batch.nbytes >= BATCH_BYTES:
+                yield batch
+                batch = _Batch()
+    if batch.reads:
         yield batch
 
 

@@ -58,6 +58,20 @@ class _Part:
     strides: Shape
 
 
+def straight_reads(want: Want) -> list[Read] | None:
+    """Return the reads that fill a want; None where bytes have to be decoded or put in order on their way."""
+    reads: list[Read] = []
+    for piece in want.pieces:
+        inner = intersect(piece.box, want.box)
+        if inner is None:
+            continue
+        layout = piece.layout
+        if not isinstance(layout, Span) or not is_contiguous(want.box.size, shift(inner, want.box.offset)):
+            return None
+        reads += [Read(piece.file, start, target) for target, start in _span_ranges(want, piece, layout, inner, [])]
+    return reads
+
+
 class PieceReader:
     """Fills boxes from the files of one store. Holds a decoder for each encoded piece met, until `forget`.
 
@@ -69,8 +83,12 @@ class PieceReader:
         self._store = store
         self._decoders: dict[tuple[str, Encoded], DecodedStream] = {}
 
-    def fill(self, wants: Sequence[Want]) -> None:
+    def fill(self, wants: Sequence[Want], more: Sequence[Read] = ()) -> None:
         """Fill the buffers of all wants, with one batch of reads.
+
+        Args:
+            wants: What is to be put together.
+            more: What else is read, as it lies.
 
         Memory: besides the buffers, at most their size again, and 2 MiB for strided views, which are read in several
         batches.
@@ -81,7 +99,7 @@ class PieceReader:
             UnsupportedError: A cut through the bytes of a type narrower than a byte.
             StorageError: The store failed.
         """
-        reads: list[Read] = []
+        reads: list[Read] = [*more]
         parts: list[_Part] = []
         for want in wants:
             for piece in want.pieces:
