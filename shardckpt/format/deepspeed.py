@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from shardckpt.boxes import whole
+from shardckpt.boxes import Shape, whole
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import AmbiguousError, CheckpointError, FormatError, IncompleteError, UnsupportedError
 from shardckpt.format.deepspeed_files import StateFiles, find_folder, sort_files
 from shardckpt.format.deepspeed_join import MASTER, MODEL, OPTIMIZER, Joiner, Made
+from shardckpt.format.deepspeed_layers import TIED, put_experts, put_layers
 from shardckpt.format.deepspeed_states import (
     Contents,
     ModelState,
@@ -61,11 +62,18 @@ def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ())
     contents = Contents(reader.manifest, store.url)
     made = Made(store.url)
     joiners = [_joiner(reader, contents, files, made, mp) for mp in files.model_ranks]
-    _require_one_tensor_rank(joiners, store.url)
+    _settle(joiners, files, store.url)
+    trained = {param.name: param.shape for joiner in joiners for param in joiner.trained.values()}
     for joiner in joiners:
         joiner.join_model()
+    put_layers(made, contents, files, trained)
+    put_experts(made, contents, files)
+    _require_weights(made, trained)
+    for joiner in joiners:
         joiner.join_optimizer()
     _put_groups(made, joiners)
+    if files.expert_optims or (len(joiners) > 1 and not trained):
+        made.warnings.append("optimizers of experts and of pipeline stages that ZeRO did not cut are not read")
     put_loop(made, contents, next(iter([*files.models.values(), *files.parts.values()])))
     manifest = replace(
         reader.manifest,
@@ -132,22 +140,47 @@ def _require_one_step(reader: TorchReader, optims: Mapping[int, OptimState]) -> 
             )
 
 
-def _require_one_tensor_rank(joiners: Sequence[Joiner], url: str) -> None:
-    """Refuse parameters that tensor parallelism cut: how is known to the training code alone."""
-    tensor_ranks = max((joiner.tensor_ranks for joiner in joiners), default=1)
+def _settle(joiners: Sequence[Joiner], files: StateFiles, url: str) -> None:
+    """Leave what pipeline stages share to the first of them.
+
+    Raises:
+        UnsupportedError: Parameters are cut by tensor parallelism: only the training code knows how.
+    """
     seen: set[str] = set()
-    shared: set[str] = set()
+    cut: list[str] = []
     for joiner in joiners:
-        shared |= seen & joiner.trained.keys()
+        again = seen & joiner.trained.keys()
+        cut += sorted(name for name in again if not name.startswith(TIED))
+        joiner.leave(again)
         seen |= joiner.trained.keys()
-    cut = sorted(name for name in shared if not name.startswith("tied_modules."))
-    if tensor_ranks > 1 or cut:
+    is_cut = max((joiner.tensor_ranks for joiner in joiners), default=1) > 1 or any(mp for _, mp in files.layers)
+    if is_cut or cut:
         raise UnsupportedError(
             "parameters are cut by tensor parallelism, and only the training code knows how",
             where=url,
             found=f"{len(joiners)} model-parallel ranks" + (f", {cut[0]!r} on several" if cut else ""),
             fix="Convert it with DeepSpeed's ds_to_universal.py, and point at the result.",
         )
+
+
+def _require_weights(made: Made, trained: Mapping[str, Shape]) -> None:
+    """Refuse parameters whose own weights lie in no file, or have another shape than the optimizer's."""
+    for name, shape in trained.items():
+        entry = made.tensors.get((MODEL, name))
+        if entry is None:
+            raise IncompleteError(
+                f"the weights of {name!r} lie in no file",
+                where=made.url,
+                expected="them in a model, layer or expert file",
+                fix="Copy the missing *_model_states.pt beside the others.",
+            )
+        if entry.shape != shape:
+            raise FormatError(
+                f"{name!r} has another shape than param_shapes say",
+                where=f"{made.url}/{entry.pieces[0].file}" if entry.pieces else made.url,
+                found=entry.shape,
+                expected=shape,
+            )
 
 
 def _put_groups(made: Made, joiners: Sequence[Joiner]) -> None:

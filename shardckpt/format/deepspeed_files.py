@@ -18,7 +18,7 @@ _RANK = re.compile(
     rf"(?P<prefix>(bf16_|fp16_)?zero_pp_rank_)(?P<rank>{_N})_mp_rank_(?P<mp>{_N})_(?P<kind>optim|model)_states\.pt"
 )
 _MODEL = re.compile(rf"mp_rank_(?P<mp>{_N})_model_states\.pt")
-_LAYER = re.compile(rf"layer_(?P<layer>{_N})-model_(?P<mp>{_N})-model_states\.pt")
+_LAYER = re.compile(rf"layer_(?P<layer>{_N})(-model_(?P<mp>{_N}))?-model_states\.pt")
 _EXPERT = re.compile(rf"(layer_(?P<layer>{_N})_)?expert_(?P<expert>{_N})_mp_rank_(?P<mp>{_N})_model_states\.pt")
 _EXPERT_OPTIM = re.compile(rf"expp_rank_(?P<rank>{_N})_mp_rank_(?P<mp>{_N})_optim_states\.pt")
 _ALL = (_RANK, _MODEL, _LAYER, _EXPERT, _EXPERT_OPTIM)
@@ -136,7 +136,7 @@ def _put(found: StateFiles, name: str, path: str, url: str) -> bool:
     elif match := _MODEL.fullmatch(name):
         _put_once(found.models, int(match["mp"]), path, url)
     elif match := _LAYER.fullmatch(name):
-        _put_once(found.layers, (int(match["layer"]), int(match["mp"])), path, url)
+        _put_once(found.layers, (int(match["layer"]), int(match["mp"] or 0)), path, url)
     elif match := _EXPERT.fullmatch(name):
         layer = -1 if match["layer"] is None else int(match["layer"])
         _put_once(found.experts, (layer, int(match["expert"]), int(match["mp"])), path, url)

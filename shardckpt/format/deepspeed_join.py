@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple, NoReturn
 
 from shardckpt.boxes import Shape, strides
-from shardckpt.errors import FormatError
+from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format import deepspeed_layout as layout
 from shardckpt.format.deepspeed_files import StateFiles, name_of_optim, name_of_part
 from shardckpt.format.deepspeed_layout import Run
@@ -17,6 +19,9 @@ from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry
 
 MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
 _STATE, _STEP = "state", "step"
+EXPERT = re.compile(r"(?P<start>.*\.deepspeed_experts\.)(?P<local>\d{1,6})(?P<rest>\..*)", re.DOTALL)
+"""Names of what `deepspeed.moe` puts into its experts."""
+
 
 Find = Callable[[int, int], TensorEntry | None]
 """Returns the flat tensor of a rank and a unit; None where the rank's file is not there."""
@@ -72,6 +77,30 @@ class Trained:
     runs: tuple[Run, ...]
 
 
+class Team(NamedTuple):
+    """Ranks that share a flat group.
+
+    Attributes:
+        ranks: In the order of their parts.
+        experts: Which set of experts they hold; 0 where all ranks hold the same.
+    """
+
+    ranks: tuple[int, ...]
+    experts: int
+
+    def name(self, local: str, held: Mapping[str, int]) -> str:
+        """Return a parameter's name in the whole model: ranks count their own experts from 0.
+
+        Args:
+            local: Its name on a rank.
+            held: How many experts each rank holds, by what their names start with.
+        """
+        match = EXPERT.fullmatch(local)
+        if match is None or not self.experts:
+            return local
+        return f"{match['start']}{self.experts * held[match['start']] + int(match['local'])}{match['rest']}"
+
+
 class Joiner:
     """Puts together what the ranks of one model-parallel rank hold.
 
@@ -97,13 +126,19 @@ class Joiner:
         self._models, self._optims = models, optims
         self._is_split = any(place[1] == mp for place in files.parts)
         self.world = _world(models, optims, made.url)
-        self._parts: dict[int, tuple[int, int]] = {}
+        self._lengths_of: dict[tuple[int, int], set[int]] = {}
+        self._local_experts = self._count_experts()
         self.trained = {param.name: param for param in self._trained()}
 
     @property
     def tensor_ranks(self) -> int:
         """Ranks that tensor parallelism cuts parameters for, as far as it is said; else 1."""
         return max((state.tensor_ranks for state in self._models.values()), default=1)
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Leave parameters to another model-parallel rank, which holds the same ones."""
+        for name in names:
+            self.trained.pop(name, None)
 
     # ---------------------------------------------------------------------------------------------------- layout
 
@@ -146,7 +181,7 @@ class Joiner:
                 offset += layout.part_elements(prod(shape), self.world)
 
     def _partitioned(self, unit: int, group: Mapping[str, Shape], numels: Sequence[int]) -> Iterator[Trained]:
-        """Stages 1 and 2: one flat group, cut into equal parts."""
+        """Stages 1 and 2: one flat group, cut into equal parts for each team of ranks that shares it."""
         first = next(iter(self._optims.values()), None)
         paddings = first.paddings[unit] if first and first.paddings and unit < len(first.paddings) else None
         if paddings is not None and len(paddings) != len(numels):
@@ -155,19 +190,58 @@ class Joiner:
         for rank, state in self._optims.items():
             if unit >= len(state.flats):
                 self._refuse(f"group {unit}", [rank], f"{len(state.flats)} flat tensors", len(self._shapes()))
-        lengths = {rank: self._lengths(state)[unit] for rank, state in self._optims.items()}
-        partition = layout.fit_partition(offsets[-1], self.world, lengths)
+        for team in self._teams(unit):
+            partition = self._fitted(unit, team, offsets[-1], len(group))
+            for (name, shape), offset in zip(group.items(), offsets[:-1], strict=True):
+                cut = layout.partitioned_runs(offset, prod(shape), partition, unit)
+                runs = tuple(run._replace(rank=team.ranks[run.rank]) for run in cut)
+                self._check_starts(name, runs)
+                yield Trained(team.name(name, self._local_experts), shape, unit, runs)
+
+    def _fitted(self, unit: int, team: Team, total: int, params: int) -> int:
+        """Return the elements of each part of a flat group, which must explain how long the ranks' tensors are."""
+        here = {place: rank for place, rank in enumerate(team.ranks) if rank in self._optims}
+        lengths = {place: self._lengths(self._optims[rank])[unit] for place, rank in here.items()}
+        partition = layout.fit_partition(total, len(team.ranks), lengths)
         if partition is None:
-            expected = layout.partition_elements(offsets[-1], self.world)
-            rank = next((r for r, n in lengths.items() if n > expected), max(lengths))
-            lean = layout.lean_elements(offsets[-1], expected, rank)
+            expected = layout.partition_elements(total, len(team.ranks))
+            place = next((p for p, n in lengths.items() if n > expected), max(lengths))
+            lean = layout.lean_elements(total, expected, place)
             either = f"{lean} or {expected}" if lean < expected else str(expected)
-            self._refuse(f"group {unit}", [rank], f"{lengths[rank]} elements", f"{either} for {len(group)} parameters")
-        self._parts[unit] = offsets[-1], partition or 1
-        for (name, shape), offset in zip(group.items(), offsets[:-1], strict=True):
-            runs = tuple(layout.partitioned_runs(offset, prod(shape), partition or 1, unit))
-            self._check_starts(name, runs)
-            yield Trained(name, shape, unit, runs)
+            found = f"{lengths[place]} elements"
+            self._refuse(f"group {unit}", [here[place]], found, f"{either} for {params} parameters")
+        for place, rank in here.items():
+            self._lengths_of[unit, rank] = {partition, layout.lean_elements(total, partition, place)}
+        return partition or 1
+
+    def _teams(self, unit: int) -> list[Team]:
+        """Return the teams of ranks that share a flat group: one, but for experts, whose teams hold one set each."""
+        state = next(iter(self._optims.values()), None)
+        count = state.counts[unit] if state else self.world
+        if count == self.world:
+            return [Team(tuple(range(self.world)), 0)]
+        config = self._contents.value(state.file, "ds_config") if state else None
+        is_data_first = isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
+        sets = self.world // count
+        if sets * count != self.world or not all(map(EXPERT.fullmatch, self._shapes()[unit])):
+            raise UnsupportedError(
+                f"group {unit} is shared by {count} of {self.world} ranks in a way that is not known",
+                where=self._made.url,
+                found=next(iter(self._shapes()[unit]), "no parameters"),
+                expected="experts of deepspeed.moe",
+                fix="Convert it with DeepSpeed's ds_to_universal.py, and point at the result.",
+            )
+        if is_data_first:
+            return [Team(tuple(range(e * count, (e + 1) * count)), e) for e in range(sets)]
+        return [Team(tuple(range(e, self.world, sets)), e) for e in range(sets)]
+
+    def _count_experts(self) -> dict[str, int]:
+        """Return how many experts each rank holds, by what their names start with."""
+        held: dict[str, set[int]] = {}
+        for unit in self._shapes():
+            for match in filter(None, map(EXPERT.fullmatch, unit)):
+                held.setdefault(match["start"], set()).add(int(match["local"]))
+        return {start: len(experts) for start, experts in held.items()}
 
     def _check_starts(self, name: str, runs: Iterable[Run]) -> None:
         """Compare with where a rank itself says that a parameter lies."""
@@ -186,7 +260,7 @@ class Joiner:
     def _lengths(state: OptimState) -> list[int]:
         return [entry.shape[0] for entry in state.flats]
 
-    def _refuse(self, what: str, ranks: Iterable[int], found: object, expected: object) -> None:
+    def _refuse(self, what: str, ranks: Iterable[int], found: object, expected: object) -> NoReturn:
         rank = min(ranks)
         raise FormatError(
             f"{what} of rank {rank} is not as long as param_shapes say",
@@ -260,9 +334,8 @@ class Joiner:
             self._join_parts(states[0])
         else:
             self._join_module(states[0])
-        if self._optims:
-            for param in self.trained.values():
-                self._made.put((MASTER, param.name), self.master(param))
+        for param in self.trained.values() if self._optims else ():
+            self._made.put((MASTER, param.name), self.master(param))
         for state in states:
             for alias, name in state.shared.items():
                 for root in (MODEL, MASTER):
@@ -272,14 +345,6 @@ class Joiner:
     def _join_module(self, state: ModelState) -> None:
         """Stages 0 to 2: the file holds the whole model."""
         for name, entry in state.module.items():
-            param = self.trained.get(name)
-            if param is not None and entry.shape != param.shape:
-                raise FormatError(
-                    f"{name!r} has another shape than param_shapes say",
-                    where=self._contents.where(state.file),
-                    found=entry.shape,
-                    expected=param.shape,
-                )
             self._made.put((MODEL, name), entry)
             first = self._contents.aliases.get(entry.path, entry.path)
             if first != entry.path and first[:-1] == entry.path[:-1]:
@@ -380,10 +445,7 @@ class Joiner:
         """Tell whether a slot is as long as its flat tensor on every rank, each with its padding or without."""
         for rank, state in self._optims.items():
             value = state.slots[param.unit].get(slot)
-            known = {state.flats[param.unit].shape[0]}
-            if param.unit in self._parts:
-                total, partition = self._parts[param.unit]
-                known |= {partition, layout.lean_elements(total, partition, rank)}
+            known = self._lengths_of.get((param.unit, rank), set()) | {state.flats[param.unit].shape[0]}
             if isinstance(value, TensorEntry) and value.shape[0] not in known:
                 return False
         return True
