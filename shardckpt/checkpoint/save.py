@@ -96,6 +96,7 @@ def how_to(
 
 
 _SAVERS: WeakKeyDictionary[dist.ProcessGroup, Saver] = WeakKeyDictionary()
+_ALONE = Saver(Star(None))
 
 
 def saver_of(group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:
@@ -106,7 +107,7 @@ def saver_of(group: dist.ProcessGroup | None, refusal: Exception | None = None) 
         refusal: Raised where a rank is gone, since nobody can be told.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return Saver(Star(None))
+        return _ALONE
     given = dist.group.WORLD if group is None else group
     assert given is not None
     known = _SAVERS.get(given)
