@@ -100,23 +100,28 @@ def load(
         The state that was given; without one the nest, with tensors on the CPU.
 
     Raises:
+        UsageError: An argument is of no use.
         StateMismatchError: The checkpoint does not fit; the message lists everything that is wrong.
         SourceNotFoundError: Nothing lies there.
         CheckpointError: It is damaged, incomplete, or cannot be read.
         RankError: Another rank failed or is gone.
         StorageError: The storage failed.
     """
+    _require_bools(strict=strict, cast=cast, fan_out=False if fan_out is None else fan_out)
+    require_way_to_verify(verify)
+    compiled(rules)
+    globs = globs_of(partial)
     if path is None:
+        if globs is not None or cast:
+            name = "cast" if cast else "partial"
+            raise UsageError(f"`{name}` is for loads into a state", fix="Give the state first: load(state, path, ...).")
         with collector_at_rest():
             saved = Saved(str(state), verify, rules, _moved(base))
             saved.expect_most()
             if verify == "full":
                 saved.check_blocks()
             return saved.materialised(saved.nest)
-    _require_bools(strict=strict, cast=cast, fan_out=bool(fan_out) if fan_out is None else fan_out)
-    require_way_to_verify(verify)
-    compiled(rules)
-    policy = Policy(strict, globs_of(partial), cast, is_own_only=base is False)
+    policy = Policy(strict, globs, cast, is_own_only=base is False)
     source = _Source(str(path), verify, rules, _moved(base))
     with collector_at_rest():
         _load_into(state, source, policy, star_of(group), fan_out)

@@ -369,6 +369,37 @@ class TestRefusals:
         with pytest.raises(UsageError, match="verify"):
             shardckpt.load(self.saved(tmp_path), verify="sometimes")
 
+    @pytest.mark.parametrize(
+        ("how", "told"),
+        [
+            ({"rules": {"model": "net", "([": "x"}}, r"rules.*'\(\['"),
+            ({"rules": {"(a)": r"\2"}}, r"rules.*'\(a\)'.*2"),
+            ({"rules": {"a": 1}}, "rules.*two strings"),
+            ({"rules": [("a", "b")]}, "`rules` are no mapping"),
+            ({"partial": 7}, "`partial`"),
+            ({"partial": ["model.*", 7]}, "`partial`"),
+            ({"cast": "bf16"}, "`cast`.*'bf16'"),
+            ({"cast": None}, "`cast`"),
+            ({"strict": "no"}, "`strict`"),
+            ({"fan_out": 3}, "`fan_out`"),
+            ({"verify": ["read"]}, "verify"),
+            ({"verify": 1}, "verify"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_an_argument_that_means_nothing_is_refused_before_anything_is_opened(self, how, told: str) -> None:
+        with pytest.raises(UsageError, match=told):
+            shardckpt.load({"t": torch.ones(2)}, "nothing-lies-here", **how)
+
+    @pytest.mark.parametrize("how", [{"partial": ["model.*"]}, {"partial": True}, {"cast": True}])
+    def test_what_is_for_loads_into_a_state_is_refused_without_one(self, tmp_path: Path, how) -> None:
+        with pytest.raises(UsageError, match=f"`{next(iter(how))}` is for loads into a state"):
+            shardckpt.load(self.saved(tmp_path), **how)
+
+    def test_rules_that_give_two_tensors_one_name_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(shardckpt.NameCollisionError, match=r"model\.x"):
+            shardckpt.load({"model": {"x": torch.ones(2)}}, self.saved(tmp_path), rules={"weight|bias": "x"})
+
 
 class TestReading:
     BLOCK = 4 << 20
@@ -432,6 +463,32 @@ class TestReading:
         with pytest.raises(ChecksumError):
             shardckpt.load(["nothing of it"], tmp_path / "c", strict=False, verify="full")
         assert not torch.equal(shardckpt.load(tmp_path / "c", verify=False)["deep"]["t"], tensor)
+
+    @pytest.mark.parametrize("verify", ["read", "full"])
+    def test_damage_that_is_met_midway_is_said_to_leave_a_mixture_unless_it_is_looked_for_first(
+        self, tmp_path: Path, verify: str
+    ) -> None:
+        tensor = self.saved(tmp_path)
+        self.flip(tmp_path / "c", 2 * self.BLOCK + 17)
+        state = {"deep": {"t": torch.full_like(tensor, -1)}, "a.b": 0, "a": {"b": 0}}
+        with pytest.raises(ChecksumError, match="block 2") as caught:
+            shardckpt.load(state, tmp_path / "c", verify=verify)
+        is_mixed = not (state["deep"]["t"] == -1).all()
+        assert is_mixed == (verify == "read") == ("may be filled in part" in str(caught.value))
+        assert (state["a.b"], state["a"]) == (0, {"b": 0})
+
+    def test_an_object_that_refuses_its_state_is_told_of_the_mixture_too(self, tmp_path: Path) -> None:
+        class Counter:
+            def state_dict(self) -> dict:
+                return {"n": 1}
+
+            def load_state_dict(self, state: dict) -> None:
+                raise ZeroDivisionError("refused")
+
+        shardckpt.save({"counter": Counter()}, tmp_path / "c")
+        with pytest.raises(ZeroDivisionError, match="refused") as caught:
+            shardckpt.load({"counter": Counter()}, tmp_path / "c")
+        assert any("in part" in note for note in getattr(caught.value, "__notes__", ["in part"]))
 
     def test_without_checksums_nobody_can_tell(self, tmp_path: Path) -> None:
         tensor = self.saved(tmp_path, checksums=False)
