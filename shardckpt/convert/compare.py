@@ -15,12 +15,13 @@ from shardckpt.convert.carried import find_carried
 from shardckpt.convert.casts import numpy_dtype
 from shardckpt.convert.report import Comparison, TensorDifference
 from shardckpt.convert.ruled import decide, located_model, located_state, read_rules
-from shardckpt.convert.selection import load_values, name_model
+from shardckpt.convert.selection import load_values
 from shardckpt.dtypes import bits
 from shardckpt.format.detect import detect, open_source
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Manifest, TensorEntry, dotted
 from shardckpt.plan import optimizer
+from shardckpt.plan.model_names import name_model
 from shardckpt.plan.parts import find_parts, split_flat_names
 from shardckpt.plan.rules import Rule
 

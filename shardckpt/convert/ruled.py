@@ -6,18 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardckpt.convert.arrays import blocks_of, resolve
-from shardckpt.errors import UsageError
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Manifest, TensorEntry
 from shardckpt.plan import rules as planning
 from shardckpt.plan.optimizer import OptimState
-from shardckpt.plan.rule_files import parse_rename, parse_rules, shipped
+from shardckpt.plan.rule_files import parse_rename, parse_rules, rules_text
 from shardckpt.plan.ruled import ruled_state, shapes_of
 from shardckpt.plan.rules import Made, Plan, Rule
-from shardckpt.storage.open_store import kind, open_store, split
-from shardckpt.storage.store import read_bytes
-
-_MOST_BYTES = 1 << 22
+from shardckpt.storage.texts import read_text
 
 
 def read_rules(file: str, renames: Iterable[str] = (), config: Mapping[str, object] | None = None) -> tuple[Rule, ...]:
@@ -32,25 +28,8 @@ def read_rules(file: str, renames: Iterable[str] = (), config: Mapping[str, obje
         UsageError: There is no such file or set, or a rule is none.
         StorageError: The file cannot be read.
     """
-    found = parse_rules(_text(file), file, config) if file else ()
+    found = parse_rules(rules_text(file, lambda: read_text(file)), file, config) if file else ()
     return (*found, *map(parse_rename, renames))
-
-
-def _text(file: str) -> str:
-    own = shipped()
-    if file in own and kind(file) == "missing":
-        return own[file]
-    if kind(file) != "file":
-        raise UsageError("no file of rules lies here", where=file, expected=f"a TOML file, or one of {', '.join(own)}")
-    parent, name = split(file)
-    store = open_store(parent)
-    size = store.size(name)
-    if size > _MOST_BYTES:
-        raise UsageError("too large for a file of rules", where=file, found=f"{size} bytes", expected=_MOST_BYTES)
-    try:
-        return read_bytes(store, name, 0, size).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError("no UTF-8", where=file) from error
 
 
 @dataclass(frozen=True, slots=True)

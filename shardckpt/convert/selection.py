@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -31,6 +31,7 @@ from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
 from shardckpt.plan import names, optimizer, parts, ties, weights
 from shardckpt.plan.coverage import faults
+from shardckpt.plan.model_names import Named, name_model
 from shardckpt.plan.outputs import OutTensor
 from shardckpt.plan.rules import Rule
 from shardckpt.storage.open_store import open_store, split
@@ -63,19 +64,6 @@ class Selection:
     left_out: tuple[str, ...]
     warnings: tuple[str, ...]
     order: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A checkpoint's tensors under canonical names.
-
-    Attributes:
-        tensors: Name to array, in saved order.
-        clean: Cleans further names as these were.
-    """
-
-    tensors: dict[str, TensorEntry]
-    clean: Callable[[str], str]
 
 
 def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Selection:
@@ -191,20 +179,6 @@ def _ruled(
     casts = {name: ruled.model[name].cast for name in kept if ruled.model[name].cast}
     gone = tuple(f"{name} (by a rule)" for name in ruled.plan.dropped)
     return _Chosen(chosen, tensors, dropped, state, warnings, casts, used, gone)
-
-
-def name_model(manifest: Manifest, found: parts.Parts) -> Named:
-    """Return the model's tensors under the names of the unwrapped model.
-
-    Raises:
-        NameCollisionError: Two tensors would get one name.
-    """
-    depth = len(found.model)
-    paths = list(parts.model_paths(manifest, found))
-    stored = {path: dotted(path[depth:]) or dotted(path) for path in paths}
-    names.require_unique({str(path): name for path, name in stored.items()})
-    clean = names.clean(stored.values())
-    return Named({clean[stored[path]]: manifest.tensors[path] for path in paths}, names.cleaner(stored.values()))
 
 
 def _unneeded_faults(manifest: Manifest, wanted: Sequence[TensorEntry]) -> list[str]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from shardckpt.convert.selection import name_model, read_param_names
 from shardckpt.errors import UsageError
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import Reader, WholeShapes
 from shardckpt.manifest import Manifest, TensorEntry, dotted
 from shardckpt.plan import parts
+from shardckpt.plan.model_names import name_model
 
 _ORDERED = frozenset({"torch", "torch-folder", "hf-torch", "ranks", "local"})
 """Formats of files in which a state dict is a dict, and stays in its order."""
 
 
-def with_whole_shapes(reader: Reader, shapes_from: str, param_names: str = "") -> Reader:
+def with_whole_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] | None = None) -> Reader:
     """Return a reader that knows what lies in its flat parameters; the same one where it holds none.
 
     Args:
         reader: The open checkpoint.
         shapes_from: Checkpoint of the same model, in any format, that holds whole tensors; empty for none.
-        param_names: JSON file from optimizer id to name; empty for none.
+        ids: Names of an optimizer's numbers, where they are told.
 
     Raises:
         UsageError: Shapes are lacking, or do not fit the flat parameters; or a file is not what it should be.
@@ -37,17 +37,17 @@ def with_whole_shapes(reader: Reader, shapes_from: str, param_names: str = "") -
             found="a chunk of each unit on each rank, as FSDP1's LOCAL_STATE_DICT gives it",
             fix="Give --shapes-from SRC, any checkpoint of the same model that holds whole tensors.",
         )
-    if not shapes_from and not param_names:
+    if not shapes_from and not ids:
         return reader
-    ids = read_param_names(param_names) if param_names else {}
+    told = dict(ids or {})
     if not shapes_from:
-        return reader.with_shapes(WholeShapes({}, param_names, ids=ids))
+        return reader.with_shapes(WholeShapes({}, reader.store.url, ids=told))
     other = parts.split_flat_names(open_checkpoint(shapes_from).manifest)
     model = name_model(other, parts.find_parts(other)).tensors
     names = {entry.path: name for name, entry in model.items()}
     aliases = {names[a]: names[b] for a, b in other.aliases.items() if a in names and b in names}
     shapes = {name: entry.shape for name, entry in model.items()}
-    known = WholeShapes(shapes, shapes_from, aliases, ids=ids, is_ordered=_keeps_order(other, list(model.values())))
+    known = WholeShapes(shapes, shapes_from, aliases, ids=told, is_ordered=_keeps_order(other, list(model.values())))
     return reader.with_shapes(known)
 
 

@@ -62,6 +62,25 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
     return tuple(_rule(table, f"{where}, rule {number}", known) for number, table in enumerate(tables, 1))
 
 
+def rules_text(place: str, read: Callable[[], str | None]) -> str:
+    """Return the text of a file of rules, or of a set that comes with the package.
+
+    Args:
+        place: Where the file lies, or the name of a set.
+        read: Returns the text of the file; None where there is none.
+
+    Raises:
+        UsageError: There is neither.
+    """
+    found = read()
+    if found is not None:
+        return found
+    own = shipped()
+    if place not in own:
+        raise UsageError("no file of rules lies here", where=place, expected=f"a TOML file, or one of {', '.join(own)}")
+    return own[place]
+
+
 def shipped() -> dict[str, str]:
     """Return the sets of rules that come with the package, name to TOML."""
     folder = files("shardckpt.plan") / "rule_sets"

@@ -1,0 +1,145 @@
+"""A checkpoint as rules have it: other names and shapes of its model and optimizers, for a load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardckpt.boxes import whole
+from shardckpt.dtypes import nbytes
+from shardckpt.errors import UsageError
+from shardckpt.format.hf_files import read_json
+from shardckpt.format.pieces import PieceReader, Want
+from shardckpt.format.reader import Reader
+from shardckpt.manifest import UNREAD, Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
+from shardckpt.plan import optimizer
+from shardckpt.plan.coverage import require_complete
+from shardckpt.plan.model_names import Named, name_model
+from shardckpt.plan.parts import find_parts, split_flat_names
+from shardckpt.plan.rule_files import parse_rules, rules_text
+from shardckpt.plan.ruled import ruled_state, shapes_of
+from shardckpt.plan.rules import cooked, leaves, plan
+from shardckpt.storage.store import Store
+from shardckpt.storage.texts import read_text
+
+_CONFIG = "config.json"
+
+
+class RuledReader(Reader):
+    """A reader whose manifest is as rules have it.
+
+    Args:
+        inner: The reader of the files.
+        manifest: What rules made of its manifest; what is new in it is located.
+    """
+
+    def __init__(self, inner: Reader, manifest: Manifest) -> None:
+        super().__init__(inner.store, manifest)
+        self._inner = inner
+
+    @property
+    def stored(self) -> Store:
+        """The files as they lie."""
+        return self._inner.stored
+
+    def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces, located."""
+        return self._inner.resolve(pieces)
+
+    def load_object(self, entry: ObjectEntry) -> object:
+        """Return an object's value."""
+        return self._inner.load_object(entry)
+
+
+def ruled(reader: Reader, place: str) -> RuledReader:
+    """Return a checkpoint as the rules of a file have it.
+
+    Args:
+        reader: The open checkpoint.
+        place: TOML file, or the name of a set that comes with the package.
+
+    Raises:
+        UsageError: A rule does not fit; nothing was read but names.
+        CheckpointError: Elements are missing or doubled, or a container is damaged.
+    """
+    rules = parse_rules(rules_text(place, lambda: read_text(place)), place, _config(reader.store))
+    manifest = split_flat_names(reader.manifest)
+    found = find_parts(manifest)
+    model = name_model(manifest, found)
+    facts = {name: (entry.shape, entry.dtype) for name, entry in model.tensors.items()}
+    made = plan(rules, facts)
+    used = dict.fromkeys(leaf.name for each in made.made.values() for leaf in leaves(each.recipe))
+    if any(each.cast for each in made.made.values()):
+        raise UsageError(
+            "a load takes the types of what it loads into", where=place, fix="Pass cast=True, and no cast."
+        )
+    entries = dict(zip(used, _located(reader, manifest, [model.tensors[name] for name in used]), strict=True))
+    gone = {entry.path for entry in model.tensors.values()}
+    tensors = {
+        (*found.model, name): cooked(each.recipe, name, entries)._replace(path=(*found.model, name))
+        for name, each in made.made.items()
+    }
+    objects: dict[Path, ObjectEntry] = {}
+    for root in found.optimizers:
+        state = _state(reader, manifest, root, model)
+        gone |= {path for path in manifest.tensors if path[: len(root)] == root}
+        all_made = plan(rules, {**facts, **shapes_of(state, facts)})
+        state = ruled_state(all_made, state, lambda entries: _same(reader, entries))
+        for key, entry in state.tensors.items():
+            name, _, slot = key.rpartition("/")
+            path = (*root, "state", name, slot)
+            tensors[path] = entry._replace(path=path)
+        objects |= _values_of(root, state)
+    roots = found.optimizers
+    objects |= {path: entry for path, entry in manifest.objects.items() if not any(path[: len(r)] == r for r in roots)}
+    rest = {path: entry for path, entry in manifest.tensors.items() if path not in gone}
+    return RuledReader(reader, replace(manifest, tensors={**tensors, **rest}, objects=objects, aliases={}))
+
+
+def _state(reader: Reader, manifest: Manifest, root: Path, model: Named) -> optimizer.OptimState:
+    """Return an optimizer by names, its tensors located."""
+    n = len(root)
+    if any(path[: n + 1] == (*root, "param_groups") for path in manifest.tensors):
+        raise UsageError("rules cannot load settings that are tensors", where=dotted(root), fix="Convert it first.")
+    values = {
+        path: reader.load_object(entry) if entry.value is UNREAD else entry.value
+        for path, entry in manifest.objects.items()
+        if path[:n] == root
+    }
+    shapes = {name: entry.shape for name, entry in model.tensors.items()}
+    state = optimizer.by_name(optimizer.below(manifest, root, values), shapes, clean=model.clean)
+    located = _located(reader, manifest, list(state.tensors.values()))
+    return replace(state, tensors=dict(zip(state.tensors, located, strict=True)))
+
+
+def _values_of(root: Path, state: optimizer.OptimState) -> dict[Path, ObjectEntry]:
+    values: dict[Path, object] = {(*root, "param_groups"): [dict(group) for group in state.groups]}
+    for name, slots in state.scalars.items():
+        values |= {(*root, "state", name, slot): value for slot, value in slots.items()}
+    if not state.tensors and not state.scalars:
+        values[(*root, "state")] = {}
+    return {path: ObjectEntry(path, value) for path, value in values.items()}
+
+
+def _located(reader: Reader, manifest: Manifest, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+    require_complete(manifest, entries, reader.store.url)
+    lazy = [piece for entry in entries for piece in entry.pieces if isinstance(piece.layout, Lazy)]
+    found = dict(zip(map(id, lazy), reader.resolve(lazy), strict=True))
+    return [entry._replace(pieces=tuple(found.get(id(p), p) for p in entry.pieces)) for entry in entries]
+
+
+def _same(reader: Reader, entries: Sequence[TensorEntry]) -> bool:
+    """Tell whether arrays of one element hold the same bits."""
+    pieces = PieceReader(reader.store)
+    buffers = [bytearray(nbytes(entry.stored, 1)) for entry in entries]
+    pieces.fill(
+        [
+            Want(entry.pieces, whole(entry.shape), entry.stored, memoryview(buffer))
+            for entry, buffer in zip(entries, buffers, strict=True)
+        ]
+    )
+    return len({(entry.stored, bytes(buffer)) for entry, buffer in zip(entries, buffers, strict=True)}) == 1
+
+
+def _config(store: Store) -> dict[str, object]:
+    return read_json(store, _CONFIG) if any(entry.name == _CONFIG for entry in store.list()) else {}

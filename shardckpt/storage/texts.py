@@ -1,0 +1,31 @@
+"""Small files of text that people write and name: rules and the like."""
+
+from __future__ import annotations
+
+from shardckpt.errors import UsageError
+from shardckpt.storage.open_store import kind, open_store, split
+from shardckpt.storage.store import read_bytes
+
+MOST_BYTES = 1 << 22
+
+
+def read_text(url: str) -> str | None:
+    """Return the text of a file; None where no file lies there.
+
+    Raises:
+        UsageError: It is too large for one that a person wrote, or no UTF-8.
+        StorageError: It cannot be read.
+    """
+    if kind(url) != "file":
+        return None
+    parent, name = split(url)
+    store = open_store(parent)
+    size = store.size(name)
+    if size > MOST_BYTES:
+        raise UsageError(
+            "too large for such a file", where=url, found=f"{size} bytes", expected=f"at most {MOST_BYTES}"
+        )
+    try:
+        return read_bytes(store, name, 0, size).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError("no UTF-8", where=url) from error
