@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardckpt.errors import AmbiguousError, CheckpointError, ChecksumError, UnsupportedError, UsageError
 from shardckpt.format.detect import open_source
 from shardckpt.format.native import manifest_of, read_commit, read_contents
-from shardckpt.format.native_headers import read_described, rebuild
+from shardckpt.format.native_bases import find_bases
+from shardckpt.format.native_headers import Described, read_described, rebuild
 from shardckpt.format.native_manifest import (
     COMMIT,
     MAX_MANIFEST_BYTES,
+    ArrayRecord,
     Contents,
-    FileRecord,
     decode_manifest,
     encode_commit,
     encode_manifest,
+    files_of_bases,
     manifest_name,
     record_of,
 )
 from shardckpt.format.native_payload import BLOCK_BYTES, HF_INDEX, BlockHasher
 from shardckpt.format.reader import Source
+from shardckpt.manifest import Span
 from shardckpt.plan.coverage import require_complete
 from shardckpt.storage.store import Read, Store, read_bytes
 
@@ -121,7 +124,8 @@ def _open_whole(store: Store, sizes: Mapping[str, int]) -> Contents | None:
 
 
 def _require_complete(store: Store, contents: Contents, sizes: Mapping[str, int]) -> None:
-    manifest = manifest_of(store, contents, sizes)
+    bases = find_bases(store.url, files_of_bases(contents.files)) if contents.bases else None
+    manifest = manifest_of(store, contents, sizes, bases)
     require_complete(manifest, manifest.tensors.values(), store.url)
 
 
@@ -141,7 +145,9 @@ def _choose(store: Store, sizes: Mapping[str, int], save: str) -> tuple[Contents
     errors: list[CheckpointError] = []
     for each in [save] if save else sorted(named):
         try:
-            contents, notes = rebuild(each, read_described(store, named[each]), store.url)
+            files = read_described(store, named[each])
+            old = _of_based(store, sizes, each, files)
+            contents, notes = rebuild(each, files, store.url) if old is None else (old, ())
             _require_complete(store, contents, sizes)
             found.append((contents, notes))
         except CheckpointError as error:
@@ -166,13 +172,19 @@ def _with_hashes(
     Raises:
         ChecksumError: The bytes are not those that the old manifest was written for.
     """
-    hashed = [FileRecord(f.name, f.nbytes, tuple(_hash(store, f.name, f.nbytes))) for f in contents.files]
+    hashed = [
+        f if f.base else f._replace(hashes=tuple(_hash(store, f.name, f.nbytes)))
+        for f in contents.files
+        if f.name != HF_INDEX
+    ]
     if HF_INDEX in sizes:
         hashed.append(record_of(HF_INDEX, read_bytes(store, HF_INDEX, 0, sizes[HF_INDEX])))
     full = replace(contents, files=tuple(hashed))
-    old = _old_manifest(store, sizes, contents)
-    if old is None:
+    old = _old_manifest(store, sizes, contents.save)
+    same = old is not None and [_bare(a) for a in old.arrays] == [_bare(a) for a in contents.arrays]
+    if old is None or not same or all(file.hashes is None for file in old.files):
         return full, ("checksums were made anew: nobody can tell whether bytes have changed since the save",)
+    full = replace(full, arrays=old.arrays)
     known = {file.name: file for file in old.files}
     differing = [file.name for file in full.files if file.name in known and known[file.name] != file]
     if differing and not rehash:
@@ -184,18 +196,40 @@ def _with_hashes(
     return full, tuple(f"{name} did not match its old checksums" for name in differing)
 
 
-def _old_manifest(store: Store, sizes: Mapping[str, int], contents: Contents) -> Contents | None:
-    """Return the manifest that lies there, if it can be read, has hashes, and tells of the same arrays."""
-    name = manifest_name(contents.save)
+def _bare(record: ArrayRecord) -> ArrayRecord:
+    """Return an array without digests, which payload headers do not tell."""
+    return record._replace(digests=b"")
+
+
+def _old_manifest(store: Store, sizes: Mapping[str, int], save: str) -> Contents | None:
+    """Return the manifest of a save that lies there, if it can be read."""
+    name = manifest_name(save)
     if not 0 < sizes.get(name, 0) <= MAX_MANIFEST_BYTES:
         return None
     try:
-        old = decode_manifest(read_bytes(store, name, 0, sizes[name]), where=f"{store.url}/{name}")
+        return decode_manifest(read_bytes(store, name, 0, sizes[name]), where=f"{store.url}/{name}")
     except CheckpointError:
         return None
-    if old.arrays != contents.arrays or all(file.hashes is None for file in old.files):
+
+
+def _of_based(store: Store, sizes: Mapping[str, int], save: str, files: Sequence[Described]) -> Contents | None:
+    """Return the manifest of a step that refers to others, which only it knows, if it fits the payload files here."""
+    old = _old_manifest(store, sizes, save)
+    if old is None or not old.bases:
         return None
-    return old
+    told = {
+        (file.name, offset, chunk.path, chunk.dtype, chunk.shape, chunk.box)
+        for file in files
+        for chunk, offset in zip(file.chunks, file.offsets, strict=True)
+    }
+    own = {file.name for file in old.files if not file.base}
+    said = {
+        (piece.file, piece.layout.offset, a.path, a.dtype, a.shape, piece.box)
+        for a in old.arrays
+        for piece in a.pieces([file.place for file in old.files])
+        if piece.file in own and isinstance(piece.layout, Span)
+    }
+    return old if told == said else None
 
 
 def _hash(store: Store, name: str, nbytes: int) -> Iterator[int]:

@@ -6,7 +6,6 @@ import hashlib
 import re
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from contextlib import suppress
-from dataclasses import replace
 
 from shardckpt.errors import ChecksumError, FormatError, IncompleteError, ShardckptError, TruncatedError, UnsafeError
 from shardckpt.format import tagged
@@ -163,11 +162,9 @@ class NativeReader(Reader):
         self.contents = contents
         self._stored: Store = store
         files = {f.place: Hashed(f.nbytes, f.hashes) for f in contents.files if f.hashes is not None}
-        manifest = manifest_of(store, contents, sizes)
+        manifest = manifest_of(store, contents, sizes, bases)
         if bases is not None:
             self._stored = BasedStore(store, bases.places)
-            known, notes = {**manifest.files, **bases.sizes}, (*manifest.warnings, *bases.notes)
-            manifest = replace(manifest, files=known, elsewhere=bases.folders, warnings=notes)
         super().__init__(VerifiedStore(self._stored, files), manifest)
 
     @property
@@ -243,13 +240,14 @@ class _Entries(Mapping[Path, TensorEntry]):
         return path in self._records
 
 
-def manifest_of(store: Store, contents: Contents, sizes: Mapping[str, int]) -> Manifest:
+def manifest_of(store: Store, contents: Contents, sizes: Mapping[str, int], bases: Found | None = None) -> Manifest:
     """Return what a step holds, in the words that all formats share.
 
     Args:
         store: Rooted at the step.
         contents: Its manifest as stored.
         sizes: Of the files in the folder.
+        bases: What of the folders that it refers to is there.
 
     Raises:
         CheckpointError: The nest does not follow the format, or refers to other arrays than there are.
@@ -260,9 +258,13 @@ def manifest_of(store: Store, contents: Contents, sizes: Mapping[str, int]) -> M
     notes = [f"{name} is longer than when it was committed" for name in longer]
     if unhashed:
         notes.append(f"{unhashed} files were saved without checksums: a changed byte in them is seen by nobody")
+    if bases is not None:
+        files.update(bases.sizes)
+        notes += bases.notes
     return Manifest(
         format="native",
         files=files,
+        elsewhere={} if bases is None else bases.folders,
         tensors=_Entries(contents),
         objects=_objects(contents, store.url),
         variants={dotted(path): (path, of) for path, of in contents.variants.items()},

@@ -143,7 +143,7 @@ def _require_all(order: Sequence[Path], found: Mapping[Path, object], where: str
             where=where,
             found=f"{len(found)} arrays",
             expected=len(order),
-            fix="Copy the missing files into the folder.",
+            fix="Copy the missing files into the folder; what lies in a base is known to the manifest alone.",
         )
     if len(set(order)) != len(order) or len(found) != len(order):
         raise FormatError("the files hold arrays that their save did not know", where=where)

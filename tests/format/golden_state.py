@@ -26,6 +26,16 @@ def small() -> dict[str, Any]:
     return {"model": {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor([7])}, "step": 100}
 
 
+def based() -> dict[str, Any]:
+    """Return what `based` holds: all but `model.b` and the number lies in `digests`, which it refers to."""
+    return {**small(), "ema": {"w": small()["model"]["w"] / 2}}
+
+
+def before_based() -> dict[str, Any]:
+    """Return what `digests` holds."""
+    return {**based(), "step": 99, "model": {**small()["model"], "b": torch.tensor([6])}}
+
+
 def full() -> dict[str, Any]:
     tied = torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16)
     w = torch.arange(24.0).reshape(6, 4)
