@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import warnings
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -27,8 +28,32 @@ def example() -> ModuleType:
     return module
 
 
+def rank_files(folder: Path) -> None:
+    """Write what two ranks save by themselves: `local` (FSDP1), `ranks` (FSDP2), `verl-step`, `accelerate-step`."""
+    tests = Path(__file__).resolve().parent
+    sys.path[:0] = [str(tests / "core"), str(tests / "format")]
+    import harness
+    import rank_writers
+
+    harness.run(2, rank_writers.for_the_docs, folder, timeout=120)
+    (folder / "accelerate-step").mkdir()
+    (folder / "verl-step").mkdir()
+    for file in (folder / "sharded").iterdir():
+        kind, rank = file.stem.split("_rank")
+        stem = {"model": "pytorch_model_fsdp_0", "optim": "optimizer_0"}[kind]
+        shutil.copy(file, folder / "verl-step" / f"{kind}_world_size_2_rank_{rank}.pt")
+        file.rename(folder / "accelerate-step" / f"{stem}_rank{rank}.bin")
+        torch.save({"seed": 3}, folder / "accelerate-step" / f"random_states_{rank}.pkl")
+    torch.save({"last_epoch": 2}, folder / "accelerate-step" / "scheduler.bin")
+    (folder / "sharded").rmdir()
+
+
 def main(folder: Path) -> None:
     """Write `run/step-8` (DCP), `config`, `shards` (Hugging Face), `last.pt` (torch.save) and `golden` (native)."""
+    folder.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rank_files(folder)
     demo = example()
     config = demo.small_llama(tied=False)
     work = folder / "work"

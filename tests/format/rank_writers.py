@@ -151,6 +151,23 @@ def four_ranks(rank: int, world: int, folder: Path) -> None:
     save(in_place(parallelize_module(model, mesh["tp"], plan), mesh["dp"]), folder / "fsdp2-tp", rank)
 
 
+def for_the_docs(rank: int, world: int, folder: Path) -> None:
+    """Save a layer of a transformer in three ways."""
+
+    def layer() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.TransformerEncoderLayer(8, 2, 16)
+
+    options: dict[str, Any] = {"device_id": CPU}
+    model = layer()
+    model.linear1 = FSDP(model.linear1, **options)
+    save(FSDP(model, **options), folder / "local", rank, StateDictType.LOCAL_STATE_DICT)
+    save(FSDP(layer(), **options, use_orig_params=True), folder / "sharded", rank, StateDictType.SHARDED_STATE_DICT)
+    model = layer()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    save(model, folder / "ranks", rank)
+
+
 def in_place(model: nn.Module, mesh: Any) -> nn.Module:
     """Return the net under torch's `fully_shard`."""
     for module in (model.first, model.second, model):

@@ -4,7 +4,9 @@ import pytest
 import torch
 from dcp_writers import Malicious, save
 from materialise import assert_same, truth
+from safetensors.torch import load_file
 
+import shardckpt
 from shardckpt.errors import FormatError, UnsafeError
 from shardckpt.format import dcp, lightning
 from shardckpt.format.detect import detect
@@ -88,3 +90,29 @@ def test_meta_alone_is_nothing(tmp_path):
     torch.save({"epoch": 1}, tmp_path / "meta.pt")
 
     assert lightning.recognise(Source(LocalStore(str(tmp_path)))) is Evidence.NONE
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "step-8.consolidated"])
+def test_a_trainers_file_has_its_model_and_its_optimizer_found(tmp_path, name):
+    """Whole files of Trainer, and what Lightning's own tool made of a sharded one: its name ends like no file's."""
+    w = torch.arange(6.0).reshape(2, 3)
+    slots = {"exp_avg": w + 1, "exp_avg_sq": w + 2, "step": torch.tensor(3.0)}
+    torch.save(
+        {
+            "pytorch-lightning_version": "2.6.0",
+            "state_dict": {"net.w": w},
+            "optimizer_states": [{"state": {0: slots}, "param_groups": [{"params": [0], "lr": 0.1}]}],
+            "lr_schedulers": [{"last_epoch": 2}],
+            "loops": {"fit_loop": {"state_dict": {}}},
+            "callbacks": {},
+            "epoch": 1,
+            "global_step": 3,
+        },
+        tmp_path / name,
+    )
+
+    report = shardckpt.consolidate(tmp_path / name, tmp_path / "out", part="all")
+
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["net.w"], w)
+    assert torch.equal(load_file(tmp_path / "out/optimizer.safetensors")["net.w/exp_avg"], w + 1)
+    assert {"lr_schedulers", "global_step", "epoch"} <= set(report.left_out)
