@@ -192,7 +192,8 @@ def export(
     watch = Stopwatch()
     options = replace(options, to=_target(src, dst, options.to))
     source = open_source(src)
-    reader = with_whole_shapes(detect(source).open(source), options.shapes_from, options.param_names)
+    ids = read_param_names(options.param_names) if options.param_names else None
+    reader = with_whole_shapes(detect(source).open(source), options.shapes_from, ids)
     carried = find_carried(source, options.config_from)
     watch.lap("open")
     selection = expressible(select(reader, options, carried.config), options.to, allow_loss=options.allow_loss)
