@@ -18,11 +18,14 @@ def inspect(
     src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or file, path or URL.")],
     tree: Annotated[bool, typer.Option("--tree", help="Sizes by prefix instead of a table of tensors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    shapes_from: Annotated[
+        str, typer.Option("--shapes-from", help="Checkpoint of the same model, for flat parameters of FSDP1.")
+    ] = "",
 ) -> None:
     """Show what a checkpoint holds, from headers and metadata alone."""
     import shardckpt
 
-    found = shardckpt.inspect(src)
+    found = shardckpt.inspect(src, shapes_from=shapes_from)
     if as_json:
         print(output.as_json(found))
         return

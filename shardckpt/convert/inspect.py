@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from shardckpt.convert.report import Inspection, TensorInfo
+from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.errors import UsageError, escape
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.manifest import UNREAD, Manifest, dotted
@@ -14,17 +15,19 @@ from shardckpt.plan.parts import find_parts, model_paths, split_flat_names
 _SHOWN = 60
 
 
-def inspect(src: str | os.PathLike[str]) -> Inspection:
+def inspect(src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "") -> Inspection:
     """Describe a checkpoint; no tensor data is read and nothing is executed.
 
     Args:
         src: Checkpoint in any readable format: a folder or file, a path or URL.
+        shapes_from: Any checkpoint of the same model that holds whole tensors: then flat parameters of FSDP1 are shown
+            as what lies in them.
 
     Returns:
         Its tensors, values, files and parts. Gaps, overlaps and short files are warnings here.
 
     Raises:
-        UsageError: Nothing there, or nothing that a reader recognises.
+        UsageError: Nothing there, or nothing that a reader recognises; or the shapes do not fit.
         CheckpointError: Headers, metadata or pickles cannot be read, or are refused.
         StorageError: Reading failed.
 
@@ -33,6 +36,8 @@ def inspect(src: str | os.PathLike[str]) -> Inspection:
     """
     src = os.fspath(src)
     reader = open_checkpoint(src)
+    if shapes_from:
+        reader = with_whole_shapes(reader, os.fspath(shapes_from))
     manifest = split_flat_names(reader.manifest)
     return Inspection(
         source=src,

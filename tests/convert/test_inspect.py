@@ -121,3 +121,24 @@ def test_looking_at_local_safetensors_imports_neither_numpy_nor_fsspec(fixtures:
         "print([m for m in ('numpy', 'torch', 'fsspec') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_flat_parameters_are_shown_as_what_lies_in_them(fixtures: Path, tmp_path: Path) -> None:
+    """FSDP1's LOCAL states beside the note that tells their layout, and without it with shapes from elsewhere."""
+    source = fixtures / "fsdp1_local_gpt2_w2"
+    for file in (source / "ckpt").glob("*.pt"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    flat = {tensor.name for tensor in shardckpt.inspect(tmp_path).tensors}
+    assert "model.transformer.h.0._flat_param" in flat
+    note = json.loads((source / "ckpt" / "flat_param_metadata_rank0.json").read_text())
+    model = {
+        ".".join(filter(None, (handle["module"], name))): torch.zeros(shape)
+        for handle in note["handles"]
+        for name, shape in zip(handle["fqns"], handle["shapes"], strict=True)
+    }
+    torch.save(model, tmp_path.parent / "shapes.pt")
+    shown = shardckpt.inspect(tmp_path, shapes_from=tmp_path.parent / "shapes.pt")
+    told = shardckpt.inspect(source / "ckpt")
+    assert {t.name: t.shape for t in shown.tensors} == {
+        t.name: t.shape for t in told.tensors if "lm_head" not in t.name
+    }
