@@ -56,7 +56,7 @@ def opened(step: Path) -> NativeReader:
 
 
 def truth(step: Path) -> dict[Any, Any]:
-    return full() if step.name == "ranks" else based() if step.name == "based" else before_based() if step.name == "digests" else small()
+    return {"ranks": full, "digests": before_based, "based": based}.get(step.name, small)()
 
 
 def test_no_golden_file_ever_changes(step: Path) -> None:
