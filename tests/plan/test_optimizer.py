@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardckpt.boxes import whole
 from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, UsageError
 from shardckpt.manifest import Path, Piece, Span, TensorEntry
-from shardckpt.parameter_names import unique_match
 from shardckpt.plan.names import cleaner
 from shardckpt.plan.optimizer import OptimState, RawOptim, by_name, rebuild
 
@@ -151,22 +146,6 @@ class TestIds:
     def test_an_empty_group_stays(self) -> None:
         found = by_name(nested({0: (5,)}, [{"params": [0]}, {"params": [], "lr": 9}]), MODEL, {0: "c"})
         assert found.groups == [{"params": ["c"]}, {"lr": 9, "params": []}]
-
-
-@given(
-    st.lists(st.sampled_from([(1,), (2,), (3,)]), max_size=5),
-    st.lists(st.sampled_from([(1,), (2,), None]), max_size=4),
-)
-def test_a_match_of_shapes_is_the_only_one_or_none(
-    offered: list[tuple[int, ...]], wanted: list[tuple[int, ...] | None]
-) -> None:
-    named = [(f"p{i}", shape) for i, shape in enumerate(offered)]
-    ways = [
-        [name for name, _ in choice]
-        for choice in combinations(named, len(wanted))
-        if all(w is None or w == shape for w, (_, shape) in zip(wanted, choice, strict=True))
-    ]
-    assert unique_match(wanted, named) == (ways[0] if len(ways) == 1 else None)
 
 
 @pytest.mark.parametrize(
