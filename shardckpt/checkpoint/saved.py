@@ -37,6 +37,10 @@ from shardckpt.storage.store import Read, Store
 BATCH_BYTES = 64 << 20
 """Bytes of one batch of reads; as much is held besides where elements do not go straight to where they belong."""
 
+_WINDOW_BYTES = 1 << 29
+_WINDOW_PIECES = 100_000
+"""As much is planned ahead."""
+
 _READERS = 2
 """Batches that are under way at once: one is read while the other is hashed and goes to where it belongs."""
 
@@ -251,7 +255,14 @@ class Saved:
                 batch.carry_out(self._pieces)
             self._pieces.forget()
             return
-        self._in_threads(_batches(sorted(wanted, key=_place)))
+        self._in_threads(self._planned(sorted(wanted, key=_place)))
+
+    def _planned(self, wanted: Sequence[Wish]) -> Iterator[_Batch]:
+        """Yield batches of reads; what is planned ahead is bounded, since it may be a million pieces."""
+        for some in _windows(wanted):
+            reads, rest = self.divided(some)
+            yield from _batches_of_reads(reads)
+            yield from _batches(rest)
 
     def read_straight(self, reads: Sequence[Read]) -> None:
         """Read bytes to where they belong.
@@ -412,17 +423,34 @@ def _batches(wanted: Sequence[Wish]) -> Iterator[_Batch]:
         yield batch
 
 
+def _windows(wanted: Sequence[Wish]) -> Iterator[Sequence[Wish]]:
+    """Cut what is wanted where a window is full, by bytes or by pieces."""
+    start = held = pieces = 0
+    for at, (entry, array) in enumerate(wanted):
+        held += sum(portion.tensor.nbytes for portion in array.portions)
+        pieces += len(entry.pieces)
+        if held >= _WINDOW_BYTES or pieces >= _WINDOW_PIECES:
+            yield wanted[start : at + 1]
+            start, held, pieces = at + 1, 0, 0
+    if start < len(wanted):
+        yield wanted[start:]
+
+
 def _batches_of_reads(reads: Sequence[Read]) -> Iterator[_Batch]:
-    """Cut reads into batches, in the order in which they lie."""
+    """Cut reads into batches in the order in which they lie; where a file's blocks end, so that none is in two."""
     batch = _Batch()
+    last: tuple[str, int] = ("", 0)
     for name, offset, buffer in sorted(reads, key=lambda read: read[:2]):
-        for start in range(0, len(buffer), BATCH_BYTES):
-            part = buffer[start : start + BATCH_BYTES]
-            batch.reads.append(Read(name, offset + start, part))
-            batch.nbytes += len(part)
-            if batch.nbytes >= BATCH_BYTES:
+        start, stop = offset, offset + len(buffer)
+        while start < stop:
+            slot = name, start // BATCH_BYTES
+            end = min(stop, (slot[1] + 1) * BATCH_BYTES)
+            if slot != last and 2 * batch.nbytes >= BATCH_BYTES:
                 yield batch
                 batch = _Batch()
+            batch.reads.append(Read(name, start, buffer[start - offset : end - offset]))
+            batch.nbytes += end - start
+            start, last = end, slot
     if batch.reads:
         yield batch
 

@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 
@@ -22,6 +22,9 @@ from shardckpt.storage.writeback import STEP_BYTES, start_writeback
 
 _OPEN_FILES = 64
 """File descriptors one store keeps open; a checkpoint may have thousands of files."""
+
+_RUN = 512
+"""Buffers that one call fills; Linux takes 1,024."""
 
 _BUFFER = 1 << 20
 """Bytes of the buffer that local copies pass through: what it takes is still in the cache when it is written.
@@ -125,9 +128,9 @@ class LocalStore:
             UnsafeError: A name or its real path leaves the root, or it is no regular file.
             StorageError: Reading failed.
         """
-        for name, offset, buffer in reads:
-            if buffer.nbytes:
-                fill(self.open(name), self._shown(name), offset, buffer)
+        for run in _runs(reads):
+            name, offset, _ = run[0]
+            fill(self.open(name), self._shown(name), offset, *(read.buffer for read in run))
 
     def open(self, name: str) -> OpenFile:
         """Return an open file of this store; hold the object as long as its `fd` is used.
@@ -248,30 +251,58 @@ class LocalStore:
         return path
 
 
-def fill(file: OpenFile, shown: str, offset: int, buffer: memoryview) -> None:
-    """Read a range of an open file into `buffer`.
+def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
+    """Yield reads that follow one another in a file, to be filled by one call."""
+    run: list[Read] = []
+    end = 0
+    for read in sorted((read for read in reads if read.buffer.nbytes), key=_place):
+        if run and (len(run) == _RUN or read.offset != end or read.name != run[0].name):
+            yield run
+            run = []
+        run.append(read)
+        end = read.offset + read.buffer.nbytes
+    if run:
+        yield run
+
+
+def _place(read: Read) -> tuple[str, int]:
+    return read.name, read.offset
+
+
+def fill(file: OpenFile, shown: str, offset: int, *buffers: memoryview) -> None:
+    """Read a range of an open file into buffers, one after the other.
 
     Args:
         file: Where to read.
         shown: Its name in messages.
         offset: First byte.
-        buffer: Filled to its end.
+        buffers: Filled to their ends.
 
     Raises:
         TruncatedError: The file ends first.
         StorageError: Reading failed.
     """
-    view = buffer.cast("B")
-    done = 0
+    left = [buffer.cast("B") for buffer in buffers]
+    end = offset + sum(map(len, left))
     try:
-        while done < len(view):
-            count = os.preadv(file.fd, [view[done:]], offset + done)
+        while offset < end:
+            count = os.preadv(file.fd, left, offset)
             if count == 0:
-                raise _ends_early(shown, offset + done, offset + len(view))
-            done += count
+                raise _ends_early(shown, offset, end)
+            offset += count
+            left = _behind(left, count) if offset < end else []
     except (OSError, OverflowError) as error:
         cause = error if isinstance(error, OSError) else OSError(errno.EINVAL, "the offset is out of range")
         raise storage_error(cause, "cannot read", shown) from error
+
+
+def _behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of views once so many bytes of them are filled."""
+    at = 0
+    while count >= len(views[at]):
+        count -= len(views[at])
+        at += 1
+    return [views[at][count:], *views[at + 1 :]]
 
 
 class LocalWriter:

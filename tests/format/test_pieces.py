@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from shardckpt.boxes import Box, whole
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
 from shardckpt.format.codecs import DecodedStream
-from shardckpt.format.pieces import PieceReader, Want
+from shardckpt.format.pieces import PieceReader, Want, straight_reads
 from shardckpt.manifest import Encoded, Piece, Span, Strided
 from shardckpt.storage.open_store import open_store
 
@@ -114,6 +114,11 @@ def test_any_box_of_any_grid_of_any_layouts_is_numpys(
     reader.fill([Want(pieces, box, kind, memoryview(b)) for box, b in zip(boxes, buffers, strict=True)])
     for box, buffer in zip(boxes, buffers, strict=True):
         assert bytes(buffer) == np.ascontiguousarray(array[at(box)]).tobytes()
+        straight = bytearray(len(buffer))
+        reads = straight_reads(Want(pieces, box, kind, memoryview(straight)))
+        if reads is not None:
+            open_store(str(folder.path)).read(reads)
+            assert straight == buffer
 
 
 @given(data=st.data())
@@ -146,6 +151,21 @@ def test_dimensions_of_one_index_count_for_nothing(tmp_path: Path) -> None:
     box = whole((*ones, 3, 2))
     reader.fill([Want([Piece(box, "a", layout)], box, "int16", memoryview(out))])
     assert bytes(out) == array.T.tobytes()
+
+
+def test_rows_go_straight_to_their_place_and_columns_do_not() -> None:
+    pieces = [Piece(Box((0, n), (4, 2)), "a", Span(16 * n, 32)) for n in (0, 2)]
+    rows = [Piece(Box((n, 0), (2, 4)), "b", Span(16 * n, 32)) for n in (0, 2)]
+    column, whole_ = Box((1, 1), (2, 1)), Box((0, 0), (4, 4))
+    for of, box, found in (
+        (rows, whole_, [("b", 0, 32), ("b", 32, 32)]),
+        (rows, Box((1, 0), (2, 4)), [("b", 16, 16), ("b", 32, 16)]),
+        (rows, Box((0, 0), (2, 4)), [("b", 0, 32)]),
+        (pieces, column, [("a", 12, 4), ("a", 20, 4)]),
+        (pieces, whole_, None),
+    ):
+        reads = straight_reads(Want(of, box, "float32", memoryview(bytearray(4 * box.volume))))
+        assert (reads and [(name, at, len(buffer)) for name, at, buffer in reads]) == found
 
 
 class TestBytesRead:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from store_suite import CONTENT, StoreSuite, put
 
-from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, UnsafeError
+from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TruncatedError, UnsafeError
 from shardckpt.storage import local
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Read, read_bytes
@@ -222,6 +222,43 @@ class TestFailures:
         whole = os.preadv
         monkeypatch.setattr(os, "preadv", lambda fd, views, offset: whole(fd, [views[0][:100]], offset))
         assert read_bytes(store, "a.bin", 5, 5000) == CONTENT[5:5005]
+
+    @pytest.mark.parametrize("most", [1, 7, 5000])
+    def test_short_reads_of_many_buffers_are_continued_where_they_ended(self, store, monkeypatch, most):
+        put(store, "a.bin")
+        whole = os.preadv
+
+        def short(fd, views, offset):
+            taken, left = [], most
+            for view in views:
+                taken.append(view[:left])
+                left -= len(taken[-1])
+            return whole(fd, taken, offset)
+
+        monkeypatch.setattr(os, "preadv", short)
+        buffers = [bytearray(n) for n in (3, 10, 1, 20, 5, 2)]
+        starts = [0, 3, 13, 14, 40, 45]  # a hole before the fifth
+        reads = [Read("a.bin", at, memoryview(b)) for at, b in zip(starts, buffers, strict=True)]
+        store.read(reads[::-1])
+        assert buffers == [CONTENT[at : at + len(b)] for at, b in zip(starts, buffers, strict=True)]
+
+    def test_neighbours_are_read_by_one_call(self, store, monkeypatch):
+        put(store, "a.bin")
+        calls = []
+        whole = os.preadv
+        monkeypatch.setattr(
+            os, "preadv", lambda fd, views, offset: calls.append((offset, len(views))) or whole(fd, views, offset)
+        )
+        buffers = [bytearray(2) for _ in range(700)]
+        store.read([Read("a.bin", 2 * at, memoryview(b)) for at, b in enumerate(buffers)])
+        assert b"".join(buffers) == CONTENT[:1400]
+        assert calls == [(0, 512), (1024, 188)]
+
+    def test_a_file_that_ends_in_a_run_of_buffers_is_too_short(self, store):
+        put(store, "a.bin")
+        end = len(CONTENT)
+        with pytest.raises(TruncatedError, match=f"{end}.*{end + 2}"):
+            store.read([Read("a.bin", at, memoryview(bytearray(2))) for at in range(end - 4, end + 2, 2)])
 
     def test_a_folder_without_permission_is_a_storage_error(self, store, monkeypatch):
         def refuse(*_):
