@@ -15,6 +15,18 @@ import typer
 _Arguments = ParamSpec("_Arguments")
 
 
+_left = ["nothing was left under the target's name"]
+
+
+def leaves(words: str) -> None:
+    """Set what is told of the work of a command that is interrupted from now on.
+
+    Args:
+        words: What it leaves; without this, that it takes back whatever it did.
+    """
+    _left.append(words)
+
+
 class Terminated(BaseException):
     """SIGTERM arrived; unwinds like Ctrl-C, so that whatever was half-done is taken back."""
 
@@ -60,9 +72,9 @@ def _exit_code(run: Callable[[], object]) -> int:
     try:
         done = _unsheltered(run)
     except (KeyboardInterrupt, typer.Abort):
-        return _say("interrupted; nothing was left under the target's name", 130)
+        return _say(f"interrupted; {_left[-1]}", 130)
     except Terminated:
-        return _say("terminated; nothing was left under the target's name", 143)
+        return _say(f"terminated; {_left[-1]}", 143)
     except BrokenPipeError:
         # whoever read our output has seen enough; keep the interpreter from flushing into the closed pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

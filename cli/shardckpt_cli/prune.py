@@ -7,11 +7,15 @@ from typing import Annotated
 
 import typer
 
-from shardckpt_cli import output
+from shardckpt_cli import exits, output
 
 _Root = Annotated[str, typer.Argument(metavar="ROOT", help="Folder of a run's steps, path or URL.")]
 _Last = Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")]
 _Every = Annotated[int | None, typer.Option("--keep-every", metavar="N", help="Keep steps that N divides.")]
+_Best = Annotated[int | None, typer.Option("--keep-best", metavar="N", help="Keep the best N steps by --metric.")]
+_Metric = Annotated[str, typer.Option("--metric", metavar="NAME", help="What --keep-best goes by.")]
+_Mode = Annotated[str, typer.Option("--mode", help="min or max: what the best metric is.")]
+_For = Annotated[str | None, typer.Option("--keep-for", metavar="TIME", help="Keep steps for so long: 36h, 7d, 2w.")]
 _Verify = Annotated[bool, typer.Option("--verify", help="Check every byte of the newest step before anything goes.")]
 _Dry = Annotated[bool, typer.Option("--dry-run", help="Print what would be removed; remove nothing.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
@@ -21,6 +25,10 @@ def prune(
     root: _Root,
     keep_last: _Last = None,
     keep_every: _Every = None,
+    keep_best: _Best = None,
+    metric: _Metric = "loss",
+    mode: _Mode = "min",
+    keep_for: _For = None,
     verify: _Verify = False,
     dry_run: _Dry = False,
     as_json: _Json = False,
@@ -29,7 +37,18 @@ def prune(
     import shardckpt
     from shardckpt.errors import escape
 
-    done = shardckpt.prune(root, keep_last=keep_last, keep_every=keep_every, verify=verify, dry_run=dry_run)
+    exits.leaves("steps removed so far are gone, all others are whole")
+    done = shardckpt.prune(
+        root,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep_best=keep_best,
+        metric=metric,
+        mode=mode,  # type: ignore[arg-type]  # checked there
+        keep_for=keep_for,
+        verify=verify,
+        dry_run=dry_run,
+    )
     if as_json:
         print(output.as_json(done))
         return

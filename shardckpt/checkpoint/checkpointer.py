@@ -32,13 +32,14 @@ from shardckpt.errors import (
     UsageError,
 )
 from shardckpt.format.steps import (
+    METRIC,
     Run,
     Step,
     delete_leftover,
     delete_steps,
     leftovers,
     manifest_fault,
-    read_about,
+    read_metric,
     read_run,
     read_step,
     step_name,
@@ -51,7 +52,6 @@ from shardckpt.storage.store import Store
 _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
 """What a step raises that is damaged, or is being removed by somebody else."""
 
-_METRIC = "metric."
 _MOST = 10**18
 _SHOWN = 5
 
@@ -250,7 +250,7 @@ class Checkpointer:
         about = dict(options.get("about") or {})
         said: bytes | Exception
         try:
-            about |= {f"{_METRIC}{name}": repr(float(value)) for name, value in (metrics or {}).items()}
+            about |= {f"{METRIC}{name}": repr(float(value)) for name, value in (metrics or {}).items()}
             said = json.dumps([_number(step), self._signals.has_come]).encode()
         except (TypeError, ValueError, UsageError) as error:
             said = error if isinstance(error, UsageError) else UsageError("a metric is no number", found=error)
@@ -319,11 +319,7 @@ class Checkpointer:
         if self._rules.keep_best is None or not self._is_good(step):
             return None
         if step.save not in self._metrics:
-            try:
-                told = read_about(store, step).get(f"{_METRIC}{self._metric}")
-                self._metrics[step.save] = None if told is None else float(told)
-            except (CheckpointError, MissingFileError, ValueError):
-                self._metrics[step.save] = None
+            self._metrics[step.save] = read_metric(store, step, self._metric)
         return self._metrics[step.save]
 
     # Restoring

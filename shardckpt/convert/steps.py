@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Literal
 
 from shardckpt.convert.verify import verify as verification
 from shardckpt.errors import SourceNotFoundError, UsageError
@@ -16,10 +18,11 @@ from shardckpt.format.steps import (
     delete_steps,
     leftovers,
     manifest_fault,
+    read_metric,
     read_run,
     with_sound_newest,
 )
-from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead
+from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead, seconds_of
 from shardckpt.storage.open_store import kind, open_store
 from shardckpt.storage.store import Store
 
@@ -107,6 +110,10 @@ def prune(
     *,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    keep_best: int | None = None,
+    metric: str = "loss",
+    mode: Literal["min", "max"] = "min",
+    keep_for: timedelta | float | str | None = None,
     verify: bool = False,
     dry_run: bool = False,
 ) -> Pruned:
@@ -118,7 +125,11 @@ def prune(
     Args:
         root: Folder of the run, a path or URL.
         keep_last: So many of the newest steps stay.
-        keep_every: Steps whose number this divides stay. Without this and `keep_last` all steps do.
+        keep_every: Steps whose number this divides stay.
+        keep_best: So many of the best steps by `metric` stay. Without any rule all steps do.
+        metric: What `keep_best` goes by, of the metrics that were saved with the steps.
+        mode: Whether the best step has the smallest metric, or the largest.
+        keep_for: Steps stay for so long: a timedelta, seconds, or a time such as `"36h"` or `"7d"`.
         verify: Before anything goes, check every block of the newest step; one that is damaged counts for nothing, and
             the one before is checked. Otherwise only its manifest is read.
         dry_run: Remove nothing.
@@ -131,14 +142,22 @@ def prune(
         StorageError: Reading or removing failed.
     """
     root = os.fspath(root)
-    rules = Retention(keep_last=keep_last, keep_every=keep_every)
+    rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for))
     store = _open(root)
     run, now = read_run(store), time.time()
     if rules.is_needed:
         run = with_sound_newest(
             run, lambda step: manifest_fault(store, step) or (_damage(store, step) if verify else "")
         )
-    facts = [SavedStep(step.number, step.is_complete, step.saved_at) for step in run.steps]
+    facts = [
+        SavedStep(
+            step.number,
+            step.is_complete,
+            step.saved_at,
+            read_metric(store, step, metric) if rules.keep_best is not None and step.is_complete else None,
+        )
+        for step in run.steps
+    ]
     gone = set(doomed(facts, rules, now=now))
     removed = [step for step in run.complete if step.number in gone]
     dead = [left.name for left in leftovers(store, run) if is_dead(left.changed_at, now)]

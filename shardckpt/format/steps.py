@@ -284,6 +284,28 @@ def read_about(store: Store, step: Step) -> Mapping[str, str]:
     return read_contents(inside, sizes, read_commit(inside, sizes)).about
 
 
+METRIC = "metric."
+"""What the names of metrics begin with in a manifest's `about`."""
+
+
+def read_metric(store: Store, step: Step, name: str) -> float | None:
+    """Return a number that was saved with a complete step; None where there is none, or nobody can tell.
+
+    Args:
+        store: Rooted at the run.
+        step: The step.
+        name: Of the metric.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    try:
+        told = read_about(store, step).get(METRIC + name)
+        return None if told is None else float(told)
+    except (CheckpointError, MissingFileError, ValueError):
+        return None
+
+
 def manifest_fault(store: Store, step: Step) -> str:
     """Return what is wrong with the manifest of a complete step; nothing where it is the one that was committed.
 

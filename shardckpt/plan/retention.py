@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, NamedTuple
 
 from shardckpt.errors import UsageError
 
 DEAD_AFTER_S = 24 * 3600.0
 """Seconds without a change after which what a save left unfinished belongs to nobody any more."""
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_TIME = re.compile(rf"(\d+(?:\.\d+)?) ?([{''.join(_SECONDS)}]?)")
 
 
 class SavedStep(NamedTuple):
@@ -64,6 +70,25 @@ class Retention:
     def is_needed(self) -> bool:
         """Whether there is any rule."""
         return any(rule is not None for rule in (self.keep_last, self.keep_every, self.keep_best, self.keep_for_s))
+
+
+def seconds_of(time: timedelta | float | str | None) -> float | None:
+    """Return a time in seconds, however it is told; None stays None.
+
+    Args:
+        time: A timedelta, seconds, or text: a number and `s`, `m`, `h`, `d` or `w`.
+
+    Raises:
+        UsageError: It is no time.
+    """
+    if isinstance(time, timedelta):
+        return time.total_seconds()
+    if not isinstance(time, str):
+        return time
+    match = _TIME.fullmatch(time.strip())
+    if not match:
+        raise UsageError("this is no time", found=repr(time), expected="a number and s, m, h, d or w, such as 7d")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def doomed(

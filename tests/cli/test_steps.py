@@ -10,7 +10,10 @@ import pytest
 import torch
 from command import run_here
 from native_writer import write_step
+from shardckpt_cli import exits
 
+from shardckpt import Checkpointer
+from shardckpt.convert import steps
 from shardckpt.format.native_payload import new_save_id
 from shardckpt.format.steps import step_name
 
@@ -43,6 +46,32 @@ def test_prune_removes_what_no_rule_keeps(root: Path) -> None:
     assert found.out.splitlines()[1:] == ["kept 2, the newest 15"]
     assert step_name(20) in found.err
     assert run_here("ls", root).out == "10\n15\n"
+
+
+def test_prune_knows_the_rules_that_a_checkpointer_has(tmp_path: Path) -> None:
+    ck = Checkpointer(tmp_path)
+    for number, loss in enumerate((3.0, 1.0, 2.0, 5.0), 1):
+        ck.save(number, {"w": torch.ones(4)}, metrics={"loss": loss, "score": loss})
+    dry = run_here("prune", tmp_path, "--keep-for", "2h", "--dry-run")
+    assert dry.out == "would keep 4, the newest 4\n"
+    best = run_here("prune", tmp_path, "--keep-best", 1, "--metric", "score", "--mode", "max", "--dry-run")
+    assert best.out.endswith("would keep 1, the newest 4\n")
+    assert run_here("prune", tmp_path, "--keep-best", 2).code == 0
+    assert run_here("ls", tmp_path).out == "2\n3\n4\n"
+    wrong = run_here("prune", tmp_path, "--keep-for", "soon")
+    assert wrong.code == 2
+    assert "this is no time; found 'soon'" in wrong.err
+
+
+def test_prune_that_is_interrupted_does_not_say_that_nothing_was_done(root: Path, monkeypatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps, "delete_steps", interrupted)
+    monkeypatch.setattr(exits, "_left", exits._left[:1])
+    found = run_here("prune", root, "--keep-last", "1")
+    assert found.code == 130
+    assert "steps removed so far are gone, all others are whole" in found.err
 
 
 def test_a_dry_run_removes_nothing(root: Path) -> None:

@@ -66,21 +66,7 @@ def in_commit(field: str, value: object) -> Change:
 
 
 URLS = ["", "..", "../", "../..", "../../etc", "../a/b", "../a/../..", "one", "./one", "../a\0b", 7, None]
-URLS.append("../" + "x" * 5000)
-    "",
-    "..",
-    "../",
-    "../..",
-    "../../etc",
-    "../a/b",
-    "../a/../..",
-    "one",
-    "./one",
-    "../a\0b",
-    7,
-    None,
-    "../" + "x" * 5000,
-]
+"""What is no reference."""
 
 LIES: dict[str, Change] = {
     "a file of a base has no hashes": both("files", (1, 2), None),
