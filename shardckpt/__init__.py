@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardckpt.convert.compare import diff
     from shardckpt.convert.export import consolidate, convert
     from shardckpt.convert.inspect import inspect
+    from shardckpt.convert.merge import merge_adapter
     from shardckpt.convert.options import Options
     from shardckpt.convert.rekey import rekey
     from shardckpt.convert.repair import Repair, repair
@@ -79,6 +80,7 @@ _HOMES = {
     "shardckpt.convert.compare": ("diff",),
     "shardckpt.convert.export": ("consolidate", "convert"),
     "shardckpt.convert.inspect": ("inspect",),
+    "shardckpt.convert.merge": ("merge_adapter",),
     "shardckpt.convert.options": ("Options",),
     "shardckpt.convert.rekey": ("rekey",),
     "shardckpt.convert.repair": ("Repair", "repair"),
@@ -183,6 +185,7 @@ __all__ = [
     "load_model_state_dict",
     "load_optim_state_dict",
     "ls",
+    "merge_adapter",
     "model_state_dict",
     "open",
     "optim_state_dict",

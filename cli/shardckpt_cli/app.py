@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from shardckpt_cli import compare, consolidate, inspect, ls, prune, rekey, repair, reshard, verify
+from shardckpt_cli import compare, consolidate, inspect, ls, merge, prune, rekey, repair, reshard, verify
 from shardckpt_cli.exits import guarded, sheltered
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("consolidate")(sheltered(consolidate.consolidate))
 app.command("convert")(sheltered(consolidate.convert))
 app.command("rekey")(sheltered(rekey.rekey))
 app.command("reshard")(sheltered(reshard.reshard))
+app.command("merge-adapter")(sheltered(merge.merge_adapter))
 app.command("inspect")(sheltered(inspect.inspect))
 app.command("repair")(sheltered(repair.repair))
 app.command("verify")(sheltered(verify.verify))

@@ -117,7 +117,8 @@ def _values_of(root: Path, state: optimizer.OptimState) -> dict[Path, ObjectEntr
     for name, slots in state.scalars.items():
         values |= {(*root, "state", name, slot): value for slot, value in slots.items()}
     if not state.tensors and not state.scalars:
-        values[(*root, "state")] = {}
+        empty: Path = (*root, "state")
+        values[empty] = {}
     return {path: ObjectEntry(path, value) for path, value in values.items()}
 
 

@@ -304,16 +304,19 @@ def assemble(pieces: PieceReader, batch: Batch, out: memoryview, allow_overflow:
     """
     staged: Sequence[tuple[Take, memoryview]] = [
         (take, memoryview(bytearray(nbytes(take.tensor.entry.stored, take.box.volume))))
-        if take.tensor.is_cast
+        if take.tensor.is_made
         else (take, out[take.offset : take.offset + take.nbytes])
         for take in batch.takes
     ]
     pieces.fill([Want(t.tensor.entry.pieces, t.box, t.tensor.entry.stored, target) for t, target in staged])
     for take, data in staged:
-        if take.tensor.is_cast:
+        if take.tensor.is_made:
+            stored = take.tensor.entry.stored
+            if take.tensor.change is not None:
+                data, stored = take.tensor.change(take.box, data, stored)
             cast_into(
                 data,
-                take.tensor.entry.stored,
+                stored,
                 out[take.offset : take.offset + take.nbytes],
                 take.tensor.dtype,
                 name=take.tensor.name,

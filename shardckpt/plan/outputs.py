@@ -5,10 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
-from shardckpt.boxes import Shape
+from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import array_nbytes
 from shardckpt.manifest import TensorEntry
+
+
+class Change(Protocol):
+    """Changes values on their way."""
+
+    def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
+        """Return other elements of a block, and their type.
+
+        Args:
+            box: The block, one contiguous range of the tensor.
+            data: Its elements as stored.
+            stored: Their type.
+
+        Raises:
+            CheckpointError: What they are changed by cannot be read.
+            StorageError: Reading failed.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +38,14 @@ class OutTensor:
         entry: Where its elements come from.
         dtype: Torch's name of the type it is written in.
         members: Tensors that are written back to back as this one, whose entry has no pieces then.
+        change: What is done to its values, if anything.
     """
 
     name: str
     entry: TensorEntry
     dtype: str
     members: tuple[OutTensor, ...] = ()
+    change: Change | None = None
 
     @property
     def shape(self) -> Shape:
@@ -46,6 +66,11 @@ class OutTensor:
     def is_cast(self) -> bool:
         """Whether its elements change type on the way."""
         return self.dtype != self.entry.stored
+
+    @property
+    def is_made(self) -> bool:
+        """Whether its bytes are not those that are stored."""
+        return self.is_cast or self.change is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,174 @@
+"""What an adapter changes of its base: which weights, by which factors, how much. Names and settings alone. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+from shardckpt.boxes import Shape
+from shardckpt.errors import FormatError, UnsupportedError, UsageError
+
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(
+    r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(\.(?P<adapter>(?!weight$)[^.]+))?(\.weight)?"
+)
+_OTHERS = re.compile(r"\.(modules_to_save|original_module|base_layer)(\.default)?(?=\.)")
+_REFUSED = {
+    "use_dora": "DoRA, which scales what it adds by the norm of the result",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "lora_bias": "LoRA with biases of its own",
+    "layer_replication": "LoRA over replicated layers",
+    "alora_invocation_tokens": "activated LoRA, which depends on the input",
+    "trainable_token_indices": "single trained tokens",
+    "target_parameters": "LoRA on bare parameters",
+    "arrow_config": "a mixture of adapters",
+}
+"""Settings that change what the factors mean, and what people call that."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A weight that gets the product of two factors.
+
+    Attributes:
+        weight: Its name in the base.
+        a: Name of the first factor in the adapter, `rank x in`.
+        b: Name of the second, `out x rank`.
+        scale: What the product is multiplied with.
+        is_turned: Whether the weight lies `in x out`, as an embedding and a `Conv1D` do.
+    """
+
+    weight: str
+    a: str
+    b: str
+    scale: float
+    is_turned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """What a merge does.
+
+    Attributes:
+        added: Weights that get products.
+        replaced: Name in the base to name in the adapter, of tensors that were trained as a whole, and of those of the
+            base that the adapter brings along to add to.
+    """
+
+    added: tuple[LowRank, ...]
+    replaced: Mapping[str, str]
+
+    @property
+    def own(self) -> frozenset[str]:
+        """Names in the base that were trained as a whole, apart from what they are tied to."""
+        added = {each.weight for each in self.added}
+        return frozenset(name for name in self.replaced if name not in added)
+
+
+def plan_merge(config: Mapping[str, Any], adapter: Mapping[str, Shape], base: Mapping[str, Shape], where: str) -> Merge:
+    """Decide what an adapter changes.
+
+    Args:
+        config: Its `adapter_config.json`.
+        adapter: Names and shapes of its tensors.
+        base: Names and shapes of the base's tensors.
+        where: The adapter, for messages.
+
+    Raises:
+        UnsupportedError: It is of a kind that cannot be merged; the message names it.
+        FormatError: Its settings or factors contradict each other.
+        UsageError: It is not of this base: a weight is missing, or of another shape.
+    """
+    _require_lora(config, adapter, where)
+    factors: dict[str, dict[str, str]] = {}
+    turned: set[str] = set()
+    replaced: dict[str, str] = {}
+    for name in adapter:
+        match = _FACTOR.fullmatch(name)
+        if match is None:
+            replaced[_in_base(_OTHERS.sub("", name), base, where)] = name
+            continue
+        module = match["module"]
+        factors.setdefault(module, {})[match["side"]] = name
+        if match["kind"] or config.get("fan_in_fan_out") is True:
+            turned.add(module)
+    added = tuple(
+        _low_rank(module, sides, module in turned, config, adapter, base, where) for module, sides in factors.items()
+    )
+    for name, own in replaced.items():
+        if adapter[own] != base[name]:
+            raise UsageError(
+                f"{own} has another shape than {name}", where=where, found=adapter[own], expected=base[name]
+            )
+    return Merge(added, replaced)
+
+
+def _require_lora(config: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedError("only LoRA adapters are merged", where=where, found=kind)
+    for key, what in _REFUSED.items():
+        if config.get(key):
+            raise UnsupportedError(f"this adapter is {what}", where=where, found=f"{key} in adapter_config.json")
+    for name in names:
+        if "lora_magnitude_vector" in name:
+            raise UnsupportedError(f"this adapter is {_REFUSED['use_dora']}", where=where, found=name)
+        if name.endswith(("lora_A.bias", "lora_B.bias")):
+            raise UnsupportedError(f"this adapter is {_REFUSED['lora_bias']}", where=where, found=name)
+
+
+def _in_base(name: str, base: Mapping[str, Shape], where: str) -> str:
+    """Return the name in the base that an adapter's name means."""
+    found = name.removeprefix(_PREFIX)
+    if found not in base:
+        raise UsageError(
+            f"the base has no {found!r}, which the adapter changes",
+            where=where,
+            found=f"{len(base)} names such as {', '.join(list(base)[:2])}",
+            fix="Name the base that the adapter was trained on; --rename gives it other names.",
+        )
+    return found
+
+
+def _low_rank(
+    module: str,
+    sides: Mapping[str, str],
+    is_turned: bool,
+    config: Mapping[str, Any],
+    adapter: Mapping[str, Shape],
+    base: Mapping[str, Shape],
+    where: str,
+) -> LowRank:
+    if set(sides) != {"A", "B"}:
+        raise FormatError(f"{module} has one factor of two", where=where, found=", ".join(sides.values()))
+    weight = _in_base(f"{module}.weight", base, where)
+    a, b = adapter[sides["A"]], adapter[sides["B"]]
+    rank = a[0] if a else 0
+    told = _setting(config, "rank_pattern", "r", module)
+    if rank < 1 or told != rank or len(b) < 2 or b[1] != rank:
+        raise FormatError(f"the factors of {module} do not fit its rank", where=where, found=f"{a}, {b}", expected=told)
+    shape = base[weight]
+    wanted = (b[0], *a[1:]) if not is_turned else (*a[1:], b[0])
+    if shape != wanted or any(n != 1 for n in b[2:]):
+        raise UsageError(f"the factors of {module} do not fit its weight", where=where, found=wanted, expected=shape)
+    alpha = _setting(config, "alpha_pattern", "lora_alpha", module)
+    if not isinstance(alpha, (int, float)):
+        raise FormatError("lora_alpha is no number", where=where, found=alpha)
+    scale = alpha / (sqrt(rank) if config.get("use_rslora") else rank)
+    return LowRank(weight, sides["A"], sides["B"], scale, is_turned)
+
+
+def _setting(config: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
+    """Return a module's own setting, or the one of all; a pattern is a regular expression for the end of a name."""
+    name = module.removeprefix(_PREFIX)
+    for pattern, value in (config.get(patterns) or {}).items():
+        try:
+            if re.fullmatch(rf"(.*\.)?({pattern})", name):
+                return value
+        except re.error as error:
+            raise FormatError(f"a pattern of {patterns} is no regular expression", found=pattern) from error
+    return config.get(default)
