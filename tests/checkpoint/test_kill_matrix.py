@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import s3fs
 import torch
 from bucket import Bucket
 from disk import watched
+from faulty import DROP, LOST, Fault, Faulty, faulty
 from torch import nn
 
 import shardckpt
@@ -32,7 +34,7 @@ def state_of(seed: int) -> dict:
     return {"model": model, "optim": optim, "step": seed, "long": torch.rand(40_000)}
 
 
-def seen(path: Path | str) -> int | None:
+def loaded(path: Path | str) -> int | None:
     """Return which state a reader gets, None where it gets none; nothing but a whole one passes."""
     try:
         found = shardckpt.load(path)
@@ -46,8 +48,14 @@ def seen(path: Path | str) -> int | None:
     assert torch.equal(found["long"], expected["long"])
     momentum = expected["optim"].state[expected["model"].bias]["momentum_buffer"]
     assert torch.equal(found["optim"]["state"]["bias"]["momentum_buffer"], momentum)
-    assert verify(str(path)).ok
     return int(found["step"])
+
+
+def seen(path: Path | str) -> int | None:
+    """Return what `loaded` does, where every byte is as it was written."""
+    found = loaded(path)
+    assert found is None or verify(str(path)).ok
+    return found
 
 
 Prepare = Callable[[Path], None]
@@ -62,14 +70,29 @@ def second(path: Path) -> None:
     shardckpt.save(state_of(1), path)
 
 
-def in_the_background(state: dict, path: Path, *, overwrite: bool) -> None:
+def in_the_background(state: dict, path: Path | str, *, overwrite: bool) -> None:
     handle = shardckpt.async_save(state, path, overwrite=overwrite)
     for value in [*state["model"].parameters(), state["long"]]:
         value.data.fill_(99)
     handle.result()
 
 
-def killed_at(path: Path, k: int, save: Save) -> bool:
+def as_a_step(state: dict, path: Path | str, *, overwrite: bool) -> None:
+    """Save as the next step of the run that `path` is, in the background; the step before goes."""
+    assert overwrite
+    handle = shardckpt.Checkpointer(path, keep_last=1).async_save(state["step"], state)
+    state["long"].fill_(99)
+    handle.result()
+
+
+def newest(path: Path | str) -> int | None:
+    """Return which state the newest complete step of a run holds; every complete one holds its own."""
+    steps = [(each.number, shardckpt.Checkpointer(path).path(each.number)) for each in shardckpt.ls(path).complete]
+    assert [seen(place) for _, place in steps] == [number for number, _ in steps]
+    return steps[-1][0] if steps else None
+
+
+def killed_at(path: Path, k: int, save: Save, value: int = 2) -> bool:
     """Save in a child that is killed before its k-th change of the disk; tell whether it was."""
     child = os.fork()
     if child == 0:
@@ -85,7 +108,7 @@ def killed_at(path: Path, k: int, save: Save) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with watched(before, lambda *_: None):
-            save(state_of(2), path, overwrite=True)
+            save(state_of(value), path, overwrite=True)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
@@ -165,6 +188,19 @@ def test_a_failing_operation_is_told_and_leaves_the_old_or_the_new(tmp_path: Pat
     assert operations >= 20
 
 
+def test_a_kill_while_a_step_is_saved_and_the_one_before_removed_leaves_one_of_them(tmp_path: Path) -> None:
+    k, was_killed, before = 0, True, 1
+    as_a_step(state_of(before), tmp_path, overwrite=True)
+    while was_killed:
+        k += 1
+        was_killed = killed_at(tmp_path, k, as_a_step, before + 1)
+        found = newest(tmp_path)
+        assert found in ({before, before + 1} if was_killed else {before + 1}), f"a kill at operation {k}: {found}"
+        before = found
+    print(f"killed at each of {k - 1} operations")
+    assert k > 30
+
+
 # A store without rename: replacing COMMIT is the only flip.
 
 TARGET = "bucket://b/c"
@@ -191,7 +227,7 @@ def break_at(k: int, how: str) -> None:
     Bucket.fault, Bucket.answer = fault, answer
 
 
-def bucket_matrix(how: str, allowed: set[int | None]) -> int:
+def bucket_matrix(how: str, allowed: set[int | None], save: Save = shardckpt.save) -> int:
     """Break every request of a save in turn; return how many there were."""
     k = 0
     while True:
@@ -202,8 +238,8 @@ def bucket_matrix(how: str, allowed: set[int | None]) -> int:
         failed = False
         break_at(k, how)
         try:
-            shardckpt.save(state_of(2), TARGET, overwrite=True)
-        except (Dead, StorageError):
+            save(state_of(2), TARGET, overwrite=True)
+        except (Dead, ShardckptError):
             failed = True
         made = len(Bucket.requests)
         Bucket.fault = Bucket.answer = None
@@ -226,10 +262,130 @@ def bucket(monkeypatch):
 
 @pytest.mark.parametrize("how", ["killed", "unheard", "error"])
 @pytest.mark.parametrize("allowed", [{None, 2}, {1, 2}], ids=["first", "overwrite"])
-def test_without_rename_a_reader_sees_the_old_or_the_new(bucket, how: str, allowed) -> None:
-    requests = bucket_matrix(how, allowed)
+@pytest.mark.parametrize("save", [shardckpt.save, in_the_background], ids=["save", "async"])
+def test_without_rename_a_reader_sees_the_old_or_the_new(bucket, how: str, allowed, save: Save) -> None:
+    requests = bucket_matrix(how, allowed, save)
     print(f"{how} at each of {requests} requests")
     assert requests >= 7
+
+
+def last_step(path: Path | str) -> int | None:
+    """Return which state the newest complete step of a run holds."""
+    steps = shardckpt.ls(path).complete
+    return loaded(shardckpt.Checkpointer(path).path(steps[-1].number)) if steps else None
+
+
+def request_matrix(
+    arm: Callable[[int], None], heal: Callable[[], int], place: str, save: Save, look: Look, stride: int = 1
+) -> int:
+    """Break every request of a save over another one in turn; return how many there were.
+
+    Args:
+        arm: Breaks the store at its k-th request.
+        heal: Mends it; returns how many requests came.
+        place: A folder for the places to save to.
+        save: Saves there.
+        look: Returns which state a reader sees there.
+        stride: Break every so many requests alone.
+    """
+    k, made = 1 - stride, 1
+    while made >= k:
+        k += stride
+        target, failed = f"{place}/{k}", False
+        save(state_of(1), target, overwrite=True)
+        arm(k)
+        try:
+            save(state_of(2), target, overwrite=True)
+        except (Dead, ShardckptError):
+            failed = True
+        made = heal()
+        found = look(target)
+        assert found in ({1, 2} if failed else {2}), f"request {k}: a reader sees {found}"
+        if k % 3 == 0:
+            save(state_of(3), target, overwrite=True)
+            assert look(target) == 3, f"the save after request {k} failed"
+    return made
+
+
+Look = Callable[[str], int | None]
+
+
+@pytest.mark.filterwarnings("ignore:step .* is saved, but old ones")
+@pytest.mark.parametrize("how", ["killed", "unheard", "error"])
+def test_without_rename_steps_are_saved_and_removed_so_too(bucket, how: str) -> None:
+    Bucket.reset()
+
+    def heal() -> int:
+        Bucket.fault = Bucket.answer = None
+        return len(Bucket.requests)
+
+    requests = request_matrix(lambda k: break_at(k, how), heal, "bucket://b", as_a_step, newest)
+    print(f"{how} at each of {requests} requests")
+    assert requests >= 15
+
+
+# S3 itself: at the k-th request the connection breaks, before or after it took effect, and stays broken.
+
+
+@pytest.fixture
+def s3(s3_bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch):
+    """A server that can be broken in front of the S3 server; nothing is tried twice."""
+    monkeypatch.setattr(retry, "ATTEMPTS", 1)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with faulty(s3_server) as front, monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", front.url)
+        yield front
+        front.heal()
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+def s3_matrix(s3: Faulty, place: str, save: Save, look: Look, stride: int) -> int:
+    def arm(k: int) -> None:
+        def rule(number: int, method: str, path: str) -> Fault:
+            return None if number < k else LOST if number == k and k // stride % 2 else DROP
+
+        s3.arm(rule)
+
+    def heal() -> int:
+        made = len(s3.requests)
+        s3.heal()
+        return made
+
+    return request_matrix(arm, heal, place, save, look, stride)
+
+
+@pytest.mark.filterwarnings("ignore:step .* is saved, but old ones")
+@pytest.mark.parametrize(
+    ("save", "look", "stride"),
+    [(shardckpt.save, loaded, 1), (in_the_background, loaded, 1), (as_a_step, last_step, 3)],
+    ids=["overwrite", "async", "steps"],
+)
+def test_on_s3_a_reader_sees_the_old_or_the_new(
+    s3: Faulty, s3_bucket: str, save: Save, look: Look, stride: int
+) -> None:
+    requests = s3_matrix(s3, f"{s3_bucket}/c", save, look, stride)
+    which = "each" if stride == 1 else f"every {stride}rd (all would take 20 s)"
+    print(f"cut off at {which} of {requests} requests, in turn before and after it took effect")
+    assert requests >= 10
+
+
+def test_on_s3_a_first_save_is_there_or_not(s3: Faulty, s3_bucket: str) -> None:
+    k, made = 0, 1
+    while made >= k:
+        k += 1
+        place, failed = f"{s3_bucket}/{k}", False
+        s3.arm(lambda number, method, path, k=k: None if number < k else LOST if number == k and k % 2 else DROP)
+        try:
+            shardckpt.save(state_of(2), place)
+        except StorageError:
+            failed = True
+        made = len(s3.requests)
+        s3.heal()
+        assert loaded(place) in ({None, 2} if failed else {2}), f"request {k}"
+    print(f"cut off at each of {k - 1} requests")
+    assert k > 8
 
 
 class TestMutants:
