@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 CODES = {500: "InternalError", 503: "SlowDown", 429: "TooManyRequests", 403: "AccessDenied"}
-DROP, SHORT, SLOW = "drop", "short", "slow"
+DROP, LOST, SHORT, SLOW = "drop", "lost", "short", "slow"
 
 Fault = int | str | None
 Rule = Callable[[int, str, str], Fault]
 """Given a request's number, method and path, says what happens: an HTTP status, `drop` (the connection, before the
-request gets anywhere), `short` (half of the answer's body), `slow` (an answer that takes its time), or nothing."""
+request gets anywhere), `lost` (the connection, after it took effect), `short` (half of the answer's body), `slow` (an
+answer that takes its time), or nothing."""
 
 
 class Faulty:
@@ -61,6 +62,7 @@ def faulty(upstream: str) -> Iterator[Faulty]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""
@@ -78,6 +80,9 @@ def faulty(upstream: str) -> Iterator[Faulty]:
                 self._answer(fault, [("Content-Type", "application/xml")], b"" if self.command == "HEAD" else text)
                 return
             status, headers, answer = self._passed_on(body)
+            if fault == LOST:
+                self.close_connection = True
+                return
             self._answer(status, headers, answer, is_short=fault == SHORT)
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815
