@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 _Src = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or file, path or URL.")]
 _Dst = Annotated[str, typer.Argument(metavar="DST", help="Folder to write, or one .safetensors, .pt or .bin file.")]
-_To = Annotated[str, typer.Option("--to", help="Format to write: safetensors (unless DST tells), torch, dcp, native.")]
+_To = Annotated[
+    str,
+    typer.Option(
+        "--to", help="Format to write: safetensors (unless DST tells), torch, dcp, native or deepspeed-universal."
+    ),
+]
 _Part = Annotated[str, typer.Option("--part", help="model, optim or all.")]
 _Weights = Annotated[str, typer.Option("--weights", help="live, or master, ema, a variant that it holds.")]
 _ModelKey = Annotated[str, typer.Option("--model-key", help="Where the model is, if not where the rules look.")]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shardckpt.convert.arrays import blocks_of, resolve
 from shardckpt.convert.carried import find_carried
-from shardckpt.convert.casts import numpy_dtype
+from shardckpt.convert.casts import cast_into, numpy_dtype
 from shardckpt.convert.report import Comparison, TensorDifference
 from shardckpt.convert.ruled import decide, located_model, located_state, read_rules
 from shardckpt.convert.selection import load_values
@@ -141,19 +141,20 @@ def _words(entry: TensorEntry | None) -> str:
 
 def _values(name: str, in_a: Reader, a: TensorEntry, in_b: Reader, b: TensorEntry) -> TensorDifference | None:
     """Compare block by block; both sides are cut at the same elements."""
-    same_type = a.stored == b.stored
-    have_numbers = same_type or (bits(a.stored) % 8 == bits(b.stored) % 8 == 0)
+    same_type = a.dtype == b.dtype
+    have_numbers = same_type or (bits(a.dtype) % 8 == bits(b.dtype) % 8 == 0)
     found = _Distance()
     equal = same_type
     elements = max(_BLOCK_BYTES * 8 // max(bits(a.stored), bits(b.stored)), 1)
     from_a = blocks_of(in_a, a, elements * bits(a.stored) // 8)
     from_b = blocks_of(in_b, b, elements * bits(b.stored) // 8)
-    for x, y in zip(from_a, from_b, strict=True):
+    for raw_a, raw_b in zip(from_a, from_b, strict=True):
+        x, y = _delivered(raw_a, a), _delivered(raw_b, b)
         if same_type and x == y:
             continue
         equal = False
         if have_numbers:
-            found = found.with_block(_numbers(x, a.stored), _numbers(y, b.stored))
+            found = found.with_block(_numbers(x, a.dtype), _numbers(y, b.dtype))
     if equal:
         return None
     kind = "values" if same_type else "dtype"
@@ -162,6 +163,16 @@ def _values(name: str, in_a: Reader, a: TensorEntry, in_b: Reader, b: TensorEntr
     return TensorDifference(
         name, kind, _words(a), _words(b), found.max_abs, found.max_rel, (found.nans_a, found.nans_b)
     )
+
+
+def _delivered(data: bytearray, entry: TensorEntry) -> bytearray:
+    """Return elements in the type that they are handed out in."""
+    if entry.dtype == entry.stored:
+        return data
+    out = bytearray(len(data) * bits(entry.dtype) // bits(entry.stored))
+    name = dotted(entry.path)
+    cast_into(memoryview(data), entry.stored, memoryview(out), entry.dtype, name=name, allow_overflow=True)
+    return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,11 @@ from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch, Writt
 from shardckpt.convert.selection import Selection, read_param_names, select
 from shardckpt.convert.stream import Budget, Payload, lay_out
 from shardckpt.convert.torch_target import model_files, optimizer_file, single_file
+from shardckpt.convert.universal_target import LATEST as LATEST_UNIVERSAL
+from shardckpt.convert.universal_target import TARGET as UNIVERSAL
+from shardckpt.convert.universal_target import check as check_universal
+from shardckpt.convert.universal_target import lay_out as lay_out_universal
+from shardckpt.convert.universal_target import masters
 from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.errors import UsageError
 from shardckpt.format.dcp_writer import METADATA
@@ -37,6 +42,8 @@ from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import overlaps, publish
 
 _TORCH_FILES = (".pt", ".pth", ".bin")
+_FOLDERS = {"native": "a step", "dcp": "a DCP checkpoint", UNIVERSAL: "a universal checkpoint"}
+_MASTERS = "masters"
 _INDEX = "{}.safetensors.index.json"
 _TORCH_INDEX = "{}.bin.index.json"
 Split = Callable[[Sequence[OutTensor]], list[tuple[OutTensor, ...]]]
@@ -81,6 +88,8 @@ class Job:
         """The file that makes the result loadable."""
         if self.options.to == "dcp":
             return METADATA
+        if self.options.to == UNIVERSAL:
+            return LATEST_UNIVERSAL
         return (_TORCH_INDEX if self.options.to == "torch" else _INDEX).format(next(iter(self.groups)))
 
     @property
@@ -191,6 +200,8 @@ def export(
     """
     watch = Stopwatch()
     options = replace(options, to=_target(src, dst, options.to))
+    if options.to == UNIVERSAL:
+        check_universal(options)
     source = open_source(src)
     ids = read_param_names(options.param_names) if options.param_names else None
     reader = with_whole_shapes(detect(source).open(source), options.shapes_from, ids)
@@ -199,6 +210,8 @@ def export(
     selection = expressible(select(reader, options, carried.config), options.to, allow_loss=options.allow_loss)
     selection = _with_keys(change(selection), options)
     groups = _grouped(reader, selection, options, _in_one if is_file(dst) else split)
+    if options.to == UNIVERSAL:
+        groups[_MASTERS] = [tuple(masters(reader, options, carried.config, selection))]
     job = Job(src, dst, options, reader, carried, selection, groups, split is split_as_stored)
     _check_single(job)
     if options.to == "native":
@@ -222,9 +235,8 @@ def _target(src: str, dst: str, to: str) -> str:
     if not is_file(dst):
         return to or "safetensors"
     fits = "safetensors" if dst.endswith(SUFFIX) else "torch"
-    if to in ("native", "dcp"):
-        what = "a step" if to == "native" else "a DCP checkpoint"
-        raise UsageError(f"{what} is a folder", found=dst, fix="Name a folder.")
+    if to in _FOLDERS:
+        raise UsageError(f"{_FOLDERS[to]} is a folder", found=dst, fix="Name a folder.")
     if to not in ("", fits):
         raise UsageError(f"--to {to} does not write such a file", found=dst, expected=f"--to {fits}, or a folder")
     return fits
@@ -319,6 +331,10 @@ def _lay_out(job: Job, fresh: str) -> Layout:
         return _lay_out_torch(job, fresh)
     if job.options.to == "dcp":
         return _lay_out_dcp(job, fresh)
+    if job.options.to == UNIVERSAL:
+        [weights], loss = job.groups[_MASTERS], job.options.allow_loss
+        made, small = lay_out_universal(job.reader, job.selection, weights, allow_loss=loss)
+        return Layout(tuple(made), small)
     metadata = _metadata(job)
     if job.is_single:
         [[tensors]] = job.groups.values()

@@ -17,7 +17,14 @@ from shardckpt.manifest import Path, dotted
 from shardckpt.plan.outputs import OutTensor
 
 _SHOWN = 8
-_TITLES = {"safetensors": "safetensors", "native": "a step", "torch": "a torch file", "dcp": "a DCP checkpoint"}
+_TITLES = {
+    "safetensors": "safetensors",
+    "native": "a step",
+    "torch": "a torch file",
+    "dcp": "a DCP checkpoint",
+    "deepspeed-universal": "a universal checkpoint",
+}
+_OF_TORCH = ("torch", "dcp", "deepspeed-universal")
 
 
 def expressible(selection: Selection, to: str, *, allow_loss: bool) -> Selection:
@@ -25,7 +32,7 @@ def expressible(selection: Selection, to: str, *, allow_loss: bool) -> Selection
 
     Args:
         selection: What was asked for.
-        to: The format: `safetensors`, `torch`, `dcp` or `native`.
+        to: The format: `safetensors`, `torch`, `dcp`, `native` or `deepspeed-universal`.
         allow_loss: Leave out what it cannot hold.
 
     Raises:
@@ -87,7 +94,7 @@ def told(path: Path, value: object) -> str:
 def refuses(to: str, value: object) -> bool:
     """Tell whether a format has no form for a value that is no tensor."""
     try:
-        if to in ("torch", "dcp"):
+        if to in _OF_TORCH:
             archived(value)
         else:
             encode(plain_value(value))
@@ -112,6 +119,6 @@ def _refused(selection: Selection, to: str) -> Iterator[tuple[Path, object]]:
 
 
 def _holds(to: str, tensor: OutTensor) -> bool:
-    if to in ("torch", "dcp"):
+    if to in _OF_TORCH:
         return tensor.dtype in TYPES
     return tensor.dtype in SAFETENSORS_NAMES if to == "safetensors" else is_known(tensor.dtype)

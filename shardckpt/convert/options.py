@@ -13,7 +13,7 @@ from shardckpt.plan.weights import Weights
 Part = Literal["model", "optim", "all"]
 OptimKeys = Literal["names", "ids", "flat"]
 PARTS: tuple[Part, ...] = ("model", "optim", "all")
-TARGETS = ("safetensors", "torch", "dcp", "native")
+TARGETS = ("safetensors", "torch", "dcp", "native", "deepspeed-universal")
 OPTIM_KEYS: tuple[OptimKeys, ...] = ("names", "ids", "flat")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 DEFAULT_MEMORY_BYTES = 256 * 2**20

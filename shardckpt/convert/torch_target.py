@@ -70,9 +70,9 @@ def model_files(
         fresh: Put into every name, where the usual ones may still be read by somebody.
     """
     named = name_files(groups, stem, fresh, SUFFIX)
-    files = [_file(file.name, _state_dict(selection, file.tensors), file.tensors) for file in named]
+    files = [torch_file(file.name, state_dict(selection, file.tensors), file.tensors) for file in named]
     total = sum(t.nbytes for group in groups for t in group)
-    weights = {name: f.name for f in named for name in _state_dict(selection, f.tensors)}
+    weights = {name: f.name for f in named for name in state_dict(selection, f.tensors)}
     elements = sum(prod(t.shape) for group in groups for t in group)
     metadata = {"total_parameters": elements, "total_size": total}
     return files, {"metadata": metadata, "weight_map": dict(sorted(weights.items()))}
@@ -80,27 +80,34 @@ def model_files(
 
 def optimizer_file(selection: Selection) -> TorchFile:
     """Return `optimizer.bin`: `{"state": {parameter: {slot: tensor}}, "param_groups": [...]}`."""
-    return _file(OPTIMIZER_FILE, _optimizer(selection, 0), selection.optim)
+    return torch_file(OPTIMIZER_FILE, _optimizer(selection, 0), selection.optim)
 
 
 def single_file(selection: Selection, part: str, name: str) -> TorchFile:
     """Return the one file that holds a part: the model's state dict, the optimizer's, or both under their keys."""
     if part == "optim":
-        return _file(name, _optimizer(selection, 0), selection.optim)
-    model: dict[str, object] = dict(_state_dict(selection, selection.model))
+        return torch_file(name, _optimizer(selection, 0), selection.optim)
+    model: dict[str, object] = dict(state_dict(selection, selection.model))
     if selection.groups is None:
-        return _file(name, model, selection.model)
+        return torch_file(name, model, selection.model)
     value = {"model": model, "optimizer": _optimizer(selection, len(selection.model))}
-    return _file(name, value, (*selection.model, *selection.optim))
+    return torch_file(name, value, (*selection.model, *selection.optim))
 
 
-def _file(name: str, value: object, tensors: Sequence[OutTensor]) -> TorchFile:
+def torch_file(name: str, value: object, tensors: Sequence[OutTensor]) -> TorchFile:
+    """Return a file that holds a value.
+
+    Args:
+        name: In the target.
+        value: What is saved, with a `TensorValue` for each tensor.
+        tensors: What its storages hold, in the order of their numbers.
+    """
     storages = [Storage(t.dtype, prod(t.shape)) for t in tensors]
     return TorchFile(name, lay_out(value, storages), tuple(tensors))
 
 
-def _state_dict(selection: Selection, tensors: Sequence[OutTensor]) -> dict[str, TensorValue]:
-    """Return names to tensors in state-dict order, both names of a tied pair."""
+def state_dict(selection: Selection, tensors: Sequence[OutTensor]) -> dict[str, TensorValue]:
+    """Return names to tensors in state-dict order, both names of a tied pair; storages are numbered as given."""
     numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
     order = selection.order or tuple(numbers)
     found = {}

@@ -55,7 +55,8 @@ def open_source(source: Source) -> Reader:
         sizes[shared] = listed[shared]
     reader = open_files(store, sizes, {file: (file,) for file in sizes}, FORMAT.name)
     contents = Contents(reader.manifest, store.url)
-    files = [*states.models.values(), *(file for (rank, _), file in sorted(states.parts.items()) if rank == 0)]
+    wanted = states.models or {mp: file for (rank, mp), file in sorted(states.parts.items()) if rank == 0}
+    files = list(wanted.values())
     if not files:
         raise IncompleteError(
             "no model file lies beside zero/",
@@ -64,7 +65,8 @@ def open_source(source: Source) -> Reader:
             fix="Copy the missing file beside zero/; DeepSpeed needs it too.",
         )
     made = Made(store.url)
-    parts = {rank: model_state(contents, file) for (rank, mp), file in sorted(states.parts.items()) if mp == 0}
+    places = () if states.models else sorted(states.parts.items())
+    parts = {rank: model_state(contents, file) for (rank, mp), file in places if mp == 0}
     ranks = Joiner(contents, states, made, 0, parts, {}) if parts else None
     joiner = _Joiner(contents, made, params, [model_state(contents, file) for file in files], ranks)
     joiner.join_model()
