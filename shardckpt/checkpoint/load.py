@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.fan_out import FanOut
 from shardckpt.checkpoint.save import star_of
-from shardckpt.checkpoint.saved import Moved, Saved, Verify, Wish, compiled, require_way_to_verify
+from shardckpt.checkpoint.saved import Moved, Rules, Saved, Verify, Wish, compiled, require_way_to_verify
 from shardckpt.checkpoint.template import Fitting, Policy, fit
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
 from shardckpt.groups import Star
@@ -62,7 +62,7 @@ def load(
     *,
     strict: bool = True,
     partial: Sequence[str] | bool = False,
-    rules: Mapping[str, str] | None = None,
+    rules: Rules = None,
     cast: bool = False,
     verify: Verify = "read",
     base: Moved | bool | None = None,
@@ -83,7 +83,8 @@ def load(
         strict: Names that are missing or unexpected are errors; otherwise they are left alone.
         partial: True: what the checkpoint has besides is left alone. Or globs of dotted names: nothing else is loaded,
             or missed.
-        rules: Regular expressions to what stands for them, for every key of the checkpoint's names.
+        rules: Regular expressions to what stands for them, for every key of the checkpoint's names. Or a TOML file of
+            rules, or the name of a set that comes along: they give the model, and its optimizer, other shapes too.
         cast: Convert where a type differs from the saved one; otherwise that is an error.
         verify: `"read"`: blocks that are read are checked against their hashes; `"full"`: all blocks are, before
             anything is changed; False: none.
@@ -150,7 +151,7 @@ class _Source(NamedTuple):
 
     path: str
     verify: Verify
-    rules: Mapping[str, str] | None
+    rules: Rules
     moved: str | Mapping[str, str]
 
 

@@ -18,6 +18,7 @@ import torch
 from shardckpt.boxes import Box, contiguous_blocks, shift, whole
 from shardckpt.checkpoint.capture import ArrayAt
 from shardckpt.checkpoint.holdings import revived
+from shardckpt.checkpoint.ruled import ruled
 from shardckpt.checkpoint.transfer import flat_bytes, lies_flat, narrowed
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import NameCollisionError, UnsupportedError, UsageError
@@ -50,6 +51,9 @@ Moved = str | os.PathLike[str] | Mapping[str, str]
 Wish = tuple[TensorEntry, LocalArray]
 """A saved array, and where its elements go."""
 
+Rules = Mapping[str, str] | str | os.PathLike[str] | None
+"""Regular expressions to what stands for them in every key, or where a file of rules lies, or the name of a set."""
+
 Verify = str | bool
 VERIFY = (False, "read", "full")
 
@@ -60,7 +64,7 @@ class Saved:
     Args:
         url: Where it lies.
         verify: Which blocks are checked against their hashes: none, those that are read, or all of them at once.
-        rules: Regular expressions and what stands for them in every key of every path.
+        rules: Regular expressions and what stands for them in every key of every path; or a file of rules.
         moved: Where folders lie now that it refers to: by what it calls them, or one place.
 
     Raises:
@@ -73,7 +77,7 @@ class Saved:
         self,
         url: str,
         verify: Verify = "read",
-        rules: Mapping[str, str] | None = None,
+        rules: Rules = None,
         moved: str | Mapping[str, str] = "",
     ) -> None:
         require_way_to_verify(verify)
@@ -81,6 +85,9 @@ class Saved:
         self._reader: Reader = open_checkpoint(url, moved)
         if moved and not self.is_native:
             raise UsageError("this checkpoint has no base", where=url, found=self._reader.manifest.format)
+        self._files = self._reader
+        if isinstance(rules, (str, os.PathLike)):
+            self._reader = ruled(self._reader, os.fspath(rules))
         self.url = url
         self.manifest = split_flat_names(self._reader.manifest)
         self._store = self._reader.store if verify else self._reader.stored
@@ -115,7 +122,7 @@ class Saved:
         Raises:
             ChecksumError: A block is not what was saved.
         """
-        hashed = self._reader.block_hashes() if isinstance(self._reader, NativeReader) else {}
+        hashed = self._files.block_hashes() if isinstance(self._files, NativeReader) else {}
         left_out = self.manifest.elsewhere if own_only else {}
         for name in sorted(hashed.keys() - left_out.keys())[share::shares]:
             size = self.manifest.files[name]
@@ -352,7 +359,7 @@ def require_way_to_verify(verify: Any) -> None:
 
 
 def compiled(rules: Any) -> list[tuple[re.Pattern[str], str]]:
-    """Return regular expressions, and what stands for what they match.
+    """Return regular expressions, and what stands for what they match; none for a file of rules.
 
     Args:
         rules: Both, as strings.
@@ -360,8 +367,11 @@ def compiled(rules: Any) -> list[tuple[re.Pattern[str], str]]:
     Raises:
         UsageError: There is one that is neither, or no regular expression.
     """
+    if isinstance(rules, (str, os.PathLike)):
+        return []
     if rules is not None and not isinstance(rules, Mapping):
-        raise UsageError("`rules` are no mapping", found=rules, expected="regular expressions to what stands for them")
+        expected = "regular expressions to what stands for them, or a file of rules"
+        raise UsageError("`rules` are no mapping", found=rules, expected=expected)
     found = []
     for pattern, new in (rules or {}).items():
         if not (isinstance(pattern, str) and isinstance(new, str)):
