@@ -45,7 +45,21 @@ RUNS = {
             ),
         )
     ],
+    "ema.py": [
+        ([], ("3 ranks go on from step 20", "variants in the checkpoint: ema", "live: error 0.", "ema: error 0."))
+    ],
     "lightning_callback.py": [([], ("stopped after step 8, resumed from step 6", EQUAL))],
+    "lora.py": [
+        (
+            [],
+            (
+                "the outputs are equal, bit for bit: True",
+                "refused: model.0.base.weight: a frozen parameter is not what it is in the base",
+                "adapter: 8 tensors, 33 kB\nwhole: 16 tensors, 1,085 kB",
+                "the base was moved, and is found: True",
+            ),
+        )
+    ],
     "save_and_load.py": [
         ([], ("3 ranks, rows, from step 4", "head.weight in the checkpoint: SavedTensor(", *["step 7: loss 4.009"] * 2))
     ],
