@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardckpt.convert.dcp_target import DcpFile, metadata_of, plan_ranks, whole_content
 from shardckpt.convert.native_nest import whole_nest
 from shardckpt.convert.native_target import plan_step, write_step
 from shardckpt.convert.options import DEFAULT_MEMORY_BYTES, LEAST_MEMORY_BYTES
+from shardckpt.convert.rank_target import plan_rank_files, rank_content
 from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch, WrittenFile
 from shardckpt.convert.stream import Budget
+from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.errors import UsageError
 from shardckpt.format.dcp_writer import METADATA
 from shardckpt.format.detect import open_checkpoint
@@ -20,7 +23,7 @@ from shardckpt.manifest import dotted
 from shardckpt.plan.sizes import parse_size
 from shardckpt.storage.publish import overlaps, publish
 
-TARGETS = ("native", "dcp")
+TARGETS = ("native", "dcp", "torch")
 MOST_RANKS = 100_000
 
 
@@ -32,6 +35,8 @@ def reshard(
     to: str = "native",
     max_shard_size: int | str = "5GB",
     max_memory: int | str = DEFAULT_MEMORY_BYTES,
+    shapes_from: str | os.PathLike[str] = "",
+    keep_whole: Sequence[str] = (),
     allow_loss: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -46,9 +51,12 @@ def reshard(
         src: Checkpoint in any readable format: a folder or file, a path or URL.
         dst: Folder to write.
         world_size: For how many ranks tensors are cut, in their first dimension.
-        to: Format to write: `native`, or `dcp`, which `torch.distributed.checkpoint` loads.
-        max_shard_size: Bytes of tensor data in a file: a number, or `5GB`.
+        to: Format to write: `native`; `dcp`, which `torch.distributed.checkpoint` loads; or `torch`, a file of
+            `torch.save` for each rank, with the DTensors of FSDP2.
+        max_shard_size: Bytes of tensor data in a file: a number, or `5GB`. With `torch` each rank has one file.
         max_memory: Bytes that the process may add to its start-up.
+        shapes_from: Any checkpoint of the same model that holds whole tensors, for flat parameters of FSDP1.
+        keep_whole: Globs of dotted names that `torch` does not cut, such as buffers: every rank's file has them whole.
         allow_loss: Leave out values that the format cannot hold; otherwise that is an error which lists them.
         overwrite: Replace what lies at the target.
         dry_run: Plan and check, write nothing.
@@ -69,11 +77,12 @@ def reshard(
     watch = Stopwatch()
     memory = _check(src, dst, world_size, to, max_memory)
     most_bytes = parse_size(max_shard_size)
-    reader = open_checkpoint(src)
+    reader = with_whole_shapes(open_checkpoint(src), os.fspath(shapes_from))
     watch.lap("open")
-    if to == "dcp":
-        target = _Target(dst, world_size, most_bytes, memory, allow_loss, overwrite, dry_run)
-        return _to_dcp(reader, src, target, watch, on_progress)
+    if to != "native":
+        target = _Target(dst, world_size, most_bytes, memory, tuple(keep_whole), allow_loss, overwrite, dry_run)
+        write = _to_dcp if to == "dcp" else _to_rank_files
+        return write(reader, src, target, watch, on_progress)
     nest = whole_nest(reader, allow_loss=allow_loss)
     step = plan_step(nest, world_size, most_bytes=most_bytes)
     total = sum(tensor.nbytes for tensor in nest.arrays.values())
@@ -111,6 +120,7 @@ class _Target:
     world_size: int
     most_bytes: int
     memory: int
+    keep_whole: tuple[str, ...]
     allow_loss: bool
     overwrite: bool
     dry_run: bool
@@ -145,6 +155,41 @@ def _to_dcp(reader: Reader, src: str, target: _Target, watch: Stopwatch, on_prog
         part="all",
         files=tuple(WrittenFile(file.name, file.nbytes, file.count) for file in files),
         carried=(METADATA,),
+        tensors=len(content.arrays),
+        nbytes=total,
+        ties={dotted(path): dotted(kept) for path, kept in content.ties.items()},
+        cast={},
+        left_out=(),
+        warnings=(*reader.manifest.warnings, *lost),
+        seconds=watch.seconds,
+        dry_run=target.dry_run,
+    )
+
+
+def _to_rank_files(
+    reader: Reader, src: str, target: _Target, watch: Stopwatch, on_progress: OnProgress | None
+) -> Report:
+    content, lost = rank_content(reader, keep_whole=target.keep_whole, allow_loss=target.allow_loss)
+    files = plan_rank_files(content, target.world_size)
+    total = sum(tensor.nbytes for tensor in content.arrays.values())
+    watch.lap("plan")
+    if not target.dry_run:
+        budget = Budget.of(target.memory, 1, is_local=reader.store.traits.is_local)
+        needed, last = sum(file.nbytes for file in files), files[-1].name
+        with publish(target.url, overwrite=target.overwrite, needed_bytes=needed, last=last) as publication:
+            meter = Meter(total, on_progress)
+            for file in files:
+                with publication.create(file.name) as writer:
+                    file.write(reader, writer, budget=budget, meter=meter)
+            watch.lap("copy")
+        watch.lap("publish")
+    return Report(
+        source=src,
+        target=target.url,
+        format=reader.manifest.format,
+        part="all",
+        files=tuple(WrittenFile(file.name, file.nbytes, file.count) for file in files),
+        carried=(),
         tensors=len(content.arrays),
         nbytes=total,
         ties={dotted(path): dotted(kept) for path, kept in content.ties.items()},

@@ -104,9 +104,10 @@ class FlatStates:
                 taken |= model.put()
                 self._made.warnings += model.warnings
                 taken.add(base)
-        if (model := self._model_of(group.root)) is not None:
+        mine = self._model_of(group.root)
+        if mine is not None:
             for root in group.optimizers():
-                taken |= _FlatOptimizer(group, root, model, self._made, self._known).put()
+                taken |= _FlatOptimizer(group, root, mine, self._made, self._known).put()
         return taken
 
 

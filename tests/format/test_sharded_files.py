@@ -145,6 +145,16 @@ def _of(name: str) -> str:
     return first if first in ("first", "second") else ""
 
 
+@pytest.mark.parametrize("name", ["local-flat", "local-orig"])
+def test_flat_parameters_go_to_other_numbers_of_ranks(name: str, written: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--shapes-from"):
+        shardckpt.reshard(written / name, tmp_path / "three", world_size=3)
+    shapes = written / "shapes.pt"
+    shardckpt.reshard(written / name, tmp_path / "three", world_size=3, shapes_from=shapes)
+    found, _ = consolidated(tmp_path / "three", tmp_path / "out")
+    assert differing(found) == []
+
+
 # ------------------------------------------------------------------------------------------- what does not fit
 
 

@@ -1,0 +1,231 @@
+"""`reshard --to torch`: a file of `torch.save` for each rank, tensors as the DTensors that FSDP2 loads, cut in rows.
+
+The pickles are those of torch 2.13: a mesh of one dimension over all ranks, `Shard(0)`. Values that are no tensors, and
+tensors that are whole on each rank (buffers, steps), are in every rank's file. Which those are, a source that is cut
+shows: what has several rows and lies there in one piece. Where a source has nothing cut, everything with rows is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from shardckpt.boxes import Box, Shape, strides, whole
+from shardckpt.convert.arrays import resolve
+from shardckpt.convert.losses import refuses, require_allowed, told
+from shardckpt.convert.report import Meter
+from shardckpt.convert.stream import Budget, Part, write_parts
+from shardckpt.format.pickle_writer import Call, GlobalName
+from shardckpt.format.reader import Reader
+from shardckpt.format.torch_writer import TYPES, Archive, ArchiveWriter, Storage, TensorValue, lay_out
+from shardckpt.manifest import UNREAD, Path, dotted
+from shardckpt.plan.names import require_matches
+from shardckpt.plan.outputs import OutTensor
+from shardckpt.storage.store import Writer
+
+_STATE = "state"
+_TENSOR = "torch.distributed.tensor"
+_LAYOUT = "torch.distributed._mesh_layout"
+
+
+@dataclass(frozen=True, slots=True)
+class RankContent:
+    """All that a checkpoint holds.
+
+    Attributes:
+        arrays: Tensors by path, each once.
+        ties: Further path of a tensor to its path in `arrays`.
+        values: Everything else by path.
+        order: Paths of tensors in saved order, tied ones too.
+        cut: Paths in `arrays` of what is cut; each rank has the others whole.
+    """
+
+    arrays: Mapping[Path, OutTensor]
+    ties: Mapping[Path, Path]
+    values: Mapping[Path, object]
+    order: tuple[Path, ...]
+    cut: frozenset[Path]
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One rank's file, decided.
+
+    Attributes:
+        name: In the target.
+        archive: Where its bytes go.
+        ranks: Content of the storage that lists the mesh's ranks.
+        parts: What its other storages hold, in order.
+    """
+
+    name: str
+    archive: Archive
+    ranks: bytes
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.archive.nbytes
+
+    @property
+    def count(self) -> int:
+        """Tensors in it."""
+        return len(self.parts)
+
+    def write(self, reader: Reader, writer: Writer, *, budget: Budget, meter: Meter) -> None:
+        """Write it from start to end; the caller closes the writer.
+
+        Raises:
+            CheckpointError: The source's bytes cannot be read.
+            StorageError: Reading or writing failed.
+        """
+        archive = ArchiveWriter(self.archive, writer.write)
+        archive.write(self.ranks)
+        write_parts(reader, self.parts, archive, budget=budget, allow_overflow=False, meter=meter)
+        archive.close()
+
+
+def rank_content(reader: Reader, *, keep_whole: Sequence[str], allow_loss: bool) -> tuple[RankContent, tuple[str, ...]]:
+    """Return all that a checkpoint holds, proven complete, and what had to be left out.
+
+    Args:
+        reader: The open checkpoint.
+        keep_whole: Globs of dotted names that are not cut.
+        allow_loss: Leave out what files of `torch.save` cannot hold.
+
+    Raises:
+        UsageError: There is such, and it may not be left out.
+        CheckpointError: Elements are missing or doubled, or a container is damaged.
+        StorageError: The store failed.
+    """
+    manifest = reader.manifest
+    lost = [f"{dotted(path)}, of type {e.dtype}" for path, e in manifest.tensors.items() if e.dtype not in TYPES]
+    paths = [path for path, e in manifest.tensors.items() if path not in manifest.aliases and e.dtype in TYPES]
+    entries = resolve(reader, manifest, [manifest.tensors[path] for path in paths])
+    values: dict[Path, object] = {}
+    for path, entry in manifest.objects.items():
+        value = reader.load_object(entry) if entry.value is UNREAD else entry.value
+        if refuses("torch", value):
+            lost.append(told(path, value))
+        else:
+            values[path] = value
+    require_allowed(lost, "torch", allow_loss=allow_loss)
+    arrays = {path: OutTensor(dotted(path), entry, entry.dtype) for path, entry in zip(paths, entries, strict=True)}
+    ties = {path: kept for path, kept in manifest.aliases.items() if kept in arrays}
+    every = list(map(dotted, arrays))
+    require_matches(keep_whole, every)
+    kept = {path for path, name in zip(arrays, every, strict=True) if any(fnmatchcase(name, g) for g in keep_whole)}
+    cut = frozenset(_cut_in_source(arrays) - kept)
+    return RankContent(arrays, ties, values, tuple(manifest.tensors), cut), tuple(f"left out: {what}" for what in lost)
+
+
+def _cut_in_source(arrays: Mapping[Path, OutTensor]) -> set[Path]:
+    """Return what a source has cut, or would have if it had more rows; all with rows where it has nothing cut."""
+    rows = {path: tensor for path, tensor in arrays.items() if tensor.shape and 0 not in tensor.shape}
+    pieces = {path: sum(1 for piece in tensor.entry.pieces if piece.box.volume) for path, tensor in rows.items()}
+    if all(count < 2 for count in pieces.values()):
+        return set(rows)
+    return {path for path, tensor in rows.items() if pieces[path] > 1 or tensor.shape[0] == 1}
+
+
+def plan_rank_files(content: RankContent, world_size: int) -> list[RankFile]:
+    """Return a file for each rank, `rank0.pt` first.
+
+    Raises:
+        UnsupportedError: A value or a type that torch would not read back.
+    """
+    return [_rank_file(content, rank, world_size) for rank in range(world_size)]
+
+
+def _rank_file(content: RankContent, rank: int, world: int) -> RankFile:
+    parts: list[Part] = []
+    storages = [Storage("int32", world)]
+    mesh = _mesh(rank, world)
+    made: dict[Path, object] = {}
+    for path, tensor in content.arrays.items():
+        box = _rows(tensor.shape, rank, world) if path in content.cut else None
+        local = TensorValue(len(storages), tensor.dtype, tensor.shape if box is None else box.size)
+        storages.append(Storage(tensor.dtype, prod(local.shape)))
+        parts.append(Part(tensor, whole(tensor.shape) if box is None else box))
+        made[path] = local if box is None else _dtensor(local, tensor.shape, mesh)
+    leaves = {
+        path: made[content.ties.get(path, path)] for path in content.order if content.ties.get(path, path) in made
+    }
+    ranks = b"".join(number.to_bytes(4, "little") for number in range(world))
+    archive = lay_out(_nest({**leaves, **content.values}), storages)
+    return RankFile(f"rank{rank}.pt", archive, ranks, tuple(parts))
+
+
+def _rows(shape: Shape, rank: int, world: int) -> Box:
+    """Return a rank's rows, as `torch.chunk` cuts them."""
+    step = -(-shape[0] // world)
+    low, high = min(rank * step, shape[0]), min((rank + 1) * step, shape[0])
+    return Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
+
+
+def _nest(leaves: Mapping[Path, object]) -> object:
+    """Return leaves by path as dicts in one another; those whose keys count from 0 are lists, but not of a state."""
+    if () in leaves:
+        return leaves[()]
+    inner: dict[str | int, dict[Path, object]] = {}
+    for path, leaf in leaves.items():
+        inner.setdefault(path[0], {})[path[1:]] = leaf
+    made = {key: _nest(each) for key, each in inner.items()}
+    return {k: _listed(v) if k != _STATE else v for k, v in made.items()}
+
+
+def _listed(value: Any) -> Any:
+    is_list = type(value) is dict and bool(value) and list(value) == list(range(len(value)))
+    return list(value.values()) if is_list else value
+
+
+def _instance(module: str, name: str, state: Mapping[str, object]) -> Call:
+    return Call(GlobalName(module, name), state=dict(state), is_new=True)
+
+
+def _mesh(rank: int, world: int) -> Call:
+    """Return the mesh of all ranks as one of them has it; its ranks lie in storage 0."""
+    axis = _instance(_LAYOUT, "_FlatLayout", {"shape": (world,), "stride": (1,)})
+    state: dict[str, object] = {
+        "_device_type": "cpu",
+        "_layout": _instance(_LAYOUT, "_MeshLayout", {"axes": (axis,)}),
+        "_rank_map": TensorValue(0, "int32", (world,)),
+        "_mesh_dim_names": None,
+        "_root_mesh": None,
+        "_flatten_rank_map": tuple(range(world)),
+        "_thread_id": None,
+        "_flatten_mapping": {},
+        "_dim_group_names": ["0"],
+        "_rank": rank,
+        "_coordinate_on_dim": (rank,),
+        "_hash": None,
+    }
+    return _instance("torch.distributed.device_mesh", "DeviceMesh", state)
+
+
+def _dtensor(local: TensorValue, shape: Shape, mesh: Call) -> Call:
+    dtype, steps = GlobalName("torch", local.dtype), strides(shape)
+    order = Call(GlobalName(f"{_TENSOR}._dtensor_spec", "ShardOrderEntry"), (0, (0,)), is_new=True)
+    meta = Call(
+        GlobalName(f"{_TENSOR}._dtensor_spec", "TensorMeta"),
+        (Call(GlobalName("torch", "Size"), (shape,)), steps, dtype),
+        is_new=True,
+    )
+    spec = {
+        "mesh": mesh,
+        "placements": (_instance(f"{_TENSOR}.placement_types", "Shard", {"dim": 0}),),
+        "tensor_meta": meta,
+        "shard_order": (order,),
+        "use_strided_shard_as_shard_order": True,
+        "_hash": None,
+    }
+    kind = GlobalName(_TENSOR, "DTensor")
+    layout = Call(GlobalName("torch.serialization", "_get_layout"), ("torch.strided",))
+    rebuilt = (kind, dtype, shape, steps, 0, layout, Call(GlobalName("torch", "device"), ("cpu",)), False)
+    state = (None, {"_local_tensor": local, "_spec": _instance(f"{_TENSOR}._dtensor_spec", "DTensorSpec", spec)})
+    function = GlobalName("torch._utils", "_rebuild_wrapper_subclass")
+    return Call(GlobalName("torch._tensor", "_rebuild_from_type_v2"), (function, kind, rebuilt, state))
