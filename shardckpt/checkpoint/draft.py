@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from math import prod
 
-from shardckpt.boxes import Box
+from shardckpt.boxes import Box, Shape
 from shardckpt.checkpoint.capture import Captured
 from shardckpt.checkpoint.holdings import dtype_name
 from shardckpt.errors import UsageError
 from shardckpt.format.native_payload import Chunk
 from shardckpt.manifest import Path, dotted
+from shardckpt.plan.box_rows import BoxRow, decode_rows, encode_rows
 from shardckpt.plan.saving import Held, Spec, plan_save
 
 _BUFFER, _FROZEN = 1, 2
@@ -37,12 +38,11 @@ class Draft:
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        rows = [
-            [list(a.path), a.dtype, a.shape, [box for each in a.boxes for box in each], self._kind(a.path)]
-            for a in self.arrays
-        ]
+        kinds = [[at, kind] for at, each in enumerate(self.arrays) if (kind := self._kind(each.path))]
         ties = [[list(path), list(first)] for path, first in self.ties.items()]
-        return json.dumps([rows, ties], separators=(",", ":")).encode()
+        head = json.dumps([kinds, ties], separators=(",", ":")).encode()
+        rows = encode_rows(BoxRow(a.path, a.shape, a.dtype, a.boxes) for a in self.arrays)
+        return len(head).to_bytes(8, "little") + head + rows
 
     def _kind(self, path: Path) -> int:
         return _BUFFER if path in self.buffers else _FROZEN if path in self.frozen else 0
@@ -50,19 +50,15 @@ class Draft:
     @classmethod
     def decode(cls, data: bytes) -> Draft:
         """Return what `encode` wrote."""
-        rows, ties = json.loads(data)
+        end = 8 + int.from_bytes(data[:8], "little")
+        kinds, ties = json.loads(data[8:end])
+        arrays = tuple(Held(*row) for row in decode_rows(data[end:]))
         return cls(
-            tuple(
-                Held(tuple(path), tuple(shape), dtype, tuple(_boxes(boxes))) for path, dtype, shape, boxes, _ in rows
-            ),
-            frozenset(tuple(path) for path, _, _, _, kind in rows if kind == _BUFFER),
+            arrays,
+            frozenset(arrays[at].path for at, kind in kinds if kind == _BUFFER),
             {tuple(path): tuple(first) for path, first in ties},
-            frozenset(tuple(path) for path, _, _, _, kind in rows if kind == _FROZEN),
+            frozenset(arrays[at].path for at, kind in kinds if kind == _FROZEN),
         )
-
-
-def _boxes(flat: Sequence[Sequence[int]]) -> Iterator[Box]:
-    return (Box(tuple(offset), tuple(size)) for offset, size in zip(flat[::2], flat[1::2], strict=True))
 
 
 def draft_of(captured: Captured, *, trainable_only: bool = False) -> Draft:
@@ -107,22 +103,18 @@ class Task:
     def encode(self) -> bytes:
         """Return it as bytes."""
         classes = [[number, [list(p) for p in positions]] for number, positions in self.classes.items()]
-        return json.dumps([_rows(self.chunks), classes, _rows(self.frozen)], separators=(",", ":")).encode()
+        head = json.dumps([len(self.chunks), classes], separators=(",", ":")).encode()
+        rows = encode_rows(BoxRow(c.path, c.shape, c.dtype, (c.box,)) for c in (*self.chunks, *self.frozen))
+        return len(head).to_bytes(8, "little") + head + rows
 
     @classmethod
     def decode(cls, data: bytes) -> Task:
         """Return what `encode` wrote."""
-        rows, classes, frozen = json.loads(data)
+        end = 8 + int.from_bytes(data[:8], "little")
+        count, classes = json.loads(data[8:end])
         positions = {number: [(a, b) for a, b in each] for number, each in classes}
-        return cls(_chunks(rows), positions, _chunks(frozen))
-
-
-def _rows(chunks: Sequence[Chunk]) -> list[object]:
-    return [[list(c.path), list(c.shape), c.dtype, list(c.box.offset), list(c.box.size)] for c in chunks]
-
-
-def _chunks(rows: Sequence[Any]) -> tuple[Chunk, ...]:
-    return tuple(Chunk(tuple(p), tuple(s), d, Box(tuple(o), tuple(n))) for p, s, d, o, n in rows)
+        chunks = [Chunk(path, shape, dtype, box) for path, shape, dtype, (box,) in decode_rows(data[end:])]
+        return cls(tuple(chunks[:count]), positions, tuple(chunks[count:]))
 
 
 @dataclass(frozen=True)
@@ -232,9 +224,10 @@ def _classes(drafts: Sequence[Draft]) -> tuple[list[Class], list[dict[int, list[
     """Return sets of ranks that hold the same boxes, and for each rank which of its boxes belong to which set."""
     holders: dict[tuple[Path, Box], dict[int, tuple[int, int]]] = {}
     buffers: frozenset[Path] = frozenset().union(*(draft.buffers for draft in drafts))
-    for rank, draft in enumerate(drafts):
+    shared = _held_twice(drafts)
+    for rank, draft in enumerate(drafts) if shared else ():
         for at, array in enumerate(draft.arrays):
-            for which, box in enumerate(array.boxes):
+            for which, box in enumerate(array.boxes) if array.path in shared else ():
                 if box.volume:
                     holders.setdefault((array.path, box), {})[rank] = (at, which)
     numbers: dict[Class, int] = {}
@@ -245,3 +238,14 @@ def _classes(drafts: Sequence[Draft]) -> tuple[list[Class], list[dict[int, list[
             for rank, position in ranks.items():
                 positions[rank].setdefault(number, []).append(position)
     return list(numbers), positions
+
+
+def _held_twice(drafts: Sequence[Draft]) -> set[Path]:
+    """Return the arrays of which ranks hold more elements than there are: some of them twice, since none is missing."""
+    held: dict[Path, int] = {}
+    shapes: dict[Path, Shape] = {}
+    for draft in drafts:
+        for array in draft.arrays:
+            held[array.path] = held.get(array.path, 0) + sum([prod(size) for _, size in array.boxes])
+            shapes[array.path] = array.shape
+    return {path for path, elements in held.items() if elements > prod(shapes[path])}

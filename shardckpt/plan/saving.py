@@ -99,11 +99,14 @@ def plan_save(held: Sequence[Sequence[Held]]) -> SavePlan:
     shared: list[_Shared] = []
     for number, array in enumerate(arrays):
         dtype = array.spec.dtype
+        width = bits(dtype)
         for box, volume, ranks in _disjoint(array):
             if len(ranks) == 1:
-                tasks[ranks[0]].append(Task(number, box))
-                loads[ranks[0]] += nbytes(dtype, volume)
+                rank = ranks[0]
+                tasks[rank].append(Task(number, box))
+                loads[rank] += (volume * width + 7) >> 3
             else:
+                ranks = tuple(ranks)
                 shared += [_Shared(nbytes(dtype, b.volume), number, b, ranks) for b in _parts(box, dtype, len(ranks))]
     for part, rank in _share_out(shared, loads):
         tasks[rank].append(Task(part.array, part.box))
@@ -188,7 +191,7 @@ def _disagreement(array: _Array, rank: int, other: Spec) -> UsageError:
     )
 
 
-def _disjoint(array: _Array) -> Iterable[tuple[Box, int, tuple[int, ...]]]:
+def _disjoint(array: _Array) -> Iterable[tuple[Box, int, Sequence[int]]]:
     """Return disjoint boxes that cover the array, their elements, and who holds each.
 
     Raises:
@@ -206,7 +209,9 @@ def _disjoint(array: _Array) -> Iterable[tuple[Box, int, tuple[int, ...]]]:
         raise _outside(array, strange)
     volumes = _volumes_of_tiling(shape, boxes)
     if volumes is not None:
-        return [(box, n, tuple(array.holders[box])) for box, n in zip(boxes, volumes, strict=True)]
+        if len(boxes) == len(array.holders):
+            return zip(boxes, volumes, array.holders.values(), strict=True)
+        return [(box, n, array.holders[box]) for box, n in zip(boxes, volumes, strict=True)]
     if is_grid(shape, boxes):
         return [(box, box.volume, tuple(array.holders[box])) for box in boxes]
     outside = next((box for box in boxes if not box.within(shape)), None)
