@@ -16,6 +16,9 @@ same files into the same memory.
 
 **reshard.** Saved by 2 ranks, loaded by 1 and by 4; the yardstick reads the same bytes by as many processes.
 
+**replicas.** As for load, of half the size, all of it on both ranks; with `fan_out=True` each reads half from the page
+cache and takes the other half from the other rank.
+
 **async.** How long a save in the background keeps the loop, its buffers there from the save before; the copy is
 complete then. The yardstick is a copy of each tensor into memory that is there.
 
@@ -59,7 +62,7 @@ from results import RESULTS, machine, record
 from safetensors.torch import save_file
 from state_dict import number
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardckpt
 from shardckpt.boxes import Box, flat_to_boxes, intersect
@@ -110,17 +113,25 @@ def local(tensor: DTensor) -> torch.Tensor:
     return tensor.to_local().detach()
 
 
-def sharded(shapes: Mapping[str, tuple[int, ...]]) -> State:
-    """Return this rank's rows of every tensor."""
+def sharded(shapes: Mapping[str, tuple[int, ...]], *, is_whole: bool = False) -> State:
+    """Return this rank's rows of every tensor, or all of them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = DeviceMesh("cpu", list(range(world)))
+    placement = Replicate() if is_whole else Shard(0)
     made = {}
     for name, shape in shapes.items():
-        each = shape[0] // world
-        rows = truth(name, rank * each, (rank + 1) * each, shape)
+        each = shape[0] if is_whole else shape[0] // world
+        first = 0 if is_whole else rank * each
+        rows = truth(name, first, first + each, shape)
         stride = (shape[1], 1) if len(shape) > 1 else (1,)
-        made[name] = DTensor.from_local(rows, mesh, [Shard(0)], shape=torch.Size(shape), stride=stride)
+        made[name] = DTensor.from_local(rows, mesh, [placement], shape=torch.Size(shape), stride=stride)
     return made
+
+
+def rows_of(tensor: DTensor) -> tuple[int, int]:
+    """Return the first of the rows that lie here, and how many there are."""
+    count = local(tensor).shape[0]
+    return (0 if count == tensor.shape[0] else dist.get_rank() * count), count
 
 
 def small_shapes(count: int) -> dict[str, tuple[int, ...]]:
@@ -134,10 +145,9 @@ def spoil(state: State) -> None:
 
 def check(state: State, by: str) -> None:
     """Stop where what was loaded is not the truth."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     for name, tensor in state.items():
-        each = tensor.shape[0] // world
-        if not torch.equal(local(tensor), truth(name, rank * each, (rank + 1) * each, tensor.shape)):
+        first, count = rows_of(tensor)
+        if not torch.equal(local(tensor), truth(name, first, first + count, tensor.shape)):
             raise SystemExit(f"{by} loaded another {name} than was saved")
 
 
@@ -323,10 +333,9 @@ def raw_reads(state: State, folder: Path) -> Callable[[State, Path], None]:
     """Return what reads the bytes of a state from the files that a save of ours left, planned beforehand."""
     plan = []
     tensors = open_checkpoint(str(folder)).manifest.tensors
-    rank, world = dist.get_rank(), dist.get_world_size()
     for name, tensor in state.items():
-        each = tensor.shape[0] // world
-        wanted = Box((rank * each, *[0] * (tensor.dim() - 1)), (each, *tensor.shape[1:]))
+        first, each = rows_of(tensor)
+        wanted = Box((first, *[0] * (tensor.dim() - 1)), (each, *tensor.shape[1:]))
         memory = memoryview(local(tensor).view(-1).view(torch.uint8).numpy())
         row = len(memory) // each
         for piece in tensors["model", name].pieces:
@@ -385,6 +394,14 @@ def reshard(sizes: Sizes, folder: Path) -> list[Way]:
     ways = loads(f"{RANKS} ranks to {dist.get_world_size()}", state, folder, {"read": 1.5})
     by_peers = {way.by: 1.0 for way in ways if way.role == "peer"}
     return [replace(way, limits={**way.limits, **by_peers}) if way.by == "shardckpt" else way for way in ways]
+
+
+def replicas(sizes: Sizes, folder: Path) -> list[Way]:
+    state = sharded(inputs.shapes("large", sizes.nbytes // 2), is_whole=True)
+    ways = loads("replicas", state, folder, {})
+    shared = ours("shardckpt, fan_out=True", fan_out=True)
+    ways.insert(3, loading("replicas", shared, "shardckpt", state, folder / "shardckpt"))
+    return [way for way in ways if way.by != "torch_checkpointing"]  # every rank's file is read whole by all
 
 
 def written(sizes: Sizes, folder: Path, rank: int) -> None:  # noqa: ARG001
@@ -678,6 +695,11 @@ def run_reshard(report: Report, sizes: Sizes, folder: Path) -> None:
         report.table(f"Loading {gb(sizes)} of {RANKS} ranks on {world}", measure(reshard, sizes, folder, world))
 
 
+def run_replicas(report: Report, sizes: Sizes, folder: Path) -> None:
+    in_ranks(partial(written, replace(sizes, nbytes=sizes.nbytes // 2), folder))
+    report.table(f"Loading all of {sizes.nbytes / 2e9:g} GB on each of {RANKS} ranks", measure(replicas, sizes, folder))
+
+
 def run_async(report: Report, sizes: Sizes, folder: Path) -> None:
     found = measure(stalls, sizes, folder)
     report.table(f"Stall of a save of {gb(sizes)} in the background, {RANKS} ranks", found)
@@ -738,6 +760,7 @@ CASES: dict[str, Callable[[Report, Sizes, Path], None]] = {
     "save": run_save,
     "load": run_load,
     "reshard": run_reshard,
+    "replicas": run_replicas,
     "async": run_async,
     "many": run_many,
     "very-many": run_very_many,
