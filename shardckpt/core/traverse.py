@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 WRAPPED = "_fsdp_wrapped_module"
 """Under this name the wrapper holds the module it wraps; the segment appears in no name that leaves the engine."""
 
-_SEGMENTS = frozenset({WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"})
+_SEGMENTS = (WRAPPED, "_checkpoint_wrapped_module", "_orig_mod")
 _INCOMPATIBLE: WeakSet[nn.Module] = WeakSet()
 
 Stop = Callable[[nn.Module], bool]
@@ -27,6 +28,8 @@ Stop = Callable[[nn.Module], bool]
 
 def clean(name: str) -> str:
     """Return a dotted name without the segments that wrappers add."""
+    if not any(segment in name for segment in _SEGMENTS):
+        return name
     return ".".join(part for part in name.split(".") if part not in _SEGMENTS)
 
 
@@ -37,12 +40,14 @@ def mark_incompatible(module: nn.Module) -> None:
 
 def is_incompatible(module: nn.Module) -> bool:
     """Tell whether the engine leaves a module alone because something else looks after its parameters."""
-    return isinstance(module, DistributedDataParallel) or module in _INCOMPATIBLE or _is_of_torch(module)
+    kind: Any = type(module)  # mypy takes a class for one of its instances here
+    return isinstance(module, DistributedDataParallel) or module in _INCOMPATIBLE or _is_of_torch(kind)
 
 
-def _is_of_torch(module: nn.Module) -> bool:
+@lru_cache(maxsize=1024)
+def _is_of_torch(kind: type[nn.Module]) -> bool:
     homes = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.distributed._replicate")
-    return any(base.__module__.startswith(homes) for base in type(module).__mro__)
+    return any(base.__module__.startswith(homes) for base in kind.__mro__)
 
 
 class Name:

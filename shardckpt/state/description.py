@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -84,7 +85,7 @@ class Description:
     places: dict[str, tuple[nn.Module, str]]
     flats: tuple[tuple[nn.Module, str], ...]
 
-    @property
+    @cached_property
     def entries(self) -> dict[str, Entry]:
         """The parameters by their first names."""
         return {entry.name: entry for holder in self.holders for entry in holder.entries}

@@ -268,5 +268,7 @@ def _alike(value: torch.Tensor, cut: Cut | None) -> bool:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, a plain tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return tensor.to_local()

@@ -49,8 +49,11 @@ def other_units(note: Mapping[str, Any], found: Description) -> list[str]:
     theirs = note.get("units")
     if theirs is None:
         return []
-    ours = _cut(units_note(found))
-    if ours in (_cut(theirs), _cut(theirs, "module.")):
+    mine = units_note(found)
+    if theirs == mine:
+        return []
+    ours = _cut(mine)
+    if any(ours == _cut(theirs, prefix) for prefix in ("", "module.")):
         return []
     return [
         f"it was taken from {len(theirs)} units that hold {_names(theirs)}, here are {len(ours)} that hold "

@@ -45,16 +45,19 @@ def iter_full_state_dict(
         yield from foreign.whole_state(model, offload=offload_to_cpu, first_only=rank0_only).items()
         return
     settle(model)
-    found = describe(model)
+    yield from _whole(describe(model), offload_to_cpu, rank0_only)
+
+
+def _whole(found: Description, offload: bool, first_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
     staging = Staging()
     for holder in found.holders:
-        values = holder.full(holder.laid, staging, first_only=rank0_only)
+        values = holder.full(holder.laid, staging, first_only=first_only)
         if values is None:
             continue
         for entry, value in zip(holder.entries, values, strict=True):
-            yield entry.name, value.cpu() if offload_to_cpu else value
-    for name, value in _buffers(found, StateKind.FULL, offload_to_cpu):
-        if not rank0_only or found.ranks.is_first:
+            yield entry.name, value.cpu() if offload else value
+    for name, value in _buffers(found, StateKind.FULL, offload):
+        if not first_only or found.ranks.is_first:
             yield name, value
 
 
@@ -106,9 +109,7 @@ def model_state_dict(
     settle(model)
     found = describe(model)
     if kind is StateKind.FULL:
-        tensors: dict[str, Any] = dict(
-            iter_full_state_dict(model, offload_to_cpu=offload_to_cpu, rank0_only=rank0_only)
-        )
+        tensors: dict[str, Any] = dict(_whole(found, offload_to_cpu, rank0_only))
         if rank0_only and not found.ranks.is_first:
             return noted(OrderedDict(), kind, found)
     else:
@@ -150,9 +151,8 @@ def _local(found: Description) -> dict[str, torch.Tensor]:
 def _ordered(tensors: Mapping[str, Any], found: Description) -> OrderedDict[str, Any]:
     """Return the tensors under all their names, in the order of the unsharded model; others first."""
     made: OrderedDict[str, Any] = OrderedDict()
-    for name, value in tensors.items():
-        if name not in found.names:
-            made[name] = value
+    known = set(found.names)
+    made.update({name: value for name, value in tensors.items() if name not in known})
     for name in found.names:
         if name in found.extra:
             made[name] = found.extra[name].get_extra_state()

@@ -137,8 +137,9 @@ def fit(
         if agreed.is_judge:
             rows = given.checked(of, missing)
             changes = wanted(of.groups, given.groups)
-            agreed.digest = digest([given.kind.name, missing, packed(rows).decode(), given.cut, changes])
-            agreed.not_alone, told = _alone(given, rows, changes)
+            survey = packed(rows).decode()
+            agreed.digest = digest([given.kind.name, missing, survey, given.cut, changes])
+            agreed.not_alone, told = _alone(given, rows, survey, changes)
     if agreed.from_first:
         told = group.broadcast(told if group.rank == 0 else None)
         rows, changes = (rows, changes) if group.rank == 0 else _unpacked(told)
@@ -155,7 +156,9 @@ def _is_given(state: Any) -> bool:
     return not isinstance(state, Mapping) or bool(state.get("state")) or bool(state.get("param_groups"))
 
 
-def _alone(given: _Given, rows: Survey, changes: Sequence[Mapping[str, Any]]) -> tuple[ShardckptError | None, bytes]:
+def _alone(
+    given: _Given, rows: Survey, survey: str, changes: Sequence[Mapping[str, Any]]
+) -> tuple[ShardckptError | None, bytes]:
     """Return why this cannot be the state of the first rank alone, or else what the others are told of it."""
     if given.kind is not StateKind.FULL:
         return StateMismatchError("the first rank alone has a state", found=given.kind.name, expected="FULL"), b""
@@ -168,12 +171,12 @@ def _alone(given: _Given, rows: Survey, changes: Sequence[Mapping[str, Any]]) ->
             fix="Give the state to every rank.",
         ), b""
     try:
-        return None, _packed(rows, changes)
+        return None, _packed(survey, changes)
     except UsageError as error:
         return error, b""
 
 
-def _packed(rows: Survey, changes: Sequence[Mapping[str, Any]]) -> bytes:
+def _packed(survey: str, changes: Sequence[Mapping[str, Any]]) -> bytes:
     """Return what the first rank found as bytes for the others."""
     try:
         text = json.dumps([{k: _plain(v) for k, v in each.items()} for each in changes])
@@ -183,7 +186,7 @@ def _packed(rows: Survey, changes: Sequence[Mapping[str, Any]]) -> bytes:
             expected="numbers, strings, lists, tuples and tensors",
             fix="Give the state to every rank.",
         ) from error
-    return json.dumps([packed(rows).decode(), text]).encode()
+    return json.dumps([survey, text]).encode()
 
 
 def _unpacked(told: bytes) -> tuple[Survey, list[dict[str, Any]]]:
