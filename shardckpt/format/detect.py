@@ -17,6 +17,7 @@ from shardckpt.format import (
     torch_folder,
     universal,
 )
+from shardckpt.format.native_manifest import COMMIT, MANIFEST_SUFFIX
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.storage.open_store import kind, open_store, split
 
@@ -112,6 +113,8 @@ def _explanation(source: Source) -> str:
     for marks, what in _FOREIGN:
         if names & set(marks):
             return f": this looks like {what}"
+    if any(name.endswith(MANIFEST_SUFFIX) for name in names):
+        return f": this looks like the manifest of a shardckpt step without its files and {COMMIT}"
     return ""
 
 

@@ -136,3 +136,11 @@ def test_nothing_there_is_told_apart(tmp_path: Path) -> None:
 
 def test_formats_have_names_of_their_own() -> None:
     assert len({form.name for form in FORMATS}) == len({form.title for form in FORMATS}) == len(FORMATS)
+
+
+def test_a_manifest_that_lies_alone_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "0mwqkzsavex3s13.manifest.json").write_text("{}")
+    with pytest.raises(UnknownFormatError, match="the manifest of a shardckpt step without its files and COMMIT"):
+        open_checkpoint(str(tmp_path))
+    with pytest.raises(UnknownFormatError, match="the manifest of a shardckpt step"):
+        open_checkpoint(str(tmp_path / "0mwqkzsavex3s13.manifest.json"))
