@@ -287,6 +287,18 @@ class FsspecStore:
         times = (_changed(entry) for entry in found.values())
         return max((each for each in times if each is not None), default=None)
 
+    def written_at(self, name: str) -> float | None:
+        """Return when a file was written, in seconds since the epoch; None where the store does not tell.
+
+        Raises:
+            MissingFileError: No such file.
+            UnsafeError: The name leaves the root.
+            StorageError: The store failed, after retries.
+        """
+        path = self._path(name)
+        entry: dict[str, Any] = attempt(lambda: self._fs.info(path), "cannot find its time", self._shown(name))
+        return _changed(entry)
+
     def rename(self, source: str, target: str) -> None:
         """Refuse: no step of this store renames a folder whole."""
         raise StorageError("this store cannot rename", where=self._shown(source), expected=target)

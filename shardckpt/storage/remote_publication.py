@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from types import TracebackType
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from shardckpt.storage.fsspec_store import FsspecStore
 
 _SHOWN = 3
+
+_DEAD_S = 24 * 3600.0
+"""Seconds after which what another save wrote, and nothing refers to, counts as left behind: it may be under way."""
 
 
 class HeldWriter:
@@ -129,7 +134,8 @@ class RemoteFolder(Publication):
 
     Where all names but the last begin with a prefix of their own, the old content need not go first: the old `last` is
     replaced, which is one step, and what nobody refers to any more goes afterwards. Where there was none, the new one
-    is put only if there still is none, so that of two who publish at once one succeeds.
+    is put only if there still is none, so that of two who publish at once one succeeds. Where there was one, both
+    succeed, and the later one stays: so what the other has just written is left alone.
 
     Args:
         url: The target.
@@ -214,11 +220,29 @@ class RemoteFolder(Publication):
     def _flip(self, last: KeptWriter) -> None:
         """Put or replace `last`, then remove what was old; that this fails changes nothing for a reader."""
         self._is_doubtful = True  # it may take effect although nobody hears of it
-        last.finish(is_new=self._last not in self._old)
+        is_new = self._last not in self._old
+        gone = self._old if is_new else self._replaced()
+        last.finish(is_new=is_new)
         self._is_done = True
-        for name in set(self._old) - set(self._held) - self._keep:
+        for name in set(gone) - set(self._held) - self._keep:
             with suppress(StorageError):
                 self._store.delete(name)
+
+    def _replaced(self) -> list[str]:
+        """Return what nobody needs once `last` is replaced: what it names, and all else but what may be under way."""
+        store, text = open_remote(self.place), b""
+        with suppress(StorageError):
+            text = read_bytes(store, self._last or "", 0, store.size(self._last or ""))
+        named = [name for name in _all_files(store) if name.encode() in text]
+        of_a_save = re.compile(rf"\.?[0-9a-z]{{{len(self._prefix)}}}[-.].*")
+        return named + [name for name in self._old if not of_a_save.fullmatch(name) or self._is_dead(name)]
+
+    def _is_dead(self, name: str) -> bool:
+        """Tell whether a file was written long ago; where the store does not know, it was."""
+        with suppress(StorageError):
+            written = self._store.written_at(name)
+            return written is None or time.time() - written > _DEAD_S
+        return False
 
     def drop(self) -> None:
         """Delete what was written, the last file first, unless all was or may have been; never raises."""

@@ -311,6 +311,7 @@ Look = Callable[[str], int | None]
 
 
 @pytest.mark.filterwarnings("ignore:step .* is saved, but old ones")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("how", ["killed", "unheard", "error"])
 def test_without_rename_steps_are_saved_and_removed_so_too(bucket, how: str) -> None:
     Bucket.reset()

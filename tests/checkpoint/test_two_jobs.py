@@ -1,0 +1,120 @@
+"""Two jobs that save to one path at once: one wins, the other is told, and nobody ever reads a mix."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardckpt
+from shardckpt.convert.verify import verify
+from shardckpt.errors import ShardckptError
+from shardckpt.storage import remote_publication
+from shardckpt.storage.local_publication import LocalPublication
+from shardckpt.storage.open_store import open_store
+from shardckpt.storage.remote_publication import KeptWriter, RemoteFolder
+
+MINE, THEIRS, OLD = 1, 2, 0
+
+
+def state(value: int) -> dict:
+    return {"w": torch.full((3000,), float(value)), "step": value}
+
+
+def other_job(url: str, *, overwrite: bool) -> bool:
+    """Save as another process, from its beginning to its end; tell whether that succeeded."""
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        status = 2
+        try:
+            shardckpt.save(state(THEIRS), url, overwrite=overwrite)
+            status = 0
+        except ShardckptError:
+            status = 1
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in {0, 1}
+    return status == 0
+
+
+@pytest.fixture(params=["local", "s3", "azure", "sftp"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "local":
+        return str(tmp_path / "run" / "c")
+    folder = {"s3": "s3_bucket", "azure": "azure_container", "sftp": "sftp_folder"}[request.param]
+    return f"{request.getfixturevalue(folder)}/c"
+
+
+@pytest.mark.parametrize("moment", ["before the last check", "at the very end"])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+def test_one_wins_and_the_other_is_told(url: str, moment: str, overwrite: bool, monkeypatch) -> None:
+    if overwrite:
+        shardckpt.save(state(OLD), url)
+    last = (RemoteFolder, "require") if moment == "before the last check" else (KeptWriter, "finish")
+    theirs: list[bool] = []
+    for kind, method in ((LocalPublication, "finish"), last):
+        whole = getattr(kind, method)
+
+        def meanwhile(self, *args, whole=whole, **options):
+            if not theirs:
+                theirs.append(False)
+                theirs[0] = other_job(url, overwrite=overwrite)
+            return whole(self, *args, **options)
+
+        monkeypatch.setattr(kind, method, meanwhile)
+    told = None
+    try:
+        shardckpt.save(state(MINE), url, overwrite=overwrite)
+    except ShardckptError as error:
+        told = error
+    monkeypatch.undo()
+    succeeded = {value for value, good in ((MINE, told is None), (THEIRS, theirs[0])) if good}
+    assert succeeded, "both were refused"
+    found = shardckpt.load(url)
+    assert found["step"] in succeeded
+    assert found["w"].unique().tolist() == [float(found["step"])]
+    assert verify(url).ok
+    if not overwrite:
+        assert len(succeeded) == 1, "both believe that they saved"
+        assert told is None or isinstance(told, FileExistsError)
+    names = {entry.name for entry in open_store(url).list()}
+    saves = {name[:15] for name in names} - {"COMMIT", "model.safetenso"}
+    assert len(saves) == 1 or (overwrite and "://" in url), f"files of the job that lost are left: {sorted(names)}"
+    shardckpt.save(state(7), url, overwrite=True)
+    assert shardckpt.load(url)["step"] == 7
+
+
+def test_files_that_somebody_removed_are_missed_before_the_commit(s3_bucket: str, monkeypatch) -> None:
+    url = f"{s3_bucket}/c"
+    shardckpt.save(state(OLD), url)
+    whole = RemoteFolder.require
+
+    def meanwhile(self, sizes):
+        payload = next(name for name in sizes if name.endswith(".safetensors"))
+        open_store(url).delete(payload)
+        whole(self, sizes)
+
+    monkeypatch.setattr(RemoteFolder, "require", meanwhile)
+    with pytest.raises(ShardckptError, match=r"gone or cut short.*another job"):
+        shardckpt.save(state(MINE), url, overwrite=True)
+    assert shardckpt.load(url)["step"] == OLD
+    assert verify(url).ok
+
+
+@pytest.mark.parametrize("is_dead", [False, True], ids=["young", "a day old"])
+def test_what_another_save_has_written_stays_until_it_is_old(s3_bucket: str, monkeypatch, is_dead: bool) -> None:
+    url = f"{s3_bucket}/c"
+    shardckpt.save(state(OLD), url)
+    with open_store(url).create("0mwqtjgtgd749fa-00000-00.safetensors") as writer:
+        writer.write(b"of a save under way, or of one that was killed")
+    if is_dead:
+        monkeypatch.setattr(remote_publication, "_DEAD_S", -60.0)
+    shardckpt.save(state(MINE), url, overwrite=True)
+    names = {entry.name for entry in open_store(url).list()}
+    assert ("0mwqtjgtgd749fa-00000-00.safetensors" in names) != is_dead
+    assert len(names) == 3 + (not is_dead)
+    assert shardckpt.load(url)["step"] == MINE
