@@ -23,8 +23,15 @@ from multiprocessing import connection
 from typing import Any
 
 import torch
-import torch._dynamo  # what optimizers import at their first step: once here, not in every rank
+
+# What is imported when it is first used, by optimizers, wrappers, states and saves: once here, not in every rank.
+import torch._dynamo
 import torch.distributed as dist
+import torch.profiler._cupti_monitor
+import torch.utils.serialization
+
+import shardckpt.checkpoint.checkpointer
+import shardckpt.state.torch_functions  # noqa: F401
 
 FORK = multiprocessing.get_context("fork")
 GRACE = 3.0  # seconds that the other ranks get once one has raised
