@@ -26,6 +26,7 @@ _OptimKey = Annotated[str, typer.Option("--optim-key", help="Where the optimizer
 _OptimKeys = Annotated[str, typer.Option("--optim-keys", help="Keys of the optimizer written: names, ids or flat.")]
 _Names = Annotated[str, typer.Option("--param-names", help="JSON file: object from optimizer id to name, or array.")]
 _Shapes = Annotated[str, typer.Option("--shapes-from", help="Checkpoint with the right shapes, to check against.")]
+_Base = Annotated[str, typer.Option("--base", help="Where the folder is now that SRC refers to, if it was moved.")]
 _Dtype = Annotated[str, typer.Option("--dtype", help="Cast the model's float tensors: fp32, bf16, fp16, fp64.")]
 _Keep = Annotated[list[str] | None, typer.Option("--keep-fp32", help="Glob of names that are not cast; repeatable.")]
 _Overflow = Annotated[bool, typer.Option("--allow-overflow", help="Let a cast turn finite values into infinity.")]
@@ -55,6 +56,7 @@ def consolidate(
     optim_keys: _OptimKeys = "names",
     param_names: _Names = "",
     shapes_from: _Shapes = "",
+    base: _Base = "",
     dtype: _Dtype = "",
     keep_fp32: _Keep = None,
     allow_overflow: _Overflow = False,
@@ -87,6 +89,7 @@ def convert(
     optim_keys: _OptimKeys = "names",
     param_names: _Names = "",
     shapes_from: _Shapes = "",
+    base: _Base = "",
     dtype: _Dtype = "",
     keep_fp32: _Keep = None,
     allow_overflow: _Overflow = False,

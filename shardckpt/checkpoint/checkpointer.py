@@ -259,7 +259,7 @@ class Checkpointer:
         replaces, is_asked = json.loads(answer)
         self._signals.heed(is_asked)
         if self._dedup:
-            options = {"base": lambda: self._newest_but(_number(step)), **options}
+            options = {"base": lambda: self._newest_but(_number(step)), "digests": True, **options}
         return _number(step), {**options, "overwrite": replaces, "about": about, "group": self._group}
 
     def _newest_but(self, number: int) -> str | None:

@@ -202,7 +202,7 @@ def export(
     options = replace(options, to=_target(src, dst, options.to))
     if options.to == UNIVERSAL:
         check_universal(options)
-    source = open_source(src)
+    source = open_source(src, options.base)
     ids = read_param_names(options.param_names) if options.param_names else None
     reader = with_whole_shapes(detect(source).open(source), options.shapes_from, ids)
     carried = find_carried(source, options.config_from)

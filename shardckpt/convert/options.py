@@ -50,6 +50,7 @@ class Options:
             `flat`, one key a value, `state.<parameter>.<slot>`.
         param_names: JSON file from optimizer id to name, or an array of names.
         shapes_from: Any checkpoint whose tensors have the right global shapes, to check against.
+        base: Where the folder lies now that the checkpoint refers to, if it was moved.
         dtype: Float type to cast the model's float tensors to.
         keep_fp32: Globs of final names that are not cast.
         allow_overflow: Let finite values become infinite in a cast.
@@ -74,6 +75,7 @@ class Options:
     optim_keys: str = "names"
     param_names: str = ""
     shapes_from: str = ""
+    base: str = ""
     dtype: str = ""
     keep_fp32: tuple[str, ...] = ()
     allow_overflow: bool = False

@@ -91,7 +91,7 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
             where=where,
             found=first.detail,
             expected=f"{first.file.rpartition('/')[2]} in {base}",
-            fix="Put the base back there, or say where it lies now: load(..., base=PATH).",
+            fix="Put the base back there, or say where it lies now: base=PATH (--base PATH).",
         )
     raise kinds.get(first.kind, FormatError)(
         f"{first.kind}: {first.tensor} {first.box}: {first.detail}{more}",

@@ -293,6 +293,22 @@ class TestCheckpointer:
         again.save(5, state(8, 8, 8))
         assert values(ck.path(5)) == (8, 8, 8)
 
+    def test_a_step_can_be_written_whole_in_between(self, tmp_path: Path) -> None:
+        ck = saved(Checkpointer(tmp_path, dedup=True), 1, 2)
+        ck.save(3, state(0, 3, 0), base=None)
+        saved(ck, 4)
+        assert [payload_bytes(folder(tmp_path, n)) for n in (3, 4)] == [4096 + 3 * EACH, 4096 + EACH]
+        assert bases(folder(tmp_path, 4)) == {f"../{step_name(3)}": 1}
+
+    def test_saves_in_the_background_one_after_the_other_never_lose_their_base(self, tmp_path: Path) -> None:
+        ck = Checkpointer(tmp_path, dedup=True, keep_last=1)
+        for number in range(1, 9):
+            handle = ck.async_save(number, state(number // 3, number, 0))
+        handle.result()
+        assert ck.steps() == (8,)
+        assert values(ck.path(8)) == (2, 8, 0)
+        assert len(os.listdir(tmp_path)) <= 3
+
     def test_a_damaged_newest_step_is_no_base(self, tmp_path: Path) -> None:
         ck = saved(Checkpointer(tmp_path, dedup=True), 1, 2)
         [manifest] = folder(tmp_path, 2).glob("*.json")

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import shardckpt
 from shardckpt.core import FullyShardedDataParallel, fully_shard
-from shardckpt.errors import ChecksumError, UsageError
+from shardckpt.errors import ChecksumError, IncompleteError, UsageError
 from shardckpt.state import model_state_dict
 from shardckpt.storage.local import LocalStore
 
@@ -251,3 +251,12 @@ class TestExport:
         expected = full(trained()[0])
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+    def test_of_a_base_that_was_moved(self, tmp_path: Path, hf: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+        away = tmp_path_factory.mktemp("run")
+        keep(away / "c", hf)
+        os.rename(hf, tmp_path / "moved")
+        with pytest.raises(IncompleteError, match="--base PATH"):
+            shardckpt.consolidate(away / "c", tmp_path / "all")
+        shardckpt.consolidate(away / "c", tmp_path / "all", base=str(tmp_path / "moved"))
+        assert torch.equal(load_file(tmp_path / "all" / "model.safetensors")["emb.weight"], trained()[0].emb.weight)
