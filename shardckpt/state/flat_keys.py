@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from shardckpt.state.kinds import KEY, note_of
 from shardckpt.state.model import VERSION
 from shardckpt.state.param_groups import settings, wanted
 from shardckpt.state.rekey import to_names
-from shardckpt.state.slots import OpaqueStateError
+from shardckpt.state.slots import OpaqueStateError, copied
 
 ORIGINALS = "originals"
 """Under this key of an optimizer's state stands what flat parameters cannot tell: how names were grouped, and of which
@@ -310,11 +309,7 @@ def _agreed(values: Mapping[str, Any], what: str) -> Any:
         told.setdefault(f"{value.dtype}: {value.item()}" if isinstance(value, torch.Tensor) else repr(value), name)
     if len(told) > 1:
         raise UsageError(what, found=", ".join(f"{value} of {name}" for value, name in told.items()))
-    return _copied(next(iter(values.values())))
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return copied(next(iter(values.values())))
 
 
 def _flat_groups(groups: Sequence[Mapping[str, Any]], unit_of: Mapping[str, FlatUnit]) -> list[dict[str, Any]]:
@@ -385,7 +380,7 @@ def _original_slots(
             members = _members(unit, _whole(unit, values, whole, where))
         else:
             one = _agreed({f"rank {rank}": value for rank, value in enumerate(values)}, f"{where} differs among ranks")
-            members = {name: _copied(one) for name in unit.names}
+            members = {name: copied(one) for name in unit.names}
         for name, value in members.items():
             if slot not in absent.get(name, ()):
                 made[name][slot] = value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ from shardckpt.state.kinds import StateKind, is_sharded_tensor
 from shardckpt.state.param_groups import wanted
 from shardckpt.state.ranks import Ranks
 from shardckpt.state.sharded_tensors import as_dtensor
+from shardckpt.state.slots import copied
 
 
 class ForeignShardingError(ShardckptError, NotImplementedError):
@@ -182,17 +182,13 @@ def _named(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state by the names that the model has unsharded, with values of its own."""
     return {
         "state": {
-            clean(name): {slot: _own(_cut(f"{name}/{slot}", value)) for slot, value in slots.items()}
+            clean(name): {slot: copied(_cut(f"{name}/{slot}", value)) for slot, value in slots.items()}
             for name, slots in found.get("state", {}).items()
         },
         "param_groups": [
             {**group, "params": [clean(name) for name in group["params"]]} for group in found.get("param_groups", [])
         ],
     }
-
-
-def _own(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _refuse_unknown(names: Iterable[str], known: Mapping[str, Any]) -> None:
@@ -235,7 +231,7 @@ def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mappi
     groups = [{**group, **settings} for group, settings in zip(live, changes, strict=True)]
     names = {name for group in groups for name in group["params"]}
     kept = {
-        clean(name): {slot: _own(_joined(f"{name}/{slot}", value)) for slot, value in slots.items()}
+        clean(name): {slot: copied(_joined(f"{name}/{slot}", value)) for slot, value in slots.items()}
         for name, slots in state.get("state", {}).items()
         if clean(name) in names
     }

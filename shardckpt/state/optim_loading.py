@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from shardckpt.state.slots import (
     Slot,
     StateLayout,
     Survey,
+    copied,
     cut_of,
     kinds,
     lengths,
@@ -515,7 +515,7 @@ class _Putter:
     def _placed(self, held: Held, position: int, name: str, value: Any) -> Any:
         """Return this rank's part of a value of a shape of its own."""
         if not isinstance(value, torch.Tensor):
-            return copy.deepcopy(value)
+            return copied(value)
         mine = value.detach()
         if held.holder.is_sharded and not isinstance(value, DTensor):
             parts = self._given.parts(held, position, name, mine)
@@ -564,7 +564,7 @@ def _fits(own: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[to
 def _as_lying(value: Any, parameter: nn.Parameter, is_scalar: bool, owned: int) -> Any:
     """Return a value of a LOCAL state as the optimizer keeps it: with the padding of a flat parameter, as a DTensor."""
     if not isinstance(value, torch.Tensor) or is_scalar:
-        return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        return copied(value)
     if isinstance(parameter, DTensor):
         if tuple(value.shape) != tuple(local(parameter).shape):
             return value.detach().clone()

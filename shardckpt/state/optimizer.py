@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from shardckpt.state.slots import (
     Slot,
     StateLayout,
     Survey,
+    copied,
     cut_of,
     kinds,
     merged,
@@ -327,7 +327,7 @@ class _Taker:
         if isinstance(own, DTensor):
             return own.full_tensor() if self._kind is StateKind.FULL else own.detach().clone()
         if self._kind is StateKind.LOCAL or not held.holder.is_sharded:
-            return own.detach().clone() if isinstance(own, torch.Tensor) else copy.deepcopy(own)
+            return copied(own)
         if found.dtype and held.holder.ranks is not None:
             piece = torch.empty(0, dtype=found.torch_dtype) if own is None else own.detach()
             answer = cut_of(self._layout, name, slot, piece)

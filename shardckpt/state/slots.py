@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,6 +104,11 @@ def lengths(total: int, extents: Sequence[int] | None) -> tuple[int, ...] | None
     if len(set(extents)) == 1 and total % len(extents) == 0:
         return (total // len(extents),) * len(extents)
     return None
+
+
+def copied(value: Any) -> Any:
+    """Return a value in memory of its own: a tensor without its history, anything else with all that is in it."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def is_cut_alike(parameter: nn.Parameter, value: torch.Tensor) -> bool:
