@@ -230,6 +230,23 @@ def current_group(group: dist.ProcessGroup | None = None) -> Group:
     return LocalGroup()
 
 
+@contextmanager
+def joined_ranks(timeout: timedelta = timedelta(days=7)) -> Iterator[Group]:
+    """Yield all ranks: of the group that is initialised, else of those that `torchrun` started, joined by gloo.
+
+    Args:
+        timeout: How long a rank may keep the others waiting, where they are joined here.
+    """
+    if dist.is_initialized():
+        yield current_group()
+        return
+    dist.init_process_group("gloo", timeout=timeout)
+    try:
+        yield current_group()
+    finally:
+        dist.destroy_process_group()
+
+
 class Star:
     """Every rank tells the first, which decides and answers each: a rank that fails or dies is named on all others.
 

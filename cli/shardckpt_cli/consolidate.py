@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -120,6 +121,10 @@ def run(verb: str, given: dict[str, Any]) -> None:
     import shardckpt
 
     quiet, as_json = given.pop("quiet"), given.pop("as_json")
+    if "jobs" in given and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # under torchrun
+        given["parallel"] = True
+        quiet = quiet or os.environ.get("RANK", "0") != "0"
+        as_json = as_json and os.environ.get("RANK", "0") == "0"
     options = {key: value for key, value in given.items() if value is not None}
     line = output.ProgressLine(quiet or as_json)
     try:

@@ -39,7 +39,7 @@ from shardckpt.plan.rekey import rekeyed
 from shardckpt.plan.sizes import parse_size
 from shardckpt.storage.open_store import local_path
 from shardckpt.storage.publication import Publication
-from shardckpt.storage.publish import overlaps, publish
+from shardckpt.storage.publish import begin, overlaps, publish
 
 _TORCH_FILES = (".pt", ".pth", ".bin")
 _FOLDERS = {"native": "a step", "dcp": "a DCP checkpoint", UNIVERSAL: "a universal checkpoint"}
@@ -220,7 +220,7 @@ def export(
     if options.dry_run:
         layout = _lay_out(job, "")
         return _report(job, _written(layout), layout.small, watch)
-    return _run(job, watch, on_progress)
+    return (_run_together if options.parallel else _run)(job, watch, on_progress)
 
 
 def is_file(target: str) -> bool:
@@ -253,6 +253,12 @@ def _with_keys(selection: Selection, options: Options) -> Selection:
 
 
 def _check_single(job: Job) -> None:
+    if job.options.parallel and (job.is_single or job.options.to == "native"):
+        raise UsageError(
+            "ranks share files, and there is but one" if job.is_single else "one rank writes a step",
+            found=job.target,
+            fix="Name a folder, of safetensors, torch or dcp; or run one process.",
+        )
     if job.is_single and len(job.groups) > 1 and job.options.to != "torch":
         raise UsageError(
             "one file cannot hold model and optimizer",
@@ -295,6 +301,32 @@ def _run(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
         _write_small(job, layout, publication)
     watch.lap("publish")
     return _report(job, _written(layout), layout.small, watch)
+
+
+def _run_together(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
+    """Write with all ranks of a job; the small files are the first one's."""
+    from shardckpt.convert.parallel import publish_together, ranks  # noqa: PLC0415  (torch, which one process needs not)
+
+    meter = Meter(job.payload_bytes, on_progress)
+
+    def write(files: Sequence[Payload], publication: Publication) -> None:
+        _write_payload(job, Layout(tuple(files), {}), publication, meter)
+
+    with ranks() as group:
+        layout = publish_together(
+            group,
+            begin=lambda: _begin(job),
+            lay_out=lambda fresh: _lay_out(job, fresh),
+            payload=lambda laid: laid.payload,
+            write=write,
+            finish=lambda laid, publication: _write_small(job, laid, publication),
+        )
+    watch.lap("copy")
+    return _report(job, _written(layout), layout.small, watch)
+
+
+def _begin(job: Job) -> Publication:
+    return begin(job.target, overwrite=job.options.overwrite, needed_bytes=job.payload_bytes, last=job.last)
 
 
 def _run_step(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
@@ -408,7 +440,7 @@ def _metadata(job: Job) -> dict[str, str]:
 
 
 def _write_payload(job: Job, layout: Layout, publication: Publication, meter: Meter) -> None:
-    writers = min(job.options.jobs, len(layout.payload))
+    writers = max(min(job.options.jobs, len(layout.payload)), 1)
     budget = Budget.of(parse_size(job.options.max_memory), writers, is_local=job.reader.store.traits.is_local)
 
     def write(file: Payload) -> None:

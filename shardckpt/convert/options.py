@@ -65,6 +65,7 @@ class Options:
         overwrite: Replace what lies at the target.
         dry_run: Plan and check, write nothing.
         jobs: Output files written side by side.
+        parallel: Share the output files among the ranks of the job, each of which makes this very call.
     """
 
     to: str = ""
@@ -90,6 +91,7 @@ class Options:
     overwrite: bool = False
     dry_run: bool = False
     jobs: int = 1
+    parallel: bool = False
 
     def validated(self) -> Options:
         """Return the same options once everything that can be checked without a checkpoint was checked.

@@ -14,7 +14,7 @@ from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.format.reader import Reader
 from shardckpt.format.safetensors import Placed, encode_header, file_order
-from shardckpt.plan.blocks import Batch, Copy, Take, steps
+from shardckpt.plan.blocks import Batch, Copy, Take, is_scattered, steps
 from shardckpt.plan.outputs import OutFile, OutTensor
 from shardckpt.storage.store import Store, Writer
 
@@ -170,7 +170,8 @@ def write_file(
     pieces = PieceReader(reader.store)
     current: OutTensor | None = None
     with _WriteBehind(writer, budget.batch_bytes) as behind:
-        for step in steps(file.tensors, batch_bytes=budget.batch_bytes, copy_bytes=_COPY_BYTES):
+        wide = budget.wide_bytes
+        for step in steps(file.tensors, batch_bytes=budget.batch_bytes, copy_bytes=_COPY_BYTES, wide_bytes=wide):
             if isinstance(step, Copy):
                 behind.wait()
                 _copy(reader.store, step, writer, budget.step_bytes, meter)
@@ -203,7 +204,7 @@ def write_parts(
     pieces = PieceReader(reader.store)
     current: OutTensor | None = None
     with _WriteBehind(sink, budget.batch_bytes) as behind:
-        for batch in batches(parts, budget.batch_bytes):
+        for batch in batches(parts, budget.batch_bytes, budget.wide_bytes):
             if batch.takes[-1].tensor is not current:
                 pieces.forget()
                 current = batch.takes[-1].tensor
@@ -213,13 +214,20 @@ def write_parts(
             meter.add(batch.nbytes)
 
 
-def batches(parts: Iterable[Part], most: int) -> Iterator[Batch]:
-    """Yield parts in order, cut into blocks and put together in batches of at most `most` bytes."""
+def batches(parts: Iterable[Part], most: int, wide: int = 0) -> Iterator[Batch]:
+    """Yield parts in order, cut into blocks and put together in batches of at most `most` bytes.
+
+    Args:
+        parts: What is written.
+        most: Most bytes of a batch.
+        wide: Most bytes of a block of a transposed view, which is a batch of its own where it is larger.
+    """
     takes: list[Take] = []
     size = 0
     for tensor, part in parts:
         width = max(bits(tensor.entry.stored), bits(tensor.dtype))
-        elements = most * 8 // width if width % 8 == 0 else part.volume
+        limit = max(most, wide) if is_scattered(tensor) else most
+        elements = limit * 8 // width if width % 8 == 0 else part.volume
         for block in contiguous_blocks(part, max(elements, 1)):
             written = nbytes(tensor.dtype, block.volume)
             if takes and size + written > most:

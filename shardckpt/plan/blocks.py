@@ -89,7 +89,7 @@ def steps(
     takes: list[Take] = []
     size = stored = 0
     for run in _merged(
-        run for tensor in tensors for run in _runs(tensor, wide_bytes if _is_scattered(tensor) else batch_bytes)
+        run for tensor in tensors for run in _runs(tensor, wide_bytes if is_scattered(tensor) else batch_bytes)
     ):
         source = run[0].source
         if source is not None and sum(r.source.nbytes for r in run if r.source) >= copy_bytes:
@@ -147,7 +147,7 @@ def _runs(tensor: OutTensor, batch_bytes: int) -> Iterator[_Run]:
             yield _Run(tensor, block, None)
 
 
-def _is_scattered(tensor: OutTensor) -> bool:
+def is_scattered(tensor: OutTensor) -> bool:
     """Tell whether neighbours in the tensor lie far apart in a storage."""
     return any(
         isinstance(inner := p.layout.inner if isinstance(p.layout, Encoded) else p.layout, Strided)

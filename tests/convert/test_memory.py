@@ -75,7 +75,42 @@ def test_the_measure_sees_a_tensor_that_is_held(tmp_path: Path) -> None:
     src = tmp_path / "src"
     whole(src)
     start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(src)!r})")
-    held = peak_bytes(
-        f"import shardckpt; shardckpt.inspect({str(src)!r}); data = open({str(src / 'model.safetensors')!r}, 'rb').read()"
-    )
+    read = f"data = open({str(src / 'model.safetensors')!r}, 'rb').read()"
+    held = peak_bytes(f"import shardckpt; shardckpt.inspect({str(src)!r}); {read}")
     assert held - start > 7 * CAP
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_other_formats_are_written_under_the_cap_too(to: str, tmp_path: Path) -> None:
+    by_columns(tmp_path / "src")
+    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'src')!r})")
+    options = f"to={to!r}, max_shard_size=10**12, max_memory={CAP}"
+    call = f"shardckpt.consolidate({str(tmp_path / 'src')!r}, {str(tmp_path / 'out')!r}, {options})"
+    added = peak_bytes(f"import shardckpt; {call}") - start
+    assert added <= CAP, f"{added / 2**20:.1f} MiB"
+    assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) > 8 * CAP
+
+
+def test_an_adapter_is_merged_in_little_memory(tmp_path: Path) -> None:
+    whole(tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    name = "base_model.model.w"
+    factors = {f"{name}.lora_A.weight": np.ones((8, COLUMNS), np.float32)}
+    factors[f"{name}.lora_B.weight"] = np.ones((ROWS, 8), np.float32)
+    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 8}')
+    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'base')!r})")
+    places = ", ".join(repr(str(tmp_path / each)) for each in ("base", "adapter", "out"))
+    call = f"shardckpt.merge_adapter({places}, max_memory={CAP}, rename=['w=w.weight'])"
+    added = peak_bytes(f"import shardckpt; {call}") - start
+    assert added <= 2 * CAP, f"{added / 2**20:.1f} MiB"  # the product has threads and buffers of its own
+
+
+def test_rules_are_streamed(tmp_path: Path) -> None:
+    whole(tmp_path / "src")
+    (tmp_path / "rules.toml").write_text('[[rule]]\nsplit = {from = "w", to = ["a", "b"], dim = 1}\n')
+    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'src')!r})")
+    options = f"rules={str(tmp_path / 'rules.toml')!r}, max_memory={CAP}"
+    call = f"shardckpt.consolidate({str(tmp_path / 'src')!r}, {str(tmp_path / 'out')!r}, {options})"
+    added = peak_bytes(f"import shardckpt; {call}") - start
+    assert added <= CAP, f"{added / 2**20:.1f} MiB"
