@@ -18,15 +18,20 @@ from safetensors.torch import load_file
 from torch import nn
 
 import shardckpt
-from shardckpt.core import FullyShardedDataParallel
+from shardckpt.core import fully_shard
 
 STEPS, DECAY = 20, 0.8
 
 
 def build() -> nn.Module:
-    """Return a model whose flat parameter two ranks share, unevenly for each of its tensors."""
+    """Return a model whose rows the ranks share, unevenly."""
     torch.manual_seed(0)
-    return FullyShardedDataParallel(nn.Sequential(nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 1)), use_orig_params=True)
+    return fully_shard(nn.Sequential(nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 1)))
+
+
+def parts(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what this rank has of each parameter: a plain tensor, which changes with the model."""
+    return {name: parameter.detach().to_local() for name, parameter in model.named_parameters()}
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
@@ -44,20 +49,20 @@ def train(folder: Path) -> None:
     """Be one rank of the job that saves."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    ema = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    ema = {name: part.clone() for name, part in parts(model).items()}
     for number in range(STEPS):
         step(model, optimizer, number)
-        for name, parameter in model.named_parameters():
-            ema[name].lerp_(parameter.detach(), 1 - DECAY)
+        for name, part in parts(model).items():
+            ema[name].lerp_(part, 1 - DECAY)
     state = {"model": model, "optim": optimizer, "ema": shardckpt.Variant(ema, of=model), "step": STEPS}
     shardckpt.save(state, folder / "step-20")
-    print(f"rank {dist.get_rank()} averages {sum(value.numel() for value in ema.values())} elements", flush=True)
+    print(f"rank {dist.get_rank()} averages {sum(part.numel() for part in ema.values())} elements\n", end="", flush=True)
 
 
 def resume(folder: Path) -> None:
     """Be one rank of a job of another size, which goes on averaging."""
     model = build()
-    ema = {name: torch.empty_like(parameter) for name, parameter in model.named_parameters()}
+    ema = {name: torch.empty_like(part) for name, part in parts(model).items()}
     state = {"model": model, "ema": shardckpt.Variant(ema, of=model), "step": 0}
     shardckpt.load(state, folder / "step-20", strict=False)  # this job has no optimizer
     if dist.get_rank() == 0:
