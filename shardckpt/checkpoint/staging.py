@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from shardckpt.boxes import contiguous_blocks, whole
-from shardckpt.checkpoint.transfer import flat, held, is_flat, narrowed
+from shardckpt.checkpoint.transfer import copied_bytes, flat, held, is_flat, lies_flat, narrowed
 from shardckpt.errors import UsageError
 from shardckpt.format.native_payload import Payload
 from shardckpt.manifest import Path
@@ -220,6 +220,9 @@ class Stage:
             self._devices.add(tensor.device)
         if not tensor.numel():
             return
+        if tensor.nbytes <= _SMALL_BYTES and lies_flat(tensor):
+            self._put_bytes(copied_bytes(tensor))
+            return
         if is_flat(tensor):
             self._put_flat(flat(tensor))
             return
@@ -227,9 +230,6 @@ class Stage:
             self._put_flat(flat(narrowed(tensor, box).resolve_conj().resolve_neg().contiguous()))
 
     def _put_flat(self, data: torch.Tensor) -> None:
-        if data.numel() <= _SMALL_BYTES and data.device.type == "cpu":
-            self._put_bytes(memoryview(data.numpy()))  # type: ignore[arg-type]
-            return
         for start, stop, block, at in self._spans(data.numel()):
             # From a GPU this waits for nothing; `_hand_over` does.
             block.tensor[at : at + stop - start].copy_(data[start:stop], non_blocking=True)

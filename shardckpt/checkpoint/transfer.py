@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -161,7 +162,7 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     if not tensor.numel():
         return
     if lies_flat(tensor):
-        yield flat_bytes(tensor)
+        yield copied_bytes(tensor) if tensor.nbytes <= _SMALL_BYTES else flat_bytes(tensor)
         return
     for box in contiguous_blocks(whole(tuple(tensor.shape)), max(STAGED_BYTES // tensor.element_size(), 1)):
         yield flat_bytes(narrowed(tensor, box).resolve_conj().resolve_neg().contiguous().cpu())
@@ -174,7 +175,7 @@ def is_flat(tensor: torch.Tensor) -> bool:
 
 def lies_flat(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's memory is its elements in row-major order, on this machine."""
-    return tensor.device.type == "cpu" and is_flat(tensor)
+    return tensor.is_cpu and is_flat(tensor)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -184,4 +185,20 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def flat_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a tensor that lies flat; writing to it changes the tensor."""
+    if tensor.dtype in _PLAIN and tensor.numel():
+        return memoryview(tensor.detach().numpy()).cast("B")  # type: ignore[arg-type]
     return memoryview(flat(tensor).numpy())  # type: ignore[arg-type]
+
+
+def copied_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a copy of the memory of a small tensor that lies flat: a tenth of the time that a view takes to make."""
+    return memoryview(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+
+
+_PLAIN = frozenset(
+    {
+        *(torch.float16, torch.float32, torch.float64, torch.bool),
+        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    }
+)
+"""Types whose elements memoryview knows."""

@@ -219,7 +219,9 @@ def part_of(written: Sequence[Written]) -> Part:
             record.rows.extend((number, offset, *chunk.box.offset, *chunk.box.size))
         for chunk, digest in zip(each.payload.chunks, each.digests or (), strict=each.digests is not None):
             digests.setdefault(chunk.path, []).append(digest)
-    return Part(files, tuple(r._replace(digests=b"".join(digests.get(r.path, ()))) for r in found.values()))
+    for path, told in digests.items():
+        found[path] = found[path]._replace(digests=b"".join(told))
+    return Part(files, tuple(found.values()))
 
 
 def encode_part(written: Sequence[Written]) -> bytes:
@@ -258,7 +260,7 @@ def join(parts: Sequence[Part], order: Sequence[Path]) -> tuple[tuple[FileRecord
         for record in part.arrays:
             known = found.get(record.path)
             if known is None:
-                known = found[record.path] = record._replace(rows=array("Q"), digests=b"")
+                known = found[record.path] = ArrayRecord(record.path, record.dtype, record.shape, array("Q"))
             if (known.dtype, known.shape) != (record.dtype, record.shape):
                 raise FormatError(
                     "ranks disagree on an array",
@@ -266,11 +268,14 @@ def join(parts: Sequence[Part], order: Sequence[Path]) -> tuple[tuple[FileRecord
                     found=f"{record.dtype} {list(record.shape)}",
                     expected=f"{known.dtype} {list(known.shape)}",
                 )
-            rows = array("Q", record.rows)
-            for at in range(0, len(rows), record.width):
-                rows[at] += first
+            rows = record.rows
+            if first:
+                rows = array("Q", rows)
+                for at in range(0, len(rows), record.width):
+                    rows[at] += first
             known.rows.extend(rows)
-            found[record.path] = known._replace(digests=known.digests + record.digests)
+            if record.digests:
+                found[record.path] = known._replace(digests=known.digests + record.digests)
     if set(found) != set(order) or len(set(order)) != len(order):
         wrong = next(iter(set(found) ^ set(order)), order[0] if order else ())
         raise FormatError("what was written is not what was planned", where=dotted(wrong))
@@ -278,6 +283,8 @@ def join(parts: Sequence[Part], order: Sequence[Path]) -> tuple[tuple[FileRecord
 
 
 def _all_or_no_digests(record: ArrayRecord) -> ArrayRecord:
+    if not record.digests:
+        return record
     count = len(record.rows) // record.width
     return record if len(record.digests) == count * DIGEST_BYTES else record._replace(digests=b"")
 

@@ -136,11 +136,12 @@ def _files(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[list[Chunk]]:
     file: list[Chunk] = []
     size = 0
     for chunk in chunks:
-        if file and (size + chunk.nbytes > most_bytes or len(file) == _MOST_CHUNKS):
+        nbytes_ = chunk.nbytes
+        if file and (size + nbytes_ > most_bytes or len(file) == _MOST_CHUNKS):
             yield sorted(file, key=_by_alignment)
             file, size = [], 0
         file.append(chunk)
-        size += chunk.nbytes
+        size += nbytes_
     if file:
         yield sorted(file, key=_by_alignment)
 
