@@ -18,6 +18,17 @@ EXAMPLES = HERE.parents[1] / "examples"
 
 EQUAL = "equal, bit for bit"
 RUNS = {
+    "async_s3.py": [
+        (
+            [],
+            (
+                "world size 2, from step 0",
+                "last save: the loop waited",
+                "world size 1, from step 12",
+                "complete steps in s3://training/run: 8, 12",
+            ),
+        )
+    ],
     "consolidate_fsdp2.py": [
         ([], (EQUAL,)),
         (["--tied"], (EQUAL, "tied: lm_head.weight is model.embed_tokens.weight")),
