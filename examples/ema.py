@@ -56,7 +56,8 @@ def train(folder: Path) -> None:
             ema[name].lerp_(part, 1 - DECAY)
     state = {"model": model, "optim": optimizer, "ema": shardckpt.Variant(ema, of=model), "step": STEPS}
     shardckpt.save(state, folder / "step-20")
-    print(f"rank {dist.get_rank()} averages {sum(part.numel() for part in ema.values())} elements\n", end="", flush=True)
+    averaged = sum(part.numel() for part in ema.values())
+    print(f"rank {dist.get_rank()} averages {averaged} elements\n", end="", flush=True)
 
 
 def resume(folder: Path) -> None:
