@@ -115,9 +115,10 @@ def _with_exact(raw: Mapping[str, object], where: str) -> Mapping[str, object]:
         inner: object = raw
         for key in path[:-1] if isinstance(path, list) and len(path) == 3 else ():
             inner = _inside(inner, key)
-        if not isinstance(inner, dict) or inner is raw or path is None or path[-1] not in inner:
+        last = path[-1] if isinstance(path, list) and path else None
+        if not isinstance(inner, dict) or inner is raw or not isinstance(last, str) or last not in inner:
             raise FormatError("an exact value belongs nowhere", where=where, found=str(path)[:80])
-        inner[path[-1]] = decode(told, where=where)
+        inner[last] = decode(told, where=where)
     return raw
 
 
