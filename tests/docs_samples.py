@@ -48,6 +48,17 @@ def rank_files(folder: Path) -> None:
     (folder / "sharded").rmdir()
 
 
+def deepspeed(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write `zero3` as DeepSpeed does on two ranks."""
+    import deepspeed_writer
+
+    groups = [
+        {name: value for name, value in weights.items() if (value.dim() > 1) == is_matrix}
+        for is_matrix in (True, False)
+    ]
+    deepspeed_writer.write(folder / "zero3", deepspeed_writer.Run(groups, order=list(weights)), 3, 2)
+
+
 def main(folder: Path) -> None:
     """Write `run/step-8` (DCP), `config`, `shards` (Hugging Face), `last.pt` (torch.save) and `golden` (native)."""
     folder.mkdir(parents=True)
@@ -66,6 +77,7 @@ def main(folder: Path) -> None:
     dcp_to_torch_save(folder / "run" / "step-8", work / "merged.pt")
     state = torch.load(work / "merged.pt")
     torch.save({"model": state["model"], "optimizer": state["optim"], "epoch": 2}, folder / "last.pt")
+    deepspeed(folder, state["model"])
     model = LlamaForCausalLM(config)
     model.load_state_dict(state["model"])
     model.save_pretrained(folder / "shards", max_shard_size="2MB")

@@ -12,7 +12,9 @@ from shardckpt.format import (
     deepspeed,
     hf,
     lightning,
+    megatron,
     native,
+    torch_checkpointing,
     torch_file,
     torch_folder,
     universal,
@@ -27,7 +29,9 @@ FORMATS: tuple[Format, ...] = (
     deepspeed.FORMAT,
     accelerate.FORMAT,
     composer.FORMAT,
+    torch_checkpointing.FORMAT,
     lightning.FORMAT,
+    megatron.FORMAT,
     dcp.FORMAT,
     hf.FORMAT,
     torch_folder.HF_FORMAT,
@@ -36,13 +40,33 @@ FORMATS: tuple[Format, ...] = (
 )
 """Every format that can be read. Those that contain others stand before them."""
 
+_HOLDER = "Point at the folder or file that holds the checkpoint."
 _FOREIGN = (
-    (("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA"), "an Orbax (JAX) folder, which needs TensorStore to read"),
-    (("latest_checkpointed_iteration.txt", "mp_rank_00", "mp_rank_00_000"), "a Megatron folder; point at one iter_*"),
-    (("latest", "zero_to_fp32.py"), "a DeepSpeed folder without the folder of state files that `latest` names"),
-    (("checkpoint-1", "trainer_state.json"), "a folder of a transformers Trainer without model files"),
-    (("COMMIT",), "a shardckpt step without its manifest and its files"),
+    (
+        ("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA", "_sharding"),
+        "an Orbax (JAX) folder, which needs TensorStore to read",
+        "Restore it in JAX and write its arrays with safetensors.flax.save_file.",
+    ),
+    (
+        ("latest_checkpointed_iteration.txt",),
+        "a Megatron folder of several iterations",
+        "Point at one iter_*.",
+    ),
+    (
+        ("mp_rank_00", "mp_rank_00_000"),
+        "an iteration of Megatron's older format, cut by tensor parallelism as only its code knows",
+        "Convert it with Megatron's tools/checkpoint/convert.py, or save it with --ckpt-format torch_dist.",
+    ),
+    (
+        ("latest", "zero_to_fp32.py"),
+        "a DeepSpeed folder without the folder of state files that `latest` names",
+        "Copy that folder beside it.",
+    ),
+    (("checkpoint-1", "trainer_state.json"), "a folder of a transformers Trainer without model files", _HOLDER),
+    (("COMMIT",), "a shardckpt step without its manifest and its files", _HOLDER),
 )
+"""Names that tell what a folder is, what that is, and what to do with it."""
+
 _SHOWN = 8
 
 
@@ -82,12 +106,13 @@ def detect(source: Source) -> Format:
             named = candidate
     if named is not None:
         return named
+    what, fix = _explanation(source)
     raise UnknownFormatError(
-        f"no reader recognises this{_explanation(source)}",
+        f"no reader recognises this{what}",
         where=source.url,
         found=_found(source),
         expected="one of: " + "; ".join(f.looks_for for f in FORMATS),
-        fix="Point at the folder or file that holds the checkpoint.",
+        fix=fix,
     )
 
 
@@ -108,14 +133,15 @@ def open_checkpoint(url: str, moved: str | Mapping[str, str] = "") -> Reader:
     return detect(source).open(source)
 
 
-def _explanation(source: Source) -> str:
+def _explanation(source: Source) -> tuple[str, str]:
+    """Return what a source looks like, where names tell, and what to do."""
     names = set(source.listing)
-    for marks, what in _FOREIGN:
+    for marks, what, fix in _FOREIGN:
         if names & set(marks):
-            return f": this looks like {what}"
+            return f": this looks like {what}", fix
     if any(name.endswith(MANIFEST_SUFFIX) for name in names):
-        return f": this looks like the manifest of a shardckpt step without its files and {COMMIT}"
-    return ""
+        return f": this looks like the manifest of a shardckpt step without its files and {COMMIT}", _HOLDER
+    return "", _HOLDER
 
 
 def _found(source: Source) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -183,6 +184,39 @@ def _dtensors(folder: Path) -> Path:
     return folder
 
 
+def _megatron(folder: Path) -> Path:
+    save(_state(), folder)
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    torch.save({"iteration": 3}, folder / "common.pt")
+    return folder
+
+
+def _torch_checkpointing(folder: Path) -> Path:
+    """What `torch_checkpointing` 0.1.1 leaves of two ranks: an item a file, and metadata of plain values."""
+    folder.mkdir()
+    moments = OPTIM["state"]["a.w"]
+    shapes: dict[str, dict[str, Any]] = {"model": {}, "optim": {}}
+    for rank in range(2):
+        with as_rank(rank, 2):
+            mesh = init_device_mesh("cpu", (2,))
+            model = {name: dtensor(value, mesh) if value.dim() else value for name, value in MODEL.items()}
+            state = {"a.w": {**moments, "exp_avg": dtensor(moments["exp_avg"], mesh)}}
+            torch.save(model, folder / f"model_{rank}.pt")
+            torch.save({**OPTIM, "state": state}, folder / f"optim_{rank}.pt")
+    torch.save({"step": 3}, folder / "loop_0.pt")
+    paths = [("model", (name,), value.shape) for name, value in MODEL.items()]
+    for item, path, shape in [*paths, ("optim", ("state", "a.w", "exp_avg"), moments["exp_avg"].shape)]:
+        sharding = {"type": "DTensorShardingMetadata", "data": {"global_shape": list(shape)}}
+        shapes[item][json.dumps(list(path))] = [{"sharding_metadata": sharding, "ranks": (0, 1)}]
+    items = {
+        item: {"nested_path_to_metadata": told, "rank_to_layout_info": {0: None, 1: None}}
+        for item, told in shapes.items()
+    }
+    said = {"metadata": items, "world_size": 2, "version": "2.0"}
+    (folder / "metadata.pkl").write_bytes(pickle.dumps(said, protocol=4))
+    return folder
+
+
 def _flat_shards(folder: Path) -> Path:
     """FSDP1's LOCAL states of two ranks: a flat parameter, whose shapes a note tells, beside a ShardedTensor."""
     folder.mkdir()
@@ -235,6 +269,8 @@ SAMPLES: Mapping[str, Mapping[str, Builder]] = {
     "accelerate": {"sharded": _accelerate_sharded, "full": _accelerate_full},
     "fabric": {"sharded": _fabric},
     "composer": {"parts": _composer},
+    "megatron": {"torch_dist": _megatron},
+    "torch-checkpointing": {"ranks": _torch_checkpointing},
     "native": {"ranks": _native, "alone": _native_alone},
     "dcp": {
         "torch": _dcp(),

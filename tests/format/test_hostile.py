@@ -301,7 +301,9 @@ def test_a_link_out_of_the_folder(sample: Sample) -> None:
 def needless(file: Path) -> bool:
     """Tell whether a file of a sample holds nothing that a model or an optimizer needs."""
     is_hint = file.name == HF_INDEX and (file.parent / "COMMIT").exists()
-    return is_hint or file.name.startswith(("random_states", "meta.pt", "resumption", "composer_"))
+    is_told_twice = file.name == "metadata.pkl"  # DTensors say by themselves how they fit
+    names = ("random_states", "meta.pt", "resumption", "composer_", "common.pt")
+    return is_hint or is_told_twice or file.name.startswith(names)
 
 
 def test_a_pipe_or_a_folder_in_place_of_a_file(sample: Sample) -> None:
