@@ -178,11 +178,11 @@ class _FlatModel:
             entry = content.tensors[path]
             held = min(max(unit.numel - share.place * unit.chunk, 0), unit.chunk)
             expected = [Box((share.place * unit.chunk,), (held,))] if held else []
-            if [box for box, _ in share.held] != expected:
+            if [piece.box for piece in entry.pieces] != expected:
                 raise FormatError(
                     f"what rank {content.rank} holds of {name!r} is not its chunk",
                     where=f"{self._made.url}/{content.file}",
-                    found=", ".join(str(box) for box, _ in share.held) or "nothing",
+                    found=", ".join(str(piece.box) for piece in entry.pieces) or "nothing",
                     expected=", ".join(map(str, expected)) or "nothing",
                 )
             unit.chunks.setdefault(share.place, (content, entry))

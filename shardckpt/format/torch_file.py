@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
+from shardckpt.format.collector import collector_paused
 from shardckpt.format.flat_files import has_flat_parameters
 from shardckpt.format.pickles import Limits, load, load_at
 from shardckpt.format.rank_contents import RankFile, named_ranks
@@ -358,16 +359,21 @@ def open_files(store: Store, sizes: Mapping[str, int], prefixes: Mapping[str, Pa
     """
     opened = _Opened()
     zips = _zips(store, sizes)
-    objects = _zip_objects(store, {f: sizes[f] for f in zips}, opened)
-    for file, size in sizes.items():
-        where = f"{store.url}/{file}"
-        if file in opened.archives:
-            archive = opened.archives[file]
-            data = _root(archive, where) + "/data/"
-            entries = {n[len(data) :]: e for n, e in archive.entries.items() if n.startswith(data)}
-            opened.nest.add(objects[file], file, prefixes[file], _ZipContainer(entries, where), where)
-        else:
-            _add_pickles(store, file, size, prefixes[file], opened.nest)
+    pickles = _zip_pickles(store, {f: sizes[f] for f in zips}, opened)
+    with collector_paused():
+        for file, size in sizes.items():
+            where = f"{store.url}/{file}"
+            if file in opened.archives:
+                archive = opened.archives[file]
+                root = _root(archive, where)
+                data = f"{root}/data/"
+                entries = {n[len(data) :]: e for n, e in archive.entries.items() if n.startswith(data)}
+                pickled = f"{where}:{root}/data.pkl"
+                value = load(pickles.pop(file), where=pickled, persistent=Storages(), limits=_LIMITS)
+                opened.nest.add(value, file, prefixes[file], _ZipContainer(entries, where), where)
+                del value  # that of many ranks' files together is far larger than what is made of it
+            else:
+                _add_pickles(store, file, size, prefixes[file], opened.nest)
     nest = opened.nest
     manifest = Manifest(
         format_name, dict(sizes), nest.tensors, nest.objects, nest.aliases, warnings=tuple(nest.warnings)
@@ -382,8 +388,8 @@ def _zips(store: Store, sizes: Mapping[str, int]) -> list[str]:
     return [file for file, head in heads.items() if head == LOCAL_SIGNATURE]
 
 
-def _zip_objects(store: Store, sizes: Mapping[str, int], opened: _Opened) -> dict[str, object]:
-    """Open zip containers and return the object of each."""
+def _zip_pickles(store: Store, sizes: Mapping[str, int], opened: _Opened) -> dict[str, bytes]:
+    """Open zip containers and return the pickle of each."""
     archives = open_archives(store, [Place(file, 0, size) for file, size in sizes.items()])
     wanted: list[Wanted] = []
     for archive in archives:
@@ -392,14 +398,14 @@ def _zip_objects(store: Store, sizes: Mapping[str, int], opened: _Opened) -> dic
         opened.archives[file] = archive
         names = (f"{root}/data.pkl", f"{root}/byteorder")
         wanted += [Wanted(file, archive.entries[n]) for n in names if n in archive.entries]
-    objects: dict[str, object] = {}
+    pickles: dict[str, bytes] = {}
     for (file, entry), raw in zip(wanted, read_entries(store, wanted, most=_LIMITS.nbytes), strict=True):
         where = f"{store.url}/{file}"
         if entry.name.endswith("/data.pkl"):
-            objects[file] = load(raw, where=f"{where}:{entry.name}", persistent=Storages(), limits=_LIMITS)
+            pickles[file] = raw
         elif raw != b"little":
             raise _big_endian(where, raw.decode("ascii", "replace"))
-    return objects
+    return pickles
 
 
 def _root(archive: Archive, where: str) -> str:

@@ -164,7 +164,7 @@ class Nest:
         aliases: Tied arrays to the first with the same elements.
         warnings: What is odd.
         notes: States that are one rank's.
-        shares: Arrays of which a file holds one rank's share: what that is.
+        shares: Arrays of which a file holds one rank's share: what that is, without what it holds.
     """
 
     tensors: dict[Path, TensorEntry] = field(default_factory=dict)
@@ -301,7 +301,7 @@ class _Walk:
             lost = Piece(whole(share.shape), self._file, Lazy(0, 0, Refused(path, kind)))
             dtype = share.dtype if is_known(share.dtype) else "uint8"
             self._nest.tensors[path] = TensorEntry(path, share.shape, dtype, (lost,))
-            self._nest.shares[path] = replace(share, refused=kind)
+            self._nest.shares[path] = replace(share, held=(), refused=kind)
             return
         if len(stored) != 1 or not is_known(dtype := stored.pop()) or bits(dtype) % 8:
             raise FormatError(
@@ -309,7 +309,7 @@ class _Walk:
             )
         pieces = tuple(Piece(box, self._file, self._layout(stub, dtype, path)) for box, stub in share.held)
         self._nest.tensors[path] = TensorEntry(path, share.shape, dtype, pieces)
-        self._nest.shares[path] = share
+        self._nest.shares[path] = replace(share, held=())
 
 
 def _local_states(value: object, path: Path) -> Iterator[tuple[Path, Mapping[object, object]]]:

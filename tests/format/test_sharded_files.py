@@ -286,3 +286,12 @@ def test_verl_names_are_model_and_optimizer(copied: Callable[[str], Path], tmp_p
     found, report = consolidated(source, tmp_path / "out")
     assert differing(found) == []
     assert report.left_out == ("extra_state",)
+
+
+def test_tensor_parallel_pickles_of_the_fixtures_are_bit_exact(fixtures: Path) -> None:
+    """Four ranks, tensor parallel by two under FSDP2 by two: strided placements, uneven rows, columns, submeshes."""
+    reader = open_checkpoint(str(fixtures / "dcp_tp2_fsdp2_w4" / "ckpt_torch_save"))
+    expected = load_file(fixtures / "dcp_tp2_fsdp2_w4" / "truth_model.safetensors")
+    assert {path[1] for path in reader.manifest.tensors} == set(expected)
+    for name, value in expected.items():
+        assert_same(reader, ("model", name), value)
