@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from share_writers import as_rank, sharded
 
 from shardckpt.convert.options import LEAST_MEMORY_BYTES
 from shardckpt.format.safetensors import Placed, encode_header
@@ -53,10 +55,21 @@ def transposed(folder: Path) -> None:
     torch.save({"w": torch.zeros(COLUMNS, FEWER_ROWS).T}, folder / "a.pt")
 
 
+def flat(folder: Path) -> None:
+    """FSDP1's LOCAL states of two ranks: a flat parameter that begins with the tensor and has a few elements more."""
+    folder.mkdir()
+    whole = torch.zeros(FEWER_ROWS * COLUMNS + 5)
+    for rank in range(2):
+        with as_rank(rank, 2):
+            torch.save({"_flat_param": sharded(whole, rank, 2)}, folder / f"model_rank{rank}.pt")
+    handle = {"module": "", "fqns": ["w", "b"], "shapes": [[FEWER_ROWS, COLUMNS], [5]]}
+    (folder / "flat_param_metadata_rank0.json").write_text(json.dumps({"handles": [handle]}))
+
+
 @pytest.mark.parametrize(
     ("make", "options", "times"),
-    [(by_columns, "", 8), (whole, "", 8), (whole, "dtype='bf16', ", 4), (transposed, "", 3)],
-    ids=["by columns", "whole", "cast", "transposed"],
+    [(by_columns, "", 8), (whole, "", 8), (whole, "dtype='bf16', ", 4), (transposed, "", 3), (flat, "", 3)],
+    ids=["by columns", "whole", "cast", "transposed", "flat"],
 )
 def test_a_tensor_of_many_times_the_cap_is_written_under_it(
     make: Callable[[Path], None], options: str, times: int, tmp_path: Path
