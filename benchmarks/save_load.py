@@ -1,6 +1,6 @@
 """Saving and loading in a job, beside raw I/O, torch's DCP, torch_checkpointing, safetensors and torch.save.
 
-    python benchmarks/save_load.py [--cases save,load,...] [--size 4GB] [--rounds 5] [--fsync both|neither] [--record]
+    python benchmarks/save_load.py [--cases save,load,...] [--size 4GB] [--rounds 3] [--fsync both|neither] [--record]
 
 On gloo ranks of one thread each, forked; what is compared takes turns in the same ranks, in alternating order, so that
 whatever else the machine does hits neighbours alike. A turn takes as long as its slowest rank. Ratios are medians of
@@ -450,10 +450,11 @@ def ended(folder: Path, _first: bool, handle: Any) -> None:
 
 
 def many(sizes: Sizes, folder: Path) -> list[Way]:
-    """Return saves and loads of many small tensors, as many turns as anywhere."""
+    """Return saves and loads of many small tensors."""
     title = f"{sizes.many:,} tensors"
     limits = {"torch_checkpointing": 0.5} if HAS_PEER else {}
-    return of_many(title, sizes.many, sizes, folder, [SAFETENSORS, *peers()], limits)
+    ways = of_many(title, sizes.many, sizes, folder, [SAFETENSORS, *peers()], limits)
+    return [replace(way, is_slow=way.by == "DCP") for way in ways]
 
 
 def very_many(sizes: Sizes, folder: Path) -> list[Way]:
@@ -515,7 +516,7 @@ class Measured:
 Case = Callable[[Sizes, Path], list[Way]]
 
 
-def take_turns(case: Case, sizes: Sizes, folder: Path, rank: int) -> list[tuple[Way, list[tuple[float, float]]]]:  # noqa: ARG001
+def take_turns(case: Case, sizes: Sizes, folder: Path, rank: int) -> list[tuple[Way, list[tuple[float, float]]]]:
     """Do everything that a case compares, in turn; the first turn of each is its warm-up."""
     stay_off_the_disk(sizes.fsync)
     ways = case(sizes, folder)
@@ -526,6 +527,9 @@ def take_turns(case: Case, sizes: Sizes, folder: Path, rank: int) -> list[tuple[
             if round_number and ways[at].is_slow:
                 continue
             taken[at].append(turn(ways[at], first=not round_number))
+            if rank == 0:
+                note = f"round {round_number} of {sizes.rounds}: {ways[at].what} by {ways[at].by}"
+                print(f"  {note}, {taken[at][-1][0]:.2f} s", file=sys.stderr, flush=True)
     told = [replace(way, act=nothing, before=nothing, after=nothing) for way in ways]
     return list(zip(told, taken, strict=True))
 
@@ -790,7 +794,7 @@ def main() -> None:
     parser.add_argument("--size", type=parse_size, default=parse_size("4GB"), help="bytes of the large state")
     parser.add_argument("--many", type=number, default=number("10K"), help="small tensors")
     parser.add_argument("--very-many", type=number, default=number("50K"), help="small tensors where peers are slow")
-    parser.add_argument("--rounds", type=int, default=5, help="measured turns of each way")
+    parser.add_argument("--rounds", type=int, default=3, help="measured turns of each way")
     parser.add_argument("--fsync", choices=("both", "neither"), default="both", help="for every tool, or for none")
     parser.add_argument("--folder", help="where checkpoints go, instead of the temporary folder")
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")

@@ -30,6 +30,7 @@ class CountedFiles(LocalFileSystem):
     protocol = "counted"
     cachable = False
     nbytes = 0
+    requests = 0
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -39,6 +40,7 @@ class CountedFiles(LocalFileSystem):
         data = super().cat_file(path, start, end, **kwargs)
         if path.endswith(".safetensors"):
             type(self).nbytes += len(data)
+            type(self).requests += 1
         return data
 
 
@@ -71,7 +73,7 @@ def payload_bytes(step: Path) -> int:
 
 
 def load_and_count(state, step: Path, **how) -> int:
-    CountedFiles.nbytes = 0
+    CountedFiles.nbytes = CountedFiles.requests = 0
     shardckpt.load(state, f"counted://{step}", **how)
     return CountedFiles.nbytes
 
@@ -125,6 +127,19 @@ def test_one_rank_alone_sends_nothing(step: Path) -> None:
     state = empty()
     assert load_and_count(state, step, fan_out=True) == payload_bytes(step)
     assert is_as_saved(state)
+
+
+def test_thousands_of_small_tensors_are_a_few_requests(tmp_path: Path) -> None:
+    saved = {f"t{n}": torch.full((16, 16), float(n)) for n in range(3000)}
+    shardckpt.save({"model": saved}, tmp_path / "c")
+
+    def body(rank: int, world: int):
+        state = {"model": {name: torch.zeros(16, 16) for name in saved}}
+        load_and_count(state, tmp_path / "c")
+        return CountedFiles.requests, all(torch.equal(t, saved[name]) for name, t in state["model"].items())
+
+    assert run(1, body) == [(1, True)]
+    assert sorted(run(2, body)) == [(0, True), (1, True)]
 
 
 class TestShards:
