@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,9 @@ from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.saving import Spec
 from shardckpt.state.pieces import LocalArray
 
+_HASHERS = 4
+_WORTH_THREADS_BYTES = 64 << 20
+
 _Hashes = dict[tuple[str, str, int], tuple[int, ...]]
 """Of the blocks of files that store none: by folder, name, bytes."""
 
@@ -36,6 +40,19 @@ def chunk_digest(chunk: Chunk, arrays: Mapping[Path, LocalArray]) -> bytes:
     for part in tensor_bytes(held(arrays[chunk.path], chunk.box)):
         hasher.update(part)
     return hasher.digest()
+
+
+def chunk_digests(chunks: Sequence[Chunk], arrays: Mapping[Path, LocalArray]) -> list[bytes]:
+    """Return the xxh3-128 of each chunk as it lies in memory; large ones are hashed side by side.
+
+    Args:
+        chunks: Of which this rank holds all.
+        arrays: What lies here.
+    """
+    if sum(chunk.nbytes for chunk in chunks) < _WORTH_THREADS_BYTES:
+        return [chunk_digest(chunk, arrays) for chunk in chunks]
+    with ThreadPoolExecutor(_HASHERS, thread_name_prefix="shardckpt-hash") as pool:
+        return list(pool.map(lambda chunk: chunk_digest(chunk, arrays), chunks))
 
 
 @dataclass(frozen=True)
@@ -72,7 +89,8 @@ class Grounds:
             chunks: Of the rank's task.
             arrays: What lies here.
         """
-        return tuple(at for at, digest in self.digests.items() if chunk_digest(chunks[at], arrays) == digest)
+        found = chunk_digests([chunks[at] for at in self.digests], arrays)
+        return tuple(at for (at, digest), own in zip(self.digests.items(), found, strict=True) if own == digest)
 
     def hashed_share(self, rank: int, world: int) -> list[int]:
         """Return the hashes of this rank's share of the blocks that the base has none of.
@@ -123,8 +141,8 @@ class Compared:
             entries = _entries(base, specs.values(), captured.ties)
             digests = base.digests([(entries[chunk.path], chunk.box) for chunk in new])
             self._digests.update({(c.path, c.box): digest for c, digest in zip(new, digests, strict=True)})
-        for chunk in chunks:
-            if chunk_digest(chunk, captured.arrays) != self._digests[chunk.path, chunk.box]:
+        for chunk, own in zip(chunks, chunk_digests(chunks, captured.arrays), strict=True):
+            if own != self._digests[chunk.path, chunk.box]:
                 raise UsageError(
                     "a frozen parameter is not what it is in the base",
                     where=dotted(chunk.path),

@@ -35,6 +35,9 @@ DIGEST_BYTES = 16
 
 MAX_COMMIT_BYTES = 1 << 26
 MAX_MANIFEST_BYTES = 1 << 29
+MAX_BASES = 4096
+"""Folders that a step may refer to: each of them is looked into when it is opened."""
+
 _MAX_BYTES = 1 << 62
 _MAX_INT = (1 << 63) - 1
 _MANIFEST_FIELDS: Mapping[str, type] = {
@@ -620,6 +623,8 @@ def _sizes(value: object, where: object) -> dict[str, int]:
 
 def _files_by_base(value: object, where: object) -> dict[str, dict[str, int]]:
     bases: dict[str, dict[str, int]] = {}
+    if len(_list(value, "bases", where)) > MAX_BASES:
+        raise UnsafeError("too many bases", where=where, found=len(_list(value, "bases", where)), expected=MAX_BASES)
     for entry in _list(value, "bases", where):
         url, files = _fixed(entry, 2, "bases", where)
         if _base_url(url, where) in bases:

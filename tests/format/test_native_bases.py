@@ -92,6 +92,7 @@ LIES: dict[str, Change] = {
     "a base twice in COMMIT": lambda commit, _: commit["bases"].append(commit["bases"][0]),
     "a size below nought": lambda commit, _: commit["bases"][0][1][0].__setitem__(1, -1),
     "bases in COMMIT that are text": in_commit("bases", "../digests"),
+    "more bases than anybody has": lambda commit, _: commit["bases"].extend([f"../{n}", []] for n in range(4096)),
 }
 
 
