@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from shardckpt.errors import StorageError
+
 _SILENCE_S = 60.0
 """Seconds without an answer after which a connection counts as dead."""
 
@@ -38,7 +40,9 @@ class SftpFiles:
         if self._fs is not None and (self._fs.ftp.get_channel().closed or not _transport(self._fs).is_active()):
             self.forget()
         if self._fs is None:
-            self._fs = self._connect()
+            fs = self._connect()
+            _require_known_host(fs)
+            self._fs = fs
             _transport(self._fs).set_keepalive(_KEEPALIVE_S)
             self._fs.ftp.get_channel().settimeout(_SILENCE_S)
         return self._fs
@@ -153,6 +157,30 @@ class SftpUpload:
 
 def _transport(fs: Any) -> Any:
     return fs.client.get_transport()
+
+
+def _require_known_host(fs: Any) -> None:
+    """Compare a server's key with the one that `known_hosts` has of it, which fsspec does not read.
+
+    Raises:
+        StorageError: It has another one. A server that it does not know is let pass.
+    """
+    port = int(fs.ssh_kwargs.get("port") or 22)
+    name = fs.host if port == 22 else f"[{fs.host}]:{port}"
+    hosts = type(fs.client.get_host_keys())()
+    with suppress(OSError):
+        hosts.load(os.path.expanduser("~/.ssh/known_hosts"))
+    known, key = hosts.lookup(name) or {}, _transport(fs).get_remote_server_key()
+    expected = known.get(key.get_name())
+    if expected is not None and expected != key:
+        fs.client.close()
+        raise StorageError(
+            "the server's key is not the one of before: somebody may pose as it",
+            where=name,
+            found=f"{key.get_name()} {key.get_base64()[:24]}...",
+            expected=f"{expected.get_base64()[:24]}...",
+            fix="If the server was set up anew, remove its old key: ssh-keygen -R NAME.",
+        )
 
 
 _SHARED: dict[tuple[int, str], SftpFiles] = {}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import s3fs
 import torch
+from faulty import faulty
 from harness import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -161,3 +164,26 @@ def test_nothing_is_left_of_a_save_that_fails_on_one_rank(shared_place: str) -> 
     assert all("no route to the store" in each for each in told)
     assert "rank 1" in told[0]
     assert names(f"{shared_place}/c") == set()
+
+
+def test_requests_are_few(s3_bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of docs/storage.md."""
+    s3fs.S3FileSystem.clear_instance_cache()
+    with faulty(s3_server) as front, monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", front.url)
+        url, run_url = f"{s3_bucket}/c", f"{s3_bucket}/run"
+
+        def requests(act: Callable[[], object]) -> int:
+            front.heal()
+            act()
+            return len(front.requests)
+
+        assert requests(lambda: shardckpt.save(state(1), url)) <= 8
+        assert requests(lambda: shardckpt.save(state(2), url, overwrite=True)) <= 15
+        assert requests(lambda: shardckpt.load(url)) <= 6
+        assert requests(lambda: shardckpt.open(url)["w"][0]) <= 6
+        ck = Checkpointer(run_url, keep_last=1)
+        ck.save(1, state(1))
+        assert requests(lambda: ck.save(2, state(2))) <= 30
+        assert requests(lambda: ck.restore(state(0))) <= 12
+    s3fs.S3FileSystem.clear_instance_cache()

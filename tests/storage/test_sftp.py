@@ -121,6 +121,25 @@ def test_a_wrong_key_is_told_at_once(sftp_server: str, tmp_path: Path, monkeypat
         FsspecStore(sftp_server.replace("127.0.0.1", "localhost") + str(tmp_path)).list()
 
 
+def test_a_server_whose_key_is_another_one_is_refused(files, sftp_server: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    address = f"[localhost]:{sftp_server.rpartition(':')[2]}"
+    url = sftp_server.replace("127.0.0.1", "localhost") + str(tmp_path)
+    os.system(f"ssh-keygen -q -t ed25519 -N '' -f {tmp_path}/other")
+    for key, good in ((files.live().client.get_transport().get_remote_server_key().get_base64(), True), ("", False)):
+        wrong = (tmp_path / "other.pub").read_text().split()[1]
+        (tmp_path / ".ssh" / "known_hosts").write_text(f"{address} ssh-ed25519 {key or wrong}\n")
+        store = FsspecStore(url)
+        store._fs.forget()
+        if good:
+            assert [entry.name for entry in store.list()]
+        else:
+            with pytest.raises(StorageError, match=r"somebody may pose.*localhost|localhost.*somebody may pose"):
+                store.list()
+    store._fs.forget()
+
+
 def test_a_server_that_is_not_there_is_told(tmp_path: Path, monkeypatch):
     pytest.importorskip("paramiko")
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.01)
