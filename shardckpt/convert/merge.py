@@ -66,6 +66,8 @@ def merge_adapter(
     if chosen.part != "model":
         raise UsageError("an adapter changes a model alone", found=f"part {chosen.part}", expected="model")
     opened = open_checkpoint(os.fspath(adapter))
+    if not any(entry.name == _CONFIG for entry in opened.store.list()):
+        raise UsageError(f"no adapter lies here: there is no {_CONFIG}", where=os.fspath(adapter))
     config = read_json(opened.store, _CONFIG)
 
     def change(selection: Selection) -> Selection:

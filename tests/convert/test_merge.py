@@ -175,6 +175,12 @@ def test_what_cannot_be_merged_is_refused_by_name_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_without_an_adapter_is_the_callers_fault(tmp_path: Path) -> None:
+    base, _ = write(tmp_path, {"m.weight": torch.zeros(3, 4)}, FACTORS)
+    with pytest.raises(UsageError, match=r"no adapter_config\.json"):
+        shardckpt.merge_adapter(base, base, tmp_path / "out")
+
+
 def test_a_quantised_base_and_a_sum_that_overflows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="quantised"):
         merged(tmp_path / "a", {"m.weight": torch.zeros(3, 4).to(torch.float8_e4m3fn)}, FACTORS)
