@@ -376,7 +376,9 @@ class Corridor:
         """Begin the publication, and return what each rank is to do."""
         save_id = new_save_id()
         self._plan = plan
-        self._ground = ground_of(self._how.base(), self._how.path, self._how.base_rules, plan)
+        self._ground = ground_of(
+            self._how.base(), self._how.path, self._how.base_rules, plan, trainable_only=self._how.trainable_only
+        )
         self._contents = contents_of(save_id, self._captured, plan, reports, self._how.about)
         kept = files_of_others(self._how.path) if self._how.overwrite else ()
         self._publication = begin(

@@ -16,7 +16,7 @@ from shardckpt.checkpoint.draft import Plan, Task
 from shardckpt.checkpoint.transfer import held, tensor_bytes
 from shardckpt.errors import UsageError
 from shardckpt.format.native_bases import Base
-from shardckpt.format.native_manifest import FileRecord, Part
+from shardckpt.format.native_manifest import MAX_BASES, FileRecord, Part
 from shardckpt.format.native_payload import Chunk
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.saving import Spec
@@ -236,6 +236,13 @@ class Ground:
             for box, where in self._base.rows(self._entries[path], hashes):
                 references.add(path, dtype, shape, box, where)
         part = references.part()
+        if len({file.base for file in part.files}) > MAX_BASES:
+            raise UsageError(
+                "the step would refer to too many folders",
+                where=self._base.step,
+                expected=f"{MAX_BASES} at most",
+                fix="Save without a base this time.",
+            )
         require_there(self._base.step, part.files)
         return part
 
@@ -244,7 +251,9 @@ class Ground:
         return self._base.bases(files)
 
 
-def ground_of(url: str | None, step: str, rules: Mapping[str, str], plan: Plan) -> Ground | None:
+def ground_of(
+    url: str | None, step: str, rules: Mapping[str, str], plan: Plan, *, trainable_only: bool
+) -> Ground | None:
     """Look at the base of a save.
 
     Args:
@@ -252,12 +261,19 @@ def ground_of(url: str | None, step: str, rules: Mapping[str, str], plan: Plan) 
         step: Where the step will lie.
         rules: From the model's names to the base's.
         plan: Who writes what.
+        trainable_only: Frozen parameters are to be left there.
 
     Raises:
-        UsageError: A frozen parameter is not in the base, or is another one there; the base is what is saved to.
+        UsageError: Nothing is frozen; a frozen parameter is not in the base, or is another one there; the base is what is saved to.
         CheckpointError: The base cannot be read.
         StorageError: The store failed.
     """
+    if trainable_only and not plan.frozen:
+        raise UsageError(
+            "trainable_only finds no frozen parameter",
+            where=step,
+            fix="Set requires_grad to False before the model is sharded, or save without trainable_only.",
+        )
     if not url:
         return None
     base = OpenBase(url, step, rules)

@@ -226,6 +226,10 @@ class TestTheBase:
             shardckpt.save({"model": model.bfloat16()}, tmp_path / "c", base=hf, **options)
         assert sorted(os.listdir(tmp_path)) == ["hf"]
 
+    def test_a_model_of_which_nothing_is_frozen_is_refused(self, tmp_path: Path, hf: Path) -> None:
+        with pytest.raises(UsageError, match="finds no frozen parameter"):
+            shardckpt.save({"model": nn.Linear(2, 2)}, tmp_path / "c", base=hf, trainable_only=True)
+
     def test_a_model_that_has_it_loads_the_adapters_alone(self, tmp_path: Path, hf: Path) -> None:
         keep(tmp_path / "c", hf)
         os.rename(hf, tmp_path / "away")
