@@ -38,7 +38,7 @@ def test_names_are_those_of_the_truth(case: Case, tmp_path: Path) -> None:
     assert case.groups is not None
     tensors, groups = rekeyed(case.source, tmp_path / "names", "names", **case.options)
     assert_same(tensors, case.optim)
-    assert groups == {"param_groups": case.groups["param_groups"], "non_tensor_state": case.groups["non_tensor_state"]}
+    assert {key: groups[key] for key in ("param_groups", "non_tensor_state")} == case.groups
 
 
 def test_flattened_names_go_back(case: Case, tmp_path: Path) -> None:
