@@ -325,12 +325,12 @@ def test_accumulation_costs_what_was_asked_for() -> None:
     def body(rank: int, world: int) -> None:
         hybrid_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         flat_mesh = line()
-        for case in accumulation_cases():
+        for number, case in enumerate(accumulation_cases()):
             hybrid, forward, who, backward, scatters = case
             model = tower(mesh=hybrid_mesh if hybrid else flat_mesh, reshard_after_forward=forward)
             torch.manual_seed(0)
             plain = Tower()
-            for round_ in range(2):
+            for round_ in range(1 + (number % 2 or who == "some")):  # every other one goes on after a whole iteration
                 calls = []
                 for at in range(microbatches):
                     tell(model, who, at == microbatches - 1, backward, scatters)

@@ -20,7 +20,7 @@ from shardckpt.storage.open_store import open_store
 
 
 def deflated(data: bytes) -> bytes:
-    deflate = zlib.compressobj(9, wbits=-15)
+    deflate = zlib.compressobj(1, wbits=-15)
     return deflate.compress(data) + deflate.flush()
 
 
@@ -109,10 +109,10 @@ def test_a_window_that_only_asks_for_memory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["zstd", "deflate"])
 def test_a_bomb_costs_no_memory(codec: str, tmp_path: Path) -> None:
-    """A quarter of a GiB of zeros in few bytes: only what is asked for is ever held."""
+    """128 MiB of zeros in few bytes: only what is asked for is ever held."""
     packer = zstandard.ZstdCompressor().compressobj() if codec == "zstd" else zlib.compressobj(9, wbits=-15)
     block = bytes(1 << 24)
-    packed = b"".join(packer.compress(block) for _ in range(16)) + packer.flush()
+    packed = b"".join(packer.compress(block) for _ in range(8)) + packer.flush()
     (tmp_path / "a").write_bytes(packed)
     code = f"""
 import resource
@@ -123,7 +123,7 @@ stream = DecodedStream(open_store({str(tmp_path)!r}), "a", Encoded({codec!r}, 0,
 stream.read_into(0, memoryview(bytearray(10)))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 out = bytearray(100)
-stream.read_into((1 << 28) - 100, memoryview(out))
+stream.read_into((1 << 27) - 100, memoryview(out))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     grown = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)

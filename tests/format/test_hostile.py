@@ -761,7 +761,7 @@ def repacked(data: bytes, change: Callable[[zipfile.ZipInfo, bytes], tuple[str, 
         for info in old.infolist():
             made = change(info, old.read(info))
             if made is not None:
-                new.writestr(zipfile.ZipInfo(made[0]), made[1], made[2])
+                new.writestr(zipfile.ZipInfo(made[0]), made[1], made[2], compresslevel=1)
     return out.getvalue()
 
 

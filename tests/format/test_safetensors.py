@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load, save, save_file
@@ -57,6 +57,7 @@ def tensor(**changes: object) -> dict[str, object]:
     return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(names, st.tuples(st.sampled_from(KINDS), shapes), max_size=6))
 def test_files_are_byte_for_byte_those_of_the_reference(spec: dict[str, tuple[torch.dtype, list[int]]]) -> None:
     """Order, offsets, padding: `safetensors.torch.save` of the same tensors gives the same file."""
