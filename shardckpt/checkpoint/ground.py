@@ -264,7 +264,8 @@ def ground_of(
         trainable_only: Frozen parameters are to be left there.
 
     Raises:
-        UsageError: Nothing is frozen; a frozen parameter is not in the base, or is another one there; the base is what is saved to.
+        UsageError: Nothing is frozen; a frozen parameter is not in the base, or is another one there; the base is what
+            is saved to.
         CheckpointError: The base cannot be read.
         StorageError: The store failed.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -107,10 +108,11 @@ def die_at(k: int, act, root: str) -> bool:
 
 def kill_matrix(folder: Path, act, allowed: set[int], always: int) -> int:
     k, was_killed = 0, True
+    prepared(str(folder / "before"))
     while was_killed:
         k += 1
         root = str(folder / str(k))
-        prepared(root)
+        shutil.copytree(folder / "before", root)
         was_killed = die_at(k, act, root)
         check(root, allowed, always, f"a kill at operation {k}")
     return k - 1
