@@ -172,7 +172,8 @@ def parse_options(given: Mapping[str, Any]) -> Options:
     Raises:
         UsageError: A value that cannot be.
     """
-    lists = {key: tuple(given[key]) for key in ("keep_fp32", "include", "exclude", "rename") if key in given}
+    named = {key: given[key] for key in ("keep_fp32", "include", "exclude", "rename") if key in given}
+    lists = {key: (value,) if isinstance(value, str) else tuple(value) for key, value in named.items()}
     paths = {key: os.fspath(value) for key, value in given.items() if isinstance(value, os.PathLike)}
     return Options(**{**given, **lists, **paths}).validated()
 

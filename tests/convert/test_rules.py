@@ -155,6 +155,12 @@ def test_tied_tensors_stay_tied_where_rules_make_them_alike(tmp_path: Path) -> N
     assert torch.load(tmp_path / "one.pt")["head"].shape == (3, 2)
 
 
+def test_one_rename_is_as_good_as_a_list_of_one(tmp_path: Path) -> None:
+    src, _ = write(tmp_path)
+    shardckpt.consolidate(src, tmp_path / "out", rename="wq=other", include="other")
+    assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["other"]
+
+
 def test_a_file_or_set_that_is_not_there_is_the_callers_fault(tmp_path: Path) -> None:
     src, _ = write(tmp_path)
     with pytest.raises(UsageError, match="llama-to-torchtitan"):
