@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -81,13 +82,18 @@ def local_array(tensor: torch.Tensor) -> LocalArray:
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return LocalArray(shape, tensor.dtype, (Portion(whole(shape), tensor.detach()),))
-    own, box = local(tensor.detach()), box_of(tensor)
+    own = local(tensor).detach()
+    box = box_of(tensor, own)
     has = box is not None and bool(box.volume)
     return LocalArray(tuple(tensor.shape), own.dtype, (Portion(box, own),) if has and box is not None else ())
 
 
-def box_of(tensor: DTensor) -> Box | None:
+def box_of(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
     """Return the box of a DTensor that this rank has; None where it is outside of its mesh.
+
+    Args:
+        tensor: The whole.
+        own: This rank's part, where it is known.
 
     Raises:
         UnsupportedError: A sum that is still spread over ranks, or a part that is no box.
@@ -96,23 +102,37 @@ def box_of(tensor: DTensor) -> Box | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    offset, size = [0] * tensor.dim(), list(tensor.shape)
-    for at, placement in _in_order_of_cutting(tensor.placements):
+    box = _cut(tuple(tensor.shape), tuple(tensor.placements), tuple(mesh.shape), tuple(coordinate))
+    found = tuple((local(tensor) if own is None else own).shape)
+    if found != box.size:
+        raise UnsupportedError(
+            "a DTensor's part is not the box that its placements tell",
+            found=found,
+            expected=box.size,
+            fix="Redistribute it to plain Shard placements first.",
+        )
+    return box
+
+
+@lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen shapes
+def _cut(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, coordinate: Shape) -> Box:
+    """Return the box that placements leave to one rank.
+
+    Args:
+        shape: Of the whole tensor, in elements.
+        placements: One for each dimension of the mesh.
+        mesh: Ranks along each.
+        coordinate: Where the rank is.
+    """
+    offset, size = [0] * len(shape), list(shape)
+    for at, placement in _in_order_of_cutting(placements):
         if placement.is_partial():
             raise UnsupportedError("a DTensor with partial sums cannot be saved", fix="Redistribute it first.")
         dim = getattr(placement, "dim", None)
         if dim is not None:
-            step = -(-size[dim] // mesh.size(at))
+            step = -(-size[dim] // mesh[at])
             first = min(coordinate[at] * step, size[dim])
             offset[dim], size[dim] = offset[dim] + first, min(step, size[dim] - first)
-    found = tuple(local(tensor).shape)
-    if found != tuple(size):
-        raise UnsupportedError(
-            "a DTensor's part is not the box that its placements tell",
-            found=found,
-            expected=tuple(size),
-            fix="Redistribute it to plain Shard placements first.",
-        )
     return Box(tuple(offset), tuple(size))
 
 
