@@ -59,8 +59,9 @@ def s3_server() -> Iterator[str]:
 
 
 @pytest.fixture
-def s3_bucket(s3_server: str) -> Iterator[str]:
+def s3_bucket(request: pytest.FixtureRequest) -> Iterator[str]:
     """URL of an empty bucket, removed afterwards with all it holds."""
+    _runs_on("S3", request, "s3_server")
     name = f"test-{uuid.uuid4().hex[:12]}"
     fs = fsspec.filesystem("s3")
     fs.mkdir(name)
@@ -86,8 +87,9 @@ def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def azure_container(azure_server: str) -> Iterator[str]:
+def azure_container(request: pytest.FixtureRequest) -> Iterator[str]:
     """URL of an empty container, removed afterwards with all it holds."""
+    _runs_on("Azure", request, "azure_server")
     name = f"test-{uuid.uuid4().hex[:12]}"
     fs = fsspec.filesystem("abfs")
     fs.mkdir(name)
@@ -114,15 +116,17 @@ def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def sftp_folder(sftp_server: str, tmp_path: Path) -> str:
+def sftp_folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """URL of an empty folder behind the SSH server."""
+    sftp_server = _runs_on("SFTP", request, "sftp_server")
     (tmp_path / "sftp").mkdir()
     return f"{sftp_server}{tmp_path}/sftp"
 
 
 @pytest.fixture
-def memory_folder() -> Iterator[str]:
+def memory_folder(request: pytest.FixtureRequest) -> Iterator[str]:
     """URL of an empty folder in memory."""
+    _runs_on("memory", request)
     fs = fsspec.filesystem("memory")
     _emptied(fs)
     yield "memory://some/root"
@@ -136,25 +140,25 @@ def _emptied(fs: MemoryFileSystem) -> None:
 
 # Which stores the tests were run on, told at the end: a server that is missing is no green run of its store.
 
-_STORES = {
-    "tmp_path": "local",
-    "memory_folder": "memory",
-    "s3_server": "S3",
-    "azure_server": "Azure",
-    "sftp_server": "SFTP",
-}
-"""By fixture, what a test that asks for it runs on."""
-
+_STORES = ("local", "memory", "S3", "Azure", "SFTP")
 _VERSIONS: dict[str, str] = {}
+
+
+def _runs_on(store: str, request: pytest.FixtureRequest, server: str = "") -> str:
+    """Note that a test runs on a store, then return what the fixture of its server gives, which may skip the test."""
+    request.node.user_properties.append(("store", store))
+    return request.getfixturevalue(server) if server else ""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Note in a test's report on which stores it ran; reports travel from the processes of xdist, too."""
     report = yield
-    for name, store in _STORES.items():
-        if name in getattr(item, "fixturenames", ()):
-            report.user_properties.append(("store", [store, _VERSIONS.get(store, "")]))
+    stores = {value for name, value in item.user_properties if name == "store"}
+    if not stores and "tmp_path" in getattr(item, "fixturenames", ()):
+        stores = {"local"}
+    others = [each for each in item.user_properties if each[0] != "store"]
+    report.user_properties = others + [("store", [store, _VERSIONS.get(store, "")]) for store in sorted(stores)]
     return report
 
 
@@ -172,7 +176,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not set(passed) - {"local"} and not reasons:
         return
     terminalreporter.section("stores")
-    for store in _STORES.values():
+    for store in _STORES:
         name = f"{store} ({versions[store]})" if versions.get(store) else store
         why = reasons.get(store, "no test of it was chosen")
         told = f"exercised by {passed[store]} tests" if passed[store] else f"NOT exercised: {why}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
@@ -34,6 +35,8 @@ _APPEARS_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "hf", 
 
 _CREATES_NEW = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
 """Of those, whose stores put an object only where none lies, if asked to."""
+
+_NOT_OFFERED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 class FsspecWriter(ABC):
@@ -176,11 +179,20 @@ class ObjectWriter(FsspecWriter):
             self._file.close()
 
     def _put(self) -> None:
-        mode = {"mode": "create"} if self._is_new and self._can_create else {}
+        data = bytes(self._kept)
+        if not (self._is_new and self._can_create):
+            self._fs.pipe_file(self._path, data)
+            return
         try:
-            self._fs.pipe_file(self._path, bytes(self._kept), **mode)
+            self._fs.pipe_file(self._path, data, mode="create")
         except FileExistsError as error:
             raise TargetExistsError("somebody else wrote this meanwhile", where=self._shown) from error
+        except (OSError, NotImplementedError, TypeError) as error:
+            if isinstance(error, OSError) and error.errno not in _NOT_OFFERED:
+                raise
+            self._can_create = False  # a store that speaks a protocol, though not all of it
+            self._refuse_old()
+            self._fs.pipe_file(self._path, data)
 
     def _drop(self) -> None:
         self._kept = bytearray()

@@ -193,7 +193,8 @@ class RemoteFolder(Publication):
         """Make sure that files of the result lie there whole. Raises StorageError."""
         store = open_remote(self.place)
         there = {entry.name: entry.size for entry in store.list()}
-        gone = [name for name, nbytes in sizes.items() if there.get(name) != nbytes]
+        unseen = [name for name, nbytes in sizes.items() if there.get(name) != nbytes]
+        gone = [name for name in unseen if _size(self.place, name) != sizes[name]]  # lists may lag behind
         if gone:
             more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
             raise StorageError(
@@ -316,6 +317,13 @@ class RemoteFile(Publication):
         """Drop what was written; never raises."""
         if self._writer is not None:
             self._writer.abort()
+
+
+def _size(url: str, name: str) -> int | None:
+    """Return the size of a file as the store tells it now, None where there is none."""
+    with suppress(MissingFileError):
+        return open_remote(url).size(name)
+    return None
 
 
 def _all_files(store: Store, folder: str = "") -> list[str]:

@@ -86,6 +86,21 @@ def test_what_is_most_precious_may_fail_once_in_any_way(s3: Faulty, s3_bucket: s
     assert wanted == [], "nothing was broken"
 
 
+def test_a_store_that_cannot_put_only_what_is_new_is_looked_at_first(s3: Faulty, s3_bucket: str) -> None:
+    url = f"{s3_bucket}/c"
+    puts = []
+
+    def rule(number: int, verb: str, path: str) -> Fault:
+        if verb == "PUT" and path.endswith("COMMIT"):
+            puts.append(path)
+        return 501 if len(puts) == 1 and path is puts[-1] else None
+
+    s3.arm(rule)
+    shardckpt.save(state(1), url)
+    assert len(puts) == 2
+    assert holds(url, 1)
+
+
 class TestForGood:
     """From some request on nothing succeeds: an error on every rank, and the checkpoint of before."""
 

@@ -21,6 +21,7 @@ from shardckpt.errors import ShardckptError, StorageError, TargetExistsError
 from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.open_store import open_store
+from shardckpt.storage.store import read_bytes
 
 STORES = {"memory": "memory_folder", "s3": "s3_bucket", "azure": "azure_container", "sftp": "sftp_folder"}
 
@@ -103,8 +104,7 @@ def test_a_flipped_byte_is_found_there_too(place: str) -> None:
     shardckpt.save(state(1), f"{place}/c")
     store = open_store(f"{place}/c")
     (payload,) = (entry for entry in store.list() if entry.name.endswith(".safetensors"))
-    whole = bytearray(payload.size)
-    store.read([(payload.name, 0, memoryview(whole))])  # type: ignore[list-item]
+    whole = bytearray(read_bytes(store, payload.name, 0, payload.size))
     whole[-9] ^= 4
     with store.create(payload.name) as writer:
         writer.write(whole)
