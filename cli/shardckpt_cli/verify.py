@@ -11,13 +11,16 @@ from shardckpt_cli import output
 
 def verify(
     src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or file, path or URL.")],
+    shapes_from: Annotated[
+        str, typer.Option("--shapes-from", help="Checkpoint of the same model, for flat parameters of FSDP1.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Check structure, coverage, sizes and stored checksums; exit 1 when something is wrong."""
     import shardckpt
     from shardckpt.errors import escape
 
-    result = shardckpt.verify(src)
+    result = shardckpt.verify(src, shapes_from=shapes_from)
     if as_json:
         print(output.as_json(result))
     else:

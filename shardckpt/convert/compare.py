@@ -16,6 +16,7 @@ from shardckpt.convert.casts import cast_into, numpy_dtype
 from shardckpt.convert.report import Comparison, TensorDifference
 from shardckpt.convert.ruled import decide, located_model, located_state, read_rules
 from shardckpt.convert.selection import load_values
+from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.dtypes import bits
 from shardckpt.format.detect import detect, open_source
 from shardckpt.format.reader import Reader
@@ -34,7 +35,8 @@ def diff(
     """Compare two checkpoints by canonical names, bit by bit.
 
     Model tensors are matched by the names of the unwrapped model, optimizer state by `<fqn>/<slot>`, everything else by
-    its path. Two NaNs with the same bits are equal; values are compared where dtype and shape agree.
+    its path. Two NaNs with the same bits are equal; values are compared where dtype and shape agree. Flat parameters of
+    FSDP1 are taken apart by the other's shapes, where their own files tell none.
 
     Args:
         a: Checkpoint in any readable format.
@@ -52,7 +54,7 @@ def diff(
         StorageError: Reading failed.
     """
     a, b = os.fspath(a), os.fspath(b)
-    first, second = _open(a, rules, rename), _open(b)
+    first, second = _open(a, b, rules, rename), _open(b, a)
     differences: list[TensorDifference] = []
     both = [name for name in first.tensors if name in second.tensors]
     for name in sorted({*first.tensors, *second.tensors}):
@@ -78,9 +80,11 @@ class _Side:
     tensors: Mapping[str, TensorEntry]
 
 
-def _open(url: str, rules: str = "", rename: Sequence[str] = ()) -> _Side:
+def _open(url: str, other: str, rules: str = "", rename: Sequence[str] = ()) -> _Side:
     source = open_source(url)
     reader = detect(source).open(source)
+    if reader.lacks_shapes:
+        reader = with_whole_shapes(reader, other)
     found: Sequence[Rule] = ()
     if rules or rename:
         found = read_rules(rules, rename, find_carried(source).config)

@@ -10,6 +10,7 @@ from functools import cached_property
 import xxhash
 
 from shardckpt.convert.report import NO_SHAPES, Verification
+from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.errors import CheckpointError, ChecksumError, escape
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import Checksum, Reader
@@ -25,24 +26,27 @@ _WHOLE_FILES = "xxh3-64"
 _SHOWN = 4
 
 
-def verify(src: str | os.PathLike[str]) -> Verification:
+def verify(src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "") -> Verification:
     """Check that a checkpoint is whole: every element once, every file long enough, every stored checksum right.
 
     A damaged checkpoint is reported, not raised; only one that no reader recognises, or storage that fails, raises.
 
     Args:
         src: Checkpoint in any readable format: a folder or file, a path or URL.
+        shapes_from: Any checkpoint of the same model that holds whole tensors, for flat parameters of FSDP1.
 
     Returns:
         Every problem found.
 
     Raises:
-        UsageError: Nothing there, or nothing that a reader recognises.
+        UsageError: Nothing there, or nothing that a reader recognises; or the shapes do not fit.
         StorageError: Reading failed.
     """
     src = os.fspath(src)
     try:
         reader = open_checkpoint(src)
+        if shapes_from:
+            reader = with_whole_shapes(reader, os.fspath(shapes_from))
     except CheckpointError as error:
         return Verification(src, "", 0, 0, (str(error),), ())
     manifest = reader.manifest

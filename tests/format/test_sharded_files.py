@@ -146,6 +146,17 @@ def _of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["local-flat", "local-orig"])
+def test_flat_parameters_are_checked_and_compared(name: str, written: Path, tmp_path: Path) -> None:
+    assert any("--shapes-from" in problem for problem in shardckpt.verify(written / name).problems)
+    assert shardckpt.verify(written / name, shapes_from=written / "shapes.pt").ok
+    torch.save({n: v for n, v in truth().items() if "/" not in n}, tmp_path / "whole.pt")
+    found = shardckpt.diff(written / name, tmp_path / "whole.pt")
+    assert {each.kind for each in found.differences} == {"only in a"}
+    assert all("/" in each.name for each in found.differences)
+    assert found.equal == found.compared == len([n for n in truth() if "/" not in n])
+
+
+@pytest.mark.parametrize("name", ["local-flat", "local-orig"])
 def test_flat_parameters_go_to_other_numbers_of_ranks(name: str, written: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--shapes-from"):
         shardckpt.reshard(written / name, tmp_path / "three", world_size=3)
