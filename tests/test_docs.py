@@ -9,6 +9,7 @@ rates are never compared. Any other block needs `<!-- not run: the reason -->` o
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -139,7 +140,14 @@ def make_samples(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_samples(tmp_path_factory.mktemp("docs") / "samples")
+    """Folder of the samples, made once for all workers of a test run; pages work on copies."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "docs-samples"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            make_samples(folder.with_suffix(".new")).rename(folder)
+    return folder
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
