@@ -26,6 +26,7 @@ import shardckpt
 from shardckpt import Checkpointer
 from shardckpt.checkpoint import checkpointer
 from shardckpt.errors import NoCompleteCheckpoint, RankError, StorageError, TargetExistsError, UsageError
+from shardckpt.format import steps
 from shardckpt.format.steps import delete_step, read_about, read_run, step_name
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore
@@ -278,7 +279,7 @@ class TestRetention:
 
     def test_manifests_are_read_once_for_it(self, tmp_path, monkeypatch):
         read = []
-        monkeypatch.setattr(checkpointer, "read_about", lambda *a: (read.append(a[1].number), read_about(*a))[1])
+        monkeypatch.setattr(steps, "read_about", lambda *a: (read.append(a[1].number), read_about(*a))[1])
         ck = Checkpointer(tmp_path, keep_best=9)
         for number in range(1, 5):
             ck.save(number, state(), metrics={"loss": 1.0})
