@@ -70,7 +70,8 @@ class Saved:
     Raises:
         SourceNotFoundError: Nothing lies there.
         CheckpointError: It cannot be read, or is damaged.
-        UsageError: An unknown way to verify; it refers to no folder that could have been moved.
+        UsageError: An unknown way to verify; it refers to no folder that could have been moved; flat parameters of which
+            nothing tells the members.
     """
 
     def __init__(
@@ -83,6 +84,12 @@ class Saved:
         require_way_to_verify(verify)
         self._rules = compiled(rules)
         self._reader: Reader = open_checkpoint(url, moved)
+        if self._reader.lacks_shapes:
+            raise UsageError(
+                "these are flat parameters of FSDP1, and no file tells the shapes of what lies in them",
+                where=url,
+                fix="Load what `shardckpt consolidate SRC DST --shapes-from MODEL --part all` writes.",
+            )
         if moved and not self.is_native:
             raise UsageError("this checkpoint has no base", where=url, found=self._reader.manifest.format)
         self._files = self._reader
