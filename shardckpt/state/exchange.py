@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -164,10 +164,10 @@ def first_owners(layout: FlatLayout) -> dict[int, int]:
     return found
 
 
-def to_rows(
+def rows_to_come(
     shard: torch.Tensor, layout: FlatLayout, group: dist.ProcessGroup | None, staging: Staging
-) -> list[torch.Tensor]:
-    """Return this rank's rows of every parameter, views of one tensor. Collective: one all-to-all.
+) -> Callable[[], list[torch.Tensor]]:
+    """Begin to fetch this rank's rows of every parameter. Collective: one all-to-all.
 
     What arrives is in the order of ranks, so in that of the flat layout: each parameter's rows are in one piece. What
     this rank has itself does not travel where it comes first or last, so that the rest is in one piece; it is copied
@@ -177,7 +177,10 @@ def to_rows(
         shard: This rank's flat shard, or anything laid out as it is: 1-D, `layout.chunk` elements.
         layout: The flat layout.
         group: The ranks that share it; None for one.
-        staging: Where what is sent is put together.
+        staging: Where what is sent is put together, in use until the end.
+
+    Returns:
+        What waits for them and returns them, views of one tensor.
     """
     rank = dist.get_rank(group) if group is not None else 0
     plan = exchange(layout, rank)
@@ -198,10 +201,14 @@ def to_rows(
         pack(sent, room)
         pending = all_to_all(arriving, room, takes, gives, group)
     pack(stay, own)
-    if pending is not None:
-        pending.wait()
-    parts = torch.split(taken, plan.held)
-    return [_shaped(part, shape, spec) for part, shape, spec in zip(parts, plan.shapes, layout.specs, strict=True)]
+
+    def arrived() -> list[torch.Tensor]:
+        if pending is not None:
+            pending.wait()
+        parts = torch.split(taken, plan.held)
+        return [_shaped(part, shape, spec) for part, shape, spec in zip(parts, plan.shapes, layout.specs, strict=True)]
+
+    return arrived
 
 
 def from_rows(

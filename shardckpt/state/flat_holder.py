@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from shardckpt.core.original_exposure import OriginalExposure
 from shardckpt.core.packing import apart
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.state.bucket_holder import BucketHolder
-from shardckpt.state.exchange import first_owners, from_rows, row_dim, strides, to_rows
+from shardckpt.state.exchange import first_owners, from_rows, row_dim, rows_to_come, strides
 from shardckpt.state.holders import Cut, local, placing_of
 from shardckpt.state.ranks import Ranks
 
@@ -127,12 +127,18 @@ class FlatHolder(BucketHolder):
 
     def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:
         """Exchange flat shards for rows: one all-to-all."""
+        return self.sharding(laid, staging)()
+
+    def sharding(self, laid: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
+        """Begin the exchange: rows travel while the next unit's are put together."""
         if self.bucket.keeps_full or self._mesh is None:
-            return [self.bucket.computed(i, view.clone()) for i, view in enumerate(self.bucket.of_shard(laid))]
+            made = [self.bucket.computed(i, view.clone()) for i, view in enumerate(self.bucket.of_shard(laid))]
+            return lambda: made
         if self.is_parallel:
-            return self._parallel(laid)
-        rows = to_rows(laid.to(self.bucket.compute_device), self.layout, self.bucket.group.shard, staging)
-        return [self._dtensor(part, index) for index, part in enumerate(rows)]
+            cut = self._parallel(laid)
+            return lambda: cut
+        rows = rows_to_come(laid.to(self.bucket.compute_device), self.layout, self.bucket.group.shard, staging)
+        return lambda: [self._dtensor(part, index) for index, part in enumerate(rows())]
 
     def _parallel(self, laid: torch.Tensor) -> list[torch.Tensor]:
         """Return what tensor parallelism cut as it cut it; a flat shard has no place within that."""

@@ -11,7 +11,7 @@ functions: *laid* is this rank's part of all of them together, a bucket's 1-D sh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,6 +190,19 @@ class Holder(ABC):
             laid: What to cut; where nothing has to travel for it, the result shares its memory.
             staging: Memory that it passes through.
         """
+
+    def sharding(self, laid: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
+        """Begin to do what `sharded` does, while other things are done. Collective.
+
+        Args:
+            laid: As for `sharded`.
+            staging: Memory that it passes through, in use until the end.
+
+        Returns:
+            What ends it and returns the entries, on all ranks in the order of the beginnings.
+        """
+        made = self.sharded(laid, staging)
+        return lambda: made
 
     # ----------------------------------------------------------------------------------------------------- into it
 

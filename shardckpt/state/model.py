@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -128,12 +128,22 @@ def _on_cpu(value: torch.Tensor) -> torch.Tensor:
 
 
 def _sharded(found: Description) -> dict[str, torch.Tensor]:
-    staging = Staging()
-    return {
-        entry.name: value
-        for holder in found.holders
-        for entry, value in zip(holder.entries, holder.sharded(holder.laid, staging), strict=True)
-    }
+    """Return DTensors; while a unit's rows travel, the next unit's are put together."""
+    stagings = Staging(), Staging()
+    made: dict[str, torch.Tensor] = {}
+    under_way: deque[tuple[Holder, Callable[[], list[torch.Tensor]]]] = deque()
+
+    def end_first() -> None:
+        holder, end = under_way.popleft()
+        made.update({entry.name: value for entry, value in zip(holder.entries, end(), strict=True)})
+
+    for number, holder in enumerate(found.holders):
+        under_way.append((holder, holder.sharding(holder.laid, stagings[number % len(stagings)])))
+        if len(under_way) == len(stagings):
+            end_first()
+    while under_way:
+        end_first()
+    return made
 
 
 def _local(found: Description) -> dict[str, torch.Tensor]:
