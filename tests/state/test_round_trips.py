@@ -89,7 +89,8 @@ def product() -> list[Way]:
     for frees, precision in itertools.product((True, False), PRECISIONS):
         settings = {"reshard_after_forward": frees, **({"mp_policy": POLICY} if precision == "mixed" else {})}
         shard, name = in_place(ours, **settings), f"in place {frees} {precision}"
-        ways.append(Way(name, shard, turns(frees, precision), low_or_not(precision)))
+        optimizer = {(True, "whole"): "AdamW", (False, "low"): "NAdam"}.get((frees, precision), "momentum")
+        ways.append(Way(name, shard, optimizer, low_or_not(precision)))  # DTensors are slow with all but momentum
     return [
         *ways,
         *(Way(name, FACES[name], "momentum") for name in ("plain", "ddp", "torch in place", "offloaded")),
