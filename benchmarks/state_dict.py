@@ -11,13 +11,16 @@ way is checked: shardckpt and torch have to give the same names, shapes and valu
 unit at a time, into memory that stays: 1.5 times its time is the limit.
 
 **sharded.** DTensors of the same model. The yardstick of the wrapper is `dist.all_to_all_single` of the same bytes, a
-unit at a time, into memory that stays: 1.3 times its time is the limit, and half of torch's (on two ranks the bare
-exchange takes a fifth of that itself). `fully_shard` may take no longer than torch's.
+unit at a time, from the shard as it lies (as many bytes, not the right ones) into new memory that stays, which is
+what a state is made of. 1.3 times its time is the limit, and half of torch's (on two ranks the bare exchange takes a
+fifth of that itself). The same into memory that is there already, which no state can be, stands beside it.
+`fully_shard` may take no longer than torch's.
 
 **optimizer.** Adam's whole state for the first rank, and back from there, beside torch's functions for the same.
 
 **many.** Very many small parameters: every kind of state of model and optimizer, taken and put back. There is no limit
-for a SHARDED state of Adam beside torch's fully_shard, which hands out and takes over live tensors where we copy.
+for a SHARDED state of Adam beside torch's fully_shard, which hands out and takes over live tensors where we copy, and
+none for loading a LOCAL one, where torch copies a flat tensor a unit and looks at no names.
 
 Memory is the kernel's own peak of resident memory in one more turn of each way, less what the process had before it,
 with a malloc that gives freed blocks back at once: results are in it, and what gloo takes for itself. The first rank's
@@ -261,7 +264,7 @@ class Way:
     Attributes:
         what: What is done; ways of one name are compared.
         by: Who does it, as printed.
-        role: "shardckpt", "torch", or "bare" for the yardstick.
+        role: "shardckpt", "torch", "bare" for the yardstick, or "floor" for what stands beside it.
         act: Does it, and returns the state: what was taken, or what there is afterwards.
         limits: How many times as long it may take as the way of a role.
     """
@@ -311,16 +314,21 @@ def sharded(row: str, sizes: Sizes, rank: int) -> list[Way]:
     ]
     if row == "composable":
         return ways
-    return [Way(what, "bare all-to-all", "bare", partial(exchanged, model, rank)), *ways]
+    kept = exchanged(model, rank)
+    return [
+        Way(what, "bare all-to-all", "bare", partial(exchanged, model, rank)),
+        Way(what, "bare all-to-all, memory that is there", "floor", partial(exchanged, model, rank, kept)),
+        *ways,
+    ]
 
 
-def exchanged(model: nn.Module, rank: int) -> list[torch.Tensor]:
-    """Exchange as many elements of each unit as flat shards and rows have in common, from memory that is there."""
-    taken = []
-    for bucket in buckets(model):
+def exchanged(model: nn.Module, rank: int, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    """Exchange as many elements of each unit as flat shards and rows have in common; into new memory or other."""
+    taken: list[torch.Tensor] = []
+    for number, bucket in enumerate(buckets(model)):
         plan = exchange(bucket.layout, rank)  # type: ignore[arg-type]
         sends, takes = ([sum(span.numel for span in spans) for spans in side] for side in (plan.out, plan.into))
-        out = bucket.shard.new_empty(sum(takes))
+        out = bucket.shard.new_empty(sum(takes)) if into is None else into[number]
         given = bucket.shard.detach()[: sum(sends)]
         dist.all_to_all_single(out, given, takes, sends)
         taken.append(out)
@@ -363,10 +371,11 @@ def many(row: str, sizes: Sizes, rank: int) -> list[Way]:  # noqa: ARG001
     for kind in ("FULL", "SHARDED", "LOCAL"):
         take, put = f"model {kind}", f"model {kind}, loaded"
         everywhere = kind == "FULL" and row != "composable"  # torch's wrapper loads nothing else
+        loaded = {} if kind == "LOCAL" else {"torch": 1.0}
         kept = shardckpt.model_state_dict(model, kind, rank0_only=kind == "FULL" and not everywhere)
         ways += [
             Way(take, mine.name, "shardckpt", partial(our_state, model, kind), {"torch": 1.0}),
-            Way(put, mine.name, "shardckpt", partial(put_our_state, model, kept), {"torch": 1.0}),
+            Way(put, mine.name, "shardckpt", partial(put_our_state, model, kept), loaded),
         ]
         if has(its, kind, optimizer=False):
             given = kept if kind == "FULL" else torch_state(other, kind)
@@ -478,7 +487,7 @@ def check(ways: Sequence[Way]) -> None:
     seen: dict[str, dict[str, Any]] = {}
     for way in ways:
         found = way.act()
-        if way.role != "bare" and found is not None:
+        if way.role in ("shardckpt", "torch") and found is not None:
             seen.setdefault(way.what, {})[way.by] = told(found)
         del found
     for what, each in seen.items():

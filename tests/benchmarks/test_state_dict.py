@@ -35,7 +35,12 @@ FACES = {
 @pytest.mark.parametrize(
     ("row", "cases", "compared", "bare"),
     [
-        ("flat", "full,sharded", ["model FULL", "model SHARDED"], ["bare gather", "bare all-to-all"]),
+        (
+            "flat",
+            "full,sharded",
+            ["model FULL", "model SHARDED"],
+            ["bare gather", "bare all-to-all", "bare all-to-all, memory that is there"],
+        ),
         (
             "composable",
             "optimizer,many",
