@@ -12,7 +12,7 @@ import pytest
 RAISING = """
 import sys, shardckpt
 
-def inspect(src):
+def inspect(src, **options):
     raise {raised}
 
 shardckpt.inspect = inspect
