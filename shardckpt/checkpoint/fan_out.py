@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from shardckpt.checkpoint.saved import Delivery, Wish
 from shardckpt.errors import RankError
 from shardckpt.groups import Star
 from shardckpt.plan.fan_out import Circle, Stretches
@@ -34,38 +35,58 @@ class FanOut:
         store: What is read through.
         stretches: Of the checkpoint's files.
         circles: In which this rank takes part.
-        reads: What it wants, straight to where it belongs; of any stretch.
+        wanted: What it wants, of any stretch.
+
+    Attributes:
+        own: Reads of what nobody shares, of deliveries that are shared in part.
+        alone: What nobody shares.
     """
 
     def __init__(
-        self, star: Star, store: Store, stretches: Stretches, circles: Sequence[Circle], reads: Sequence[Read]
+        self, star: Star, store: Store, stretches: Stretches, circles: Sequence[Circle], wanted: Sequence[Delivery]
     ) -> None:
         self._star, self._store, self._stretches = star, store, stretches
         self._circles = circles
         shared = set(chain.from_iterable(circle.ids.tolist() for circle in circles))
-        self._places: dict[int, list[tuple[int, memoryview]]] = {number: [] for number in shared}
+        self._places: dict[int, list[tuple[int, memoryview, Delivery]]] = {number: [] for number in shared}
         self.own: list[Read] = []
-        self._divide(reads)
+        self.alone: list[Wish] = []
+        self._owners: list[Delivery] = []
+        for delivery in wanted:
+            self._divide(delivery)
         self._silent: set[int] = set()
         self._told: set[int] = set()
         self._failure: Exception | None = None
         self._is_over = False
         self._sent: deque[tuple[int, int, dist.Work, torch.Tensor]] = deque()
 
-    def _divide(self, reads: Sequence[Read]) -> None:
+    def _divide(self, delivery: Delivery) -> None:
         """Tell what is shared, by stretch, from what is this rank's own to read."""
-        for read in reads:
-            name, offset, buffer = read
-            kept = offset
-            for number, start, stop in self._stretches.cut(name, offset, offset + len(buffer)):
+        reads, delivery.reads = delivery.reads, []
+        cuts = [
+            (read, [*self._stretches.cut(read.name, read.offset, read.offset + len(read.buffer))]) for read in reads
+        ]
+        if not any(number in self._places for _, parts in cuts for number, _, _ in parts):
+            self.alone.append(delivery.wish)
+            return
+        own: list[Read] = []
+        for (name, offset, buffer), parts in cuts:
+            for number, start, stop in parts:
+                place = buffer[start - offset : stop - offset]
                 if number in self._places:
-                    if kept < start:
-                        self.own.append(Read(name, kept, buffer[kept - offset : start - offset]))
-                    kept = stop
-                    at = start - self._stretches.extent(number).start
-                    self._places[number].append((at, buffer[start - offset : stop - offset]))
-            if kept < offset + len(buffer):
-                self.own.append(read if kept == offset else Read(name, kept, buffer[kept - offset :]))
+                    delivery.left += 1
+                    self._places[number].append((start - self._stretches.extent(number).start, place, delivery))
+                else:
+                    own.append(Read(name, start, place))
+        if own:
+            delivery.left += 1
+            self.own += own
+            self._owners.append(delivery)
+
+    def read_own(self) -> None:
+        """Tell that `own` has been read."""
+        for delivery in self._owners:
+            delivery.arrived()
 
     def run(self, failure: Exception | None = None) -> Exception | None:
         """Read and send, take and put in place. Collective among the circles.
@@ -171,8 +192,9 @@ class FanOut:
 
     def _put(self, number: int, row: torch.Tensor) -> None:
         data = memoryview(row.numpy())  # type: ignore[arg-type]
-        for at, place in self._places[number]:
+        for at, place, delivery in self._places.pop(number):
             place[:] = data[at : at + len(place)]
+            delivery.arrived()
 
     def _stop(self, error: Exception) -> None:
         self._failure = self._failure or error

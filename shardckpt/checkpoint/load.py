@@ -14,14 +14,13 @@ import torch.distributed as dist
 from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.fan_out import FanOut
 from shardckpt.checkpoint.save import star_of
-from shardckpt.checkpoint.saved import Moved, Rules, Saved, Verify, Wish, compiled, require_way_to_verify
+from shardckpt.checkpoint.saved import Delivery, Moved, Rules, Saved, Verify, Wish, compiled, require_way_to_verify
 from shardckpt.checkpoint.template import Fitting, Policy, fit
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
 from shardckpt.groups import Star
 from shardckpt.manifest import dotted
 from shardckpt.plan.fan_out import Circle, Stretches, decode_circles, encode_circles, share_out
 from shardckpt.state import StateMismatchError
-from shardckpt.storage.store import Read
 
 _SHOWN_CHARACTERS = 40_000
 
@@ -163,13 +162,13 @@ class _Errand:
         saved: The checkpoint.
         fitting: What goes where.
         wanted: Arrays with their places.
-        reads: Of these, what goes straight to where it belongs, where ranks may share it.
+        deliveries: The others, which ranks may share.
     """
 
     saved: Saved
     fitting: Fitting
     wanted: Sequence[Wish]
-    reads: Sequence[Read] = ()
+    deliveries: Sequence[Delivery] = ()
 
     @cached_property
     def stretches(self) -> Stretches:
@@ -178,7 +177,8 @@ class _Errand:
 
     def told(self) -> bytes:
         """Return what the other ranks have to know."""
-        ranges = ((name, offset, offset + len(buffer)) for name, offset, buffer in self.reads)
+        reads = (read for each in self.deliveries for read in each.reads)
+        ranges = ((name, offset, offset + len(buffer)) for name, offset, buffer in reads)
         return self.saved.identity + self.stretches.wanted(ranges, self.saved.grain).tobytes()
 
     def carry_out(self, star: Star, circles: Sequence[Circle], failure: Exception | None) -> None:
@@ -189,13 +189,14 @@ class _Errand:
             circles: With whom to share what.
             failure: Why this rank cannot go on; the others hear of it.
         """
-        sharing = FanOut(star, self.saved.store, self.stretches, circles, self.reads)
+        sharing = FanOut(star, self.saved.store, self.stretches, circles, self.deliveries)
         failure = sharing.run(failure)
         if failure is not None:
             raise failure
         if not sharing.is_over:
             self.saved.read_straight(sharing.own)
-            self.saved.read(self.wanted)
+            sharing.read_own()
+            self.saved.read([*self.wanted, *sharing.alone])
 
 
 def _load_into(state: Any, source: _Source, policy: Policy, star: Star, fan_out: bool | None) -> None:
@@ -228,8 +229,8 @@ def _errand(state: Any, source: _Source, policy: Policy, star: Star, fan_out: bo
     wanted = saved.ready([(each.entry, each.array) for each in fitting.arrays])
     if star.size == 1 or not (fan_out or (fan_out is None and not saved.store.traits.is_local)):
         return _Errand(saved, fitting, wanted)
-    reads, rest = saved.divided(wanted)
-    return _Errand(saved, fitting, rest, reads)
+    deliveries, rest = saved.deliveries(wanted)
+    return _Errand(saved, fitting, rest, deliveries)
 
 
 def _filled(errand: _Errand, star: Star, circles: Sequence[Circle]) -> bytes | Exception:

@@ -70,8 +70,8 @@ class Saved:
     Raises:
         SourceNotFoundError: Nothing lies there.
         CheckpointError: It cannot be read, or is damaged.
-        UsageError: An unknown way to verify; it refers to no folder that could have been moved; flat parameters of which
-            nothing tells the members.
+        UsageError: An unknown way to verify; it refers to no folder that could have been moved; flat parameters of
+            which nothing tells the members.
     """
 
     def __init__(
@@ -287,6 +287,30 @@ class Saved:
         """
         self._in_threads(_batches_of_reads(reads))
 
+    def deliveries(self, wanted: Sequence[Wish]) -> tuple[list[Delivery], list[Wish]]:
+        """Return what is wanted as bytes of files, and what has to be put together by other means.
+
+        What is on a device, or of another type, gets a buffer, whose memory is not touched before bytes arrive.
+
+        Args:
+            wanted: As `ready` returned it.
+        """
+        found: list[Delivery] = []
+        rest: list[Wish] = []
+        for entry, array in wanted:
+            others = []
+            for portion in _portions(array, entry):
+                buffer, finish = _buffer(portion.tensor, entry)
+                reads = straight_reads(Want(entry.pieces, portion.box, entry.stored, buffer))
+                if reads is None:
+                    others.append(portion)
+                else:
+                    wish = entry, array._replace(portions=(portion,))
+                    found.append(Delivery(reads, finish, wish))
+            if others:
+                rest.append((entry, array._replace(portions=tuple(others))))
+        return found, rest
+
     def _in_threads(self, batches: Iterator[_Batch]) -> None:
         begun = list(islice(batches, 2))
         if len(begun) < 2:
@@ -392,6 +416,40 @@ def compiled(rules: Any) -> list[tuple[re.Pattern[str], str]]:
             ) from error
         found.append((made, new))
     return found
+
+
+@dataclass
+class Delivery:
+    """Elements that come as bytes of files, from whoever reads them.
+
+    Attributes:
+        reads: The bytes, with where they go; let go once they are dealt with.
+        finish: Takes what has arrived to its place; None where it arrives there.
+        wish: The same elements, for reading them by oneself.
+        left: Parts that have not arrived.
+    """
+
+    reads: list[Read]
+    finish: Callable[[], object] | None
+    wish: Wish
+    left: int = 0
+
+    def arrived(self) -> None:
+        """Note that a part is there; the last one ends it."""
+        self.left -= 1
+        if not self.left and self.finish is not None:
+            self.finish()
+            self.finish = None
+
+
+def _portions(array: LocalArray, entry: TensorEntry) -> Iterator[Portion]:
+    """Yield what is held; what needs a buffer on its way in parts that fit a batch."""
+    for portion in array.portions:
+        if lies_flat(portion.tensor) and portion.tensor.dtype == getattr(torch, entry.stored):
+            if portion.box.volume:
+                yield portion
+        else:
+            yield from (Portion(*part) for part in _parts(array._replace(portions=(portion,)), entry))
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardckpt
 from shardckpt.checkpoint import load as loading
+from shardckpt.checkpoint import saved
 from shardckpt.groups import Star
 from shardckpt.plan import fan_out
 from shardckpt.storage.fsspec_store import FsspecStore
@@ -183,14 +184,32 @@ class TestShards:
         assert all(right for _, right in found)
         assert sum(read for read, _ in found) < 1.2 * payload_bytes(tmp_path / "c")
 
-    def test_what_cannot_go_straight_to_its_place_is_read_by_each(self, step: Path) -> None:
+    def test_what_is_converted_or_lies_otherwise_is_read_once_too(self, step: Path, monkeypatch) -> None:
+        monkeypatch.setattr(saved, "BATCH_BYTES", 5 << 20)  # so that it comes in parts
+
         def body(rank: int, world: int):
             state = {"model": {n: torch.zeros(v.shape, dtype=torch.float64) for n, v in values().items()}, "step": 0}
             state["model"]["large.1"] = torch.zeros(150_000, ROWS).t()
-            shardckpt.load(state, f"counted://{step}", cast=True)
-            saved = values()
-            return all(torch.equal(t.float(), saved[n]) for n, t in state["model"].items())
+            read = load_and_count(state, step, cast=True)
+            expected = values()
+            return read, all(torch.equal(t.float(), expected[n]) for n, t in state["model"].items())
 
+        found = run(2, body)
+        assert all(right for _, right in found)
+        assert sum(read for read, _ in found) == payload_bytes(step)
+
+    def test_columns_that_are_put_together_are_read_by_each(self, tmp_path: Path) -> None:
+        def save(rank: int, world: int) -> None:
+            mesh = init_device_mesh("cpu", (world,))
+            made = {n: distribute_tensor(v, mesh, [Shard(1)]) for n, v in values().items() if v.dim()}
+            shardckpt.save({"model": {**made, "one": torch.tensor(7.5)}, "step": 3}, tmp_path / "c")
+
+        def body(rank: int, world: int):
+            state = empty()
+            load_and_count(state, tmp_path / "c")
+            return is_as_saved(state)
+
+        run(2, save)
         assert run(2, body) == [True] * 2
 
     def test_every_rank_may_want_something_else(self, step: Path) -> None:
