@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
-from train_fsdp import WORDS, Model, say
+from train_fsdp import WORDS, Block, Model, say
 
 import shardckpt
-from shardckpt.core import fully_shard
+from shardckpt.core import FullyShardedDataParallel
+from shardckpt.core.wrap import ModuleWrapPolicy
 
 SAMPLES, BATCH, SEED = 64, 12, 5
 JOBS = ((4, 4), (2, 7), (3, 12))
@@ -92,11 +94,9 @@ def train(steps: shardckpt.Checkpointer | None, last: int) -> Iterator[tuple[int
     """Be one rank; yield each step's number, the loss over all ranks and the samples they had."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0 if steps is None else steps.latest() or 0)  # a resumed job begins with other weights, and loads
-    model = Model()
+    model: nn.Module = Model()
     if steps is not None:
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     order = Order(SAMPLES, BATCH, rank, world)
     loader = DataLoader(Counting(), batch_sampler=order)
