@@ -83,7 +83,7 @@ def _of_ranks(source: Source, slots: Mapping[str, str], sizes: Mapping[str, int]
     ]
     notes = read_notes(source.store, {name: source.listing[name].size for name in source.files})
     prefixes: dict[str, Path] = {name: (name,) for name in sizes}
-    reader = open_files(source.store, sizes, prefixes, FORMAT.name)
+    reader = open_files(source.store, sizes, prefixes, FORMAT.name, takes_shares=True)
     if reader.notes:
         return reader.joined()
     shared = {path[0] for path in reader.shares}

@@ -43,7 +43,7 @@ from shardckpt.format.zip_archive import (
     read_entries,
     require_known_method,
 )
-from shardckpt.manifest import Encoded, Lazy, Manifest, Path, Piece, Span, Strided
+from shardckpt.manifest import Encoded, Lazy, Manifest, Path, Piece, Span, Strided, dotted
 from shardckpt.storage.store import Read, Store, read_bytes
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -344,7 +344,14 @@ def looks_like_torch(head: bytes) -> bool:
     return head[:1] == b"\x80" and _MAGIC in head[:40]
 
 
-def open_files(store: Store, sizes: Mapping[str, int], prefixes: Mapping[str, Path], format_name: str) -> TorchReader:
+def open_files(
+    store: Store,
+    sizes: Mapping[str, int],
+    prefixes: Mapping[str, Path],
+    format_name: str,
+    *,
+    takes_shares: bool = False,
+) -> TorchReader:
     """Open files of `torch.save` as one checkpoint; directories and pickles are read in batches.
 
     Args:
@@ -352,6 +359,7 @@ def open_files(store: Store, sizes: Mapping[str, int], prefixes: Mapping[str, Pa
         sizes: File to size in bytes.
         prefixes: File to what the paths in it start with.
         format_name: Name of the format, for the manifest.
+        takes_shares: Whether arrays of which a file holds one rank's share will be joined, or refused.
 
     Raises:
         CheckpointError: A file is damaged, refused, or of a kind that is not read.
@@ -375,10 +383,21 @@ def open_files(store: Store, sizes: Mapping[str, int], prefixes: Mapping[str, Pa
             else:
                 _add_pickles(store, file, size, prefixes[file], opened.nest)
     nest = opened.nest
+    if nest.shares and (nest.notes or not takes_shares):
+        raise _one_ranks(store, nest)
     manifest = Manifest(
         format_name, dict(sizes), nest.tensors, nest.objects, nest.aliases, warnings=tuple(nest.warnings)
     )
     return TorchReader(store, manifest, opened.archives, nest.notes, nest.shares)
+
+
+def _one_ranks(store: Store, nest: Nest) -> UnsupportedError:
+    path, share = next(iter(nest.shares.items()))
+    return UnsupportedError(
+        f"{dotted(path)!r} is a {share.kind}: this is one rank's share, where whole arrays belong",
+        where=store.url,
+        fix="Keep the files of ranks, and nothing else, in a folder of their own, and name that.",
+    )
 
 
 def _zips(store: Store, sizes: Mapping[str, int]) -> list[str]:
@@ -514,7 +533,7 @@ def open_source(source: Source) -> Reader:
     """
     assert source.file is not None, "only single files are recognised"
     sizes = {source.file: source.listing[source.file].size}
-    return open_files(source.store, sizes, {source.file: ()}, FORMAT.name).joined()
+    return open_files(source.store, sizes, {source.file: ()}, FORMAT.name, takes_shares=True).joined()
 
 
 FORMAT = Format(

@@ -185,7 +185,7 @@ def open_loose(source: Source) -> Reader:
     sizes = {name: source.listing[name].size for name in names}
     prefixes: dict[str, Path] = {name: (name,) if len(names) > 1 else () for name in names}
     notes = read_notes(source.store, {name: source.listing[name].size for name in source.files})
-    reader = open_files(source.store, sizes, prefixes, LOOSE_FORMAT.name).joined(notes)
+    reader = open_files(source.store, sizes, prefixes, LOOSE_FORMAT.name, takes_shares=True).joined(notes)
     skipped = sorted(_CONFIGURATION & set(source.files))
     if skipped:
         warnings = (*reader.manifest.warnings, f"{skipped[0]} holds a live configuration object and is not read")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from materialise import assert_same, truth
 
-from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError
+from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError, UnsupportedError
+from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import Evidence, Reader, Source
 from shardckpt.format.torch_folder import HF_FORMAT, LOOSE_FORMAT
 from shardckpt.storage.local import LocalStore
@@ -176,6 +177,13 @@ def test_rank_folders_of_sharded_wrappers_are_one_checkpoint(fixtures: Path) -> 
     reader = loose(fixtures / "fsdp2_dtensor_torchsave_llama_w2" / "ckpt")
     assert reader.manifest.format == "ranks"
     assert {path[0] for path in reader.manifest.tensors} == {"model", "optimizer"}
+
+
+def test_a_share_where_whole_tensors_belong_is_refused(fixtures: Path, tmp_path: Path) -> None:
+    raw = (fixtures / "fsdp2_dtensor_torchsave_llama_w2" / "ckpt" / "checkpoint_rank0.pt").read_bytes()
+    (tmp_path / "pytorch_model.bin").write_bytes(raw)
+    with pytest.raises(UnsupportedError, match="is a DTensor: this is one rank's share"):
+        open_checkpoint(str(tmp_path))
 
 
 def test_a_folder_without_torch_files_is_not_recognised(tmp_path: Path) -> None:
