@@ -44,7 +44,7 @@ def inspect(src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] 
         format=manifest.format,
         files=dict(manifest.files),
         tensors=tuple(
-            TensorInfo(dotted(path), e.stored, e.shape, e.nbytes, len(e.pieces)) for path, e in manifest.tensors.items()
+            TensorInfo(dotted(path), e.dtype, e.shape, e.nbytes, len(e.pieces)) for path, e in manifest.tensors.items()
         ),
         objects={dotted(path): _render(entry.value) for path, entry in manifest.objects.items()},
         ties={dotted(a): dotted(b) for a, b in manifest.aliases.items()},

@@ -91,7 +91,7 @@ class TensorInfo(NamedTuple):
 
     Attributes:
         name: Dotted path.
-        dtype: As stored.
+        dtype: As it is handed out.
         shape: Global shape, in elements.
         nbytes: Bytes of the whole tensor.
         pieces: In how many pieces it lies.

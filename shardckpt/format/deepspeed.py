@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from shardckpt.boxes import Shape, whole
+from shardckpt.boxes import Shape
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import AmbiguousError, CheckpointError, FormatError, IncompleteError, UnsupportedError
+from shardckpt.format.codecs import DecodedStream
 from shardckpt.format.deepspeed_files import StateFiles, find_folder, sort_files
 from shardckpt.format.deepspeed_join import MASTER, MODEL, OPTIMIZER, Joiner, Made
 from shardckpt.format.deepspeed_layers import TIED, put_experts, put_layers
@@ -25,11 +26,10 @@ from shardckpt.format.deepspeed_states import (
     model_state,
     optim_state,
 )
-from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torch_file import TorchReader, open_files
-from shardckpt.manifest import ObjectEntry, Path, TensorEntry
-from shardckpt.storage.store import Store
+from shardckpt.manifest import Encoded, ObjectEntry, Path, Piece, Span, TensorEntry
+from shardckpt.storage.store import Read, Store
 
 _STEP, _GROUPS = "step", "param_groups"
 
@@ -122,22 +122,31 @@ def _require_one_step(reader: TorchReader, optims: Mapping[int, OptimState]) -> 
             if isinstance(value, TensorEntry) and not value.shape:
                 counts.append((state, unit, value))
     located = reader.resolve([value.pieces[0] for _, _, value in counts])
-    buffers = [bytearray(nbytes(value.stored, 1)) for _, _, value in counts]
-    PieceReader(reader.store).fill(
-        [
-            Want([piece], whole(()), value.stored, memoryview(buffer))
-            for piece, (_, _, value), buffer in zip(located, counts, buffers, strict=True)
-        ]
-    )
     first: dict[int, tuple[bytes, OptimState]] = {}
-    for (state, unit, _), buffer in zip(counts, buffers, strict=True):
-        raw, other = first.setdefault(unit, (bytes(buffer), state))
-        if raw != bytes(buffer):
+    for (state, unit, _), mine in zip(counts, _scalars(reader, located, counts), strict=True):
+        raw, other = first.setdefault(unit, (mine, state))
+        if raw != mine:
             raise FormatError(
                 f"ranks {other.rank} and {state.rank} took different numbers of steps",
                 where=f"{reader.store.url}/{state.file}",
                 fix="Files of two saves lie in one folder: keep those of one.",
             )
+
+
+def _scalars(
+    reader: TorchReader, located: Sequence[Piece], counts: Sequence[tuple[OptimState, int, TensorEntry]]
+) -> list[bytes]:
+    """Return the bytes of arrays of one element, in one batch of reads; compressed ones are decoded one by one."""
+    buffers = [bytearray(nbytes(value.stored, 1)) for _, _, value in counts]
+    reads: list[Read] = []
+    for piece, buffer in zip(located, buffers, strict=True):
+        layout = piece.layout
+        if isinstance(layout, Span):
+            reads.append(Read(piece.file, layout.offset, memoryview(buffer)))
+        elif isinstance(layout, Encoded) and isinstance(layout.inner, Span):
+            DecodedStream(reader.store, piece.file, layout).read_into(layout.inner.offset, memoryview(buffer))
+    reader.store.read(reads)
+    return [bytes(buffer) for buffer in buffers]
 
 
 def _settle(joiners: Sequence[Joiner], files: StateFiles, url: str) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from shardckpt.errors import AmbiguousError, FormatError, IncompleteError
 from shardckpt.format.reader import Source
-from shardckpt.storage.store import Store, read_bytes
+from shardckpt.storage.store import Store
 
 LATEST = "latest"
 _MAX_TAG_BYTES = 4096
@@ -109,7 +109,7 @@ def read_tag(source: Source, name: str) -> str:
     entry = source.listing.get(name)
     if entry is None or entry.is_folder or not 0 < entry.size <= _MAX_TAG_BYTES:
         return ""
-    return read_bytes(source.store, name, 0, entry.size).decode("utf-8", "replace").strip()
+    return source.head(name, entry.size).decode("utf-8", "replace").strip()
 
 
 def sort_files(store: Store, folder: str) -> StateFiles:
