@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -204,7 +205,7 @@ def _disjoint(array: _Array) -> Iterable[tuple[Box, int, Sequence[int]]]:
     boxes = [box for box in array.holders if 0 not in box.size]
     if len(boxes) == 1 and boxes[0] == whole(shape):
         return ((boxes[0], boxes[0].volume, tuple(array.holders[boxes[0]])),)
-    strange = next((box for box in boxes if len(box.size) != len(shape)), None)
+    strange = next((box for box in boxes if not len(box.offset) == len(box.size) == len(shape)), None)
     if strange is not None:
         raise _outside(array, strange)
     volumes = _volumes_of_tiling(shape, boxes)
@@ -239,7 +240,9 @@ def _volumes_of_tiling(shape: Shape, boxes: Sequence[Box]) -> list[int] | None:
     """
     if not boxes or not shape:
         return None
-    offsets, sizes = np.array([b.offset for b in boxes]), np.array([b.size for b in boxes])
+    numbers = chain.from_iterable(chain.from_iterable(boxes))
+    table = np.fromiter(numbers, np.int64, 2 * len(shape) * len(boxes)).reshape(-1, 2, len(shape))
+    offsets, sizes = table[:, 0], table[:, 1]
     volumes = sizes.prod(axis=1)
     full = sizes == np.array(shape)
     inner_full = np.logical_and.accumulate(full[:, ::-1], axis=1)[:, -2::-1]  # of the dimensions behind each
