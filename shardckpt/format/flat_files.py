@@ -16,7 +16,7 @@ from shardckpt.dtypes import bits
 from shardckpt.errors import FormatError, UsageError
 from shardckpt.format.rank_contents import GROUPS, STATE, Made, RankContent, RankGroup
 from shardckpt.format.reader import WholeShapes
-from shardckpt.format.sharded_values import SHARDED_TENSOR, Share
+from shardckpt.format.sharded_values import SHARDED_TENSOR, Shards, Share
 from shardckpt.format.torch_nest import Refused, narrowed
 from shardckpt.layout import ALIGNMENT, FlatLayout, ParamSpec
 from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry, dotted
@@ -61,6 +61,11 @@ class _Unit:
     def chunk(self) -> int:
         """Elements of each rank's part, padding counted."""
         return -(-self.numel // self.parts)
+
+    @property
+    def filled(self) -> int:
+        """Ranks that hold an element; those behind them have padding alone, or nothing."""
+        return -(-self.numel // self.chunk) if self.chunk else 0
 
     def lying_at(self, place: int) -> list[tuple[int, Box, int]]:
         """Return `(member, box, offset in the chunk)` of everything at a place."""
@@ -176,6 +181,14 @@ class _FlatModel:
             first = first or share
             unit = self.units.setdefault(name, _Unit(name, name.removesuffix(FLAT), share.shape[0], share.parts))
             entry = content.tensors[path]
+            listed = sum(1 for box in share.cut.boxes if box.volume) if isinstance(share.cut, Shards) else -1
+            if listed != unit.filled:
+                raise FormatError(
+                    f"{name!r} is not cut into equal chunks",
+                    where=f"{self._made.url}/{content.file}",
+                    found=f"{listed} shards",
+                    expected=f"{unit.filled}, of {unit.numel} elements over {unit.parts} ranks",
+                )
             held = min(max(unit.numel - share.place * unit.chunk, 0), unit.chunk)
             expected = [Box((share.place * unit.chunk,), (held,))] if held else []
             if [piece.box for piece in entry.pieces] != expected:
@@ -373,7 +386,7 @@ class _FlatModel:
         stored = next(iter(parts.values()))[1].stored
         pieces: dict[int, list[Piece]] = {}
         paths = [(*below, spec.name, *tail) for spec in unit.members]
-        for place in range(unit.parts):
+        for place in range(unit.filled):
             boxes = unit.lying_at(place)
             if place not in parts:
                 for index, box, _ in boxes:
@@ -399,7 +412,7 @@ class _FlatModel:
         index = next(i for i, spec in enumerate(unit.members) if spec.name == name)
         stored = next(iter(parts.values()))[1].stored
         pieces: list[Piece] = []
-        for place in range(unit.parts):
+        for place in range(unit.filled):
             mine = [(box, at) for i, box, at in unit.lying_at(place) if i == index]
             if mine and place not in parts:
                 pieces += [self._made.lost(box, path, self._label(unit, place)) for box, _ in mine]

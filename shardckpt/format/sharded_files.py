@@ -33,6 +33,9 @@ FORMAT_NAME = "ranks"
 _SHOWN = 64
 """Missing parts of an array that are named one by one; beyond, elements that nobody holds say enough."""
 
+_SEARCHED = 1 << 16
+"""Parts of an array among which those are looked for."""
+
 _STEPS = frozenset({"step", "global_step", "iteration", "epoch", "last_epoch"})
 _STEP = "step"
 _ODD = 4
@@ -157,7 +160,8 @@ class _Joiner:
             for piece in mine.pieces:
                 pieces.setdefault(piece.box, piece)
         if not share.refused and sum(box.volume for box in pieces) < prod(share.shape):
-            gone = ((box, rank) for box, rank in share.elsewhere() if box.volume and box not in pieces)
+            every = islice(share.elsewhere(), _SEARCHED)
+            gone = ((box, rank) for box, rank in every if box.volume and box not in pieces)
             for box, rank in islice(gone, _SHOWN):
                 label = f"the file of rank {rank}" if rank >= 0 else f"a file with {box} of it"
                 pieces[box] = self._made.lost(box, whole, label)

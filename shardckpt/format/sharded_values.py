@@ -34,6 +34,7 @@ class Mesh:
         rank: This rank's number; -1 where the mesh does not tell.
         ranks: Every rank of the root mesh; empty where it does not tell.
         steps: For each dimension the sizes and steps, in `ranks`, that a coordinate is made of.
+        at: Where in `ranks` this rank stands; -1 where it does not.
     """
 
     sizes: Shape
@@ -41,13 +42,13 @@ class Mesh:
     rank: int
     ranks: Shape
     steps: tuple[tuple[tuple[int, int], ...], ...]
+    at: int
 
     def rank_at(self, place: Sequence[int]) -> int:
         """Return which rank has some coordinates; -1 where the mesh does not tell."""
-        if self.place is None or not self.steps or self.rank not in self.ranks:
+        if self.place is None or not self.steps or self.at < 0:
             return -1
-        at = self.ranks.index(self.rank)
-        at += sum(_step(s, c) - _step(s, own) for s, c, own in zip(self.steps, place, self.place, strict=True))
+        at = self.at + sum(_step(s, c) - _step(s, own) for s, c, own in zip(self.steps, place, self.place, strict=True))
         return self.ranks[at] if 0 <= at < len(self.ranks) else -1
 
 
@@ -248,7 +249,7 @@ def _mesh(told: dict[str, object]) -> Mesh:
     rank = told.get("_rank", -1)
     if type(rank) is not int or not -1 <= rank < _MOST_RANKS:
         raise FormatError("a mesh has an impossible rank", found=rank)
-    return Mesh(sizes, coordinates, rank, ranks, steps)
+    return Mesh(sizes, coordinates, rank, ranks, steps, ranks.index(rank) if rank in ranks else -1)
 
 
 def _steps(layout: dict[str, object]) -> tuple[tuple[tuple[int, int], ...], ...]:
