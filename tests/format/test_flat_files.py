@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from materialise import assert_same
 from share_writers import as_rank, sharded
 
+from shardckpt.boxes import Box
 from shardckpt.errors import FormatError, UnsupportedError, UsageError
 from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.pickles import TensorStub
+from shardckpt.format.rank_contents import RankFile
 from shardckpt.format.reader import Reader, WholeShapes
+from shardckpt.format.sharded_files import join_ranks
+from shardckpt.format.sharded_values import SHARDED_TENSOR, Shards, Share
+from shardckpt.manifest import Lazy, Manifest, Piece, TensorEntry
 from shardckpt.plan.coverage import require_complete
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
@@ -191,3 +197,15 @@ def test_moments_of_other_lengths_are_refused(tmp_path: Path) -> None:
     torch.save(state, file)
     with pytest.raises(FormatError, match=r"what rank 1 holds of .* does not fit '_flat_param'"):
         opened(tmp_path / "src", shapes_of(SMALL, ids={0: "_flat_param", 1: "a._flat_param"}))
+
+
+def test_a_claim_of_many_ranks_is_refused(tmp_path: Path) -> None:
+    """Shards of an unheard-of number of ranks, of which two are listed: not counted through."""
+    listed = (Box((0,), (4,)), Box((4,), (4,)))
+    held = ((listed[0], TensorStub(None, 0, (4,), (1,))),)
+    cut = Shards((8,), listed, (0, 1))
+    share = Share(SHARDED_TENSOR, (8,), "float32", held, cut, None, 0, 1 << 24, 0, 1 << 24)
+    entry = TensorEntry(("f", "_flat_param"), (8,), "float32", (Piece(listed[0], "f", Lazy(0, 0)),))
+    manifest = Manifest("x", {"f": 1}, {entry.path: entry})
+    with pytest.raises(FormatError, match="not cut into equal chunks"):
+        join_ranks(manifest, {entry.path: share}, [RankFile("f", ("f",), (), 0)], "here", shapes_of(SMALL))
