@@ -123,6 +123,30 @@ class TestLayouts:
     def test_groups_in_several_flat_tensors(self, size: int, tmp_path: Path) -> None:
         assert_is(opened(write(tmp_path, RUN, 3, 3, sub_group=size)), RUN)
 
+    @pytest.mark.parametrize("is_elastic", [True, False])
+    def test_optimizers_that_count_their_steps_elsewhere(self, is_elastic: bool, tmp_path: Path) -> None:
+        """Elastic checkpoints leave the groups out; some optimizers count for a group."""
+        write(tmp_path, RUN, 2, 2)
+        for file in (tmp_path / "global_step3").glob("*_optim_states.pt"):
+            saved = torch.load(file)
+            said = saved["optimizer_state_dict"]
+            base = said["base_optimizer_state"]
+            for slots in base["state"].values():
+                del slots["step"]
+            if is_elastic:
+                said["base_optimizer_state"] = list(base["state"].values())
+                said["base_optimizer_state_step"] = 7
+            else:
+                for group in base["param_groups"]:
+                    group["step"] = 7
+            torch.save(saved, file)
+        reader = opened(tmp_path)
+        for name in RUN.trained:
+            assert reader.manifest.objects["optimizer", "state", name, "step"].value == 7
+            assert_same(reader, ("optimizer", "state", name, "exp_avg"), RUN.moments()[f"{name}/exp_avg"])
+        groups: Any = reader.manifest.objects["optimizer", "param_groups"].value
+        assert [group["params"] for group in groups] == [list(group) for group in RUN.groups]
+
     @settings(max_examples=15, deadline=None)
     @given(
         shapes=st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5),
