@@ -78,6 +78,7 @@ class VerifiedStore:
         self._files = files
         self._good: set[_Block] = set()
         self._recent = threading.local()
+        self._most = max((min(file.nbytes, BLOCK_BYTES) for file in files.values()), default=0)
 
     @property
     def url(self) -> str:
@@ -176,8 +177,8 @@ class VerifiedStore:
         """Serve the parts of a few blocks."""
         data = {block: self._recent.data for block, _ in wanted if self._is_recent(block)}
         missing = [block for block, _ in wanted if block not in data]
-        for name, number in missing:
-            data[name, number] = memoryview(bytearray(_extent(self._files[name], number)[1]))
+        for (name, number), buffer in zip(missing, self._buffers(len(missing)), strict=True):
+            data[name, number] = buffer[: _extent(self._files[name], number)[1]]
         self._store.read([Read(name, number * BLOCK_BYTES, data[name, number]) for name, number in missing])
         for block in missing:
             self._check(block, [data[block]])
@@ -186,6 +187,16 @@ class VerifiedStore:
                 target[:] = data[block][start : start + len(target)]
         self._recent.block = wanted[-1][0]
         self._recent.data = data[self._recent.block]
+
+    def _buffers(self, count: int) -> Sequence[memoryview]:
+        """Return memory for so many blocks, used before by this thread; the block that is kept lies elsewhere."""
+        pool = self._recent.__dict__.setdefault("pool", [])
+        kept = getattr(self._recent, "data", None)
+        free = [each for each in pool if kept is None or kept.obj is not each.obj]
+        while len(free) < count:
+            free.append(memoryview(bytearray(self._most)))
+            pool.append(free[-1])
+        return free[:count]
 
     def _check(self, block: _Block, data: Sequence[memoryview]) -> None:
         name, number = block
