@@ -49,7 +49,8 @@ class Options:
         optim_keys: How the optimizer written calls its parameters: `names`; `ids`, numbered as `torch.optim` does; or
             `flat`, one key a value, `state.<parameter>.<slot>`.
         param_names: JSON file from optimizer id to name, or an array of names.
-        shapes_from: Any checkpoint whose tensors have the right global shapes, to check against.
+        shapes_from: Any checkpoint of the same model with whole tensors: takes flat parameters apart, and is checked
+            against.
         base: Where the folder lies now that the checkpoint refers to, if it was moved.
         dtype: Float type to cast the model's float tensors to.
         keep_fp32: Globs of final names that are not cast.
