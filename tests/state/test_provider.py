@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from harness import run
+from states import compiled
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -128,7 +129,7 @@ def test_compiled_and_recomputing_modules_load_by_names_with_or_without_segments
     def body(rank, world):
         quiet()
         torch.manual_seed(0)
-        model, other, third = (wrapped(ours, compiled(), True) for _ in range(3))
+        model, other, third = (wrapped(ours, compiled_inside(), True) for _ in range(3))
         expected = copy.deepcopy(dict(model_state_dict(model)))
         wrong = []
         for kind, assign in itertools.product(ours.StateDictType, (False, True)):
@@ -149,10 +150,10 @@ def test_compiled_and_recomputing_modules_load_by_names_with_or_without_segments
     assert run(2, body) == [([], True)] * 2
 
 
-def compiled() -> Net:
+def compiled_inside() -> Net:
     net = Net()
     for index, block in enumerate(net.blocks):
-        net.blocks[index] = torch.compile(checkpoint_wrapper(block), backend="eager")
+        net.blocks[index] = compiled(checkpoint_wrapper(block))
     return net
 
 
