@@ -26,7 +26,7 @@ _ModelKey = Annotated[str, typer.Option("--model-key", help="Where the model is,
 _OptimKey = Annotated[str, typer.Option("--optim-key", help="Where the optimizer is: KEY, FILE or FILE:KEY.")]
 _OptimKeys = Annotated[str, typer.Option("--optim-keys", help="Keys of the optimizer written: names, ids or flat.")]
 _Names = Annotated[str, typer.Option("--param-names", help="JSON file: object from optimizer id to name, or array.")]
-_Shapes = Annotated[str, typer.Option("--shapes-from", help="Checkpoint of the same model: for flat parameters, or to check.")]
+_Shapes = Annotated[str, typer.Option("--shapes-from", help="Checkpoint of the same model, for whole shapes.")]
 _Base = Annotated[str, typer.Option("--base", help="Where the folder is now that SRC refers to, if it was moved.")]
 _Dtype = Annotated[str, typer.Option("--dtype", help="Cast the model's float tensors: fp32, bf16, fp16, fp64.")]
 _Keep = Annotated[list[str] | None, typer.Option("--keep-fp32", help="Glob of names that are not cast; repeatable.")]
