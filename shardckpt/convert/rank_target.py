@@ -18,6 +18,7 @@ from shardckpt.convert.arrays import resolve
 from shardckpt.convert.losses import refuses, require_allowed, told
 from shardckpt.convert.report import Meter
 from shardckpt.convert.stream import Budget, Part, write_parts
+from shardckpt.errors import FormatError
 from shardckpt.format.pickle_writer import Call, GlobalName
 from shardckpt.format.reader import Reader
 from shardckpt.format.torch_writer import TYPES, Archive, ArchiveWriter, Storage, TensorValue, lay_out
@@ -170,6 +171,9 @@ def _rows(shape: Shape, rank: int, world: int) -> Box:
 def _nest(leaves: Mapping[Path, object]) -> object:
     """Return leaves by path as dicts in one another; those whose keys count from 0 are lists, but not of a state."""
     if () in leaves:
+        if len(leaves) > 1:
+            below = next(path for path in leaves if path)
+            raise FormatError("a value lies where others lie below it", where=dotted(below))
         return leaves[()]
     inner: dict[str | int, dict[Path, object]] = {}
     for path, leaf in leaves.items():

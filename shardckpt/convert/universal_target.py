@@ -72,9 +72,16 @@ def masters(reader: Reader, options: Options, config: Mapping[str, object], sele
     """Return the weights that the optimizer goes on from: its own copies where the source has them.
 
     Raises:
-        UsageError: The optimizer has a parameter that the model lacks.
+        UsageError: The optimizer has a parameter that the model lacks; or there is no optimizer.
         CheckpointError: Something of them is missing.
     """
+    if not _trained(selection):
+        raise UsageError(
+            "a universal checkpoint is one to resume training from, and there is no optimizer here",
+            found="no trained parameter",
+            expected="an optimizer with its groups, which say what is trained",
+            fix="Name it with --optim-key; or write the weights alone, --to safetensors.",
+        )
     found = selection.model
     if any(path[0] == _MASTER for path in reader.manifest.tensors):
         found = select(reader, replace(options, part="model", weights="master"), config).model

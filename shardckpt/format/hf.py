@@ -21,6 +21,7 @@ from shardckpt.storage.store import Store
 
 _SHARDED_FOLDER = "sharded"
 _SHARDING_INFO = "DCP_SHARDING_INFO"
+_STATE = "state"
 _OTHERS = ("DCP_", KEY)
 """Metadata that describes the file it stands in, and nothing that is made of it."""
 
@@ -86,7 +87,9 @@ def _open_files(store: Store, files: Files) -> Reader:
     if any(name.startswith(OPTIMIZER) for name in sizes):
         groups = _param_groups(store, files.param_groups)
         tensors = _split_optimizer(tensors, groups)
-        values: dict[Path, object] = {(OPTIMIZER, "param_groups"): groups.groups, (OPTIMIZER, "state"): groups.values}
+        values = {(OPTIMIZER, "param_groups"): groups.groups, **_state_values(groups.values)}
+        if not any(path[:2] == (OPTIMIZER, _STATE) for path in (*tensors, *values)):
+            values[OPTIMIZER, _STATE] = {}
         if groups.units:
             values[OPTIMIZER, "units"] = groups.told
         objects = {path: ObjectEntry(path, value) for path, value in values.items()}
@@ -199,9 +202,15 @@ def _split_optimizer(tensors: Mapping[Path, TensorEntry], groups: OptimizerFile)
             moved["model", name] = entry._replace(path=("model", name))
             continue
         for rest, each in groups.entries(name, entry):
-            path = (OPTIMIZER, "state", *rest)
+            path = (OPTIMIZER, _STATE, *rest)
             moved[path] = each._replace(path=path)
     return moved
+
+
+def _state_values(values: object) -> dict[Path, object]:
+    """Return state that is no array by parameter and slot: arrays of the same parameter lie beside it."""
+    held = {key: slots for key, slots in values.items() if isinstance(slots, dict)} if isinstance(values, dict) else {}
+    return {(OPTIMIZER, _STATE, key, slot): value for key, slots in held.items() for slot, value in slots.items()}
 
 
 def _param_groups(store: Store, name: str) -> OptimizerFile:

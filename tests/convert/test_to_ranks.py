@@ -84,3 +84,18 @@ def test_what_has_no_cut_is_cut_unless_it_is_named(tmp_path: Path) -> None:
             tmp_path / "model.safetensors", tmp_path / "b", world_size=2, to="torch", keep_whole=["nothing*"]
         )
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("to", ["native", "dcp", "torch"])
+@pytest.mark.parametrize("step", [3, torch.tensor(3.0)], ids=["value", "tensor"])
+def test_an_optimizer_beside_safetensors_comes_along(to: str, step: object, tmp_path: Path) -> None:
+    """What is no tensor of its state lies in another file than what is."""
+    slots = {"exp_avg": torch.arange(8.0).reshape(4, 2), "step": step}
+    optim = {"state": {"w": slots}, "param_groups": [{"params": ["w"], "lr": 0.1}]}
+    torch.save({"model": {"w": torch.ones(4, 2)}, "optimizer": optim}, tmp_path / "a.pt")
+    shardckpt.consolidate(tmp_path / "a.pt", tmp_path / "merged", part="all")
+    shardckpt.reshard(tmp_path / "merged", tmp_path / "out", world_size=2, to=to)
+    assert shardckpt.diff(tmp_path / "a.pt", tmp_path / "out").same
+    state = shardckpt.load(tmp_path / "out")["optimizer"]["state"]["w"]
+    assert torch.equal(state["exp_avg"], slots["exp_avg"])
+    assert torch.as_tensor(state["step"]) == 3
