@@ -63,7 +63,7 @@ def test_numbers_are_those_of_torchs_optimizers(case: Case, tmp_path: Path) -> N
         for name in group["params"]
     }
     groups = [{"params": [parameters[n] for n in group["params"]]} for group in case.groups["param_groups"]]
-    optim = OPTIMIZERS[case.facts["optimizer"].split()[0]](groups, lr=9.0)
+    optim = OPTIMIZERS[case.facts["optimizer"].split()[0].lower()](groups, lr=9.0)
     state: dict[int, dict[str, Any]] = {}
     for key, value in tensors.items():
         number, _, slot = key.partition("/")
