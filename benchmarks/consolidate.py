@@ -72,6 +72,7 @@ class Tool:
         startup: A command line that only starts it.
         source: Kind of input it needs, where that is not the case's own.
         checked: Whether its output is compared with the truth; a copy is not.
+        needs: Module without which it does not take part.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Tool:
     startup: list[str]
     source: str = ""
     checked: bool = True
+    needs: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,10 @@ class Fsync:
     off = False
 
 
-def script(name: str, code: str, *, source: str = "") -> Tool:
+def script(name: str, code: str, *, source: str = "", needs: str = "") -> Tool:
     """Return a peer that is a function of a library: `code` run on a source and a target."""
     imports = "\n".join(line for line in code.splitlines() if line.startswith(("import", "from")))
-    return Tool(name, lambda src, dst: [PYTHON, "-c", code, src, dst], [PYTHON, "-c", imports], source)
+    return Tool(name, lambda src, dst: [PYTHON, "-c", code, src, dst], [PYTHON, "-c", imports], source, needs=needs)
 
 
 CP = Tool("cp", lambda src, dst: ["cp", "-r", "--reflink=never", src, dst], ["cp", "--version"], checked=False)
@@ -144,7 +146,7 @@ ACCELERATE = Tool(
 )
 TO_TORCH = script("torch dcp_to_torch_save", DCP_TO_TORCH)
 HF = script("torch HF consolidation", TORCH_HF)
-META = script("torch_checkpointing", TORCH_CHECKPOINTING, source="torch-checkpointing")
+META = script("torch_checkpointing", TORCH_CHECKPOINTING, source="torch-checkpointing", needs="torch_checkpointing")
 
 CASES = {
     "dcp": Case("DCP shards of 4 ranks to safetensors", "dcp", (CP, ours(), ACCELERATE, TO_TORCH)),
@@ -234,7 +236,7 @@ class Bench:
 
     def compare(self, case: Case) -> None:
         """Measure every tool of a case and print the table."""
-        tools = [tool for tool in case.tools if tool is not META or importlib.util.find_spec("torch_checkpointing")]
+        tools = [tool for tool in case.tools if not tool.needs or importlib.util.find_spec(tool.needs)]
         for tool in tools:
             self.note(f"warming up {tool.name}")
             self.merge(tool, case)

@@ -1,0 +1,36 @@
+"""The benchmark still runs: other frameworks' files are written, and every output is compared with the truth."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "formats.py"
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_a_small_run_prints_a_row_for_every_tool_and_what_was_asked(tmp_path: Path) -> None:
+    cases = "zero3,local,dtensors,accelerate,fabric,jobs"
+    options = ["--size", "1MB", "--rounds", "1", "--cases", cases, "--fsync", "neither", "--folder", str(tmp_path)]
+    done = bench(*options)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]
+    ours = {"shardckpt consolidate", "shardckpt consolidate --weights master"}
+    assert {"cp", "accelerate merge_fsdp_weights", *ours} <= set(rows)
+    assert any(row.endswith("--jobs 2") for row in rows)
+    asked = [line for line in done.stdout.splitlines() if line.startswith("Asked: ")]
+    assert len(asked) == len(cases.split(","))
+    assert all("MB: met" in line for line in asked), "memory does not depend on how busy the machine is"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [("--cases", "no-such-case"), ("--size", "many")])
+def test_what_cannot_be_run_is_refused(arguments: tuple[str, str]) -> None:
+    assert bench(*arguments).returncode == 2
