@@ -44,14 +44,23 @@ def make_partial(target: str) -> tuple[str, int]:
         OSError: It cannot be made.
     """
     while True:
-        path = beside(target, PARTIAL)
-        os.mkdir(path)
-        with suppress(FileNotFoundError):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            hold(fd)
-            # Another run's sweep may have come between making the folder and holding it.
-            if is_at(fd, path):
-                return path, fd
+        path, fd = beside(target, PARTIAL), -1
+        try:
+            os.mkdir(path)
+            with suppress(FileNotFoundError):
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                hold(fd)
+                # Another run's sweep may have come between making the folder and holding it.
+                if is_at(fd, path):
+                    return path, fd
+        except FileExistsError:
+            raise  # somebody else's
+        except BaseException:  # a signal may come before anybody knows of the folder
+            remove(path)
+            if fd >= 0:
+                os.close(fd)
+            raise
+        if fd >= 0:
             os.close(fd)
 
 

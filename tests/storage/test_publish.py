@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from bucket import Bucket
 from disk import watched
 
 from shardckpt.errors import NoSpaceError, StorageError, TargetExistsError, UsageError
-from shardckpt.storage import local_publication, retry
+from shardckpt.storage import leftovers, local_publication, retry
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.open_store import open_store
 from shardckpt.storage.publish import overlaps, publish
@@ -301,6 +302,19 @@ class TestOnDisk:
 
 
 class TestLeftovers:
+    def test_a_signal_while_the_partial_is_made_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted(fd: int) -> None:
+            raise SystemExit(143)
+
+        before = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(leftovers, "hold", interrupted)
+        with pytest.raises(SystemExit), publish(str(tmp_path / "new" / "out"), overwrite=False, needed_bytes=0):
+            pass
+        assert list(tmp_path.iterdir()) == []
+        assert len(os.listdir("/proc/self/fd")) == before
+
     @pytest.fixture
     def target(self, tmp_path):
         return tmp_path / "out"
