@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import output
+from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
     from shardckpt import TensorDifference
@@ -17,7 +17,7 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="Another, of any format and world size.")],
     rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names of A; repeatable.")] = None,
     rules: Annotated[str, typer.Option("--rules", help="TOML file of rules, or a set's name, for A.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: options.AllAsJson = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor; exit 0 when they are equal, 1 when they differ."""
     import shardckpt

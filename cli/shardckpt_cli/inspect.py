@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt_cli import output
+from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
     from shardckpt import Inspection
 
 
 def inspect(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or file, path or URL.")],
+    src: options.Src,
     tree: Annotated[bool, typer.Option("--tree", help="Sizes by prefix instead of a table of tensors.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    shapes_from: Annotated[
-        str, typer.Option("--shapes-from", help="Checkpoint of the same model, for flat parameters of FSDP1.")
-    ] = "",
+    as_json: options.AllAsJson = False,
+    shapes_from: options.FlatShapesFrom = "",
 ) -> None:
     """Show what a checkpoint holds, from headers and metadata alone."""
     import shardckpt

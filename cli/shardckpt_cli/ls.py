@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
-import typer
-
-from shardckpt_cli import output
+from shardckpt_cli import options, output
 
 
 def ls(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder of a run's steps, path or URL.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    root: options.Root,
+    as_json: options.AllAsJson = False,
 ) -> None:
     """List the complete steps of a run, a number a line; others are told on stderr."""
     import shardckpt

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from shardckpt_cli import exits, output
+from shardckpt_cli import exits, options, output
 
-_Root = Annotated[str, typer.Argument(metavar="ROOT", help="Folder of a run's steps, path or URL.")]
 _Last = Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")]
 _Every = Annotated[int | None, typer.Option("--keep-every", metavar="N", help="Keep steps that N divides.")]
 _Best = Annotated[int | None, typer.Option("--keep-best", metavar="N", help="Keep the best N steps by --metric.")]
@@ -18,11 +17,10 @@ _Mode = Annotated[str, typer.Option("--mode", help="min or max: what the best me
 _For = Annotated[str | None, typer.Option("--keep-for", metavar="TIME", help="Keep steps for so long: 36h, 7d, 2w.")]
 _Verify = Annotated[bool, typer.Option("--verify", help="Check every byte of the newest step before anything goes.")]
 _Dry = Annotated[bool, typer.Option("--dry-run", help="Print what would be removed; remove nothing.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
 
 def prune(
-    root: _Root,
+    root: options.Root,
     keep_last: _Last = None,
     keep_every: _Every = None,
     keep_best: _Best = None,
@@ -31,7 +29,7 @@ def prune(
     keep_for: _For = None,
     verify: _Verify = False,
     dry_run: _Dry = False,
-    as_json: _Json = False,
+    as_json: options.AllAsJson = False,
 ) -> None:
     """Remove steps that no rule keeps, and what dead saves left a day ago; the newest complete step stays."""
     import shardckpt

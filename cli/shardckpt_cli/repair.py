@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-from shardckpt_cli import output
+from shardckpt_cli import options, output
 
 
 def repair(
     src: Annotated[str, typer.Argument(metavar="SRC", help="Folder of a step of shardckpt: path or URL.")],
     save: Annotated[str, typer.Option("--save", help="Id of the save, where several whole ones lie in SRC.")] = "",
     rehash: Annotated[bool, typer.Option("--rehash", help="Take bytes that do not match an old manifest.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything; write nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    dry_run: options.ShortDryRun = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Write a step's manifest and COMMIT anew from its payload files, where those are whole."""
     import shardckpt

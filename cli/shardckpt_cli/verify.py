@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from shardckpt_cli import output
+from shardckpt_cli import options, output
 
 
 def verify(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: folder or file, path or URL.")],
-    shapes_from: Annotated[
-        str, typer.Option("--shapes-from", help="Checkpoint of the same model, for flat parameters of FSDP1.")
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    src: options.Src,
+    shapes_from: options.FlatShapesFrom = "",
+    as_json: options.AllAsJson = False,
 ) -> None:
     """Check structure, coverage, sizes and stored checksums; exit 1 when something is wrong."""
     import shardckpt
