@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -88,6 +88,10 @@ class Models:
         elif isinstance(value, (Mapping, list, tuple)) and depth < tagged.MAX_DEPTH:
             for each in value.values() if isinstance(value, Mapping) else value:
                 self._look(each, depth + 1)
+
+    def __iter__(self) -> Iterator[LocalModel]:
+        """Yield what lies here of each model, in the order of the state."""
+        return (found for _, found in self._found.values())
 
     def of(self, model: nn.Module) -> LocalModel:
         """Return what of a model lies here."""

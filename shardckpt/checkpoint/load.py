@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
+from shardckpt.checkpoint.capture import Models
 from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.fan_out import FanOut
+from shardckpt.checkpoint.model_shapes import shapes_of
 from shardckpt.checkpoint.save import star_of
 from shardckpt.checkpoint.saved import Delivery, Moved, Rules, Saved, Verify, Wish, compiled, require_way_to_verify
 from shardckpt.checkpoint.template import Fitting, Policy, fit
@@ -219,12 +221,13 @@ def _load_into(state: Any, source: _Source, policy: Policy, star: Star, fan_out:
 
 def _errand(state: Any, source: _Source, policy: Policy, star: Star, fan_out: bool | None) -> _Errand:
     """Find out what is to be read, and that it is there and fits; nothing is changed."""
-    saved = Saved(*source)
+    models = cache(lambda: Models(state))
+    saved = Saved(*source, tell=lambda: shapes_of(models()))
     if policy.partial is None:
         saved.expect_most()
     if source.verify == "full":
         saved.check_blocks(star.rank, star.size, own_only=policy.is_own_only)
-    fitting = fit(state, saved, policy, star.rank, star.size)
+    fitting = fit(state, saved, policy, star.rank, star.size, models())
     _require_fit(fitting)
     wanted = saved.ready([(each.entry, each.array) for each in fitting.arrays])
     if star.size == 1 or not (fan_out or (fan_out is None and not saved.store.traits.is_local)):

@@ -27,7 +27,7 @@ from shardckpt.format.inert import Dtype, Inert
 from shardckpt.format.native import NativeReader
 from shardckpt.format.native_payload import BLOCK_BYTES
 from shardckpt.format.pieces import PieceReader, Want, straight_reads
-from shardckpt.format.reader import Reader
+from shardckpt.format.reader import Reader, WholeShapes
 from shardckpt.format.tagged import ArrayRef, Named
 from shardckpt.manifest import UNREAD, Encoded, Lazy, Path, TensorEntry, dotted
 from shardckpt.plan.coverage import require_complete
@@ -66,6 +66,7 @@ class Saved:
         verify: Which blocks are checked against their hashes: none, those that are read, or all of them at once.
         rules: Regular expressions and what stands for them in every key of every path; or a file of rules.
         moved: Where folders lie now that it refers to: by what it calls them, or one place.
+        tell: Tells what lies in flat parameters, where that is known; asked where no file tells it.
 
     Raises:
         SourceNotFoundError: Nothing lies there.
@@ -80,16 +81,11 @@ class Saved:
         verify: Verify = "read",
         rules: Rules = None,
         moved: str | Mapping[str, str] = "",
+        tell: Callable[[], WholeShapes | None] = lambda: None,
     ) -> None:
         require_way_to_verify(verify)
         self._rules = compiled(rules)
-        self._reader: Reader = open_checkpoint(url, moved)
-        if self._reader.lacks_shapes:
-            raise UsageError(
-                "these are flat parameters of FSDP1, and no file tells the shapes of what lies in them",
-                where=url,
-                fix="Load what `shardckpt consolidate SRC DST --shapes-from MODEL --part all` writes.",
-            )
+        self._reader: Reader = _with_shapes(open_checkpoint(url, moved), tell)
         if moved and not self.is_native:
             raise UsageError("this checkpoint has no base", where=url, found=self._reader.manifest.format)
         self._files = self._reader
@@ -377,6 +373,21 @@ class Saved:
             return list(entries)
         known = dict(zip(map(id, lazy), self._reader.resolve(lazy), strict=True))
         return [entry._replace(pieces=tuple(known.get(id(p), p) for p in entry.pieces)) for entry in entries]
+
+
+def _with_shapes(reader: Reader, tell: Callable[[], WholeShapes | None]) -> Reader:
+    """Return a reader that knows what lies in its flat parameters; the same one where files tell that."""
+    known = tell() if reader.lacks_shapes else None
+    if known is not None:
+        reader = reader.with_shapes(known)
+    if reader.lacks_shapes:
+        raise UsageError(
+            "these are flat parameters of FSDP1, and no file tells the shapes of what lies in them",
+            where=reader.store.url,
+            fix="Load into the model, `load({'model': model}, path)`; or load what `shardckpt consolidate SRC DST"
+            " --shapes-from MODEL --part all` writes.",
+        )
+    return reader
 
 
 def require_way_to_verify(verify: Any) -> None:

@@ -103,7 +103,7 @@ class Policy:
         return self.partial is None or any(fnmatchcase(name, glob) for glob in self.partial)
 
 
-def fit(state: Any, saved: Saved, policy: Policy, rank: int, world: int) -> Fitting:
+def fit(state: Any, saved: Saved, policy: Policy, rank: int, world: int, models: Models) -> Fitting:
     """Compare a state with a checkpoint; nothing of either is changed.
 
     Args:
@@ -112,8 +112,9 @@ def fit(state: Any, saved: Saved, policy: Policy, rank: int, world: int) -> Fitt
         policy: How strictly.
         rank: This rank.
         world: How many there are.
+        models: Those of the state.
     """
-    made = _Fit(saved, policy, rank, world, Models(state))
+    made = _Fit(saved, policy, rank, world, models)
     made.visit(state, (), _refuse)
     if policy.strict and policy.partial is None:
         made.fitting.unexpected = list(made.unexpected())

@@ -8,6 +8,7 @@ names stand in the files: they come from a note beside them, or from another che
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -24,7 +25,9 @@ from shardckpt.parameter_names import unique_match, unwrapped
 
 FLAT = "_flat_param"
 UNITS = "units"
-_GIVE_SHAPES = "Give --shapes-from SRC, any checkpoint of the same model that holds whole tensors."
+_GIVE_SHAPES = (
+    "Give --shapes-from SRC, any checkpoint of the same model that holds whole tensors, or load into the model."
+)
 _GIVE_ORDER = "Give a file that torch.save wrote of the model's state_dict; a model on the meta device will do."
 _GIVE_NAMES = "Give --param-names FILE, a JSON object from id to name or an array of names."
 _NO_SHAPES = "flat: its parameters' shapes stand nowhere in these files"
@@ -93,7 +96,7 @@ class FlatStates:
         for group in groups.values():
             bases = {path[:-1] for content in group.ranks for path in content.shares if _is_flat(path, content)}
             for base in sorted(bases, key=str):
-                self._models[group.root, base] = _FlatModel(group, base, made, known)
+                self._models[group.root, base] = _fitting(group, base, made, known)
 
     def _model_of(self, root: Path) -> _FlatModel | None:
         """Return the model that the optimizers in a group are of: the only one, or the one of the same number."""
@@ -114,6 +117,19 @@ class FlatStates:
             for root in group.optimizers():
                 taken |= _FlatOptimizer(group, root, mine, self._made, self._known).put()
         return taken
+
+
+def _fitting(group: RankGroup, base: Path, made: Made, known: WholeShapes | None) -> _FlatModel:
+    """Return the flat parameters of a model, taken for the first of the known models that fits them."""
+    if known is None or not known.others:
+        return _FlatModel(group, base, made, known)
+    try:
+        return _FlatModel(group, base, made, replace(known, others=()))
+    except UsageError:
+        for other in known.others:
+            with suppress(UsageError):
+                return _FlatModel(group, base, made, other)
+        raise
 
 
 def _number(root: Path) -> str:

@@ -106,6 +106,7 @@ class WholeShapes:
         units: Flat parameters to their members in order, where they are told; otherwise names tell.
         ids: Numbers of an optimizer to names, where they are told.
         is_ordered: Whether `shapes` is in the order of the model.
+        others: The same of further models; flat parameters are of the first one that fits them.
     """
 
     shapes: Mapping[str, Shape]
@@ -114,6 +115,7 @@ class WholeShapes:
     units: Mapping[str, Sequence[str]] = field(default_factory=dict)
     ids: Mapping[int, str] = field(default_factory=dict)
     is_ordered: bool = True
+    others: Sequence[WholeShapes] = ()
 
 
 class Reader:

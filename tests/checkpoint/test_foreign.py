@@ -10,13 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import mark, run, since
 from safetensors.torch import save_file
-from share_writers import as_rank, sharded
 from states import FACES, Net, differing, flat, step, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardckpt
-from shardckpt.errors import UsageError
 from shardckpt.state import model_state_dict, optim_state_dict
 
 
@@ -147,11 +145,3 @@ def test_code_in_a_file_never_runs(tmp_path: Path) -> None:
     with pytest.raises(shardckpt.ShardckptError):
         shardckpt.load(tmp_path / "evil.pt")
     assert not (tmp_path / "ran").exists()
-
-
-def test_flat_parameters_that_nothing_describes_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    for rank in range(2):
-        with as_rank(rank, 2):
-            torch.save({"_flat_param": sharded(torch.arange(7.0), rank, 2)}, tmp_path / f"model_rank{rank}.pt")
-    with pytest.raises(UsageError, match=r"consolidate SRC DST --shapes-from"):
-        shardckpt.load({"model": nn.Linear(2, 2)}, tmp_path)

@@ -1,0 +1,30 @@
+"""What the models of a state tell of flat parameters whose files tell nothing: names, shapes, order and ties."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from shardckpt.format.reader import WholeShapes
+from shardckpt.state.pieces import LocalModel
+
+
+def shapes_of(models: Iterable[LocalModel]) -> WholeShapes | None:
+    """Return what models consist of, however they are sharded; None where there is none.
+
+    Args:
+        models: Those of a state, each once.
+    """
+    told = [_told(model) for model in models]
+    return replace(told[0], others=tuple(told[1:])) if told else None
+
+
+def _told(model: LocalModel) -> WholeShapes:
+    """Return a model's parameters, tied ones under each name; buffers lie in no flat parameter."""
+    names = {name: model.aliases.get(name, name) for name in model.names}
+    shapes = {
+        name: model.arrays[first].shape
+        for name, first in names.items()
+        if first in model.arrays and first not in model.buffers
+    }
+    return WholeShapes(shapes, "the model that is loaded into", model.aliases)
