@@ -172,8 +172,6 @@ def test_another_model_is_refused_on_every_rank(written: Path) -> None:
 def test_without_a_model_they_are_refused_with_the_way_out(read: Callable[[Path], Any], written: Path) -> None:
     way_out = r"no file tells the shapes.*load\({.model.: model}, path\).*consolidate SRC DST --shapes-from"
     with pytest.raises(UsageError, match=way_out):
-        UsageError, match=r"no file tells the shapes.*load\({.model.: model}, path\).*consolidate SRC DST --shapes-from"
-    ):
         read(written / "local-flat")
 
 
