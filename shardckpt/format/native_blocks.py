@@ -17,6 +17,12 @@ from shardckpt.storage.store import Listed, Read, Store, Traits, Writer
 _AT_ONCE = 4
 """Blocks that are wanted in part and held in memory at a time."""
 
+_DIRECT_BYTES = 1 << 20
+"""A part of a block this large is read where it is wanted, and hashed there: what is asked for next is read again.
+
+Smaller ones are copied out of the block, which is kept; so are all of them where reading again would be a request.
+"""
+
 
 _Block = tuple[str, int]
 """File and number."""
@@ -65,8 +71,8 @@ class VerifiedStore:
     """Reads of hashed files are checked; everything else goes to the store beneath.
 
     A block that is wanted whole, if by several reads, is read where it belongs and hashed there. One that is wanted in
-    part is read whole when it is met first. The last one is kept for each thread, since small reads often follow one
-    another.
+    part is read whole when it is met first; large parts of it go where they belong. The last one of which only small
+    parts were wanted is kept for each thread, since small reads often follow one another.
 
     Args:
         store: Where the files lie.
@@ -175,18 +181,32 @@ class VerifiedStore:
 
     def _fill(self, wanted: Sequence[tuple[_Block, Sequence[_Cut]]]) -> None:
         """Serve the parts of a few blocks."""
-        data = {block: self._recent.data for block, _ in wanted if self._is_recent(block)}
-        missing = [block for block, _ in wanted if block not in data]
-        for (name, number), buffer in zip(missing, self._buffers(len(missing)), strict=True):
-            data[name, number] = buffer[: _extent(self._files[name], number)[1]]
-        self._store.read([Read(name, number * BLOCK_BYTES, data[name, number]) for name, number in missing])
-        for block in missing:
-            self._check(block, [data[block]])
-        for block, cuts in wanted:
-            for start, target in cuts:
-                target[:] = data[block][start : start + len(target)]
-        self._recent.block = wanted[-1][0]
-        self._recent.data = data[self._recent.block]
+        wanted = [(block, cuts) for block, cuts in wanted if not self._serve_recent(block, cuts)]
+        direct_bytes = _DIRECT_BYTES if self._store.traits.is_local else BLOCK_BYTES
+        laid = []
+        for ((name, number), cuts), buffer in zip(wanted, self._buffers(len(wanted)), strict=True):
+            laid.append(_laid(cuts, buffer[: _extent(self._files[name], number)[1]], direct_bytes))
+        self._store.read(
+            [
+                Read(name, number * BLOCK_BYTES + start, view)
+                for ((name, number), _), each in zip(wanted, laid, strict=True)
+                for start, view in each.parts
+            ]
+        )
+        for (block, _), each in zip(wanted, laid, strict=True):
+            self._check(block, [part.target for part in each.parts])
+            for start, target in each.copied:
+                target[:] = each.data[start : start + len(target)]
+            if len(each.parts) == 1:  # in memory of ours, all of it
+                self._recent.block, self._recent.data = block, each.data
+
+    def _serve_recent(self, block: _Block, cuts: Sequence[_Cut]) -> bool:
+        """Copy the parts of a block that is still there; tell whether it is."""
+        if not self._is_recent(block):
+            return False
+        for start, target in cuts:
+            target[:] = self._recent.data[start : start + len(target)]
+        return True
 
     def _buffers(self, count: int) -> Sequence[memoryview]:
         """Return memory for so many blocks, used before by this thread; the block that is kept lies elsewhere."""
@@ -214,6 +234,39 @@ class VerifiedStore:
                 fix="Restore the file from another copy: `shardckpt verify` lists every damaged block and its tensors.",
             )
         self._good.add(block)
+
+
+class _Laid(NamedTuple):
+    """Where a block is read to.
+
+    Attributes:
+        parts: All of it in order: where it is wanted, or in `data`.
+        data: Memory as large as the block, of which those parts are filled that `parts` has there.
+        copied: What is wanted of `data`.
+    """
+
+    parts: list[_Cut]
+    data: memoryview
+    copied: list[_Cut]
+
+
+def _laid(cuts: Sequence[_Cut], data: memoryview, direct_bytes: int) -> _Laid:
+    """Return where a block is read to: large parts where they are wanted, unless some overlap."""
+    ordered = sorted(cuts, key=lambda cut: cut.start)
+    ends = [0, *(cut.start + len(cut.target) for cut in ordered)]
+    if any(cut.start < end for end, cut in zip(ends, ordered, strict=False)):
+        return _Laid([_Cut(0, data)], data, ordered)
+    direct = [cut for cut in ordered if len(cut.target) >= direct_bytes]
+    parts: list[_Cut] = []
+    at = 0
+    for cut in direct:
+        if cut.start > at:
+            parts.append(_Cut(at, data[at : cut.start]))
+        parts.append(cut)
+        at = cut.start + len(cut.target)
+    if at < len(data):
+        parts.append(_Cut(at, data[at:]))
+    return _Laid(parts, data, [cut for cut in ordered if len(cut.target) < direct_bytes])
 
 
 def _extent(file: Hashed, number: int) -> tuple[int, int]:

@@ -49,6 +49,9 @@ RANGES: dict[str, list[tuple[int, int]]] = {
     "halves of a block": [(BLOCK_BYTES, BLOCK_BYTES // 2), (BLOCK_BYTES + BLOCK_BYTES // 2, BLOCK_BYTES // 2)],
     "a block but for a byte": [(BLOCK_BYTES, 7), (BLOCK_BYTES + 8, BLOCK_BYTES - 8)],
     "halves that overlap": [(0, BLOCK_BYTES // 2 + 1), (BLOCK_BYTES // 2 - 1, BLOCK_BYTES // 2 + 1)],
+    "large parts": [(10, BLOCK_BYTES // 2), (BLOCK_BYTES // 2 + 100, BLOCK_BYTES // 4)],
+    "a large part among small ones": [(3, 4), (BLOCK_BYTES // 4, BLOCK_BYTES // 2), (BLOCK_BYTES - 5, 5), (7, 900)],
+    "one part of three blocks": [(BLOCK_BYTES // 2, 2 * BLOCK_BYTES)],
     "from the middle to the end": [(BLOCK_BYTES // 2, SIZE - BLOCK_BYTES // 2)],
 }
 
@@ -115,6 +118,18 @@ def test_parts_that_make_up_a_block_are_read_where_they_belong(step: Path) -> No
     reads = [Read(payload(step).name, at * half, memoryview(bytearray(half))) for at in (3, 0, 2, 1)]
     source.store.read(reads)
     assert {(at, n) for _, at, n in counted.ranges} == {(at * half, half) for at in range(4)}
+
+
+def test_a_large_part_of_a_block_is_read_where_it_belongs_and_the_rest_once(step: Path) -> None:
+    source, counted = open_counted(str(step))
+    counted.ranges.clear()
+    third = BLOCK_BYTES // 3
+    source.store.read([Read(payload(step).name, third, memoryview(bytearray(third)))])
+    assert sorted((at, n) for _, at, n in counted.ranges) == [
+        (0, third),
+        (third, third),
+        (2 * third, BLOCK_BYTES - 2 * third),
+    ]
 
 
 def test_beyond_the_end_is_the_usual_error(step: Path) -> None:
