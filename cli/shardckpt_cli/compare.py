@@ -17,12 +17,13 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="Another, of any format and world size.")],
     rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names of A; repeatable.")] = None,
     rules: Annotated[str, typer.Option("--rules", help="TOML file of rules, or a set's name, for A.")] = "",
+    base: options.Base = None,
     as_json: options.AllAsJson = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor; exit 0 when they are equal, 1 when they differ."""
     import shardckpt
 
-    result = shardckpt.diff(a, b, rules=rules, rename=rename or ())
+    result = shardckpt.diff(a, b, rules=rules, rename=rename or (), base=base or ())
     if as_json:
         print(output.as_json(result))
     else:

@@ -19,11 +19,12 @@ def inspect(
     tree: Annotated[bool, typer.Option("--tree", help="Sizes by prefix instead of a table of tensors.")] = False,
     as_json: options.AllAsJson = False,
     shapes_from: options.FlatShapesFrom = "",
+    base: options.Base = None,
 ) -> None:
     """Show what a checkpoint holds, from headers and metadata alone."""
     import shardckpt
 
-    found = shardckpt.inspect(src, shapes_from=shapes_from)
+    found = shardckpt.inspect(src, shapes_from=shapes_from, base=base or ())
     if as_json:
         print(output.as_json(found))
         return

@@ -29,7 +29,10 @@ ShapesFrom = Annotated[str, typer.Option("--shapes-from", help="Checkpoint of th
 FlatShapesFrom = Annotated[
     str, typer.Option("--shapes-from", help="Checkpoint of the same model, for flat parameters of FSDP1.")
 ]
-Base = Annotated[str, typer.Option("--base", help="Where the folder is now that SRC refers to, if it was moved.")]
+Base = Annotated[
+    list[str] | None,
+    typer.Option("--base", help="Where a folder is that the checkpoint refers to: PLACE or CALLED=PLACE; repeatable."),
+]
 
 # what becomes of it
 Dtype = Annotated[str, typer.Option("--dtype", help="Cast the model's float tensors: fp32, bf16, fp16, fp64.")]

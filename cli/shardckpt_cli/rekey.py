@@ -30,6 +30,7 @@ def rekey(
     model_key: options.ModelKey = "",
     optim_key: options.OptimKey = "",
     param_names: options.ParamNames = "",
+    base: options.Base = None,
     max_shard_size: options.MaxShardSize = "5GB",
     max_memory: options.MaxMemory = "256MiB",
     dry_run: options.DryRun = False,

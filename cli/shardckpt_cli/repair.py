@@ -13,6 +13,7 @@ def repair(
     src: Annotated[str, typer.Argument(metavar="SRC", help="Folder of a step of shardckpt: path or URL.")],
     save: Annotated[str, typer.Option("--save", help="Id of the save, where several whole ones lie in SRC.")] = "",
     rehash: Annotated[bool, typer.Option("--rehash", help="Take bytes that do not match an old manifest.")] = False,
+    base: options.Base = None,
     dry_run: options.ShortDryRun = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -20,7 +21,7 @@ def repair(
     import shardckpt
     from shardckpt.errors import escape
 
-    result = shardckpt.repair(src, save=save, rehash=rehash, dry_run=dry_run)
+    result = shardckpt.repair(src, save=save, rehash=rehash, base=base or (), dry_run=dry_run)
     if as_json:
         print(output.as_json(result))
         return

@@ -18,6 +18,7 @@ def reshard(
     max_shard_size: options.ShortMaxShardSize = "5GB",
     max_memory: options.ShortMaxMemory = "256MiB",
     shapes_from: options.FlatShapesFrom = "",
+    base: options.Base = None,
     keep_whole: Annotated[
         list[str] | None, typer.Option("--keep-whole", help="Glob of names that rank files do not cut; repeatable.")
     ] = None,

@@ -10,13 +10,14 @@ from shardckpt_cli import options, output
 def verify(
     src: options.Src,
     shapes_from: options.FlatShapesFrom = "",
+    base: options.Base = None,
     as_json: options.AllAsJson = False,
 ) -> None:
     """Check structure, coverage, sizes and stored checksums; exit 1 when something is wrong."""
     import shardckpt
     from shardckpt.errors import escape
 
-    result = shardckpt.verify(src, shapes_from=shapes_from)
+    result = shardckpt.verify(src, shapes_from=shapes_from, base=base or ())
     if as_json:
         print(output.as_json(result))
     else:

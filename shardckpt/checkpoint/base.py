@@ -17,7 +17,7 @@ from shardckpt.checkpoint.template import model_names
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
 from shardckpt.format.native import NativeReader
-from shardckpt.format.native_bases import Base, find_bases, is_same_folder, reference, resolved
+from shardckpt.format.native_bases import find_bases
 from shardckpt.format.native_manifest import (
     DIGEST_BYTES,
     ArrayRecord,
@@ -27,6 +27,7 @@ from shardckpt.format.native_manifest import (
     plain_name,
 )
 from shardckpt.format.native_payload import BLOCK_BYTES, Chunk
+from shardckpt.format.native_references import Base, is_same_folder, reference, resolved
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
 from shardckpt.storage.store import Read
@@ -380,7 +381,7 @@ def require_there(step: str, files: Iterable[FileRecord]) -> None:
         IncompleteError: A file of a base is not there.
     """
     bases = files_of_bases(files)
-    sizes = find_bases(step, bases).sizes if bases else {}
+    sizes = find_bases(step, bases, {url: resolved(step, url) for url in bases}).sizes if bases else {}
     for url, wanted in bases.items():
         for name, size in wanted.items():
             if sizes.get(f"{url}/{name}", -1) < size:

@@ -15,9 +15,9 @@ from shardckpt.checkpoint.capture import Captured
 from shardckpt.checkpoint.draft import Plan, Task
 from shardckpt.checkpoint.transfer import held, tensor_bytes
 from shardckpt.errors import UsageError
-from shardckpt.format.native_bases import Base
 from shardckpt.format.native_manifest import MAX_BASES, FileRecord, Part
 from shardckpt.format.native_payload import Chunk
+from shardckpt.format.native_references import Base
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.saving import Spec
 from shardckpt.state.pieces import LocalArray

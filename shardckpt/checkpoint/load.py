@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -16,9 +15,10 @@ from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.fan_out import FanOut
 from shardckpt.checkpoint.model_shapes import shapes_of
 from shardckpt.checkpoint.save import star_of
-from shardckpt.checkpoint.saved import Delivery, Moved, Rules, Saved, Verify, Wish, compiled, require_way_to_verify
+from shardckpt.checkpoint.saved import Delivery, Rules, Saved, Verify, Wish, compiled, require_way_to_verify
 from shardckpt.checkpoint.template import Fitting, Policy, fit
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
+from shardckpt.format.native_references import NamedBases
 from shardckpt.groups import Star
 from shardckpt.manifest import dotted
 from shardckpt.plan.fan_out import Circle, Stretches, decode_circles, encode_circles, share_out
@@ -66,7 +66,7 @@ def load(
     rules: Rules = None,
     cast: bool = False,
     verify: Verify = "read",
-    base: Moved | bool | None = None,
+    base: NamedBases | bool | None = None,
     fan_out: bool | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
@@ -88,10 +88,10 @@ def load(
             rules, or the name of a set that comes along: they give the model, and its optimizer, other shapes too.
         cast: Convert where a type differs from the saved one; otherwise that is an error.
         verify: `"read"`: blocks that are read are checked against their hashes; `"full"`: all blocks are, before
-            anything is changed; False: none.
-        base: Where a folder lies now that the checkpoint refers to and that was moved: a path for the one that is not
-            beside it, or a dict from what it calls them. False: leave alone what lies in other folders, since the state
-            has it already.
+            anything is changed; False: none but those in folders that are no longer what the checkpoint refers to.
+        base: Where a folder lies that the checkpoint refers to, if it was moved, or lies on another store, where it is
+            opened only if it is named here: a path or URL for the one that is not beside it, or a dict from what it
+            calls them. False: leave alone what lies in other folders, since the state has it already.
         fan_out: What several ranks hold alike is read by one of them and sent to the others: data-parallel replicas
             then read every byte once, not once each. None: where the checkpoint is behind a URL. What lies in a folder
             is kept in memory by the operating system, and read again from there faster than it is sent; True is for
@@ -118,13 +118,13 @@ def load(
             name = "cast" if cast else "partial"
             raise UsageError(f"`{name}` is for loads into a state", fix="Give the state first: load(state, path, ...).")
         with collector_at_rest():
-            saved = Saved(str(state), verify, rules, _moved(base))
+            saved = Saved(str(state), verify, rules, _named(base))
             saved.expect_most()
             if verify == "full":
                 saved.check_blocks()
             return saved.materialised(saved.nest)
     policy = Policy(strict, globs, cast, is_own_only=base is False)
-    source = _Source(str(path), verify, rules, _moved(base))
+    source = _Source(str(path), verify, rules, _named(base))
     with collector_at_rest():
         _load_into(state, source, policy, star_of(group), fan_out)
     return state
@@ -136,15 +136,8 @@ def _require_bools(**given: Any) -> None:
             raise UsageError(f"`{name}` is neither True nor False", found=repr(value))
 
 
-def _moved(base: Moved | bool | None) -> str | Mapping[str, str]:
-    """Return where bases lie now.
-
-    Raises:
-        UsageError: The argument means nothing.
-    """
-    if base is None or isinstance(base, bool):
-        return ""
-    return base if isinstance(base, Mapping) else os.fspath(base)
+def _named(base: NamedBases | bool | None) -> NamedBases:
+    return "" if base is None or isinstance(base, bool) else base
 
 
 class _Source(NamedTuple):
@@ -153,7 +146,7 @@ class _Source(NamedTuple):
     path: str
     verify: Verify
     rules: Rules
-    moved: str | Mapping[str, str]
+    bases: NamedBases
 
 
 @dataclass

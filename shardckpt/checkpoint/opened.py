@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from types import EllipsisType
 from typing import Any
@@ -11,8 +10,9 @@ import torch
 
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.capture import ArrayAt
-from shardckpt.checkpoint.saved import Moved, Saved, Verify, torch_dtype
+from shardckpt.checkpoint.saved import Saved, Verify, torch_dtype
 from shardckpt.errors import AmbiguousError, UsageError
+from shardckpt.format.native_references import NamedBases
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.pieces import LocalArray, Portion
 
@@ -150,7 +150,7 @@ class Opened(Mapping[Any, Any]):
         return f"Opened({self._saved.url!r}, {len(self)} names)"
 
 
-def open(path: Any, *, verify: Verify = "read", base: Moved | None = None) -> Opened:
+def open(path: Any, *, verify: Verify = "read", base: NamedBases | None = None) -> Opened:
     """Open a checkpoint of any format to look into it: `open(path)["model.layers.0.weight"][0:128]`.
 
     Args:
@@ -165,5 +165,4 @@ def open(path: Any, *, verify: Verify = "read", base: Moved | None = None) -> Op
     """
     if verify == "full":
         raise UsageError("what is opened is verified as it is read", found=verify, expected="False or 'read'")
-    moved = base if isinstance(base, Mapping) else os.fspath(base or "")
-    return Opened(Saved(str(path), verify, None, moved))
+    return Opened(Saved(str(path), verify, None, base or ""))

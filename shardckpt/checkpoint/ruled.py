@@ -42,6 +42,11 @@ class RuledReader(Reader):
         """The files as they lie."""
         return self._inner.stored
 
+    @property
+    def unverified(self) -> Store:
+        """The files for those who want no checks."""
+        return self._inner.unverified
+
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces, located."""
         return self._inner.resolve(pieces)

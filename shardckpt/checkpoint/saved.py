@@ -26,6 +26,7 @@ from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.inert import Dtype, Inert
 from shardckpt.format.native import NativeReader
 from shardckpt.format.native_payload import BLOCK_BYTES
+from shardckpt.format.native_references import NamedBases
 from shardckpt.format.pieces import PieceReader, Want, straight_reads
 from shardckpt.format.reader import Reader, WholeShapes
 from shardckpt.format.tagged import ArrayRef, Named
@@ -45,9 +46,6 @@ _WINDOW_PIECES = 100_000
 _READERS = 2
 """Batches that are under way at once: one is read while the other is hashed and goes to where it belongs."""
 
-Moved = str | os.PathLike[str] | Mapping[str, str]
-"""Where folders lie now that a checkpoint refers to."""
-
 Wish = tuple[TensorEntry, LocalArray]
 """A saved array, and where its elements go."""
 
@@ -65,7 +63,7 @@ class Saved:
         url: Where it lies.
         verify: Which blocks are checked against their hashes: none, those that are read, or all of them at once.
         rules: Regular expressions and what stands for them in every key of every path; or a file of rules.
-        moved: Where folders lie now that it refers to: by what it calls them, or one place.
+        bases: Folders that the caller names of those that it refers to.
         tell: Tells what lies in flat parameters, where that is known; asked where no file tells it.
 
     Raises:
@@ -80,20 +78,18 @@ class Saved:
         url: str,
         verify: Verify = "read",
         rules: Rules = None,
-        moved: str | Mapping[str, str] = "",
+        bases: NamedBases = "",
         tell: Callable[[], WholeShapes | None] = lambda: None,
     ) -> None:
         require_way_to_verify(verify)
         self._rules = compiled(rules)
-        self._reader: Reader = _with_shapes(open_checkpoint(url, moved), tell)
-        if moved and not self.is_native:
-            raise UsageError("this checkpoint has no base", where=url, found=self._reader.manifest.format)
+        self._reader: Reader = _with_shapes(open_checkpoint(url, bases), tell)
         self._files = self._reader
         if isinstance(rules, (str, os.PathLike)):
             self._reader = ruled(self._reader, os.fspath(rules))
         self.url = url
         self.manifest = split_flat_names(self._reader.manifest)
-        self._store = self._reader.store if verify else self._reader.stored
+        self._store = self._reader.store if verify else self._reader.unverified
         self._pieces = PieceReader(self._store)
 
     @property

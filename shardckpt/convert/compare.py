@@ -18,7 +18,10 @@ from shardckpt.convert.ruled import decide, located_model, located_state, read_r
 from shardckpt.convert.selection import load_values
 from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.dtypes import bits
-from shardckpt.format.detect import detect, open_source
+from shardckpt.format.detect import detect, open_checkpoint, open_source
+from shardckpt.format.native import NativeReader
+from shardckpt.format.native_bases import named_for
+from shardckpt.format.native_references import NamedBases
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Manifest, TensorEntry, dotted
 from shardckpt.plan import optimizer
@@ -30,7 +33,12 @@ _BLOCK_BYTES = 1 << 21
 
 
 def diff(
-    a: str | os.PathLike[str], b: str | os.PathLike[str], *, rules: str = "", rename: Sequence[str] = ()
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    rules: str = "",
+    rename: Sequence[str] = (),
+    base: NamedBases = "",
 ) -> Comparison:
     """Compare two checkpoints by canonical names, bit by bit.
 
@@ -44,6 +52,7 @@ def diff(
         rules: TOML file of rules, or the name of a set that comes with the package, that make the names and shapes of
             `b` of those of `a`.
         rename: `FROM=TO`, applied in order after `rules`.
+        base: Where a folder lies that one of them, or each, refers to, as `load` takes it.
 
     Returns:
         What is only in one, and what differs: dtype, shape, largest absolute and relative difference, NaN counts.
@@ -54,7 +63,8 @@ def diff(
         StorageError: Reading failed.
     """
     a, b = os.fspath(a), os.fspath(b)
-    first, second = _open(a, b, rules, rename), _open(b, a)
+    for_a, for_b = _named(a, b, base)
+    first, second = _open(a, b, for_a, rules, rename), _open(b, a, for_b)
     differences: list[TensorDifference] = []
     both = [name for name in first.tensors if name in second.tensors]
     for name in sorted({*first.tensors, *second.tensors}):
@@ -80,8 +90,8 @@ class _Side:
     tensors: Mapping[str, TensorEntry]
 
 
-def _open(url: str, other: str, rules: str = "", rename: Sequence[str] = ()) -> _Side:
-    source = open_source(url)
+def _open(url: str, other: str, base: NamedBases, rules: str = "", rename: Sequence[str] = ()) -> _Side:
+    source = open_source(url, base)
     reader = detect(source).open(source)
     if reader.lacks_shapes:
         reader = with_whole_shapes(reader, other)
@@ -89,6 +99,15 @@ def _open(url: str, other: str, rules: str = "", rename: Sequence[str] = ()) -> 
     if rules or rename:
         found = read_rules(rules, rename, find_carried(source).config)
     return _Side(reader, canonical(reader, split_flat_names(reader.manifest), found))
+
+
+def _named(a: str, b: str, base: NamedBases) -> tuple[NamedBases, NamedBases]:
+    """Return what of the bases that the caller names concerns each of the two."""
+    if not base:
+        return "", ""
+    readers = open_checkpoint(a), open_checkpoint(b)
+    in_a, in_b = (each.commit.bases if isinstance(each, NativeReader) else () for each in readers)
+    return named_for(in_a, in_b, base), named_for(in_b, in_a, base)
 
 
 def canonical(reader: Reader, manifest: Manifest, rules: Sequence[Rule] = ()) -> dict[str, TensorEntry]:

@@ -8,6 +8,7 @@ from shardckpt.convert.report import Inspection, TensorInfo
 from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.errors import UsageError, escape
 from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.native_references import NamedBases
 from shardckpt.manifest import UNREAD, Manifest, dotted
 from shardckpt.plan.coverage import faults
 from shardckpt.plan.parts import find_parts, model_paths, split_flat_names
@@ -15,13 +16,16 @@ from shardckpt.plan.parts import find_parts, model_paths, split_flat_names
 _SHOWN = 60
 
 
-def inspect(src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "") -> Inspection:
+def inspect(
+    src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "", base: NamedBases = ""
+) -> Inspection:
     """Describe a checkpoint; no tensor data is read and nothing is executed.
 
     Args:
         src: Checkpoint in any readable format: a folder or file, a path or URL.
         shapes_from: Any checkpoint of the same model that holds whole tensors: then flat parameters of FSDP1 are shown
             as what lies in them.
+        base: Where a folder lies that the checkpoint refers to, as `load` takes it.
 
     Returns:
         Its tensors, values, files and parts. Gaps, overlaps and short files are warnings here.
@@ -35,7 +39,7 @@ def inspect(src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] 
         >>> shardckpt.inspect("run/step-100").nbytes  # doctest: +SKIP
     """
     src = os.fspath(src)
-    reader = open_checkpoint(src)
+    reader = open_checkpoint(src, base)
     if shapes_from:
         reader = with_whole_shapes(reader, os.fspath(shapes_from))
     manifest = split_flat_names(reader.manifest)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from shardckpt.dtypes import FLOATS, SHORT_NAMES
 from shardckpt.errors import UsageError
+from shardckpt.format.native_references import NamedBases
 from shardckpt.plan.sizes import parse_size
 from shardckpt.plan.weights import Weights
 
@@ -51,7 +52,7 @@ class Options:
         param_names: JSON file from optimizer id to name, or an array of names.
         shapes_from: Any checkpoint of the same model with whole tensors: takes flat parameters apart, and is checked
             against.
-        base: Where the folder lies now that the checkpoint refers to, if it was moved.
+        base: Where a folder lies that the checkpoint refers to, as `load` takes it.
         dtype: Float type to cast the model's float tensors to.
         keep_fp32: Globs of final names that are not cast.
         allow_overflow: Let finite values become infinite in a cast.
@@ -77,7 +78,7 @@ class Options:
     optim_keys: str = "names"
     param_names: str = ""
     shapes_from: str = ""
-    base: str = ""
+    base: NamedBases = ""
     dtype: str = ""
     keep_fp32: tuple[str, ...] = ()
     allow_overflow: bool = False

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardckpt.errors import AmbiguousError, CheckpointError, ChecksumError, UnsupportedError, UsageError
 from shardckpt.format.detect import open_source
-from shardckpt.format.native import manifest_of, read_commit, read_contents
+from shardckpt.format.native import manifest_of
 from shardckpt.format.native_bases import find_bases
 from shardckpt.format.native_headers import Described, read_described, rebuild
 from shardckpt.format.native_manifest import (
@@ -25,6 +25,8 @@ from shardckpt.format.native_manifest import (
     record_of,
 )
 from shardckpt.format.native_payload import BLOCK_BYTES, HF_INDEX, BlockHasher
+from shardckpt.format.native_references import NamedBases
+from shardckpt.format.native_step import read_commit, read_contents
 from shardckpt.format.reader import Source
 from shardckpt.manifest import Span
 from shardckpt.plan.coverage import require_complete
@@ -54,7 +56,14 @@ class Repair:
     warnings: tuple[str, ...]
 
 
-def repair(src: str | os.PathLike[str], *, save: str = "", rehash: bool = False, dry_run: bool = False) -> Repair:
+def repair(
+    src: str | os.PathLike[str],
+    *,
+    save: str = "",
+    rehash: bool = False,
+    base: NamedBases = "",
+    dry_run: bool = False,
+) -> Repair:
     """Write the manifest and `COMMIT` of a native step anew, from what its payload files say of themselves.
 
     Nothing is written where the step is whole already, and nothing where tensors are missing: no file can be made up.
@@ -63,6 +72,7 @@ def repair(src: str | os.PathLike[str], *, save: str = "", rehash: bool = False,
         src: The step's folder: a path or URL.
         save: Id of the save, where the folder holds several whole ones.
         rehash: Accept bytes that do not match the checksums of an old manifest.
+        base: Where a folder lies that the checkpoint refers to, as `load` takes it.
         dry_run: Check everything; write nothing.
 
     Returns:
@@ -82,10 +92,10 @@ def repair(src: str | os.PathLike[str], *, save: str = "", rehash: bool = False,
     if source.file is not None:
         raise UsageError("this is a file", where=src, fix="Name the step's folder.")
     store, sizes = source.store, _sizes(source)
-    whole = _open_whole(store, sizes)
+    whole = _open_whole(store, sizes, base)
     if whole is not None:
         return _report(src, whole, (), ())
-    contents, notes = _choose(store, sizes, save)
+    contents, notes = _choose(store, sizes, save, base)
     content, hash_notes = _with_hashes(store, sizes, contents, rehash)
     data = encode_manifest(content)
     written = (manifest_name(content.save), COMMIT)
@@ -105,7 +115,7 @@ def _sizes(source: Source) -> dict[str, int]:
     return {name: entry.size for name, entry in source.listing.items() if not entry.is_folder}
 
 
-def _open_whole(store: Store, sizes: Mapping[str, int]) -> Contents | None:
+def _open_whole(store: Store, sizes: Mapping[str, int], base: NamedBases) -> Contents | None:
     """Return the manifest of a step that needs no repair.
 
     Raises:
@@ -119,17 +129,17 @@ def _open_whole(store: Store, sizes: Mapping[str, int]) -> Contents | None:
         raise
     except CheckpointError:
         return None
-    _require_complete(store, contents, sizes)
+    _require_complete(store, contents, sizes, base)
     return contents
 
 
-def _require_complete(store: Store, contents: Contents, sizes: Mapping[str, int]) -> None:
-    bases = find_bases(store.url, files_of_bases(contents.files)) if contents.bases else None
+def _require_complete(store: Store, contents: Contents, sizes: Mapping[str, int], base: NamedBases) -> None:
+    bases = find_bases(store.url, files_of_bases(contents.files), base) if contents.bases else None
     manifest = manifest_of(store, contents, sizes, bases)
     require_complete(manifest, manifest.tensors.values(), store.url)
 
 
-def _choose(store: Store, sizes: Mapping[str, int], save: str) -> tuple[Contents, tuple[str, ...]]:
+def _choose(store: Store, sizes: Mapping[str, int], save: str, base: NamedBases) -> tuple[Contents, tuple[str, ...]]:
     """Return what the one whole save in the folder holds."""
     named: dict[str, dict[str, int]] = {}
     for name, size in sizes.items():
@@ -148,7 +158,7 @@ def _choose(store: Store, sizes: Mapping[str, int], save: str) -> tuple[Contents
             files = read_described(store, named[each])
             old = _of_based(store, sizes, each, files)
             contents, notes = rebuild(each, files, store.url) if old is None else (old, ())
-            _require_complete(store, contents, sizes)
+            _require_complete(store, contents, sizes, base)
             found.append((contents, notes))
         except CheckpointError as error:
             errors.append(error)

@@ -18,6 +18,7 @@ from shardckpt.errors import UsageError
 from shardckpt.format.dcp_writer import METADATA
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.native_manifest import COMMIT, manifest_name
+from shardckpt.format.native_references import NamedBases
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import dotted
 from shardckpt.plan.sizes import parse_size
@@ -36,6 +37,7 @@ def reshard(
     max_shard_size: int | str = "5GB",
     max_memory: int | str = DEFAULT_MEMORY_BYTES,
     shapes_from: str | os.PathLike[str] = "",
+    base: NamedBases = "",
     keep_whole: Sequence[str] = (),
     allow_loss: bool = False,
     overwrite: bool = False,
@@ -56,6 +58,7 @@ def reshard(
         max_shard_size: Bytes of tensor data in a file: a number, or `5GB`. With `torch` each rank has one file.
         max_memory: Bytes that the process may add to its start-up.
         shapes_from: Any checkpoint of the same model that holds whole tensors, for flat parameters of FSDP1.
+        base: Where a folder lies that the checkpoint refers to, as `load` takes it.
         keep_whole: Globs of dotted names that `torch` does not cut, such as buffers: every rank's file has them whole.
         allow_loss: Leave out values that the format cannot hold; otherwise that is an error which lists them.
         overwrite: Replace what lies at the target.
@@ -77,7 +80,7 @@ def reshard(
     watch = Stopwatch()
     memory = _check(src, dst, world_size, to, max_memory)
     most_bytes = parse_size(max_shard_size)
-    reader = with_whole_shapes(open_checkpoint(src), os.fspath(shapes_from))
+    reader = with_whole_shapes(open_checkpoint(src, base), os.fspath(shapes_from))
     watch.lap("open")
     if to != "native":
         target = _Target(dst, world_size, most_bytes, memory, tuple(keep_whole), allow_loss, overwrite, dry_run)

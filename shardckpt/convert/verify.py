@@ -13,6 +13,7 @@ from shardckpt.convert.report import NO_SHAPES, Verification
 from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.errors import CheckpointError, ChecksumError, escape
 from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.native_references import NamedBases
 from shardckpt.format.reader import Checksum, Reader
 from shardckpt.manifest import Lazy, Manifest, dotted
 from shardckpt.plan.coverage import faults
@@ -26,7 +27,9 @@ _WHOLE_FILES = "xxh3-64"
 _SHOWN = 4
 
 
-def verify(src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "") -> Verification:
+def verify(
+    src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "", base: NamedBases = ""
+) -> Verification:
     """Check that a checkpoint is whole: every element once, every file long enough, every stored checksum right.
 
     A damaged checkpoint is reported, not raised; only one that no reader recognises, or storage that fails, raises.
@@ -34,6 +37,7 @@ def verify(src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] =
     Args:
         src: Checkpoint in any readable format: a folder or file, a path or URL.
         shapes_from: Any checkpoint of the same model that holds whole tensors, for flat parameters of FSDP1.
+        base: Where a folder lies that the checkpoint refers to, as `load` takes it.
 
     Returns:
         Every problem found.
@@ -44,7 +48,7 @@ def verify(src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] =
     """
     src = os.fspath(src)
     try:
-        reader = open_checkpoint(src)
+        reader = open_checkpoint(src, base)
         if shapes_from:
             reader = with_whole_shapes(reader, os.fspath(shapes_from))
     except CheckpointError as error:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from shardckpt.errors import SourceNotFoundError, UnknownFormatError, escape
+from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError, escape
 from shardckpt.format import (
     accelerate,
     composer,
@@ -20,6 +18,7 @@ from shardckpt.format import (
     universal,
 )
 from shardckpt.format.native_manifest import COMMIT, MANIFEST_SUFFIX
+from shardckpt.format.native_references import NamedBases
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.storage.open_store import kind, open_store, split
 
@@ -70,12 +69,12 @@ _FOREIGN = (
 _SHOWN = 8
 
 
-def open_source(url: str, moved: str | Mapping[str, str] = "") -> Source:
+def open_source(url: str, bases: NamedBases = "") -> Source:
     """Return what lies at a path or URL, unopened.
 
     Args:
         url: The path or URL.
-        moved: Where folders lie now that a step refers to.
+        bases: Folders that the caller names of those that a step refers to.
 
     Raises:
         SourceNotFoundError: Nothing lies there.
@@ -87,8 +86,8 @@ def open_source(url: str, moved: str | Mapping[str, str] = "") -> Source:
         raise SourceNotFoundError("nothing lies here", where=url, fix="Check the path or URL.")
     if found == "file":
         parent, name = split(url)
-        return Source(open_store(parent), name, moved)
-    return Source(open_store(url), moved=moved)
+        return Source(open_store(parent), name, bases)
+    return Source(open_store(url), bases=bases)
 
 
 def detect(source: Source) -> Format:
@@ -96,7 +95,15 @@ def detect(source: Source) -> Format:
 
     Raises:
         UnknownFormatError: No reader recognises it; the message lists what was found and what was looked for.
+        UsageError: Bases are named, and checkpoints of its format have none.
     """
+    found = _recognised(source)
+    if source.bases and found is not native.FORMAT:
+        raise UsageError("this checkpoint has no base", where=source.url, found=found.title)
+    return found
+
+
+def _recognised(source: Source) -> Format:
     named: Format | None = None
     for candidate in FORMATS:
         evidence = candidate.recognise(source)
@@ -116,12 +123,12 @@ def detect(source: Source) -> Format:
     )
 
 
-def open_checkpoint(url: str, moved: str | Mapping[str, str] = "") -> Reader:
+def open_checkpoint(url: str, bases: NamedBases = "") -> Reader:
     """Open the checkpoint at a path or URL, whatever its format.
 
     Args:
         url: The path or URL.
-        moved: Where folders lie now that a step refers to: by what it calls them, or one place.
+        bases: Folders that the caller names of those that a step refers to.
 
     Raises:
         SourceNotFoundError: Nothing lies there.
@@ -129,7 +136,7 @@ def open_checkpoint(url: str, moved: str | Mapping[str, str] = "") -> Reader:
         CheckpointError: It is recognised and cannot be read.
         StorageError: The store failed.
     """
-    source = open_source(url, moved)
+    source = open_source(url, bases)
     return detect(source).open(source)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from contextlib import suppress
 
-from shardckpt.errors import ChecksumError, FormatError, IncompleteError, ShardckptError, TruncatedError, UnsafeError
+from shardckpt.errors import FormatError, ShardckptError
 from shardckpt.format import tagged
 from shardckpt.format.collector import collector_paused
 from shardckpt.format.native_bases import BasedStore, Found, find_bases
@@ -15,26 +14,22 @@ from shardckpt.format.native_blocks import Hashed, VerifiedStore
 from shardckpt.format.native_manifest import (
     COMMIT,
     MANIFEST_SUFFIX,
-    MAX_COMMIT_BYTES,
     ArrayRecord,
     Commit,
     Contents,
-    decode_commit,
-    decode_manifest,
-    files_of_bases,
 )
 from shardckpt.format.native_payload import BLOCK_BYTES, KEY
+from shardckpt.format.native_step import read_commit, read_contents
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
 from shardckpt.format.tagged import ArrayRef
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, dotted
-from shardckpt.storage.store import Store, read_bytes
+from shardckpt.storage.store import Store
 
 ALGORITHM = "xxh3-64"
 
 _PAYLOAD = re.compile(r"[0-9a-z]+-\d{5,}-\d{2,}\.safetensors")
 _HEAD_BYTES = 64
 _MARK = b'{"format":"shardckpt"'
-_RESTORE = "Restore the step from another copy, or load the step before it."
 
 
 def recognise(source: Source) -> Evidence:
@@ -74,70 +69,9 @@ def open_source(source: Source) -> NativeReader:
     commit = read_commit(store, sizes)
     with collector_paused():
         contents = read_contents(store, sizes, commit)
-        bases = find_bases(store.url, commit.bases, source.moved) if commit.bases or source.moved else None
+        is_based = bool(commit.bases or source.bases)
+        bases = find_bases(store.url, commit.bases, source.bases, contents.bases) if is_based else None
         return NativeReader(store, commit, contents, sizes, bases)
-
-
-def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
-    """Read and check the mark that makes a step exist.
-
-    Args:
-        store: Rooted at the step.
-        sizes: Of the files in the folder.
-
-    Raises:
-        IncompleteError: There is none.
-        CheckpointError: It is damaged, or of a newer format.
-        StorageError: The store failed.
-    """
-    if COMMIT not in sizes:
-        raise IncompleteError(
-            "this step was never committed",
-            where=store.url,
-            found=f"{len(sizes)} files",
-            expected=f"a file {COMMIT}",
-            fix="The save was interrupted: load the step before it, or try `shardckpt repair`.",
-        )
-    where = f"{store.url}/{COMMIT}"
-    if sizes[COMMIT] > MAX_COMMIT_BYTES:
-        raise UnsafeError("the commit mark is too large", where=where, found=sizes[COMMIT], expected=MAX_COMMIT_BYTES)
-    return decode_commit(read_bytes(store, COMMIT, 0, sizes[COMMIT]), where=where)
-
-
-def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Contents:
-    """Read the manifest that a commit mark names, and check it against that mark.
-
-    Raises:
-        IncompleteError: It is not there.
-        CheckpointError: It is not the one that was committed, or does not follow the format.
-        StorageError: The store failed.
-    """
-    where = f"{store.url}/{commit.manifest}"
-    if commit.manifest not in sizes:
-        raise IncompleteError("the step's manifest is not there", where=where, fix=_RESTORE)
-    if sizes[commit.manifest] != commit.manifest_bytes:
-        raise TruncatedError(
-            "the manifest has another size than was committed",
-            where=where,
-            found=f"{sizes[commit.manifest]} bytes",
-            expected=commit.manifest_bytes,
-            fix=_RESTORE,
-        )
-    data = read_bytes(store, commit.manifest, 0, commit.manifest_bytes)
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != commit.manifest_sha256:
-        raise ChecksumError(
-            "the manifest is not the one that was committed",
-            where=where,
-            found=digest,
-            expected=commit.manifest_sha256,
-            fix=_RESTORE,
-        )
-    contents = decode_manifest(data, where=where)
-    listed = {file.name: file.nbytes for file in contents.files if not file.base}
-    if contents.save != commit.save or listed != commit.files or files_of_bases(contents.files) != commit.bases:
-        raise FormatError("the manifest and the commit mark disagree", where=where, found=contents.save)
-    return contents
 
 
 class NativeReader(Reader):
@@ -160,17 +94,22 @@ class NativeReader(Reader):
     ) -> None:
         self.commit = commit
         self.contents = contents
-        self._stored: Store = store
+        stored: Store = store if bases is None else BasedStore(store, bases.places)
         files = {f.place: Hashed(f.nbytes, f.hashes) for f in contents.files if f.hashes is not None}
-        manifest = manifest_of(store, contents, sizes, bases)
-        if bases is not None:
-            self._stored = BasedStore(store, bases.places)
-        super().__init__(VerifiedStore(self._stored, files), manifest)
+        changed = {} if bases is None else {name: files[name] for name in files if name in bases.changed}
+        self._stored = stored
+        self._unverified = VerifiedStore(stored, changed) if changed else stored
+        super().__init__(VerifiedStore(stored, files), manifest_of(store, contents, sizes, bases))
 
     @property
     def stored(self) -> Store:
         """The files as they lie, unchecked."""
         return self._stored
+
+    @property
+    def unverified(self) -> Store:
+        """The files without the hashes; those of a folder that is not what the step was saved against with them."""
+        return self._unverified
 
     def nest(self, revive: tagged.Revive) -> object:
         """Return what was saved, in the containers it was in.
@@ -265,6 +204,7 @@ def manifest_of(store: Store, contents: Contents, sizes: Mapping[str, int], base
         format="native",
         files=files,
         elsewhere={} if bases is None else bases.folders,
+        closed=frozenset() if bases is None else bases.closed,
         tensors=_Entries(contents),
         objects=_objects(contents, store.url),
         variants={dotted(path): (path, of) for path, of in contents.variants.items()},

@@ -1,97 +1,17 @@
-"""Bases of a step: folders beside it or elsewhere in which some of its bytes lie, and one store over all of them."""
+"""The folders that a step refers to: which of them are opened, what lies there, and one store over all of them."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from shardckpt.errors import ShardckptError, UnsafeError, UsageError
-from shardckpt.storage.open_store import local_path, open_store
+from shardckpt.errors import CheckpointError, ShardckptError, UsageError
+from shardckpt.format.native_manifest import COMMIT
+from shardckpt.format.native_references import Base, NamedBases, PathText, may_open, resolved, sibling
+from shardckpt.format.native_step import read_commit
+from shardckpt.storage.open_store import open_store
 from shardckpt.storage.store import Listed, Read, Store, Traits, Writer
-
-FEATURE = "bases"
-"""What `COMMIT` asks of a reader where files of the step lie in other folders."""
-
-_SIBLING = re.compile(r"\.\./([^/\0]+)")
-_ABSOLUTE = re.compile(r"/|[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
-_LONGEST = 4096
-
-
-class Base(NamedTuple):
-    """A folder that a step refers to.
-
-    Attributes:
-        url: `../NAME` for one beside the step, so that both can be moved together; else absolute.
-        save: Id of the save that wrote it; empty where it is a checkpoint of another format.
-        sha256: Of its manifest; empty as `save` is.
-    """
-
-    url: str
-    save: str = ""
-    sha256: str = ""
-
-
-def is_base_url(url: object) -> bool:
-    """Tell whether a step may refer to a folder in these words."""
-    if not isinstance(url, str) or not url or len(url) > _LONGEST or "\0" in url:
-        return False
-    return sibling(url) is not None or _ABSOLUTE.match(url) is not None
-
-
-def sibling(url: str) -> str | None:
-    """Return the name of a folder beside the step; None for one that lies elsewhere."""
-    match = _SIBLING.fullmatch(url)
-    return match[1] if match and match[1] not in {".", ".."} else None
-
-
-def _parent(url: str) -> tuple[str, str]:
-    """Return the folder that a folder lies in, links resolved, and its name there."""
-    path = local_path(url)
-    if path is not None:
-        return os.path.split(os.path.realpath(path))
-    parent, _, name = url.rstrip("/").rpartition("/")
-    return parent, name
-
-
-def resolved(step: str, url: str) -> str:
-    """Return where a base lies.
-
-    Args:
-        step: Where the step lies.
-        url: As the step refers to it.
-
-    Raises:
-        UnsafeError: It is no such reference.
-    """
-    if not is_base_url(url):
-        raise UnsafeError("this is no reference to a base", where=step, found=url, expected="../NAME, or absolute")
-    name = sibling(url)
-    return url if name is None else f"{_parent(step)[0].rstrip('/')}/{name}"
-
-
-def reference(step: str, base: str) -> str:
-    """Return how a step refers to a base.
-
-    Args:
-        step: Where the step will lie.
-        base: Where the base lies.
-
-    Raises:
-        UsageError: They are the same folder.
-    """
-    here, there = _parent(step), _parent(base)
-    if here == there:
-        raise UsageError("a step cannot be its own base", where=step, fix="Save to another folder.")
-    if here[0] == there[0] and there[1]:
-        return f"../{there[1]}"
-    return base if local_path(base) is None else os.path.join(*there)
-
-
-def is_same_folder(one: str, other: str) -> bool:
-    """Tell whether two URLs name one folder."""
-    return bool(one and other) and _parent(one) == _parent(other)
 
 
 class Place(NamedTuple):
@@ -113,65 +33,135 @@ class Found(NamedTuple):
         places: Where each file lies, by the name that the step's reader has for it.
         folders: In which each lies, or would.
         sizes: Of those that are there, in bytes.
+        closed: Folders that were not opened, since the caller has not named them.
+        changed: Names of files in folders that are no longer what the step was saved against, or never could tell.
         notes: What is odd, one sentence each.
     """
 
     places: Mapping[str, Place]
     folders: Mapping[str, str]
     sizes: Mapping[str, int]
+    closed: frozenset[str]
+    changed: frozenset[str]
     notes: tuple[str, ...]
 
 
-def find_bases(step: str, wanted: Mapping[str, Mapping[str, int]], moved: str | Mapping[str, str] = "") -> Found:
+def find_bases(
+    step: str, wanted: Mapping[str, Mapping[str, int]], named: NamedBases = "", known: Sequence[Base] = ()
+) -> Found:
     """Look into the folders that a step refers to; one that is not there is no error until something in it is wanted.
 
     Args:
         step: Where the step lies.
         wanted: Base, as the step refers to it, to its files.
-        moved: Where bases lie now: by what the step calls them, or one place for the one that lies elsewhere.
+        named: Those that the caller names; the others are opened where `may_open` lets the step choose.
+        known: What the step says of them.
 
     Raises:
         UnsafeError: A reference is none.
-        UsageError: It is not clear which base was moved.
+        UsageError: It is not clear which base is named.
     """
-    now = _moved(step, list(wanted), moved)
+    told = _told(step, list(wanted), named)
+    recorded = {base.url: base for base in known}
     places: dict[str, Place] = {}
     folders: dict[str, str] = {}
     sizes: dict[str, int] = {}
-    notes = []
+    closed: set[str] = set()
+    changed: set[str] = set()
+    notes: list[str] = []
     for url, files in wanted.items():
-        where = now.get(url) or resolved(step, url)
-        folders.update((f"{url}/{name}", where) for name in files)
+        where = told.get(url) or resolved(step, url)
+        names = {f"{url}/{name}": name for name in files}
+        folders.update(dict.fromkeys(names, where))
+        if url not in told and not may_open(step, where):
+            closed.add(where)
+            notes.append(f"the base {where} was not opened: it lies where the step does not, and you have not named it")
+            continue
         try:
             store = open_store(where)
             there = {entry.name: entry.size for entry in store.list() if not entry.is_folder}
         except ShardckptError as error:
             notes.append(f"the base cannot be looked at: {error}")
             continue
-        for name in files:
-            places[f"{url}/{name}"] = Place(store, name)
-            if name in there:
-                sizes[f"{url}/{name}"] = there[name]
-    return Found(places, folders, sizes, tuple(notes))
+        places.update((place, Place(store, name)) for place, name in names.items())
+        sizes.update((place, there[name]) for place, name in names.items() if name in there)
+        odd = _change(store, there, recorded.get(url, Base(url)))
+        if odd is not None:
+            changed.update(names)
+            notes += [odd] if odd else []
+    return Found(places, folders, sizes, frozenset(closed), frozenset(changed), tuple(notes))
 
 
-def _moved(step: str, urls: Sequence[str], moved: str | Mapping[str, str]) -> Mapping[str, str]:
-    if isinstance(moved, str):
-        if not moved:
-            return {}
-        elsewhere = [url for url in urls if sibling(url) is None] or urls
-        if len(elsewhere) != 1:
-            raise UsageError(
-                "`base` could stand for any of several" if elsewhere else "this step has no base",
-                where=step,
-                found=", ".join(urls),
-                fix="Pass a dict from what the step calls each base to where it lies." if elsewhere else "",
-            )
-        return {elsewhere[0]: moved}
-    unknown = [url for url in moved if url not in urls]
-    if unknown:
-        raise UsageError("the step has no such base", where=step, found=unknown[0], expected=", ".join(urls))
-    return moved
+def _change(store: Store, sizes: Mapping[str, int], base: Base) -> str | None:
+    """Return None where a folder is what the step was saved against, else what is to be said of that.
+
+    Nothing is said of a folder that cannot tell, of a step that was removed but for what others refer to, and of one
+    that another save has taken the place of: both leave the files.
+    """
+    if not base.sha256 or COMMIT not in sizes:
+        return ""
+    try:
+        commit = read_commit(store, sizes)
+    except CheckpointError as error:
+        return f"the base is damaged: {error}"
+    if commit.manifest_sha256 == base.sha256:
+        return None
+    return f"the base {store.url} was changed since this was saved" if commit.save == base.save else ""
+
+
+def named_for(urls: Collection[str], others: Collection[str], named: NamedBases) -> NamedBases:
+    """Return what of the bases that the caller names for two checkpoints concerns one of them.
+
+    Args:
+        urls: What that one calls its bases.
+        others: What the other one calls its own.
+        named: For both.
+    """
+    if isinstance(named, Mapping):
+        return {url: place for url, place in named.items() if url in urls}
+    has_elsewhere = any(sibling(url) is None for url in urls)
+    return [text for text in _texts(named) if _called(text, urls) or (has_elsewhere and not _called(text, others))]
+
+
+def _texts(named: PathText | Sequence[PathText]) -> list[str]:
+    texts = [named] if isinstance(named, (str, os.PathLike)) else named
+    return [os.fspath(text) for text in texts if text]
+
+
+def _called(text: str, urls: Iterable[str]) -> str:
+    """Return what the step calls the base that a text names; empty where it tells a place alone."""
+    return next((url for url in urls if f"{text}=".startswith(f"{url}=")), "")
+
+
+def _told(step: str, urls: Sequence[str], named: NamedBases) -> Mapping[str, str]:
+    """Return where the caller says that bases lie."""
+    if isinstance(named, Mapping):
+        unknown = [url for url in named if url not in urls]
+        if unknown:
+            raise UsageError("the step has no such base", where=step, found=unknown[0], expected=", ".join(urls))
+        return {url: os.fspath(place) for url, place in named.items()}
+    found: dict[str, str] = {}
+    for text in _texts(named):
+        url = _called(text, urls)
+        place = text[len(url) + 1 :] if url else text
+        url = url or _only(step, [each for each in urls if each not in found], text)
+        found[url] = place or resolved(step, url)
+    return found
+
+
+def _only(step: str, urls: Sequence[str], place: str) -> str:
+    """Return the one base that a place can stand for."""
+    elsewhere = [url for url in urls if sibling(url) is None] or urls
+    if not elsewhere:
+        raise UsageError("the step has no base that this could be", where=step, found=place)
+    if len(elsewhere) > 1:
+        raise UsageError(
+            "`base` could stand for any of several",
+            where=step,
+            found=", ".join(urls),
+            fix="Pass a dict from what the step calls each base to where it lies (--base CALLED=PLACE for each).",
+        )
+    return elsewhere[0]
 
 
 class BasedStore:

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import ChecksumError, FormatError, TruncatedError, UnsafeError, UnsupportedError
-from shardckpt.format import native_bases
-from shardckpt.format.native_bases import Base
+from shardckpt.format import native_references
 from shardckpt.format.native_payload import BLOCK_BYTES, VERSION, BlockHasher, Payload, canonical
+from shardckpt.format.native_references import Base
 from shardckpt.format.safetensors import MAX_DIMS, parse_json
 from shardckpt.manifest import Path, Piece, Span, dotted
 
 COMMIT = "COMMIT"
 MANIFEST_SUFFIX = ".manifest.json"
-FEATURES: frozenset[str] = frozenset({native_bases.FEATURE})
+FEATURES: frozenset[str] = frozenset({native_references.FEATURE})
 """Names of what a reader must understand beyond version 1.0, and this one does."""
 
 DIGEST_BYTES = 16
@@ -451,7 +451,7 @@ def _read_base(entry: object, where: object) -> Base:
 
 
 def _base_url(url: object, where: object) -> str:
-    if not native_bases.is_base_url(url):
+    if not native_references.is_base_url(url):
         raise UnsafeError(
             "this is no reference to a base", where=where, found=_shown(url), expected="../NAME, or absolute"
         )
@@ -545,7 +545,7 @@ def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord]) -> by
     content = {
         "format": "shardckpt",
         "version": list(VERSION),
-        "features": [native_bases.FEATURE] if bases else [],
+        "features": [native_references.FEATURE] if bases else [],
         "save": save,
         "manifest": [manifest_name(save), len(manifest), hashlib.sha256(manifest).hexdigest()],
         "files": [[f.name, f.nbytes] for f in files if not f.base],
@@ -606,7 +606,7 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
         raise UnsafeError("the manifest is too large", where=where, found=size, expected=MAX_MANIFEST_BYTES)
     save = _save(raw["save"], where)
     bases = _files_by_base(raw.get("bases", []), where)
-    if bool(bases) != (native_bases.FEATURE in features):
+    if bool(bases) != (native_references.FEATURE in features):
         raise FormatError("the commit mark's features do not fit its bases", where=where)
     return Commit(save, plain_name(name, where), manifest_bytes, sha256, sizes, version, features, bases)
 

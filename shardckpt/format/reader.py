@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from shardckpt.boxes import Shape
 from shardckpt.errors import TruncatedError
+from shardckpt.format.native_references import NamedBases
 from shardckpt.manifest import Manifest, ObjectEntry, Piece
 from shardckpt.storage.store import Listed, Store, read_bytes
 
@@ -20,13 +21,13 @@ class Source:
     Args:
         store: Rooted at the folder, or at the folder that the file lies in.
         file: The file's name in `store`, or None for a folder.
-        moved: Where folders lie now that a step refers to: by what it calls them, or one place.
+        bases: Folders that the caller names of those that a step refers to.
     """
 
-    def __init__(self, store: Store, file: str | None = None, moved: str | Mapping[str, str] = "") -> None:
+    def __init__(self, store: Store, file: str | None = None, bases: NamedBases = "") -> None:
         self.store = store
         self.file = file
-        self.moved = moved
+        self.bases = bases
         self._heads: dict[str, bytes] = {}
 
     @property
@@ -172,6 +173,11 @@ class Reader:
     def stored(self) -> Store:
         """The files as they lie, where `store` checks what is read from them."""
         return self.store
+
+    @property
+    def unverified(self) -> Store:
+        """The files for those who want no checks: only what nothing else vouches for is checked."""
+        return self.stored
 
     def checksums(self) -> Iterator[Checksum]:
         """Yield the checksums that the format stores, in file order; none where it stores none."""

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, MissingFileError
-from shardckpt.format.native import read_commit, read_contents
-from shardckpt.format.native_bases import sibling
 from shardckpt.format.native_manifest import COMMIT, MANIFEST_SUFFIX, Commit
 from shardckpt.format.native_payload import HF_INDEX
+from shardckpt.format.native_references import sibling
+from shardckpt.format.native_step import read_commit, read_contents
 from shardckpt.storage.leftovers import PARTIAL, is_partial, remove_abandoned
 from shardckpt.storage.open_store import local_path, open_store, split
 from shardckpt.storage.store import Listed, Store

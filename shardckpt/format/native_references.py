@@ -1,0 +1,115 @@
+"""How a step refers to folders in which some of its bytes lie, and which of them it may have opened unasked."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from shardckpt.errors import UnsafeError, UsageError
+from shardckpt.storage.open_store import local_path
+
+PathText = str | os.PathLike[str]
+NamedBases = PathText | Sequence[PathText] | Mapping[str, PathText]
+"""Folders that the caller names of those that a step refers to: where the one lies that is not beside the step. Or, for
+several, what the step calls each to where it lies; `CALLED=PLACE` says that too, and `CALLED` that it lies there."""
+
+FEATURE = "bases"
+"""What `COMMIT` asks of a reader where files of the step lie in other folders."""
+
+_SIBLING = re.compile(r"\.\./([^/\0]+)")
+_ABSOLUTE = re.compile(r"/|[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
+_HOST = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.\-]*::)*[A-Za-z][A-Za-z0-9+.\-]*://[^/]*)(?!.*::)", re.DOTALL)
+_LONGEST = 4096
+
+
+class Base(NamedTuple):
+    """A folder that a step refers to.
+
+    Attributes:
+        url: `../NAME` for one beside the step, so that both can be moved together; else absolute.
+        save: Id of the save that wrote it; empty where it is a checkpoint of another format.
+        sha256: Of its manifest; empty as `save` is.
+    """
+
+    url: str
+    save: str = ""
+    sha256: str = ""
+
+
+def is_base_url(url: object) -> bool:
+    """Tell whether a step may refer to a folder in these words."""
+    if not isinstance(url, str) or not url or len(url) > _LONGEST or "\0" in url:
+        return False
+    return sibling(url) is not None or _ABSOLUTE.match(url) is not None
+
+
+def sibling(url: str) -> str | None:
+    """Return the name of a folder beside the step; None for one that lies elsewhere."""
+    match = _SIBLING.fullmatch(url)
+    return match[1] if match and match[1] not in {".", ".."} else None
+
+
+def _parent(url: str) -> tuple[str, str]:
+    """Return the folder that a folder lies in, links resolved, and its name there."""
+    path = local_path(url)
+    if path is not None:
+        return os.path.split(os.path.realpath(path))
+    parent, _, name = url.rstrip("/").rpartition("/")
+    return parent, name
+
+
+def resolved(step: str, url: str) -> str:
+    """Return where a base lies.
+
+    Args:
+        step: Where the step lies.
+        url: As the step refers to it.
+
+    Raises:
+        UnsafeError: It is no such reference.
+    """
+    if not is_base_url(url):
+        raise UnsafeError("this is no reference to a base", where=step, found=url, expected="../NAME, or absolute")
+    name = sibling(url)
+    return url if name is None else f"{_parent(step)[0].rstrip('/')}/{name}"
+
+
+def reference(step: str, base: str) -> str:
+    """Return how a step refers to a base.
+
+    Args:
+        step: Where the step will lie.
+        base: Where the base lies.
+
+    Raises:
+        UsageError: They are the same folder.
+    """
+    here, there = _parent(step), _parent(base)
+    if here == there:
+        raise UsageError("a step cannot be its own base", where=step, fix="Save to another folder.")
+    if here[0] == there[0] and there[1]:
+        return f"../{there[1]}"
+    return base if local_path(base) is None else os.path.join(*there)
+
+
+def is_same_folder(one: str, other: str) -> bool:
+    """Tell whether two URLs name one folder."""
+    return bool(one and other) and _parent(one) == _parent(other)
+
+
+def may_open(step: str, folder: str) -> bool:
+    """Tell whether a step may have a folder opened that nobody but itself has named.
+
+    Whoever made the step chose the folder, and that may be somebody else: it must not get at this machine's files from
+    behind a URL, and send no requests to where the caller sends none.
+
+    Args:
+        step: Where the step lies.
+        folder: Where the folder lies that it refers to.
+    """
+    if local_path(step) is not None or local_path(folder) is not None:
+        return local_path(step) is not None and local_path(folder) is not None
+    here, there = _HOST.match(step), _HOST.match(folder)
+    return here is not None and there is not None and here[1] == there[1]
