@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import Case, Sharder, built, square
-from reference import Grad, Group, Training, clean, groups, mismatches, reduce_gradients
+from reference import Grad, Group, Training, groups, mismatches, reduce_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
 from under_test import Strategy, core, shard, wrap
@@ -55,14 +55,7 @@ def exposures(model: nn.Module, plain: nn.Module, face: str) -> list[Group]:
 
 def differing(model: nn.Module, plain: nn.Module, face: str, close: Callable[..., Any]) -> list[str]:
     """Where parameters and gradients part from those of the twin, whose gradients are averaged already."""
-    if face != "in place":
-        return mismatches(model, plain, exposures(model, plain, face), False, close)
-    ours, wrong = {clean(name): p for name, p in model.named_parameters()}, []
-    for name, theirs in plain.named_parameters():
-        wrong += _differs(name, full(ours[name]), theirs.detach(), close)
-        grad = ours[name].grad
-        wrong += _differs(f"{name}.grad", None if grad is None else full(grad), theirs.grad, close)
-    return wrong
+    return mismatches(model, plain, exposures(model, plain, face), False, close)
 
 
 def full(value: torch.Tensor) -> torch.Tensor:
@@ -98,7 +91,7 @@ def train(which: Case, model: nn.Module, plain: nn.Module, how: Training, face: 
     """Train both side by side; tell where losses, gradients or parameters part, the same on every rank."""
     if any(p.dtype in (torch.bfloat16, torch.float16) for p in plain.parameters()):
         how = dataclasses.replace(how, close=_roughly)
-    ours, theirs = how.optimizer(model.parameters()), how.optimizer(plain.parameters())
+    ours, theirs = how.stepper(model), how.stepper(plain)
     rank, wrong = dist.get_rank(), differing(model, plain, face, how.close)
     for step in range(how.steps):
         for micro in range(how.micro):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -39,13 +40,14 @@ def difference(
     low=False,
     steps=2,
     equal=True,
+    by_pieces=True,
     **more,
 ):
     """What parts the case from its unsharded twin under these settings."""
     plain = built(which)
     model = which.cut(copy.deepcopy(plain), sharder(style, strategy, low=low, **more))
     micro, no_sync = accumulation
-    how = Training(optimizer, steps=steps, micro=micro, no_sync=no_sync, low=low, equal=equal)
+    how = Training(optimizer, steps=steps, micro=micro, no_sync=no_sync, low=low, equal=equal, by_pieces=by_pieces)
     how.replicas = 2 if strategy in HYBRID else 1
     replicated = strategy is NONE or world == 1
     return compare(which, model, plain, how, orig=style is not Style.FLAT, replicated=replicated)
@@ -100,20 +102,18 @@ def test_every_case_on_two_ranks(cases):
     table(2, [row for which in cases for row in of(which, rows)])
 
 
-def mixes(**fixed) -> list[Row]:
-    """All that a model and its training may be told, but what is fixed."""
-    axes = {
-        "checkpointed": (False, True),
-        "frozen": (False, True),
-        "tied": (False, True),
-        "style": Style,
-        "strategy": STRATEGIES,
-        "low": (False, True),
-        "offload": (False, True),
-        "accumulation": ACCUMULATION,
-    }
-    rows = product(**{name: (fixed[name],) if name in fixed else values for name, values in axes.items()})
-    return [mixed(row) for row in rows]
+BOTH = (False, True)
+AXES = {
+    "checkpointed": BOTH,
+    "frozen": BOTH,
+    "tied": BOTH,
+    "style": tuple(Style),
+    "low": BOTH,
+    "offload": BOTH,
+    "accumulation": ACCUMULATION,
+    "strategy": STRATEGIES,
+}
+"""All that a model and its training may be told."""
 
 
 def mixed(row: dict) -> Row:
@@ -125,42 +125,39 @@ def mixed(row: dict) -> Row:
     return which, {**rest, "optimizer": sgd, "steps": 2 if rest["accumulation"][0] == 1 else 1, "equal": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 @pytest.mark.parametrize("style", list(Style), ids=lambda s: s.value)
 def test_the_full_product_on_two_ranks(style, strategy):
-    table(2, mixes(style=style, strategy=strategy))
+    table(2, [mixed(row) for row in product(**{**AXES, "style": [style], "strategy": [strategy]})])
 
 
-def covering(axes: dict[str, tuple], turn: int) -> list[dict]:
-    """Few rows in which each two values of different axes come together."""
-    names = list(axes)
-    missing = {((a, x), (b, y)) for i, a in enumerate(names) for b in names[i + 1 :] for x in axes[a] for y in axes[b]}
-    every, rows = product(**axes), []
+def covering(axes: dict[str, tuple], turn: int, strength: int = 2) -> list[dict]:
+    """Few rows in which each so many values of different axes come together."""
+    every = product(**axes)
     every = every[turn % len(every) :] + every[: turn % len(every)]
+    combinations = [set(itertools.combinations(row.items(), strength)) for row in every]
+    missing, rows = set().union(*combinations), []
     while missing:
-        best = max(every, key=lambda row: len(missing & pairs_of(row)))
-        rows.append(best)
-        missing -= pairs_of(best)
+        best = max(range(len(every)), key=lambda each: len(missing & combinations[each]))
+        rows.append(every[best])
+        missing -= combinations[best]
     return rows
-
-
-def pairs_of(row: dict) -> set:
-    items = list(row.items())
-    return {(one, other) for i, one in enumerate(items) for other in items[i + 1 :]}
 
 
 def pairwise(turn: int, **axes: tuple) -> list[Row]:
     """Rows that bring every two settings together."""
-    both = (False, True)
-    kinds = {"checkpointed": both, "frozen": both, "tied": both, "low": both, "offload": both}
-    return [
-        mixed(row) for row in covering({"style": tuple(Style), **kinds, "accumulation": ACCUMULATION, **axes}, turn)
-    ]
+    return [mixed(row) for row in covering({**AXES, **axes}, turn)]
+
+
+def test_every_three_settings_together_on_two_ranks():
+    """Of the full product, which `make test-slow` trains, a twentieth."""
+    table(2, [mixed(row) for row in covering(AXES, 0, strength=3)])
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_every_two_settings_together_on_other_numbers_of_ranks(world):
-    table(world, pairwise(7 * world, strategy=STRATEGIES))
+    table(world, pairwise(7 * world))
 
 
 def test_every_two_settings_together_on_replicas_of_groups():
@@ -217,18 +214,21 @@ def test_full_parameters_of_the_root_freed_after_forward_too():
 
 
 def test_both_optimizers_with_every_strategy_on_two_ranks():
-    table(2, of(PLAIN, product(style=Style, strategy=STRATEGIES, optimizer=(adamw, sgd), steps=[3])))
+    table(2, of(PLAIN, product(style=Style, strategy=STRATEGIES, optimizer=(adamw, sgd), steps=[3], by_pieces=[False])))
 
 
 def test_two_ranks_give_the_bits_of_the_unsharded_model():
     """Halving is exact, so that with two ranks nothing may differ at all."""
+
+    def bits(found, wanted):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
     def body(rank, world):
         found = []
         for row in product(style=Style, strategy=STRATEGIES):
             plain = built(PLAIN)
             model = PLAIN.cut(copy.deepcopy(plain), sharder(**row))
-            exact = Training(sgd, close=lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0))
+            exact = Training(sgd, close=bits, by_pieces=False)
             found += compare(
                 PLAIN, model, plain, exact, orig=row["style"] is not Style.FLAT, replicated=row["strategy"] is NONE
             )
@@ -282,7 +282,7 @@ def test_zero_grad_that_keeps_tensors_is_the_same():
         made.zero_grad = lambda: torch.optim.SGD.zero_grad(made, set_to_none=False)
         return made
 
-    table(2, of(PLAIN, product(style=Style, optimizer=[optimizer])))
+    table(2, of(PLAIN, product(style=Style, optimizer=[optimizer], by_pieces=[False])))
 
 
 def test_eval_and_no_grad_forwards_between_steps_change_nothing():

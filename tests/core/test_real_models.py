@@ -349,7 +349,7 @@ OPTIMIZERS = {
 def test_optimizers_step_as_on_whole_parameters(name):
     """Those that treat each element on its own; pieces may be empty."""
     rows = [row for row in FREEING if not (name == "sgd fused" and row["face"] == "in place")]  # DTensor has none
-    differences(Case("mlp", Stack), 3, rows, Training(OPTIMIZERS[name], steps=3))
+    differences(Case("mlp", Stack), 3, rows, Training(OPTIMIZERS[name], steps=3, by_pieces=False))
 
 
 # ---------------------------------------------------------------------------------------------------- compiling
