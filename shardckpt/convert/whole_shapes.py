@@ -42,7 +42,15 @@ def with_whole_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
     told = dict(ids or {})
     if not shapes_from:
         return reader.with_shapes(WholeShapes({}, reader.store.url, ids=told))
-    other = parts.split_flat_names(open_checkpoint(shapes_from).manifest)
+    opened = open_checkpoint(shapes_from)
+    if opened.lacks_shapes:
+        raise UsageError(
+            "this checkpoint tells no shapes: it holds flat parameters itself",
+            where=shapes_from,
+            expected="whole tensors",
+            fix="Give another checkpoint of the same model, or save model.state_dict() of a model on the meta device.",
+        )
+    other = parts.split_flat_names(opened.manifest)
     model = name_model(other, parts.find_parts(other)).tensors
     names = {entry.path: name for name, entry in model.items()}
     aliases = {names[a]: names[b] for a, b in other.aliases.items() if a in names and b in names}

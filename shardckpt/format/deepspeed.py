@@ -12,9 +12,16 @@ from dataclasses import replace
 
 from shardckpt.boxes import Shape
 from shardckpt.dtypes import nbytes
-from shardckpt.errors import AmbiguousError, CheckpointError, FormatError, IncompleteError, UnsupportedError
+from shardckpt.errors import (
+    AmbiguousError,
+    CheckpointError,
+    FormatError,
+    IncompleteError,
+    UnsupportedError,
+    UsageError,
+)
 from shardckpt.format.codecs import DecodedStream
-from shardckpt.format.deepspeed_files import StateFiles, find_folder, sort_files
+from shardckpt.format.deepspeed_files import StateFiles, find_folder, is_part, sort_files
 from shardckpt.format.deepspeed_join import MASTER, MODEL, OPTIMIZER, Joiner, Made
 from shardckpt.format.deepspeed_layers import TIED, put_experts, put_layers
 from shardckpt.format.deepspeed_states import (
@@ -35,7 +42,9 @@ _STEP, _GROUPS = "step", "param_groups"
 
 
 def recognise(source: Source) -> Evidence:
-    """Recognise a folder by the names of its files, which no other writer uses."""
+    """Recognise a folder by the names of its files, which no other writer uses, and one of those by its own."""
+    if source.file is not None:
+        return Evidence.STRUCTURE if is_part(source.file) else Evidence.NONE
     try:
         return Evidence.NONE if find_folder(source) is None else Evidence.STRUCTURE
     except (CheckpointError, AmbiguousError):
@@ -48,9 +57,16 @@ def open_source(source: Source) -> Reader:
     Raises:
         AmbiguousError: Several steps lie there, and nothing says which one is meant.
         UnsupportedError: It is cut in a way that is not read: tensor parallelism, versions before 0.3.17.
+        UsageError: The source is one file of a folder.
         CheckpointError: Files are of different saves, or one is damaged, refused or missing.
         StorageError: The store failed.
     """
+    if source.file is not None:
+        raise UsageError(
+            "this file is one part of a DeepSpeed checkpoint",
+            where=source.url,
+            fix="Point at the folder that holds it.",
+        )
     folder = find_folder(source)
     assert folder is not None, "only recognised sources are opened"
     return open_states(source.store, sort_files(source.store, folder), _beside(source))

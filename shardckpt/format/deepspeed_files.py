@@ -65,6 +65,11 @@ def is_state_file(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in _ALL)
 
 
+def is_part(name: str) -> bool:
+    """Tell whether a file has a name that DeepSpeed gives to a part of a model: of a rank, a layer or an expert."""
+    return is_state_file(name) and _MODEL.fullmatch(name) is None
+
+
 def find_folder(source: Source) -> str | None:
     """Return the folder of the state files in what was pointed at, empty for the root; None where there is none.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError, escape
+from shardckpt.errors import SourceNotFoundError, StorageError, UnknownFormatError, UsageError, escape
 from shardckpt.format import (
     accelerate,
     composer,
@@ -21,6 +21,7 @@ from shardckpt.format.native_manifest import COMMIT, MANIFEST_SUFFIX
 from shardckpt.format.native_references import NamedBases
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.storage.open_store import kind, open_store, split
+from shardckpt.storage.within import Within
 
 FORMATS: tuple[Format, ...] = (
     native.FORMAT,
@@ -67,6 +68,8 @@ _FOREIGN = (
 """Names that tell what a folder is, what that is, and what to do with it."""
 
 _SHOWN = 8
+_LOOKED_INTO = 8
+"""Folders of a folder that are looked into where it is no checkpoint itself: the last ones, by name."""
 
 
 def open_source(url: str, bases: NamedBases = "") -> Source:
@@ -104,6 +107,14 @@ def detect(source: Source) -> Format:
 
 
 def _recognised(source: Source) -> Format:
+    form = _asked(source)
+    if form is not None:
+        return form
+    raise _around(source) or _unknown(source)
+
+
+def _asked(source: Source) -> Format | None:
+    """Return the format that takes a source for its own, by structure if any does; None where none does."""
     named: Format | None = None
     for candidate in FORMATS:
         evidence = candidate.recognise(source)
@@ -111,10 +122,45 @@ def _recognised(source: Source) -> Format:
             return candidate
         if evidence is Evidence.NAME and named is None:
             named = candidate
-    if named is not None:
-        return named
+    return named
+
+
+def _around(source: Source) -> UnknownFormatError | None:
+    """Return what to say where a checkpoint lies one level above or below; None where none does."""
+    if source.file is not None:
+        form = _asked_nearby(Source(source.store))
+        if form is None:
+            return None
+        return UnknownFormatError(
+            "this file is no checkpoint by itself, and the folder that holds it is one",
+            where=source.url,
+            found=f"{source.store.url} ({form.name})",
+            fix="Point at that folder.",
+        )
+    names = [name for name in source.folders if not name.startswith(".")][-_LOOKED_INTO:]
+    below = [(name, _asked_nearby(Source(Within(source.store, name)))) for name in names]
+    found = ", ".join(f"{name} ({form.name})" for name, form in below if form is not None)
+    if not found:
+        return None
+    return UnknownFormatError(
+        "this folder is no checkpoint itself, and holds some",
+        where=source.url,
+        found=found,
+        fix="Point at one of them.",
+    )
+
+
+def _asked_nearby(source: Source) -> Format | None:
+    """Return the format of a place that nobody pointed at: where it cannot be looked at, it is none."""
+    try:
+        return _asked(source)
+    except StorageError:
+        return None
+
+
+def _unknown(source: Source) -> UnknownFormatError:
     what, fix = _explanation(source)
-    raise UnknownFormatError(
+    return UnknownFormatError(
         f"no reader recognises this{what}",
         where=source.url,
         found=_found(source),

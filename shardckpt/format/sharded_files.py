@@ -1,7 +1,7 @@
 """Rank files of DTensors and ShardedTensors put together: what torch's ranks saved by themselves becomes whole arrays.
 
 Where several ranks hold the same box, the lowest one's is taken; a box that no file holds is named with its rank. What
-is spread over no ranks (buffers, steps, groups) is that of the lowest rank.
+each rank has whole (buffers, steps, groups) is that of the lowest rank.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _Joiner:
             shown = ", ".join(self._differing[:_ODD])
             more = f" and {len(self._differing) - _ODD} more" if len(self._differing) > _ODD else ""
             self._made.warnings.append(
-                f"{shown}{more}: spread over no ranks, and not the same on all; that of the lowest is taken"
+                f"{shown}{more}: not the same on all ranks, and whole on each; that of the lowest rank is taken"
             )
 
     # --------------------------------------------------------------------------------------------------- arrays

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from materialise import assert_same, materialise, truth
 
 import shardckpt
-from shardckpt.errors import AmbiguousError, FormatError, IncompleteError, UnsafeError, UnsupportedError
+from shardckpt.errors import AmbiguousError, FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
 from shardckpt.format import deepspeed
 from shardckpt.format.detect import detect, open_checkpoint, open_source
 from shardckpt.format.reader import Reader
@@ -301,3 +301,18 @@ def test_a_model_is_loaded_from_any_stage_by_one_call(tmp_path: Path) -> None:
         assert optim.param_groups[0]["lr"] == 0.1
         torch.nn.init.zeros_(model.weight)
         optim = torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize(
+    "name", ["zero_pp_rank_0_mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+)
+def test_a_part_is_not_taken_for_a_model(name: str, tmp_path: Path) -> None:
+    [file] = write(tmp_path, RUN, 3, 2).rglob(name)
+    with pytest.raises(UsageError, match="one part of a DeepSpeed checkpoint"):
+        shardckpt.consolidate(str(file), str(tmp_path / "out"))
+
+
+def test_the_file_of_a_whole_model_is_read_by_itself(tmp_path: Path) -> None:
+    [file] = write(tmp_path, RUN, 2, 2).rglob("mp_rank_00_model_states.pt")
+    found = shardckpt.inspect(str(file))
+    assert {tensor.name for tensor in found.tensors} >= {f"module.{name}" for name in RUN.names}

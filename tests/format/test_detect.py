@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from samples import MODEL, SAMPLES
 
-from shardckpt.errors import CheckpointError, SourceNotFoundError, UnknownFormatError, UsageError
+from shardckpt.errors import CheckpointError, SourceNotFoundError, StorageError, UnknownFormatError, UsageError
 from shardckpt.format.detect import FORMATS, detect, open_checkpoint, open_source
 from shardckpt.format.reader import Evidence, Source
 from shardckpt.storage.local import LocalStore
+from shardckpt.storage.store import Listed
 
 NAMES = [
     ".metadata",
@@ -120,6 +121,43 @@ def test_what_nobody_recognises_says_what_was_found_and_what_was_looked_for(tmp_
     assert text.isprintable()
     assert "notes\\n.txt" in text
     assert all(form.looks_for in text for form in FORMATS)
+
+
+def test_a_level_too_high_names_the_checkpoints_below_and_nothing_else(tmp_path: Path) -> None:
+    SAMPLES["dcp"]["torch"](tmp_path / "run" / "step-8")
+    (tmp_path / "run" / "logs").mkdir()
+    (tmp_path / "run" / ".cache").mkdir()
+    save_file(MODEL, tmp_path / "run" / ".cache" / "model.safetensors")
+    with pytest.raises(
+        UnknownFormatError, match=r"holds some; found .*step-8 \(dcp\)\. Point at one of them"
+    ) as caught:
+        open_checkpoint(str(tmp_path / "run"))
+    assert "logs" not in str(caught.value) and ".cache" not in str(caught.value)
+    with pytest.raises(UnknownFormatError, match="no reader recognises this; found run"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_a_file_beside_a_checkpoint_names_the_folder(tmp_path: Path) -> None:
+    save_file(MODEL, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        UnknownFormatError, match=r"the folder that holds it is one; found .* \(safetensors\)\. Point at"
+    ):
+        open_checkpoint(str(tmp_path / "config.json"))
+
+
+def test_a_folder_that_cannot_be_looked_into_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "step-8").mkdir()
+    listed = LocalStore.list
+
+    def refusing(self: LocalStore, folder: str = "") -> list[Listed]:
+        if folder:
+            raise StorageError("permission denied", where=folder)
+        return listed(self, folder)
+
+    monkeypatch.setattr(LocalStore, "list", refusing)
+    with pytest.raises(UnknownFormatError, match="no reader recognises this; found step-8"):
+        open_checkpoint(str(tmp_path))
 
 
 def test_a_long_listing_is_cut(tmp_path: Path) -> None:
