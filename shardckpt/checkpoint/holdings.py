@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -69,6 +70,7 @@ def is_stateful(value: object) -> bool:
     return not isinstance(value, (type, nn.Module)) and isinstance(value, Stateful)
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a type's name as torch spells it."""
     return str(dtype).removeprefix("torch.")
@@ -91,7 +93,7 @@ def check_tensor(value: torch.Tensor, path: Path) -> None:
         kind = f"a tensor of the class {type(value).__name__}"
     if kind:
         raise UnsupportedError(
-            f"{kind} cannot be saved",
+            f"{kind} can be neither saved nor filled",
             where=dotted(path),
             expected="a dense tensor",
             fix="Leave it out, or save it dense.",

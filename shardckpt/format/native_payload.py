@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import xxhash
@@ -15,7 +16,7 @@ import xxhash
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import SAFETENSORS_NAMES, bits, is_known, nbytes
 from shardckpt.errors import UnsupportedError
-from shardckpt.format.safetensors import Placed, encode_header
+from shardckpt.format.safetensors import Placed, encode_entries, join_header
 from shardckpt.manifest import Path, dotted
 
 VERSION = (1, 0)
@@ -121,14 +122,42 @@ def lay_out(
     for chunk in chunks:
         if not is_known(chunk.dtype):
             raise UnsupportedError(f"a tensor of type {chunk.dtype} cannot be saved", where=dotted(chunk.path))
+    files = _arranged(tuple(chunks), most_bytes, model)
+    if carry is not None and not files:
+        files = (_File((), (), "[]", ""),)
+    return tuple(_payload(save, writer, number, file, None if number else carry) for number, file in enumerate(files))
+
+
+class _File(NamedTuple):
+    """What of a file is the same in every save of a run.
+
+    Attributes:
+        chunks: In the order of the file.
+        keys: Name of each in the file.
+        listed: The chunks in JSON, as the metadata has them.
+        entries: The chunks in JSON, as the header has them.
+    """
+
+    chunks: tuple[Chunk, ...]
+    keys: tuple[str, ...]
+    listed: str
+    entries: str
+
+
+@lru_cache(maxsize=4)  # a run saves the same thing again and again, and perhaps a variant or two
+def _arranged(chunks: tuple[Chunk, ...], most_bytes: int, model: Path | None) -> tuple[_File, ...]:
+    """Decide which chunk goes where, and by what name."""
     keys = _Keys(model)
     files = [*_files([c for c in chunks if not keys.is_model(c)], most_bytes)]
     files += _files([c for c in chunks if keys.is_model(c)], most_bytes)
-    if carry is not None and not files:
-        files = [[]]
-    return tuple(
-        _payload(save, writer, number, file, keys, carry if number == 0 else None) for number, file in enumerate(files)
-    )
+    return tuple(_file(file, keys) for file in files)
+
+
+def _file(chunks: Sequence[Chunk], keys: _Keys) -> _File:
+    names = tuple(keys.next(chunk) for chunk in chunks)
+    listed = [[list(c.path), c.dtype, list(c.shape), list(c.box.offset), list(c.box.size)] for c in chunks]
+    entries = encode_entries([_placed(n, c) for n, c in zip(names, chunks, strict=True)])
+    return _File(tuple(chunks), names, canonical(listed).decode("ascii"), entries)
 
 
 def _files(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[list[Chunk]]:
@@ -179,25 +208,16 @@ def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _payload(
-    save: str, writer: int, number: int, chunks: Sequence[Chunk], keys: _Keys, carry: Mapping[str, object] | None
-) -> Payload:
-    names = tuple(keys.next(chunk) for chunk in chunks)
-    told: dict[str, object] = {
-        "version": list(VERSION),
-        "save": save,
-        "writer": writer,
-        "chunks": [[list(c.path), c.dtype, list(c.shape), list(c.box.offset), list(c.box.size)] for c in chunks],
-    }
-    if carry is not None:
-        told["carry"] = dict(carry)
-    metadata = {"format": "pt", KEY: canonical(told).decode("ascii")}
-    header = encode_header([_placed(n, c) for n, c in zip(names, chunks, strict=True)], metadata, align=DATA_ALIGNMENT)
+def _payload(save: str, writer: int, number: int, file: _File, carry: Mapping[str, object] | None) -> Payload:
+    first = canonical({"version": list(VERSION), "save": save, "writer": writer}).decode("ascii")
+    last = "" if carry is None else f',"carry":{canonical(carry).decode("ascii")}'
+    metadata = {"format": "pt", KEY: f'{first[:-1]},"chunks":{file.listed}{last}}}'}
+    header = join_header(file.entries, metadata, align=DATA_ALIGNMENT)
     offsets, at = [], len(header)
-    for chunk in chunks:
+    for chunk in file.chunks:
         offsets.append(at)
         at += chunk.nbytes
-    return Payload(f"{save}-{writer:05d}-{number:02d}.safetensors", header, tuple(chunks), tuple(offsets), names)
+    return Payload(f"{save}-{writer:05d}-{number:02d}.safetensors", header, file.chunks, tuple(offsets), file.keys)
 
 
 def _placed(name: str, chunk: Chunk) -> Placed:

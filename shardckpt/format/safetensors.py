@@ -225,7 +225,19 @@ def encode_header(tensors: Sequence[Placed], metadata: Mapping[str, str], *, ali
     Raises:
         UnsupportedError: A type that safetensors cannot name, a name that is no text or that it keeps for itself.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    return join_header(encode_entries(tensors), metadata, align=align)
+
+
+def encode_entries(tensors: Sequence[Placed]) -> str:
+    """Return what a header tells of tensors, as the inner part of its JSON: all that does not change with the metadata.
+
+    Args:
+        tensors: In the order of the data.
+
+    Raises:
+        UnsupportedError: A type that safetensors cannot name, a name that it keeps for itself.
+    """
+    entries: dict[str, object] = {}
     at = 0
     for tensor in tensors:
         short = SAFETENSORS_NAMES.get(tensor.dtype)
@@ -238,13 +250,32 @@ def encode_header(tensors: Sequence[Placed], metadata: Mapping[str, str], *, ali
                 "safetensors keeps the name '__metadata__' for itself", fix="Leave the tensor out with --exclude."
             )
         end = at + tensor.nbytes
-        header[tensor.name] = {"dtype": short, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        entries[tensor.name] = {"dtype": short, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
+    return _json(entries)[1:-1]
+
+
+def join_header(entries: str, metadata: Mapping[str, str], *, align: int = 8) -> bytes:
+    """Return the length and the header of a file, as `encode_header` does.
+
+    Args:
+        entries: What `encode_entries` returned.
+        metadata: Free text.
+        align: Bytes at a multiple of which the data begins.
+
+    Raises:
+        UnsupportedError: A name that is no text.
+    """
+    members = ([f'"__metadata__":{_json(dict(metadata))}'] if metadata else []) + ([entries] if entries else [])
     try:
-        body = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        body = f"{{{','.join(members)}}}".encode()
     except UnicodeEncodeError as error:
         raise UnsupportedError(
             "a name with half a surrogate pair cannot be written", found=error.object[error.start : error.end]
         ) from error
     body += b" " * (-(8 + len(body)) % align)
     return struct.pack("<Q", len(body)) + body
+
+
+def _json(content: object) -> str:
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -102,7 +104,7 @@ def box_of(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    box = _cut(tuple(tensor.shape), tuple(tensor.placements), tuple(mesh.shape), tuple(coordinate))
+    box = _cut(tuple(tensor.shape), tuple(tensor.placements), _shape_of(mesh), tuple(coordinate))
     found = tuple((local(tensor) if own is None else own).shape)
     if found != box.size:
         raise UnsupportedError(
@@ -112,6 +114,17 @@ def box_of(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
             fix="Redistribute it to plain Shard placements first.",
         )
     return box
+
+
+_SHAPES: WeakKeyDictionary[DeviceMesh, Shape] = WeakKeyDictionary()
+
+
+def _shape_of(mesh: DeviceMesh) -> Shape:
+    """Return the ranks along each dimension of a mesh, which puts them together anew whenever it is asked."""
+    shape = _SHAPES.get(mesh)
+    if shape is None:
+        shape = _SHAPES[mesh] = tuple(mesh.shape)
+    return shape
 
 
 @lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen shapes
