@@ -163,7 +163,7 @@ class Manifest:
         missing: Files that names promise and that are not there, where nobody can tell which tensors they held: such a
             checkpoint can be looked at, but not be taken for whole.
         elsewhere: Name of a file that lies in another folder than the checkpoint, to that folder.
-        closed: Folders of these that are not opened unless the caller names them.
+        closed: Folders of these that were not opened, with the error that whoever wants something in them gets.
         variants: Name of further weights of a model to where they are, and where the model is; None where nowhere.
         has_shapes: Whether global shapes are stored. Where not, they are the hulls of the boxes that are there, and
             nothing shows that the last rows of an array are gone.
@@ -179,7 +179,7 @@ class Manifest:
     missing: tuple[str, ...] = ()
     has_shapes: bool = True
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    closed: frozenset[str] = frozenset()
+    closed: Mapping[str, Exception] = field(default_factory=dict)
     variants: Mapping[str, tuple[Path, Path | None]] = field(default_factory=dict)
 
 

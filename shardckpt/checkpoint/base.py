@@ -17,7 +17,6 @@ from shardckpt.checkpoint.template import model_names
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
 from shardckpt.format.native import NativeReader
-from shardckpt.format.native_bases import find_bases
 from shardckpt.format.native_manifest import (
     DIGEST_BYTES,
     ArrayRecord,
@@ -30,6 +29,7 @@ from shardckpt.format.native_payload import BLOCK_BYTES, Chunk
 from shardckpt.format.native_references import Base, is_same_folder, reference, resolved
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
+from shardckpt.storage.open_store import open_store
 from shardckpt.storage.store import Read
 
 _BATCH_BYTES = 64 << 20
@@ -379,14 +379,15 @@ def require_there(step: str, files: Iterable[FileRecord]) -> None:
 
     Raises:
         IncompleteError: A file of a base is not there.
+        StorageError: Nobody can tell.
     """
-    bases = files_of_bases(files)
-    sizes = find_bases(step, bases, {url: resolved(step, url) for url in bases}).sizes if bases else {}
-    for url, wanted in bases.items():
+    for url, wanted in files_of_bases(files).items():
+        folder = resolved(step, url)
+        sizes = {entry.name: entry.size for entry in open_store(folder).list()}
         for name, size in wanted.items():
-            if sizes.get(f"{url}/{name}", -1) < size:
+            if sizes.get(name, -1) < size:
                 raise IncompleteError(
                     "a file of the base is gone, or cut short",
-                    where=f"{resolved(step, url)}/{name}",
+                    where=f"{folder}/{name}",
                     fix="Save without a base, or with another one.",
                 )

@@ -204,7 +204,7 @@ def manifest_of(store: Store, contents: Contents, sizes: Mapping[str, int], base
         format="native",
         files=files,
         elsewhere={} if bases is None else bases.folders,
-        closed=frozenset() if bases is None else bases.closed,
+        closed={} if bases is None else bases.closed,
         tensors=_Entries(contents),
         objects=_objects(contents, store.url),
         variants={dotted(path): (path, of) for path, of in contents.variants.items()},

@@ -33,7 +33,7 @@ class Found(NamedTuple):
         places: Where each file lies, by the name that the step's reader has for it.
         folders: In which each lies, or would.
         sizes: Of those that are there, in bytes.
-        closed: Folders that were not opened, since the caller has not named them.
+        closed: Folders that were not opened, with what whoever wants something in them is told.
         changed: Names of files in folders that are no longer what the step was saved against, or never could tell.
         notes: What is odd, one sentence each.
     """
@@ -41,7 +41,7 @@ class Found(NamedTuple):
     places: Mapping[str, Place]
     folders: Mapping[str, str]
     sizes: Mapping[str, int]
-    closed: frozenset[str]
+    closed: Mapping[str, ShardckptError]
     changed: frozenset[str]
     notes: tuple[str, ...]
 
@@ -49,7 +49,7 @@ class Found(NamedTuple):
 def find_bases(
     step: str, wanted: Mapping[str, Mapping[str, int]], named: NamedBases = "", known: Sequence[Base] = ()
 ) -> Found:
-    """Look into the folders that a step refers to; one that is not there is no error until something in it is wanted.
+    """Look into the folders that a step refers to; one that cannot be is no error until something in it is wanted.
 
     Args:
         step: Where the step lies.
@@ -66,7 +66,7 @@ def find_bases(
     places: dict[str, Place] = {}
     folders: dict[str, str] = {}
     sizes: dict[str, int] = {}
-    closed: set[str] = set()
+    closed: dict[str, ShardckptError] = {}
     changed: set[str] = set()
     notes: list[str] = []
     for url, files in wanted.items():
@@ -74,14 +74,13 @@ def find_bases(
         names = {f"{url}/{name}": name for name in files}
         folders.update(dict.fromkeys(names, where))
         if url not in told and not may_open(step, where):
-            closed.add(where)
-            notes.append(f"the base {where} was not opened: it lies where the step does not, and you have not named it")
+            closed[where] = _unnamed(step, where)
             continue
         try:
             store = open_store(where)
             there = {entry.name: entry.size for entry in store.list() if not entry.is_folder}
         except ShardckptError as error:
-            notes.append(f"the base cannot be looked at: {error}")
+            closed[where] = error
             continue
         places.update((place, Place(store, name)) for place, name in names.items())
         sizes.update((place, there[name]) for place, name in names.items() if name in there)
@@ -89,7 +88,17 @@ def find_bases(
         if odd is not None:
             changed.update(names)
             notes += [odd] if odd else []
-    return Found(places, folders, sizes, frozenset(closed), frozenset(changed), tuple(notes))
+    notes += [f"a base was not opened: {error}" for error in closed.values()]
+    return Found(places, folders, sizes, closed, frozenset(changed), tuple(notes))
+
+
+def _unnamed(step: str, folder: str) -> UsageError:
+    return UsageError(
+        "the checkpoint refers to a folder on another store than its own, which nobody else has named",
+        where=step,
+        found=folder,
+        fix="If you trust it, name it: base=PLACE (--base PLACE), where it lies or where a copy does.",
+    )
 
 
 def _change(store: Store, sizes: Mapping[str, int], base: Base) -> str | None:

@@ -9,7 +9,7 @@ from operator import mul
 
 from shardckpt.boxes import Box, Shape, cover, flat_index, is_contiguous, is_grid, strides, whole
 from shardckpt.dtypes import array_nbytes, bits, nbytes
-from shardckpt.errors import CheckpointError, FormatError, IncompleteError, OverlapError, TruncatedError, UnsafeError
+from shardckpt.errors import CheckpointError, FormatError, IncompleteError, OverlapError, TruncatedError
 from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry, dotted
 
 _MAX_ELEMENTS = 1 << 62
@@ -64,7 +64,7 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
         IncompleteError: Elements that no file holds, or whose file is missing.
         TruncatedError: A file ends before a piece does.
         OverlapError: Elements that two pieces claim.
-        UnsafeError: They lie in a folder that is not opened unless the caller names it.
+        ShardckptError: They lie in another folder, and what kept that from being opened.
         FormatError: A box outside its array, or a size that cannot be.
     """
     if manifest.missing:
@@ -85,16 +85,10 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
     }
     first = found[0]
     more = f" ({len(found) - 1} more such faults)" if len(found) > 1 else ""
-    base = manifest.elsewhere.get(first.file)
+    base = manifest.elsewhere.get(first.file, "")
     if base in manifest.closed:
-        raise UnsafeError(
-            f"{first.tensor} lies in a base that the checkpoint alone has named{more}",
-            where=where,
-            found=base,
-            expected="a folder of the same store as the checkpoint",
-            fix="If you trust it, name it yourself: base=PLACE (--base PLACE), its place or that of a copy.",
-        )
-    if base is not None and first.kind in ("missing file", "truncated"):
+        raise manifest.closed[base]
+    if base and first.kind in ("missing file", "truncated"):
         raise kinds[first.kind](
             f"{first.tensor} lies in a file of a base that is not there, or not whole{more}",
             where=where,

@@ -15,7 +15,7 @@ from bucket import Bucket
 from safetensors.torch import save_file
 
 import shardckpt
-from shardckpt.errors import CheckpointError, ChecksumError, FormatError, UnsafeError, UsageError
+from shardckpt.errors import CheckpointError, ChecksumError, FormatError, StorageError, UnsafeError, UsageError
 from shardckpt.format import native_bases
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.native_manifest import COMMIT
@@ -187,19 +187,19 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def refused(step: str, base: str, opened: list[str]) -> None:
     """Nothing of the folder is looked at, the rest of the step can be used, and the message says what to do."""
     opened.clear()
-    with pytest.raises(UnsafeError, match="frozen lies in a base that the checkpoint alone has named") as caught:
+    with pytest.raises(UsageError, match="which nobody else has named") as caught:
         shardckpt.load(step)
-    assert f"found {base};" in str(caught.value)
-    with pytest.raises(UnsafeError):
+    assert f"found {base}." in str(caught.value)
+    with pytest.raises(UsageError):
         shardckpt.load(arrays(1), step, verify=False)
     assert float(shardckpt.open(step)["trained"][3]) == 7
     assert float(shardckpt.load(arrays(1), step, base=False)["trained"][3]) == 7
     found = shardckpt.inspect(step)
     assert len(found.tensors) == 2
-    assert any(f"{base} was not opened" in warning for warning in found.warnings)
+    assert any(base in warning and "was not opened" in warning for warning in found.warnings)
     checked = shardckpt.verify(step)
     assert not checked.ok
-    assert any(f"{base} was not opened" in warning for warning in checked.warnings)
+    assert any(base in warning and "was not opened" in warning for warning in checked.warnings)
     assert not opened, "nobody but the step has named it"
 
 
@@ -258,6 +258,33 @@ def test_bases_can_be_named_by_what_the_step_calls_them(tmp_path: Path) -> None:
         shardckpt.load(tmp_path / "step", base=moved["a"])
     with pytest.raises(UsageError, match="no base that this could be"):
         shardckpt.load(tmp_path / "step", base=[*told, moved["a"]])
+
+
+def test_a_run_is_not_taken_for_damaged_since_nobody_named_its_base(bucket: str, tmp_path: Path) -> None:
+    shardckpt.save(arrays(0), tmp_path / "one", digests=True)
+    run = shardckpt.Checkpointer(f"{bucket}/run")
+    for number in (1, 2):
+        run.save(number, arrays(number), base=tmp_path / "one")
+    with pytest.raises(UsageError, match="which nobody else has named"):
+        run.restore(arrays(0))
+    assert run.restore(arrays(0), base=tmp_path / "one") == 2
+
+
+def test_a_base_that_a_store_does_not_answer_for_is_not_taken_for_lost(bucket: str) -> None:
+    step = based(f"{bucket}/run", f"{bucket}/run/one")
+
+    def fault(_: int, verb: str, path: str) -> None:
+        if (verb, path) == ("list", "b/run/one"):
+            raise PermissionError("broken")
+
+    Bucket.fault = fault
+    with pytest.raises(StorageError):
+        shardckpt.load(step)
+    assert float(shardckpt.open(step)["trained"][3]) == 7
+    with pytest.raises(StorageError):
+        shardckpt.save(arrays(7), f"{bucket}/run/next", base=f"{bucket}/run/one")
+    Bucket.fault = None
+    assert float(shardckpt.load(step)["frozen"].sum()) == 0
 
 
 # verify=False
