@@ -10,9 +10,13 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import s3fs
 import servers
+from faulty import Faulty, faulty
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
+
+from shardckpt.storage import retry
 
 settings.register_profile(
     "seeded",
@@ -67,6 +71,20 @@ def s3_bucket(request: pytest.FixtureRequest) -> Iterator[str]:
     fs.mkdir(name)
     yield f"s3://{name}"
     fs.rm(name, recursive=True)
+
+
+@pytest.fixture
+def s3(s3_bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
+    """A server that can be broken in front of the S3 server; nothing is tried twice."""
+    monkeypatch.setattr(retry, "ATTEMPTS", 1)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with faulty(s3_server) as front, monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", front.url)
+        yield front
+        front.heal()
+        s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture(scope="session")

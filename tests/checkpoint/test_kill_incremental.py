@@ -8,17 +8,22 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from bucket import Bucket
 from disk import watched
+from faulty import DROP, LOST, Faulty
 
 import shardckpt
 from shardckpt import Checkpointer
-from shardckpt.errors import ShardckptError
+from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.format import steps
 from shardckpt.plan import retention
 from shardckpt.storage import retry
+
+STRIDE_ON_S3 = 11
+"""Odd, so that the requests that are lost took effect, in turn, or did not."""
 
 
 def state(number: int) -> dict:
@@ -48,6 +53,15 @@ def save_over_a_base(root: str) -> None:
 
 def prune(root: str) -> None:
     shardckpt.prune(root, keep_last=1)
+
+
+def save_in_the_background(root: str) -> None:
+    """As `save`, while the job goes on and changes everything."""
+    changing = state(4)
+    handle = checkpointer(root).async_save(4, changing)
+    for name in ("never", "sometimes", "always"):
+        changing[name].fill_(99)
+    handle.result()
 
 
 CASES = [(save, {2, 3, 4}, 3), (save_over_a_base, {1, 2, 3}, 3), (prune, {2, 3}, 3)]
@@ -106,16 +120,17 @@ def die_at(k: int, act, root: str) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def kill_matrix(folder: Path, act, allowed: set[int], always: int) -> int:
-    k, was_killed = 0, True
+def kill_matrix(folder: Path, act, allowed: set[int], always: int, stride: int = 1) -> int:
+    """Kill what is done at every so many-th operation; return the last one at which it was."""
+    k, was_killed = 1 - stride, True
     prepared(str(folder / "before"))
     while was_killed:
-        k += 1
+        k += stride
         root = str(folder / str(k))
         shutil.copytree(folder / "before", root)
         was_killed = die_at(k, act, root)
         check(root, allowed, always, f"a kill at operation {k}")
-    return k - 1
+    return k - stride
 
 
 class Dead(BaseException):
@@ -162,6 +177,31 @@ def test_so_it_is_on_a_store_without_rename(act, allowed, always) -> None:
     requests = sum(bucket_matrix(how, act, allowed, always) for how in ("killed", "unheard"))
     print(f"broken at each of {requests} requests")
     assert requests >= 20
+
+
+def test_so_it_is_of_a_save_in_the_background(tmp_path: Path) -> None:
+    operations = kill_matrix(tmp_path, save_in_the_background, {2, 3, 4}, 3, stride=2)
+    print(f"killed at every second of {operations} operations")
+    assert operations >= 20
+
+
+@pytest.mark.filterwarnings("ignore:step .* is saved, but old ones")
+def test_so_it_is_of_one_on_s3(s3: Faulty, s3_bucket: str) -> None:
+    fs = fsspec.filesystem("s3")
+    prepared(f"{s3_bucket}/before")
+    k, made = 1 - STRIDE_ON_S3, 1
+    while made >= k:
+        k += STRIDE_ON_S3
+        root = f"{s3_bucket}/{k}"
+        fs.copy(f"{s3_bucket}/before/", f"{root}/", recursive=True)
+        s3.arm(lambda number, method, path, k=k: None if number < k else LOST if number == k and k % 2 else DROP)
+        with suppress(StorageError):
+            save_in_the_background(root)
+        made = len(s3.requests)
+        s3.heal()
+        check(root, {2, 3, 4}, 3, f"request {k}")
+    print(f"cut off at every {STRIDE_ON_S3}th of {made} requests, in turn before and after it took effect")
+    assert made >= 20
 
 
 class TestMutants:

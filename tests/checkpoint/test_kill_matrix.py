@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import s3fs
 import torch
 from bucket import Bucket
 from disk import watched
-from faulty import DROP, LOST, Fault, Faulty, faulty
+from faulty import DROP, LOST, Fault, Faulty
 from torch import nn
 
 import shardckpt
@@ -326,20 +325,6 @@ def test_without_rename_steps_are_saved_and_removed_so_too(bucket, how: str) -> 
 
 
 # S3 itself: at the k-th request the connection breaks, before or after it took effect, and stays broken.
-
-
-@pytest.fixture
-def s3(s3_bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch):
-    """A server that can be broken in front of the S3 server; nothing is tried twice."""
-    monkeypatch.setattr(retry, "ATTEMPTS", 1)
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    s3fs.S3FileSystem.clear_instance_cache()
-    with faulty(s3_server) as front, monkeypatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", front.url)
-        yield front
-        front.heal()
-        s3fs.S3FileSystem.clear_instance_cache()
 
 
 def s3_matrix(s3: Faulty, place: str, save: Save, look: Look, stride: int) -> int:
