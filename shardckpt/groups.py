@@ -368,7 +368,7 @@ class Star:
         except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
             failure = say if isinstance(say, Exception) else error
             self._tell_all([_FAILED + _as_bytes(what, failure)] * self.size, suppressed=True)
-            raise failure from (None if failure is error else error)
+            raise failure from failure.__cause__  # its own, not that it was told
         self._tell_all(answers)
         return answers[0]
 
@@ -506,7 +506,11 @@ def _of_kind(kind: str, text: str, rank: int) -> ShardckptError:
 
 
 def _gone(text: str, rank: int) -> RankError:
-    return RankError(text, rank=rank, fix="Its own log says why; the others have stopped.")
+    return RankError(
+        text,
+        rank=rank,
+        fix="Its own log says why; the others have stopped. Saves and loads are calls that every rank makes.",
+    )
 
 
 def new_star(group: dist.ProcessGroup | None = None) -> Star:

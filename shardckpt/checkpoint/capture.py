@@ -221,6 +221,8 @@ class _Capture:
             place = (*path, name)
             if name in found.arrays:
                 array = found.arrays[name]
+                if array.portions and array.portions[0].tensor.is_meta:
+                    check_tensor(array.portions[0].tensor, place)
                 is_whole = len(array.portions) == 1 and array.portions[0].box.size == array.shape and array.shape
                 self._add(place, array, _memory(array) if is_whole else ("model", id(found), name))
                 nest[name] = ArrayAt(place)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.async_save import async_save
 from shardckpt.checkpoint.handle import SaveEvent, SaveHandle
-from shardckpt.checkpoint.load import load
+from shardckpt.checkpoint.load import MIXED, load
 from shardckpt.checkpoint.save import save, star_of
 from shardckpt.errors import (
     CheckpointError,
@@ -45,7 +45,7 @@ from shardckpt.format.steps import (
     step_name,
 )
 from shardckpt.groups import Star
-from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead
+from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead, seconds_of
 from shardckpt.storage.open_store import open_store
 from shardckpt.storage.store import Store
 
@@ -73,7 +73,7 @@ class Checkpointer:
         keep_best: Keep so many of the best steps by `metric`.
         metric: What `keep_best` goes by, of the metrics given to `save`.
         mode: Whether the best step has the smallest metric, or the largest.
-        keep_for: Keep steps for so long: a timedelta, or seconds.
+        keep_for: Keep steps for so long: a timedelta, seconds, or text such as `"7d"`.
         save_every: `should_save` is true for steps that this divides.
         dedup: Write only tensors that have changed since the newest complete step, and refer to that, or to what it
             refers to, for the others. Removing a step leaves there what others refer to.
@@ -103,13 +103,12 @@ class Checkpointer:
         keep_best: int | None = None,
         metric: str = "loss",
         mode: Literal["min", "max"] = "min",
-        keep_for: timedelta | float | None = None,
+        keep_for: timedelta | float | str | None = None,
         save_every: int | None = None,
         dedup: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        seconds = keep_for.total_seconds() if isinstance(keep_for, timedelta) else keep_for
-        self._rules = Retention(keep_last, keep_every, keep_best, mode, seconds)
+        self._rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for))
         if save_every is not None and (type(save_every) is not int or save_every < 1):
             raise UsageError("`save_every` is no number of steps", found=repr(save_every), expected="an integer from 1")
         self.root = os.fspath(root).rstrip("/") or "/"
@@ -250,7 +249,7 @@ class Checkpointer:
         about = dict(options.get("about") or {})
         said: bytes | Exception
         try:
-            about |= {f"{METRIC}{name}": repr(float(value)) for name, value in (metrics or {}).items()}
+            about |= {f"{METRIC}{name}": repr(float(value)) for name, value in dict(metrics or {}).items()}
             said = json.dumps([_number(step), self._signals.has_come]).encode()
         except (TypeError, ValueError, UsageError) as error:
             said = error if isinstance(error, UsageError) else UsageError("a metric is no number", found=error)
@@ -356,7 +355,7 @@ class Checkpointer:
                 return number
             damages.append(damage)
             self._damaged.add(save_id)
-        raise self._nothing(wanted, [*damages, *(text for _, text in found.faults)])
+        raise self._nothing(wanted, [*damages, *(text for _, text in found.faults)], is_mixed=bool(damages))
 
     def _look(self, wanted: int | None) -> _Found:
         """Return which steps may be loaded. On the first rank."""
@@ -383,11 +382,14 @@ class Checkpointer:
             shown = "; ".join(faults[:_SHOWN])
             warnings.warn(f"newer steps cannot be loaded, restored step {restored}: {shown}", stacklevel=4)
 
-    def _nothing(self, wanted: int | None, faults: list[str]) -> NoCompleteCheckpoint:
+    def _nothing(self, wanted: int | None, faults: list[str], *, is_mixed: bool) -> NoCompleteCheckpoint:
         what = "no step here is complete" if wanted is None else f"there is no complete step {wanted} here"
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         fix = "To begin anew, choose another folder or remove these steps." if faults else "Choose one that `ls` lists."
-        return NoCompleteCheckpoint(what, where=self.root, found="; ".join(faults[:_SHOWN]) + more, fix=fix)
+        shown = "; ".join(fault.rstrip(".") for fault in faults[:_SHOWN])
+        return NoCompleteCheckpoint(
+            what, where=self.root, found=shown + more, fix=f"{fix} {MIXED}" if is_mixed else fix
+        )
 
     # When to save
 
@@ -510,7 +512,7 @@ def _agreed(star: Star, name: str, error: Exception) -> str:
     """Return what some rank found wrong with a step; where none did, raise what kept this one from loading it."""
     said: bytes | Exception = error
     if isinstance(error, _DAMAGE):
-        said = str(error).encode()
+        said = str(error).removesuffix(MIXED).rstrip().encode()
     elif isinstance(error, RankError):
         said = b""
 

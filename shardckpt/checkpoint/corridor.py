@@ -18,7 +18,7 @@ from shardckpt.checkpoint.capture import Captured, capture
 from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.draft import Draft, Plan, Task, draft_of, key_of, plan_alone, plan_of
 from shardckpt.checkpoint.ground import NO_GROUNDS, Compared, Ground, Grounds, ground_of
-from shardckpt.checkpoint.report import Alone, Report, differing, value_digests, values_digest
+from shardckpt.checkpoint.report import Alone, Report, differing, require_one_path, value_digests, values_digest
 from shardckpt.checkpoint.transfer import Source, contents, tensor_bytes, write_payloads
 from shardckpt.format.native_manifest import (
     COMMIT,
@@ -356,7 +356,8 @@ class Corridor:
         def report() -> bytes:
             _raise(refusal)
             self._captured = capture(state, self._star.rank, self._star.size)
-            return self._saver.report(self._captured, trainable_only=self._how.trainable_only).encode()
+            report = self._saver.report(self._captured, trainable_only=self._how.trainable_only)
+            return replace(report, path=self._how.path).encode()
 
         answer = _Answer.decode(self._star.consult(what, attempted(report), self._decide))
         if not answer.save:
@@ -366,6 +367,7 @@ class Corridor:
     def _decide(self, told: list[bytes]) -> list[bytes]:
         """Plan, and begin the publication. On the first rank."""
         reports = [Report.decode(each) for each in told]
+        require_one_path(reports)
         if len({report.values for report in reports}) > 1:
             return [_Answer("", "", None).encode()] * len(told)
         plan, is_known = self._saver.planned(reports)

@@ -23,6 +23,7 @@ from shardckpt.groups import Star
 from shardckpt.manifest import dotted
 from shardckpt.plan.fan_out import Circle, Stretches, decode_circles, encode_circles, share_out
 from shardckpt.state import StateMismatchError
+from shardckpt.storage.open_store import url_of
 
 _SHOWN_CHARACTERS = 40_000
 
@@ -81,9 +82,10 @@ def load(
         state: As for `save`: models, optimizers (also new ones), objects and tensors are filled in place,
             plain values in its dicts replaced. Without `path`, where the checkpoint lies.
         path: Where the checkpoint lies: our own format, or any other that can be read.
-        strict: Names that are missing or unexpected are errors; otherwise they are left alone.
-        partial: True: what the checkpoint has besides is left alone. Or globs of dotted names: nothing else is loaded,
-            or missed.
+        strict: Names that are missing or unexpected are errors, parameters of optimizers and globs without a match
+            among them; otherwise they are left alone.
+        partial: True: what the checkpoint has besides is left alone. Or globs of dotted names, of parts (`"model"`) or
+            of what is in them: nothing else is loaded, or missed.
         rules: Regular expressions to what stands for them, for every key of the checkpoint's names. Or a TOML file of
             rules, or the name of a set that comes along: they give the model, and its optimizer, other shapes too.
         cast: Convert where a type differs from the saved one; otherwise that is an error.
@@ -118,13 +120,13 @@ def load(
             name = "cast" if cast else "partial"
             raise UsageError(f"`{name}` is for loads into a state", fix="Give the state first: load(state, path, ...).")
         with collector_at_rest():
-            saved = Saved(str(state), verify, rules, _named(base))
+            saved = Saved(url_of(state), verify, rules, _named(base))
             saved.expect_most()
             if verify == "full":
                 saved.check_blocks()
             return saved.materialised(saved.nest)
     policy = Policy(strict, globs, cast, is_own_only=base is False)
-    source = _Source(str(path), verify, rules, _named(base))
+    source = _Source(url_of(path), verify, rules, _named(base))
     with collector_at_rest():
         _load_into(state, source, policy, star_of(group), fan_out)
     return state
@@ -263,14 +265,15 @@ def _shared(told: list[bytes]) -> list[bytes]:
 
 _IDENTITY_BYTES = 16
 
-_MIXED = "What was loaded into may be filled in part: load again, or start anew, before it is used."
+MIXED = "What was loaded into may be filled in part: load again, or start anew, before it is used."
+"""Said of a load that failed while it read."""
 
 
 def _say_that_it_is_mixed(error: Exception) -> None:
     if isinstance(error, ShardckptError):
-        error.args = (f"{error} {_MIXED}" if str(error).endswith(".") else f"{error}. {_MIXED}", *error.args[1:])
+        error.args = (f"{error} {MIXED}" if str(error).endswith(".") else f"{error}. {MIXED}", *error.args[1:])
     elif hasattr(error, "add_note"):
-        error.add_note(_MIXED)
+        error.add_note(MIXED)
 
 
 def globs_of(partial: Any) -> tuple[str, ...] | None:

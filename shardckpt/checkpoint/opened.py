@@ -15,6 +15,7 @@ from shardckpt.errors import AmbiguousError, UsageError
 from shardckpt.format.native_references import NamedBases
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.pieces import LocalArray, Portion
+from shardckpt.storage.open_store import url_of
 
 Index = int | slice | EllipsisType
 """What selects elements along dimensions."""
@@ -165,4 +166,4 @@ def open(path: Any, *, verify: Verify = "read", base: NamedBases | None = None) 
     """
     if verify == "full":
         raise UsageError("what is opened is verified as it is read", found=verify, expected="False or 'read'")
-    return Opened(Saved(str(path), verify, None, base or ""))
+    return Opened(Saved(url_of(path), verify, None, base or ""))

@@ -65,6 +65,7 @@ class Report:
         values: Digest of the plain values that are the same on every rank.
         loose: Values that other ranks may lack.
         own: Values that are this rank's.
+        path: Where it saves to.
     """
 
     key: str
@@ -72,18 +73,34 @@ class Report:
     values: str
     loose: Mapping[Path, Alone]
     own: Mapping[Path, Alone]
+    path: str = ""
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        head = canonical([self.key, self.values, _rows(self.loose), _rows(self.own)])
+        head = canonical([self.key, self.values, _rows(self.loose), _rows(self.own), self.path])
         return len(head).to_bytes(8, "little") + head + self.draft
 
     @classmethod
     def decode(cls, data: bytes) -> Report:
         """Return what `encode` wrote."""
         end = 8 + int.from_bytes(data[:8], "little")
-        key, values, loose, own = json.loads(data[8:end])
-        return cls(key, data[end:], values, _parts(loose), _parts(own))
+        key, values, loose, own, path = json.loads(data[8:end])
+        return cls(key, data[end:], values, _parts(loose), _parts(own), path)
+
+
+def require_one_path(reports: Sequence[Report]) -> None:
+    """Refuse a save of which ranks have different ideas where it goes.
+
+    Raises:
+        UsageError: They have.
+    """
+    if len({report.path for report in reports}) > 1:
+        told = ", ".join(f"rank {rank} {report.path}" for rank, report in list(enumerate(reports))[:SHOWN])
+        raise UsageError(
+            "ranks save to different paths",
+            found=told,
+            fix="Make the name once and tell it to all ranks: a time or a random part is another on each.",
+        )
 
 
 def _rows(parts: Mapping[Path, Alone]) -> list[object]:

@@ -13,6 +13,7 @@ from shardckpt.checkpoint.corridor import How, Saver
 from shardckpt.checkpoint.handle import BACKGROUND
 from shardckpt.errors import UsageError
 from shardckpt.groups import Star, new_star
+from shardckpt.storage.open_store import url_of
 
 
 def save(
@@ -92,7 +93,7 @@ def how_to(
     ask: BaseOf = base if callable(base) else lambda: url
     told = dict(about or {})
     wants_digests = digests or base is not None
-    return How(str(path), overwrite, checksums, told, ask, wants_digests, trainable_only, dict(base_rules or {}))
+    return How(url_of(path), overwrite, checksums, told, ask, wants_digests, trainable_only, dict(base_rules or {}))
 
 
 _SAVERS: WeakKeyDictionary[dist.ProcessGroup, Saver] = WeakKeyDictionary()

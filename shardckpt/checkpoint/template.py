@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -87,7 +88,8 @@ class Policy:
 
     Attributes:
         strict: Names that are missing or unexpected are problems.
-        partial: Globs of dotted names: nothing else is loaded; None for everything.
+        partial: Globs of dotted names: nothing else is loaded; None for everything. One that matches the name of a part
+            takes all that is below it.
         cast: Another type than the saved one is no problem.
         is_own_only: What lies in other folders than the checkpoint is left alone.
     """
@@ -97,10 +99,23 @@ class Policy:
     cast: bool = False
     is_own_only: bool = False
 
-    def wants(self, path: Path) -> bool:
-        """Tell whether something is to be loaded."""
-        name = dotted(path)
-        return self.partial is None or any(fnmatchcase(name, glob) for glob in self.partial)
+    @property
+    def is_selective(self) -> bool:
+        """Whether some of the state is to stay as it is."""
+        return self.partial is not None and "*" not in self.partial
+
+    def globs_of(self, path: Path) -> Iterator[str]:
+        """Yield the globs that match a path, or a part that it lies in."""
+        names = [dotted(path[:n]) for n in range(min(1, len(path)), len(path) + 1)]
+        for glob in self.partial or ():
+            if any(fnmatchcase(name, glob) or fnmatchcase(f"{name}.", glob) for name in names):
+                yield glob
+
+    def may_want_below(self, path: Path) -> bool:
+        """Tell whether a glob may match something below a path."""
+        name = f"{dotted(path)}."
+        heads = [re.split(r"[*?\[]", glob, maxsplit=1)[0] for glob in self.partial or ("*",)]
+        return any(name.startswith(head) or head.startswith(name) for head in heads)
 
 
 def fit(state: Any, saved: Saved, policy: Policy, rank: int, world: int, models: Models) -> Fitting:
@@ -118,6 +133,8 @@ def fit(state: Any, saved: Saved, policy: Policy, rank: int, world: int, models:
     made.visit(state, (), _refuse)
     if policy.strict and policy.partial is None:
         made.fitting.unexpected = list(made.unexpected())
+    if policy.strict:
+        made.fitting.problems += [f"`partial`: nothing is called {glob!r}" for glob in made.unmatched()]
     return made.fitting
 
 
@@ -130,6 +147,7 @@ class _Fit:
         self._saved, self._policy, self._rank, self._world = saved, policy, rank, world
         self._models = models
         self._opened: set[Path] = set()  # lists that are visited one entry after the other
+        self._matched: set[str] = set()  # globs
         self.fitting = Fitting()
 
     def unexpected(self) -> Iterable[Path]:
@@ -139,6 +157,20 @@ class _Fit:
             for path in self._parts(saved):
                 if not any(path[:n] in taken for n in range(len(path) + 1)):
                     yield path
+
+    def unmatched(self) -> list[str]:
+        """Return the globs that match nothing, in the state or in the checkpoint: other ranks' states may have more."""
+        left = [glob for glob in self._policy.partial or () if glob not in self._matched and glob != "*"]
+        known = {glob for path in self._saved.paths for glob in self._policy.globs_of(path)} if left else set()
+        return [glob for glob in left if glob not in known]
+
+    def _wants(self, path: Path) -> bool:
+        """Tell whether something is to be loaded."""
+        if self._policy.partial is None:
+            return True
+        found = set(self._policy.globs_of(path))
+        self._matched |= found
+        return bool(found)
 
     def _parts(self, path: Path) -> Iterable[Path]:
         """Yield a path; those of the entries of a list that is one value in the checkpoint and several objects here."""
@@ -186,7 +218,7 @@ class _Fit:
             self.fitting.after.append(lambda: put(tuple(held)) if put is not _refuse else None)
 
     def _problem(self, path: Path, text: str) -> None:
-        if self._policy.wants(path):
+        if self._wants(path):
             self.fitting.problems.append(text)
 
     def _missing(self, path: Path) -> None:
@@ -199,8 +231,10 @@ class _Fit:
         if not is_there:
             self._missing(path)
             return
+        if put is _refuse:
+            put(found)
         self.fitting.taken.add(path)
-        if self._policy.wants(path):
+        if self._wants(path):
             self.fitting.values.append((found, put))
 
     def _array(self, path: Path, source: Path, array: LocalArray) -> None:
@@ -218,8 +252,11 @@ class _Fit:
                 self._problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no tensor there")
             return
         self.fitting.taken.add(source)
-        if not self._policy.wants(path) or (self._policy.is_own_only and self._saved.lies_elsewhere(entry)):
+        if not self._wants(path) or (self._policy.is_own_only and self._saved.lies_elsewhere(entry)):
             return
+        if any(portion.tensor.is_meta for portion in array.portions):
+            text = f"no memory for {dotted(path)}: it is on the meta device"
+            self.fitting.problems.append(f"{text} (`to_empty` gives some)")
         if entry.shape != array.shape:
             text = f"size mismatch for {dotted(path)}: found {list(entry.shape)}, expected {list(array.shape)}"
             self.fitting.problems.append(text)
@@ -257,24 +294,37 @@ class _Fit:
             self._missing(path)
             return
         if description is None:
-            self._whole_optimizer(optim, root)
+            self._whole_optimizer(optim, path, root)
             return
         self.fitting.taken.add(root)
+        if not self._policy.may_want_below(path):
+            return
         try:
-            state = self._optim_state(root, description, optim)
+            state = self._wanted_of(self._optim_state(root, description, optim), path)
             room = self._room(optim, description, state)
         except ShardckptError as error:
-            self._problem(path, f"{dotted(path)}: {error}")
+            self.fitting.problems.append(f"{dotted(path)}: {error}")
             return
         self._fill_room(room, state, path)
         self.fitting.problems += [f"{dotted(path)}.{text}" for text in room.problems]
-        known = set(description.entries) | set(description.aliases)
-        odd = dict.fromkeys(key.rpartition("/")[0] for key in state.tensors)
         if self._policy.strict:
-            for name in odd:
-                if name not in known:
-                    self._problem((*path, "state", name), f"unexpected: {dotted((*path, 'state', name))}")
+            self._compare_parameters(optim, description, state, path)
         self.fitting.after.append(lambda: room.put(optim))
+
+    def _compare_parameters(
+        self, optim: torch.optim.Optimizer, found: Description, state: optimizers.OptimState, path: Path
+    ) -> None:
+        """Tell of parameters that only one of the live and the saved optimizer has; groups may be others."""
+        live = dict.fromkeys(name for names in parameter_names(found, optim) for name in names)
+        groups: Sequence[Mapping[str, Any]] = state.groups
+        saved = dict.fromkeys(_first(str(name), found) for group in groups for name in group.get("params", ()))
+        kept = dict.fromkeys(_first(key.rpartition("/")[0], found) for key in state.tensors)
+        for name in {**saved, **kept}:
+            if name not in live:
+                self._problem((*path, "state", name), f"unexpected: {dotted((*path, 'state', name))}")
+        for name in live if saved else ():
+            if name not in saved and name not in kept:
+                self._problem((*path, "state", name), f"missing: {dotted((*path, 'state', name))}")
 
     def _optimizer_root(self, path: Path) -> Path | None:
         """Return where the checkpoint has an optimizer's state: at its path, or the only one there is."""
@@ -283,9 +333,15 @@ class _Fit:
         found = find_parts(self._saved.manifest).optimizers
         return found[0] if len(found) == 1 and not self._saved.is_native else None
 
-    def _whole_optimizer(self, optim: torch.optim.Optimizer, root: Path) -> None:
+    def _whole_optimizer(self, optim: torch.optim.Optimizer, path: Path, root: Path) -> None:
         model = self._models.foreign_for(optim)
         self.fitting.taken.add(root)
+        n = len(root)
+        wanted = [self._wants((*path, *at[n:])) for at in self._saved.paths if at[:n] == root]
+        if not any(wanted):
+            return
+        if not all(wanted):
+            self.fitting.problems.append(f"{dotted(path)}: it is loaded as a whole, and `partial` names a part of it")
         take: Put = optim.load_state_dict
         if model is not None:
             take = lambda state: foreign.put_optim_state(model, optim, state)  # noqa: E731
@@ -304,12 +360,28 @@ class _Fit:
         numbers = _names_by_number(parameter_names(found, optim), raw.values.get(("param_groups",)))
         return optimizers.by_name(raw, shapes, numbers, clean=lambda name: _first(name, found))
 
+    def _wanted_of(self, state: optimizers.OptimState, path: Path) -> optimizers.OptimState:
+        """Return what is to be loaded of an optimizer's state."""
+        if not self._policy.is_selective:
+            return state
+
+        def wants(name: str, slot: str) -> bool:
+            return self._wants((*path, "state", name, slot))
+
+        tensors = {key: entry for key, entry in state.tensors.items() if wants(*key.rsplit("/", 1))}
+        scalars = {
+            name: {slot: value for slot, value in slots.items() if wants(name, slot)}
+            for name, slots in state.scalars.items()
+        }
+        groups = state.groups if self._wants((*path, "param_groups")) else ()
+        return replace(state, tensors=tensors, scalars=scalars, groups=groups)
+
     def _room(self, optim: torch.optim.Optimizer, found: Description, state: optimizers.OptimState) -> Room:
         slots: dict[str, dict[str, Slot]] = {}
         for key, entry in state.tensors.items():
             name, _, slot = key.rpartition("/")
             slots.setdefault(name, {})[slot] = Slot(entry.shape, torch_dtype(entry))
-        return room_for(found, optim, slots, state.scalars, state.groups)
+        return room_for(found, optim, slots, state.scalars, state.groups, keeps_rest=self._policy.is_selective)
 
     def _fill_room(self, room: Room, state: optimizers.OptimState, path: Path) -> None:
         """Want what the room is for; numbers that several parameters share are compared first."""
@@ -337,6 +409,8 @@ class _Fit:
             self._missing(path)
             return
         self.fitting.taken.add(path)
+        if not self._wants(path):
+            return
         if not isinstance(found, list):
             self._problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no state of each rank there")
         elif len(found) == self._world:

@@ -569,6 +569,9 @@ def manifest_name(save: str) -> str:
     return save + MANIFEST_SUFFIX
 
 
+_REPAIR = "Restore the step from another copy, or rebuild its marks with `shardckpt repair`."
+
+
 def decode_commit(data: bytes, *, where: object = "") -> Commit:
     """Return what `COMMIT` says, every field checked.
 
@@ -581,7 +584,7 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
     end = data.find(b"\n") + 1
     digest = data[end:]
     if not end or len(digest) < 65:
-        raise TruncatedError("the commit mark is cut short", where=where, found=f"{len(data)} bytes")
+        raise TruncatedError("the commit mark is cut short", where=where, found=f"{len(data)} bytes", fix=_REPAIR)
     expected = hashlib.sha256(data[:end]).hexdigest()
     if digest != expected.encode("ascii") + b"\n":
         raise ChecksumError(
@@ -589,7 +592,7 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
             where=where,
             found=expected,
             expected=digest[:80].decode("ascii", "replace").strip(),
-            fix="Restore the step from another copy, or rebuild its marks with `shardckpt repair`.",
+            fix=_REPAIR,
         )
     raw = parse_json(data[: end - 1], where=str(where))
     if not isinstance(raw, dict) or raw.get("format") != "shardckpt":

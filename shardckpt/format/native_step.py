@@ -18,6 +18,7 @@ from shardckpt.format.native_manifest import (
 from shardckpt.storage.store import Store, read_bytes
 
 _RESTORE = "Restore the step from another copy, or load the step before it."
+_REPAIR = "Load the step before it, restore this one from another copy, or rebuild its marks with `shardckpt repair`."
 
 
 def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
@@ -56,7 +57,7 @@ def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Con
     """
     where = f"{store.url}/{commit.manifest}"
     if commit.manifest not in sizes:
-        raise IncompleteError("the step's manifest is not there", where=where, fix=_RESTORE)
+        raise IncompleteError("the step's manifest is not there", where=where, fix=_REPAIR)
     if sizes[commit.manifest] != commit.manifest_bytes:
         raise TruncatedError(
             "the manifest has another size than was committed",

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Real
 from typing import Literal, NamedTuple
 
 from shardckpt.errors import UsageError
@@ -61,8 +62,8 @@ class Retention:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"`{name}` is no number of steps", found=repr(value), expected="an integer from 1")
-        if self.keep_for_s is not None and not self.keep_for_s >= 0:
-            raise UsageError("`keep_for` is no time", found=self.keep_for_s, expected="seconds from 0")
+        if self.keep_for_s is not None and not (isinstance(self.keep_for_s, Real) and self.keep_for_s >= 0):
+            raise UsageError("`keep_for` is no time", found=repr(self.keep_for_s), expected="seconds from 0")
         if self.mode not in ("min", "max"):
             raise UsageError("there is no such mode", found=self.mode, expected="min or max")
 

@@ -202,6 +202,8 @@ def room_for(
     slots: Mapping[str, Mapping[str, Slot]],
     values: Mapping[str, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
+    *,
+    keeps_rest: bool = False,
 ) -> Room:
     """Make room for a saved state; an optimizer that never stepped gets new tensors. Nothing is changed yet.
 
@@ -211,6 +213,7 @@ def room_for(
         slots: The tensors that were saved, by the parameter's first name.
         values: What was saved that is no tensor.
         groups: The saved groups, with names as `params`.
+        keeps_rest: What was not saved stays as it is; otherwise it goes.
 
     Raises:
         ForeignParameterError: It holds a parameter that no model has.
@@ -223,7 +226,7 @@ def room_for(
         flags = {**optim.param_groups[index], **made.changes[index]}
         on_device = bool(flags.get("capturable") or flags.get("fused"))
         for held, position in _of_names(of, set(names)):
-            _Maker(made, slots, values, scalars, on_device).make(held, position, optim)
+            _Maker(made, slots, values, scalars, on_device, keeps_rest).make(held, position, optim)
     return made
 
 
@@ -250,6 +253,7 @@ class _Maker:
     values: Mapping[str, Mapping[str, Any]]
     scalars: set[str]
     on_device: bool
+    keeps_rest: bool
 
     def make(self, held: Held, position: int, optim: Optimizing) -> None:
         """Add the room for one exposed parameter."""
@@ -259,7 +263,7 @@ class _Maker:
         if isinstance(held.holder, FlatHolder) and held.holder.is_sharded and local(parameter).numel() == 0:
             self.room.state[parameter] = {}
             return
-        state: dict[str, Any] = {}
+        state: dict[str, Any] = dict(kept) if self.keeps_rest else {}
         for slot in dict.fromkeys(slot for name in names for slot in self.slots.get(name, ())):
             saved = {e.name: self.slots[e.name][slot] for e in entries if slot in self.slots.get(e.name, ())}
             shapes = {e.name: e.shape for e in entries}
@@ -284,7 +288,7 @@ class _Maker:
                 return own
         elif not (isinstance(own, torch.Tensor) and _is_shaped(parameter, own) and own.dtype == dtype):
             own = torch.zeros_like(parameter.detach(), dtype=dtype)
-        elif len(saved) < len(held.names(position)):
+        elif len(saved) < len(held.names(position)) and not self.keeps_rest:
             own = own.detach().clone().zero_()
         for name, array in _shaped(held, position, own.detach()):
             if name in saved:

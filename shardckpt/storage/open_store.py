@@ -19,6 +19,22 @@ if TYPE_CHECKING:
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
 
 
+def url_of(path: object) -> str:
+    """Return what a caller gave for a path as text.
+
+    Raises:
+        UsageError: It is neither text nor a path.
+    """
+    if isinstance(path, os.PathLike):
+        path = os.fspath(path)
+    if not isinstance(path, str):
+        raise UsageError("this is no path and no URL", found=f"an object of type {type(path).__name__}", fix=_TEXT)
+    return path
+
+
+_TEXT = "Name a file, a folder or a URL as text; a state goes before it."
+
+
 def local_path(url: str) -> str | None:
     """Return the path that a URL names on this machine, None where it names a remote place.
 

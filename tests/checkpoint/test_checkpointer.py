@@ -114,7 +114,16 @@ class TestSaveAndRestore:
         with pytest.raises(UsageError, match="no number of a step"):
             ck.path(step)
 
-    @pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"save_every": 0}, {"keep_for": -1}, {"mode": "most"}])
+    @pytest.mark.parametrize("metrics", [[1], {"loss": "high"}, {"loss": None}], ids=repr)
+    def test_a_metric_that_is_no_number_is_refused(self, metrics, tmp_path):
+        with pytest.raises(UsageError, match="a metric is no number"):
+            Checkpointer(tmp_path).save(1, state(), metrics=metrics)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [{"keep_last": 0}, {"save_every": 0}, {"keep_for": -1}, {"keep_for": [1]}, {"mode": "most"}],
+        ids=repr,
+    )
     def test_a_rule_that_means_nothing_is_refused(self, wrong, tmp_path):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             Checkpointer(tmp_path, **wrong)
@@ -195,9 +204,10 @@ class TestDamagedSteps:
         ck = saved(Checkpointer(tmp_path), 1, 2, 3)
         flip(payload(ck.root, 3))
         into = state()
-        with pytest.warns(UserWarning, match=r"restored step 2: .*step-00000003/.*safetensors.*block 0"):
+        with pytest.warns(UserWarning, match=r"restored step 2: .*step-00000003/.*safetensors.*block 0") as told:
             assert ck.restore(into) == 2
         assert into["w"].unique().tolist() == [2.0]
+        assert "filled in part" not in str(told[0].message), "the step before has filled it"
 
     def test_so_is_the_one_before_that(self, tmp_path):
         ck = saved(Checkpointer(tmp_path), 1, 2, 3)
@@ -210,7 +220,7 @@ class TestDamagedSteps:
         ck = saved(Checkpointer(tmp_path), 1, 2)
         for number in (1, 2):
             flip(payload(ck.root, number))
-        with pytest.raises(NoCompleteCheckpoint, match="block 0"):
+        with pytest.raises(NoCompleteCheckpoint, match=r"block 0.*filled in part"):
             ck.restore(state())
 
     def test_a_step_that_was_asked_for_is_not_replaced_by_another(self, tmp_path):
@@ -285,8 +295,9 @@ class TestRetention:
             ck.save(number, state(), metrics={"loss": 1.0})
         assert read == [1, 2, 3, 4]
 
-    def test_those_of_the_last_hour_stay(self, tmp_path, monkeypatch):
-        ck = saved(Checkpointer(tmp_path, keep_for=timedelta(hours=1)), 1, 2)
+    @pytest.mark.parametrize("told", [timedelta(hours=1), 3600, "1h", "60 m"], ids=str)
+    def test_those_of_the_last_hour_stay(self, told, tmp_path, monkeypatch):
+        ck = saved(Checkpointer(tmp_path, keep_for=told), 1, 2)
         assert ck.steps() == (1, 2)
         now = time.time
         monkeypatch.setattr(checkpointer.time, "time", lambda: now() + 3601)

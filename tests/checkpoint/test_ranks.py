@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import shardckpt
 from shardckpt.convert.verify import verify
-from shardckpt.errors import StorageError
+from shardckpt.errors import RankError, StorageError
 from shardckpt.state import model_state_dict, optim_state_dict
 from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalStore
@@ -373,6 +373,25 @@ class TestFailures:
             assert "No space left" in raised.message
             assert raised.is_a(OSError) if rank == failing else f"rank {failing}" in raised.message
         self.after(tmp_path)
+
+    def test_paths_that_differ_are_refused_before_anything_is_written(self, tmp_path: Path) -> None:
+        def body(rank: int, world: int) -> None:
+            shardckpt.save({"step": 1}, tmp_path / f"of-rank-{rank}")
+
+        for raised in raised_everywhere(2, body):
+            assert raised.name == "UsageError" and "ranks save to different paths" in raised.message
+            assert f"rank 0 {tmp_path}/of-rank-0, rank 1 {tmp_path}/of-rank-1" in raised.message
+        assert os.listdir(tmp_path) == []
+
+    def test_a_save_that_one_rank_alone_calls_is_said_to_be_a_call_for_all(self, tmp_path: Path) -> None:
+        def body(rank: int, world: int) -> None:
+            shardckpt.save({"step": 1}, tmp_path / "c")
+            if rank == 0:
+                with pytest.raises(RankError, match=r"rank 1 .*calls that every rank makes"):
+                    shardckpt.save({"step": 1}, tmp_path / "d")
+
+        run(2, body, group_timeout=2.0)
+        assert os.listdir(tmp_path) == ["c"]
 
     def test_a_target_that_exists_is_told_to_all_and_the_next_save_works(self, tmp_path: Path) -> None:
         self.before(tmp_path)

@@ -40,6 +40,17 @@ class Net(nn.Module):
         self.calls = state["calls"]
 
 
+class Counted:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def state_dict(self) -> dict:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.n = state["n"]
+
+
 def trained(seed: int = 0, optimizer=torch.optim.AdamW, lr=0.1, steps: int = 2, **settings):
     torch.manual_seed(seed)
     net = Net()
@@ -320,12 +331,121 @@ class TestRefusals:
         shardckpt.load(state, self.saved(tmp_path), strict=False)
         assert state == {"more": {"step": 1, "other": 7}}
 
+    @pytest.mark.parametrize("state", [{}, 5, "text"], ids=repr)
+    def test_a_state_that_holds_nothing_to_fill_is_refused(self, tmp_path: Path, state) -> None:
+        with pytest.raises(UsageError, match="cannot be loaded in place") as caught:
+            shardckpt.load(state, self.saved(tmp_path))
+        assert "filled in part" not in str(caught.value)
+
+    def test_what_is_raised_is_told_once(self, tmp_path: Path, monkeypatch) -> None:
+        with pytest.raises(shardckpt.MismatchError) as caught:
+            shardckpt.load({"absent": 1}, self.saved(tmp_path))
+        assert caught.value.__cause__ is None and caught.value.__suppress_context__
+        full = OSError(28, "No space left on device")
+        monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(full))
+        with pytest.raises(shardckpt.StorageError) as broken:
+            shardckpt.save({"t": torch.ones(2)}, tmp_path / "d")
+        assert broken.value.__cause__ is full
+
     def test_a_part_is_loaded_by_globs(self, tmp_path: Path) -> None:
         model = nn.Linear(3, 2)
         bias = model.bias.detach().clone()
         shardckpt.load({"model": model}, self.saved(tmp_path), partial=["*.weight"])
         assert torch.equal(model.bias, bias)
         assert torch.equal(model.weight, shardckpt.load(tmp_path / "c")["model"]["weight"])
+
+    @pytest.mark.parametrize(
+        ("globs", "loaded"),
+        [
+            (["model.*"], {"model"}),
+            (["model"], {"model"}),
+            (["optim.*"], {"moments", "settings"}),
+            (["optim.state.*"], {"moments"}),
+            (["optim.param_groups"], {"settings"}),
+            (["own.*", "step"], {"own", "step"}),
+            (["*"], {"model", "moments", "settings", "own", "step"}),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_what_no_glob_matches_stays_as_it_is(self, tmp_path: Path, globs, loaded) -> None:
+        net, optim = trained()
+        own = Counted(7)
+        shardckpt.save({"model": net, "optim": optim, "own": shardckpt.PerRank(own), "step": 7}, tmp_path / "c")
+        other, live = trained(seed=1, lr=0.5)
+        counted, state = Counted(0), {"model": other, "optim": live, "step": 0}
+        before = [copy.deepcopy(each.state_dict()) for each in (other, live)]
+        shardckpt.load({**state, "own": shardckpt.PerRank(counted)}, tmp_path / "c", partial=globs)
+
+        def settled(is_loaded: bool, found, saved, old) -> None:
+            assert equal(found, saved if is_loaded else old) and not equal(saved, old)
+
+        settled("model" in loaded, other.state_dict(), net.state_dict(), before[0])
+        settled("moments" in loaded, live.state_dict()["state"], optim.state_dict()["state"], before[1]["state"])
+        settled("settings" in loaded, live.param_groups[0]["lr"], 0.1, 0.5)
+        assert counted.n == (7 if "own" in loaded else 0)
+
+    def test_of_one_parameter_alone_an_optimizer_gets_the_moments(self, tmp_path: Path) -> None:
+        net, optim = trained()
+        shardckpt.save({"model": net, "optim": optim}, tmp_path / "c")
+        other, live = trained(seed=1)
+        old = copy.deepcopy(live.state_dict()["state"])
+        shardckpt.load({"model": other, "optim": live}, tmp_path / "c", partial=["optim.state.norm.bias.exp_avg"])
+        found, saved = live.state_dict()["state"], optim.state_dict()["state"]
+        at = [name for name, _ in other.named_parameters()].index("norm.bias")
+        assert equal(found, {**old, at: {**old[at], "exp_avg": saved[at]["exp_avg"]}})
+        assert not equal(old[at]["exp_avg"], saved[at]["exp_avg"])
+
+    @pytest.mark.parametrize("globs", [["modle.*"], ["model.*", "more.new"], "t"])
+    def test_a_glob_that_matches_nothing_is_told(self, tmp_path: Path, globs) -> None:
+        model = nn.Linear(3, 2)
+        with pytest.raises(shardckpt.MismatchError, match=r"nothing is called '(modle\.\*|more\.new|t)'"):
+            shardckpt.load({"model": model}, self.saved(tmp_path), partial=globs)
+        shardckpt.load({"model": model}, tmp_path / "c", partial=globs, strict=False)
+
+    def test_a_glob_that_only_the_checkpoint_has_something_for_is_fine(self, tmp_path: Path) -> None:
+        state = {"more": {"step": 0}}
+        shardckpt.load(state, self.saved(tmp_path), partial=["more.step", "model.*"])
+        assert state == {"more": {"step": 1}}
+
+    def test_an_optimizer_of_other_parameters_is_told_by_their_names(self, tmp_path: Path) -> None:
+        def made(*of: int):
+            net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            optim = torch.optim.AdamW([{"params": net[at].parameters()} for at in of])
+            net(torch.ones(1, 2)).sum().backward()
+            optim.step()
+            return {"model": net, "optim": optim}
+
+        shardckpt.save(made(0, 1), tmp_path / "both")
+        shardckpt.save(made(0), tmp_path / "first")
+        with pytest.raises(shardckpt.MismatchError) as caught:
+            shardckpt.load(made(0), tmp_path / "both")
+        assert caught.value.problems == tuple(f"unexpected: optim.state.1.{name}" for name in ("weight", "bias"))
+        with pytest.raises(shardckpt.MismatchError) as caught:
+            shardckpt.load(made(1, 0), tmp_path / "first")
+        assert caught.value.problems == tuple(f"missing: optim.state.1.{name}" for name in ("weight", "bias"))
+        shardckpt.load(made(0), tmp_path / "both", strict=False)
+        shardckpt.load(made(1, 0), tmp_path / "both")
+
+    def test_a_model_without_memory_is_refused_by_name_both_ways(self, tmp_path: Path) -> None:
+        with torch.device("meta"):
+            model = nn.Linear(3, 2)
+        with pytest.raises(UnsupportedError, match=r"model\.weight: .*meta device"):
+            shardckpt.save({"model": model}, tmp_path / "m")
+        assert os.listdir(tmp_path) == []
+        with pytest.raises(shardckpt.MismatchError, match=r"no memory for model\.weight.*to_empty"):
+            shardckpt.load({"model": model}, self.saved(tmp_path), partial=True)
+
+    @pytest.mark.parametrize("wrong", [None, 5, {"model": 1}])
+    def test_what_is_no_path_is_refused_before_anything_is_done(self, tmp_path: Path, monkeypatch, wrong) -> None:
+        monkeypatch.chdir(tmp_path)
+        for call in (shardckpt.save, shardckpt.async_save, shardckpt.load):
+            if wrong is not None or call is not shardckpt.load:
+                with pytest.raises(UsageError, match=f"no path.*{type(wrong).__name__}"):
+                    call({"step": 1}, wrong)
+        for call in (shardckpt.load, shardckpt.open):
+            with pytest.raises(UsageError, match=f"no path.*{type(wrong).__name__}"):
+                call(wrong)
+        assert os.listdir() == []
 
     def test_what_the_checkpoint_has_besides_may_be_left(self, tmp_path: Path) -> None:
         state = {"more": {"step": 0}}
