@@ -209,7 +209,7 @@ def _differs_here(name: str, found: nn.Parameter, wanted: nn.Parameter, close: C
         for key, (whole_, twin) in pairs.items()
         for each in _differs(
             key,
-            None if whole_ is None else _local(whole_).detach(),
+            None if whole_ is None else here(whole_).detach(),
             None if twin is None else mine(twin, found),
             close,
         )
@@ -300,8 +300,8 @@ class ByPieces:
 
     def step(self) -> None:
         for parameter, piece in zip(self.parameters, self.pieces, strict=True):
-            assert piece.data_ptr() == _local(parameter).data_ptr(), "what a rank holds stays where it is"
-            piece.grad = None if parameter.grad is None else _local(parameter.grad)
+            assert piece.data_ptr() == here(parameter).data_ptr(), "what a rank holds stays where it is"
+            piece.grad = None if parameter.grad is None else here(parameter.grad)
         self.optimizer.step()
 
     def zero_grad(self) -> None:
@@ -313,11 +313,12 @@ class ByPieces:
 
 def _piece(parameter: nn.Parameter) -> torch.Tensor:
     """What this rank holds of a parameter, in the same memory, to be stepped by itself."""
-    return _local(parameter).detach().requires_grad_(parameter.requires_grad)
+    return here(parameter).detach().requires_grad_(parameter.requires_grad)
 
 
 @torch.no_grad()
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -11,6 +11,7 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
+from compiling import compiled
 from test_composable import Block, Tower, averaged, batch, full, fully_shard, line, same, tower, trained
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -194,10 +195,10 @@ def test_compiled_modules_train_as_they_are(how: str) -> None:
             model.blocks[0].compile(backend="aot_eager")
         fully_shard(model.blocks[0], mesh=line())
         if how == "compiled unit":
-            model.blocks[0] = torch.compile(model.blocks[0], backend="aot_eager")
+            model.blocks[0] = compiled(model.blocks[0])
         fully_shard(model, mesh=line())
         if how == "whole":
-            model = torch.compile(model, backend="aot_eager")
+            model = compiled(model)
         same(trained(model, rank, steps=2), expected)
 
     harness.run(2, body, timeout=100.0, group_timeout=60.0)

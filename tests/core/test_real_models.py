@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from compiling import compiled
 from faces import FACES, sharder, train, twins
 from harness import mark, run, since
 from models import Case, Sharder, Stack, blocks_and_root, built, sequences, square
@@ -34,9 +35,16 @@ def differences(which: Case, world: int, rows: list[dict], how: Training | None 
                 found[str(row)] = wrong[:4]
         return found, logs
 
+    imported(which)
     told = run(world, body, timeout=120)
     assert told[0][0] == {}
     assert all(logs == told[0][1] for _, logs in told)
+
+
+def imported(which: Case) -> None:
+    """Let what a model imports when it is made and run be imported here, not in every rank."""
+    with torch.no_grad():
+        built(which)(which.batch(0, 0))
 
 
 # ---------------------------------------------------------------------------------------------- language models
@@ -163,14 +171,16 @@ class Answering(Language):
 @pytest.mark.parametrize("build", [llama, gpt2], ids=["llama", "gpt2"])
 def test_a_language_model_generates_what_the_unsharded_one_does(build, face):
     """Keys and values escape from every unit, and units are called once a token."""
+    which = Case("answering", lambda: Answering(build(True).net), text)
 
     def body(rank, world):
-        plain = built(Case("answering", lambda: Answering(build(True).net))).eval()
+        plain = built(which).eval()
         model = by_policy(copy.deepcopy(plain), sharder(face)).eval()
         with torch.no_grad():
             found, wanted = model(text(rank, 0)), plain(text(rank, 0))
         return torch.equal(found, wanted), found.shape == (2, 13)
 
+    imported(which)
     assert run(2, body) == [(True, True)] * 2
 
 
@@ -355,27 +365,23 @@ def test_optimizers_step_as_on_whole_parameters(name):
 # ---------------------------------------------------------------------------------------------------- compiling
 
 
-def _compiled(module: nn.Module) -> nn.Module:
-    return torch.compile(module, backend="aot_eager")
-
-
 def compiled_units(model: nn.Module, sharder: Sharder) -> nn.Module:
     """compile(unit)."""
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = _compiled(sharder(block))
+        model.blocks[index] = compiled(sharder(block))
     return sharder(model)
 
 
 def units_of_compiled(model: nn.Module, sharder: Sharder) -> nn.Module:
     """unit(compile)."""
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = sharder(_compiled(block))
+        model.blocks[index] = sharder(compiled(block))
     return sharder(model)
 
 
 def compiled_whole(model: nn.Module, sharder: Sharder) -> nn.Module:
     """compile(everything)."""
-    return _compiled(blocks_and_root(model, sharder))
+    return compiled(blocks_and_root(model, sharder))
 
 
 @pytest.mark.parametrize("cut", [compiled_units, units_of_compiled, compiled_whole], ids=lambda cut: cut.__name__)
