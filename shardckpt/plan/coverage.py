@@ -14,6 +14,8 @@ from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, Te
 
 _MAX_ELEMENTS = 1 << 62
 _MAX_BYTES = 1 << 62
+_NOT_WHOLE = "The save was interrupted or the copy is not whole: `shardckpt verify` lists every fault."
+_ONE_OF_SEVERAL = "This is one file of several: put them into one folder and point at that."
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +98,11 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
             expected=f"{first.file.rpartition('/')[2]} in {base}",
             fix="Put the base back there, or say where it lies now: base=PATH (--base PATH).",
         )
+    is_one_of_several = first.kind == "missing file" and sum(size >= 0 for size in manifest.files.values()) == 1
     raise kinds.get(first.kind, FormatError)(
         f"{first.kind}: {first.tensor} {first.box}: {first.detail}{more}",
         where=f"{where}/{first.file}" if first.file else where,
-        fix="The save was interrupted or the copy is not whole: `shardckpt verify` lists every fault.",
+        fix=_ONE_OF_SEVERAL if is_one_of_several else _NOT_WHOLE,
     )
 
 

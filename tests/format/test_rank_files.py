@@ -12,6 +12,7 @@ import pytest
 import torch
 from materialise import assert_same
 
+from shardckpt.convert.export import consolidate
 from shardckpt.convert.verify import verify
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsupportedError
 from shardckpt.format.detect import open_checkpoint
@@ -166,6 +167,8 @@ def test_a_missing_rank_is_named_with_what_it_held(tmp_path: Path) -> None:
 def test_one_file_of_several_is_not_taken_for_whole(tmp_path: Path) -> None:
     write(tmp_path, {0: rank_state(0)})
     assert "the file of rank 2" in str(verify(str(tmp_path / "rank0.pt")).problems)
+    with pytest.raises(IncompleteError, match="one file of several: put them into one folder and point at that"):
+        consolidate(str(tmp_path / "rank0.pt"), str(tmp_path / "out"))
 
 
 def test_ranks_of_which_others_hold_other_parameters_cannot_be_missing(tmp_path: Path) -> None:
