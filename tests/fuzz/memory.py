@@ -14,13 +14,13 @@ class MemoryStore:
 
     Args:
         files: Name to content.
+        url: Where they are said to lie.
     """
 
-    url = "memory"
     traits = Traits(renames=True, is_local=True)
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
-        self._files = files
+    def __init__(self, files: Mapping[str, bytes], url: str = "memory") -> None:
+        self._files, self.url = files, url
 
     def list(self, folder: str = "") -> list[Listed]:
         prefix = f"{folder}/" if folder else ""

@@ -10,9 +10,11 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import zstandard
@@ -22,12 +24,21 @@ from samples import SAMPLES
 from shardckpt.convert.arrays import blocks_of
 from shardckpt.convert.options import Options
 from shardckpt.convert.selection import select
+from shardckpt.errors import ShardckptError
+from shardckpt.format import native_bases
 from shardckpt.format.codecs import DecodedStream
 from shardckpt.format.detect import detect
 from shardckpt.format.hf_files import choose
 from shardckpt.format.native import manifest_of
 from shardckpt.format.native_headers import read_described, rebuild
-from shardckpt.format.native_manifest import COMMIT, MANIFEST_SUFFIX, FileRecord, decode_commit, encode_commit
+from shardckpt.format.native_manifest import (
+    COMMIT,
+    MANIFEST_SUFFIX,
+    FileRecord,
+    decode_commit,
+    decode_manifest,
+    encode_commit,
+)
 from shardckpt.format.native_payload import canonical
 from shardckpt.format.pickles import load
 from shardckpt.format.reader import Reader, Source
@@ -35,7 +46,9 @@ from shardckpt.format.safetensors import parse_header, parse_json, read_headers
 from shardckpt.format.tagged import ArrayRef, Named, decode, encode
 from shardckpt.format.zip_archive import Place, Wanted, open_archives, read_entries, walk_front
 from shardckpt.manifest import Encoded, Span
+from shardckpt.manifest import Path as Key
 from shardckpt.plan.sizes import parse_size
+from shardckpt.storage.store import Store
 
 from .memory import MemoryStore
 
@@ -195,6 +208,82 @@ def _lying_header(which: int, data: bytes) -> None:
     manifest_of(store, contents, {})
 
 
+_RUN = "memory://fuzz/run"
+_GOLDEN = Path(__file__).parents[1] / "format" / "golden" / "1.0"
+
+
+@cache
+def _golden(name: str) -> dict[str, bytes]:
+    """Return the files of a step: `based`, which refers to the step `digests` beside it, or that one."""
+    return {path.name: path.read_bytes() for path in sorted((_GOLDEN / name).iterdir())}
+
+
+def _based_manifest() -> bytes:
+    return next(data for name, data in _golden("based").items() if name.endswith(MANIFEST_SUFFIX))
+
+
+def _references() -> list[bytes]:
+    """Return references to the base as a folder beside the step, and as one in the same store."""
+    return [b"../digests", f"{_RUN}/digests".encode()]
+
+
+def _use_based(changed: Mapping[str, bytes], base: Mapping[str, bytes] | None = None) -> dict[Key, bytes]:
+    """Return what a step holds of which some files are changed; no folder is opened outside of its store.
+
+    Args:
+        changed: Name to content.
+        base: Files of its base, if some of those are.
+    """
+
+    def open_store(url: str) -> Store:
+        assert url.startswith("memory://fuzz/"), "a step from elsewhere chooses what is opened"
+        there = {**_golden("digests"), **(base or {})} if url == f"{_RUN}/digests" else {}
+        return MemoryStore(there, url)
+
+    source = Source(MemoryStore({**_golden("based"), **changed}, f"{_RUN}/based"))
+    with patch.object(native_bases, "open_store", open_store):
+        reader = detect(source).open(source)
+        use(reader)
+        small = {key: entry for key, entry in reader.manifest.tensors.items() if entry.nbytes <= _SMALL_BYTES}
+        return {key: b"".join(blocks_of(reader, entry)) for key, entry in small.items()}
+
+
+def _lying_based_manifest(_: int, data: bytes) -> None:
+    """Read a step with a base whose damaged manifest `COMMIT` confirms in everything."""
+    commit = decode_commit(_golden("based")[COMMIT])
+    own = [FileRecord(name, size, None) for name, size in commit.files.items()]
+    of_bases = [FileRecord(n, size, (), url) for url, named in commit.bases.items() for n, size in named.items()]
+    files = [*own, *of_bases]
+    with suppress(ShardckptError):
+        files = list(decode_manifest(data).files)
+    _use_based({commit.manifest: data, COMMIT: encode_commit(commit.save, data, files)})
+
+
+def _lying_reference(_: int, data: bytes) -> None:
+    """Read a step that calls its base something else."""
+    _lying_based_manifest(0, _based_manifest().replace(b'"../digests"', canonical(data.decode("latin-1"))))
+
+
+def _bases_and_files() -> list[bytes]:
+    manifest = json.loads(_based_manifest())
+    return [canonical({name: manifest[name] for name in ("bases", "files")})]
+
+
+def _lying_files(_: int, data: bytes) -> None:
+    """Read a step that says something else of its files and where they lie."""
+    told = parse_json(data, where="fuzz")
+    _lying_based_manifest(0, canonical({**json.loads(_based_manifest()), **(told if isinstance(told, dict) else {})}))
+
+
+def _lying_based_commit(_: int, data: bytes) -> None:
+    line = data.replace(b"\n", b"") + b"\n"
+    _use_based({COMMIT: line + hashlib.sha256(line).hexdigest().encode() + b"\n"})
+
+
+def _damaged_base(which: int, data: bytes) -> None:
+    assert _use_based({}, {list(_golden("digests"))[which]: data}) == _use_based({}), "damage was handed out"
+
+
 def _tagged(_: int, data: bytes) -> None:
     repr(decode(parse_json(data, where="fuzz")))
 
@@ -217,6 +306,11 @@ TARGETS: dict[str, Target] = {
     "tagged": Target(lambda: [canonical(encode(_TAGGED))], _tagged),
     "manifest that lies": Target(lambda: [_native()[0][_native()[1]]], _lying_manifest),
     "commit that lies": Target(lambda: [_native()[0][COMMIT].partition(b"\n")[0]], _lying_commit),
+    "based manifest that lies": Target(lambda: [_based_manifest()], _lying_based_manifest),
+    "base by another name": Target(_references, _lying_reference),
+    "bases that lie": Target(_bases_and_files, _lying_files),
+    "based commit that lies": Target(lambda: [_golden("based")[COMMIT].partition(b"\n")[0]], _lying_based_commit),
+    "base that is damaged": Target(lambda: list(_golden("digests").values()), _damaged_base),
     "payload that lies": Target(
         lambda: [content for name, content in _native()[0].items() if name.endswith(".safetensors")], _lying_header
     ),
