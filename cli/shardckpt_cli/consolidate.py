@@ -10,6 +10,9 @@ from shardckpt_cli import options, output
 if TYPE_CHECKING:
     from shardckpt import Report
 
+_MOST_FILES = 40
+"""Lines of the report: a universal checkpoint has files for each parameter."""
+
 
 def consolidate(
     src: options.Src,
@@ -116,7 +119,9 @@ def _words(report: Report) -> str:
         f"{did} {report.tensors} tensors, {output.size(report.nbytes)}, in {files} file{'s' * (files != 1)}"
         f" to {report.target}",
     ]
-    lines += [f"  {f.name}  {f.tensors} tensors  {output.size(f.nbytes)}" for f in report.files]
+    lines += [f"  {f.name}  {f.tensors} tensors  {output.size(f.nbytes)}" for f in report.files[:_MOST_FILES]]
+    if files > _MOST_FILES:
+        lines.append(f"  and {files - _MOST_FILES} more files: --json lists all")
     if report.carried:
         lines.append(f"  and {', '.join(report.carried)}")
     lines += [f"tied: {name} is {kept}" for name, kept in report.ties.items()]

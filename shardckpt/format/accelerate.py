@@ -3,8 +3,8 @@
 With FSDP: `pytorch_model_fsdp.bin` and `optimizer.bin` (FULL), or DCP folders `pytorch_model_fsdp_0/` and
 `optimizer_0/` (SHARDED), or one file of each rank, `pytorch_model_fsdp_0_rank0.bin` (SHARDED with `use_dcp=False`, and
 LOCAL); without: `model.safetensors` or `pytorch_model.bin`. Further models and optimizers carry a
-number. Around them lie small files of the training loop. Paths are `model`, `model_1`, ..., `optimizer`,
-`optimizer_1`, ..., then names.
+number. Around them lie small files of the training loop, those of `transformers.Trainer` among them. Paths are `model`,
+`model_1`, ..., `optimizer`, `optimizer_1`, ..., then names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _SHARDED = re.compile(r"(?P<kind>pytorch_model_fsdp|optimizer)_(?P<i>\d{1,4})")
 _PLAIN = re.compile(r"(?P<kind>model|pytorch_model)(_(?P<i>[1-9]\d{0,3}))?(?P<suffix>\.safetensors|\.bin)")
 _RANK_FILE = re.compile(r"(?P<kind>pytorch_model_fsdp|optimizer)(_(?P<i>\d{1,4}))?_rank(?P<rank>\d{1,9})\.bin")
 _BESIDE = re.compile(
-    r"(scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt|(random_states|custom_checkpoint)_\d+\.pkl"
+    r"(scheduler|sampler|dl_state_dict)(_\d+)?\.bin|(scaler|scheduler)\.pt|rng_state(_\d+)?\.pth"
+    r"|(random_states|custom_checkpoint)_\d+\.pkl"
 )
 _RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
 _MODEL = "model"

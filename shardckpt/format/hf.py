@@ -6,6 +6,7 @@ Also what `consolidate` itself writes beside a model: `optimizer*.safetensors` a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from shardckpt.boxes import Box, Shape, whole
@@ -16,12 +17,14 @@ from shardckpt.format.native_payload import KEY
 from shardckpt.format.optimizer_keys import OptimizerFile
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.safetensors import Header, looks_like_safetensors, parse_json, read_headers
+from shardckpt.format.torch_file import CONFIGURATION, SUFFIXES
 from shardckpt.manifest import Manifest, ObjectEntry, Path, Piece, Span, TensorEntry
 from shardckpt.storage.store import Store
 
 _SHARDED_FOLDER = "sharded"
 _SHARDING_INFO = "DCP_SHARDING_INFO"
 _STATE = "state"
+_SHOWN = 4
 _OTHERS = ("DCP_", KEY)
 """Metadata that describes the file it stands in, and nothing that is made of it."""
 
@@ -66,7 +69,16 @@ def open_source(source: Source) -> Reader:
     if not sizes and _SHARDED_FOLDER in source.folders:
         sizes = payload_sizes(source.store, _SHARDED_FOLDER)
     indexes = [n for n in source.files if n.endswith(INDEX_SUFFIX)]
-    return _open_files(source.store, choose(source.store, sizes, indexes))
+    files = choose(source.store, sizes, indexes)
+    return _open_files(source.store, replace(files, warnings=(*files.warnings, *_ignored(source.files))))
+
+
+def _ignored(names: Sequence[str]) -> list[str]:
+    """Say which files of `torch.save` lie beside the safetensors: a Trainer's optimizer, or the same model again."""
+    others = [name for name in names if name.endswith(SUFFIXES) and name not in CONFIGURATION]
+    shown = ", ".join(others[:_SHOWN])
+    more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    return [f"torch files here are ignored, name one to read it: {shown}{more}"] if others else []
 
 
 def _open_files(store: Store, files: Files) -> Reader:

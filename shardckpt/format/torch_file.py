@@ -47,6 +47,8 @@ from shardckpt.manifest import Encoded, Lazy, Manifest, Path, Piece, Span, Strid
 from shardckpt.storage.store import Read, Store, read_bytes
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+CONFIGURATION = frozenset({"training_args.bin"})
+"""Files of a `transformers` folder that hold a live configuration object and nothing else."""
 """Endings of names that people give to files of `torch.save`."""
 
 _PICKLE_SUFFIXES = (*SUFFIXES, ".pkl")

@@ -10,7 +10,7 @@ from shardckpt.errors import FormatError, IncompleteError, UnsafeError
 from shardckpt.format.flat_notes import read_notes
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.safetensors import parse_json
-from shardckpt.format.torch_file import SUFFIXES, TorchReader, looks_like_torch, open_files
+from shardckpt.format.torch_file import CONFIGURATION, SUFFIXES, TorchReader, looks_like_torch, open_files
 from shardckpt.manifest import Path, TensorEntry
 from shardckpt.storage.store import Store, read_bytes
 
@@ -22,9 +22,6 @@ _MAX_INDEX_BYTES = 200_000_000
 _HEAD_BYTES = 512
 _WHOLE = re.compile(r"(pytorch_model|adapter_model)\.bin")
 _SHARD = re.compile(r"(?P<stem>pytorch_model)-(?P<i>\d{5})-of-(?P<n>\d{5})\.bin")
-_CONFIGURATION = frozenset({"training_args.bin"})
-"""Files of a `transformers` folder that hold a live configuration object and nothing else."""
-
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 """Folders in which Accelerate keeps sharded state, beside small torch files."""
 
@@ -66,7 +63,7 @@ def _hf_names(files: Iterable[str]) -> list[str]:
 
 
 def _loose_names(files: Iterable[str]) -> list[str]:
-    return [n for n in files if n.endswith(SUFFIXES) and n not in _CONFIGURATION]
+    return [n for n in files if n.endswith(SUFFIXES) and n not in CONFIGURATION]
 
 
 def open_hf(source: Source) -> Reader:
@@ -186,7 +183,7 @@ def open_loose(source: Source) -> Reader:
     prefixes: dict[str, Path] = {name: (name,) if len(names) > 1 else () for name in names}
     notes = read_notes(source.store, {name: source.listing[name].size for name in source.files})
     reader = open_files(source.store, sizes, prefixes, LOOSE_FORMAT.name, takes_shares=True).joined(notes)
-    skipped = sorted(_CONFIGURATION & set(source.files))
+    skipped = sorted(CONFIGURATION & set(source.files))
     if skipped:
         warnings = (*reader.manifest.warnings, f"{skipped[0]} holds a live configuration object and is not read")
         reader.manifest = replace(reader.manifest, warnings=warnings)

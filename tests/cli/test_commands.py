@@ -196,6 +196,12 @@ class TestOutput:
         assert "would write 2 tensors" in found.out
         assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
 
+    def test_a_report_of_many_files_is_cut(self, tmp_path: Path) -> None:
+        save_file({f"w{i}": torch.ones(1) for i in range(100)}, tmp_path / "src.safetensors")
+        found = run_here("consolidate", tmp_path / "src.safetensors", tmp_path / "out", "--max-shard-size", "4B")
+        assert sum("-of-00100.safetensors" in line for line in found.out.splitlines()) == 40
+        assert "  and 60 more files: --json lists all\n" in found.out
+
     def test_inspect_shows_a_table_or_a_tree(self, src: Path) -> None:
         table = run_here("inspect", src).out
         assert "a.w" in table

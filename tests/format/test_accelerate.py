@@ -180,6 +180,14 @@ class TestForms:
         others = shardckpt.inspect(str(source)).parts["other"]
         assert set(others) >= {"random_states_0.pkl", "scheduler.bin"}
 
+    def test_the_files_of_a_trainers_loop_are_listed(self, tmp_path):
+        """`transformers.Trainer` with FSDP writes Accelerate's files, and its own names beside them."""
+        torch.save({"w": W}, tmp_path / "pytorch_model_fsdp.bin")
+        for name in ("scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "training_args.bin"):
+            torch.save({"a": 1}, tmp_path / name)
+        others = shardckpt.inspect(str(tmp_path)).parts["other"]
+        assert sorted(others) == ["rng_state_0.pth", "rng_state_1.pth", "scheduler.pt"]
+
     def test_local_states_are_put_together_with_shapes_from_elsewhere(self, tmp_path):
         """LOCAL: flat parameters alone."""
         source = tmp_path / "src"

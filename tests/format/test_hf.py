@@ -122,6 +122,15 @@ class TestWithIndex:
         assert paths(url) == [("t0",), ("t1",)]
         assert "consolidated.safetensors" in reader.manifest.warnings[0]
 
+    def test_torch_files_beside_are_named(self, tmp_path: Path) -> None:
+        """A Trainer's folder without FSDP: the optimizer is a file of its own."""
+        url = self.shards(tmp_path)
+        for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth", "scheduler.pt"):
+            torch.save({"a": 1}, tmp_path / name)
+        assert open_checkpoint(url).manifest.warnings == (
+            "torch files here are ignored, name one to read it: optimizer.pt, rng_state_0.pth, scheduler.pt",
+        )
+
     def test_a_missing_file_is_a_gap_that_can_be_looked_at(self, tmp_path: Path) -> None:
         url = self.shards(tmp_path)
         (tmp_path / self.FILES[1]).unlink()
