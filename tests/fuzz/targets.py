@@ -236,7 +236,7 @@ def _use_based(changed: Mapping[str, bytes], base: Mapping[str, bytes] | None = 
     """
 
     def open_store(url: str) -> Store:
-        assert url.startswith("memory://fuzz/"), "a step from elsewhere chooses what is opened"
+        assert f"{url}/".startswith("memory://fuzz/"), "a step from elsewhere chooses what is opened"
         there = {**_golden("digests"), **(base or {})} if url == f"{_RUN}/digests" else {}
         return MemoryStore(there, url)
 
@@ -272,7 +272,8 @@ def _bases_and_files() -> list[bytes]:
 def _lying_files(_: int, data: bytes) -> None:
     """Read a step that says something else of its files and where they lie."""
     told = parse_json(data, where="fuzz")
-    _lying_based_manifest(0, canonical({**json.loads(_based_manifest()), **(told if isinstance(told, dict) else {})}))
+    manifest = json.loads(_based_manifest()) | (told if isinstance(told, dict) else {})
+    _lying_based_manifest(0, json.dumps(manifest).encode())
 
 
 def _lying_based_commit(_: int, data: bytes) -> None:
