@@ -11,7 +11,8 @@ from shardckpt.format.native_manifest import COMMIT
 from shardckpt.format.native_references import Base, NamedBases, PathText, may_open, resolved, sibling
 from shardckpt.format.native_step import read_commit
 from shardckpt.storage.open_store import open_store
-from shardckpt.storage.store import Listed, Read, Store, Traits, Writer
+from shardckpt.storage.store import Read, Store, Traits
+from shardckpt.storage.wrapped import WrappedStore
 
 
 class Place(NamedTuple):
@@ -173,7 +174,7 @@ def _only(step: str, urls: Sequence[str], place: str) -> str:
     return elsewhere[0]
 
 
-class BasedStore:
+class BasedStore(WrappedStore):
     """A step's folder, and files of its bases under names of their own, as one store.
 
     Args:
@@ -182,12 +183,8 @@ class BasedStore:
     """
 
     def __init__(self, store: Store, places: Mapping[str, Place]) -> None:
-        self._store, self._places = store, places
-
-    @property
-    def url(self) -> str:
-        """The root, as a person would type it."""
-        return self._store.url
+        super().__init__(store)
+        self._places = places
 
     @property
     def traits(self) -> Traits:
@@ -195,10 +192,6 @@ class BasedStore:
         stores = {id(place.store): place.store for place in self._places.values()}
         own = self._store.traits
         return Traits(own.renames, own.is_local and all(store.traits.is_local for store in stores.values()))
-
-    def list(self, folder: str = "") -> list[Listed]:
-        """As the step's store."""
-        return self._store.list(folder)
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes. Raises MissingFileError, UnsafeError or StorageError."""
@@ -215,23 +208,3 @@ class BasedStore:
             batches.setdefault(id(store), (store, []))[1].append(Read(name, read.offset, read.buffer))
         for store, batch in batches.values():
             store.read(batch)
-
-    def create(self, name: str) -> Writer:
-        """As the step's store."""
-        return self._store.create(name)
-
-    def delete(self, name: str) -> None:
-        """As the step's store."""
-        self._store.delete(name)
-
-    def delete_folder(self, folder: str) -> None:
-        """As the step's store."""
-        self._store.delete_folder(folder)
-
-    def changed_at(self, folder: str) -> float | None:
-        """As the step's store."""
-        return self._store.changed_at(folder)
-
-    def rename(self, source: str, target: str) -> None:
-        """As the step's store."""
-        self._store.rename(source, target)

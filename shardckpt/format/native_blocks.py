@@ -12,7 +12,8 @@ import xxhash
 
 from shardckpt.errors import ChecksumError
 from shardckpt.format.native_payload import BLOCK_BYTES
-from shardckpt.storage.store import Listed, Read, Store, Traits, Writer
+from shardckpt.storage.store import Read, Store
+from shardckpt.storage.wrapped import WrappedStore
 
 _AT_ONCE = 4
 """Blocks that are wanted in part and held in memory at a time."""
@@ -67,7 +68,7 @@ class _Plan:
     parts: dict[_Block, list[_Cut]] = field(default_factory=dict)
 
 
-class VerifiedStore:
+class VerifiedStore(WrappedStore):
     """Reads of hashed files are checked; everything else goes to the store beneath.
 
     A block that is wanted whole, if by several reads, is read where it belongs and hashed there. One that is wanted in
@@ -80,49 +81,11 @@ class VerifiedStore:
     """
 
     def __init__(self, store: Store, files: Mapping[str, Hashed]) -> None:
-        self._store = store
+        super().__init__(store)
         self._files = files
         self._good: set[_Block] = set()
         self._recent = threading.local()
         self._most = max((min(file.nbytes, BLOCK_BYTES) for file in files.values()), default=0)
-
-    @property
-    def url(self) -> str:
-        """The root, as a person would type it."""
-        return self._store.url
-
-    @property
-    def traits(self) -> Traits:
-        """What this store can do."""
-        return self._store.traits
-
-    def list(self, folder: str = "") -> list[Listed]:
-        """As the store beneath."""
-        return self._store.list(folder)
-
-    def size(self, name: str) -> int:
-        """As the store beneath."""
-        return self._store.size(name)
-
-    def create(self, name: str) -> Writer:
-        """As the store beneath."""
-        return self._store.create(name)
-
-    def delete(self, name: str) -> None:
-        """As the store beneath."""
-        self._store.delete(name)
-
-    def delete_folder(self, folder: str) -> None:
-        """As the store beneath."""
-        self._store.delete_folder(folder)
-
-    def changed_at(self, folder: str) -> float | None:
-        """As the store beneath."""
-        return self._store.changed_at(folder)
-
-    def rename(self, source: str, target: str) -> None:
-        """As the store beneath."""
-        self._store.rename(source, target)
 
     def read(self, reads: Sequence[Read]) -> None:
         """Fill every buffer, once the blocks it touches match their hashes.
