@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardckpt.boxes import Box, whole
-from shardckpt.convert.arrays import resolve
-from shardckpt.convert.losses import refuses, require_allowed, told
+from shardckpt.convert.content import Content
 from shardckpt.convert.optimizer_nest import STATE, by_path
 from shardckpt.convert.report import Meter
 from shardckpt.convert.selection import Selection
@@ -16,28 +15,11 @@ from shardckpt.convert.stream import Budget, Part, write_parts
 from shardckpt.errors import NameCollisionError
 from shardckpt.format.dcp_writer import Chunk, SliceFile, encode_metadata, item_of, slice_files
 from shardckpt.format.reader import Reader
-from shardckpt.format.torch_writer import TYPES, ArchiveWriter
-from shardckpt.manifest import UNREAD, Path, dotted
+from shardckpt.format.torch_writer import ArchiveWriter
+from shardckpt.manifest import Path, dotted
 from shardckpt.plan.outputs import OutTensor
 from shardckpt.plan.saving import Held, plan_save
 from shardckpt.storage.store import Writer
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a DCP checkpoint is to hold.
-
-    Attributes:
-        arrays: Tensors by path, each once.
-        ties: Further path of a tensor to its path in `arrays`.
-        values: Everything else by path.
-        order: Paths of tensors in the order that a reader is to see, tied ones too.
-    """
-
-    arrays: Mapping[Path, OutTensor]
-    ties: Mapping[Path, Path]
-    values: Mapping[Path, object]
-    order: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +49,9 @@ class DcpFile:
         """Chunks of tensors in it."""
         return sum(each.archive is not None for each in self.file.slices)
 
-    def write(self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter) -> None:
+    def write(
+        self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+    ) -> tuple[int, ...]:
         """Write it from start to end; the caller closes the writer.
 
         Raises:
@@ -78,6 +62,7 @@ class DcpFile:
         parts = _parts(self.arrays, (each.what for each in self.file.slices if isinstance(each.what, Chunk)))
         write_parts(reader, parts, sink, budget=budget, allow_overflow=allow_overflow, meter=meter)
         sink.close()
+        return ()
 
 
 def _parts(arrays: Mapping[Path, OutTensor], chunks: Iterable[Chunk]) -> Iterable[Part]:
@@ -155,38 +140,7 @@ def selected_content(selection: Selection) -> Content:
     return Content(arrays, ties, values, (*order, *arrays) if order else ())
 
 
-def whole_content(reader: Reader, *, allow_loss: bool) -> tuple[Content, tuple[str, ...]]:
-    """Return all that a checkpoint holds, proven complete, and what had to be left out.
-
-    Args:
-        reader: The open checkpoint.
-        allow_loss: Leave out what a DCP checkpoint cannot hold.
-
-    Raises:
-        UsageError: There is such, and it may not be left out.
-        CheckpointError: Elements are missing or doubled, or a container is damaged.
-        StorageError: The store failed.
-    """
-    manifest = reader.manifest
-    lost = [f"{dotted(path)}, of type {e.dtype}" for path, e in manifest.tensors.items() if e.dtype not in TYPES]
-    paths = [path for path, e in manifest.tensors.items() if path not in manifest.aliases and e.dtype in TYPES]
-    entries = resolve(reader, manifest, [manifest.tensors[path] for path in paths])
-    values: dict[Path, object] = {}
-    for path, entry in manifest.objects.items():
-        value = reader.load_object(entry) if entry.value is UNREAD else entry.value
-        for leaf, each in leaves_of(value, _listed(path)).items():
-            if refuses("dcp", each):
-                lost.append(told(leaf, each))
-            else:
-                values[leaf] = each
-    require_allowed(lost, "dcp", allow_loss=allow_loss)
-    arrays = {_listed(p): OutTensor(dotted(p), e, e.dtype) for p, e in zip(paths, entries, strict=True)}
-    ties = {_listed(path): _listed(kept) for path, kept in manifest.aliases.items() if _listed(kept) in arrays}
-    order = tuple(_listed(path) for path in manifest.tensors)
-    return Content(arrays, ties, values, order), tuple(f"left out: {what}" for what in lost)
-
-
-def _listed(path: Path) -> Path:
+def listed(path: Path) -> Path:
     """Return a path as torch has it: numbers count lists, but those of an optimizer's parameters are keys."""
     return tuple(str(key) if i and path[i - 1] == STATE and isinstance(key, int) else key for i, key in enumerate(path))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +14,11 @@ from shardckpt.convert.dcp_target import metadata_of, plan_as_stored, plan_ranks
 from shardckpt.convert.group_values import as_json
 from shardckpt.convert.losses import expressible
 from shardckpt.convert.native_nest import selected_nest
-from shardckpt.convert.native_target import plan_step, write_step
+from shardckpt.convert.native_target import plan_step
 from shardckpt.convert.options import Options, parse_dtype
-from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch, WrittenFile
+from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch
 from shardckpt.convert.selection import Selection, read_param_names, select
-from shardckpt.convert.stream import Budget, Payload, lay_out
+from shardckpt.convert.stream import Payload, lay_out
 from shardckpt.convert.torch_target import model_files, optimizer_file, single_file
 from shardckpt.convert.universal_target import LATEST as LATEST_UNIVERSAL
 from shardckpt.convert.universal_target import TARGET as UNIVERSAL
@@ -27,12 +26,13 @@ from shardckpt.convert.universal_target import check as check_universal
 from shardckpt.convert.universal_target import lay_out as lay_out_universal
 from shardckpt.convert.universal_target import masters
 from shardckpt.convert.whole_shapes import with_whole_shapes
+from shardckpt.convert.writing import Hashes, Layout, Scribe
 from shardckpt.errors import UsageError
 from shardckpt.format.dcp_writer import METADATA
 from shardckpt.format.detect import detect, open_source
 from shardckpt.format.hf_files import OPTIMIZER, OPTIMIZER_FILES_KEY, PARAM_GROUPS, PARAM_GROUPS_KEY, SUFFIX
-from shardckpt.format.native_manifest import COMMIT, manifest_name
-from shardckpt.format.native_payload import HF_INDEX
+from shardckpt.format.native_manifest import COMMIT
+from shardckpt.format.native_payload import new_save_id
 from shardckpt.format.reader import Reader
 from shardckpt.plan.outputs import OutFile, OutTensor, index, name_files, split_as_stored, split_by_size
 from shardckpt.plan.rekey import rekeyed
@@ -88,6 +88,8 @@ class Job:
         """The file that makes the result loadable."""
         if self.options.to == "dcp":
             return METADATA
+        if self.options.to == "native":
+            return COMMIT
         if self.options.to == UNIVERSAL:
             return LATEST_UNIVERSAL
         return (_TORCH_INDEX if self.options.to == "torch" else _INDEX).format(next(iter(self.groups)))
@@ -96,19 +98,6 @@ class Job:
     def payload_bytes(self) -> int:
         """Bytes of tensor data."""
         return sum(t.nbytes for parts in self.groups.values() for part in parts for t in part)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The files of the target.
-
-    Attributes:
-        payload: With their headers made, in order.
-        small: Other files, name to content, written after the payload.
-    """
-
-    payload: tuple[Payload, ...]
-    small: Mapping[str, bytes]
 
 
 def consolidate(
@@ -215,12 +204,9 @@ def export(
         groups[_MASTERS] = [tuple(masters(reader, options, carried.config, selection))]
     job = Job(src, dst, options, reader, carried, selection, groups, split is split_as_stored)
     _check_single(job)
-    if options.to == "native":
-        return _run_step(job, watch, on_progress)
     watch.lap("plan")
     if options.dry_run:
-        layout = _lay_out(job, "")
-        return _report(job, _written(layout), layout.small, watch)
+        return _report(job, _lay_out(job, "", new_save_id()), watch)
     return (_run_together if options.parallel else _run)(job, watch, on_progress)
 
 
@@ -254,11 +240,9 @@ def _with_keys(selection: Selection, options: Options) -> Selection:
 
 
 def _check_single(job: Job) -> None:
-    if job.options.parallel and (job.is_single or job.options.to == "native"):
+    if job.options.parallel and job.is_single:
         raise UsageError(
-            "ranks share files, and there is but one" if job.is_single else "one rank writes a step",
-            found=job.target,
-            fix="Name a folder, of safetensors, torch or dcp; or run one process.",
+            "ranks share files, and there is but one", found=job.target, fix="Name a folder; or run one process."
         )
     if job.is_single and len(job.groups) > 1 and job.options.to != "torch":
         raise UsageError(
@@ -296,61 +280,41 @@ def _run(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
         last=job.last,
         single_file=job.is_single,
     ) as publication:
-        layout = _lay_out(job, publication.fresh)
-        _write_payload(job, layout, publication, Meter(job.payload_bytes, on_progress))
+        layout = _lay_out(job, publication.fresh, new_save_id())
+        hashes = _scribe(job, on_progress).write(layout.payload, publication)
         watch.lap("copy")
-        _write_small(job, layout, publication)
+        _write_rest(job, layout, hashes, publication)
     watch.lap("publish")
-    return _report(job, _written(layout), layout.small, watch)
+    return _report(job, layout, watch)
 
 
 def _run_together(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
     """Write with all ranks of a job; the small files are the first one's."""
     from shardckpt.convert.parallel import publish_together, ranks  # noqa: PLC0415  (torch, which one process needs not)
 
-    meter = Meter(job.payload_bytes, on_progress)
-
-    def write(files: Sequence[Payload], publication: Publication) -> None:
-        _write_payload(job, Layout(tuple(files), {}), publication, meter)
-
     with ranks() as group:
         layout = publish_together(
             group,
+            new_save_id(),
             begin=lambda: _begin(job),
-            lay_out=lambda fresh: _lay_out(job, fresh),
-            payload=lambda laid: laid.payload,
-            write=write,
-            finish=lambda laid, publication: _write_small(job, laid, publication),
+            lay_out=lambda fresh, save: _lay_out(job, fresh, save),
+            write=_scribe(job, on_progress).write,
+            finish=lambda laid, hashes, publication: _write_rest(job, laid, hashes, publication),
         )
     watch.lap("copy")
-    return _report(job, _written(layout), layout.small, watch)
+    return _report(job, layout, watch)
 
 
 def _begin(job: Job) -> Publication:
     return begin(job.target, overwrite=job.options.overwrite, needed_bytes=job.payload_bytes, last=job.last)
 
 
-def _run_step(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
-    """Write a native step of one writer, which is a Hugging Face folder too where it holds a model."""
-    options = job.options
-    model = ("model",) if options.part != "optim" else None
-    step = plan_step(selected_nest(job.selection), 1, most_bytes=parse_size(options.max_shard_size), model=model)
-    layout = Layout((), _config(job))
-    watch.lap("plan")
-    if not options.dry_run:
-        budget = Budget.of(parse_size(options.max_memory), 1, is_local=job.reader.store.traits.is_local)
-        needed = step.nbytes + sum(job.carried.files.values())
-        with publish(job.target, overwrite=options.overwrite, needed_bytes=needed, last=COMMIT) as publication:
-            _write_small(job, layout, publication)
-            meter = Meter(job.payload_bytes, on_progress)
-            write_step(publication, job.reader, step, budget=budget, allow_overflow=options.allow_overflow, meter=meter)
-            watch.lap("copy")
-        watch.lap("publish")
-    small = (*layout.small, *((HF_INDEX,) if model else ()), manifest_name(step.contents.save), COMMIT)
-    return _report(job, step.files, small, watch)
+def _scribe(job: Job, on_progress: OnProgress | None) -> Scribe:
+    options, meter = job.options, Meter(job.payload_bytes, on_progress)
+    return Scribe(job.reader, parse_size(options.max_memory), meter, options.jobs, options.allow_overflow)
 
 
-def _lay_out(job: Job, fresh: str) -> Layout:
+def _lay_out(job: Job, fresh: str, save: str) -> Layout:
     """Name the files, make headers and indexes.
 
     The model's index is written where there are several files, where optimizer files lie beside them (readers that glob
@@ -359,7 +323,10 @@ def _lay_out(job: Job, fresh: str) -> Layout:
     Args:
         job: The conversion.
         fresh: Put into names, where files under the usual ones may still be read by somebody.
+        save: Id of a native step.
     """
+    if job.options.to == "native":
+        return _lay_out_step(job, save)
     if job.options.to == "torch":
         return _lay_out_torch(job, fresh)
     if job.options.to == "dcp":
@@ -416,6 +383,14 @@ def _lay_out_dcp(job: Job, fresh: str) -> Layout:
     return Layout(tuple(files), {**_config(job), METADATA: metadata_of(files, content)})
 
 
+def _lay_out_step(job: Job, save: str) -> Layout:
+    """Return a native step of one writer, which is a Hugging Face folder too where it holds a model."""
+    model = ("model",) if job.options.part != "optim" else None
+    most_bytes = parse_size(job.options.max_shard_size)
+    step = plan_step(selected_nest(job.selection), 1, most_bytes=most_bytes, save=save, model=model)
+    return step.layout(_config(job))
+
+
 def _config(job: Job) -> dict[str, bytes]:
     """Return the model's config, where it changes with the type of the tensors."""
     if not (job.options.dtype and job.carried.config):
@@ -440,54 +415,25 @@ def _metadata(job: Job) -> dict[str, str]:
     return dict(sorted(metadata.items()))
 
 
-def _write_payload(job: Job, layout: Layout, publication: Publication, meter: Meter) -> None:
-    writers = max(min(job.options.jobs, len(layout.payload)), 1)
-    budget = Budget.of(parse_size(job.options.max_memory), writers, is_local=job.reader.store.traits.is_local)
-
-    def write(file: Payload) -> None:
-        with publication.create(file.name) as writer:
-            file.write(job.reader, writer, budget=budget, allow_overflow=job.options.allow_overflow, meter=meter)
-
-    if writers == 1:
-        for file in layout.payload:
-            write(file)
-        return
-    with ThreadPoolExecutor(writers) as pool:
-        started = [pool.submit(write, file) for file in layout.payload]
-        try:
-            for done in as_completed(started):
-                done.result()
-        except BaseException:
-            meter.stop()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-
-
-def _write_small(job: Job, layout: Layout, publication: Publication) -> None:
+def _write_rest(job: Job, layout: Layout, hashes: Hashes, publication: Publication) -> None:
     if job.carried.store is not None and not job.is_single:
         for name, size in job.carried.files.items():
             if name in layout.small:
                 continue
             with publication.create(name) as writer:
                 writer.copy_from(job.carried.store, name, 0, size)
-    for name, content in layout.small.items():
-        with publication.create(name) as writer:
-            writer.write(content)
+    layout.write_rest(hashes, publication)
 
 
-def _written(layout: Layout) -> tuple[WrittenFile, ...]:
-    return tuple(WrittenFile(f.name, f.nbytes, f.count) for f in layout.payload)
-
-
-def _report(job: Job, files: tuple[WrittenFile, ...], small: Iterable[str], watch: Stopwatch) -> Report:
+def _report(job: Job, layout: Layout, watch: Stopwatch) -> Report:
     tensors = [*job.selection.model, *job.selection.optim]
     return Report(
         source=job.source,
         target=job.target,
         format=job.reader.manifest.format,
         part=job.options.part,
-        files=files,
-        carried=tuple(dict.fromkeys((*(() if job.is_single else job.carried.files), *small))),
+        files=layout.files,
+        carried=tuple(dict.fromkeys((*(() if job.is_single else job.carried.files), *layout.others))),
         tensors=len(tensors),
         nbytes=job.payload_bytes,
         ties=job.selection.ties,

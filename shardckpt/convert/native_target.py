@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from shardckpt.boxes import Box, Shape, whole
 from shardckpt.convert.native_nest import Nest
-from shardckpt.convert.report import Meter, WrittenFile
-from shardckpt.convert.stream import Budget, Part, assemble, batches
+from shardckpt.convert.report import Meter
+from shardckpt.convert.stream import Budget, Part, write_parts
+from shardckpt.convert.writing import Ending, Hashes, Layout
 from shardckpt.dtypes import bits
 from shardckpt.format.native_manifest import (
     COMMIT,
@@ -23,14 +24,75 @@ from shardckpt.format.native_manifest import (
     part_of,
     record_of,
 )
-from shardckpt.format.native_payload import HF_INDEX, BlockHasher, Chunk, Payload, hf_index, lay_out, new_save_id
-from shardckpt.format.pieces import PieceReader
+from shardckpt.format.native_payload import HF_INDEX, BlockHasher, Chunk, Payload, hf_index, lay_out
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Path
 from shardckpt.plan.outputs import OutTensor
 from shardckpt.plan.saving import Held, plan_save
-from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
+
+
+@dataclass(frozen=True, slots=True)
+class StepFile:
+    """A payload file of a step, decided.
+
+    Attributes:
+        payload: Its layout.
+        arrays: Where the elements come from.
+    """
+
+    payload: Payload
+    arrays: Mapping[Path, OutTensor]
+
+    @property
+    def name(self) -> str:
+        """In the target."""
+        return self.payload.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.payload.nbytes
+
+    @property
+    def count(self) -> int:
+        """Parts of arrays in it."""
+        return len(self.payload.chunks)
+
+    def write(
+        self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+    ) -> tuple[int, ...]:
+        """Write it from start to end; the caller closes the writer.
+
+        Returns:
+            Hashes of its blocks.
+
+        Raises:
+            CheckpointError: The source's bytes cannot be read, or a cast overflows.
+            StorageError: Reading or writing failed.
+        """
+        sink = _Hashed(writer)
+        sink.write(self.payload.header)
+        parts = (Part(self.arrays[chunk.path], chunk.box) for chunk in self.payload.chunks)
+        write_parts(reader, parts, sink, budget=budget, allow_overflow=allow_overflow, meter=meter)
+        return sink.hasher.digests()
+
+
+class _Hashed:
+    """Hashes what it passes on.
+
+    Args:
+        writer: Where it goes.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self.hasher = BlockHasher()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Take the next bytes. Raises StorageError."""
+        self._writer.write(data)
+        self.hasher.update(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +111,37 @@ class Step:
     payloads: tuple[tuple[Payload, ...], ...]
     model: Path | None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all payload files."""
-        return sum(payload.nbytes for mine in self.payloads for payload in mine)
+    def layout(self, small: Mapping[str, bytes]) -> Layout:
+        """Return its files, and others that lie beside them; `COMMIT` is the last of all."""
+        names = (*((HF_INDEX,) if self.model else ()), manifest_name(self.contents.save), COMMIT)
+        files = tuple(StepFile(payload, self.arrays) for mine in self.payloads for payload in mine)
+        return Layout(files, small, Ending(names, self._ending))
 
-    @property
-    def files(self) -> tuple[WrittenFile, ...]:
-        """The payload files, for a report."""
-        return tuple(WrittenFile(p.name, p.nbytes, len(p.chunks)) for mine in self.payloads for p in mine)
+    def _ending(self, hashes: Hashes) -> dict[str, bytes]:
+        """Return the index of the model, the manifest and `COMMIT`."""
+        parts = [part_of([Written(payload, hashes[payload.name]) for payload in mine]) for mine in self.payloads]
+        files, arrays = join(parts, [record.path for record in self.contents.arrays])
+        made: dict[str, bytes] = {}
+        if self.model is not None:
+            made[HF_INDEX] = hf_index(self.payloads[0], self.model)
+            files = (*files, record_of(HF_INDEX, made[HF_INDEX]))
+        contents = replace(self.contents, files=files, arrays=arrays)
+        manifest = encode_manifest(contents)
+        return {
+            **made,
+            manifest_name(contents.save): manifest,
+            COMMIT: encode_commit(contents.save, manifest, files),
+        }
 
 
-def plan_step(nest: Nest, writers: int, *, most_bytes: int, model: Path | None = None) -> Step:
+def plan_step(nest: Nest, writers: int, *, most_bytes: int, save: str, model: Path | None = None) -> Step:
     """Cut arrays as `torch.chunk` does, in their first dimension, and lay out a file for every writer at least.
 
     Args:
         nest: What is saved.
         writers: For how many ranks.
         most_bytes: Bytes of data in a file.
+        save: Its id, as `new_save_id` makes one.
         model: Where the model is, where one writer's step shall be a Hugging Face folder too.
 
     Raises:
@@ -78,7 +153,6 @@ def plan_step(nest: Nest, writers: int, *, most_bytes: int, model: Path | None =
         for w in range(writers)
     ]
     plan = plan_save(held)
-    save = new_save_id()
     records = tuple(ArrayRecord(path, t.dtype, t.shape, array("Q")) for path, t in arrays.items())
     topology = {**nest.topology, "world_size": writers}
     about = {"writer": "shardckpt"}
@@ -101,66 +175,3 @@ def _rows(tensor: OutTensor, writers: int, writer: int) -> Iterator[Box]:
     low, high = min(writer * step, shape[0]), min((writer + 1) * step, shape[0])
     if high > low:
         yield Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
-
-
-def write_step(
-    publication: Publication, reader: Reader, step: Step, *, budget: Budget, allow_overflow: bool, meter: Meter
-) -> None:
-    """Write all files of a step into a publication, whose last is `COMMIT`.
-
-    Raises:
-        CheckpointError: The source's bytes cannot be read, or a cast overflows.
-        StorageError: Reading or writing failed.
-    """
-    parts = []
-    for mine in step.payloads:
-        written = []
-        for payload in mine:
-            with publication.create(payload.name) as writer:
-                hashes = _write_payload(reader, payload, step.arrays, writer, budget, allow_overflow, meter)
-            written.append(Written(payload, hashes))
-        parts.append(part_of(written))
-    files, arrays = join(parts, [record.path for record in step.contents.arrays])
-    if step.model is not None:
-        index = hf_index(step.payloads[0], step.model)
-        files = (*files, record_of(HF_INDEX, index))
-        _write(publication, HF_INDEX, index)
-    contents = replace(step.contents, files=files, arrays=arrays)
-    manifest = encode_manifest(contents)
-    _write(publication, manifest_name(contents.save), manifest)
-    _write(publication, COMMIT, encode_commit(contents.save, manifest, files))
-
-
-def _write(publication: Publication, name: str, content: bytes) -> None:
-    with publication.create(name) as writer:
-        writer.write(content)
-
-
-def _write_payload(
-    reader: Reader,
-    payload: Payload,
-    arrays: Mapping[Path, OutTensor],
-    writer: Writer,
-    budget: Budget,
-    allow_overflow: bool,
-    meter: Meter,
-) -> tuple[int, ...]:
-    hasher = BlockHasher()
-    writer.write(payload.header)
-    hasher.update(payload.header)
-    pieces = PieceReader(reader.store)
-    buffer = bytearray(budget.batch_bytes)
-    current: OutTensor | None = None
-    parts = (Part(arrays[chunk.path], chunk.box) for chunk in payload.chunks)
-    for batch in batches(parts, budget.batch_bytes):
-        if batch.takes[-1].tensor is not current:
-            pieces.forget()
-            current = batch.takes[-1].tensor
-        if len(buffer) < batch.nbytes:
-            buffer = bytearray(batch.nbytes)
-        data = memoryview(buffer)[: batch.nbytes]
-        assemble(pieces, batch, data, allow_overflow)
-        writer.write(data)
-        hasher.update(data)
-        meter.add(batch.nbytes)
-    return hasher.digests()

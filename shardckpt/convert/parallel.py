@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heapify, heapreplace
-from typing import TypeVar
 
 from shardckpt.convert.stream import Payload
+from shardckpt.convert.writing import Hashes, Layout
 from shardckpt.groups import Group, joined_ranks
 from shardckpt.storage.joined_publication import JoinedPublication
 from shardckpt.storage.publication import Publication
 
-_Laid = TypeVar("_Laid")
 _SEPARATOR = "\0"
 
 
@@ -37,21 +37,21 @@ def share_out(files: Sequence[Payload], ranks: int) -> list[list[Payload]]:
 
 def publish_together(
     group: Group,
+    save: str,
     begin: Callable[[], Publication],
-    lay_out: Callable[[str], _Laid],
-    payload: Callable[[_Laid], Sequence[Payload]],
-    write: Callable[[Sequence[Payload], Publication], None],
-    finish: Callable[[_Laid, Publication], None],
-) -> _Laid:
+    lay_out: Callable[[str, str], Layout],
+    write: Callable[[Sequence[Payload], Publication], Hashes],
+    finish: Callable[[Layout, Hashes, Publication], None],
+) -> Layout:
     """Write a result with several ranks: it appears whole, or not at all, and a failure of one is raised on all.
 
     Args:
         group: The ranks.
+        save: An id drawn at random, of which the first rank's counts.
         begin: Opens the publication, on the first rank.
-        lay_out: Decides the files, given the publication's `fresh`; the same on every rank.
-        payload: Returns the files of tensor data, which ranks share out.
-        write: Writes some of them.
-        finish: Writes the rest, on the first rank.
+        lay_out: Decides the files, given the publication's `fresh` and the id; the same on every rank.
+        write: Writes some of the payload, which ranks share out; returns the hashes of its blocks.
+        finish: Writes the rest, on the first rank, given the hashes of all.
 
     Returns:
         What `lay_out` gave.
@@ -65,18 +65,27 @@ def publish_together(
         with group.together("preparing the target") as word:
             if group.rank == 0:
                 publication = begin()
-                word.said = f"{publication.fresh}{_SEPARATOR}{publication.place}".encode()
-        fresh, _, place = word.heard[0].rstrip(b"\0").decode().partition(_SEPARATOR)
+                word.said = _SEPARATOR.join((publication.fresh, save, publication.place)).encode()
+        fresh, save, place = word.heard[0].rstrip(b"\0").decode().split(_SEPARATOR, 2)
         publication = publication or JoinedPublication(place)
         with group.together("writing"):
-            laid = lay_out(fresh)
-            write(share_out(payload(laid), group.size)[group.rank], publication)
+            laid = lay_out(fresh, save)
+            hashes = write(share_out(laid.payload, group.size)[group.rank], publication)
+        told = {name: each for said in group.all_gather(_encoded(hashes)) for name, each in _decoded(said)}
         with group.together("publishing"):
             if group.rank == 0:
-                finish(laid, publication)
+                finish(laid, told, publication)
                 publication.finish()
     except BaseException:
         if publication is not None:
             publication.drop()
         raise
     return laid
+
+
+def _encoded(hashes: Hashes) -> bytes:
+    return json.dumps(dict(hashes)).encode()
+
+
+def _decoded(said: bytes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    return ((name, tuple(each)) for name, each in json.loads(said).items())

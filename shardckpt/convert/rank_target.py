@@ -7,22 +7,21 @@ shows: what has several rows and lies there in one piece. Where a source has not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
 from shardckpt.boxes import Box, Shape, strides, whole
-from shardckpt.convert.arrays import resolve
-from shardckpt.convert.losses import refuses, require_allowed, told
+from shardckpt.convert.content import Content
 from shardckpt.convert.report import Meter
 from shardckpt.convert.stream import Budget, Part, write_parts
 from shardckpt.errors import FormatError
 from shardckpt.format.pickle_writer import Call, GlobalName
 from shardckpt.format.reader import Reader
-from shardckpt.format.torch_writer import TYPES, Archive, ArchiveWriter, Storage, TensorValue, lay_out
-from shardckpt.manifest import UNREAD, Path, dotted
+from shardckpt.format.torch_writer import Archive, ArchiveWriter, Storage, TensorValue, lay_out
+from shardckpt.manifest import Path, dotted
 from shardckpt.plan.names import require_matches
 from shardckpt.plan.outputs import OutTensor
 from shardckpt.storage.store import Writer
@@ -30,25 +29,6 @@ from shardckpt.storage.store import Writer
 _STATE = "state"
 _TENSOR = "torch.distributed.tensor"
 _LAYOUT = "torch.distributed._mesh_layout"
-
-
-@dataclass(frozen=True, slots=True)
-class RankContent:
-    """All that a checkpoint holds.
-
-    Attributes:
-        arrays: Tensors by path, each once.
-        ties: Further path of a tensor to its path in `arrays`.
-        values: Everything else by path.
-        order: Paths of tensors in saved order, tied ones too.
-        cut: Paths in `arrays` of what is cut; each rank has the others whole.
-    """
-
-    arrays: Mapping[Path, OutTensor]
-    ties: Mapping[Path, Path]
-    values: Mapping[Path, object]
-    order: tuple[Path, ...]
-    cut: frozenset[Path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +57,9 @@ class RankFile:
         """Tensors in it."""
         return len(self.parts)
 
-    def write(self, reader: Reader, writer: Writer, *, budget: Budget, meter: Meter) -> None:
+    def write(
+        self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+    ) -> tuple[int, ...]:
         """Write it from start to end; the caller closes the writer.
 
         Raises:
@@ -86,42 +68,25 @@ class RankFile:
         """
         archive = ArchiveWriter(self.archive, writer.write)
         archive.write(self.ranks)
-        write_parts(reader, self.parts, archive, budget=budget, allow_overflow=False, meter=meter)
+        write_parts(reader, self.parts, archive, budget=budget, allow_overflow=allow_overflow, meter=meter)
         archive.close()
+        return ()
 
 
-def rank_content(reader: Reader, *, keep_whole: Sequence[str], allow_loss: bool) -> tuple[RankContent, tuple[str, ...]]:
-    """Return all that a checkpoint holds, proven complete, and what had to be left out.
+def paths_cut(content: Content, keep_whole: Sequence[str]) -> frozenset[Path]:
+    """Return the paths of what is cut; each rank has everything else whole.
 
     Args:
-        reader: The open checkpoint.
+        content: What is written.
         keep_whole: Globs of dotted names that are not cut.
-        allow_loss: Leave out what files of `torch.save` cannot hold.
 
     Raises:
-        UsageError: There is such, and it may not be left out.
-        CheckpointError: Elements are missing or doubled, or a container is damaged.
-        StorageError: The store failed.
+        UsageError: A glob that matches nothing.
     """
-    manifest = reader.manifest
-    lost = [f"{dotted(path)}, of type {e.dtype}" for path, e in manifest.tensors.items() if e.dtype not in TYPES]
-    paths = [path for path, e in manifest.tensors.items() if path not in manifest.aliases and e.dtype in TYPES]
-    entries = resolve(reader, manifest, [manifest.tensors[path] for path in paths])
-    values: dict[Path, object] = {}
-    for path, entry in manifest.objects.items():
-        value = reader.load_object(entry) if entry.value is UNREAD else entry.value
-        if refuses("torch", value):
-            lost.append(told(path, value))
-        else:
-            values[path] = value
-    require_allowed(lost, "torch", allow_loss=allow_loss)
-    arrays = {path: OutTensor(dotted(path), entry, entry.dtype) for path, entry in zip(paths, entries, strict=True)}
-    ties = {path: kept for path, kept in manifest.aliases.items() if kept in arrays}
-    every = list(map(dotted, arrays))
-    require_matches(keep_whole, every)
-    kept = {path for path, name in zip(arrays, every, strict=True) if any(fnmatchcase(name, g) for g in keep_whole)}
-    cut = frozenset(_cut_in_source(arrays) - kept)
-    return RankContent(arrays, ties, values, tuple(manifest.tensors), cut), tuple(f"left out: {what}" for what in lost)
+    names = {path: dotted(path) for path in content.arrays}
+    require_matches(keep_whole, list(names.values()))
+    kept = {path for path, name in names.items() if any(fnmatchcase(name, glob) for glob in keep_whole)}
+    return frozenset(_cut_in_source(content.arrays) - kept)
 
 
 def _cut_in_source(arrays: Mapping[Path, OutTensor]) -> set[Path]:
@@ -133,22 +98,27 @@ def _cut_in_source(arrays: Mapping[Path, OutTensor]) -> set[Path]:
     return {path for path, tensor in rows.items() if pieces[path] > 1 or tensor.shape[0] == 1}
 
 
-def plan_rank_files(content: RankContent, world_size: int) -> list[RankFile]:
+def plan_rank_files(content: Content, cut: Collection[Path], world_size: int) -> list[RankFile]:
     """Return a file for each rank, `rank0.pt` first.
+
+    Args:
+        content: What is saved.
+        cut: Paths in it of what is cut.
+        world_size: How many ranks.
 
     Raises:
         UnsupportedError: A value or a type that torch would not read back.
     """
-    return [_rank_file(content, rank, world_size) for rank in range(world_size)]
+    return [_rank_file(content, cut, rank, world_size) for rank in range(world_size)]
 
 
-def _rank_file(content: RankContent, rank: int, world: int) -> RankFile:
+def _rank_file(content: Content, cut: Collection[Path], rank: int, world: int) -> RankFile:
     parts: list[Part] = []
     storages = [Storage("int32", world)]
     mesh = _mesh(rank, world)
     made: dict[Path, object] = {}
     for path, tensor in content.arrays.items():
-        box = _rows(tensor.shape, rank, world) if path in content.cut else None
+        box = _rows(tensor.shape, rank, world) if path in cut else None
         local = TensorValue(len(storages), tensor.dtype, tensor.shape if box is None else box.size)
         storages.append(Storage(tensor.dtype, prod(local.shape)))
         parts.append(Part(tensor, whole(tensor.shape) if box is None else box))

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from shardckpt.convert.dcp_target import DcpFile, metadata_of, plan_ranks, whole_content
+from shardckpt.convert.content import Content, whole_content
+from shardckpt.convert.dcp_target import leaves_of, listed, metadata_of, plan_ranks
 from shardckpt.convert.native_nest import whole_nest
-from shardckpt.convert.native_target import plan_step, write_step
+from shardckpt.convert.native_target import plan_step
 from shardckpt.convert.options import DEFAULT_MEMORY_BYTES, LEAST_MEMORY_BYTES
-from shardckpt.convert.rank_target import plan_rank_files, rank_content
-from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch, WrittenFile
-from shardckpt.convert.stream import Budget
+from shardckpt.convert.rank_target import paths_cut, plan_rank_files
+from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch
 from shardckpt.convert.whole_shapes import with_whole_shapes
+from shardckpt.convert.writing import Layout, Scribe
 from shardckpt.errors import UsageError
 from shardckpt.format.dcp_writer import METADATA
 from shardckpt.format.detect import open_checkpoint
-from shardckpt.format.native_manifest import COMMIT, manifest_name
+from shardckpt.format.native_manifest import COMMIT
+from shardckpt.format.native_payload import new_save_id
 from shardckpt.format.native_references import NamedBases
 from shardckpt.format.reader import Reader
-from shardckpt.manifest import dotted
+from shardckpt.manifest import Path, dotted
+from shardckpt.plan.outputs import OutTensor
 from shardckpt.plan.sizes import parse_size
 from shardckpt.storage.publish import overlaps, publish
 
@@ -79,129 +83,94 @@ def reshard(
     src, dst = os.fspath(src), os.fspath(dst)
     watch = Stopwatch()
     memory = _check(src, dst, world_size, to, max_memory)
-    most_bytes = parse_size(max_shard_size)
     reader = with_whole_shapes(open_checkpoint(src, base), os.fspath(shapes_from))
     watch.lap("open")
-    if to != "native":
-        target = _Target(dst, world_size, most_bytes, memory, tuple(keep_whole), allow_loss, overwrite, dry_run)
-        write = _to_dcp if to == "dcp" else _to_rank_files
-        return write(reader, src, target, watch, on_progress)
-    nest = whole_nest(reader, allow_loss=allow_loss)
-    step = plan_step(nest, world_size, most_bytes=most_bytes)
-    total = sum(tensor.nbytes for tensor in nest.arrays.values())
+    asked = _Asked(world_size, parse_size(max_shard_size), tuple(keep_whole), allow_loss)
+    work = {"native": _step, "dcp": _dcp, "torch": _rank_files}[to](reader, asked)
+    layout = work.lay_out("")
     watch.lap("plan")
+    total = sum(tensor.nbytes for tensor in work.arrays.values())
     if not dry_run:
-        budget = Budget.of(memory, 1, is_local=reader.store.traits.is_local)
-        with publish(dst, overwrite=overwrite, needed_bytes=step.nbytes, last=COMMIT) as publication:
-            write_step(publication, reader, step, budget=budget, allow_overflow=False, meter=Meter(total, on_progress))
+        needed = sum(file.nbytes for file in layout.payload)
+        with publish(dst, overwrite=overwrite, needed_bytes=needed, last=work.last) as publication:
+            layout = work.lay_out(publication.fresh) if publication.fresh else layout
+            hashes = Scribe(reader, memory, Meter(total, on_progress)).write(layout.payload, publication)
             watch.lap("copy")
+            layout.write_rest(hashes, publication)
         watch.lap("publish")
-    paths = list(nest.arrays)
     return Report(
         source=src,
         target=dst,
         format=reader.manifest.format,
         part="all",
-        files=step.files,
-        carried=(manifest_name(step.contents.save), COMMIT),
-        tensors=len(nest.arrays),
+        files=layout.files,
+        carried=layout.others,
+        tensors=len(work.arrays),
         nbytes=total,
-        ties={dotted(path): dotted(paths[number]) for path, number in nest.ties.items()},
+        ties={dotted(path): dotted(kept) for path, kept in work.ties.items()},
         cast={},
         left_out=(),
-        warnings=nest.warnings,
+        warnings=work.warnings,
         seconds=watch.seconds,
         dry_run=dry_run,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Where the result goes, and how: arguments of `reshard`, with sizes in bytes."""
+class _Asked(NamedTuple):
+    """Arguments of `reshard` that say what is written, with sizes in bytes."""
 
-    url: str
     world_size: int
     most_bytes: int
-    memory: int
     keep_whole: tuple[str, ...]
     allow_loss: bool
-    overwrite: bool
-    dry_run: bool
 
 
-def _to_dcp(reader: Reader, src: str, target: _Target, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
-    content, lost = whole_content(reader, allow_loss=target.allow_loss)
-    total = sum(tensor.nbytes for tensor in content.arrays.values())
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is written, decided.
 
-    def planned(fresh: str) -> list[DcpFile]:
-        return plan_ranks(content, target.world_size, most_bytes=target.most_bytes, fresh=fresh)
+    Attributes:
+        arrays: Tensors by path, each once.
+        ties: Further path of a tensor to its path in `arrays`.
+        warnings: What is odd or was left out, a sentence each.
+        last: The file that makes the result loadable.
+        lay_out: Returns the files, given what to put into their names where the usual ones may still be read.
+    """
 
-    files = planned("")
-    watch.lap("plan")
-    if not target.dry_run:
-        budget = Budget.of(target.memory, 1, is_local=reader.store.traits.is_local)
-        needed = sum(file.nbytes for file in files)
-        with publish(target.url, overwrite=target.overwrite, needed_bytes=needed, last=METADATA) as publication:
-            files = planned(publication.fresh) if publication.fresh else files
-            meter = Meter(total, on_progress)
-            for file in files:
-                with publication.create(file.name) as writer:
-                    file.write(reader, writer, budget=budget, allow_overflow=False, meter=meter)
-            watch.lap("copy")
-            with publication.create(METADATA) as writer:
-                writer.write(metadata_of(files, content))
-        watch.lap("publish")
-    return Report(
-        source=src,
-        target=target.url,
-        format=reader.manifest.format,
-        part="all",
-        files=tuple(WrittenFile(file.name, file.nbytes, file.count) for file in files),
-        carried=(METADATA,),
-        tensors=len(content.arrays),
-        nbytes=total,
-        ties={dotted(path): dotted(kept) for path, kept in content.ties.items()},
-        cast={},
-        left_out=(),
-        warnings=(*reader.manifest.warnings, *lost),
-        seconds=watch.seconds,
-        dry_run=target.dry_run,
-    )
+    arrays: Mapping[Path, OutTensor]
+    ties: Mapping[Path, Path]
+    warnings: tuple[str, ...]
+    last: str
+    lay_out: Callable[[str], Layout]
 
 
-def _to_rank_files(
-    reader: Reader, src: str, target: _Target, watch: Stopwatch, on_progress: OnProgress | None
-) -> Report:
-    content, lost = rank_content(reader, keep_whole=target.keep_whole, allow_loss=target.allow_loss)
-    files = plan_rank_files(content, target.world_size)
-    total = sum(tensor.nbytes for tensor in content.arrays.values())
-    watch.lap("plan")
-    if not target.dry_run:
-        budget = Budget.of(target.memory, 1, is_local=reader.store.traits.is_local)
-        needed, last = sum(file.nbytes for file in files), files[-1].name
-        with publish(target.url, overwrite=target.overwrite, needed_bytes=needed, last=last) as publication:
-            meter = Meter(total, on_progress)
-            for file in files:
-                with publication.create(file.name) as writer:
-                    file.write(reader, writer, budget=budget, meter=meter)
-            watch.lap("copy")
-        watch.lap("publish")
-    return Report(
-        source=src,
-        target=target.url,
-        format=reader.manifest.format,
-        part="all",
-        files=tuple(WrittenFile(file.name, file.nbytes, file.count) for file in files),
-        carried=(),
-        tensors=len(content.arrays),
-        nbytes=total,
-        ties={dotted(path): dotted(kept) for path, kept in content.ties.items()},
-        cast={},
-        left_out=(),
-        warnings=(*reader.manifest.warnings, *lost),
-        seconds=watch.seconds,
-        dry_run=target.dry_run,
-    )
+def _step(reader: Reader, asked: _Asked) -> _Work:
+    nest = whole_nest(reader, allow_loss=asked.allow_loss)
+    step = plan_step(nest, asked.world_size, most_bytes=asked.most_bytes, save=new_save_id())
+    layout, paths = step.layout({}), list(nest.arrays)
+    ties = {path: paths[number] for path, number in nest.ties.items()}
+    return _Work(nest.arrays, ties, nest.warnings, COMMIT, lambda _fresh: layout)
+
+
+def _dcp(reader: Reader, asked: _Asked) -> _Work:
+    content = whole_content(reader, "dcp", allow_loss=asked.allow_loss, placed=listed, leaves=leaves_of)
+
+    def lay_out(fresh: str) -> Layout:
+        files = plan_ranks(content, asked.world_size, most_bytes=asked.most_bytes, fresh=fresh)
+        return Layout(tuple(files), {METADATA: metadata_of(files, content)})
+
+    return _of(content, reader, METADATA, lay_out)
+
+
+def _rank_files(reader: Reader, asked: _Asked) -> _Work:
+    content = whole_content(reader, "torch", allow_loss=asked.allow_loss)
+    files = tuple(plan_rank_files(content, paths_cut(content, asked.keep_whole), asked.world_size))
+    return _of(content, reader, files[-1].name, lambda _fresh: Layout(files, {}))
+
+
+def _of(content: Content, reader: Reader, last: str, lay_out: Callable[[str], Layout]) -> _Work:
+    warnings = (*reader.manifest.warnings, *content.left_out)
+    return _Work(content.arrays, content.ties, warnings, last, lay_out)
 
 
 def _check(src: str, dst: str, world_size: int, to: str, max_memory: int | str) -> int:

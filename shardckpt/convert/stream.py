@@ -101,8 +101,13 @@ class Payload(Protocol):
     def count(self) -> int:
         """How many tensors, or parts of some, it holds."""
 
-    def write(self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter) -> None:
+    def write(
+        self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+    ) -> tuple[int, ...]:
         """Write it from start to end; the caller closes the writer.
+
+        Returns:
+            Hashes of its blocks, where the format keeps them.
 
         Raises:
             CheckpointError: The source's bytes cannot be read, or a cast overflows.
@@ -134,7 +139,9 @@ class Laid:
         """Tensors in it."""
         return len(self.tensors)
 
-    def write(self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter) -> None:
+    def write(
+        self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+    ) -> tuple[int, ...]:
         """Write it from start to end; the caller closes the writer.
 
         Raises:
@@ -142,6 +149,7 @@ class Laid:
             StorageError: Reading or writing failed.
         """
         write_file(reader, self, writer, budget=budget, allow_overflow=allow_overflow, meter=meter)
+        return ()
 
 
 def lay_out(file: OutFile, metadata: Mapping[str, str]) -> Laid:

@@ -45,7 +45,9 @@ class TorchFile:
         """Tensors in it; of tied ones, one."""
         return len(self.tensors)
 
-    def write(self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter) -> None:
+    def write(
+        self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+    ) -> tuple[int, ...]:
         """Write it from start to end; the caller closes the writer.
 
         Raises:
@@ -56,6 +58,7 @@ class TorchFile:
         parts = parts_of(self.tensors)
         write_parts(reader, parts, archive, budget=budget, allow_overflow=allow_overflow, meter=meter)
         archive.close()
+        return ()
 
 
 def model_files(

@@ -424,41 +424,51 @@ def _stacked(rule: Stack, made: _Tensors, where: str) -> dict[str, _Tensors]:
 
 
 def _unstacked(rule: Unstack, made: _Tensors, where: str) -> dict[str, _Tensors]:
-    found: dict[str, _Tensors] = {}
-    for name, match in _matches(rule.source, made):
-        each = made[name]
-        shape = each.recipe.shape
-        dim = _dim(rule.dim, len(shape), name, where)
+    def parts(_name: str, match: Match, recipe: Recipe, dim: int) -> list[tuple[str, Recipe]]:
+        shape = recipe.shape
         rest = (*shape[:dim], *shape[dim + 1 :])
-        found[name] = {
-            match.expand(rule.to, {rule.over: str(i)}): each._replace(
-                recipe=Lower(_narrow(each.recipe, dim, i, 1), dim, rest)
-            )
-            for i in range(shape[dim])
-        }
-        if len(found[name]) < shape[dim]:
-            raise NameCollisionError(f"parts of {name} would get one name", where=where)
-    return found
+        names = [match.expand(rule.to, {rule.over: str(i)}) for i in range(shape[dim])]
+        return [(name, Lower(_narrow(recipe, dim, i, 1), dim, rest)) for i, name in enumerate(names)]
+
+    return _parted(rule, made, where, parts)
 
 
 def _cut(rule: Split, made: _Tensors, where: str) -> dict[str, _Tensors]:
+    def parts(name: str, match: Match, recipe: Recipe, dim: int) -> list[tuple[str, Recipe]]:
+        sizes = _sizes(rule, recipe.shape[dim], name, where)
+        groups = rule.groups or min(sizes)
+        runs: list[list[Recipe]] = [[] for _ in sizes]
+        at = 0
+        for _ in range(groups):
+            for run, size in zip(runs, sizes, strict=True):
+                run.append(_narrow(recipe, dim, at, size // groups))
+                at += size // groups
+        return [(match.expand(to), _joined(run, dim)) for to, run in zip(rule.to, runs, strict=True)]
+
+    return _parted(rule, made, where, parts)
+
+
+def _parted(
+    rule: Unstack | Split,
+    made: _Tensors,
+    where: str,
+    parts: Callable[[str, Match, Recipe, int], list[tuple[str, Recipe]]],
+) -> dict[str, _Tensors]:
+    """Return what comes in the place of each tensor that a rule takes apart.
+
+    Args:
+        rule: The rule.
+        made: All tensors.
+        where: The rule in messages.
+        parts: Returns the names and recipes of parts, given a tensor's name, match and recipe, and the dimension.
+    """
     found: dict[str, _Tensors] = {}
     for name, match in _matches(rule.source, made):
         each = made[name]
-        shape = each.recipe.shape
-        dim = _dim(rule.dim, len(shape), name, where)
-        sizes = _sizes(rule, shape[dim], name, where)
-        groups = rule.groups or min(sizes)
-        parts: list[list[Recipe]] = [[] for _ in sizes]
-        at = 0
-        for _ in range(groups):
-            for part, size in zip(parts, sizes, strict=True):
-                part.append(_narrow(each.recipe, dim, at, size // groups))
-                at += size // groups
-        found[name] = {
-            match.expand(to): each._replace(recipe=_joined(part, dim)) for to, part in zip(rule.to, parts, strict=True)
-        }
-        if len(found[name]) < len(sizes):
+        dim = _dim(rule.dim, len(each.recipe.shape), name, where)
+        cut = parts(name, match, each.recipe, dim)
+        found[name] = {to: each._replace(recipe=part) for to, part in cut}
+        if len(found[name]) < len(cut):
             raise NameCollisionError(f"parts of {name} would get one name", where=where)
     return found
 

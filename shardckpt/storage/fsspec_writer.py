@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
-from typing_extensions import Self
 
 from shardckpt.errors import TargetExistsError
 from shardckpt.storage.blocks import MAX_REQUEST
 from shardckpt.storage.retry import attempt, remote_error
 from shardckpt.storage.sftp import SftpFiles
-from shardckpt.storage.store import Read, Store
+from shardckpt.storage.store import ClosingWriter, Read, Store
 
 PART_BYTES = 16 << 20
 """Bytes of one part of an upload, of which one is buffered; they grow once there are many."""
@@ -39,7 +37,7 @@ _CREATES_NEW = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
 _NOT_OFFERED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
-class FsspecWriter(ABC):
+class FsspecWriter(ClosingWriter):
     """A file that appears under its name when it is closed.
 
     Args:
@@ -133,17 +131,6 @@ class FsspecWriter(ABC):
         self._fs.invalidate_cache()
         if self._fs.exists(self._path):
             raise FileExistsError(self._path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
 
 class ObjectWriter(FsspecWriter):

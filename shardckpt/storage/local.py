@@ -9,15 +9,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from types import TracebackType
-
-from typing_extensions import Self
 
 from shardckpt.errors import MissingFileError, TruncatedError, UnsafeError
 from shardckpt.storage.failures import failing, storage_error
 from shardckpt.storage.leftovers import PARTIAL, beside, hold
 from shardckpt.storage.names import check_name
-from shardckpt.storage.store import Listed, Read, Store, Traits
+from shardckpt.storage.store import ClosingWriter, Listed, Read, Store, Traits
 from shardckpt.storage.writeback import STEP_BYTES, start_writeback
 
 _OPEN_FILES = 64
@@ -305,7 +302,7 @@ def _behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
     return [views[at][count:], *views[at + 1 :]]
 
 
-class LocalWriter:
+class LocalWriter(ClosingWriter):
     """A file being written: under a name beside its own until `close` has made it safe.
 
     Args:
@@ -399,17 +396,6 @@ class LocalWriter:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
 
 def sync_folder(path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -79,6 +80,29 @@ class Writer(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+class ClosingWriter(ABC):
+    """What a writer is as a context manager: closed on success, aborted on any exception."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the file. Raises StorageError."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop what was written; never raises."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
 
 
 @runtime_checkable
