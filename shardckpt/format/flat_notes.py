@@ -12,7 +12,7 @@ from math import prod
 
 from shardckpt.boxes import Shape
 from shardckpt.errors import FormatError, UnsafeError
-from shardckpt.format.flat_files import FLAT
+from shardckpt.format.flat_units import FLAT
 from shardckpt.format.reader import WholeShapes
 from shardckpt.format.safetensors import parse_json
 from shardckpt.parameter_names import unwrapped

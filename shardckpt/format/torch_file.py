@@ -13,7 +13,7 @@ from math import prod
 
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
 from shardckpt.format.collector import collector_paused
-from shardckpt.format.flat_files import has_flat_parameters
+from shardckpt.format.flat_model import has_flat_parameters
 from shardckpt.format.pickles import Limits, load, load_at
 from shardckpt.format.rank_contents import RankFile, named_ranks
 from shardckpt.format.rank_files import put_together
