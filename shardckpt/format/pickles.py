@@ -146,7 +146,7 @@ def _ends_early() -> TruncatedError:
 
 
 class _Machine:
-    """The stack, the memo, and one method for each opcode that the inner loop does not do itself.
+    """The stack, the memo, the loop over opcodes, and what opcodes share.
 
     Args:
         data: Bytes of the pickle.
@@ -189,13 +189,10 @@ class _Machine:
         return value
 
     def _loop(self, pos: int) -> None:
-        """Run: the opcodes that make up nearly all of a real pickle here, most frequent first, the rest by table.
-
-        Long on purpose: a call for each of millions of opcodes would double the time.
-        """
-        data, stack, memo, marks, table = self.data, self.stack, self.memo, self.marks, _TABLE
-        left, plain_keys = self.limits.containers, PLAIN_KEYS
-        push, pop, remember, atoms, four_bytes = stack.append, stack.pop, memo.append, _ATOMS, _FOUR_BYTES
+        """Run: what is shorter than a call, and makes up most of a real pickle, here; the rest by table."""
+        data, stack, memo = self.data, self.stack, self.memo
+        table, atoms, four_bytes = _TABLE, _ATOMS, _FOUR_BYTES
+        push, remember, set_mark = stack.append, memo.append, self.marks.append
         try:
             while True:
                 op = data[pos]
@@ -209,71 +206,16 @@ class _Machine:
                         self.share(value)
                     push(value)
                 elif op == 0x6A:  # LONG_BINGET
-                    (index,) = four_bytes(data, pos)
+                    value = memo[four_bytes(data, pos)[0]]
                     pos += 4
-                    value = memo[index]
                     if value.__class__ not in atoms:
                         self.share(value)
                     push(value)
-                elif op == 0x71:  # BINPUT
-                    self.put(data[pos])
-                    pos += 1
                 elif op == 0x4B:  # BININT1
                     push(data[pos])
                     pos += 1
                 elif op == 0x28:  # MARK
-                    marks.append(len(stack))
-                elif op == 0x29:  # EMPTY_TUPLE
-                    if data[pos] != 0x81:
-                        push(())
-                        continue
-                    pos += 1  # and NEWOBJ: most instances are made without arguments
-                    kind = stack[-1]
-                    if kind.__class__ is Global and kind.call is make_inert:
-                        stack[-1] = Inert(kind.name)
-                        left -= 1
-                        if left < 0:
-                            raise _over("containers", self.limits.containers)
-                    else:
-                        stack[-1] = self.call(kind, ())
-                elif op == 0x85:  # TUPLE1
-                    stack[-1] = (stack[-1],)
-                elif op == 0x86:  # TUPLE2
-                    last = pop()
-                    stack[-1] = (stack[-1], last)
-                elif op == 0x52:  # REDUCE
-                    last = pop()
-                    kind = stack[-1]
-                    if kind.__class__ is Global and kind.call is make_size and last.__class__ is tuple:
-                        stack[-1] = make_size(kind, last)
-                    else:
-                        stack[-1] = self.call(kind, last)
-                elif op == 0x7D:  # EMPTY_DICT
-                    push({})
-                    left -= 1
-                    if left < 0:
-                        raise _over("containers", self.limits.containers)
-                elif op == 0x62 and stack[-2].__class__ is Inert:  # BUILD
-                    last = pop()
-                    stack[-1].state = last
-                elif op == 0x75:  # SETITEMS
-                    mark = marks.pop()
-                    target = stack[mark - 1] if mark else None
-                    if not isinstance(target, dict):
-                        raise _no_dict(target)
-                    for i in range(mark, len(stack), 2):
-                        key = stack[i]
-                        if key.__class__ not in plain_keys:
-                            check_key(key)
-                        target[key] = stack[i + 1]
-                    del stack[mark:]
-                elif op == 0x72:  # LONG_BINPUT
-                    (index,) = four_bytes(data, pos)
-                    pos += 4
-                    self.put(index)
-                elif op == 0x4D:  # BININT2
-                    pos += 2
-                    push(data[pos - 2] | data[pos - 1] << 8)
+                    set_mark(len(stack))
                 elif op == 0x2E:  # STOP
                     return
                 else:
@@ -584,6 +526,21 @@ def _pop_mark(machine: _Machine, pos: int) -> int:
     return pos
 
 
+def _short_put(machine: _Machine, pos: int) -> int:
+    machine.put(machine.data[pos])
+    return pos + 1
+
+
+def _long_put(machine: _Machine, pos: int) -> int:
+    (index,) = _FOUR_BYTES(machine.data, pos)
+    memo = machine.memo
+    if index == len(memo):
+        memo.append(machine.stack[-1])
+    else:
+        machine.put(index)
+    return pos + 4
+
+
 def _text_get(machine: _Machine, pos: int) -> int:
     line, pos = machine.line(pos)
     machine.get(int(line[:20]))
@@ -596,6 +553,18 @@ def _text_put(machine: _Machine, pos: int) -> int:
     if index < 0:
         raise FormatError("the pickle has a negative memo index")
     machine.put(index)
+    return pos
+
+
+def _two_bytes(machine: _Machine, pos: int) -> int:
+    data = machine.data
+    machine.stack.append(data[pos] | data[pos + 1] << 8)
+    return pos + 2
+
+
+def _empty_dict(machine: _Machine, pos: int) -> int:
+    machine.counted()
+    machine.stack.append({})
     return pos
 
 
@@ -612,6 +581,34 @@ def _empty_set(machine: _Machine, pos: int) -> int:
 def _tuple(machine: _Machine, pos: int) -> int:
     machine.stack.append(tuple(machine.above_mark()))
     return pos
+
+
+def _tuple1(machine: _Machine, pos: int) -> int:
+    stack = machine.stack
+    stack[-1] = (stack[-1],)
+    return pos
+
+
+def _tuple2(machine: _Machine, pos: int) -> int:
+    stack = machine.stack
+    last = stack.pop()
+    stack[-1] = (stack[-1], last)
+    return pos
+
+
+def _empty_tuple(machine: _Machine, pos: int) -> int:
+    """Make an empty tuple, or at once what is made without arguments (NEWOBJ): most instances are."""
+    stack = machine.stack
+    if machine.data[pos] != 0x81:
+        stack.append(())
+        return pos
+    kind = stack[-1]
+    if kind.__class__ is Global and kind.call is make_inert:
+        machine.counted()
+        stack[-1] = Inert(kind.name)
+    else:
+        stack[-1] = machine.call(kind, ())
+    return pos + 1
 
 
 def _tuple3(machine: _Machine, pos: int) -> int:
@@ -653,6 +650,21 @@ def _dict(machine: _Machine, pos: int) -> int:
 def _set_item(machine: _Machine, pos: int) -> int:
     value, key = machine.stack.pop(), machine.stack.pop()
     _filled(machine.stack[-1], [key], [value])
+    return pos
+
+
+def _set_items(machine: _Machine, pos: int) -> int:
+    stack = machine.stack
+    mark = machine.marks.pop()
+    target = stack[mark - 1] if mark else None
+    if not isinstance(target, dict):
+        raise _no_dict(target)
+    for i in range(mark, len(stack), 2):
+        key = stack[i]
+        if key.__class__ not in PLAIN_KEYS:
+            check_key(key)
+        target[key] = stack[i + 1]
+    del stack[mark:]
     return pos
 
 
@@ -710,7 +722,11 @@ def _stack_global(machine: _Machine, pos: int) -> int:
 def _reduce(machine: _Machine, pos: int) -> int:
     stack = machine.stack
     args = stack.pop()
-    stack[-1] = machine.call(stack[-1], args)
+    kind = stack[-1]
+    if kind.__class__ is Global and kind.call is make_size and args.__class__ is tuple:
+        stack[-1] = make_size(kind, args)  # it is no container of its own
+    else:
+        stack[-1] = machine.call(kind, args)
     return pos
 
 
@@ -771,7 +787,7 @@ def _binary_persistent(machine: _Machine, pos: int) -> int:
     return pos
 
 
-# What the inner loop does itself is missing here.
+# What the loop does itself is missing here.
 _STEPS: dict[bytes, _Step] = {
     b"0": _pop,
     b"1": _pop_mark,
@@ -789,9 +805,13 @@ _STEPS: dict[bytes, _Step] = {
     b"S": _text_string,
     b"T": _sized("<i", 4, _old_text),
     b"U": _sized("<B", 1, _old_text),
+    b"M": _two_bytes,
+    b"R": _reduce,
     b"V": _text_unicode,
     b"X": _sized("<I", 4, _text),
+    b")": _empty_tuple,
     b"]": _empty_list,
+    b"}": _empty_dict,
     b"a": _append,
     b"b": _build,
     b"c": _global,
@@ -802,13 +822,18 @@ _STEPS: dict[bytes, _Step] = {
     b"l": _list,
     b"o": _object,
     b"p": _text_put,
+    b"q": _short_put,
+    b"r": _long_put,
     b"s": _set_item,
     b"t": _tuple,
+    b"u": _set_items,
     b"\x80": _protocol,
     b"\x81": _reduce,
     b"\x82": _extension,
     b"\x83": _extension,
     b"\x84": _extension,
+    b"\x85": _tuple1,
+    b"\x86": _tuple2,
     b"\x87": _tuple3,
     b"\x88": _constant(True),
     b"\x89": _constant(False),
