@@ -46,7 +46,7 @@ from shardckpt.format.steps import (
 )
 from shardckpt.groups import Star
 from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead, seconds_of
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.open_store import open_store, url_of
 from shardckpt.storage.store import Store
 
 _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
@@ -80,7 +80,7 @@ class Checkpointer:
         group: The ranks; all where None.
 
     Raises:
-        UsageError: A rule that would mean nothing.
+        UsageError: A rule that would mean nothing; a root that is no place.
 
     Attributes:
         root: As given, without a slash at its end.
@@ -111,7 +111,9 @@ class Checkpointer:
         self._rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for))
         if save_every is not None and (type(save_every) is not int or save_every < 1):
             raise UsageError("`save_every` is no number of steps", found=repr(save_every), expected="an integer from 1")
-        self.root = os.fspath(root).rstrip("/") or "/"
+        self.root = url_of(root).rstrip("/") or "/"
+        if self.root.endswith(":") and url_of(root).startswith(f"{self.root}//"):
+            raise UsageError("this URL names no place", where=url_of(root), fix="Name a bucket, or a folder in it.")
         self._metric, self._save_every, self._dedup, self._group = metric, save_every, dedup, group
         self._metrics: dict[str, float | None] = {}
         self._damaged: set[str] = set()

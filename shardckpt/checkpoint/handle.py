@@ -229,9 +229,9 @@ class Background:
     def end(self) -> None:
         """Wait for the last save, and say so if it failed and nobody can ask any more."""
         self.wait()
-        failure = self.unheard()
-        if failure is not None:
-            _LOG.error("%s", failure)
+        failure = self._course.unheard() if self._course is not None else None
+        if failure is not None and self._course is not None:
+            _LOG.error("the save in the background to %s failed: %s", self._course.path, failure)
 
 
 def _again(failure: BaseException, path: str) -> Exception:

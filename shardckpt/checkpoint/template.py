@@ -415,6 +415,10 @@ class _Fit:
             self._problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no state of each rank there")
         elif len(found) == self._world:
             self.fitting.values.append((found[self._rank], value.load_state_dict))
+        elif type(value).load_other_world is PerRank.load_other_world:
+            text = f"every rank has its own {dotted(path)}, and there are more or fewer ranks than saved it"
+            found_text = f"found {len(found)}, expected {self._world}"
+            self._problem(path, f"{text}: {found_text} (leave it out of the state; `load(path)` has all of them)")
         else:
             self.fitting.values.append((found, self._other_world(value, path)))
 

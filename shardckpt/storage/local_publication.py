@@ -12,7 +12,7 @@ from shardckpt.storage.exchange import exchange
 from shardckpt.storage.failures import failing
 from shardckpt.storage.leftovers import OLD, PARTIAL, abandoned, beside, is_at, make_partial, remove, sweep, take
 from shardckpt.storage.local import LocalStore, LocalWriter, sync_folder
-from shardckpt.storage.publication import REPLACE_IT, Publication
+from shardckpt.storage.publication import REPLACE_IT, Publication, refuse_run
 
 
 class LocalPublication(Publication):
@@ -24,6 +24,7 @@ class LocalPublication(Publication):
         needed_bytes: Bytes the result will have; the old content stays until the new one is in place, so both must fit.
         single_file: The target is a file.
         keep: Names of files of the old folder that the new one has too.
+        last: Name of the file that makes a folder a result; one that has results in its folders is not replaced.
 
     Raises:
         UsageError: The target cannot be one; TargetExistsError where it would have to be overwritten.
@@ -32,7 +33,14 @@ class LocalPublication(Publication):
     """
 
     def __init__(
-        self, path: str, *, overwrite: bool, needed_bytes: int, single_file: bool, keep: Collection[str] = ()
+        self,
+        path: str,
+        *,
+        overwrite: bool,
+        needed_bytes: int,
+        single_file: bool,
+        keep: Collection[str] = (),
+        last: str | None = None,
     ) -> None:
         self._target = _checked_target(path)
         self._keep = tuple(keep)
@@ -44,6 +52,7 @@ class LocalPublication(Publication):
         with failing("cannot prepare the target", self._target):
             _restore(self._target)
             _refuse_existing(self._target, overwrite=overwrite, single_file=single_file)
+            refuse_run(self._target, _results_in(self._target, last))
             sweep(self._target, PARTIAL)
             sweep(self._target, OLD)
             _require_space(self._target, needed_bytes)
@@ -203,6 +212,14 @@ def _is_vacant(target: str) -> bool:
         return True
     except NotADirectoryError:
         return not os.path.lexists(target)  # or the folder above it is a file
+
+
+def _results_in(target: str, last: str | None) -> list[str]:
+    """Return the folders in a folder that hold a file of some name."""
+    if last is None or not os.path.isdir(target):
+        return []
+    with os.scandir(target) as entries:
+        return [each.name for each in entries if os.path.isfile(os.path.join(each.path, last))]
 
 
 def _refuse_existing(target: str, *, overwrite: bool, single_file: bool) -> None:

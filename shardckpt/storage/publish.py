@@ -74,7 +74,7 @@ def begin(
     path = local_path(url)
     if path is not None:
         return LocalPublication(
-            path, overwrite=overwrite, needed_bytes=needed_bytes, single_file=single_file, keep=keep
+            path, overwrite=overwrite, needed_bytes=needed_bytes, single_file=single_file, keep=keep, last=last
         )
     if single_file:
         return RemoteFile(url, overwrite=overwrite)

@@ -7,13 +7,16 @@ import re
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from types import TracebackType
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import MissingFileError, StorageError, TargetExistsError
+from typing_extensions import Self
+
+from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage.leftovers import is_partial
 from shardckpt.storage.open_store import kind, open_remote, split
-from shardckpt.storage.publication import REPLACE_IT, Publication
-from shardckpt.storage.store import ClosingWriter, Store, Writer, read_bytes
+from shardckpt.storage.publication import REPLACE_IT, Publication, refuse_run
+from shardckpt.storage.store import Store, Writer, read_bytes
 
 if TYPE_CHECKING:
     from shardckpt.storage.fsspec_store import FsspecStore
@@ -24,7 +27,7 @@ _DEAD_S = 24 * 3600.0
 """Seconds after which what another save wrote, and nothing refers to, counts as left behind: it may be under way."""
 
 
-class HeldWriter(ClosingWriter):
+class HeldWriter:
     """A writer whose `close` waits for the publication's end.
 
     Args:
@@ -53,8 +56,17 @@ class HeldWriter(ClosingWriter):
         """Drop what was written; never raises."""
         self._writer.abort()
 
+    def __enter__(self) -> Self:
+        return self
 
-class KeptWriter(ClosingWriter):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+
+
+class KeptWriter:
     """A small file that is kept in memory until the publication's end.
 
     Args:
@@ -106,6 +118,13 @@ class KeptWriter(ClosingWriter):
     def abort(self) -> None:
         """Do nothing."""
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
 
 class RemoteFolder(Publication):
     """A folder that becomes loadable with its last object.
@@ -136,6 +155,8 @@ class RemoteFolder(Publication):
     ) -> None:
         if kind(url) == "file":
             raise TargetExistsError("the target is a file", where=url, fix="Choose another name.")
+        if not url.partition("://")[2].strip("/") and not url.startswith("memory:"):
+            raise UsageError("this URL names no place", where=url, fix="Name a bucket, and a folder in it.")
         self.place = url
         self._store = open_remote(url)
         self._last = last
@@ -147,12 +168,22 @@ class RemoteFolder(Publication):
                 where=url,
                 fix=REPLACE_IT if is_whole else "If a killed run left them, pass overwrite=True (--overwrite).",
             )
+        self._refuse_others(url)
         self.fresh = os.urandom(4).hex() if self._old else ""
         self._held: dict[str, HeldWriter | KeptWriter] = {}
         self._written: list[str] = []
         self._prefix = prefix
         self._keep = frozenset(keep)
         self._is_done = self._is_doubtful = False
+
+    def _refuse_others(self, url: str) -> None:
+        """Refuse to replace a run, or whatever lies in a whole bucket."""
+        if self._last is None or not self._old:
+            return
+        refuse_run(url, {name.rsplit("/", 1)[0] for name in self._old if name.endswith(f"/{self._last}")})
+        is_bucket = "/" not in url.partition("://")[2].strip("/") and not url.startswith("memory:")
+        if is_bucket and self._last not in self._old:
+            raise TargetExistsError("other files lie in this bucket", where=url, fix="Name a folder in it.")
 
     def create(self, name: str) -> Writer:
         """Start a file of the result; it appears when closed, or at the end if it is the last or replaces an old one.

@@ -307,6 +307,7 @@ class TestProcess:
     def test_a_failure_nobody_can_ask_about_is_printed_and_nothing_is_left(self, tmp_path: Path) -> None:
         done = ended(tmp_path / "c", fault='raise OSError(28, "No space left on device")')
         assert "in the background" in done.stderr and "No space left" in done.stderr
+        assert "before this one" not in done.stderr, "there is none"
         assert os.listdir(tmp_path) == []
 
     def test_a_process_that_is_cut_off_leaves_nothing_under_the_target(self, tmp_path: Path) -> None:

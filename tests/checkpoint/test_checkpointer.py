@@ -119,6 +119,17 @@ class TestSaveAndRestore:
         with pytest.raises(UsageError, match="a metric is no number"):
             Checkpointer(tmp_path).save(1, state(), metrics=metrics)
 
+    def test_a_run_is_never_replaced_by_a_step(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path / "run"), 1, 2)
+        with pytest.raises(TargetExistsError, match="step-00000001, step-00000002"):
+            shardckpt.save(state(), ck.root, overwrite=True)
+        assert ck.steps() == (1, 2)
+
+    @pytest.mark.parametrize("root", ["memory://", "s3://", "s3:///", 5, None], ids=repr)
+    def test_a_root_that_is_no_place_is_refused(self, root):
+        with pytest.raises(UsageError, match=r"names no place|no path and no URL"):
+            Checkpointer(root)
+
     @pytest.mark.parametrize(
         "wrong",
         [{"keep_last": 0}, {"save_every": 0}, {"keep_for": -1}, {"keep_for": [1]}, {"mode": "most"}],

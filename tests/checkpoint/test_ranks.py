@@ -228,8 +228,10 @@ class TestTensors:
             return loader.at["next"], int(loader.at["order"])
 
         assert run(3, body) == [(0, 0), (1, 1), (2, 2)]
-        with pytest.raises(shardckpt.UsageError, match="more or fewer ranks"):
-            shardckpt.load({"loader": shardckpt.PerRank(Loader(9)), "n": 0}, tmp_path / "c")
+        state = {"n": 0, "loader": shardckpt.PerRank(Loader(9))}
+        with pytest.raises(shardckpt.MismatchError, match="loader, and there are more or fewer ranks") as caught:
+            shardckpt.load(state, tmp_path / "c")
+        assert state["n"] == 0 and "filled in part" not in str(caught.value)
 
     def test_random_numbers_go_on_on_each_rank_or_begin_anew_on_all(self, tmp_path: Path) -> None:
         def body(rank: int, world: int):
@@ -241,8 +243,9 @@ class TestTensors:
             return expected, torch.rand(3).tolist()
 
         def other_world(rank: int, world: int):
-            with pytest.warns(UserWarning, match="saved by 2 ranks and there are 3"):
+            with pytest.warns(UserWarning, match="saved by 2 ranks and there are 3") as told:
                 shardckpt.load({"rng": shardckpt.RNGState()}, tmp_path / "c")
+            assert told[0].filename == __file__, "the line that loads is the one to look at"
             return torch.rand(3).tolist()
 
         before = run(2, body)

@@ -85,6 +85,14 @@ class TestEverywhere:
         publish_files(target, NEW, overwrite=True)
         assert content(target) == NEW
 
+    def test_a_folder_that_holds_results_is_never_replaced_by_one(self, target):
+        for step in ("step-1", "step-2"):
+            publish_files(f"{target}/{step}", OLD)
+        before = content(target)
+        with pytest.raises(TargetExistsError, match=r"in folders of its own.*step-1, step-2"):
+            publish_files(target, NEW, overwrite=True)
+        assert content(target) == before
+
     @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(143)], ids=repr)
     def test_an_exception_leaves_nothing(self, target, error):
         with pytest.raises(type(error)):
@@ -419,6 +427,14 @@ class TestWithoutRename:
         Bucket.objects["b/out/.a.bin.partial-0123456789ab"] = b"half"
         publish_files(target, NEW)
         assert content(target) == NEW
+
+    def test_what_else_lies_in_a_bucket_is_never_replaced(self, target):
+        Bucket.objects["b/thesis.txt"] = b"mine"
+        with pytest.raises(TargetExistsError, match="in this bucket"):
+            publish_files("bucket://b", NEW, overwrite=True)
+        assert Bucket.objects["b/thesis.txt"] == b"mine"
+        with pytest.raises(UsageError, match="names no place"):
+            publish_files("bucket://", NEW)
 
     def test_files_of_a_killed_run_are_told_from_a_whole_result(self, target):
         Bucket.objects["b/out/model-00001-of-00002.bin"] = b"1"
