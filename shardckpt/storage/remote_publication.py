@@ -7,16 +7,13 @@ import re
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING
-
-from typing_extensions import Self
 
 from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage.leftovers import is_partial
 from shardckpt.storage.open_store import kind, open_remote, split
 from shardckpt.storage.publication import REPLACE_IT, Publication, refuse_run
-from shardckpt.storage.store import Store, Writer, read_bytes
+from shardckpt.storage.store import ClosingWriter, Store, Writer, read_bytes
 
 if TYPE_CHECKING:
     from shardckpt.storage.fsspec_store import FsspecStore
@@ -27,7 +24,7 @@ _DEAD_S = 24 * 3600.0
 """Seconds after which what another save wrote, and nothing refers to, counts as left behind: it may be under way."""
 
 
-class HeldWriter:
+class HeldWriter(ClosingWriter):
     """A writer whose `close` waits for the publication's end.
 
     Args:
@@ -56,17 +53,8 @@ class HeldWriter:
         """Drop what was written; never raises."""
         self._writer.abort()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abort()
-
-
-class KeptWriter:
+class KeptWriter(ClosingWriter):
     """A small file that is kept in memory until the publication's end.
 
     Args:
@@ -117,13 +105,6 @@ class KeptWriter:
 
     def abort(self) -> None:
         """Do nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 class RemoteFolder(Publication):
