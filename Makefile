@@ -13,7 +13,8 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
 
-# What starts every peer of every benchmark: run it when a benchmark or what it measures changed.
+# What starts every peer of every benchmark, and the full product of what the engine may be told, of which `make test`
+# brings every three settings together: run it when a benchmark, what it measures, or the engine changed.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 

@@ -308,7 +308,7 @@ class Memory:
         if self.madvise is None or held < self.settled + 16 * HUGE:
             return
         self.settled = held
-        for start, end in _regions():
+        for start, end in huge_regions():
             self.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), COLLAPSE)
 
 
@@ -318,7 +318,7 @@ def _resident() -> int:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
-def _regions() -> Iterator[tuple[int, int]]:
+def huge_regions() -> Iterator[tuple[int, int]]:
     """Start and end, in whole huge pages, of what this process has of its own and of no file."""
     for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
         place, rights, _, _, inode, *name = line.split()

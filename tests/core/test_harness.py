@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import pathlib
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RanksError, count, outcomes, raised_everywhere, recorded, run, stored_bytes
+from harness import HUGE, RanksError, count, huge_regions, outcomes, raised_everywhere, recorded, run, stored_bytes
 
 
 def test_ranks_talk_and_give_what_they_computed():
@@ -90,3 +91,10 @@ def test_a_crash_that_comes_again_is_told_as_it_is():
 
     with pytest.warns(RuntimeWarning, match="tried again"), pytest.raises(RanksError, match="rank 0 died"):
         run(1, body)
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/maps").exists(), reason="nothing tells what memory there is")
+def test_large_memory_of_the_parent_is_put_on_huge_pages_and_holds_what_it_did():
+    held = torch.arange(8 * HUGE // 8)
+    assert any(start < held.data_ptr() + 2 * HUGE < end for start, end in huge_regions())
+    assert run(1, lambda rank, world: int(held.sum())) == [held.numel() * (held.numel() - 1) // 2]
