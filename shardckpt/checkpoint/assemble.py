@@ -9,8 +9,9 @@ from typing import Any
 from shardckpt.checkpoint.capture import ArrayAt, Captured, encoded
 from shardckpt.checkpoint.draft import Plan
 from shardckpt.checkpoint.report import Report, differing
-from shardckpt.format.native_manifest import ArrayRecord, Contents
+from shardckpt.format.native_manifest import Contents
 from shardckpt.format.native_payload import canonical
+from shardckpt.format.native_records import ArrayRecord
 from shardckpt.manifest import Path, dotted
 
 ABOUT = {"writer": "shardckpt"}

@@ -17,15 +17,10 @@ from shardckpt.checkpoint.template import model_names
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
 from shardckpt.format.native import NativeReader
-from shardckpt.format.native_manifest import (
-    DIGEST_BYTES,
-    ArrayRecord,
-    FileRecord,
-    Part,
-    files_of_bases,
-    plain_name,
-)
+from shardckpt.format.native_fields import plain_name
+from shardckpt.format.native_part import Part
 from shardckpt.format.native_payload import BLOCK_BYTES, Chunk
+from shardckpt.format.native_records import DIGEST_BYTES, ArrayRecord, FileRecord, files_of_bases
 from shardckpt.format.native_references import Base, is_same_folder, reference, resolved
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.manifest import Path, Span, TensorEntry, dotted

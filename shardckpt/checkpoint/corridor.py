@@ -20,20 +20,11 @@ from shardckpt.checkpoint.draft import Draft, Plan, Task, draft_of, key_of, plan
 from shardckpt.checkpoint.ground import NO_GROUNDS, Compared, Ground, Grounds, ground_of
 from shardckpt.checkpoint.report import Alone, Report, differing, require_one_path, value_digests, values_digest
 from shardckpt.checkpoint.transfer import Source, contents, tensor_bytes, write_payloads
-from shardckpt.format.native_manifest import (
-    COMMIT,
-    Contents,
-    Part,
-    decode_part,
-    encode_commit,
-    encode_manifest,
-    encode_part,
-    join,
-    manifest_name,
-    part_of,
-    record_of,
-)
+from shardckpt.format.native_commit import COMMIT, encode_commit, manifest_name
+from shardckpt.format.native_manifest import Contents, encode_manifest
+from shardckpt.format.native_part import Part, decode_part, encode_part, join, part_of
 from shardckpt.format.native_payload import HF_INDEX, Payload, hf_index, lay_out, new_save_id
+from shardckpt.format.native_records import record_of
 from shardckpt.format.steps import files_of_others
 from shardckpt.groups import Star, new_star
 from shardckpt.manifest import Path, dotted

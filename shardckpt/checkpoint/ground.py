@@ -15,8 +15,10 @@ from shardckpt.checkpoint.capture import Captured
 from shardckpt.checkpoint.draft import Plan, Task
 from shardckpt.checkpoint.transfer import held, tensor_bytes
 from shardckpt.errors import UsageError
-from shardckpt.format.native_manifest import MAX_BASES, FileRecord, Part
+from shardckpt.format.native_commit import MAX_BASES
+from shardckpt.format.native_part import Part
 from shardckpt.format.native_payload import Chunk
+from shardckpt.format.native_records import FileRecord
 from shardckpt.format.native_references import Base
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.saving import Spec

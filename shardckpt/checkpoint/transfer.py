@@ -11,7 +11,7 @@ import torch
 from typing_extensions import Self
 
 from shardckpt.boxes import Box, contiguous_blocks, intersect, shift, whole
-from shardckpt.format.native_manifest import Written
+from shardckpt.format.native_part import Written
 from shardckpt.format.native_payload import FileHasher, Payload
 from shardckpt.manifest import Path
 from shardckpt.state.pieces import LocalArray

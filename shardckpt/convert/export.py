@@ -31,7 +31,7 @@ from shardckpt.errors import UsageError
 from shardckpt.format.dcp_writer import METADATA
 from shardckpt.format.detect import detect, open_source
 from shardckpt.format.hf_files import OPTIMIZER, OPTIMIZER_FILES_KEY, PARAM_GROUPS, PARAM_GROUPS_KEY, SUFFIX
-from shardckpt.format.native_manifest import COMMIT
+from shardckpt.format.native_commit import COMMIT
 from shardckpt.format.native_payload import new_save_id
 from shardckpt.format.reader import Reader
 from shardckpt.plan.outputs import OutFile, OutTensor, index, name_files, split_as_stored, split_by_size

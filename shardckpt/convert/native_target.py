@@ -12,19 +12,11 @@ from shardckpt.convert.report import Meter
 from shardckpt.convert.stream import Budget, Part, write_parts
 from shardckpt.convert.writing import Ending, Hashes, Layout
 from shardckpt.dtypes import bits
-from shardckpt.format.native_manifest import (
-    COMMIT,
-    ArrayRecord,
-    Contents,
-    Written,
-    encode_commit,
-    encode_manifest,
-    join,
-    manifest_name,
-    part_of,
-    record_of,
-)
+from shardckpt.format.native_commit import COMMIT, encode_commit, manifest_name
+from shardckpt.format.native_manifest import Contents, encode_manifest
+from shardckpt.format.native_part import Written, join, part_of
 from shardckpt.format.native_payload import HF_INDEX, BlockHasher, Chunk, Payload, hf_index, lay_out
+from shardckpt.format.native_records import ArrayRecord, record_of
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Path
 from shardckpt.plan.outputs import OutTensor

@@ -19,7 +19,7 @@ from shardckpt.convert.writing import Layout, Scribe
 from shardckpt.errors import UsageError
 from shardckpt.format.dcp_writer import METADATA
 from shardckpt.format.detect import open_checkpoint
-from shardckpt.format.native_manifest import COMMIT
+from shardckpt.format.native_commit import COMMIT
 from shardckpt.format.native_payload import new_save_id
 from shardckpt.format.native_references import NamedBases
 from shardckpt.format.reader import Reader

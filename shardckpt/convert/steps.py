@@ -11,7 +11,7 @@ from typing import Literal
 
 from shardckpt.convert.verify import verify as verification
 from shardckpt.errors import SourceNotFoundError, UsageError
-from shardckpt.format.native_manifest import COMMIT
+from shardckpt.format.native_commit import COMMIT
 from shardckpt.format.steps import (
     Step,
     delete_leftover,

@@ -17,7 +17,7 @@ from shardckpt.format import (
     torch_folder,
     universal,
 )
-from shardckpt.format.native_manifest import COMMIT, MANIFEST_SUFFIX
+from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX
 from shardckpt.format.native_references import NamedBases
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.storage.open_store import kind, open_store, split

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardckpt.errors import CheckpointError, ShardckptError, UsageError
-from shardckpt.format.native_manifest import COMMIT
+from shardckpt.format.native_commit import COMMIT
 from shardckpt.format.native_references import Base, NamedBases, PathText, may_open, resolved, sibling
 from shardckpt.format.native_step import read_commit
 from shardckpt.storage.open_store import open_store

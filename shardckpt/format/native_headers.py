@@ -11,16 +11,10 @@ from shardckpt.boxes import Box
 from shardckpt.dtypes import is_known
 from shardckpt.errors import FormatError, IncompleteError, UnsupportedError
 from shardckpt.format import tagged
-from shardckpt.format.native_manifest import (
-    ArrayRecord,
-    Contents,
-    FileRecord,
-    read_fields,
-    read_path,
-    read_ties,
-    read_variants,
-)
+from shardckpt.format.native_fields import read_fields, read_path
+from shardckpt.format.native_manifest import Contents, read_ties, read_variants
 from shardckpt.format.native_payload import KEY, VERSION, Chunk
+from shardckpt.format.native_records import ArrayRecord, FileRecord
 from shardckpt.format.safetensors import Header, parse_json, read_headers
 from shardckpt.format.tagged import ArrayRef
 from shardckpt.manifest import Path, dotted

@@ -6,15 +6,9 @@ import hashlib
 from collections.abc import Mapping
 
 from shardckpt.errors import ChecksumError, FormatError, IncompleteError, TruncatedError, UnsafeError
-from shardckpt.format.native_manifest import (
-    COMMIT,
-    MAX_COMMIT_BYTES,
-    Commit,
-    Contents,
-    decode_commit,
-    decode_manifest,
-    files_of_bases,
-)
+from shardckpt.format.native_commit import COMMIT, MAX_COMMIT_BYTES, Commit, decode_commit
+from shardckpt.format.native_manifest import Contents, decode_manifest
+from shardckpt.format.native_records import files_of_bases
 from shardckpt.storage.store import Store, read_bytes
 
 _RESTORE = "Restore the step from another copy, or load the step before it."

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, MissingFileError
-from shardckpt.format.native_manifest import COMMIT, MANIFEST_SUFFIX, Commit
+from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX, Commit
 from shardckpt.format.native_payload import HF_INDEX
 from shardckpt.format.native_references import sibling
 from shardckpt.format.native_step import read_commit, read_contents

@@ -17,8 +17,8 @@ import shardckpt
 from shardckpt import Checkpointer
 from shardckpt.core import fully_shard
 from shardckpt.errors import ChecksumError, IncompleteError, RankError, UnsupportedError, UsageError
-from shardckpt.format import native_manifest
-from shardckpt.format.native_manifest import COMMIT
+from shardckpt.format import native_commit
+from shardckpt.format.native_commit import COMMIT
 from shardckpt.format.steps import read_run, step_name
 from shardckpt.plan import retention
 from shardckpt.storage import retry
@@ -179,7 +179,7 @@ class TestReferences:
         assert "t.a, t.c" in problem
 
     def test_a_release_that_knows_no_bases_refuses_by_name(self, two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native_manifest, "FEATURES", frozenset())
+        monkeypatch.setattr(native_commit, "FEATURES", frozenset())
         assert values(two / "one") == (1, 1, 1), "digests alone change nothing for it"
         with pytest.raises(UnsupportedError, match="needs the feature 'bases'"):
             shardckpt.load(two / "two")

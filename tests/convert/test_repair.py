@@ -23,7 +23,7 @@ from shardckpt.errors import (
 )
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.native import NativeReader
-from shardckpt.format.native_manifest import COMMIT, encode_commit, manifest_name
+from shardckpt.format.native_commit import COMMIT, encode_commit, manifest_name
 
 MANIFEST = manifest_name(SAVE)
 BOXES = {("model", "w"): [(0, Box((0, 0), (3, 4))), (1, Box((3, 0), (3, 4)))]}

@@ -20,14 +20,9 @@ from safetensors import safe_open
 import shardckpt
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.native import NativeReader
+from shardckpt.format.native_commit import COMMIT, encode_commit, manifest_name
 from shardckpt.format.native_headers import read_described
-from shardckpt.format.native_manifest import (
-    COMMIT,
-    decode_manifest,
-    encode_commit,
-    encode_manifest,
-    manifest_name,
-)
+from shardckpt.format.native_manifest import decode_manifest, encode_manifest
 from shardckpt.format.native_payload import KEY, lay_out
 from shardckpt.format.tagged import ArrayRef, Named
 

@@ -27,7 +27,7 @@ from shardckpt.errors import (
 )
 from shardckpt.format.detect import detect, open_checkpoint, open_source
 from shardckpt.format.native import NativeReader
-from shardckpt.format.native_manifest import COMMIT, encode_commit, manifest_name
+from shardckpt.format.native_commit import COMMIT, encode_commit, manifest_name
 from shardckpt.format.native_payload import BLOCK_BYTES, KEY
 from shardckpt.format.tagged import ArrayRef, Named
 
@@ -315,7 +315,7 @@ def lie(folder: Path, change: Any) -> None:
 
 
 def opened_files(folder: Path) -> Any:
-    from shardckpt.format.native_manifest import FileRecord
+    from shardckpt.format.native_records import FileRecord
 
     line, _ = (folder / COMMIT).read_bytes().splitlines()
     return [FileRecord(name, size, None) for name, size in json.loads(line)["files"]]

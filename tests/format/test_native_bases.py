@@ -18,7 +18,7 @@ import shardckpt
 from shardckpt.errors import CheckpointError, ChecksumError, FormatError, StorageError, UnsafeError, UsageError
 from shardckpt.format import native_bases
 from shardckpt.format.detect import open_checkpoint
-from shardckpt.format.native_manifest import COMMIT
+from shardckpt.format.native_commit import COMMIT
 from shardckpt.format.native_payload import canonical
 from shardckpt.storage import retry
 

@@ -30,16 +30,11 @@ from shardckpt.format.codecs import DecodedStream
 from shardckpt.format.detect import detect
 from shardckpt.format.hf_files import choose
 from shardckpt.format.native import manifest_of
+from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX, decode_commit, encode_commit
 from shardckpt.format.native_headers import read_described, rebuild
-from shardckpt.format.native_manifest import (
-    COMMIT,
-    MANIFEST_SUFFIX,
-    FileRecord,
-    decode_commit,
-    decode_manifest,
-    encode_commit,
-)
+from shardckpt.format.native_manifest import decode_manifest
 from shardckpt.format.native_payload import canonical
+from shardckpt.format.native_records import FileRecord
 from shardckpt.format.pickles import load
 from shardckpt.format.reader import Reader, Source
 from shardckpt.format.safetensors import parse_header, parse_json, read_headers

@@ -1,0 +1,168 @@
+"""`COMMIT`, which makes a native step exist: a line of JSON, and a line with that line's SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shardckpt.errors import ChecksumError, FormatError, TruncatedError, UnsafeError, UnsupportedError
+from shardckpt.format import native_references
+from shardckpt.format.native_fields import (
+    MAX_BYTES,
+    NEWER,
+    bad,
+    plain_name,
+    read_base_url,
+    read_fields,
+    read_fixed,
+    read_integer,
+    read_list,
+    read_save,
+    read_sha256,
+    read_version,
+)
+from shardckpt.format.native_payload import VERSION, canonical
+from shardckpt.format.native_records import FileRecord, files_of_bases
+from shardckpt.format.safetensors import parse_json
+
+COMMIT = "COMMIT"
+MANIFEST_SUFFIX = ".manifest.json"
+FEATURES: frozenset[str] = frozenset({native_references.FEATURE})
+"""Names of what a reader must understand beyond version 1.0, and this one does."""
+
+MAX_COMMIT_BYTES = 1 << 26
+MAX_MANIFEST_BYTES = 1 << 29
+MAX_BASES = 4096
+"""Folders that a step may refer to: each of them is looked into when it is opened."""
+
+_REPAIR = "Restore the step from another copy, or rebuild its marks with `shardckpt repair`."
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What makes a step exist.
+
+    Attributes:
+        save: The save's id.
+        manifest: Name of the manifest.
+        manifest_bytes: Its size.
+        manifest_sha256: Its digest, in hexadecimal.
+        files: Name to size of every other file of the step.
+        version: Of the format.
+        features: What a reader must understand.
+        bases: Folders that it refers to, to name and size of the files there.
+    """
+
+    save: str
+    manifest: str
+    manifest_bytes: int
+    manifest_sha256: str
+    files: Mapping[str, int]
+    version: tuple[int, int] = VERSION
+    features: tuple[str, ...] = ()
+    bases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+def manifest_name(save: str) -> str:
+    """Return the name of a save's manifest."""
+    return save + MANIFEST_SUFFIX
+
+
+def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord]) -> bytes:
+    """Return the bytes of `COMMIT`: a line of JSON, and a line with that line's SHA-256.
+
+    Args:
+        save: The save's id.
+        manifest: The bytes of the manifest, whose name is `manifest_name(save)`.
+        files: Every other file of the step, and those of its bases.
+    """
+    files = list(files)
+    bases = files_of_bases(files)
+    content = {
+        "format": "shardckpt",
+        "version": list(VERSION),
+        "features": [native_references.FEATURE] if bases else [],
+        "save": save,
+        "manifest": [manifest_name(save), len(manifest), hashlib.sha256(manifest).hexdigest()],
+        "files": [[f.name, f.nbytes] for f in files if not f.base],
+        **({"bases": [[url, list(map(list, named.items()))] for url, named in bases.items()]} if bases else {}),
+    }
+    line = canonical(content) + b"\n"
+    return line + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
+
+
+def decode_commit(data: bytes, *, where: object = "") -> Commit:
+    """Return what `COMMIT` says, every field checked.
+
+    Raises:
+        ChecksumError: It does not match its own digest.
+        TruncatedError: Its end is missing.
+        FormatError: It does not follow the format.
+        UnsupportedError: A newer version, or a feature that this release does not know, by name.
+    """
+    end = data.find(b"\n") + 1
+    told = data[end:]
+    if not end or len(told) < 65:
+        raise TruncatedError("the commit mark is cut short", where=where, found=f"{len(data)} bytes", fix=_REPAIR)
+    expected = hashlib.sha256(data[:end]).hexdigest()
+    if told != expected.encode("ascii") + b"\n":
+        raise ChecksumError(
+            "the commit mark does not match its own digest",
+            where=where,
+            found=expected,
+            expected=told[:80].decode("ascii", "replace").strip(),
+            fix=_REPAIR,
+        )
+    raw = parse_json(data[: end - 1], where=str(where))
+    if not isinstance(raw, dict) or raw.get("format") != "shardckpt":
+        raise FormatError("this is no commit mark of shardckpt", where=where)
+    version = read_version(raw.get("version"), where)
+    raw = read_fields(raw, {"features": list, "save": str, "manifest": list, "files": list}, where)
+    features = _features(raw["features"], where)
+    name, size, digest = read_fixed(raw["manifest"], 3, "manifest", where)
+    sha256 = read_sha256(digest, "the manifest's digest", where)
+    sizes = _sizes(raw["files"], where)
+    manifest_bytes = read_integer(size, "manifest", where, below=MAX_BYTES)
+    if manifest_bytes > MAX_MANIFEST_BYTES:
+        raise UnsafeError("the manifest is too large", where=where, found=size, expected=MAX_MANIFEST_BYTES)
+    save = read_save(raw["save"], where)
+    bases = _files_by_base(raw.get("bases", []), where)
+    if bool(bases) != (native_references.FEATURE in features):
+        raise FormatError("the commit mark's features do not fit its bases", where=where)
+    return Commit(save, plain_name(name, where), manifest_bytes, sha256, sizes, version, features, bases)
+
+
+def _sizes(value: object, where: object) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for entry in read_list(value, "files", where):
+        file, nbytes = read_fixed(entry, 2, "files", where)
+        if plain_name(file, where) in sizes:
+            raise bad("a file is listed twice", file, "", where)
+        sizes[file] = read_integer(nbytes, "files", where, below=MAX_BYTES)
+    return sizes
+
+
+def _files_by_base(value: object, where: object) -> dict[str, dict[str, int]]:
+    bases: dict[str, dict[str, int]] = {}
+    entries = read_list(value, "bases", where)
+    if len(entries) > MAX_BASES:
+        raise UnsafeError("too many bases", where=where, found=len(entries), expected=MAX_BASES)
+    for entry in entries:
+        url, files = read_fixed(entry, 2, "bases", where)
+        if read_base_url(url, where) in bases:
+            raise bad("a base is listed twice", url, "", where)
+        bases[url] = _sizes(files, where)
+    return bases
+
+
+def _features(value: object, where: object) -> tuple[str, ...]:
+    features = read_list(value, "features", where)
+    for name in features:
+        if not isinstance(name, str):
+            raise bad("a feature has no name", name, "", where)
+        if name not in FEATURES:
+            raise UnsupportedError(
+                f"this step needs the feature {name!r}, which this release does not know", where=where, fix=NEWER
+            )
+    return tuple(features)
