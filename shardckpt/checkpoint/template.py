@@ -504,8 +504,10 @@ def model_names(saved: Saved, path: Path, names: Iterable[str]) -> Mapping[str, 
 
 def _without_state(nest: Any) -> Any:
     """Return an optimizer's nest without the tensors of its state, which go straight to their places."""
-    if not isinstance(nest, dict) or "state" not in nest:
+    if not isinstance(nest, dict):
         return nest
+    if "state" not in nest:  # flattened: `state.{name}.{slot}`
+        return {key: value for key, value in nest.items() if not (_is_array(value) and _is_flat_slot(key))}
     state = nest["state"]
     kept = {name: _plain_slots(slots) for name, slots in state.items()} if isinstance(state, dict) else state
     return {**nest, "state": kept}
@@ -515,6 +517,10 @@ def _plain_slots(slots: Any) -> Any:
     if not isinstance(slots, dict):
         return slots
     return {slot: value for slot, value in slots.items() if not _is_array(value)}
+
+
+def _is_flat_slot(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith("state.")
 
 
 def _is_array(value: Any) -> bool:

@@ -12,7 +12,7 @@ from harness import mark, run, since
 from safetensors.torch import save_file
 from states import FACES, Net, differing, flat, step, whole
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import shardckpt
 from shardckpt.state import model_state_dict, optim_state_dict
@@ -61,14 +61,18 @@ def test_a_file_of_torch_save_with_numbers_for_parameters(tmp_path: Path, face: 
         assert epoch == 3 and compared(found, expected) == [] and sent < 4096
 
 
-@pytest.mark.parametrize("face", ["flat", "in place"])
-def test_a_folder_of_torchs_distributed_checkpoint(tmp_path: Path, face: str) -> None:
+@pytest.mark.parametrize("face", ["flat", "in place", "torch in place"])
+@pytest.mark.parametrize("flattened", [False, True])
+def test_a_folder_of_torchs_distributed_checkpoint(tmp_path: Path, face: str, flattened: bool) -> None:
+    """The optimizer is nested, or flattened into one key a value, as torchtitan saves it: each rank takes its part."""
+
     def save_it(rank: int, world: int):
         torch.manual_seed(0)
         model = FACES["torch in place"](Net((1,)))
         optim = torch.optim.AdamW(model.parameters(), lr=0.01)
         step(model, optim)
-        weights, moments = get_state_dict(model, optim)
+        options = StateDictOptions(flatten_optimizer_state_dict=flattened)
+        weights, moments = get_state_dict(model, optim, options=options)
         dcp.save({"model": weights, "optim": moments, "epoch": 3}, checkpoint_id=tmp_path / "dcp")
         return looked_at(model, optim)
 
