@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from shardckpt.boxes import contiguous_blocks, whole
+from shardckpt.boxes import Box, Shape, contiguous_blocks, whole
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.format.reader import Reader
@@ -28,6 +28,19 @@ def resolve(reader: Reader, manifest: Manifest, entries: Sequence[TensorEntry]) 
     resolved = [entry._replace(pieces=tuple(located.get(id(p), p) for p in entry.pieces)) for entry in entries]
     require_complete(manifest, resolved, reader.store.url)
     return resolved
+
+
+def rows_of(shape: Shape, ranks: int, rank: int) -> Box:
+    """Return the rows of an array that a rank holds, as `torch.chunk` cuts them; the box may be empty.
+
+    Args:
+        shape: Of the array, of one dimension at least, in elements.
+        ranks: How many there are.
+        rank: Which.
+    """
+    step = -(-shape[0] // ranks)
+    low, high = min(rank * step, shape[0]), min((rank + 1) * step, shape[0])
+    return Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
 
 
 def same_bits(reader: Reader, manifest: Manifest, a: TensorEntry, b: TensorEntry) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardckpt.boxes import Box, whole
+from shardckpt.convert.arrays import rows_of
 from shardckpt.convert.content import Content
 from shardckpt.convert.optimizer_nest import STATE, by_path
 from shardckpt.convert.report import Meter
@@ -226,8 +227,5 @@ def _rows(tensor: OutTensor, world_size: int, rank: int) -> Iterable[Box]:
     shape = tensor.shape
     if not shape or 0 in shape or tensor.members:
         return (whole(shape),)
-    step = -(-shape[0] // world_size)
-    low, high = min(rank * step, shape[0]), min((rank + 1) * step, shape[0])
-    if high <= low:
-        return ()
-    return (Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:])),)
+    rows = rows_of(shape, world_size, rank)
+    return (rows,) if rows.volume else ()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from shardckpt.boxes import Box, Shape, whole
+from shardckpt.convert.arrays import rows_of
 from shardckpt.convert.native_nest import Nest
 from shardckpt.convert.report import Meter
 from shardckpt.convert.stream import Budget, Part, write_parts
@@ -163,7 +164,6 @@ def _rows(tensor: OutTensor, writers: int, writer: int) -> Iterator[Box]:
     if not shape or 0 in shape or bits(tensor.dtype) % 8 or bits(tensor.entry.stored) % 8:
         yield whole(shape)
         return
-    step = -(-shape[0] // writers)
-    low, high = min(writer * step, shape[0]), min((writer + 1) * step, shape[0])
-    if high > low:
-        yield Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
+    rows = rows_of(shape, writers, writer)
+    if rows.volume:
+        yield rows

@@ -13,7 +13,8 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from shardckpt.boxes import Box, Shape, strides, whole
+from shardckpt.boxes import Shape, strides, whole
+from shardckpt.convert.arrays import rows_of
 from shardckpt.convert.content import Content
 from shardckpt.convert.report import Meter
 from shardckpt.convert.stream import Budget, Part, write_parts
@@ -118,7 +119,7 @@ def _rank_file(content: Content, cut: Collection[Path], rank: int, world: int) -
     mesh = _mesh(rank, world)
     made: dict[Path, object] = {}
     for path, tensor in content.arrays.items():
-        box = _rows(tensor.shape, rank, world) if path in cut else None
+        box = rows_of(tensor.shape, world, rank) if path in cut else None
         local = TensorValue(len(storages), tensor.dtype, tensor.shape if box is None else box.size)
         storages.append(Storage(tensor.dtype, prod(local.shape)))
         parts.append(Part(tensor, whole(tensor.shape) if box is None else box))
@@ -129,13 +130,6 @@ def _rank_file(content: Content, cut: Collection[Path], rank: int, world: int) -
     ranks = b"".join(number.to_bytes(4, "little") for number in range(world))
     archive = lay_out(_nest({**leaves, **content.values}), storages)
     return RankFile(f"rank{rank}.pt", archive, ranks, tuple(parts))
-
-
-def _rows(shape: Shape, rank: int, world: int) -> Box:
-    """Return a rank's rows, as `torch.chunk` cuts them."""
-    step = -(-shape[0] // world)
-    low, high = min(rank * step, shape[0]), min((rank + 1) * step, shape[0])
-    return Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
 
 
 def _nest(leaves: Mapping[Path, object]) -> object:

@@ -2,7 +2,8 @@
 
 A file holds `{module}._flat_param`, this rank's chunk of the parameters of a unit laid end to end; with
 `use_orig_params=True` also each parameter by its name, as a fragment without its shape. Neither shapes nor, otherwise,
-names stand in the files: they come from a note beside them, or from another checkpoint of the model.
+names stand in the files: they come from a note beside them, from another checkpoint of the model, or from the model
+itself that they are loaded into.
 """
 
 from __future__ import annotations
