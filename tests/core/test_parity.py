@@ -11,7 +11,7 @@ import torch
 from harness import run
 from models import CASES, PLAIN, Case, Mix, built, case, tokens
 from reference import Training, adamw, compare, product, sgd
-from under_test import TORCH, Strategy, Style, core, sharder
+from under_test import STYLES, TORCH, Strategy, Style, core, sharder
 
 FULL, GRAD_OP, NONE = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD
 STRATEGIES = (FULL, GRAD_OP, NONE)
@@ -150,9 +150,11 @@ def pairwise(turn: int, **axes: tuple) -> list[Row]:
     return [mixed(row) for row in covering({**AXES, **axes}, turn)]
 
 
-def test_every_three_settings_together_on_two_ranks():
-    """Of the full product, which `make test-slow` trains, a twentieth."""
-    table(2, [mixed(row) for row in covering(AXES, 0, strength=3)])
+@STYLES
+def test_every_three_settings_together_on_two_ranks(style):
+    """Of the full product, which `make test-slow` trains, a tenth."""
+    turn = 101 * list(Style).index(style)
+    table(2, [mixed(row) for row in covering({**AXES, "style": (style,)}, turn, strength=3)])
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
