@@ -25,6 +25,7 @@ from shardckpt.errors import (
     CheckpointError,
     MissingFileError,
     NoCompleteCheckpoint,
+    PrecisionError,
     RankError,
     SourceNotFoundError,
     StorageError,
@@ -513,7 +514,7 @@ def _number(step: int) -> int:
 def _agreed(star: Star, name: str, error: Exception) -> str:
     """Return what some rank found wrong with a step; where none did, raise what kept this one from loading it."""
     said: bytes | Exception = error
-    if isinstance(error, _DAMAGE):
+    if isinstance(error, _DAMAGE) and not isinstance(error, PrecisionError):
         said = str(error).removesuffix(MIXED).rstrip().encode()
     elif isinstance(error, RankError):
         said = b""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shardckpt.boxes import Box, contiguous_blocks, shift, whole
+from shardckpt.checkpoint import casts
 from shardckpt.checkpoint.capture import ArrayAt
 from shardckpt.checkpoint.holdings import revived
 from shardckpt.checkpoint.ruled import ruled
@@ -570,8 +571,7 @@ def _buffer(tensor: torch.Tensor, entry: TensorEntry) -> tuple[memoryview, Calla
     delivered = getattr(torch, entry.dtype)
 
     def finish() -> None:
-        with torch.no_grad():
-            tensor.copy_(staged.to(delivered) if delivered != stored else staged)
+        casts.put(staged.to(delivered) if delivered != stored else staged, tensor, entry)
 
     return flat_bytes(staged), finish
 

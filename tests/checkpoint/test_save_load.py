@@ -326,6 +326,44 @@ class TestRefusals:
         shardckpt.load({"more": state}, self.saved(tmp_path), strict=False, cast=True)
         assert torch.equal(state["t"], torch.zeros(4, dtype=torch.bfloat16))
 
+    @pytest.mark.parametrize(
+        ("value", "stored", "wanted"),
+        [
+            (1e30, "float32", "float16"),
+            (3.4e38, "float32", "bfloat16"),
+            (1e4, "float32", "float8_e4m3fn"),
+            (200.6, "float32", "int8"),
+            (float("nan"), "float32", "int32"),
+            (-1, "int32", "uint8"),
+            (2**40, "int64", "int32"),
+            (70_000, "int32", "float16"),
+            (2, "int32", "bool"),
+        ],
+    )
+    def test_a_cast_never_makes_another_value(self, tmp_path: Path, value, stored: str, wanted: str) -> None:
+        tensor = torch.tensor([[1, value]], dtype=getattr(torch, stored))
+        shardckpt.save({"w": tensor}, tmp_path / "c")
+        with pytest.raises(shardckpt.PrecisionError, match=rf"w: .*{stored}; expected {wanted}") as caught:
+            shardckpt.load({"w": torch.zeros(1, 2, dtype=getattr(torch, wanted))}, tmp_path / "c", cast=True)
+        assert str(tensor[0, 1].item()) in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("values", "stored", "wanted"),
+        [
+            ([0.1, float("inf"), float("nan"), -3e38], "float32", "bfloat16"),
+            ([0.25, -7.9, 127.5], "float32", "int8"),
+            ([1.5, float("-inf")], "bfloat16", "float64"),
+            ([0, 1], "int64", "bool"),
+            ([2**53 + 1], "int64", "float32"),
+        ],
+    )
+    def test_a_cast_that_only_rounds_is_what_torch_makes_of_it(self, tmp_path: Path, values, stored, wanted) -> None:
+        tensor = torch.tensor(values, dtype=getattr(torch, stored))
+        shardckpt.save({"w": tensor}, tmp_path / "c")
+        into = torch.zeros(len(values), dtype=getattr(torch, wanted))
+        shardckpt.load({"w": into}, tmp_path / "c", cast=True)
+        assert equal(into, tensor.to(into.dtype))
+
     def test_names_may_differ_where_that_is_said(self, tmp_path: Path) -> None:
         state = {"more": {"step": 5, "other": 7}}
         shardckpt.load(state, self.saved(tmp_path), strict=False)
