@@ -62,11 +62,12 @@ def publish_together(
     """
     publication: Publication | None = None
     try:
-        with group.together("preparing the target") as word:
+        with group.together("preparing the target"):
             if group.rank == 0:
                 publication = begin()
-                word.said = _SEPARATOR.join((publication.fresh, save, publication.place)).encode()
-        fresh, save, place = word.heard[0].rstrip(b"\0").decode().split(_SEPARATOR, 2)
+        said = _SEPARATOR.join((publication.fresh, save, publication.place)) if publication else ""
+        heard = group.broadcast(said.encode("utf-8", "surrogateescape"))  # a path on a disk is any bytes
+        fresh, save, place = heard.decode("utf-8", "surrogateescape").split(_SEPARATOR, 2)
         publication = publication or JoinedPublication(place)
         with group.together("writing"):
             laid = lay_out(fresh, save)

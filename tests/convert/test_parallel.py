@@ -68,6 +68,18 @@ def _by_kind(folder: Path) -> dict[str, int]:
     return {re.sub(r"^[0-9a-z]{15}", "", file.name): file.stat().st_size for file in folder.iterdir()}
 
 
+def _convert_far(_rank: int, _world: int, source: Path, folder: Path) -> None:
+    shardckpt.consolidate(source, folder, max_shard_size=4000, parallel=True)
+
+
+def test_a_path_may_be_as_long_as_paths_are(tmp_path: Path) -> None:
+    source = write(tmp_path)
+    far = tmp_path.joinpath(*("x" * 200 for _ in range(3)), "out")
+    run(2, _convert_far, source, far)
+    shardckpt.consolidate(source, tmp_path / "one", max_shard_size=4000)
+    assert content(far) == content(tmp_path / "one")
+
+
 def _fail(rank: int, _world: int, folder: Path, where: str) -> None:
     if rank == 1 and where == "write":
         from shardckpt.convert.writing import Scribe
