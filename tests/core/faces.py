@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import Case, Sharder, built, square
-from reference import Grad, Group, Training, groups, mismatches, reduce_gradients
+from reference import Group, Training, differs, groups, mismatches, reduce_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
 from under_test import Strategy, core, shard, wrap
@@ -63,16 +63,6 @@ def full(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
 
 
-def _differs(name: str, found: Grad, wanted: Grad, close: Callable[..., Any]) -> list[str]:
-    if found is None or wanted is None:
-        return [] if found is wanted else [f"{name}: found {found}, expected {wanted}"]
-    try:
-        close(found, wanted)
-    except AssertionError as error:
-        return [f"{name}: {' '.join(str(error).split())[:300]}"]
-    return []
-
-
 @contextlib.contextmanager
 def apart(model: nn.Module, face: str) -> Iterator[None]:
     """Inside, gradients are not reduced."""
@@ -102,7 +92,7 @@ def train(which: Case, model: nn.Module, plain: nn.Module, how: Training, face: 
                 loss.backward()
             expected = square(plain(batch))
             expected.backward()
-            wrong += _differs("loss", loss.detach(), expected.detach(), how.close)
+            wrong += differs("loss", loss.detach(), expected.detach(), how.close)
         reduce_gradients(plain, exposures(model, plain, face))
         wrong += differing(model, plain, face, how.close)
         ours.step()

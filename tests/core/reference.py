@@ -54,12 +54,10 @@ def owner(names: list[str], prefixes: Iterable[str]) -> str:
 
 def groups(model: nn.Module, plain: nn.Module, orig: bool) -> list[Group]:
     """What `model` exposes, told by the parameters of its unsharded twin."""
-    prefixes = units(model)
+    prefixes, every = units(model), list(plain.named_parameters(remove_duplicate=False))
     found: dict[Any, Group] = {}
     for name, parameter in plain.named_parameters():
-        unit = owner(
-            [other for other, each in plain.named_parameters(remove_duplicate=False) if each is parameter], prefixes
-        )
+        unit = owner([other for other, each in every if each is parameter], prefixes)
         key = name if orig else (unit, parameter.dtype, parameter.requires_grad)
         names = (*found[key].names, name) if key in found else (name,)
         found[key] = Group(unit, names, parameter.dtype, parameter.requires_grad, not orig)
@@ -190,8 +188,8 @@ def mismatches(
         name, members = group.names[0], [twins[each] for each in group.names]
         numel = sum(member.numel() for member in members)
         wanted = torch.cat([storage_order(member.detach()) for member in members])
-        wrong += _differs(name, whole(held[name], numel, replicated), wanted, close)
-        wrong += _differs(f"{name}.grad", whole(held[f"{name}.grad"], numel, replicated), _gradient(members), close)
+        wrong += differs(name, whole(held[name], numel, replicated), wanted, close)
+        wrong += differs(f"{name}.grad", whole(held[f"{name}.grad"], numel, replicated), _gradient(members), close)
     return wrong
 
 
@@ -207,7 +205,7 @@ def _differs_here(name: str, found: nn.Parameter, wanted: nn.Parameter, close: C
     return [
         each
         for key, (whole_, twin) in pairs.items()
-        for each in _differs(
+        for each in differs(
             key,
             None if whole_ is None else here(whole_).detach(),
             None if twin is None else mine(twin, found),
@@ -240,7 +238,10 @@ def _as(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     return gradient.permute(order).reshape(-1)
 
 
-def _differs(name: str, found: Grad, wanted: Grad, close: Callable[..., Any]) -> list[str]:
+def differs(name: str, found: Grad, wanted: Grad, close: Callable[..., Any]) -> list[str]:
+    """What parts one tensor, or none, from the other; what is equal in all bits is asked no more."""
+    if found is not None and wanted is not None and found.dtype == wanted.dtype and torch.equal(found, wanted):
+        return []
     if found is None or wanted is None:
         told = [f"{name}: found {_brief(found)}, expected {_brief(wanted)}"]
         return [] if found is None and wanted is None else told
@@ -358,7 +359,7 @@ def compare(
             held_back = how.no_sync and micro + 1 < how.micro
             with no_sync(model) if held_back else contextlib.nullcontext():
                 loss = _backward(model, batch)
-            apart += _differs(f"loss of step {step}", loss, backward(batch), how.close)
+            apart += differs(f"loss of step {step}", loss, backward(batch), how.close)
         reduce_gradients(plain, shared)
         ours.step()
         theirs.step()
