@@ -47,7 +47,7 @@ from shardckpt.format.steps import (
 )
 from shardckpt.groups import Star
 from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead, seconds_of
-from shardckpt.storage.open_store import open_store, url_of
+from shardckpt.storage.open_store import local_path, open_store, url_of
 from shardckpt.storage.store import Store
 
 _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
@@ -159,6 +159,9 @@ class Checkpointer:
         return read_run(self._store())
 
     def _store(self) -> Store:
+        path = local_path(self.root)
+        if path is not None and os.path.isfile(path):
+            raise UsageError("a file lies where the folder of a run would be", where=self.root, fix="Choose another.")
         return open_store(self.root)
 
     def _asked(self, what: str, answer: Callable[[], Any]) -> Any:

@@ -14,8 +14,9 @@ from shardckpt.checkpoint.capture import Models
 from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.fan_out import FanOut
 from shardckpt.checkpoint.model_shapes import shapes_of
+from shardckpt.checkpoint.reading import Delivery, Wish, as_deliveries
 from shardckpt.checkpoint.save import star_of
-from shardckpt.checkpoint.saved import Delivery, Rules, Saved, Verify, Wish, compiled, require_way_to_verify
+from shardckpt.checkpoint.saved import Rules, Saved, Verify, compiled, require_way_to_verify
 from shardckpt.checkpoint.template import Fitting, Policy, fit
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
 from shardckpt.format.native_references import NamedBases
@@ -43,7 +44,7 @@ class MismatchError(StateMismatchError, UsageError):
         self.problems = tuple(problems)
         self._shown = tuple(shown or problems)
         super().__init__(
-            f"the checkpoint does not fit in {len(problems)} places",
+            f"the checkpoint does not fit in {len(problems)} place{'s' * (len(problems) != 1)}",
             fix="Nothing was changed. Names may differ with strict=False, types with cast=True.",
         )
 
@@ -191,9 +192,9 @@ class _Errand:
         if failure is not None:
             raise failure
         if not sharing.is_over:
-            self.saved.read_straight(sharing.own)
+            self.saved.elements.read_straight(sharing.own)
             sharing.read_own()
-            self.saved.read([*self.wanted, *sharing.alone])
+            self.saved.elements.read([*self.wanted, *sharing.alone])
 
 
 def _load_into(state: Any, source: _Source, policy: Policy, star: Star, fan_out: bool | None) -> None:
@@ -227,7 +228,7 @@ def _errand(state: Any, source: _Source, policy: Policy, star: Star, fan_out: bo
     wanted = saved.ready([(each.entry, each.array) for each in fitting.arrays])
     if star.size == 1 or not (fan_out or (fan_out is None and not saved.store.traits.is_local)):
         return _Errand(saved, fitting, wanted)
-    deliveries, rest = saved.deliveries(wanted)
+    deliveries, rest = as_deliveries(wanted)
     return _Errand(saved, fitting, rest, deliveries)
 
 

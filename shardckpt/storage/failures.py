@@ -16,6 +16,7 @@ _REMEDIES = {
     errno.EROFS: "Choose a target that can be written.",
     errno.EBUSY: "If this is a mount point, choose a folder inside it.",
     errno.EXDEV: "Choose a target on one file system; remove an old one by hand first.",
+    errno.ENOTDIR: "A part of the path is a file: choose another.",
     errno.ENOENT: "Check the path; the checkpoint may be incomplete.",
 }
 

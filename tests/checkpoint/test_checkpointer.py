@@ -119,6 +119,13 @@ class TestSaveAndRestore:
         with pytest.raises(UsageError, match="a metric is no number"):
             Checkpointer(tmp_path).save(1, state(), metrics=metrics)
 
+    def test_a_file_is_no_run(self, tmp_path):
+        (tmp_path / "run").write_text("mine")
+        ck = Checkpointer(tmp_path / "run")
+        for call in (lambda: ck.restore(state()), ck.steps, lambda: ck.save(1, state())):
+            with pytest.raises(UsageError, match="a file lies where the folder of a run would be"):
+                call()
+
     def test_a_run_is_never_replaced_by_a_step(self, tmp_path):
         ck = saved(Checkpointer(tmp_path / "run"), 1, 2)
         with pytest.raises(TargetExistsError, match="step-00000001, step-00000002"):
