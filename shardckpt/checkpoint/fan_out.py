@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from shardckpt.checkpoint.saved import Delivery, Wish
+from shardckpt.checkpoint.reading import Delivery, Wish
 from shardckpt.errors import RankError
 from shardckpt.groups import Star
 from shardckpt.plan.fan_out import Circle, Stretches

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardckpt
 from shardckpt.checkpoint import load as loading
-from shardckpt.checkpoint import saved
+from shardckpt.checkpoint import reading
 from shardckpt.groups import Star
 from shardckpt.plan import fan_out
 from shardckpt.storage.fsspec_store import FsspecStore
@@ -185,7 +185,7 @@ class TestShards:
         assert sum(read for read, _ in found) < 1.2 * payload_bytes(tmp_path / "c")
 
     def test_what_is_converted_or_lies_otherwise_is_read_once_too(self, step: Path, monkeypatch) -> None:
-        monkeypatch.setattr(saved, "BATCH_BYTES", 5 << 20)  # so that it comes in parts
+        monkeypatch.setattr(reading, "BATCH_BYTES", 5 << 20)  # so that it comes in parts
 
         def body(rank: int, world: int):
             state = {"model": {n: torch.zeros(v.shape, dtype=torch.float64) for n, v in values().items()}, "step": 0}
