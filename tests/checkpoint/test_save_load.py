@@ -648,6 +648,16 @@ class TestReading:
             shardckpt.load({"counter": Counter()}, tmp_path / "c")
         assert any("in part" in note for note in getattr(caught.value, "__notes__", ["in part"]))
 
+    @pytest.mark.parametrize("lost", ["*.manifest.json", "COMMIT"])
+    def test_marks_that_are_lost_are_told_with_the_way_to_make_them_anew(self, tmp_path: Path, lost: str) -> None:
+        shardckpt.save({"t": torch.arange(4)}, tmp_path / "c")
+        (path,) = (tmp_path / "c").glob(lost)
+        path.unlink() if "manifest" in lost else os.truncate(path, 3)
+        with pytest.raises(shardckpt.CheckpointError, match="`shardckpt repair`"):
+            shardckpt.load(tmp_path / "c")
+        shardckpt.repair(tmp_path / "c")
+        assert shardckpt.load(tmp_path / "c")["t"].tolist() == [0, 1, 2, 3]
+
     def test_without_checksums_nobody_can_tell(self, tmp_path: Path) -> None:
         tensor = self.saved(tmp_path, checksums=False)
         assert torch.equal(shardckpt.load(tmp_path / "c", verify="full")["deep"]["t"], tensor)
