@@ -110,7 +110,8 @@ def _recognised(source: Source) -> Format:
     form = _asked(source)
     if form is not None:
         return form
-    raise _around(source) or _unknown(source)
+    what, fix = _explanation(source)
+    raise (_around(source) if fix == _HOLDER else None) or _unknown(source, what, fix)
 
 
 def _asked(source: Source) -> Format | None:
@@ -158,13 +159,13 @@ def _asked_nearby(source: Source) -> Format | None:
         return None
 
 
-def _unknown(source: Source) -> UnknownFormatError:
-    what, fix = _explanation(source)
+def _unknown(source: Source, what: str, fix: str) -> UnknownFormatError:
+    looked_for = "one of: " + "; ".join(f.looks_for for f in FORMATS)
     return UnknownFormatError(
         f"no reader recognises this{what}",
         where=source.url,
         found=_found(source),
-        expected="one of: " + "; ".join(f.looks_for for f in FORMATS),
+        expected=looked_for if fix == _HOLDER else "",
         fix=fix,
     )
 

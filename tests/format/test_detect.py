@@ -137,6 +137,15 @@ def test_a_level_too_high_names_the_checkpoints_below_and_nothing_else(tmp_path:
         open_checkpoint(str(tmp_path))
 
 
+def test_what_is_known_and_not_read_says_so_and_points_nowhere_else(tmp_path: Path) -> None:
+    """Megatron's older folders hold files of torch.save, which are no checkpoints by themselves."""
+    (tmp_path / "mp_rank_00").mkdir()
+    torch.save(MODEL, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+    with pytest.raises(UnknownFormatError, match=r"Megatron's older format.*Convert it with Megatron's") as caught:
+        open_checkpoint(str(tmp_path))
+    assert "expected" not in str(caught.value) and "Point at" not in str(caught.value)
+
+
 def test_a_file_beside_a_checkpoint_names_the_folder(tmp_path: Path) -> None:
     save_file(MODEL, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
