@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardckpt.state.agreement import StateMismatchError, check_form, digest, ha
 from shardckpt.state.kinds import StateKind, is_sharded_tensor
 from shardckpt.state.param_groups import wanted
 from shardckpt.state.ranks import Ranks
+from shardckpt.state.rekey import keys_of, nest, to_names
 from shardckpt.state.sharded_tensors import as_dtensor
 from shardckpt.state.slots import copied
 
@@ -200,6 +201,16 @@ def _refuse_unknown(names: Iterable[str], known: Mapping[str, Any]) -> None:
         )
 
 
+def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+    """Return a state nested, with names for keys."""
+    if state and all(str(key).startswith(("state.", "param_groups.")) for key in state):
+        return nest(state, groups)
+    check_form(state)
+    if keys_of(state) is not int:
+        return state
+    return to_names(state, None if all("param_names" in group for group in state["param_groups"]) else groups)
+
+
 def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Put a state that every rank has into an optimizer of such a model, by name. Collective.
 
@@ -208,16 +219,18 @@ def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mappi
     Args:
         model: The model.
         optim: The optimizer.
-        state: With names for keys; it is not changed.
+        state: As any tool saves it: nested or flattened, with names for keys or numbers; it is not changed.
 
     Raises:
         StateMismatchError: It has names that the model has not, or ranks were given different ones.
+        UsageError: Its numbers, or its flattened keys, are not those of the optimizer's parameters.
         ConflictError: Parameters of one group were saved with different settings.
     """
     live = whole_optim_state(model, optim, offload=True, first_only=False)["param_groups"]
     known = shapes_at_first(model)
     ranks = ranks_of(model)
     with handed(ranks, "fit a state to the optimizer", given=bool(state)) as agreed:
+        state = _by_name(state, [group["params"] for group in live])
         check_form(state)
         told = state.get("param_groups", [])
         saved = [{**group, "params": [clean(name) for name in group["params"]]} for group in told]

@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 from states import FACES, Net, differing, flat, step, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  (as everybody calls it)
 
 import shardckpt
 from shardckpt.state import model_state_dict, optim_state_dict
+from shardckpt.state.rekey import flatten, to_names
 
 
 def trained(seed: int = 0, steps: int = 2):
@@ -59,6 +61,38 @@ def test_a_file_of_torch_save_with_numbers_for_parameters(tmp_path: Path, face: 
     expected = looked_at(net, optim)
     for epoch, found, sent in run(2, load_on(face, tmp_path / "last.pt", optim_key="optimizer")):
         assert epoch == 3 and compared(found, expected) == [] and sent < 4096
+
+
+@pytest.mark.parametrize("form", ["numbers", "names", "flattened"])
+def test_an_optimizer_of_torchs_wrapper_however_it_was_saved(tmp_path: Path, form: str) -> None:
+    net, optim = trained()
+    names = [name for name, _ in net.named_parameters()]
+    state = to_names(optim.state_dict(), [names])
+    saved = {"numbers": optim.state_dict(), "names": state, "flattened": flatten(state)}[form]
+    torch.save({"model": net.state_dict(), "optim": saved}, tmp_path / "last.pt")
+    expected = looked_at(net, optim)
+
+    def body(rank: int, world: int):
+        model = FSDP(Net((1,)), device_id=torch.device("cpu"), use_orig_params=True)
+        other = torch.optim.AdamW(model.parameters(), lr=9.0)
+        shardckpt.load({"model": model, "optim": other}, tmp_path / "last.pt")
+        return looked_at(model, other)
+
+    for found in run(2, body):
+        assert compared(found, expected) == []
+
+
+def test_an_optimizer_by_itself_keeps_its_numbers(tmp_path: Path) -> None:
+    _, optim = trained()
+    torch.save({"optimizer": optim.state_dict(), "epoch": 3}, tmp_path / "last.pt")
+    other = torch.optim.AdamW(Net((1,)).parameters(), lr=9.0)
+    shardckpt.load({"optimizer": other, "epoch": 0}, tmp_path / "last.pt")
+    assert other.param_groups[0]["lr"] == optim.param_groups[0]["lr"]
+    nest = shardckpt.load(tmp_path / "last.pt")["optimizer"]
+    for found in (other.state_dict(), nest):
+        assert list(found["state"]) == list(optim.state_dict()["state"])
+        for number, slots in optim.state_dict()["state"].items():
+            assert differing(found["state"][number], slots) == []
 
 
 @pytest.mark.parametrize("face", ["flat", "in place", "torch in place"])
