@@ -123,6 +123,7 @@ def _placed(error: ShardckptError, where: str) -> ShardckptError:
 
 
 _ATOMS = frozenset({str, int, bool, float, complex, bytes, type(None), Dtype, StorageType, Global})
+_TWO_BYTES = Struct("<H").unpack_from
 _FOUR_BYTES = Struct("<I").unpack_from
 
 
@@ -557,8 +558,7 @@ def _text_put(machine: _Machine, pos: int) -> int:
 
 
 def _two_bytes(machine: _Machine, pos: int) -> int:
-    data = machine.data
-    machine.stack.append(data[pos] | data[pos + 1] << 8)
+    machine.stack.append(_TWO_BYTES(machine.data, pos)[0])
     return pos + 2
 
 

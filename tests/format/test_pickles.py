@@ -303,7 +303,9 @@ def test_malformed_pickles_are_format_errors(raw: bytes) -> None:
 
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
 def test_a_cut_at_any_byte_is_a_truncation(protocol: int) -> None:
-    raw = pickle.dumps({"a": [1.5, b"bytes" * 60, 70000, 2**70], "b": ("text" * 80, torch.float32)}, protocol=protocol)
+    raw = pickle.dumps(
+        {"a": [1.5, b"bytes" * 60, 7, 700, 70000, 2**70], "b": ("text" * 80, torch.float32)}, protocol=protocol
+    )
     for end in range(len(raw)):
         with pytest.raises(TruncatedError):
             load(raw[:end], where="cut")
