@@ -82,8 +82,11 @@ def find_key(manifest: Manifest, key: str, option: str) -> Path:
             if dotted(path[:n]) in wanted:
                 return path[:n]
     tops = dict.fromkeys(str(path[0]) for path in _paths(manifest) if len(path) > 1)
+    if not tops:
+        fix = f"All tensors of this checkpoint lie side by side: leave {option} out."
+        raise UsageError(f"{option} {key!r} leads nowhere", found="no parts", fix=fix)
     raise UsageError(
-        f"{option} {key!r} leads nowhere", found=", ".join(list(tops)[:12]) or "no subtrees", fix="Choose one of those."
+        f"{option} {key!r} leads nowhere", found=", ".join(list(tops)[:12]), fix="Choose one of those, or below one."
     )
 
 

@@ -345,7 +345,7 @@ def _applied(rule: Rule, made: _Tensors, where: str, *, may_miss: bool) -> _Tens
             "the rule matches no tensor",
             where=where,
             found=f"{len(made)} names such as {', '.join(list(made)[:3])}",
-            fix="`shardckpt inspect` lists names; rules apply in order. `optional = true` lets one match nothing.",
+            fix="`shardckpt inspect` lists names; rules apply in order. A file may say `optional = true` of a rule.",
         )
     found: _Tensors = {}
     for name, each in made.items():

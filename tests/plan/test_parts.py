@@ -109,6 +109,11 @@ def test_a_key_that_leads_nowhere_lists_what_there_is() -> None:
         find_parts(holding([("model", "w"), ("ema", "w")]), "modle")
 
 
+def test_a_key_where_all_tensors_lie_side_by_side_is_to_be_left_out() -> None:
+    with pytest.raises(UsageError, match="leave --optim-key out"):
+        find_key(holding([("w",), ("b",)]), "optimizer.pt", "--optim-key")
+
+
 def test_nothing_is_dropped_in_silence() -> None:
     manifest = holding(
         [("model", "w"), ("ema", "net", "w"), *below("optim")],
