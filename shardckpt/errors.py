@@ -16,6 +16,7 @@ ShardckptError
 │   ├── UnknownFormatError                    no reader recognises the source
 │   ├── TargetExistsError (FileExistsError)
 │   ├── NameCollisionError                    two tensors would get one name
+│   ├── UnknownNameError (KeyError)           nothing of that name in the checkpoint
 │   └── AmbiguousError (LookupError)          more than one answer; the message says which option decides
 ├── RankError (RuntimeError)                  another rank failed or is gone           exit code 3
 └── StorageError (OSError)                    the storage is at fault                  exit code 3
@@ -131,6 +132,10 @@ class TargetExistsError(UsageError, FileExistsError):
 
 class NameCollisionError(UsageError):
     """Two tensors would end up under one name."""
+
+
+class UnknownNameError(UsageError, KeyError):
+    """The checkpoint holds nothing of this name."""
 
 
 class AmbiguousError(UsageError, LookupError):

@@ -24,6 +24,7 @@ BUILTINS = {
     errors.PrecisionError: OverflowError,
     errors.SourceNotFoundError: FileNotFoundError,
     errors.TargetExistsError: FileExistsError,
+    errors.UnknownNameError: KeyError,
     errors.AmbiguousError: LookupError,
     errors.MissingFileError: FileNotFoundError,
     errors.StorageError: OSError,

@@ -11,7 +11,7 @@ import torch
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.capture import ArrayAt
 from shardckpt.checkpoint.saved import Saved, Verify, torch_dtype
-from shardckpt.errors import AmbiguousError, UsageError
+from shardckpt.errors import AmbiguousError, UnknownNameError, UsageError
 from shardckpt.format.native_references import NamedBases
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.pieces import LocalArray, Portion
@@ -120,7 +120,7 @@ class Opened(Mapping[Any, Any]):
         """Return a tensor, or a value, or the nest below a name.
 
         Raises:
-            KeyError: There is no such name.
+            UnknownNameError: There is no such name; a KeyError too.
             AmbiguousError: Several have it; a tuple of keys decides.
         """
         if isinstance(name, tuple):
@@ -136,7 +136,12 @@ class Opened(Mapping[Any, Any]):
             return SavedTensor(self._saved, self._saved.arrays[path])
         found, is_there = self._saved.find(path)
         if not is_there:
-            raise KeyError(name)
+            raise UnknownNameError(
+                "the checkpoint holds nothing of this name",
+                where=self._saved.url,
+                found=name,
+                fix="`list(opened)` gives every name.",
+            )
         if isinstance(found, ArrayAt):
             return SavedTensor(self._saved, self._saved.arrays[found.path])
         return self._saved.materialised(found)

@@ -599,8 +599,9 @@ class TestReading:
         with pytest.raises(AmbiguousError):
             opened["a.b"]
         assert (opened["a.b",], opened["a", "b"], set(opened)) == (1, 2, {"deep.t", "a.b"})
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match=r"nothing of this name.*found deep\.u"):
             opened["deep.u"]
+        assert opened.get("deep.u") is None and "deep.u" not in opened
 
     def flip(self, path: Path, at: int) -> str:
         file = next(path.glob("*.safetensors"))
