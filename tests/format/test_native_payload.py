@@ -103,6 +103,25 @@ def test_a_file_says_itself_what_it_holds() -> None:
     }
 
 
+def test_what_is_laid_out_again_says_what_its_own_save_is() -> None:
+    chunks = [chunk(("model", "w"), (4, 4)), chunk(("model", "b"), (4,))]
+    [first] = lay_out("save1", 0, chunks, carry={"nest": {"step": 9}})
+    [again] = lay_out("save2", 5, chunks, carry={"nest": {"step": 1000}})
+    [bare] = lay_out("save3", 0, chunks)
+    assert [told(each).get("carry") for each in (first, again, bare)] == [
+        {"nest": {"step": 9}},
+        {"nest": {"step": 1000}},
+        None,
+    ]
+    assert [(told(each)["save"], told(each)["writer"]) for each in (first, again, bare)] == [
+        ("save1", 0),
+        ("save2", 5),
+        ("save3", 0),
+    ]
+    assert told(first)["chunks"] == told(again)["chunks"] == told(bare)["chunks"]
+    assert again.name == "save2-00005-00.safetensors"
+
+
 def test_paths_that_read_alike_keep_two_names() -> None:
     paths: list[TreePath] = [
         ("a.b",),
