@@ -42,11 +42,7 @@ def hasty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture(scope="session")
 def fixtures() -> Path:
     """Folder of checkpoints that real frameworks wrote."""
-    beside = Path(__file__).resolve().parents[1] / ".." / "shared" / "fixtures"
-    folder = Path(os.environ.get("SHARDCKPT_FIXTURES", beside))
-    if not folder.is_dir():
-        pytest.skip(f"no fixtures at {folder}; SHARDCKPT_FIXTURES names another place")
-    return folder
+    return Path(__file__).with_name("fixtures")
 
 
 @pytest.fixture(scope="session")
