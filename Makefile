@@ -22,6 +22,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -33,5 +34,5 @@ clean:
 # Anew whenever what is to be installed changes; the stamp is written last, so that a broken install is not taken for a whole one.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,docs]'
 	touch $(STAMP)

@@ -10,6 +10,7 @@ rates are never compared. Any other block needs `<!-- not run: the reason -->` o
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -169,6 +171,35 @@ class TestPages:
     def test_its_links_lead_somewhere(self, page: Path) -> None:
         links = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8"))
         assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+class TestTheSite:
+    """`make check` builds it, strictly; links to files outside docs/ lead to copies of them there."""
+
+    @pytest.fixture
+    def hooks(self) -> ModuleType:
+        pytest.importorskip("mkdocs")
+        spec = importlib.util.spec_from_file_location("mkdocs_hooks", ROOT / "mkdocs_hooks.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    @pytest.mark.parametrize(
+        ("page", "link", "rewritten"),
+        [
+            ("engine.md", "../examples/demo.py", "source/examples/demo.py"),
+            ("engine.md", "../benchmarks/RESULTS.md#saves", "source/benchmarks/RESULTS.md#saves"),
+            ("decisions/0001-dtypes-leaf.md", "../../examples/demo.py", "../source/examples/demo.py"),
+            ("decisions/0001-dtypes-leaf.md", "../engine.md", "../engine.md"),
+            ("engine.md", "../examples/none.py", "../examples/none.py"),
+            ("engine.md", "../../outside.py", "../../outside.py"),
+            ("engine.md", "format.md", "format.md"),
+        ],
+    )
+    def test_links_to_sources_lead_to_copies(self, hooks: ModuleType, page: str, link: str, rewritten: str) -> None:
+        assert hooks.rewrite_links(f"see [it]({link}).", page) == f"see [it]({rewritten})."
 
 
 class TestTheChecksCanFail:
