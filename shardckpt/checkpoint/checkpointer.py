@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -55,6 +55,8 @@ _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormat
 
 _MOST = 10**18
 _SHOWN = 5
+_LOOKS = 50
+"""How many steps `restore` tries in a row that another process removes before they are loaded."""
 
 
 class Checkpointer:
@@ -349,28 +351,43 @@ class Checkpointer:
             UserWarning: Newer steps are damaged, with what is wrong with them.
         """
         wanted = None if step is None else _number(step)
-        found = _Found(*self._asked("looking for a step", lambda: self._look(wanted)))
-        if wanted is None and not found.candidates and not found.faults:
-            return None
-        damages: list[str] = []
-        for number, name, save_id in found.candidates:
-            damage = self._load(state, name, options, is_last=wanted is not None)
+        damages: dict[str, str] = {}
+        removed_meanwhile = 0
+        while removed_meanwhile < _LOOKS:
+            found = self._find(wanted, damages)
+            if found.save is None:
+                break
+            damage = self._load(state, found.name, options, is_last=wanted is not None)
             if not damage:
-                self._tell(number, [text for at, text in found.faults if at > number] + damages)
-                self._held = number
-                return number
-            damages.append(damage)
-            self._damaged.add(save_id)
-        raise self._nothing(wanted, [*damages, *(text for _, text in found.faults)], is_mixed=bool(damages))
+                self._tell(found.number, [*found.faults, *damages.values()])
+                self._held = found.number
+                return found.number
+            if found.save in self._asked("looking again for a step", self._complete_saves):
+                damages[found.save] = damage
+                self._damaged.add(found.save)
+            else:
+                removed_meanwhile += 1
+        if found.save is None and wanted is None and not found.faults and not damages:
+            return None
+        raise self._nothing(wanted, [*damages.values(), *found.faults], is_mixed=bool(damages))
 
-    def _look(self, wanted: int | None) -> _Found:
-        """Return which steps may be loaded. On the first rank."""
-        run = self._run()
-        steps = [step for step in reversed(run.steps) if wanted in (None, step.number)]
-        return _Found(
-            [(step.number, step.name, step.save) for step in steps if step.is_complete],
-            [(step.number, step.fault) for step in steps if not (step.is_complete or step.is_base)],
-        )
+    def _find(self, wanted: int | None, passed: Collection[str]) -> _Found:
+        """Return the step to load next, the same on every rank. Collective."""
+        return _Found(*self._asked("looking for a step", lambda: self._look(wanted, passed)))
+
+    def _look(self, wanted: int | None, passed: Collection[str]) -> _Found:
+        """Return the newest step that may be loaded. On the first rank."""
+        faults: list[str] = []
+        for step in reversed(self._run().steps):
+            if wanted not in (None, step.number) or step.save in passed or step.is_base:
+                continue
+            if step.is_complete:
+                return _Found(faults, step.number, step.name, step.save)
+            faults.append(step.fault)
+        return _Found(faults)
+
+    def _complete_saves(self) -> list[str]:
+        return [step.save for step in self._run().complete]
 
     def _load(self, state: Any, name: str, options: Mapping[str, Any], *, is_last: bool) -> str:
         """Load a step; return what is wrong with it where some rank found it damaged, on all ranks."""
@@ -444,12 +461,16 @@ class _Found(NamedTuple):
     """What the first rank saw.
 
     Attributes:
-        candidates: Complete steps, the newest first: number, folder, id of the save.
-        faults: The others: number, what is wrong.
+        faults: What is wrong with newer steps, or with all where none is complete.
+        number: Of the newest complete step.
+        name: Of its folder.
+        save: Id of the save that wrote it; None where no step is complete.
     """
 
-    candidates: list[tuple[int, str, str]]
-    faults: list[tuple[int, str]]
+    faults: list[str]
+    number: int = 0
+    name: str = ""
+    save: str | None = None
 
 
 class _Signals:

@@ -13,6 +13,7 @@ from shardckpt.convert.verify import verify as verification
 from shardckpt.errors import SourceNotFoundError, UsageError
 from shardckpt.format.native_commit import COMMIT
 from shardckpt.format.steps import (
+    Run,
     Step,
     delete_leftover,
     delete_steps,
@@ -144,11 +145,8 @@ def prune(
     root = os.fspath(root)
     rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for))
     store = _open(root)
-    run, now = read_run(store), time.time()
-    if rules.is_needed:
-        run = with_sound_newest(
-            run, lambda step: manifest_fault(store, step) or (_damage(store, step) if verify else "")
-        )
+    now = time.time()
+    run = _sound_run(store, verify=verify) if rules.is_needed else read_run(store)
     facts = [
         SavedStep(
             step.number,
@@ -172,6 +170,20 @@ def prune(
         incomplete=_infos(store, [s for s in run.steps if not (s.is_complete or s.is_base) and s.name not in dead]),
         leftovers=tuple(dead),
     )
+
+
+def _sound_run(store: Store, *, verify: bool) -> Run:
+    """Return a run whose newest complete step was looked at closely; one that is removed meanwhile is not faulty."""
+
+    def fault_of(step: Step) -> str:
+        return manifest_fault(store, step) or (_damage(store, step) if verify else "")
+
+    while True:
+        run = read_run(open_store(store.url))
+        sound = with_sound_newest(run, fault_of)
+        faulty = {step.save for step in run.complete} - {step.save for step in sound.complete}
+        if not faulty or faulty <= {step.save for step in read_run(open_store(store.url)).complete}:
+            return sound
 
 
 def _damage(store: Store, step: Step) -> str:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from shardckpt.errors import CheckpointError, FormatError, IncompleteError, MissingFileError
+from shardckpt.errors import CheckpointError, FormatError, IncompleteError, MissingFileError, StorageError
 from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX, Commit
 from shardckpt.format.native_payload import HF_INDEX
 from shardckpt.format.native_references import sibling
@@ -28,6 +28,8 @@ _SAVE_CHARACTERS = 15
 _STAMP_CHARACTERS = 9
 _AT_ONCE = 8
 _SHOWN = 3
+_LOOKS = 50
+"""How often a run is listed whose steps come and go meanwhile."""
 
 
 def step_name(number: int) -> str:
@@ -120,18 +122,52 @@ class Run:
 def read_run(store: Store) -> Run:
     """Look at every step of a run: a list and a small read for each.
 
+    Another process may save and remove steps meanwhile. A step that is complete when this begins, or one that was saved
+    later, is in the result: where something that was listed is not complete, it may have been removed since, and all
+    but the complete steps are looked at again, until two looks agree.
+
     Args:
-        store: Rooted at the run. Open it anew for each look, since stores remember what they have read.
+        store: Rooted at the run. Open it anew for each call, since stores remember the files that they have read.
 
     Raises:
-        StorageError: The store failed.
+        StorageError: The store failed; steps come and go faster than they can be read.
     """
+    run = _look_at_run(store, {})
+    for _ in range(_LOOKS):
+        if run.steps and all(step.is_complete or step.is_base for step in run.steps):
+            return run
+        known = {step.name: step for step in run.steps if step.is_complete}
+        again = _look_at_run(open_store(store.url), known)
+        if _outline(again) == _outline(run):
+            return again
+        run = again
+    if run.complete:
+        return run
+    raise StorageError(
+        "steps come and go faster than they can be read",
+        where=store.url,
+        found=f"no complete step in {_LOOKS} lists",
+        fix="Try again, or let the job that saves here keep more steps.",
+    )
+
+
+def _look_at_run(store: Store, known: Mapping[str, Step]) -> Run:
+    """Look once at every step of a run that is not known to be complete."""
     folders = [entry.name for entry in store.list() if entry.is_folder]
     named = sorted((int(match[1]), name) for name in folders if (match := _STEP.fullmatch(name)))
+
+    def read(number: int, name: str) -> Step:
+        return known.get(name) or _read_step(store, number, name)
+
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
-        steps = list(pool.map(lambda each: _read_step(store, *each), named))
-    steps = _with_bases(store, steps)
+        newest_first = list(pool.map(lambda each: read(*each), reversed(named)))
+    steps = _with_bases(store, newest_first[::-1])
     return Run(tuple(_once(steps)), tuple(name for name in folders if _PARTIAL.fullmatch(name)))
+
+
+def _outline(run: Run) -> list[tuple[str, str, bool]]:
+    """Return the parts of a run that two looks at it have to agree on."""
+    return [(step.name, step.save, step.is_complete) for step in run.steps]
 
 
 def read_step(store: Store, number: int) -> Step:

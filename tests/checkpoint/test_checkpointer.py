@@ -286,6 +286,46 @@ class TestDamagedSteps:
         assert {2, 4} <= set(ck.steps())
 
 
+class TestBesideATrainer:
+    """Another process saves the next step and removes the last one, before what was found is loaded."""
+
+    def moving(self, root: Path, monkeypatch: pytest.MonkeyPatch, turns: int) -> list[str]:
+        trainer, load = saved(Checkpointer(root, keep_last=1), 1), checkpointer.load
+        loads: list[str] = []
+
+        def late(into: object, path: str, **options: object) -> None:
+            loads.append(path)
+            if len(loads) <= turns:
+                saved(trainer, 1 + len(loads))
+            load(into, path, **options)
+
+        monkeypatch.setattr(checkpointer, "load", late)
+        return loads
+
+    @pytest.mark.parametrize("turns", [1, 3])
+    def test_a_newer_step_is_restored_where_the_one_that_was_found_has_gone(self, turns, tmp_path, monkeypatch):
+        loads = self.moving(tmp_path, monkeypatch, turns)
+        ck = Checkpointer(tmp_path)
+        assert restored(ck) == (turns + 1, turns + 1)
+        assert len(loads) == turns + 1
+        assert not ck._damaged, "what was removed is not damaged"
+
+    def test_that_has_an_end(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(checkpointer, "_LOOKS", 4)
+        loads = self.moving(tmp_path, monkeypatch, 100)
+        with pytest.raises(NoCompleteCheckpoint):
+            Checkpointer(tmp_path).restore(state())
+        assert len(loads) == 4
+
+    def test_a_damaged_step_is_loaded_once(self, tmp_path, monkeypatch):
+        loads = self.moving(tmp_path, monkeypatch, 0)
+        saved(Checkpointer(tmp_path), 2, 3)
+        flip(payload(tmp_path, 3))
+        with pytest.warns(UserWarning, match="restored step 2"):
+            Checkpointer(tmp_path).restore(state())
+        assert [os.path.basename(path) for path in loads] == [step_name(3), step_name(2)]
+
+
 class TestRetention:
     def test_the_last_ones_and_every_so_often_stay(self, tmp_path):
         ck = saved(Checkpointer(tmp_path, keep_last=2, keep_every=3), *range(1, 9))

@@ -17,6 +17,7 @@ from disk import watched
 from native_writer import write_step
 
 import shardckpt
+from shardckpt.convert import steps as convert_steps
 from shardckpt.errors import SourceNotFoundError, StorageError, UsageError
 from shardckpt.format import steps as format_steps
 from shardckpt.format.native_payload import new_save_id
@@ -153,6 +154,24 @@ class TestPrune:
         assert [step.number for step in done.incomplete] == [3, 4]
         assert all("block 0" in step.fault for step in done.incomplete)
         assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (2, 3, 4)]
+
+    def test_a_step_that_a_trainer_removes_meanwhile_is_not_faulty(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write(tmp_path, 1)
+        fault, looks = format_steps.manifest_fault, []
+
+        def late(store: Store, step: format_steps.Step) -> str:
+            looks.append(step.number)
+            if len(looks) == 1:
+                write(tmp_path, 2)
+                format_steps.delete_step(LocalStore(str(tmp_path)), step_name(1))
+            return fault(store, step)
+
+        monkeypatch.setattr(convert_steps, "manifest_fault", late)
+        done = shardckpt.prune(str(tmp_path), keep_last=1, dry_run=True)
+        assert [step.number for step in done.kept] == [2]
+        assert done.incomplete == ()
 
     def test_storage_that_refuses_is_told_and_what_is_half_gone_does_not_exist(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,19 +6,22 @@ import errno
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
+from bucket import Bucket
 from native_writer import write_step
 
 from shardckpt.errors import StorageError
+from shardckpt.format import steps as steps_module
 from shardckpt.format.native_payload import new_save_id
 from shardckpt.format.steps import Step, delete_step, leftovers, read_about, read_run, step_name
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.store import Store
+from shardckpt.storage.store import Listed, Store
 
 STATE = {"w": torch.arange(6.0), "step": 3}
 
@@ -130,6 +133,79 @@ class TestCompleteness:
         monkeypatch.setattr(os, "preadv", broken)
         with pytest.raises(StorageError, match="broken"):
             read_run(LocalStore(str(tmp_path)))
+
+
+class TestBesideATrainer:
+    """Another process saves the next step and removes the last one, between the list of the run and the reads."""
+
+    @pytest.fixture
+    def trainer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
+        """Return what lets a trainer take so many turns; it gives the names of the folders that are listed."""
+        write(tmp_path, 1)
+        lists: list[str] = []
+        turns = {"left": 0, "newest": 1}
+        listed = LocalStore.list
+
+        def list_then_save(store: LocalStore, folder: str = "") -> list[Listed]:
+            found = listed(store, folder)
+            lists.append(folder)
+            if not folder and turns["left"]:
+                turns["left"] -= 1
+                turns["newest"] += 1
+                write(tmp_path, turns["newest"])
+                shutil.rmtree(tmp_path / step_name(turns["newest"] - 1))
+            return found
+
+        monkeypatch.setattr(LocalStore, "list", list_then_save)
+
+        def let(count: int) -> list[str]:
+            turns["left"] = count
+            return lists
+
+        return let
+
+    @pytest.mark.parametrize("turns", [1, 2, 7])
+    def test_a_newer_step_is_found_where_the_listed_one_has_gone(
+        self, turns: int, trainer: Callable[[int], list[str]], tmp_path: Path
+    ) -> None:
+        trainer(turns)
+        assert [step.number for step in read_run(LocalStore(str(tmp_path))).complete] == [1 + turns]
+
+    def test_that_has_an_end(
+        self, trainer: Callable[[int], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(steps_module, "_LOOKS", 3)
+        trainer(10_000)
+        with pytest.raises(StorageError, match="faster than they can be read"):
+            read_run(LocalStore(str(tmp_path)))
+
+    def test_a_run_in_which_all_is_complete_is_listed_once(
+        self, trainer: Callable[[int], list[str]], tmp_path: Path
+    ) -> None:
+        lists = trainer(0)
+        read_run(LocalStore(str(tmp_path)))
+        assert lists == ["", step_name(1)]
+
+    def test_a_step_that_stays_incomplete_is_looked_at_twice_and_the_others_once(
+        self, trainer: Callable[[int], list[str]], tmp_path: Path
+    ) -> None:
+        (tmp_path / step_name(5)).mkdir()
+        lists = trainer(0)
+        read_run(LocalStore(str(tmp_path)))
+        assert sorted(lists) == ["", "", step_name(1), step_name(5), step_name(5)]
+
+    def test_in_a_bucket_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write(tmp_path, 1, 2)
+        Bucket.reset()
+        files = {f"b/run/{path.parent.name}/{path.name}": path.read_bytes() for path in tmp_path.glob("*/*")}
+        Bucket.objects = {name: data for name, data in files.items() if f"{step_name(1)}/" in name}
+
+        def save_behind_the_first_list(count: int, verb: str, path: str) -> None:
+            if count == 2:
+                Bucket.objects = {name: data for name, data in files.items() if f"{step_name(2)}/" in name}
+
+        monkeypatch.setattr(Bucket, "fault", save_behind_the_first_list)
+        assert [step.number for step in read_run(FsspecStore("bucket://b/run")).complete] == [2]
 
 
 class TestWhatItSaysAboutItself:
