@@ -40,13 +40,13 @@ from shardckpt.format.steps import (
     delete_steps,
     leftovers,
     manifest_fault,
-    read_metric,
+    read_metrics,
     read_run,
     read_step,
     step_name,
 )
 from shardckpt.groups import Star
-from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead, seconds_of
+from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead, require_metric, seconds_of
 from shardckpt.storage.open_store import local_path, open_store, url_of
 from shardckpt.storage.store import Store
 
@@ -73,7 +73,7 @@ class Checkpointer:
         root: Folder of the run: a path, or a URL that fsspec knows.
         keep_last: Keep so many of the newest steps.
         keep_every: Keep steps whose number this divides.
-        keep_best: Keep so many of the best steps by `metric`.
+        keep_best: Keep so many of the best steps by `metric`; steps without it too, unless there are other rules.
         metric: What `keep_best` goes by, of the metrics given to `save`.
         mode: Whether the best step has the smallest metric, or the largest.
         keep_for: Keep steps for so long: a timedelta, seconds, or text such as `"7d"`.
@@ -111,14 +111,14 @@ class Checkpointer:
         dedup: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for))
+        self._rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for), metric)
         if save_every is not None and (type(save_every) is not int or save_every < 1):
             raise UsageError("`save_every` is no number of steps", found=repr(save_every), expected="an integer from 1")
         self.root = url_of(root).rstrip("/") or "/"
         if self.root.endswith(":") and url_of(root).startswith(f"{self.root}//"):
             raise UsageError("this URL names no place", where=url_of(root), fix="Name a bucket, or a folder in it.")
-        self._metric, self._save_every, self._dedup, self._group = metric, save_every, dedup, group
-        self._metrics: dict[str, float | None] = {}
+        self._save_every, self._dedup, self._group = save_every, dedup, group
+        self._metrics: dict[str, Mapping[str, float]] = {}
         self._damaged: set[str] = set()
         self._held: int | None = None
         self._is_tidy = False
@@ -197,15 +197,19 @@ class Checkpointer:
 
         Raises:
             TargetExistsError: The step is complete already, and `overwrite` is false.
-            UsageError: Ranks save different steps; something that is no number of a step or no metric.
+            UsageError: Ranks save different steps; something that is no number of a step or no metric. Or metrics are
+                given, and neither they nor any step have the one that `keep_best` goes by: then the step is saved, and
+                none is removed.
             ShardckptError: As for `shardckpt.save`.
 
         Warns:
             UserWarning: The step is saved, but old ones could not be removed.
         """
-        number, given = self._begun(step, metrics, overwrite, options)
+        number, unranked, given = self._begun(step, metrics, overwrite, options)
         save(state, self.path(number), **given)
         self._has_saved(number)
+        if unranked:
+            raise UsageError(unranked)
         if star_of(self._group).rank == 0:
             self._tidy(number)
 
@@ -234,26 +238,29 @@ class Checkpointer:
 
         Raises:
             TargetExistsError: The step is complete already, and `overwrite` is false.
-            UsageError: Ranks save different steps; something that is no number of a step or no metric.
+            UsageError: As for `save`; where no step has the metric, the save is waited for.
             ShardckptError: As for `shardckpt.async_save`.
         """
-        number, given = self._begun(step, metrics, overwrite, options)
+        number, unranked, given = self._begun(step, metrics, overwrite, options)
         told, is_first = given.pop("on_event", None), star_of(self._group).rank == 0
 
         def on_event(event: SaveEvent) -> None:
-            if event.phase == "done" and is_first:
+            if event.phase == "done" and is_first and not unranked:
                 self._tidy(number)
             if told is not None:
                 told(event)
 
         handle = async_save(state, self.path(number), on_event=on_event, **given)
         self._has_saved(number)
+        if unranked:
+            handle.result()
+            raise UsageError(unranked)
         return handle
 
     def _begun(
         self, step: int, metrics: Mapping[str, SupportsFloat] | None, overwrite: bool, options: Mapping[str, Any]
-    ) -> tuple[int, dict[str, Any]]:
-        """Agree on what is saved; return its number and what to pass on."""
+    ) -> tuple[int, str, dict[str, Any]]:
+        """Agree on what is saved; return its number, why steps cannot be ranked, and what to pass on."""
         about = dict(options.get("about") or {})
         said: bytes | Exception
         try:
@@ -262,12 +269,13 @@ class Checkpointer:
         except (TypeError, ValueError, UsageError) as error:
             said = error if isinstance(error, UsageError) else UsageError("a metric is no number", found=error)
         what = f"preparing to save into {self.root}"
-        answer = star_of(self._group).consult(what, said, lambda told: self._prepared(told, overwrite))
-        replaces, is_asked = json.loads(answer)
+        names = list(metrics or {})
+        answer = star_of(self._group).consult(what, said, lambda told: self._prepared(told, names, overwrite))
+        replaces, is_asked, unranked = json.loads(answer)
         self._signals.heed(is_asked)
         if self._dedup:
             options = {"base": lambda: self._newest_but(_number(step)), "digests": True, **options}
-        return _number(step), {**options, "overwrite": replaces, "about": about, "group": self._group}
+        return _number(step), unranked, {**options, "overwrite": replaces, "about": about, "group": self._group}
 
     def _newest_but(self, number: int) -> str | None:
         """Return where the newest step lies that can be referred to. On the first rank, once no other save goes on."""
@@ -281,7 +289,7 @@ class Checkpointer:
         self._held = number
         self._signals.is_due = False
 
-    def _prepared(self, told: list[bytes], overwrite: bool) -> list[bytes]:
+    def _prepared(self, told: list[bytes], names: list[str], overwrite: bool) -> list[bytes]:
         """Look at what lies where the step goes. On the first rank."""
         numbers, signals = zip(*map(json.loads, told), strict=True)
         if len(set(numbers)) > 1:
@@ -289,7 +297,25 @@ class Checkpointer:
             raise UsageError("ranks save different steps", where=self.root, found=named)
         there = read_step(self._store(), numbers[0])
         is_worthless = there.is_ours and not self._is_good(there)
-        return [json.dumps([overwrite or is_worthless, any(signals)]).encode()] * len(told)
+        unranked = self._ranking_fault(numbers[0], names)
+        return [json.dumps([overwrite or is_worthless, any(signals), unranked]).encode()] * len(told)
+
+    def _ranking_fault(self, number: int, names: list[str]) -> str:
+        """Say that no step will have the metric that `keep_best` goes by, where a save gives other metrics."""
+        if self._rules.keep_best is None or not names or self._rules.metric in names:
+            return ""
+        store = self._store()
+        saved = [SavedStep(number, metrics=dict.fromkeys(names, 0.0))]
+        saved += [
+            SavedStep(step.number, metrics=self._metrics_of(store, step))
+            for step in read_run(store).complete
+            if step.number != number
+        ]
+        try:
+            require_metric(saved, self._rules.metric)
+        except UsageError as error:
+            return f"step {number} is saved, but no step can be removed: {error}"
+        return ""
 
     def _is_good(self, step: Step) -> bool:
         return step.is_complete and step.save not in self._damaged
@@ -303,14 +329,14 @@ class Checkpointer:
         try:
             self._remove(saved)
             self._is_tidy = True
-        except (StorageError, CheckpointError) as error:
+        except (StorageError, CheckpointError, UsageError) as error:
             warnings.warn(f"step {saved} is saved, but old ones could not be removed: {error}", stacklevel=3)
 
     def _remove(self, saved: int) -> None:
         store, now = self._store(), time.time()
         run = read_run(store)
         facts = [
-            SavedStep(step.number, self._is_good(step), step.saved_at, self._metric_of(store, step))
+            SavedStep(step.number, self._is_good(step), step.saved_at, self._metrics_of(store, step))
             for step in run.steps
         ]
         gone = set(doomed(facts, self._rules, now=now, spared={saved}))
@@ -321,12 +347,12 @@ class Checkpointer:
             if is_dead(left.changed_at, now):
                 delete_leftover(store, kept, left.name)
 
-    def _metric_of(self, store: Store, step: Step) -> float | None:
+    def _metrics_of(self, store: Store, step: Step) -> Mapping[str, float]:
         """Return what a step is ranked by; a save's never changes, so each manifest is read once."""
         if self._rules.keep_best is None or not self._is_good(step):
-            return None
+            return {}
         if step.save not in self._metrics:
-            self._metrics[step.save] = read_metric(store, step, self._metric)
+            self._metrics[step.save] = read_metrics(store, step)
         return self._metrics[step.save]
 
     # Restoring

@@ -19,7 +19,7 @@ from shardckpt.format.steps import (
     delete_steps,
     leftovers,
     manifest_fault,
-    read_metric,
+    read_metrics,
     read_run,
     with_sound_newest,
 )
@@ -127,7 +127,8 @@ def prune(
         root: Folder of the run, a path or URL.
         keep_last: So many of the newest steps stay.
         keep_every: Steps whose number this divides stay.
-        keep_best: So many of the best steps by `metric` stay. Without any rule all steps do.
+        keep_best: So many of the best steps by `metric` stay; steps without it too, unless there are other rules.
+            Without any rule all steps do.
         metric: What `keep_best` goes by, of the metrics that were saved with the steps.
         mode: Whether the best step has the smallest metric, or the largest.
         keep_for: Steps stay for so long: a timedelta, seconds, or a time such as `"36h"` or `"7d"`.
@@ -139,11 +140,12 @@ def prune(
         What was removed.
 
     Raises:
-        UsageError: Nothing lies there, or no folder of steps; a rule that would mean nothing.
+        UsageError: Nothing lies there, or no folder of steps; a rule that would mean nothing; no step has the metric.
+            Nothing was removed.
         StorageError: Reading or removing failed.
     """
     root = os.fspath(root)
-    rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for))
+    rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for), metric)
     store = _open(root)
     now = time.time()
     run = _sound_run(store, verify=verify) if rules.is_needed else read_run(store)
@@ -152,7 +154,7 @@ def prune(
             step.number,
             step.is_complete,
             step.saved_at,
-            read_metric(store, step, metric) if rules.keep_best is not None and step.is_complete else None,
+            read_metrics(store, step) if rules.keep_best is not None and step.is_complete else {},
         )
         for step in run.steps
     ]

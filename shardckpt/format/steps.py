@@ -324,22 +324,26 @@ METRIC = "metric."
 """What the names of metrics begin with in a manifest's `about`."""
 
 
-def read_metric(store: Store, step: Step, name: str) -> float | None:
-    """Return a number that was saved with a complete step; None where there is none, or nobody can tell.
+def read_metrics(store: Store, step: Step) -> Mapping[str, float]:
+    """Return the numbers that were saved with a complete step, by name; none where nobody can tell.
 
     Args:
         store: Rooted at the run.
         step: The step.
-        name: Of the metric.
 
     Raises:
         StorageError: The store failed.
     """
     try:
-        told = read_about(store, step).get(METRIC + name)
-        return None if told is None else float(told)
-    except (CheckpointError, MissingFileError, ValueError):
-        return None
+        about = read_about(store, step)
+    except (CheckpointError, MissingFileError):
+        return {}
+    found = {}
+    for name, text in about.items():
+        if name.startswith(METRIC):
+            with suppress(ValueError):
+                found[name[len(METRIC) :]] = float(text)
+    return found
 
 
 def manifest_fault(store: Store, step: Step) -> str:

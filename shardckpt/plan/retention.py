@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from numbers import Real
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from shardckpt.errors import UsageError
@@ -27,13 +28,13 @@ class SavedStep(NamedTuple):
         number: The step.
         is_complete: Whether it can be loaded. What cannot counts for nothing, and is not removed by these rules.
         saved_at: When its save began, in seconds since the epoch; None where not known.
-        metric: What it is ranked by; None where it has none.
+        metrics: Numbers that were saved with it, by name.
     """
 
     number: int
     is_complete: bool = True
     saved_at: float | None = None
-    metric: float | None = None
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,11 @@ class Retention:
     Attributes:
         keep_last: So many of the largest numbers.
         keep_every: Those whose number this divides.
-        keep_best: So many of the best by their metric; of equal ones the later.
+        keep_best: So many of the best by their metric; of equal ones the later. A NaN is worse than any number. Steps
+            without the metric cannot be ranked: alone, this rule keeps them; beside others, those decide.
         mode: Whether the best has the smallest metric or the largest.
         keep_for_s: Those saved less than so many seconds ago.
+        metric: Name of what `keep_best` goes by.
 
     Raises:
         UsageError: A rule that would mean nothing.
@@ -56,6 +59,7 @@ class Retention:
     keep_best: int | None = None
     mode: Literal["min", "max"] = "min"
     keep_for_s: float | None = None
+    metric: str = "loss"
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
@@ -70,7 +74,12 @@ class Retention:
     @property
     def is_needed(self) -> bool:
         """Whether there is any rule."""
-        return any(rule is not None for rule in (self.keep_last, self.keep_every, self.keep_best, self.keep_for_s))
+        return self.keep_best is not None or self.has_others
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there is a rule that needs no metric."""
+        return any(rule is not None for rule in (self.keep_last, self.keep_every, self.keep_for_s))
 
 
 def seconds_of(time: timedelta | float | str | None) -> float | None:
@@ -102,6 +111,9 @@ def doomed(
         rules: What is kept.
         now: In seconds since the epoch.
         spared: Steps that stay whatever the rules say.
+
+    Raises:
+        UsageError: `keep_best` goes by a metric that no complete step has.
     """
     complete = sorted({step.number: step for step in steps if step.is_complete}.values())
     if not rules.is_needed or not complete:
@@ -112,16 +124,43 @@ def doomed(
     if rules.keep_every is not None:
         kept.update(step.number for step in complete if step.number % rules.keep_every == 0)
     if rules.keep_best is not None:
-        kept.update(_best(complete, rules.keep_best, rules.mode))
+        require_metric(complete, rules.metric)
+        kept.update(_best(complete, rules.keep_best, rules))
     if rules.keep_for_s is not None:
         kept.update(step.number for step in complete if _is_recent(step, now - rules.keep_for_s))
     return tuple(step.number for step in complete if step.number not in kept)
 
 
-def _best(steps: Sequence[SavedStep], count: int, mode: str) -> list[int]:
-    sign = 1 if mode == "min" else -1
-    ranked = [(sign * s.metric, -s.number) for s in steps if s.metric is not None and not math.isnan(s.metric)]
-    return [-number for _, number in sorted(ranked)[:count]]
+def require_metric(steps: Iterable[SavedStep], metric: str) -> None:
+    """Refuse to rank steps none of which has the metric.
+
+    Args:
+        steps: The complete ones.
+        metric: Its name.
+
+    Raises:
+        UsageError: None has it; the message names the metrics that they have.
+    """
+    found = {name for step in steps for name in step.metrics}
+    if metric not in found:
+        raise UsageError(
+            f"`keep_best` goes by the metric {metric!r}, which no step has",
+            found=", ".join(sorted(found)) or "no metrics",
+            fix="Name a metric that was saved, or save this one with the steps: NaN where it is not known yet.",
+        )
+
+
+def _best(steps: Sequence[SavedStep], count: int, rules: Retention) -> list[int]:
+    ranked = [step for step in steps if rules.metric in step.metrics]
+    best = sorted(ranked, key=lambda step: (_badness(step.metrics[rules.metric], rules.mode), -step.number))[:count]
+    unranked = [] if rules.has_others else [step for step in steps if rules.metric not in step.metrics]
+    return [step.number for step in (*best, *unranked)]
+
+
+def _badness(value: float, mode: str) -> tuple[bool, float]:
+    if math.isnan(value):
+        return True, 0.0
+    return False, value if mode == "min" else -value
 
 
 def _is_recent(step: SavedStep, since: float) -> bool:

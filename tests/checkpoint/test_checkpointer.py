@@ -353,6 +353,29 @@ class TestRetention:
             ck.save(number, state(), metrics={"loss": 1.0})
         assert read == [1, 2, 3, 4]
 
+    def test_a_metric_that_no_step_has_is_an_error_and_loses_nothing(self, tmp_path):
+        for number, accuracy in ((1, 0.9), (2, 0.8)):
+            Checkpointer(tmp_path).save(number, state(float(number)), metrics={"accuracy": accuracy})
+        ck = Checkpointer(tmp_path, keep_best=1, keep_last=1, metric="acc", mode="max")
+        with pytest.raises(UsageError, match=r"step 3 is saved.*metric 'acc', which no step has; found accuracy"):
+            ck.save(3, state(3.0), metrics={"accuracy": 0.7})
+        assert restored(ck) == (3, 3)
+        with pytest.raises(UsageError, match="step 4 is saved"):
+            ck.async_save(4, state(4.0), metrics={"accuracy": 0.7})
+        assert (ck.steps(), restored(ck)) == ((1, 2, 3, 4), (4, 4))
+        with pytest.warns(UserWarning, match=r"step 5 is saved, but old ones could not be removed.*found accuracy"):
+            ck.save(5, state(5.0))
+        assert ck.steps() == (1, 2, 3, 4, 5)
+
+    def test_metrics_that_come_with_some_steps_alone_rank_those(self, tmp_path):
+        ck = Checkpointer(tmp_path, keep_best=1)
+        ck.save(1, state(), metrics={"loss": 1.0, "other": 2.0})
+        ck.save(2, state(), metrics={"other": 2.0})
+        ck.save(3, state())
+        ck.save(4, state(), metrics={"loss": 0.5})
+        assert ck.steps() == (2, 3, 4)
+        assert saved(Checkpointer(tmp_path, keep_best=1, keep_last=1), 5).steps() == (4, 5)
+
     @pytest.mark.parametrize("told", [timedelta(hours=1), 3600, "1h", "60 m"], ids=str)
     def test_those_of_the_last_hour_stay(self, told, tmp_path, monkeypatch):
         ck = saved(Checkpointer(tmp_path, keep_for=told), 1, 2)
@@ -615,6 +638,15 @@ def one_is_asked_to_end(rank: int, world: int, root: Path) -> tuple:
 
 
 class TestRanks:
+    def test_a_metric_that_no_step_has_is_told_to_all_once_the_step_is_saved(self, tmp_path):
+        def body(rank: int, world: int) -> object:
+            ck = Checkpointer(tmp_path, keep_best=1, metric="acc")
+            return ck.save(1, state(1.0), metrics={"accuracy": 0.5})
+
+        found = raised_everywhere(2, body)
+        assert all(each.is_a(UsageError) and "step 1 is saved" in each.message for each in found)
+        assert Checkpointer(tmp_path).steps() == (1,)
+
     def test_all_come_to_the_same_answers(self, tmp_path):
         found = run(2, on_ranks, tmp_path / "run")
         assert found == [[(None, 0), (2, 3), 3, (3, 3), (2, 2)]] * 2

@@ -63,6 +63,17 @@ def test_prune_knows_the_rules_that_a_checkpointer_has(tmp_path: Path) -> None:
     assert "this is no time; found 'soon'" in wrong.err
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_prune_by_a_metric_that_no_step_has_removes_nothing(dry: tuple[str, ...], tmp_path: Path) -> None:
+    ck = Checkpointer(tmp_path)
+    for number in (1, 2, 3):
+        ck.save(number, {"w": torch.ones(4)}, metrics={"accuracy": number})
+    found = run_here("prune", tmp_path, "--keep-best", 1, "--metric", "acc", "--keep-last", 1, *dry)
+    assert (found.code, found.out) == (2, "")
+    assert "metric 'acc', which no step has; found accuracy" in found.err
+    assert run_here("ls", tmp_path).out == "1\n2\n3\n"
+
+
 def test_prune_that_is_interrupted_does_not_say_that_nothing_was_done(root: Path, monkeypatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ STEPS = st.lists(
         number=st.integers(0, 40),
         is_complete=st.booleans(),
         saved_at=st.none() | st.floats(0, NOW),
-        metric=st.none() | st.floats(),
+        metrics=st.just({}) | st.fixed_dictionaries({"loss": st.floats()}),
     ),
     unique_by=lambda step: step.number,
 )
@@ -31,9 +33,19 @@ RULES = st.builds(
 )
 
 
-def gone(numbers: range | list[int], rules: Retention, **metrics: float) -> list[int]:
-    steps = [SavedStep(n, metric=metrics.get(f"m{n}"), saved_at=float(n)) for n in numbers]
-    return list(doomed(steps, rules, now=100.0))
+def gone(numbers: range | list[int], rules: Retention, **losses: float) -> list[int]:
+    metrics = {n: {"loss": losses[f"m{n}"]} if f"m{n}" in losses else {} for n in numbers}
+    return list(doomed([SavedStep(n, metrics=metrics[n], saved_at=float(n)) for n in numbers], rules, now=100.0))
+
+
+def decided(steps: list[SavedStep], rules: Retention) -> tuple[int, ...]:
+    """Return the doomed steps; none where they cannot be ranked, which is an error."""
+    has_metric = any(step.is_complete and step.metrics for step in steps)
+    if rules.keep_best is None or has_metric or not any(step.is_complete for step in steps):
+        return doomed(steps, rules, now=NOW)
+    with pytest.raises(UsageError, match="which no step has"):
+        doomed(steps, rules, now=NOW)
+    return ()
 
 
 class TestRules:
@@ -54,8 +66,28 @@ class TestRules:
         assert gone(range(1, 6), Retention(keep_best=2), **metrics) == [1, 4]
         assert gone(range(1, 6), Retention(keep_best=2, mode="max"), **metrics) == [2, 3]
 
-    def test_no_number_is_never_the_best_and_the_later_of_equals_is(self) -> None:
-        assert gone([1, 2, 3, 4], Retention(keep_best=1), m1=float("nan"), m2=1.0, m3=1.0) == [1, 2]
+    @pytest.mark.parametrize("mode", ["min", "max"])
+    def test_no_number_is_worse_than_any_and_the_later_of_equals_is_better(self, mode: str) -> None:
+        losses = {"m1": float("nan"), "m2": 1.0, "m3": 1.0, "m4": -math.inf if mode == "max" else math.inf, "m5": 9.0}
+        assert gone([1, 2, 3, 5], Retention(keep_best=1, mode="min"), **losses) == [1, 2]
+        assert gone([1, 4, 5], Retention(keep_best=2, mode=mode), **losses) == [1]
+        assert gone([1, 2], Retention(keep_best=2, mode=mode), **losses) == []
+
+    @pytest.mark.parametrize("others", [{}, {"keep_last": 1}, {"keep_every": 3}, {"keep_for_s": 1.0}], ids=str)
+    def test_a_metric_that_no_step_has_is_an_error_that_names_those_they_have(self, others: dict[str, object]) -> None:
+        steps = [SavedStep(n, metrics={"accuracy": n, "f1": n}) for n in range(4)]
+        with pytest.raises(UsageError, match=r"metric 'acc', which no step has; found accuracy, f1\."):
+            doomed(steps, Retention(keep_best=3, metric="acc", **others), now=NOW)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="found no metrics"):
+            doomed([SavedStep(1)], Retention(keep_best=3), now=NOW)
+
+    def test_a_run_without_steps_lacks_no_metric(self) -> None:
+        assert doomed([], Retention(keep_best=3), now=NOW) == ()
+
+    def test_steps_without_the_metric_stay_unless_another_rule_decides(self) -> None:
+        losses = {"m2": 2.0, "m4": 1.0, "m6": 3.0}
+        assert gone(range(8), Retention(keep_best=1), **losses) == [2, 6]
+        assert gone(range(8), Retention(keep_best=1, keep_last=2), **losses) == [0, 1, 2, 3, 5]
 
     def test_what_was_saved_lately_stays_and_what_nobody_dated(self) -> None:
         steps = [SavedStep(1, saved_at=10.0), SavedStep(2), SavedStep(3, saved_at=95.0), SavedStep(4, saved_at=1.0)]
@@ -83,32 +115,32 @@ class TestWhateverTheRules:
     @given(STEPS, RULES)
     def test_the_newest_complete_step_is_never_removed(self, steps: list[SavedStep], rules: Retention) -> None:
         complete = [step.number for step in steps if step.is_complete]
-        assert not complete or max(complete) not in doomed(steps, rules, now=NOW)
+        assert not complete or max(complete) not in decided(steps, rules)
 
     @given(STEPS, RULES)
     def test_only_complete_steps_count_and_only_they_are_removed(
         self, steps: list[SavedStep], rules: Retention
     ) -> None:
         complete = [step for step in steps if step.is_complete]
-        assert doomed(steps, rules, now=NOW) == doomed(complete, rules, now=NOW)
-        assert set(doomed(steps, rules, now=NOW)) <= {step.number for step in complete}
+        assert decided(steps, rules) == decided(complete, rules)
+        assert set(decided(steps, rules)) <= {step.number for step in complete}
 
     @given(STEPS, RULES)
     def test_a_second_time_removes_nothing_more(self, steps: list[SavedStep], rules: Retention) -> None:
-        first = set(doomed(steps, rules, now=NOW))
-        assert doomed([step for step in steps if step.number not in first], rules, now=NOW) == ()
+        first = set(decided(steps, rules))
+        assert decided([step for step in steps if step.number not in first], rules) == ()
 
     @given(STEPS, RULES, st.integers(0, 40))
     def test_a_kill_in_between_changes_nothing(self, steps: list[SavedStep], rules: Retention, after: int) -> None:
         """Removing some of the doomed and deciding anew comes to the same end."""
-        first = doomed(steps, rules, now=NOW)
+        first = decided(steps, rules)
         left = [step for step in steps if step.number not in first[:after]]
-        assert doomed(left, rules, now=NOW) == first[after:]
+        assert decided(left, rules) == first[after:]
 
     @given(STEPS, RULES)
     def test_as_many_as_asked_for_stay(self, steps: list[SavedStep], rules: Retention) -> None:
         complete = sorted(step.number for step in steps if step.is_complete)
-        removed = set(doomed(steps, rules, now=NOW))
+        removed = set(decided(steps, rules))
         if rules.keep_last is not None:
             assert not removed & set(complete[-rules.keep_last :])
         if rules.keep_every is not None:
@@ -116,7 +148,7 @@ class TestWhateverTheRules:
 
     @given(STEPS, RULES)
     def test_the_oldest_go_first(self, steps: list[SavedStep], rules: Retention) -> None:
-        found = doomed(steps, rules, now=NOW)
+        found = decided(steps, rules)
         assert list(found) == sorted(found)
 
 
