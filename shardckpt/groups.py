@@ -289,13 +289,8 @@ class Star:
                 one that blames the call comes in its own type on every rank.
         """
         self._round += 1
-        if self.rank:
-            known = say if isinstance(say, RankError) and self.is_lost else None
-            with self._of_first(known):
-                self._send(_framed(say), 0)
-                answer = self._receive(0, time.monotonic() + self._timeout.total_seconds())
-        else:
-            answer = self._decided(what, say, decide)
+        with self.in_step():
+            answer = self._answered(what, say, decide)
         if isinstance(say, Exception):
             raise say
         if answer[:1] == _FAILED:
@@ -303,6 +298,29 @@ class Star:
             self.is_lost = _IS_GONE in failure.what
             raise failure
         return answer[1:]
+
+    def _answered(self, what: str, say: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        if self.rank == 0:
+            return self._decided(what, say, decide)
+        known = say if isinstance(say, RankError) and self.is_lost else None
+        with self._of_first(known):
+            self._send(_framed(say), 0)
+            return self._receive(0, time.monotonic() + self._timeout.total_seconds())
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Run work of several consultations; where a signal ends it before its end, the ranks count as lost.
+
+        The others go on to the next consultation of that work. Whatever this rank said next would be taken for its
+        part in it, and the answer to that for the answer to what it said.
+        """
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.is_lost = self.size > 1
+            raise
 
     def post(self, row: torch.Tensor, to: int) -> dist.Work:
         """Begin to send bytes to a rank that takes them; the tensor stays as it is until the work is done.

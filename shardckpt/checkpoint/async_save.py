@@ -89,7 +89,7 @@ def async_save(
         with course.phase("capture"):
             saver = saver_of(group, refusal)
             corridor = Corridor(saver, how, saver.behind(group))
-            with corridor.taken_back():
+            with saver.star.in_step(), corridor.taken_back():
                 corridor.agree(state, refusal)
         BACKGROUND.begin(course)
         _stage(course, corridor, most)

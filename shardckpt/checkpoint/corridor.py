@@ -16,9 +16,10 @@ from shardckpt.boxes import Box
 from shardckpt.checkpoint.assemble import contents_of
 from shardckpt.checkpoint.capture import Captured, capture
 from shardckpt.checkpoint.collecting import collector_at_rest
-from shardckpt.checkpoint.draft import Draft, Plan, Task, draft_of, key_of, plan_alone, plan_of
+from shardckpt.checkpoint.draft import Draft, Plan, Task, draft_of, plan_alone, plan_of
 from shardckpt.checkpoint.ground import NO_GROUNDS, Compared, Ground, Grounds, ground_of
-from shardckpt.checkpoint.report import Alone, Report, differing, require_one_path, value_digests, values_digest
+from shardckpt.checkpoint.plan_cache import PlanCache, TaskCache, collect_drafts, is_cached
+from shardckpt.checkpoint.report import Report, differing, own_report, require_one_path, value_digests, values_digest
 from shardckpt.checkpoint.transfer import Source, contents, tensor_bytes, write_payloads
 from shardckpt.format.native_commit import COMMIT, encode_commit, manifest_name
 from shardckpt.format.native_manifest import Contents, encode_manifest
@@ -65,9 +66,9 @@ class _Answer:
     """What the first rank decided for one rank.
 
     Attributes:
-        save: The save's id; empty where the rank is to explain its values.
+        save: The save's id.
         place: Where to write.
-        task: What to write; None for what it wrote last time.
+        task: What to write; None for the cached task.
         grounds: What of that may lie in the base.
     """
 
@@ -90,20 +91,22 @@ class _Answer:
 
 
 class Saver:
-    """Saves of one group of ranks; it remembers the last plan, since most saves are like the one before.
+    """Saves of one group of ranks; it keeps the last committed plan, since most saves are like the one before.
 
     Args:
         star: The ranks.
+
+    Attributes:
+        task_cache: What this rank keeps of the last committed plan.
+        plan_cache: What the first rank keeps of it; None on the others.
+        compared: What this rank found out about the bases of committed saves.
     """
 
     def __init__(self, star: Star) -> None:
         self.star = star
         self._behind: Star | None = None
-        self._draft: Draft | None = None
-        self._key = ""
-        self._task: tuple[str, Task] | None = None
-        self._drafts: dict[int, tuple[str, Draft]] = {}
-        self._plan: tuple[tuple[str, ...], Plan] | None = None
+        self.task_cache: TaskCache | None = None
+        self.plan_cache: PlanCache | None = None
         self.compared = Compared()
 
     @property
@@ -130,49 +133,13 @@ class Saver:
             refusal: Why this rank does not save; all are told.
         """
         corridor = Corridor(self, how, self.star)
-        with collector_at_rest(), corridor.taken_back():
+        with collector_at_rest(), self.star.in_step(), corridor.taken_back():
             corridor.agree(state, refusal)
             corridor.finish(attempted(lambda: corridor.transfer(corridor.cargo(), corridor.contents)))
 
-    # What the corridor asks: plans, known or made.
-
-    def report(self, captured: Captured, *, trainable_only: bool = False) -> Report:
-        """Return what this rank tells first: its draft only where the first rank does not know it."""
-        draft = draft_of(captured, trainable_only=trainable_only)
-        data = b""
-        if draft != self._draft:
-            data = draft.encode()
-            self._draft, self._key = draft, key_of(data)
-        if self._task is not None and self._task[0] == self._key:
-            data = b""
-        elif not data:
-            data = draft.encode()
-        return replace(self.told_of(captured), key=self._key, draft=data, values=values_digest(captured))
-
-    def told_of(self, captured: Captured) -> Report:
-        """Return what this rank alone can tell."""
-        loose = {path: Alone.of(value, path) for path, value in captured.loose.items()}
-        own = {path: Alone.of(value, path) for path, value in captured.own.items()}
-        return Report("", b"", "", loose, own)
-
-    def planned(self, reports: Sequence[Report]) -> tuple[Plan, bool]:
-        """Return the plan for what ranks told, and whether it is the one they know. On the first rank."""
-        for rank, report in enumerate(reports):
-            if report.draft:
-                self._drafts[rank] = (report.key, Draft.decode(report.draft))
-        keys = tuple(report.key for report in reports)
-        if self._plan is not None and self._plan[0] == keys and not any(report.draft for report in reports):
-            return self._plan[1], True
-        plan = plan_of([self._drafts[rank][1] for rank in range(len(reports))])
-        self._plan = (keys, plan)
-        return plan, False
-
-    def task(self, given: Task | None) -> Task:
-        """Return what this rank is to write, and remember it."""
-        if given is not None:
-            self._task = (self._key, given)
-        assert self._task is not None, "a rank without a plan is given one"
-        return self._task[1]
+    def forget(self) -> None:
+        """Drop what is kept of the last plan."""
+        self.task_cache = self.plan_cache = None
 
 
 class Replica(NamedTuple):
@@ -240,9 +207,13 @@ class Corridor:
 
     def __init__(self, saver: Saver, how: How, last: Star) -> None:
         self._saver, self._star, self._how, self._last = saver, saver.star, how, last
+        self._compared = saver.compared.copy()
         self._publication: Publication | None = None
         self._contents: Contents | None = None
-        self._plan: Plan | None = None
+        self._plan: PlanCache | None = None
+        self._draft: Draft | None = None
+        self._new_task: Task | None = None
+        self._place = ""
         self._part = Part((), ())
         self._captured = Captured()
         self._model: Path | None = None
@@ -284,17 +255,18 @@ class Corridor:
         """
         answer = self._agree(state, refusal)
         self._save_id, self._model = answer.save, self._captured.model if self._star.size == 1 else None
-        self._task = self._saver.task(answer.task)
+        self._new_task, self._place = answer.task, answer.place
         self._grounds = answer.grounds
         if self._grounds.url:
             self._model = None  # a folder that lacks tensors is none of Hugging Face
-        if self._publication is None:
-            self._publication = JoinedPublication(answer.place)
 
     def cargo(self) -> Cargo:
         """Return what this rank is to write, and digests of what it shares with others, as it is now."""
+        self._task = self._given_task()
+        if self._publication is None:
+            self._publication = JoinedPublication(self._place)
         carry = self._contents.carried() if self._contents is not None else None
-        self._saver.compared.compare(self._task.frozen, self._grounds, self._captured, self._how.base_rules)
+        self._compared.compare(self._task.frozen, self._grounds, self._captured, self._how.base_rules)
         unchanged = self._grounds.unchanged(self._task.chunks, self.arrays)
         kept = set(unchanged)
         chunks = [chunk for at, chunk in enumerate(self._task.chunks) if at not in kept]
@@ -334,6 +306,7 @@ class Corridor:
         told = self._last.consult(what, said, self._publish)
         if told == _EXPLAIN:
             self._last.consult(what, json.dumps(self._cargo.replica_digests()).encode(), _raise_replicas)
+        self._remember()
 
     def _agree(self, state: Any, refusal: Exception | None) -> _Answer:
         """Look at the state, tell of it, and be told what to write."""
@@ -341,34 +314,51 @@ class Corridor:
             _raise(refusal)
             self._captured = capture(state, 0, 1)
             plan = plan_alone(self._captured, trainable_only=self._how.trainable_only)
-            return self._begun(plan, [self._saver.told_of(self._captured)])[0]
+            return self._begun(PlanCache("", (), plan), [own_report(self._captured)])[0]
         what = f"preparing to save to {self._how.path}"
 
         def report() -> bytes:
             _raise(refusal)
             self._captured = capture(state, self._star.rank, self._star.size)
-            report = self._saver.report(self._captured, trainable_only=self._how.trainable_only)
-            return replace(report, path=self._how.path).encode()
+            self._draft = draft_of(self._captured, trainable_only=self._how.trainable_only)
+            return self._report().encode()
 
-        answer = _Answer.decode(self._star.consult(what, attempted(report), self._decide))
-        if not answer.save:
+        told = self._star.consult(what, attempted(report), self._decide)
+        if told == _DRAFTS_NEEDED:
+            self._saver.forget()
+            told = self._star.consult(what, attempted(lambda: self._report().encode()), self._decide)
+        if told == _EXPLAIN:
             self._star.consult(what, value_digests(self._captured), _raise_values)
-        return answer
+        return _Answer.decode(told)
+
+    def _report(self) -> Report:
+        """Return what this rank tells first: its draft only where that is not the cached one."""
+        assert self._draft is not None
+        report = replace(own_report(self._captured), values=values_digest(self._captured), path=self._how.path)
+        cache = self._saver.task_cache
+        if cache is not None and cache.draft == self._draft:
+            return replace(report, cached=cache.save)
+        return replace(report, draft=self._draft.encode())
 
     def _decide(self, told: list[bytes]) -> list[bytes]:
         """Plan, and begin the publication. On the first rank."""
         reports = [Report.decode(each) for each in told]
         require_one_path(reports)
         if len({report.values for report in reports}) > 1:
-            return [_Answer("", "", None).encode()] * len(told)
-        plan, is_known = self._saver.planned(reports)
-        answers = self._begun(plan, reports)
-        return [(replace(answer, task=None) if is_known else answer).encode() for answer in answers]
+            return [_EXPLAIN] * len(told)
+        known = self._saver.plan_cache
+        if known is not None and is_cached(reports, known):
+            return [replace(answer, task=None).encode() for answer in self._begun(known, reports)]
+        drafts = collect_drafts(reports, known)
+        if drafts is None:
+            return [_DRAFTS_NEEDED] * len(told)
+        return [answer.encode() for answer in self._begun(PlanCache("", drafts, plan_of(drafts)), reports)]
 
-    def _begun(self, plan: Plan, reports: Sequence[Report]) -> list[_Answer]:
+    def _begun(self, planned: PlanCache, reports: Sequence[Report]) -> list[_Answer]:
         """Begin the publication, and return what each rank is to do."""
         save_id = new_save_id()
-        self._plan = plan
+        plan = planned.plan
+        self._plan = planned if planned.save else replace(planned, save=save_id)
         self._ground = ground_of(
             self._how.base(), self._how.path, self._how.base_rules, plan, trainable_only=self._how.trainable_only
         )
@@ -385,8 +375,24 @@ class Corridor:
         place = self._publication.place
         if self._ground is None:
             return [_Answer(save_id, place, task) for task in plan.tasks]
-        self._ground.ask_for_hashes(self._saver.compared.hashes)
+        self._ground.ask_for_hashes(self._compared.hashes)
         return [_Answer(save_id, place, task, self._ground.for_rank(task)) for task in plan.tasks]
+
+    def _given_task(self) -> Task:
+        """Return what this rank is to write: what it was given, or what it has cached."""
+        if self._new_task is not None:
+            return self._new_task
+        assert self._saver.task_cache is not None, "a rank that has no task cached is given one"
+        return self._saver.task_cache.task
+
+    def _remember(self) -> None:
+        """Keep what this save found out: all ranks have committed it."""
+        self._saver.compared = self._compared
+        if self._draft is None or self._new_task is None:
+            return  # one rank alone, or a plan that is kept already
+        self._saver.task_cache = TaskCache(self._save_id, self._draft, self._new_task)
+        if self._star.rank == 0:
+            self._saver.plan_cache = self._plan
 
     def _write_index(self, payloads: Sequence[Payload], model: Path) -> None:
         """Let one writer's save be a Hugging Face folder too."""
@@ -411,11 +417,11 @@ class Corridor:
             if rank:
                 parts.append(decode_part(each[end:], where=f"rank {rank}"))
         digests, unchanged, blocks = zip(*heads, strict=True)
-        if _unequal(self._plan, digests):
+        if _unequal(self._plan.plan, digests):
             return [_EXPLAIN] * len(told)
         if self._ground is not None:
-            parts.append(self._ground.part(unchanged, blocks, self._saver.compared.hashes))
-        files, arrays = join(parts, self._plan.order)
+            parts.append(self._ground.part(unchanged, blocks, self._compared.hashes))
+        files, arrays = join(parts, self._plan.plan.order)
         bases = self._ground.bases(files) if self._ground is not None else ()
         whole = replace(self._contents, files=(*files, *self._contents.files), arrays=arrays, bases=bases)
         manifest = encode_manifest(whole)
@@ -449,6 +455,7 @@ def _raise(refusal: Exception | None) -> None:
 
 
 _EXPLAIN = b"explain"
+_DRAFTS_NEEDED = b"drafts"
 
 
 def _unequal(plan: Plan, digests: Sequence[Mapping[str, str]]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -74,11 +73,6 @@ def draft_of(captured: Captured, *, trainable_only: bool = False) -> Draft:
     )
     frozen = frozenset(captured.frozen) if trainable_only else frozenset()
     return Draft(arrays, frozenset(captured.buffers), dict(captured.ties), frozen)
-
-
-def key_of(data: bytes) -> str:
-    """Return a digest of an encoded draft: plans are the same where these are."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 Class = tuple[int, ...]

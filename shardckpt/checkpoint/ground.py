@@ -119,6 +119,12 @@ class Compared:
         self._key = ""
         self._digests: dict[tuple[Path, Box], bytes] = {}
 
+    def copy(self) -> Compared:
+        """Return a copy for one save, which takes this one's place once that save is committed."""
+        made = Compared()
+        made.hashes, made._key, made._digests = dict(self.hashes), self._key, dict(self._digests)
+        return made
+
     def compare(self, chunks: Sequence[Chunk], grounds: Grounds, captured: Captured, rules: Mapping[str, str]) -> None:
         """Make sure that frozen parameters are what they are in the base; those that were read once are remembered.
 

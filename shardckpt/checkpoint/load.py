@@ -128,8 +128,9 @@ def load(
             return saved.materialised(saved.nest)
     policy = Policy(strict, globs, cast, is_own_only=base is False)
     source = _Source(url_of(path), verify, rules, _named(base))
-    with collector_at_rest():
-        _load_into(state, source, policy, star_of(group), fan_out)
+    star = star_of(group)
+    with collector_at_rest(), star.in_step():
+        _load_into(state, source, policy, star, fan_out)
     return state
 
 

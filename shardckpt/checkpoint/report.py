@@ -60,15 +60,15 @@ class Report:
     """What a rank tells first.
 
     Attributes:
-        key: Digest of its draft.
-        draft: The draft; empty where the first rank has it.
+        cached: Id of the save whose plan this rank has cached and still fits; empty where its draft is sent.
+        draft: The draft; empty where it is the cached one.
         values: Digest of the plain values that are the same on every rank.
         loose: Values that other ranks may lack.
         own: Values that are this rank's.
         path: Where it saves to.
     """
 
-    key: str
+    cached: str
     draft: bytes
     values: str
     loose: Mapping[Path, Alone]
@@ -77,15 +77,26 @@ class Report:
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        head = canonical([self.key, self.values, _rows(self.loose), _rows(self.own), self.path])
+        head = canonical([self.cached, self.values, _rows(self.loose), _rows(self.own), self.path])
         return len(head).to_bytes(8, "little") + head + self.draft
 
     @classmethod
     def decode(cls, data: bytes) -> Report:
         """Return what `encode` wrote."""
         end = 8 + int.from_bytes(data[:8], "little")
-        key, values, loose, own, path = json.loads(data[8:end])
-        return cls(key, data[end:], values, _parts(loose), _parts(own), path)
+        cached, values, loose, own, path = json.loads(data[8:end])
+        return cls(cached, data[end:], values, _parts(loose), _parts(own), path)
+
+
+def own_report(captured: Captured) -> Report:
+    """Return what a rank alone can tell of its state.
+
+    Raises:
+        UnsupportedError: A value that cannot be saved.
+    """
+    loose = {path: Alone.of(value, path) for path, value in captured.loose.items()}
+    own = {path: Alone.of(value, path) for path, value in captured.own.items()}
+    return Report("", b"", "", loose, own)
 
 
 def require_one_path(reports: Sequence[Report]) -> None:
