@@ -49,7 +49,7 @@ ConfigFrom = Annotated[str, typer.Option("--config-from", help="Folder with conf
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Bytes a file: 5GB is decimal, 5GiB binary.")]
 MaxMemory = Annotated[str, typer.Option("--max-memory", help="Memory the process may add to its start-up.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what lies at DST.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint of the same format at DST.")]
 Jobs = Annotated[int, typer.Option("--jobs", help="Output files written side by side.")]
 
 # the same in the words of commands with few options

@@ -22,6 +22,7 @@ from shardckpt.checkpoint.plan_cache import PlanCache, TaskCache, collect_drafts
 from shardckpt.checkpoint.report import Report, differing, own_report, require_one_path, value_digests, values_digest
 from shardckpt.checkpoint.transfer import Source, contents, tensor_bytes, write_payloads
 from shardckpt.format.native_commit import COMMIT, encode_commit, manifest_name
+from shardckpt.format.native_kind import STEP
 from shardckpt.format.native_manifest import Contents, encode_manifest
 from shardckpt.format.native_part import Part, decode_part, encode_part, join, part_of
 from shardckpt.format.native_payload import HF_INDEX, Payload, hf_index, lay_out, new_save_id
@@ -41,7 +42,7 @@ class How:
 
     Attributes:
         path: The target.
-        overwrite: Replace what lies there.
+        overwrite: Replace one checkpoint of shardckpt that lies there.
         checksums: Hash blocks, compare what several ranks hold.
         about: Free text for the manifest.
         base: Returns which checkpoint to refer to, when the save begins; None or an empty text for none. Asked on the
@@ -366,6 +367,7 @@ class Corridor:
         kept = files_of_others(self._how.path) if self._how.overwrite else ()
         self._publication = begin(
             self._how.path,
+            STEP,
             overwrite=self._how.overwrite,
             needed_bytes=plan.nbytes,
             last=COMMIT,

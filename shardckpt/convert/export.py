@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardckpt.convert.carried import CONFIG, Carried, find_carried, with_dtype
 from shardckpt.convert.dcp_target import metadata_of, plan_as_stored, plan_ranks, selected_content
 from shardckpt.convert.group_values import as_json
+from shardckpt.convert.kinds import kind_of_file, kind_of_folder
 from shardckpt.convert.losses import expressible
 from shardckpt.convert.native_nest import selected_nest
 from shardckpt.convert.native_target import plan_step
@@ -34,12 +35,14 @@ from shardckpt.format.hf_files import OPTIMIZER, OPTIMIZER_FILES_KEY, PARAM_GROU
 from shardckpt.format.native_commit import COMMIT
 from shardckpt.format.native_payload import new_save_id
 from shardckpt.format.reader import Reader
+from shardckpt.format.steps import files_of_others
 from shardckpt.plan.outputs import OutFile, OutTensor, index, name_files, split_as_stored, split_by_size
 from shardckpt.plan.rekey import rekeyed
 from shardckpt.plan.sizes import parse_size
 from shardckpt.storage.open_store import local_path
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import begin, overlaps, publish
+from shardckpt.storage.replaceable import Kind
 
 _TORCH_FILES = (".pt", ".pth", ".bin")
 _FOLDERS = {"native": "a step", "dcp": "a DCP checkpoint", UNIVERSAL: "a universal checkpoint"}
@@ -93,6 +96,18 @@ class Job:
         if self.options.to == UNIVERSAL:
             return LATEST_UNIVERSAL
         return (_TORCH_INDEX if self.options.to == "torch" else _INDEX).format(next(iter(self.groups)))
+
+    @property
+    def kind(self) -> Kind:
+        """What may be replaced at the target."""
+        if self.is_single:
+            return kind_of_file(self.options.to)
+        is_adapter = self.reader.manifest.format == "adapter"
+        return kind_of_folder(self.options.to, is_adapter=is_adapter, carried=self.carried.files)
+
+    def kept(self) -> Collection[str]:
+        """Return which files of the target other steps refer to. Raises StorageError."""
+        return files_of_others(self.target) if self.options.to == "native" and self.options.overwrite else ()
 
     @property
     def payload_bytes(self) -> int:
@@ -275,10 +290,11 @@ def _run(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
     carried = 0 if job.is_single else sum(job.carried.files.values())
     with publish(
         job.target,
+        job.kind,
         overwrite=job.options.overwrite,
         needed_bytes=job.payload_bytes + carried,
         last=job.last,
-        single_file=job.is_single,
+        keep=job.kept(),
     ) as publication:
         layout = _lay_out(job, publication.fresh, new_save_id())
         hashes = _scribe(job, on_progress).write(layout.payload, publication)
@@ -306,7 +322,14 @@ def _run_together(job: Job, watch: Stopwatch, on_progress: OnProgress | None) ->
 
 
 def _begin(job: Job) -> Publication:
-    return begin(job.target, overwrite=job.options.overwrite, needed_bytes=job.payload_bytes, last=job.last)
+    return begin(
+        job.target,
+        job.kind,
+        overwrite=job.options.overwrite,
+        needed_bytes=job.payload_bytes,
+        last=job.last,
+        keep=job.kept(),
+    )
 
 
 def _scribe(job: Job, on_progress: OnProgress | None) -> Scribe:

@@ -64,7 +64,7 @@ class Options:
         rules: TOML file of rules, or the name of a set that comes with the package: other names and shapes.
         rename: `FROM=TO`, in order, after `rules`: FROM is a regular expression for whole names, TO may name groups.
         config_from: Folder whose config and tokenizer files are carried along.
-        overwrite: Replace what lies at the target.
+        overwrite: Replace one checkpoint of the same format that lies at the target.
         dry_run: Plan and check, write nothing.
         jobs: Output files written side by side.
         parallel: Share the output files among the ranks of the job, each of which makes this very call.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from shardckpt.convert.content import Content, whole_content
 from shardckpt.convert.dcp_target import leaves_of, listed, metadata_of, plan_ranks
+from shardckpt.convert.kinds import RANK_FILES, kind_of_folder
 from shardckpt.convert.native_nest import whole_nest
 from shardckpt.convert.native_target import plan_step
 from shardckpt.convert.options import DEFAULT_MEMORY_BYTES, LEAST_MEMORY_BYTES
@@ -23,6 +24,7 @@ from shardckpt.format.native_commit import COMMIT
 from shardckpt.format.native_payload import new_save_id
 from shardckpt.format.native_references import NamedBases
 from shardckpt.format.reader import Reader
+from shardckpt.format.steps import files_of_others
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.outputs import OutTensor
 from shardckpt.plan.sizes import parse_size
@@ -65,7 +67,7 @@ def reshard(
         base: Where a folder lies that the checkpoint refers to, as `load` takes it.
         keep_whole: Globs of dotted names that `torch` does not cut, such as buffers: every rank's file has them whole.
         allow_loss: Leave out values that the format cannot hold; otherwise that is an error which lists them.
-        overwrite: Replace what lies at the target.
+        overwrite: Replace one checkpoint of the same format that lies at the target.
         dry_run: Plan and check, write nothing.
         on_progress: Called as bytes are written; what it raises stops the work and leaves nothing.
 
@@ -92,7 +94,9 @@ def reshard(
     total = sum(tensor.nbytes for tensor in work.arrays.values())
     if not dry_run:
         needed = sum(file.nbytes for file in layout.payload)
-        with publish(dst, overwrite=overwrite, needed_bytes=needed, last=work.last) as publication:
+        kind = RANK_FILES if to == "torch" else kind_of_folder(to)
+        kept = files_of_others(dst) if to == "native" and overwrite else ()
+        with publish(dst, kind, overwrite=overwrite, needed_bytes=needed, last=work.last, keep=kept) as publication:
             layout = work.lay_out(publication.fresh) if publication.fresh else layout
             hashes = Scribe(reader, memory, Meter(total, on_progress)).write(layout.payload, publication)
             watch.lap("copy")

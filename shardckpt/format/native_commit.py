@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -28,6 +29,9 @@ from shardckpt.format.safetensors import parse_json
 
 COMMIT = "COMMIT"
 MANIFEST_SUFFIX = ".manifest.json"
+WRITTEN = re.compile(rf"[0-9a-z]{{15}}(-[0-9]{{5,}}-[0-9]{{2,}}\.safetensors|{re.escape(MANIFEST_SUFFIX)})")
+"""Names of files that only a save gives."""
+
 FEATURES: frozenset[str] = frozenset({native_references.FEATURE})
 """Names of what a reader must understand beyond version 1.0, and this one does."""
 

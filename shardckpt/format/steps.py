@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, MissingFileError, StorageError
-from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX, Commit
+from shardckpt.format.native_commit import COMMIT, WRITTEN, Commit
 from shardckpt.format.native_payload import HF_INDEX
 from shardckpt.format.native_references import sibling
 from shardckpt.format.native_step import read_commit, read_contents
@@ -21,8 +21,6 @@ from shardckpt.storage.within import Within
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _PARTIAL = re.compile(rf"\.{_STEP.pattern}\.{PARTIAL}-[0-9a-f]{{12}}")
-_WRITTEN = re.compile(rf"[0-9a-z]{{15}}(-[0-9]{{5,}}-[0-9]{{2,}}\.safetensors|{re.escape(MANIFEST_SUFFIX)})")
-"""Names that only a save gives."""
 
 _SAVE_CHARACTERS = 15
 _STAMP_CHARACTERS = 9
@@ -267,7 +265,7 @@ def _sizes(entries: Sequence[Listed]) -> dict[str, int]:
 def _is_ours(entries: Sequence[Listed]) -> bool:
     """Tell whether a folder holds files of saves alone: other things are somebody else's, whatever it is called."""
     names = {_final(entry.name) for entry in entries}
-    saved = {name for name in names if _WRITTEN.fullmatch(name)}
+    saved = {name for name in names if WRITTEN.fullmatch(name)}
     return names <= saved | {HF_INDEX, COMMIT} and (bool(saved) or not names)
 
 
@@ -435,7 +433,7 @@ def _delete_unneeded(store: Store, step: Step, files: Set[str]) -> None:
         store.delete_folder(step.name)
         return
     for name in sorted(files - step.own):
-        if name in step.held and _WRITTEN.fullmatch(name):
+        if name in step.held and WRITTEN.fullmatch(name):
             store.delete(f"{step.name}/{name}")
 
 
@@ -457,7 +455,7 @@ def _changed_at(store: Store, name: str) -> float | None:
     known = store.changed_at(name)
     if known is not None:
         return known
-    saved = [_WRITTEN.fullmatch(_final(entry.name)) for entry in Within(store, name).list()]
+    saved = [WRITTEN.fullmatch(_final(entry.name)) for entry in Within(store, name).list()]
     return max((_begun_at(match[0]) for match in saved if match), default=None)
 
 

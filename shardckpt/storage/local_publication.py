@@ -6,13 +6,16 @@ import errno
 import os
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 
 from shardckpt.errors import NoSpaceError, TargetExistsError, UsageError
 from shardckpt.storage.exchange import exchange
 from shardckpt.storage.failures import failing
 from shardckpt.storage.leftovers import OLD, PARTIAL, abandoned, beside, is_at, make_partial, remove, sweep, take
 from shardckpt.storage.local import LocalStore, LocalWriter, sync_folder
-from shardckpt.storage.publication import REPLACE_IT, Publication, refuse_run
+from shardckpt.storage.publication import REPLACE_IT, Publication
+from shardckpt.storage.replaceable import FileKind, Kind, files_of_one, require_file
+from shardckpt.storage.store import Listed
 
 
 class LocalPublication(Publication):
@@ -20,14 +23,13 @@ class LocalPublication(Publication):
 
     Args:
         path: The target. Of a link, what it points to is replaced and the link stays.
-        overwrite: Replace what lies there.
+        kind: What is written.
+        overwrite: Replace one checkpoint of this kind.
         needed_bytes: Bytes the result will have; the old content stays until the new one is in place, so both must fit.
-        single_file: The target is a file.
         keep: Names of files of the old folder that the new one has too.
-        last: Name of the file that makes a folder a result; one that has results in its folders is not replaced.
 
     Raises:
-        UsageError: The target cannot be one; TargetExistsError where it would have to be overwritten.
+        UsageError: The target cannot be one; TargetExistsError where something lies there that may not be replaced.
         NoSpaceError: The disk cannot hold the result.
         StorageError: The target's parent cannot be written.
     """
@@ -35,24 +37,22 @@ class LocalPublication(Publication):
     def __init__(
         self,
         path: str,
+        kind: Kind,
         *,
         overwrite: bool,
         needed_bytes: int,
-        single_file: bool,
         keep: Collection[str] = (),
-        last: str | None = None,
     ) -> None:
         self._target = _checked_target(path)
+        self._kind = kind
         self._keep = tuple(keep)
-        self._single_file = single_file
         self._overwrite = overwrite
         self._made: list[str] = []
         self._old = ""
         self._is_doubtful = False
         with failing("cannot prepare the target", self._target):
             _restore(self._target)
-            _refuse_existing(self._target, overwrite=overwrite, single_file=single_file)
-            refuse_run(self._target, _results_in(self._target, last))
+            self._require_replaceable()
             sweep(self._target, PARTIAL)
             sweep(self._target, OLD)
             _require_space(self._target, needed_bytes)
@@ -68,12 +68,13 @@ class LocalPublication(Publication):
 
     def create(self, name: str) -> LocalWriter:
         """Start a file of the result. Raises StorageError."""
-        return self._store.create(os.path.basename(self._target) if self._single_file else name)
+        return self._store.create(os.path.basename(self._target) if isinstance(self._kind, FileKind) else name)
 
     def finish(self) -> None:
         """Put the result in place, make that safe, remove the old content. Raises StorageError."""
         with failing("cannot put the result in place", self._target):
-            if self._single_file:
+            self._require_replaceable()  # since the work began somebody may have put something there
+            if isinstance(self._kind, FileKind):
                 self._place_file()
             else:
                 self._place_folder()
@@ -98,9 +99,18 @@ class LocalPublication(Publication):
     def _place_file(self) -> None:
         source = os.path.join(self._partial, os.path.basename(self._target))
         self._result = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-        if not self._overwrite:
-            _refuse_existing(self._target, overwrite=False, single_file=True)
         os.replace(source, self._target)
+
+    def _require_replaceable(self) -> None:
+        """Refuse a target that holds anything but what may be replaced. Raises TargetExistsError."""
+        is_file = isinstance(self._kind, FileKind)
+        _refuse_existing(self._target, overwrite=self._overwrite, single_file=is_file)
+        if isinstance(self._kind, FileKind):
+            if os.path.lexists(self._target):
+                folder, name = os.path.split(self._target)
+                require_file(self._kind, LocalStore(folder), name, self._target)
+        elif not _is_vacant(self._target):
+            files_of_one(self._kind, LocalStore(self._target), partial(_entries, self._target), self._target)
 
     def _keep_old(self) -> None:
         """Give files of the old folder a second name in the new one."""
@@ -214,12 +224,15 @@ def _is_vacant(target: str) -> bool:
         return not os.path.lexists(target)  # or the folder above it is a file
 
 
-def _results_in(target: str, last: str | None) -> list[str]:
-    """Return the folders in a folder that hold a file of some name."""
-    if last is None or not os.path.isdir(target):
-        return []
-    with os.scandir(target) as entries:
-        return [each.name for each in entries if os.path.isfile(os.path.join(each.path, last))]
+def _entries(root: str, folder: str) -> list[Listed]:
+    """Return what lies in a folder below a root; links are files, wherever they lead."""
+    prefix = f"{folder}/" if folder else ""
+    with suppress(FileNotFoundError), os.scandir(os.path.join(root, folder)) as entries:
+        return sorted(
+            Listed(prefix + entry.name, entry.stat(follow_symlinks=False).st_size, entry.is_dir(follow_symlinks=False))
+            for entry in entries
+        )
+    return []
 
 
 def _refuse_existing(target: str, *, overwrite: bool, single_file: bool) -> None:

@@ -3,35 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
-from shardckpt.errors import TargetExistsError
 from shardckpt.storage.store import Writer
 
 REPLACE_IT = "Pass overwrite=True (--overwrite) to replace it."
 """What to do where something lies at the target."""
-
-_SHOWN = 3
-
-
-def refuse_run(target: str, below: Collection[str]) -> None:
-    """Refuse to replace a folder whose own folders are results: it is a run, and somebody has named one level too few.
-
-    Args:
-        target: The folder.
-        below: Names of its folders that are results.
-
-    Raises:
-        TargetExistsError: There are some.
-    """
-    if below:
-        more = f" and {len(below) - _SHOWN} more" if len(below) > _SHOWN else ""
-        raise TargetExistsError(
-            "the target holds other results in folders of its own, which would go with it",
-            where=target,
-            found=", ".join(sorted(below)[:_SHOWN]) + more,
-            fix="Name a folder in it; to replace all of it, remove it first.",
-        )
 
 
 class Publication(ABC):

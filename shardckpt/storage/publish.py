@@ -10,11 +10,12 @@ from shardckpt.storage.local_publication import LocalPublication
 from shardckpt.storage.open_store import local_path
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.remote_publication import RemoteFile, RemoteFolder
+from shardckpt.storage.replaceable import FileKind, Kind
 
 
 @contextmanager
 def publish(
-    url: str, *, overwrite: bool, needed_bytes: int, last: str | None = None, single_file: bool = False
+    url: str, kind: Kind, *, overwrite: bool, needed_bytes: int, last: str | None = None, keep: Collection[str] = ()
 ) -> Iterator[Publication]:
     """Open a publication; leaving the block puts the result in place, an exception takes it back.
 
@@ -24,21 +25,23 @@ def publish(
 
     Args:
         url: The target: a folder, or one file.
-        overwrite: Replace what lies there.
+        kind: What is written; of a file, the publication takes its name alone.
+        overwrite: Replace one checkpoint of this kind.
         needed_bytes: Bytes the result will have, for the check of free space; 0 where not known.
         last: Name of the file that makes the result loadable.
-        single_file: The target is a file; the publication takes its name alone.
+        keep: Names of files of the old content that become a part of the new one, where they are there.
 
     Yields:
         Where to create the files of the result.
 
     Raises:
-        TargetExistsError: The target is not empty and `overwrite` is false; nothing was written.
+        TargetExistsError: The target is not empty, and `overwrite` is false or other content than one checkpoint of
+            this kind lies there; nothing was written.
         UsageError: The target cannot be one.
         NoSpaceError: The result does not fit; nothing was written.
         StorageError: The storage failed; nothing is left under the target's name that was not there before.
     """
-    publication = begin(url, overwrite=overwrite, needed_bytes=needed_bytes, last=last, single_file=single_file)
+    publication = begin(url, kind, overwrite=overwrite, needed_bytes=needed_bytes, last=last, keep=keep)
     try:
         yield publication
         publication.finish()
@@ -49,11 +52,11 @@ def publish(
 
 def begin(
     url: str,
+    kind: Kind,
     *,
     overwrite: bool,
     needed_bytes: int,
     last: str | None = None,
-    single_file: bool = False,
     prefix: str = "",
     keep: Collection[str] = (),
 ) -> Publication:
@@ -63,22 +66,20 @@ def begin(
 
     Args:
         url: The target.
-        overwrite: Replace what lies there.
+        kind: What is written.
+        overwrite: Replace one checkpoint of this kind.
         needed_bytes: Bytes the result will have.
         last: Name of the file that makes the result loadable.
-        single_file: The target is a file.
         prefix: What the names of all files but the last begin with, where they do and no old name does: then the old
             content stays until the last file is replaced.
         keep: Names of files of the old content that become a part of the new one, where they are there.
     """
     path = local_path(url)
     if path is not None:
-        return LocalPublication(
-            path, overwrite=overwrite, needed_bytes=needed_bytes, single_file=single_file, keep=keep, last=last
-        )
-    if single_file:
-        return RemoteFile(url, overwrite=overwrite)
-    return RemoteFolder(url, overwrite=overwrite, last=last, prefix=prefix, keep=keep)
+        return LocalPublication(path, kind, overwrite=overwrite, needed_bytes=needed_bytes, keep=keep)
+    if isinstance(kind, FileKind):
+        return RemoteFile(url, kind, overwrite=overwrite)
+    return RemoteFolder(url, kind, overwrite=overwrite, last=last, prefix=prefix, keep=keep)
 
 
 def overlaps(source: str, target: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage.leftovers import is_partial
-from shardckpt.storage.open_store import kind, open_remote, split
-from shardckpt.storage.publication import REPLACE_IT, Publication, refuse_run
+from shardckpt.storage.open_store import kind as kind_at
+from shardckpt.storage.open_store import open_remote, split
+from shardckpt.storage.publication import REPLACE_IT, Publication
+from shardckpt.storage.replaceable import FileKind, FolderKind, files_below, files_of_one, require_file
 from shardckpt.storage.store import ClosingWriter, Store, Writer, read_bytes
 
 if TYPE_CHECKING:
@@ -120,7 +123,8 @@ class RemoteFolder(Publication):
 
     Args:
         url: The target.
-        overwrite: Replace what lies there.
+        kind: What is written.
+        overwrite: Replace one checkpoint of this kind.
         last: Name of the file that makes the result loadable.
         prefix: What the names of all others begin with, those that other processes write too; empty where they may be
             those of old files.
@@ -132,39 +136,32 @@ class RemoteFolder(Publication):
     """
 
     def __init__(
-        self, url: str, *, overwrite: bool, last: str | None, prefix: str = "", keep: Collection[str] = ()
+        self,
+        url: str,
+        kind: FolderKind,
+        *,
+        overwrite: bool,
+        last: str | None,
+        prefix: str = "",
+        keep: Collection[str] = (),
     ) -> None:
-        if kind(url) == "file":
+        if kind_at(url) == "file":
             raise TargetExistsError("the target is a file", where=url, fix="Choose another name.")
         if not url.partition("://")[2].strip("/") and not url.startswith("memory:"):
             raise UsageError("this URL names no place", where=url, fix="Name a bucket, and a folder in it.")
         self.place = url
         self._store = open_remote(url)
         self._last = last
-        self._old = _all_files(self._store)
-        if not overwrite and any(not is_partial(name) for name in self._old):
-            is_whole = last is None or last in self._old
-            raise TargetExistsError(
-                "the target exists already" if is_whole else f"files lie at the target, though no {last}",
-                where=url,
-                fix=REPLACE_IT if is_whole else "If a killed run left them, pass overwrite=True (--overwrite).",
-            )
-        self._refuse_others(url)
+        if overwrite:
+            self._old = files_of_one(kind, self._store, self._store.list, url)
+        else:
+            self._old = _only_partials(self._store, url, last)
         self.fresh = os.urandom(4).hex() if self._old else ""
         self._held: dict[str, HeldWriter | KeptWriter] = {}
         self._written: list[str] = []
         self._prefix = prefix
         self._keep = frozenset(keep)
         self._is_done = self._is_doubtful = False
-
-    def _refuse_others(self, url: str) -> None:
-        """Refuse to replace a run, or whatever lies in a whole bucket."""
-        if self._last is None or not self._old:
-            return
-        refuse_run(url, {name.rsplit("/", 1)[0] for name in self._old if name.endswith(f"/{self._last}")})
-        is_bucket = "/" not in url.partition("://")[2].strip("/") and not url.startswith("memory:")
-        if is_bucket and self._last not in self._old:
-            raise TargetExistsError("other files lie in this bucket", where=url, fix="Name a folder in it.")
 
     def create(self, name: str) -> Writer:
         """Start a file of the result; it appears when closed, or at the end if it is the last or replaces an old one.
@@ -227,7 +224,7 @@ class RemoteFolder(Publication):
         store, text = open_remote(self.place), b""
         with suppress(StorageError):
             text = read_bytes(store, self._last or "", 0, store.size(self._last or ""))
-        named = [name for name in _all_files(store) if name.encode() in text]
+        named = [name for name in _all_files(store) if json.dumps(name).encode() in text]
         of_a_save = re.compile(rf"\.?[0-9a-z]{{{len(self._prefix)}}}[-.].*")
         return named + [name for name in self._old if not of_a_save.fullmatch(name) or self._is_dead(name)]
 
@@ -275,15 +272,16 @@ class RemoteFile(Publication):
 
     Args:
         url: The target.
-        overwrite: Replace what lies there.
+        kind: What is written.
+        overwrite: Replace one file of this kind.
 
     Raises:
         TargetExistsError: Something lies there and may not be overwritten.
         StorageError: The store failed.
     """
 
-    def __init__(self, url: str, *, overwrite: bool) -> None:
-        found = kind(url)
+    def __init__(self, url: str, kind: FileKind, *, overwrite: bool) -> None:
+        found = kind_at(url)
         if found == "folder":
             raise TargetExistsError(
                 "the target is a folder, but the result is one file", where=url, fix="Choose another name."
@@ -293,6 +291,8 @@ class RemoteFile(Publication):
         parent, self._name = split(url)
         self._store = open_remote(parent)
         self._is_new = found == "missing"
+        if not self._is_new:
+            require_file(kind, self._store, self._name, url)
         self._writer: HeldWriter | None = None
 
     def create(self, name: str) -> Writer:
@@ -319,8 +319,24 @@ def _size(url: str, name: str) -> int | None:
     return None
 
 
-def _all_files(store: Store, folder: str = "") -> list[str]:
-    files = []
-    for entry in store.list(folder):
-        files += _all_files(store, entry.name) if entry.is_folder else [entry.name]
-    return files
+def _all_files(store: Store) -> list[str]:
+    return list(files_below(store.list, "", store.url))
+
+
+def _only_partials(store: Store, url: str, last: str | None) -> list[str]:
+    """Return the files of a place where nothing lies but what never was complete.
+
+    Raises:
+        TargetExistsError: Something else lies there.
+    """
+    found = []
+    for name in files_below(store.list, "", url):
+        if not is_partial(name):
+            is_whole = last is None or any(entry.name == last for entry in store.list())
+            raise TargetExistsError(
+                "the target exists already" if is_whole else f"files lie at the target, though no {last}",
+                where=url,
+                fix=REPLACE_IT if is_whole else "If a killed run left them, pass overwrite=True (--overwrite).",
+            )
+        found.append(name)
+    return found

@@ -128,7 +128,7 @@ class TestSaveAndRestore:
 
     def test_a_run_is_never_replaced_by_a_step(self, tmp_path):
         ck = saved(Checkpointer(tmp_path / "run"), 1, 2)
-        with pytest.raises(TargetExistsError, match="step-00000001, step-00000002"):
+        with pytest.raises(TargetExistsError, match="step-00000001/, step-00000002/"):
             shardckpt.save(state(), ck.root, overwrite=True)
         assert ck.steps() == (1, 2)
 

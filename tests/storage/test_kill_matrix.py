@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from bucket import Bucket
 from disk import Disk, watched
+from kinds import FILE, FOLDER
 
 from shardckpt.errors import StorageError
 from shardckpt.storage import local, local_publication, remote_publication, retry
@@ -29,7 +30,7 @@ NEWEST = {"a.bin": b"newest a", LAST: b"newest index"}
 
 
 def publish_folder(target: Path, files: dict[str, bytes], *, overwrite: bool = True) -> None:
-    with publish(str(target), overwrite=overwrite, needed_bytes=1, last=LAST) as publication:
+    with publish(str(target), FOLDER, overwrite=overwrite, needed_bytes=1, last=LAST) as publication:
         for name, data in files.items():
             with publication.create(name) as writer:
                 writer.write(data[: len(data) // 2])
@@ -38,7 +39,7 @@ def publish_folder(target: Path, files: dict[str, bytes], *, overwrite: bool = T
 
 def publish_file(target: Path, files: dict[str, bytes], *, overwrite: bool = True) -> None:
     with (
-        publish(str(target), overwrite=overwrite, needed_bytes=1, single_file=True) as publication,
+        publish(str(target), FILE, overwrite=overwrite, needed_bytes=1) as publication,
         publication.create(target.name) as writer,
     ):
         writer.write(files["a.bin"])
@@ -132,7 +133,7 @@ def check_after_a_kill(case: Case, target: Path, where: str) -> None:
     assert found in case.allowed(), f"{where} left a mix: {found}"
     if found is None and not case.is_first:
         # The next run must not lose the only copy, even if it comes to nothing.
-        with pytest.raises(ZeroDivisionError), publish(str(target), overwrite=True, needed_bytes=1):
+        with pytest.raises(ZeroDivisionError), publish(str(target), FOLDER, overwrite=True, needed_bytes=1):
             raise ZeroDivisionError
         assert case.read(target) == case.old, f"{where}, then a failing run, lost the old"
     case.publish(target, NEWEST)
@@ -245,7 +246,7 @@ SINGLE_OLD = {"config.json": "old", "model.bin": "old 1"}
 
 
 def publish_bucket(shards: int = 2, label: str = "new", *, index_first: bool = True) -> None:
-    with publish("bucket://b/out", overwrite=True, needed_bytes=1, last=LAST) as publication:
+    with publish("bucket://b/out", FOLDER, overwrite=True, needed_bytes=1, last=LAST) as publication:
         mark = f"-{publication.fresh}" if publication.fresh else ""
         files = {f"model{mark}-{n:05}-of-{shards:05}.bin": f"{label} {n}" for n in range(1, shards + 1)}
         index = {LAST: json.dumps(sorted(files))}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from bucket import Bucket
 from disk import watched
+from kinds import FILE, FOLDER
 
 from shardckpt.errors import NoSpaceError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage import leftovers, local_publication, retry
@@ -26,7 +27,7 @@ def put(publication, name: str, data: bytes) -> None:
 
 
 def publish_files(url, files: dict[str, bytes], *, overwrite=False, fail: BaseException | None = None) -> None:
-    with publish(str(url), overwrite=overwrite, needed_bytes=100, last=LAST) as publication:
+    with publish(str(url), FOLDER, overwrite=overwrite, needed_bytes=100, last=LAST) as publication:
         for name, data in files.items():
             put(publication, name, data)
         if fail:
@@ -34,7 +35,7 @@ def publish_files(url, files: dict[str, bytes], *, overwrite=False, fail: BaseEx
 
 
 def publish_file(url, data: bytes, *, overwrite=False, fail: BaseException | None = None) -> None:
-    with publish(str(url), overwrite=overwrite, needed_bytes=100, single_file=True) as publication:
+    with publish(str(url), FILE, overwrite=overwrite, needed_bytes=100) as publication:
         put(publication, str(url).rpartition("/")[2], data)
         if fail:
             raise fail
@@ -89,7 +90,7 @@ class TestEverywhere:
         for step in ("step-1", "step-2"):
             publish_files(f"{target}/{step}", OLD)
         before = content(target)
-        with pytest.raises(TargetExistsError, match=r"in folders of its own.*step-1, step-2"):
+        with pytest.raises(TargetExistsError, match=r"one checkpoint of a test and.*found step-1/, step-2/"):
             publish_files(target, NEW, overwrite=True)
         assert content(target) == before
 
@@ -110,7 +111,7 @@ class TestEverywhere:
     def test_a_writer_left_open_by_an_exception_leaves_nothing(self, target):
         with (
             pytest.raises(ValueError, match="x"),
-            publish(target, overwrite=False, needed_bytes=0) as publication,
+            publish(target, FOLDER, overwrite=False, needed_bytes=0) as publication,
             publication.create("a.bin") as writer,
         ):
             writer.write(b"123")
@@ -193,12 +194,12 @@ class TestOnDisk:
         monkeypatch.setattr(os, "statvfs", lambda _: disk)
         with (
             pytest.raises(NoSpaceError, match="found 40960 bytes free; expected at least 40961") as caught,
-            publish(str(target), overwrite=False, needed_bytes=40961),
+            publish(str(target), FOLDER, overwrite=False, needed_bytes=40961),
         ):
             raise AssertionError("not reached")
         assert caught.value.exit_code == 3
         assert not target.parent.exists()
-        with publish(str(target), overwrite=False, needed_bytes=40960) as publication:
+        with publish(str(target), FOLDER, overwrite=False, needed_bytes=40960) as publication:
             put(publication, "a.bin", b"1")
 
     def test_a_disk_that_tells_no_space_is_written_to(self, target, monkeypatch):
@@ -256,7 +257,10 @@ class TestOnDisk:
         assert all(seen)
 
     def test_a_run_that_finds_the_target_taken_meanwhile_gives_way(self, target):
-        with pytest.raises(TargetExistsError), publish(str(target), overwrite=False, needed_bytes=0) as publication:
+        with (
+            pytest.raises(TargetExistsError),
+            publish(str(target), FOLDER, overwrite=False, needed_bytes=0) as publication,
+        ):
             put(publication, "a.bin", b"late")
             publish_files(target, OLD)
         assert content(target) == OLD
@@ -318,7 +322,7 @@ class TestLeftovers:
 
         before = len(os.listdir("/proc/self/fd"))
         monkeypatch.setattr(leftovers, "hold", interrupted)
-        with pytest.raises(SystemExit), publish(str(tmp_path / "new" / "out"), overwrite=False, needed_bytes=0):
+        with pytest.raises(SystemExit), publish(str(tmp_path / "new" / "out"), FOLDER, overwrite=False, needed_bytes=0):
             pass
         assert list(tmp_path.iterdir()) == []
         assert len(os.listdir("/proc/self/fd")) == before
@@ -350,9 +354,9 @@ class TestLeftovers:
         assert os.listdir(target.parent) == ["out"]
 
     def test_two_runs_at_once_leave_each_others_partials_alone(self, target):
-        with publish(str(target), overwrite=True, needed_bytes=0) as one:
+        with publish(str(target), FOLDER, overwrite=True, needed_bytes=0) as one:
             put(one, "a.bin", b"one")
-            with publish(str(target), overwrite=True, needed_bytes=0) as other:
+            with publish(str(target), FOLDER, overwrite=True, needed_bytes=0) as other:
                 put(other, "a.bin", b"other")
             assert content(target) == {"a.bin": b"other"}
         assert content(target) == {"a.bin": b"one"}
@@ -413,12 +417,12 @@ class TestWithoutRename:
         return "bucket://b/out"
 
     def test_new_names_are_needed_only_where_old_files_lie(self, target):
-        with publish(target, overwrite=True, needed_bytes=0) as publication:
+        with publish(target, FOLDER, overwrite=True, needed_bytes=0) as publication:
             assert publication.fresh == ""
             put(publication, "a.bin", b"1")
-        with publish(target, overwrite=True, needed_bytes=0) as one:
+        with publish(target, FOLDER, overwrite=True, needed_bytes=0) as one:
             put(one, "a.bin", b"1")
-        with publish(target, overwrite=True, needed_bytes=0) as other:
+        with publish(target, FOLDER, overwrite=True, needed_bytes=0) as other:
             put(other, "a.bin", b"1")
         assert one.fresh
         assert other.fresh not in {"", one.fresh}
@@ -430,7 +434,7 @@ class TestWithoutRename:
 
     def test_what_else_lies_in_a_bucket_is_never_replaced(self, target):
         Bucket.objects["b/thesis.txt"] = b"mine"
-        with pytest.raises(TargetExistsError, match="in this bucket"):
+        with pytest.raises(TargetExistsError, match=r"found thesis\.txt"):
             publish_files("bucket://b", NEW, overwrite=True)
         assert Bucket.objects["b/thesis.txt"] == b"mine"
         with pytest.raises(UsageError, match="names no place"):
@@ -449,7 +453,7 @@ class TestWithoutRename:
 
     def test_the_old_stays_whole_while_fresh_names_are_written_then_its_last_file_goes_first(self, target):
         publish_files(target, OLD)
-        with publish(target, overwrite=True, needed_bytes=0, last=LAST) as publication:
+        with publish(target, FOLDER, overwrite=True, needed_bytes=0, last=LAST) as publication:
             put(publication, LAST, b"new index")
             put(publication, "a.bin", b"new a")
             put(publication, f"model-{publication.fresh}.bin", b"new model")
@@ -525,7 +529,7 @@ def test_a_result_is_made_safe_before_and_after_its_rename(tmp_path, monkeypatch
 
 
 def test_a_local_store_is_what_a_local_publication_writes_to(tmp_path):
-    with publish(str(tmp_path / "out"), overwrite=False, needed_bytes=0) as publication:
+    with publish(str(tmp_path / "out"), FOLDER, overwrite=False, needed_bytes=0) as publication:
         writer = publication.create("a.bin")
         writer.copy_from(LocalStore("/proc/self"), "cmdline", 0, 3)
         writer.close()

@@ -1,0 +1,180 @@
+"""What overwriting may remove: one checkpoint of the kind that is written, or an empty folder, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardckpt.errors import TargetExistsError
+from shardckpt.storage.leftovers import is_partial
+from shardckpt.storage.store import Listed, Store, read_bytes
+
+_HEAD_BYTES = 512
+"""First bytes of a file by which its kind is told."""
+
+MOST_ENTRIES = 1_000_000
+"""Files and folders that are looked at before a target counts as too large to be one checkpoint."""
+
+_OF_A_SYSTEM = re.compile(r"\.DS_Store|Thumbs\.db|desktop\.ini|\._.+|\.nfs[0-9a-f]+")
+"""Files that operating systems put into folders unasked: nobody misses them."""
+
+_SHOWN = 8
+
+ListFolder = Callable[[str], Sequence[Listed]]
+"""Returns what lies directly in a folder of the target; the target itself is the empty name."""
+
+
+def _no_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:  # noqa: ARG001
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class FolderKind:
+    """Which files make up a checkpoint that is a folder. Files in its folders are told by their path below it.
+
+    Attributes:
+        title: One such checkpoint, for messages.
+        payload: Names that files of such a checkpoint alone have; a folder without any is not one.
+        beside: Other names that a save of this kind gives.
+        renewed: Names of files that the new result has too, whoever wrote the old ones.
+        members: Given the folder and the sizes of the files directly in it, returns names that the checkpoint itself
+            lists. Raises ShardckptError where the checkpoint must not be replaced.
+    """
+
+    title: str
+    payload: re.Pattern[str]
+    beside: re.Pattern[str] = re.compile(r"(?!)")
+    renewed: frozenset[str] = field(default=frozenset())
+    members: Callable[[Store, Mapping[str, int]], Collection[str]] = _no_names
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """How a checkpoint that is one file is told from other files.
+
+    Attributes:
+        title: One such file, for messages.
+        is_one: Tells it by the first 512 bytes.
+    """
+
+    title: str
+    is_one: Callable[[bytes], bool]
+
+
+Kind = FolderKind | FileKind
+
+
+def is_ignored(name: str) -> bool:
+    """Tell whether a file counts for nothing: an operating system put it there, or it never was complete."""
+    return is_partial(name) or _OF_A_SYSTEM.fullmatch(name.rpartition("/")[2]) is not None
+
+
+def files_of_one(kind: FolderKind, store: Store, list_folder: ListFolder, where: str) -> list[str]:
+    """Return all files of a folder that may be replaced: those of one checkpoint of a kind, or none that counts.
+
+    The search ends at the first file that does not belong there.
+
+    Args:
+        kind: The kind that is written.
+        store: Rooted at the folder.
+        list_folder: Lists it; links are no folders.
+        where: The target, for messages.
+
+    Raises:
+        TargetExistsError: Something else lies there, which the message lists; or too much to be looked at.
+        StorageError: The store failed.
+    """
+    top = list_folder("")
+    sizes = {entry.name: entry.size for entry in top if not entry.is_folder}
+    counting = [name for name in sizes if not is_ignored(name)]
+    listed = frozenset(kind.members(store, sizes)) if counting else frozenset()
+    others = [name for name in counting if not _belongs(name, kind, listed)]
+    folders = [entry.name for entry in top if entry.is_folder]
+    if others:
+        raise _other_content(kind, [*others, *_as_folders(folders)], where)
+    files = list(sizes)
+    holding = []
+    for folder in folders:
+        inside = []
+        for name in files_below(list_folder, folder, where):
+            if not (is_ignored(name) or _belongs(name, kind, listed)):
+                raise _other_content(kind, _as_folders(folders), where)
+            inside.append(name)
+        files += inside
+        holding += [folder] if inside else []
+    if len(holding) > 1:
+        raise _other_content(kind, _as_folders(holding), where)
+    if any(not is_ignored(name) for name in files) and not any(map(kind.payload.fullmatch, files)):
+        raise _other_content(kind, [*counting, *_as_folders(holding)], where)
+    return files
+
+
+def files_below(list_folder: ListFolder, folder: str, where: str) -> Iterator[str]:
+    """Yield the files at any depth of a folder, listing no folder before it is needed.
+
+    Args:
+        list_folder: Lists folders.
+        folder: Where to begin.
+        where: The target, for messages.
+
+    Raises:
+        TargetExistsError: There is too much to be looked at.
+        StorageError: The store failed.
+    """
+    pending, count = [folder], 0
+    while pending:
+        for entry in list_folder(pending.pop()):
+            count += 1
+            if count > MOST_ENTRIES:
+                raise TargetExistsError(
+                    "too much lies here to be one checkpoint",
+                    where=where,
+                    found=f"more than {MOST_ENTRIES} files and folders",
+                    fix="Choose another target.",
+                )
+            if entry.is_folder:
+                pending.append(entry.name)
+            else:
+                yield entry.name
+
+
+def require_file(kind: FileKind, store: Store, name: str, where: str) -> None:
+    """Refuse to replace a file of another kind; an empty one is replaced.
+
+    Args:
+        kind: The kind that is written.
+        store: Where the file lies.
+        name: Of the file.
+        where: The target, for messages.
+
+    Raises:
+        TargetExistsError: It is something else.
+        StorageError: The store failed.
+    """
+    head = read_bytes(store, name, 0, min(store.size(name), _HEAD_BYTES))
+    if head and not kind.is_one(head):
+        raise TargetExistsError(
+            f"overwriting replaces {kind.title} and nothing else, and this is another file",
+            where=where,
+            fix="Choose another target, or move that file away first.",
+        )
+
+
+def _belongs(name: str, kind: FolderKind, listed: Collection[str]) -> bool:
+    is_told = kind.payload.fullmatch(name) or kind.beside.fullmatch(name)
+    return is_told is not None or name in kind.renewed or name in listed
+
+
+def _as_folders(names: Sequence[str]) -> list[str]:
+    return [f"{name}/" for name in names]
+
+
+def _other_content(kind: FolderKind, names: Sequence[str], where: str) -> TargetExistsError:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return TargetExistsError(
+        f"overwriting replaces {kind.title} and nothing else, and other content lies here",
+        where=where,
+        found=", ".join(names[:_SHOWN]) + more,
+        fix="Choose another target, or move that content away first.",
+    )
