@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Report,
         TensorDifference,
         TensorInfo,
+        ValueDifference,
         Verification,
         WrittenFile,
     )
@@ -92,6 +93,7 @@ _HOMES = {
         "Report",
         "TensorDifference",
         "TensorInfo",
+        "ValueDifference",
         "Verification",
         "WrittenFile",
     ),
@@ -174,6 +176,7 @@ __all__ = [
     "UnsafeError",
     "UnsupportedError",
     "UsageError",
+    "ValueDifference",
     "Variant",
     "Verification",
     "WrittenFile",

@@ -167,6 +167,7 @@ class Manifest:
         variants: Name of further weights of a model to where they are, and where the model is; None where nowhere.
         has_shapes: Whether global shapes are stored. Where not, they are the hulls of the boxes that are there, and
             nothing shows that the last rows of an array are gone.
+        unread: Files and values beside that the reader passes over, a phrase each; `warnings` tell of them too.
     """
 
     format: str
@@ -181,6 +182,7 @@ class Manifest:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     closed: Mapping[str, Exception] = field(default_factory=dict)
     variants: Mapping[str, tuple[Path, Path | None]] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
 
 def dotted(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,36 +10,74 @@ import typer
 from shardckpt_cli import options, output
 
 if TYPE_CHECKING:
-    from shardckpt import TensorDifference
+    from shardckpt import Comparison, TensorDifference, ValueDifference
 
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: folder or file, path or URL.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another, of any format and world size.")],
+    part: options.Part = "all",
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    atol: Annotated[float, typer.Option("--atol", help="Absolute tolerance of floating-point numbers.")] = 0.0,
+    rtol: Annotated[float, typer.Option("--rtol", help="Tolerance relative to the value in B.")] = 0.0,
     rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names of A; repeatable.")] = None,
     rules: Annotated[str, typer.Option("--rules", help="TOML file of rules, or a set's name, for A.")] = "",
     base: options.Base = None,
     as_json: options.AllAsJson = False,
 ) -> None:
-    """Compare two checkpoints tensor by tensor; exit 0 when they are equal, 1 when they differ."""
+    """Compare tensors and other values; exit 0 if all was compared and is equal, 1 if not."""
     import shardckpt
 
-    result = shardckpt.diff(a, b, rules=rules, rename=rename or (), base=base or ())
+    result = shardckpt.diff(
+        a,
+        b,
+        part=part,
+        include=include or (),
+        exclude=exclude or (),
+        atol=atol,
+        rtol=rtol,
+        rules=rules,
+        rename=rename or (),
+        base=base or (),
+    )
     if as_json:
         print(output.as_json(result))
     else:
-        output.warn(result.warnings)
-        if result.differences:
-            print(output.table(_row(d) for d in result.differences))
-        print(f"{result.compared} tensors in both, {result.equal} equal, {len(result.differences)} differences")
+        _show(result)
     raise typer.Exit(0 if result.same else 1)
 
 
-def _row(found: TensorDifference) -> tuple[str, ...]:
+def _show(result: Comparison) -> None:
     from shardckpt.errors import escape
 
-    words = found.a if found.a == found.b else " / ".join(filter(None, (found.a, found.b)))
+    output.warn(result.warnings)
+    for name, why in result.not_compared.items():
+        print(f"not compared: {escape(name)}: {escape(why)}", file=sys.stderr)
+    output.left_out(result.left_out)
+    rows = [*map(_tensor_row, result.differences), *map(_value_row, result.value_differences)]
+    if rows:
+        print(output.table(rows))
+    values = f" and {result.compared_values} other values" if result.compared_values else ""
+    equal = result.equal + result.equal_values
+    refused = f", {len(result.not_compared)} not compared" if result.not_compared else ""
+    print(f"{result.compared} tensors{values} in both, {equal} equal, {len(rows)} differences{refused}")
+
+
+def _tensor_row(found: TensorDifference) -> tuple[str, ...]:
+    from shardckpt.errors import escape
+
     numbers = ""
     if found.max_abs is not None:
         numbers = f"max abs {found.max_abs:.3g}, max rel {found.max_rel:.3g}, NaN {found.nans[0]} / {found.nans[1]}"
-    return escape(found.name), found.kind, words, numbers
+    return escape(found.name), found.kind, _both(found.a, found.b), numbers
+
+
+def _value_row(found: ValueDifference) -> tuple[str, ...]:
+    from shardckpt.errors import escape
+
+    return escape(found.name), found.kind, escape(_both(found.a, found.b)), ""
+
+
+def _both(a: str, b: str) -> str:
+    return a if a == b else " / ".join(filter(None, (a, b)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
 
@@ -186,6 +186,23 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """One value, no tensor in both, that differs.
+
+    Attributes:
+        name: Canonical name: `param_groups.0.lr`, or a dotted path.
+        kind: `only in a`, `only in b`, `type` or `value`.
+        a: What the first holds, in words.
+        b: What the second holds, in words.
+    """
+
+    name: str
+    kind: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """How two checkpoints differ.
 
@@ -193,9 +210,14 @@ class Comparison:
         a: Where the first lies.
         b: Where the second lies.
         compared: Tensors in both.
-        equal: Tensors with the same dtype, shape and bits.
-        differences: The rest, in order of name.
+        equal: Those of them with the same dtype, shape and bits, or within the tolerances.
+        differences: The tensors that differ, or are in one alone, in order of name.
         warnings: What is odd.
+        compared_values: Values that are no tensors and are in both; a sequence of plain values counts as one.
+        equal_values: Those of them that are equal.
+        value_differences: The values that differ, or are in one alone, in order of name.
+        not_compared: Name of what was asked for and could not be compared, to the reason.
+        left_out: Dotted names of what was not asked for.
     """
 
     a: str
@@ -204,11 +226,16 @@ class Comparison:
     equal: int
     differences: tuple[TensorDifference, ...]
     warnings: tuple[str, ...] = ()
+    compared_values: int = 0
+    equal_values: int = 0
+    value_differences: tuple[ValueDifference, ...] = ()
+    not_compared: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
-        """Whether there is no difference."""
-        return not self.differences
+        """Whether all that was asked for was compared, and nothing differs."""
+        return not self.differences and not self.value_differences and not self.not_compared
 
 
 class Stopwatch:

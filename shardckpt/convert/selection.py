@@ -37,7 +37,8 @@ from shardckpt.plan.rules import Rule
 from shardckpt.storage.open_store import open_store, split
 from shardckpt.storage.store import read_bytes
 
-_SMALL_ELEMENTS = 64
+SMALL_ELEMENTS = 64
+"""Elements of an array among hyper-parameters that is read as numbers."""
 _MAX_NAMES_BYTES = 64 * 2**20
 
 
@@ -303,7 +304,7 @@ def load_values(reader: Reader, manifest: Manifest, root: Path) -> dict[Path, ob
         if path[:n] == root:
             values[path] = reader.load_object(entry) if entry.value is UNREAD else entry.value
     for path, tensor in manifest.tensors.items():
-        if path[: n + 1] == (*root, "param_groups") and prod(tensor.shape) <= _SMALL_ELEMENTS:
+        if path[: n + 1] == (*root, "param_groups") and prod(tensor.shape) <= SMALL_ELEMENTS:
             [located] = resolve(reader, manifest, [tensor])
             data = b"".join(blocks_of(reader, located))
             values[path] = np.frombuffer(data, numpy_dtype(tensor.stored)).reshape(tensor.shape).tolist()

@@ -72,7 +72,7 @@ def open_source(source: Source) -> Reader:
         parts.append(Part(_of_ranks(source, slots, ranked), partial(_below, "", "")))
     beside = {name: source.listing[name].size for name in source.files if _BESIDE.fullmatch(name)}
     warnings = [f"{', '.join(ignored[:4])} lie beside the FSDP model and are ignored"] if ignored else []
-    return join(FORMAT.name, source.store, parts, beside, warnings)
+    return join(FORMAT.name, source.store, parts, beside, warnings, ignored)
 
 
 def _of_ranks(source: Source, slots: Mapping[str, str], sizes: Mapping[str, int]) -> Reader:

@@ -89,7 +89,8 @@ def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ())
         joiner.join_optimizer()
     _put_groups(made, joiners)
     if files.expert_optims or (len(joiners) > 1 and not trained):
-        made.warnings.append("optimizers of experts and of pipeline stages that ZeRO did not cut are not read")
+        made.unread.append("optimizers of experts and of pipeline stages that ZeRO did not cut")
+        made.warnings.append(f"{made.unread[-1]} are not read")
     put_loop(made, contents, next(iter([*files.models.values(), *files.parts.values()])))
     manifest = replace(
         reader.manifest,
@@ -98,6 +99,7 @@ def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ())
         objects=made.objects,
         aliases=made.aliases,
         warnings=(*reader.manifest.warnings, *warnings, *made.warnings),
+        unread=(*reader.manifest.unread, *made.unread),
     )
     return reader.restated(manifest)
 

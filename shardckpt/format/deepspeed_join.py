@@ -38,6 +38,7 @@ class Made:
         aliases: Tied arrays.
         absent: Files that are not there, with size -1.
         warnings: What is odd.
+        unread: What is there and is passed over.
     """
 
     url: str
@@ -46,6 +47,7 @@ class Made:
     aliases: dict[Path, Path] = field(default_factory=dict)
     absent: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     def put(self, path: Path, entry: TensorEntry) -> None:
         """Add an array under a path of its own."""
@@ -386,6 +388,7 @@ class Joiner:
                 self._put_slot(param, slot, odd)
             if _STEP not in names:
                 self._put_step(param)
+        self._made.unread += sorted(odd)
         self._made.warnings += [f"{what} is not shaped like its parameters and is left out" for what in sorted(odd)]
 
     def groups(self) -> list[tuple[Mapping[str, Slot], list[str]]]:

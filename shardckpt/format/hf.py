@@ -70,12 +70,14 @@ def open_source(source: Source) -> Reader:
         sizes = payload_sizes(source.store, _SHARDED_FOLDER)
     indexes = [n for n in source.files if n.endswith(INDEX_SUFFIX)]
     files = choose(source.store, sizes, indexes)
-    return _open_files(source.store, replace(files, warnings=(*files.warnings, *_ignored(source.files))))
+    others = [name for name in source.files if name.endswith(SUFFIXES) and name not in CONFIGURATION]
+    return _open_files(
+        source.store, replace(files, warnings=(*files.warnings, *_ignored(others)), unread=tuple(others))
+    )
 
 
-def _ignored(names: Sequence[str]) -> list[str]:
+def _ignored(others: Sequence[str]) -> list[str]:
     """Say which files of `torch.save` lie beside the safetensors: a Trainer's optimizer, or the same model again."""
-    others = [name for name in names if name.endswith(SUFFIXES) and name not in CONFIGURATION]
     shown = ", ".join(others[:_SHOWN])
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
     return [f"torch files here are ignored, name one to read it: {shown}{more}"] if others else []
@@ -117,6 +119,7 @@ def _open_files(store: Store, files: Files) -> Reader:
             metadata={k: v for k, v in metadata.items() if (k,) not in aliases and not k.startswith(_OTHERS)},
             warnings=(*files.warnings, *notes),
             missing=files.missing,
+            unread=files.unread,
             has_shapes=not is_dcp,
         ),
     )

@@ -38,6 +38,7 @@ class Files:
         param_groups: File with the optimizer's groups; empty where there is none.
         warnings: What is odd, one sentence each.
         missing: Files that the numbering of the others promises.
+        unread: Files of `torch.save` beside that are passed over.
     """
 
     sizes: Mapping[str, int]
@@ -45,6 +46,7 @@ class Files:
     param_groups: str = ""
     warnings: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,12 @@ class JoinedReader(Reader):
 
 
 def join(
-    format_name: str, store: Store, parts: Sequence[Part], beside: Mapping[str, int], warnings: Sequence[str] = ()
+    format_name: str,
+    store: Store,
+    parts: Sequence[Part],
+    beside: Mapping[str, int],
+    warnings: Sequence[str] = (),
+    unread: Sequence[str] = (),
 ) -> JoinedReader:
     """Join readers into one.
 
@@ -106,6 +111,7 @@ def join(
         parts: The readers.
         beside: Files of `torch.save` that hold one object each, and their size; read when asked for, and named by file.
         warnings: More of them.
+        unread: Files beside that are passed over.
 
     Raises:
         FormatError: Two readers hold a value of the same path.
@@ -129,10 +135,11 @@ def join(
     _add(objects, loose, store)
     noted = (*chain.from_iterable(part.reader.manifest.warnings for part in parts), *warnings)
     missing = tuple(chain.from_iterable(part.reader.manifest.missing for part in parts))
-    manifest = Manifest(format_name, files, tensors, objects, aliases, metadata, noted, missing)
+    passed_over = (*chain.from_iterable(part.reader.manifest.unread for part in parts), *unread)
+    manifest = Manifest(format_name, files, tensors, objects, aliases, metadata, noted, missing, unread=passed_over)
 
     def again(changed: Sequence[Part]) -> JoinedReader:
-        return join(format_name, store, changed, beside, warnings)
+        return join(format_name, store, changed, beside, warnings, unread)
 
     return JoinedReader(store, manifest, owners, parts, again)
 

@@ -78,16 +78,23 @@ def keep(names: Iterable[str], include: Sequence[str], exclude: Sequence[str]) -
     """Return the names that match a glob of `include` (all, if there is none) and none of `exclude`.
 
     Raises:
-        UsageError: A glob that matches nothing, which is usually a slip.
+        UsageError: A glob that matches nothing, which is usually a slip, or globs that leave nothing.
     """
     every = list(names)
     require_matches((*include, *exclude), every)
-    return [
+    kept = [
         name
         for name in every
         if (not include or any(fnmatchcase(name, glob) for glob in include))
         and not any(fnmatchcase(name, glob) for glob in exclude)
     ]
+    if every and not kept:
+        raise UsageError(
+            "--include and --exclude leave nothing" if include else "--exclude leaves nothing",
+            found=f"{len(every)} names such as {', '.join(every[:2])}, all excluded",
+            fix="Give narrower globs.",
+        )
+    return kept
 
 
 def require_matches(globs: Iterable[str], names: Sequence[str]) -> None:

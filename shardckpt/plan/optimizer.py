@@ -36,12 +36,14 @@ class OptimState:
         scalars: FQN to slot to value, for state that is no array.
         groups: Parameter groups as the optimizer held them, `params` as FQNs.
         units: Flat parameters in which they lay, where the checkpoint tells.
+        has_groups: Whether the groups are stored as groups; otherwise parameters with equal settings make one.
     """
 
     tensors: Mapping[str, TensorEntry]
     scalars: Mapping[str, Mapping[str, object]]
     groups: Sequence[Mapping[str, object]]
     units: Mapping[str, FlatLayout] = field(default_factory=dict)
+    has_groups: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ def by_name(
         FormatError: The subtree is no optimizer state.
         NameCollisionError: Two keys become one name.
     """
-    keyed = _nested(raw) if not _is_flattened(raw) else _flattened(raw, model, clean)
+    is_flattened = _is_flattened(raw)
+    keyed = _flattened(raw, model, clean) if is_flattened else _nested(raw)
     _require_keys({key for key, _ in (*keyed.tensors, *keyed.scalars)}, "state")
     ids = sorted({k for k, _ in (*keyed.tensors, *keyed.scalars) if isinstance(k, int)} | set(_group_ids(keyed.groups)))
     names = _names_of_ids(ids, keyed, model, param_names) if ids else {}
@@ -122,7 +125,7 @@ def by_name(
     for (key, slot), value in keyed.scalars.items():
         scalars.setdefault(name(key), {})[slot] = value
     groups = [_named_group(group, name) for group in keyed.groups]
-    return OptimState(tensors, scalars, groups, _units(raw, clean))
+    return OptimState(tensors, scalars, groups, _units(raw, clean), has_groups=not is_flattened)
 
 
 def _units(raw: RawOptim, clean: Callable[[str], str]) -> dict[str, FlatLayout]:

@@ -1,0 +1,169 @@
+"""An open checkpoint under names that do not depend on its format: tensors, values and optimizer groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from shardckpt.convert.aligned_groups import Groups, groups_of
+from shardckpt.convert.options import Part
+from shardckpt.convert.ruled import decide, located_model, located_state
+from shardckpt.convert.selection import SMALL_ELEMENTS, load_values
+from shardckpt.errors import AmbiguousError, CheckpointError, UsageError
+from shardckpt.format.reader import Reader
+from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Span, TensorEntry, dotted
+from shardckpt.plan import optimizer
+from shardckpt.plan.model_names import Named, name_model
+from shardckpt.plan.optimizer import OptimState, RawOptim
+from shardckpt.plan.parts import Parts, find_parts, split_flat_names
+from shardckpt.plan.rules import Rule
+
+_KNOWN = ("state", "param_groups", "units", "originals")
+"""What `by_name` takes of an optimizer, or what only says how its files are laid out."""
+
+
+@dataclass(slots=True)
+class Canonical:
+    """What a checkpoint holds of the part that was asked for.
+
+    Attributes:
+        tensors: Name to array. The model's stand under the names of the unwrapped model, optimizer state under
+            `<parameter>/<slot>`, anything else under its dotted path.
+        values: Path to value, for what is no array; the first key of an optimizer's value is its name.
+        groups: What stands in front of an optimizer's names, to its groups; empty for the only optimizer.
+        refused: Name to the reason why what lies there cannot be read.
+        sources: Dotted path of a value to where it lies, for those that were read from a file.
+        left_out: Dotted paths of what was not asked for.
+        warnings: What is odd, one sentence each.
+    """
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    values: dict[Path, object] = field(default_factory=dict)
+    groups: dict[str, Groups] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, ObjectEntry] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_canonical(reader: Reader, part: Part, rules: Sequence[Rule] = ()) -> Canonical:
+    """Return what a checkpoint holds, under one name each that does not depend on its format.
+
+    Args:
+        reader: The open checkpoint.
+        part: Which part; `all` is the whole checkpoint.
+        rules: Make other names and shapes of the model's, and of its optimizers'.
+
+    Raises:
+        CheckpointError: Optimizer values cannot be read.
+        StorageError: The store failed.
+    """
+    return _Naming(reader, rules).run(part)
+
+
+class _Naming:
+    def __init__(self, reader: Reader, rules: Sequence[Rule]) -> None:
+        self._reader, self._rules = reader, rules
+        self._manifest: Manifest = split_flat_names(reader.manifest)
+        self._found: Parts = find_parts(self._manifest)
+        self._model: Named = name_model(self._manifest, self._found)
+        self._made = Canonical()
+
+    def run(self, part: Part) -> Canonical:
+        if part != "optim":
+            self._add_model()
+        if part != "model":
+            for root in self._found.optimizers:
+                self._add_optimizer(root)
+        if part == "all":
+            self._add_others()
+        self._made.left_out = tuple(self._unasked(part))
+        return self._made
+
+    def _unasked(self, part: Part) -> list[str]:
+        found = self._found
+        roots = [root for root in found.optimizers if part == "model"]
+        if part == "optim" and self._model.tensors:
+            roots.append(found.model)
+        names = [dotted(root) or "the model" for root in roots]
+        return names if part == "all" else [*names, *map(dotted, found.others), *self._manifest.unread]
+
+    def _add_model(self) -> None:
+        tensors = self._model.tensors
+        if self._rules:
+            ruled = decide(self._rules, tensors, None, {})
+            tensors, _ = located_model(self._reader, self._manifest, ruled, list(ruled.model), tensors)
+        self._made.tensors.update(tensors)
+        depth = len(self._found.model)
+        for path in self._manifest.objects if depth else ():
+            if path[:depth] == self._found.model and not self._is_of_optimizer(path):
+                self._add_object(path, (self._model.clean(dotted(path[depth:])),))
+
+    def _add_optimizer(self, root: Path) -> None:
+        raw = optimizer.below(self._manifest, root, load_values(self._reader, self._manifest, root))
+        state = self._by_name(raw, root)
+        prefix = "" if len(self._found.optimizers) == 1 else f"{dotted(root)}:"
+        made = self._made
+        if state is None:
+            made.tensors.update({dotted((*root, *path)): entry for path, entry in raw.tensors.items()})
+            made.values.update({(*root, *path): value for path, value in raw.values.items()})
+            return
+        made.tensors.update({f"{prefix}{key}": entry for key, entry in state.tensors.items()})
+        for name, slots in state.scalars.items():
+            made.values.update({(f"{prefix}{name}/{slot}",): value for slot, value in slots.items()})
+        made.values.update({(*root, *path): v for path, v in raw.values.items() if not _is_known(path)})
+        if state.groups:
+            made.groups[prefix] = groups_of(state.groups, are_stored=state.has_groups)
+
+    def _by_name(self, raw: RawOptim, root: Path) -> OptimState | None:
+        """Return an optimizer by the names of its parameters; None where nothing says which number is which."""
+        tensors = self._model.tensors
+        shapes = {name: entry.shape for name, entry in tensors.items()}
+        try:
+            state = optimizer.by_name(raw, shapes, clean=self._model.clean)
+        except (AmbiguousError, UsageError) as error:
+            words = f"{dotted(root) or 'the optimizer'} is compared by its own numbers, not by names: {error.what}"
+            self._made.warnings.append(f"{self._reader.store.url}: {words}")
+            return None
+        if self._rules:
+            plan = decide(self._rules, tensors, state, {}).plan
+            state = located_state(self._reader, self._manifest, plan, state)
+        return state
+
+    def _add_others(self) -> None:
+        known = {entry.path for entry in self._model.tensors.values()}
+        for path, entry in self._manifest.tensors.items():
+            root = next((root for root in self._found.optimizers if path[: len(root)] == root), None)
+            if path in known or (root is not None and self._is_read(root, path)):
+                continue
+            name = dotted(path)
+            self._made.tensors[name if name not in self._made.tensors else f"{name} (beside the model)"] = entry
+        depth = len(self._found.model)
+        for path in self._manifest.objects:
+            if not self._is_of_optimizer(path) and not (depth and path[:depth] == self._found.model):
+                self._add_object(path, path)
+        self._made.refused.update(dict.fromkeys(self._manifest.unread, "this is not read"))
+
+    def _is_read(self, root: Path, path: Path) -> bool:
+        """Tell whether an optimizer's array is there already, as its state or as a number of its groups."""
+        kind, dot, _ = str(path[len(root)]).partition(".")
+        return kind != "param_groups" or (not dot and prod(self._manifest.tensors[path].shape) <= SMALL_ELEMENTS)
+
+    def _is_of_optimizer(self, path: Path) -> bool:
+        return any(path[: len(root)] == root for root in self._found.optimizers)
+
+    def _add_object(self, path: Path, under: Path) -> None:
+        entry = self._manifest.objects[path]
+        if entry.file and isinstance(entry.layout, Span):
+            self._made.sources[dotted(under)] = entry
+        try:
+            value = self._reader.load_object(entry) if entry.value is UNREAD else entry.value
+        except CheckpointError as error:
+            self._made.refused[dotted(under)] = str(error)
+        else:
+            self._made.values[under] = value
+
+
+def _is_known(path: Path) -> bool:
+    return bool(path) and str(path[0]).partition(".")[0] in _KNOWN
