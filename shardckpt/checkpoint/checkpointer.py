@@ -29,7 +29,9 @@ from shardckpt.errors import (
     RankError,
     SourceNotFoundError,
     StorageError,
+    TargetExistsError,
     UnknownFormatError,
+    UnsupportedError,
     UsageError,
 )
 from shardckpt.format.steps import (
@@ -144,15 +146,34 @@ class Checkpointer:
         """Return the numbers of the complete steps, the oldest first. Collective.
 
         Raises:
+            UnsupportedError: The newest step was written by a newer version of shardckpt, which the message names.
             StorageError: The storage failed; RankError on the other ranks.
         """
-        found = self._asked("listing steps", lambda: [step.number for step in self._run().complete])
+        found, unreadable = self._asked("listing steps", self._listed)
+        if unreadable:
+            raise self._unreadable(unreadable)
         return tuple(found)
+
+    def _listed(self) -> tuple[list[int], str]:
+        """Return the complete steps, and what is wrong with a newer one that another version wrote."""
+        run = self._run()
+        newest = run.complete[-1].number if run.complete else -1
+        unreadable = [step.fault for step in run.steps if step.is_newer and step.number > newest]
+        return [step.number for step in run.complete], unreadable[-1] if unreadable else ""
+
+    def _unreadable(self, fault: str) -> UnsupportedError:
+        return UnsupportedError(
+            "the newest step was written by a version of shardckpt that this one cannot read",
+            where=self.root,
+            found=fault,
+            fix="Update shardckpt, or choose another folder.",
+        )
 
     def latest(self) -> int | None:
         """Return the number of the newest complete step, None where there is none. Collective.
 
         Raises:
+            UnsupportedError: The newest step was written by a newer version of shardckpt, which the message names.
             StorageError: The storage failed; RankError on the other ranks.
         """
         return max(self.steps(), default=None)
@@ -196,7 +217,7 @@ class Checkpointer:
             **options: As for `shardckpt.save`.
 
         Raises:
-            TargetExistsError: The step is complete already, and `overwrite` is false.
+            TargetExistsError: The step is complete already, and `overwrite` is false; or a newer version wrote it.
             UsageError: Ranks save different steps; something that is no number of a step or no metric. Or metrics are
                 given, and neither they nor any step have the one that `keep_best` goes by: then the step is saved, and
                 none is removed.
@@ -237,7 +258,7 @@ class Checkpointer:
             Where to ask for the result: when it is there, the first rank has removed what was to go.
 
         Raises:
-            TargetExistsError: The step is complete already, and `overwrite` is false.
+            TargetExistsError: The step is complete already, and `overwrite` is false; or a newer version wrote it.
             UsageError: As for `save`; where no step has the metric, the save is waited for.
             ShardckptError: As for `shardckpt.async_save`.
         """
@@ -296,6 +317,13 @@ class Checkpointer:
             named = ", ".join(f"rank {rank} step {number}" for rank, number in list(enumerate(numbers))[:_SHOWN])
             raise UsageError("ranks save different steps", where=self.root, found=named)
         there = read_step(self._store(), numbers[0])
+        if there.is_newer:
+            raise TargetExistsError(
+                "a version of shardckpt that this one cannot read wrote this step, so it is not replaced",
+                where=self.path(numbers[0]),
+                found=there.fault,
+                fix="Update shardckpt, or choose another folder.",
+            )
         is_worthless = there.is_ours and not self._is_good(there)
         unranked = self._ranking_fault(numbers[0], names)
         return [json.dumps([overwrite or is_worthless, any(signals), unranked]).encode()] * len(told)
@@ -335,6 +363,9 @@ class Checkpointer:
     def _remove(self, saved: int) -> None:
         store, now = self._store(), time.time()
         run = read_run(store)
+        if any(step.is_newer for step in run.steps) and not self._rules.is_needed:
+            return
+        run.require_readable()
         facts = [
             SavedStep(step.number, self._is_good(step), step.saved_at, self._metrics_of(store, step))
             for step in run.steps
@@ -370,6 +401,7 @@ class Checkpointer:
 
         Raises:
             NoCompleteCheckpoint: Steps lie here, but none that can be loaded, or not the one that was asked for.
+            UnsupportedError: A newer version of shardckpt wrote the step, or one that would be passed over.
             UsageError: The checkpoint does not fit the state.
             ShardckptError: As for `shardckpt.load`.
 
@@ -381,6 +413,8 @@ class Checkpointer:
         removed_meanwhile = 0
         while removed_meanwhile < _LOOKS:
             found = self._find(wanted, damages)
+            if found.unreadable:
+                raise self._unreadable(found.unreadable)
             if found.save is None:
                 break
             damage = self._load(state, found.name, options, is_last=wanted is not None)
@@ -409,6 +443,8 @@ class Checkpointer:
                 continue
             if step.is_complete:
                 return _Found(faults, step.number, step.name, step.save)
+            if step.is_newer:
+                return _Found(faults, unreadable=step.fault)
             faults.append(step.fault)
         return _Found(faults)
 
@@ -491,12 +527,14 @@ class _Found(NamedTuple):
         number: Of the newest complete step.
         name: Of its folder.
         save: Id of the save that wrote it; None where no step is complete.
+        unreadable: What keeps this version from reading a step that is newer than all complete ones.
     """
 
     faults: list[str]
     number: int = 0
     name: str = ""
     save: str | None = None
+    unreadable: str = ""
 
 
 class _Signals:

@@ -142,6 +142,7 @@ def prune(
     Raises:
         UsageError: Nothing lies there, or no folder of steps; a rule that would mean nothing; no step has the metric.
             Nothing was removed.
+        UnsupportedError: A newer version wrote a step; nothing was removed.
         StorageError: Reading or removing failed.
     """
     root = os.fspath(root)
@@ -149,6 +150,7 @@ def prune(
     store = _open(root)
     now = time.time()
     run = _sound_run(store, verify=verify) if rules.is_needed else read_run(store)
+    run.require_readable()
     facts = [
         SavedStep(
             step.number,

@@ -123,7 +123,7 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
         raise FormatError("this is no commit mark of shardckpt", where=where)
     version = read_version(raw.get("version"), where)
     raw = read_fields(raw, {"features": list, "save": str, "manifest": list, "files": list}, where)
-    features = _features(raw["features"], where)
+    features = _features(raw["features"], version, where)
     name, size, digest = read_fixed(raw["manifest"], 3, "manifest", where)
     sha256 = read_sha256(digest, "the manifest's digest", where)
     sizes = _sizes(raw["files"], where)
@@ -160,13 +160,16 @@ def _files_by_base(value: object, where: object) -> dict[str, dict[str, int]]:
     return bases
 
 
-def _features(value: object, where: object) -> tuple[str, ...]:
+def _features(value: object, version: tuple[int, int], where: object) -> tuple[str, ...]:
     features = read_list(value, "features", where)
     for name in features:
         if not isinstance(name, str):
             raise bad("a feature has no name", name, "", where)
         if name not in FEATURES:
             raise UnsupportedError(
-                f"this step needs the feature {name!r}, which this release does not know", where=where, fix=NEWER
+                f"this step needs the feature {name!r}, which this release does not know",
+                where=where,
+                found=f"version {version[0]}.{version[1]} of the format",
+                fix=NEWER,
             )
     return tuple(features)

@@ -9,7 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from shardckpt.errors import CheckpointError, FormatError, IncompleteError, MissingFileError, StorageError
+from shardckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IncompleteError,
+    MissingFileError,
+    StorageError,
+    UnsupportedError,
+)
 from shardckpt.format.native_commit import COMMIT, WRITTEN, Commit
 from shardckpt.format.native_payload import HF_INDEX
 from shardckpt.format.native_references import sibling
@@ -48,6 +55,7 @@ class Step:
         is_committed: A file `COMMIT` lies there, valid or not.
         is_ours: Nothing lies there but what saves write.
         is_base: It was removed, but for files that other steps refer to.
+        is_newer: A newer version of shardckpt wrote it, so that nobody here can tell what it holds or refers to.
         held: Name and size of the files that lie there.
         own: Names of the files that were committed.
         refers: Folders beside it that it refers to, to name and size of the files there.
@@ -61,6 +69,7 @@ class Step:
     is_committed: bool = False
     is_ours: bool = False
     is_base: bool = False
+    is_newer: bool = False
     held: Mapping[str, int] = field(default_factory=dict, hash=False)
     own: frozenset[str] = frozenset()
     refers: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
@@ -115,6 +124,21 @@ class Run:
     def complete(self) -> tuple[Step, ...]:
         """The steps that can be loaded, by number."""
         return tuple(step for step in self.steps if step.is_complete)
+
+    def require_readable(self) -> None:
+        """Refuse to remove anything beside a step of a newer version: it may refer to any of the other folders.
+
+        Raises:
+            UnsupportedError: There is one.
+        """
+        newer = next((step for step in self.steps if step.is_newer), None)
+        if newer is not None:
+            raise UnsupportedError(
+                "nothing is removed from a run that holds a step which this version cannot read",
+                where=newer.name,
+                found=newer.fault,
+                fix="Update shardckpt.",
+            )
 
 
 def read_run(store: Store) -> Run:
@@ -232,6 +256,8 @@ def files_of_others(url: str) -> frozenset[str]:
     if not _STEP.fullmatch(name):
         return frozenset()
     steps = read_run(open_store(split(url)[0])).steps
+    if any(step.is_newer for step in steps if step.name != name):  # it may refer to any of them
+        return frozenset(file for step in steps if step.name == name for file in step.held if WRITTEN.fullmatch(file))
     return referred(step for step in steps if step.name != name).get(name, frozenset())
 
 
@@ -245,6 +271,8 @@ def _read_step(store: Store, number: int, name: str) -> Step:
     step = Step(number, name, is_committed=COMMIT in sizes, is_ours=_is_ours(entries), held=sizes)
     try:
         commit = read_commit(inside, sizes)
+    except UnsupportedError as error:
+        return replace(step, fault=str(error).rstrip("."), is_newer=True)
     except (CheckpointError, MissingFileError) as error:  # missing: somebody removes it meanwhile
         return replace(step, fault=str(error))
     nbytes = commit.manifest_bytes + sum(commit.files.values())
@@ -388,8 +416,10 @@ def delete_steps(store: Store, run: Run, doomed: Collection[str]) -> None:
         doomed: Names of the folders of the steps that go.
 
     Raises:
+        UnsupportedError: A newer version wrote a step of the run.
         StorageError: The store failed; of a step whose `COMMIT` is gone, what is left counts for nothing.
     """
+    run.require_readable()
     gone = [step for step in run.steps if step.name in doomed]
     needed = referred(step for step in run.steps if step.name not in doomed)
     for step in gone:

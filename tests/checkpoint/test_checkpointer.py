@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import threading
@@ -25,7 +27,14 @@ from native_writer import write_step
 import shardckpt
 from shardckpt import Checkpointer
 from shardckpt.checkpoint import checkpointer
-from shardckpt.errors import NoCompleteCheckpoint, RankError, StorageError, TargetExistsError, UsageError
+from shardckpt.errors import (
+    NoCompleteCheckpoint,
+    RankError,
+    StorageError,
+    TargetExistsError,
+    UnsupportedError,
+    UsageError,
+)
 from shardckpt.format import steps
 from shardckpt.format.steps import delete_step, read_about, read_run, step_name
 from shardckpt.storage import retry
@@ -215,6 +224,86 @@ class TestIncompleteSteps:
         with pytest.raises(TargetExistsError):
             ck.save(1, state())
         assert (folder(ck.root, 1) / "thesis.txt").read_text() == "mine"
+
+
+def make_newer(folder: Path, kind: str) -> None:
+    """Turn a step into one of a later version, or with a feature that nobody here knows."""
+    line = json.loads((folder / "COMMIT").read_text().splitlines()[0])
+    line |= {"version": [2, 0]} if kind == "version" else {"features": ["compression"]}
+    raw = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+    (folder / "COMMIT").write_bytes(raw + hashlib.sha256(raw).hexdigest().encode() + b"\n")
+
+
+SAYS = {"version": "version 2.0 of the format", "feature": "feature 'compression'.*version 1.0 of the format"}
+
+
+@pytest.mark.parametrize("kind", ["version", "feature"])
+class TestStepsOfANewerVersion:
+    """A step that this version cannot read is a step: nothing replaces, removes or silently passes over it."""
+
+    @pytest.fixture
+    def root(self, kind: str, tmp_path: Path) -> Path:
+        """Steps 1 and 2, of which a newer version wrote the second."""
+        saved(Checkpointer(tmp_path), 1, 2)
+        make_newer(folder(tmp_path, 2), kind)
+        return tmp_path
+
+    @pytest.fixture(autouse=True)
+    def untouched(self, root: Path) -> Iterator[None]:
+        before = {path.name: path.read_bytes() for path in folder(root, 2).iterdir()}
+        yield
+        assert {path.name: path.read_bytes() for path in folder(root, 2).iterdir()} == before
+
+    @pytest.mark.parametrize("call", ["latest", "steps", "restore", "restore it"])
+    def test_it_is_not_passed_over(self, call: str, kind: str, root: Path) -> None:
+        ck = Checkpointer(root)
+        calls = {
+            "latest": ck.latest,
+            "steps": ck.steps,
+            "restore": lambda: ck.restore(state()),
+            "restore it": lambda: ck.restore(state(), step=2),
+        }
+        with pytest.raises(UnsupportedError, match=SAYS[kind]):
+            calls[call]()
+
+    def test_others_can_be_restored_and_newer_ones_found(self, root: Path) -> None:
+        ck = Checkpointer(root)
+        assert restored(ck, step=1) == (1, 1)
+        saved(ck, 3)
+        assert (ck.steps(), ck.latest(), restored(ck)) == ((1, 3), 3, (3, 3))
+
+    def test_nor_is_it_passed_over_where_the_newer_ones_are_damaged(self, kind: str, root: Path) -> None:
+        saved(Checkpointer(root), 3)
+        flip(payload(root, 3))
+        with pytest.raises(UnsupportedError, match=SAYS[kind]):
+            Checkpointer(root).restore(state())
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_no_save_replaces_it(self, overwrite: bool, kind: str, root: Path) -> None:
+        with pytest.raises(TargetExistsError, match=SAYS[kind]):
+            Checkpointer(root).save(2, state(7.0), overwrite=overwrite)
+
+    def test_nothing_is_removed_beside_it_since_it_may_refer_to_any_other(self, kind: str, root: Path) -> None:
+        with pytest.warns(UserWarning, match=rf"step 3 is saved, but old ones could not be removed.*{SAYS[kind]}"):
+            saved(Checkpointer(root, keep_last=1), 3)
+        with pytest.raises(UnsupportedError, match=SAYS[kind]):
+            shardckpt.prune(root, keep_last=1)
+        assert sorted(os.listdir(root)) == [step_name(n) for n in (1, 2, 3)]
+
+    def test_nor_are_the_leftovers_of_dead_saves(self, kind: str, root: Path, monkeypatch) -> None:
+        (folder(root, 1) / "COMMIT").unlink()
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 2 * DAY)
+        with pytest.raises(UnsupportedError, match=SAYS[kind]):
+            shardckpt.prune(root)
+        saved(Checkpointer(root), 3)
+        assert folder(root, 1).exists()
+
+    def test_a_step_that_is_replaced_beside_it_keeps_its_files(self, root: Path) -> None:
+        file = payload(root, 1).name
+        Checkpointer(root).save(1, state(5.0), overwrite=True)
+        assert file in os.listdir(folder(root, 1))
+        assert restored(Checkpointer(root), step=1) == (1, 5)
 
 
 class TestDamagedSteps:
