@@ -5,13 +5,20 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-slow check format clean
+.PHONY: demo test test-repeat test-slow check format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# Each worker takes a part of the files in order, then tests that the other has not begun: both end together.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS)
+
+# The whole suite N times, whatever fails, without retries; BUSY=1 keeps every core busy with a loop beside it.
+N ?= 10
+BUSY ?= 0
+test-repeat: $(STAMP)
+	$(BIN)/python tests/repeat.py --runs $(N) $(if $(filter-out 0,$(BUSY)),--busy) -- -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 # What starts every peer of every benchmark, and the full product of what the engine may be told, of which `make test`
 # brings every three settings together: run it when a benchmark, what it measures, or the engine changed.

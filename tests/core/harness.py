@@ -17,7 +17,6 @@ import signal
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -30,6 +29,8 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.profiler._cupti_monitor
 import torch.utils.serialization
+from stepping import step_local_tensors
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import shardckpt.checkpoint.checkpointer
 import shardckpt.state.torch_functions  # noqa: F401
@@ -37,8 +38,11 @@ import shardckpt.state.torch_functions  # noqa: F401
 torch.manual_seed(0)  # imports what it tells devices with: here too once for all
 
 FORK = multiprocessing.get_context("fork")
-GRACE = 3.0  # seconds that the other ranks get once one has raised
-CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS})
+# Seconds, long enough for a machine with other work: only what hangs waits for them.
+TIMEOUT = 120.0  # after which ranks that gave nothing hang
+GROUP_TIMEOUT = 20.0  # that a collective waits for the other ranks
+JOIN_TIMEOUT = 60.0  # that ranks wait for each other to begin, however short the timeout of the test's group is
+GRACE = 6.0  # that the other ranks get once one has raised
 HUGE = 2 << 20  # bytes of a huge page
 COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
 
@@ -232,8 +236,9 @@ def _join(rank: int, world: int, folder: pathlib.Path, timeout: float) -> None:
         store=dist.FileStore(str(folder / "store"), world),
         rank=rank,
         world_size=world,
-        timeout=datetime.timedelta(seconds=timeout),
+        timeout=datetime.timedelta(seconds=JOIN_TIMEOUT),
     )
+    _set_pg_timeout(datetime.timedelta(seconds=timeout))  # torch has no public name for it
 
 
 def _rank(
@@ -257,6 +262,7 @@ def _rank(
         _watch_collectives()
         _join(rank, world, folder, timeout)
         torch.manual_seed(0)
+        step_local_tensors()
         report = ("gave", pickle.dumps(body(rank, world, *args)))
     except BaseException as error:  # noqa: BLE001
         report = ("raised", pickle.dumps(_raised(error)))
@@ -332,13 +338,9 @@ MEMORY = Memory()
 
 
 def outcomes(
-    world: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0, group_timeout: float = 5.0
+    world: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, group_timeout: float = GROUP_TIMEOUT
 ) -> list[Outcome]:
     """Run `body(rank, world, *args)` on forked ranks and tell what became of each, in rank order.
-
-    A rank that crashes in native code is told by a warning, with its stack, and the run is tried once more: some run in
-    ten thousand ends with glibc's "double free", which no test could be made to repeat. One that does it again is told
-    as it is.
 
     Args:
         world: Number of ranks.
@@ -347,19 +349,6 @@ def outcomes(
         timeout: Seconds after which ranks that gave nothing are said to hang.
         group_timeout: Seconds a collective waits for the other ranks.
     """
-    found, crashed = _attempt(world, body, args, timeout, group_timeout)
-    if crashed:
-        told = "\n".join(_told(found[rank]) for rank in crashed)
-        warnings.warn(f"crashed in native code, tried again: {told}", RuntimeWarning, stacklevel=2)
-        found, _ = _attempt(world, body, args, timeout, group_timeout)
-    return found
-
-
-def _attempt(
-    world: int, body: Callable[..., Any], args: tuple[Any, ...], timeout: float, group_timeout: float
-) -> tuple[list[Outcome], list[int]]:
-    """What became of each rank, and which of them crashed."""
-    crashed = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = pathlib.Path(name)
         pipes, ranks = {}, []
@@ -385,12 +374,11 @@ def _attempt(
                 process.kill()
             with contextlib.suppress(OSError):
                 pipes[rank].send("go")
+        for rank, process in enumerate(ranks):
             process.join(10)
-            if process.exitcode is not None and -process.exitcode in CRASHES:
-                crashed.append(rank)
             pipes[rank].close()
             process.close()
-    return found, crashed
+    return found
 
 
 def _told(outcome: Outcome) -> str:
@@ -403,7 +391,7 @@ def _told(outcome: Outcome) -> str:
 
 
 def run(
-    world: int, body: Callable[..., Any], *args: Any, timeout: float = 30.0, group_timeout: float = 5.0
+    world: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, group_timeout: float = GROUP_TIMEOUT
 ) -> list[Any]:
     """As `outcomes`, but give the values alone.
 

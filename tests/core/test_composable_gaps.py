@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compiling import compiled
+from stepping import whole_dtensors
 from test_composable import Block, Tower, averaged, batch, full, fully_shard, line, same, tower, trained
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -232,7 +233,8 @@ def test_optimizers_of_several_tensors_step_dtensors(kind: str) -> None:
                 if model is models[0]:
                     averaged(model)
                 norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
+                with whole_dtensors():
+                    optimizer.step()
                 optimizer.zero_grad()
             assert full(norm) > 0
         for one, other in zip(models[1].parameters(), models[0].parameters(), strict=True):
