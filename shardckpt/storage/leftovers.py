@@ -19,6 +19,9 @@ PARTIAL = "partial"
 OLD = "old"
 """The former content, moved aside; the only copy if its owner died before the new one was in place."""
 
+_ATTEMPTS = 2
+"""Times that a removal is tried: what fails once may pass."""
+
 _IDS = {PARTIAL: r"\w+", OLD: r"[0-9a-f]{8,}"}
 """What is taken for ours: of old content, which may be precious, only what nobody would name by hand."""
 
@@ -58,16 +61,22 @@ def make_partial(target: str) -> tuple[str, int]:
         except BaseException:  # a signal may come before anybody knows of the folder
             remove(path)
             if fd >= 0:
-                os.close(fd)
+                release(fd)
             raise
         if fd >= 0:
-            os.close(fd)
+            release(fd)
 
 
 def hold(fd: int) -> None:
     """Own an open file or folder until it is closed; does nothing on a file system without locks."""
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX)
+
+
+def release(fd: int) -> None:
+    """Close a descriptor through which nothing was written; never raises, since nothing can be lost by it."""
+    with suppress(OSError):
+        os.close(fd)
 
 
 def take(path: str) -> int | None:
@@ -79,7 +88,7 @@ def take(path: str) -> int | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(fd)
+        release(fd)
         return None
     return fd
 
@@ -108,7 +117,7 @@ def _is_free(path: str) -> bool:
     fd = take(path)
     if fd is None:
         return False
-    os.close(fd)
+    release(fd)
     return True
 
 
@@ -133,14 +142,17 @@ def remove_abandoned(path: str) -> bool:
     try:
         remove(path)
     finally:
-        os.close(fd)
+        release(fd)
     return not os.path.lexists(path)
 
 
 def remove(path: str) -> None:
     """Remove a file or a folder with all it holds, as far as that goes; never raises OSError."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            os.unlink(path)
+    for _ in range(_ATTEMPTS):
+        with suppress(OSError):  # rmtree lets errors of closing a folder through
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.unlink(path)
+        if not os.path.lexists(path):
+            return

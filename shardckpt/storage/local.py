@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from shardckpt.errors import MissingFileError, TruncatedError, UnsafeError
 from shardckpt.storage.failures import failing, storage_error
-from shardckpt.storage.leftovers import PARTIAL, beside, hold
+from shardckpt.storage.leftovers import PARTIAL, beside, hold, release
 from shardckpt.storage.names import check_name
 from shardckpt.storage.store import ClosingWriter, Listed, Read, Store, Traits
 from shardckpt.storage.writeback import STEP_BYTES, start_writeback
@@ -404,15 +404,26 @@ def sync_folder(path: str) -> None:
     Raises:
         OSError: The disk failed.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = open_folder(path)
+    try:
+        sync_open_folder(fd)
+    finally:
+        release(fd)
+
+
+def open_folder(path: str) -> int:
+    """Return a descriptor of a folder. Raises OSError."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def sync_open_folder(fd: int) -> None:
+    """Do what `sync_folder` does, with a descriptor. Raises OSError."""
     try:
         os.fsync(fd)
     except OSError as error:
         # Some network file systems know no fsync of folders.
         if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF}:
             raise
-    finally:
-        os.close(fd)
 
 
 def _listed(prefix: str, entry: os.DirEntry[str]) -> Listed:

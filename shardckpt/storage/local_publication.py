@@ -8,11 +8,22 @@ from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 
-from shardckpt.errors import NoSpaceError, TargetExistsError, UsageError
+from shardckpt.errors import NoSpaceError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage.exchange import exchange
-from shardckpt.storage.failures import failing
-from shardckpt.storage.leftovers import OLD, PARTIAL, abandoned, beside, is_at, make_partial, remove, sweep, take
-from shardckpt.storage.local import LocalStore, LocalWriter, sync_folder
+from shardckpt.storage.failures import failing, storage_error
+from shardckpt.storage.leftovers import (
+    OLD,
+    PARTIAL,
+    abandoned,
+    beside,
+    is_at,
+    make_partial,
+    release,
+    remove,
+    sweep,
+    take,
+)
+from shardckpt.storage.local import LocalStore, LocalWriter, open_folder, sync_folder, sync_open_folder
 from shardckpt.storage.publication import REPLACE_IT, Publication
 from shardckpt.storage.replaceable import FileKind, Kind, files_of_one, require_file
 from shardckpt.storage.store import Listed
@@ -63,6 +74,7 @@ class LocalPublication(Publication):
                 self._remove_parents()
                 raise
         self._result = self._lock
+        self._parent = -1
         self.place = self._partial
         self._store = LocalStore(self._partial)
 
@@ -74,18 +86,20 @@ class LocalPublication(Publication):
         """Put the result in place, make that safe, remove the old content. Raises StorageError."""
         with failing("cannot put the result in place", self._target):
             self._require_replaceable()  # since the work began somebody may have put something there
+            # Opened now, so that behind the swap nothing but the fsync can fail.
+            self._parent = open_folder(os.path.dirname(self._target))
             if isinstance(self._kind, FileKind):
                 self._place_file()
             else:
                 self._place_folder()
-            self._settle()
+        self._settle()
 
     def drop(self) -> None:
         """Take back what was written; once the result is in place, only tidy up. Never raises."""
         # Asked of the disk, since a signal may come between a rename and the line after it.
         if is_at(self._result, self._target):
             if not self._is_doubtful:
-                with suppress(OSError):
+                with suppress(StorageError):
                     self._settle()
             self._release()
             return
@@ -149,25 +163,32 @@ class LocalPublication(Publication):
             os.rename(self._partial, self._target)
         finally:
             if mark is not None:
-                os.close(mark)
+                release(mark)
 
     def _settle(self) -> None:
         """Make the swap safe, then remove the old content, which an exchange has left under the partial's name."""
         try:
-            sync_folder(os.path.dirname(self._target))
-        except OSError:
-            # A power cut may bring the old content back under the target's name, so it has to stay whole.
+            sync_open_folder(self._parent)
+        except OSError as error:
             self._is_doubtful = True
-            raise
+            raise self._doubt(error) from error
         remove(self._partial)
         if self._old:
             remove(self._old)
         self._release()
 
+    def _doubt(self, error: OSError) -> StorageError:
+        """Return what to say of a swap that the disk has not confirmed; the old content has to stay whole."""
+        kept = next((path for path in (self._old, self._partial) if path and os.path.lexists(path)), "")
+        then = f"bring back the old content, which stays beside it as {os.path.basename(kept)}" if kept else "remove it"
+        return storage_error(
+            error, f"the new content is in place and can be loaded, but a power cut may {then}", self._target
+        )
+
     def _release(self) -> None:
-        for fd in {self._lock, self._result} - {-1}:
-            os.close(fd)
-        self._lock = self._result = -1
+        for fd in {self._lock, self._result, self._parent} - {-1}:
+            release(fd)
+        self._lock = self._result = self._parent = -1
 
     def _make_parents(self) -> None:
         missing = []

@@ -359,9 +359,11 @@ class TestMutants:
         with pytest.raises(AssertionError, match="power cut"):
             power_matrix(self.OVER, tmp_path / "here")
 
-    @pytest.mark.parametrize("module", [local, local_publication])
-    def test_without_fsync_of_folders_the_power_matrix_is_red(self, tmp_path, monkeypatch, module):
-        monkeypatch.setattr(module, "sync_folder", lambda _: None)
+    @pytest.mark.parametrize(
+        ("module", "name"), [(local, "sync_folder"), (local_publication, "sync_open_folder")], ids=str
+    )
+    def test_without_fsync_of_folders_the_power_matrix_is_red(self, tmp_path, monkeypatch, module, name):
+        monkeypatch.setattr(module, name, lambda _: None)
         with pytest.raises(AssertionError, match="power cut"):
             power_matrix(self.OVER, tmp_path / "here")
 

@@ -268,33 +268,81 @@ class TestOnDisk:
 
     def test_a_failure_after_the_swap_leaves_the_new(self, target, monkeypatch, either_way):
         publish_files(target, OLD)
-        sync = local_publication.sync_folder
+        sync = local_publication.sync_open_folder
 
-        def interrupted(path):
-            monkeypatch.setattr(local_publication, "sync_folder", sync)
+        def interrupted(fd):
+            monkeypatch.setattr(local_publication, "sync_open_folder", sync)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(local_publication, "sync_folder", interrupted)
+        monkeypatch.setattr(local_publication, "sync_open_folder", interrupted)
         with pytest.raises(KeyboardInterrupt):
             publish_files(target, NEW, overwrite=True)
         assert content(target) == NEW
         assert os.listdir(target.parent) == ["out"]
 
-    def test_a_swap_that_cannot_be_made_safe_keeps_the_old_content_beside(self, target, monkeypatch, either_way):
+    def test_a_swap_that_the_disk_does_not_confirm_is_told_with_what_lies_where(self, target, monkeypatch, either_way):
         publish_files(target, OLD)
 
-        def broken(path):
+        def broken(fd):
             raise OSError(errno.EIO, "broken")
 
         with monkeypatch.context() as patch:
-            patch.setattr(local_publication, "sync_folder", broken)
-            with pytest.raises(StorageError, match="broken"):
+            patch.setattr(local_publication, "sync_open_folder", broken)
+            with pytest.raises(StorageError, match=r"new content is in place.*may bring back the old.*broken") as told:
                 publish_files(target, NEW, overwrite=True)
         assert content(target) == NEW
         (beside,) = set(os.listdir(target.parent)) - {"out"}
+        assert f"stays beside it as {beside};" in str(told.value)
         assert content(target.parent / beside) == OLD
         publish_files(target, OLD, overwrite=True)
         assert os.listdir(target.parent) == ["out"]
+
+    @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+    def test_any_call_that_fails_is_told_or_makes_no_difference(self, target, monkeypatch, either_way, code):
+        """Where an error is raised the old is in place, but for a swap that the disk does not confirm."""
+        names = ("open", "close", "fsync", "rename", "mkdir", "unlink", "rmdir", "scandir", "listdir")
+        seen, at, k, last = [], 0, 0, ""
+
+        def wrap(name, whole):
+            def call(*args, **kwargs):
+                nonlocal at, last
+                at += 1
+                if at == k:
+                    last = name
+                    if name == "close":
+                        whole(*args)
+                    raise OSError(code, os.strerror(code))
+                return whole(*args, **kwargs)
+
+            return call
+
+        while not k or last:
+            k, last = k + 1, ""
+            for each in target.parent.iterdir() if target.parent.exists() else ():
+                leftovers.remove(str(each))
+            publish_files(target, OLD)
+            error, at = None, 0
+            with monkeypatch.context() as patch:
+                for name in names:
+                    patch.setattr(os, name, wrap(name, getattr(os, name)))
+                try:
+                    publish_files(target, NEW, overwrite=True)
+                except StorageError as raised:
+                    error = raised
+            is_new = content(target) == NEW
+            beside = set(os.listdir(target.parent)) - {"out"}
+            seen.append((last, error is not None, is_new))
+            if error is None or not is_new:
+                assert is_new or content(target) == OLD
+                assert is_new == (error is None), f"call {k}, {last}: {error}"
+                assert not beside, f"call {k}, {last}, leaves {beside}"
+            else:
+                assert last == "fsync"
+                assert "new content is in place" in str(error)
+                assert len(beside) == 1
+        assert len(seen) > 40
+        assert seen.count(("fsync", True, True)) == 1
+        assert {("close", False, True), ("open", True, False), ("unlink", False, True)} <= set(seen)
 
     def test_a_second_rename_that_fails_brings_the_old_back(self, target, monkeypatch):
         publish_files(target, OLD)
