@@ -26,12 +26,13 @@ from shardckpt.format.native_kind import STEP
 from shardckpt.format.native_manifest import Contents, encode_manifest
 from shardckpt.format.native_part import Part, decode_part, encode_part, join, part_of
 from shardckpt.format.native_payload import HF_INDEX, Payload, hf_index, lay_out, new_save_id
-from shardckpt.format.native_records import record_of
+from shardckpt.format.native_records import FileRecord, record_of
 from shardckpt.format.steps import files_of_others
 from shardckpt.groups import Star, new_star
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.pieces import LocalArray
 from shardckpt.storage.joined_publication import JoinedPublication
+from shardckpt.storage.presence import require_files
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import begin
 
@@ -428,8 +429,9 @@ class Corridor:
         whole = replace(self._contents, files=(*files, *self._contents.files), arrays=arrays, bases=bases)
         manifest = encode_manifest(whole)
         self._write(manifest_name(whole.save), manifest)
-        sizes = {each.name: each.nbytes for each in whole.files if not each.base}
-        self._publication.require({**sizes, manifest_name(whole.save): len(manifest)})
+        own = {**_sizes(self._contents.files), manifest_name(whole.save): len(manifest)}
+        first, *others = [_sizes(part.files) for part in parts[: len(told)]]
+        require_files(self._how.path, self._publication.place, [{**first, **own}, *others])
         self._write(COMMIT, encode_commit(whole.save, manifest, whole.files))
         self._publication.finish()
         return [b""] * len(told)
@@ -441,6 +443,10 @@ class Corridor:
             number: tuple(_replica(*items[at], which) for at, which in positions)
             for number, positions in self._task.classes.items()
         }
+
+
+def _sizes(files: Iterable[FileRecord]) -> dict[str, int]:
+    return {each.name: each.nbytes for each in files}
 
 
 def _replica(path: Path, array: LocalArray, which: int) -> Replica:

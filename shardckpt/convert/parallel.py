@@ -11,6 +11,7 @@ from shardckpt.convert.stream import Payload
 from shardckpt.convert.writing import Hashes, Layout
 from shardckpt.groups import Group, joined_ranks
 from shardckpt.storage.joined_publication import JoinedPublication
+from shardckpt.storage.presence import require_files
 from shardckpt.storage.publication import Publication
 
 _SEPARATOR = "\0"
@@ -68,13 +69,16 @@ def publish_together(
         said = _SEPARATOR.join((publication.fresh, save, publication.place)) if publication else ""
         heard = group.broadcast(said.encode("utf-8", "surrogateescape"))  # a path on a disk is any bytes
         fresh, save, place = heard.decode("utf-8", "surrogateescape").split(_SEPARATOR, 2)
-        publication = publication or JoinedPublication(place)
         with group.together("writing"):
+            publication = publication or JoinedPublication(place)
             laid = lay_out(fresh, save)
-            hashes = write(share_out(laid.payload, group.size)[group.rank], publication)
+            shares = share_out(laid.payload, group.size)
+            hashes = write(shares[group.rank], publication)
         told = {name: each for said in group.all_gather(_encoded(hashes)) for name, each in _decoded(said)}
         with group.together("publishing"):
             if group.rank == 0:
+                others = [{file.name: file.nbytes for file in share} for share in shares[1:]]
+                require_files(publication.place, publication.place, [{}, *others])
                 finish(laid, told, publication)
                 publication.finish()
     except BaseException:

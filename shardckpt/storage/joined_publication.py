@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 
 from shardckpt.errors import StorageError
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.failures import failing
+from shardckpt.storage.open_store import local_path, open_store
+from shardckpt.storage.presence import SHARE_IT
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 
@@ -15,9 +18,15 @@ class JoinedPublication(Publication):
 
     Args:
         place: The other's `place`.
+
+    Raises:
+        StorageError: This process does not see the folder that the other one made there.
     """
 
     def __init__(self, place: str) -> None:
+        path = local_path(place)
+        if path is not None:
+            _require_folder(path)
         self.place = place
         self._store = open_store(place)
         self._writers: dict[str, Writer] = {}
@@ -41,3 +50,44 @@ class JoinedPublication(Publication):
             writer.abort()
             with suppress(StorageError):
                 self._store.delete(name)
+
+
+def _require_folder(path: str) -> None:
+    """Make sure that a folder is there which another process has just made.
+
+    Raises:
+        StorageError: It is not.
+    """
+    if os.path.isdir(path) or _is_there_now(path):
+        return
+    raise StorageError(
+        "this rank does not see the folder that rank 0 writes into: it sees another folder of this name",
+        where=path,
+        fix=SHARE_IT,
+    )
+
+
+def _is_there_now(path: str) -> bool:
+    """Look once more, after making the folders above, which are removed again.
+
+    A network file system may remember for a while that one of them was absent; asked to make it, it looks again.
+    """
+    made: list[str] = []
+    with failing("cannot join the other ranks", path):
+        try:
+            _make_missing(os.path.dirname(path), made)
+            return os.path.isdir(path)
+        finally:
+            for folder in reversed(made):
+                with suppress(OSError):
+                    os.rmdir(folder)
+
+
+def _make_missing(folder: str, made: list[str]) -> None:
+    """Make a folder and those above it where they are absent, and note which."""
+    if os.path.isdir(folder):
+        return
+    _make_missing(os.path.dirname(folder), made)
+    with suppress(FileExistsError):
+        os.mkdir(folder)
+        made.append(folder)

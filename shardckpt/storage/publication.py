@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 
 from shardckpt.storage.store import Writer
 
@@ -33,16 +32,6 @@ class Publication(ABC):
 
         Raises:
             StorageError: It cannot be created.
-        """
-
-    def require(self, sizes: Mapping[str, int]) -> None:  # noqa: B027  (a disk that has taken files has them)
-        """Make sure, where somebody else might remove them, that files of the result lie there whole.
-
-        Args:
-            sizes: Of all that are closed, whoever wrote them: bytes by name.
-
-        Raises:
-            StorageError: Some do not.
         """
 
     @abstractmethod

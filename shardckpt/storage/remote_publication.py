@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,6 @@ from shardckpt.storage.store import ClosingWriter, Store, Writer, read_bytes
 
 if TYPE_CHECKING:
     from shardckpt.storage.fsspec_store import FsspecStore
-
-_SHOWN = 3
 
 _DEAD_S = 24 * 3600.0
 """Seconds after which what another save wrote, and nothing refers to, counts as left behind: it may be under way."""
@@ -179,21 +177,6 @@ class RemoteFolder(Publication):
         self._written.append(name)
         return writer
 
-    def require(self, sizes: Mapping[str, int]) -> None:
-        """Make sure that files of the result lie there whole. Raises StorageError."""
-        store = open_remote(self.place)
-        there = {entry.name: entry.size for entry in store.list()}
-        unseen = [name for name, nbytes in sizes.items() if there.get(name) != nbytes]
-        gone = [name for name in unseen if _size(self.place, name) != sizes[name]]  # lists may lag behind
-        if gone:
-            more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
-            raise StorageError(
-                "files that were just written are gone or cut short",
-                where=self.place,
-                found=", ".join(gone[:_SHOWN]) + more,
-                fix="If another job saves to the same place, give each its own.",
-            )
-
     def finish(self) -> None:
         """Remove the old content, finish the held files, the last one last. Raises StorageError."""
         last = self._held.get(self._last or "")
@@ -310,13 +293,6 @@ class RemoteFile(Publication):
         """Drop what was written; never raises."""
         if self._writer is not None:
             self._writer.abort()
-
-
-def _size(url: str, name: str) -> int | None:
-    """Return the size of a file as the store tells it now, None where there is none."""
-    with suppress(MissingFileError):
-        return open_remote(url).size(name)
-    return None
 
 
 def _all_files(store: Store) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 
 from shardckpt.errors import MissingFileError, StorageError, TruncatedError, UnsafeError
 from shardckpt.storage.local import LocalStore
+from shardckpt.storage.presence import missing_files
 from shardckpt.storage.store import Listed, Read, Store, read_bytes
 
 CONTENT = bytes(range(256)) * 40
@@ -76,6 +77,12 @@ class StoreSuite:
         assert store.list() == [Listed("a.bin", 1, False), Listed("b.bin", 3, False), Listed("sub", 0, True)]
         assert store.list("sub") == [Listed("sub/deep", 0, True)]
         assert store.list("sub/deep") == [Listed("sub/deep/c.bin", 2, False)]
+
+    def test_what_is_absent_or_of_another_size_is_missing_for_whoever_opens_the_folder(self, store):
+        put(store, "a.bin", b"123")
+        put(store, "b.bin", b"12")
+        assert missing_files(store.url, {"a.bin": 3, "b.bin": 2}) == {}
+        assert missing_files(store.url, {"c.bin": 3, "a.bin": 3, "b.bin": 3}) == {"c.bin": None, "b.bin": 2}
 
     def test_a_folder_that_is_not_there_lists_as_empty(self, store):
         assert store.list() == []
