@@ -319,8 +319,12 @@ class Star:
         except Exception:
             raise
         except BaseException:
-            self.is_lost = self.size > 1
+            self.leave()
             raise
+
+    def leave(self) -> None:
+        """Count the ranks as lost: this one leaves work of several consultations before its end."""
+        self.is_lost = self.size > 1
 
     def post(self, row: torch.Tensor, to: int) -> dist.Work:
         """Begin to send bytes to a rank that takes them; the tensor stays as it is until the work is done.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -88,11 +88,10 @@ def async_save(
             refusal = _refusal(on_busy)
         with course.phase("capture"):
             saver = saver_of(group, refusal)
-            corridor = Corridor(saver, how, saver.behind(group))
-            with saver.star.in_step(), corridor.taken_back():
-                corridor.agree(state, refusal)
-        BACKGROUND.begin(course)
-        _stage(course, corridor, most)
+            copy = _Copy(course, Corridor(saver, how, saver.behind(group)), most)
+            BACKGROUND.begin(course, copy.abandon)
+            copy.agree(state, refusal)
+        copy.make()
     return SaveHandle(course)
 
 
@@ -105,40 +104,93 @@ def _refusal(on_busy: OnBusy) -> Exception | None:
     return BACKGROUND.unheard()
 
 
-def _stage(course: Course, corridor: Corridor, budget: int | None) -> None:
-    """Copy the state while a thread waits for it; a failure to copy reaches the ranks through that thread."""
-    stage = Stage(BUFFERS, budget)
-    promise: Future[Cargo] = Future()
-    try:
-        course.start(lambda: _write(course, corridor, stage, promise))
-    except RuntimeError as error:  # no thread can be had; the others have to hear of it
-        with corridor.taken_back():
-            corridor.finish(error)
-    try:
-        with course.phase("staging"):
-            cargo = corridor.cargo()
-            promise.set_result(cargo)
-            stage.fill(cargo.payloads, corridor.arrays)
-    except BaseException as error:
-        failure = error if isinstance(error, Exception) else InterruptedError("the copy of the state was interrupted")
-        if not promise.done():
-            promise.set_exception(failure)
-        stage.fail(failure)
-        if not isinstance(error, Exception):
+class _Copy:
+    """The copy of a state, made by the call and written by the saver's thread.
+
+    A signal may end the call at any point. What ranks have agreed on is then taken back by the thread, which tells them
+    why, or by the call where the thread has not begun: whoever claims the rest of the save.
+
+    Args:
+        course: How the save goes.
+        corridor: The save.
+        budget: Bytes that the copy may take; None for no limit.
+    """
+
+    def __init__(self, course: Course, corridor: Corridor, budget: int | None) -> None:
+        self._course, self._corridor = course, corridor
+        self._stage = Stage(BUFFERS, budget)
+        self._cargo: SimpleQueue[Cargo | Exception] = SimpleQueue()
+        self._is_whole = self._is_claimed = False
+
+    def agree(self, state: Any, refusal: Exception | None) -> None:
+        """Plan with the other ranks. Collective; a failure is raised on all."""
+        try:
+            self._corridor.agree(state, refusal)
+        except Exception:
+            self._claim()
+            self._corridor.take_back()
             raise
-    finally:
-        corridor.let_go()
+        except BaseException:
+            self.abandon()
+            raise
 
+    def make(self) -> None:
+        """Start the thread, and copy the state for it; that the copy fails is the save's failure, which it tells."""
+        try:
+            self._start()
+            with self._course.phase("staging"):
+                cargo = self._corridor.cargo()
+                self._cargo.put(cargo)
+                self._stage.fill(cargo.payloads, self._corridor.arrays)
+            self._is_whole = True
+        except Exception as error:
+            self._fail(error)
+            if self._is_claimed:
+                raise
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._corridor.let_go()
 
-def _write(course: Course, corridor: Corridor, stage: Stage, promise: Future[Cargo]) -> None:
-    """Write what is copied, then publish it. On the saver's thread."""
+    def abandon(self) -> None:
+        """Give the save up unless all is copied: a signal has ended the call."""
+        if self._is_whole or self._is_claimed:
+            return
+        if self._claim():
+            self._corridor.leave()
+        else:
+            self._fail(InterruptedError("the copy of the state was interrupted"))
 
-    def transfer() -> bytes:
-        with course.phase("write"):
-            return corridor.transfer(promise.result(), stage.blocks)
+    def _claim(self) -> bool:
+        self._is_claimed = self._is_claimed or self._course.claim()
+        return self._is_claimed
 
-    with corridor.taken_back():
-        said = attempted(transfer)
-        stage.close()  # the loop may be waiting for a buffer
-        with course.phase("publish"):
-            corridor.finish(said)
+    def _start(self) -> None:
+        try:
+            self._course.start(self._write)
+        except RuntimeError as error:  # no thread can be had; the others have to hear of it
+            if self._claim():
+                with self._corridor.taken_back():
+                    self._corridor.finish(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Tell the thread that no more will come, and why."""
+        self._cargo.put(error)
+        self._stage.fail(error)
+
+    def _write(self) -> None:
+        """Write what is copied, then publish it. On the saver's thread."""
+
+        def transfer() -> bytes:
+            with self._course.phase("write"):
+                cargo = self._cargo.get()
+                if isinstance(cargo, Exception):
+                    raise cargo
+                return self._corridor.transfer(cargo, self._stage.blocks)
+
+        with self._corridor.taken_back():
+            said = attempted(transfer)
+            self._stage.close()  # the call may be waiting for a buffer
+            with self._course.phase("publish"):
+                self._corridor.finish(said)

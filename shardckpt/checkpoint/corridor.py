@@ -231,13 +231,19 @@ class Corridor:
         try:
             yield
         except BaseException:
-            self._take_back()
+            self.take_back()
             raise
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         """Remove what this rank wrote."""
-        if self._publication is not None:
-            self._publication.drop()
+        publication, self._publication = self._publication, None
+        if publication is not None:
+            publication.drop()
+
+    def leave(self) -> None:
+        """Remove what this rank wrote, and count the other ranks as lost, which go on without it."""
+        self._star.leave()
+        self.take_back()
 
     @property
     def arrays(self) -> Mapping[Path, LocalArray]:

@@ -76,6 +76,7 @@ class Course:
         self._process = os.getpid()
         self._failure: BaseException | None = None
         self._is_heard = False
+        self._claimed = threading.Lock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -96,14 +97,20 @@ class Course:
         """What the phases took that have ended."""
         return SaveTimings(**self._seconds)
 
+    def claim(self) -> bool:
+        """Take over the rest of the save, and tell whether nobody had: its thread, or the call that was interrupted."""
+        return self._claimed.acquire(blocking=False)
+
     def start(self, work: Callable[[], None]) -> None:
-        """Do the rest of the save on a thread; what it raises is the save's failure.
+        """Do the rest of the save on a thread, unless it is claimed; what it raises is the save's failure.
 
         Args:
             work: The rest.
         """
 
         def run() -> None:
+            if not self.claim():
+                return
             try:
                 work()
             except BaseException as error:  # noqa: BLE001  (raised by whoever asks)
@@ -122,7 +129,8 @@ class Course:
             timeout: Seconds; None for as long as it takes.
         """
         if self._thread is not None:
-            self._thread.join(timeout)
+            with suppress(RuntimeError):  # a signal came before it was started
+                self._thread.join(timeout)
         return self.is_over
 
     @property
@@ -203,10 +211,16 @@ class Background:
         """Begin anew: threads do not come along into a forked process."""
         self.entry = threading.RLock()
         self._course: Course | None = None
+        self._abandon: Callable[[], object] = lambda: None
 
-    def begin(self, course: Course) -> None:
-        """Remember a save that is about to start."""
-        self._course = course
+    def begin(self, course: Course, abandon: Callable[[], object]) -> None:
+        """Remember a save that is about to start.
+
+        Args:
+            course: How it goes.
+            abandon: Gives up what the call has not copied yet, where a signal has ended that call; else does nothing.
+        """
+        self._course, self._abandon = course, abandon
         if not self._is_known_to_exit:
             self._is_known_to_exit = True
             _before_exit(self.end)
@@ -217,8 +231,9 @@ class Background:
         return "" if self._course is None or self._course.is_over else self._course.path
 
     def wait(self) -> None:
-        """Wait until no save is under way."""
+        """Wait until no save is under way. Only for whoever holds `entry`: no call copies a state meanwhile."""
         if self._course is not None:
+            self._abandon()
             self._course.join()
 
     def unheard(self) -> Exception | None:
@@ -228,7 +243,13 @@ class Background:
 
     def end(self) -> None:
         """Wait for the last save, and say so if it failed and nobody can ask any more."""
-        self.wait()
+        if self.entry.acquire(blocking=False):
+            try:
+                self.wait()
+            finally:
+                self.entry.release()
+        elif self._course is not None:  # a call of another thread copies its state
+            self._course.join()
         failure = self._course.unheard() if self._course is not None else None
         if failure is not None and self._course is not None:
             _LOG.error("the save in the background to %s failed: %s", self._course.path, failure)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import posix
@@ -22,7 +23,9 @@ from states import FACES, Net, differing, flat, step, whole
 from torch import nn
 
 import shardckpt
-from shardckpt.checkpoint.async_save import BUFFERS
+from shardckpt.checkpoint import corridor
+from shardckpt.checkpoint.async_save import BUFFERS, _Copy
+from shardckpt.checkpoint.staging import Stage
 from shardckpt.convert.verify import verify
 from shardckpt.state import model_state_dict, optim_state_dict
 
@@ -244,6 +247,75 @@ class TestOutcome:
         assert os.listdir(tmp_path) == ["c"]
 
 
+def ctrl_c(*_args: object, **_options: object) -> None:
+    raise KeyboardInterrupt
+
+
+def after(method):
+    """Return a method that does what it does, and is ended by a signal before it returns."""
+
+    def interrupted(*args, **options):
+        method(*args, **options)
+        raise KeyboardInterrupt
+
+    return interrupted
+
+
+INTERRUPTIONS = {
+    "while the state is looked at": (corridor, "capture", ctrl_c),
+    "before the thread is started": (threading.Thread, "start", ctrl_c),
+    "when the thread was started": (threading.Thread, "start", after(threading.Thread.start)),
+    "when ranks have agreed": (corridor.Corridor, "agree", after(corridor.Corridor.agree)),
+    "before anything is copied": (corridor.Corridor, "cargo", ctrl_c),
+    "while it is copied": (Stage, "fill", ctrl_c),
+    "when it was copied": (Stage, "fill", after(Stage.fill)),
+    "while that is told": (_Copy, "_fail", ctrl_c),
+}
+
+
+@pytest.mark.timeout(60)
+class TestInterrupted:
+    """A signal may end the call at any point: the save is taken back, the next one works, the process can end."""
+
+    @pytest.mark.parametrize("when", INTERRUPTIONS)
+    def test_a_call_that_a_signal_ends_leaves_nothing_and_the_next_save_works(
+        self, tmp_path: Path, monkeypatch, when: str
+    ) -> None:
+        shardckpt.save({"t": torch.ones(3)}, tmp_path / "c")
+        state = {"t": torch.rand(9000)}
+        with monkeypatch.context() as patch:
+            patch.setattr(*INTERRUPTIONS[when])
+            if when == "while that is told":
+                patch.setattr(Stage, "fill", ctrl_c)
+            with pytest.raises(KeyboardInterrupt):
+                shardckpt.async_save(state, tmp_path / "c", overwrite=True)
+        with contextlib.suppress(shardckpt.ShardckptError):  # which says, once, that the one before was interrupted
+            shardckpt.save({"t": torch.zeros(3)}, tmp_path / "d", overwrite=True)
+        shardckpt.async_save({"t": torch.zeros(3)}, tmp_path / "d", overwrite=True).result()
+        assert sorted(os.listdir(tmp_path)) == ["c", "d"] and threads() == []
+        found = shardckpt.load(tmp_path / "c")["t"]
+        assert torch.equal(found, state["t"] if when == "when it was copied" else torch.ones(3))
+
+    def test_a_signal_handler_that_saves_while_the_state_is_copied_ends_that_save(self, tmp_path: Path) -> None:
+        fill = Stage.fill
+
+        def fill_and_save(self, *args) -> None:
+            Stage.fill = fill
+            with pytest.raises(shardckpt.RankError, match="the copy of the state was interrupted"):
+                shardckpt.save({"t": torch.ones(3)}, tmp_path / "last")
+            shardckpt.save({"t": torch.ones(3)}, tmp_path / "last")
+            fill(self, *args)
+
+        Stage.fill = fill_and_save
+        try:
+            handle = shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "c")
+        finally:
+            Stage.fill = fill
+        with pytest.raises(InterruptedError):
+            handle.result()
+        assert os.listdir(tmp_path) == ["last"]
+
+
 def wait_for_no_thread() -> None:
     while threads():
         time.sleep(0.01)
@@ -298,6 +370,23 @@ def ended(path: Path, end: str = "", fault: str = "") -> subprocess.CompletedPro
 
 
 class TestProcess:
+    def test_a_process_ends_whose_call_was_ended_by_a_signal_when_the_thread_had_started(self, tmp_path: Path) -> None:
+        script = """
+import signal, sys, threading, torch, shardckpt
+start = threading.Thread.start
+def start_and_signal(self):
+    start(self)
+    if self.name == "shardckpt-save":
+        signal.raise_signal(signal.SIGINT)
+threading.Thread.start = start_and_signal
+shardckpt.async_save({"t": torch.rand(9000)}, sys.argv[1])
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / "c")], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert "KeyboardInterrupt" in done.stderr and "the copy of the state was interrupted" in done.stderr
+        assert os.listdir(tmp_path) == []
+
     def test_a_process_that_ends_waits_for_its_save(self, tmp_path: Path) -> None:
         done = ended(tmp_path / "c", end="raise KeyError('in the loop')")
         assert (done.stdout, done.returncode) == ("the script is over\n", 1)
