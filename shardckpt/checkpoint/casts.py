@@ -20,26 +20,42 @@ def put(values: torch.Tensor, into: torch.Tensor, entry: TensorEntry) -> None:
 
     Raises:
         PrecisionError: One would lose more than rounding: a finite value would become infinite, a number would be
-            another integer.
+            another integer, an imaginary part would be dropped.
     """
     with torch.no_grad():
-        into.copy_(values)
-        if _holds_all(into.dtype, values.dtype):
-            return
-        lost = _lost(values, into.to(values.device))
-        if lost.any():
-            raise PrecisionError(
-                "a value does not fit the type that it is cast to",
-                where=dotted(entry.path),
-                found=f"{values[lost].flatten()[0].item()} of {_name(values)}",
-                expected=_name(into),
-                fix="Load it in a wider type.",
-            )
+        lost = _copy(values, into)
+    if lost is not None:
+        raise PrecisionError(
+            "a value does not fit the type that it is cast to",
+            where=dotted(entry.path),
+            found=f"{values[lost].flatten()[0].item()} of {_name(values)}",
+            expected=_name(into),
+            fix="Load it in a wider type." if into.is_complex() or not values.is_complex() else "Load it as complex.",
+        )
+
+
+def _copy(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor | None:
+    """Copy elements; return which of them became others by more than rounding, or None."""
+    if values.is_complex() and not into.is_complex():
+        lost = values.imag != 0  # NaN too
+        return lost if lost.any() else _copy(values.real, into)
+    if into.is_complex() and values.dtype != into.dtype:
+        parts = torch.view_as_real(into)
+        if values.is_complex():
+            lost_parts = _copy(torch.view_as_real(values.resolve_conj()), parts)
+            return None if lost_parts is None else lost_parts.any(-1)
+        parts[..., 1] = 0
+        return _copy(values, parts[..., 0])
+    into.copy_(values)
+    if _holds_all(into.dtype, values.dtype):
+        return None
+    lost = _lost(values, into.to(values.device))
+    return lost if lost.any() else None
 
 
 def _holds_all(wanted: torch.dtype, stored: torch.dtype) -> bool:
-    """Tell whether a type has room for every value of another, rounding aside; complex ones are left to torch."""
-    if wanted == stored or wanted.is_complex or stored.is_complex or stored == torch.bool:
+    """Tell whether a type has room for every value of another, rounding aside; neither is complex."""
+    if stored in (wanted, torch.bool):
         return True
     if wanted.is_floating_point:
         most = torch.finfo(stored).max if stored.is_floating_point else torch.iinfo(stored).max

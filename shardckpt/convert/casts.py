@@ -46,10 +46,14 @@ def cast_into(
         allow_overflow: Let finite values become infinite.
 
     Raises:
-        PrecisionError: A finite value becomes infinite.
+        PrecisionError: A finite value becomes infinite, or an imaginary part would be dropped.
     """
     source = np.frombuffer(data, numpy_dtype(stored))
     target = np.frombuffer(out, numpy_dtype(dtype))
+    if source.dtype.kind == "c" and target.dtype.kind != "c":
+        raise PrecisionError(
+            f"{name!r} is complex, and its imaginary parts would be dropped in {dtype}", found=stored, expected=dtype
+        )
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         # torch casts float64 to the halves through float32, so that some values are rounded twice
         through = stored == "float64" and dtype in ("bfloat16", "float16")

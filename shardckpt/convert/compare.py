@@ -24,7 +24,7 @@ from shardckpt.convert.report import Comparison, TensorDifference, ValueDifferen
 from shardckpt.convert.ruled import read_rules
 from shardckpt.convert.values import Leaves, Tolerance, are_equal, describe, find_leaves, have_same_types, in_words
 from shardckpt.convert.whole_shapes import with_whole_shapes
-from shardckpt.dtypes import FLOATS, bits
+from shardckpt.dtypes import bits
 from shardckpt.errors import UsageError
 from shardckpt.format.detect import detect, open_checkpoint, open_source
 from shardckpt.format.native import NativeReader
@@ -328,14 +328,8 @@ def _delivered(data: bytearray, entry: TensorEntry) -> bytearray:
 
 
 def _is_tolerated(dtype: str) -> bool:
-    """Tell whether tolerances apply to a type: to floating-point and complex ones that numpy can read as numbers."""
-    if dtype == "complex32":
-        return True
-    try:
-        kind = numpy_dtype(dtype)
-    except TypeError:
-        return False
-    return dtype in FLOATS or kind.kind in "fc"
+    """Tell whether tolerances apply to a type: to floating-point and complex ones that can be read as numbers."""
+    return dtype.startswith(("float", "bfloat", "complex")) and bits(dtype) % 8 == 0
 
 
 def _are_close(x: NDArray[Any], y: NDArray[Any], tolerance: Tolerance) -> bool:

@@ -338,6 +338,12 @@ class TestRefusals:
             (2**40, "int64", "int32"),
             (70_000, "int32", "float16"),
             (2, "int32", "bool"),
+            (1 + 2j, "complex64", "float32"),
+            (complex(1, float("nan")), "complex64", "float64"),
+            (1j, "complex64", "int32"),
+            (1e300, "float64", "complex64"),
+            (1e300j, "complex128", "complex64"),
+            (1e30, "complex64", "float16"),
         ],
     )
     def test_a_cast_never_makes_another_value(self, tmp_path: Path, value, stored: str, wanted: str) -> None:
@@ -355,6 +361,10 @@ class TestRefusals:
             ([1.5, float("-inf")], "bfloat16", "float64"),
             ([0, 1], "int64", "bool"),
             ([2**53 + 1], "int64", "float32"),
+            ([1.5, -2], "complex64", "float32"),
+            ([1.5 + 0.1j, complex(float("inf"), float("nan"))], "complex128", "complex64"),
+            ([1.5, float("nan")], "float32", "complex64"),
+            ([3, -4], "int64", "complex128"),
         ],
     )
     def test_a_cast_that_only_rounds_is_what_torch_makes_of_it(self, tmp_path: Path, values, stored, wanted) -> None:

@@ -55,6 +55,11 @@ def test_double_rounding_is_torchs_too() -> None:
         assert torch.equal(cast(source, dtype), source.to(getattr(torch, dtype))), dtype
 
 
+def test_a_complex_number_is_not_cast_to_a_real_one() -> None:
+    with pytest.raises(PrecisionError, match=r"'w' is complex, and its imaginary parts would be dropped"):
+        cast(torch.tensor([1 + 2j]), "float32")
+
+
 def test_a_finite_value_that_becomes_infinite_is_an_error_that_says_which() -> None:
     source = torch.tensor([1.0, 70000.0, float("inf")])
     with pytest.raises(PrecisionError, match=r"1 finite values of 'w' .* float16; found 70000"):

@@ -286,6 +286,7 @@ def test_a_part_that_neither_holds_is_refused(tmp_path: Path) -> None:
         (torch.tensor([1 + 1j]), torch.tensor([1 + 1.1j]), {"atol": 0.11}, True),
         (torch.tensor([1 + 1j]), torch.tensor([1 + 1.2j]), {"atol": 0.11}, False),
         (torch.tensor([1.0]).bfloat16(), torch.tensor([1.0078125]).bfloat16(), {"rtol": 0.01}, True),
+        (torch.tensor([1.0]).to(torch.float8_e5m2), torch.tensor([1.25]).to(torch.float8_e5m2), {"rtol": 0.3}, True),
         (torch.tensor([1]), torch.tensor([2]), {"atol": 5.0}, False),
         (torch.tensor([True]), torch.tensor([False]), {"atol": 5.0}, False),
         (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), {"atol": 5.0}, False),
