@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks and workers share the cores, threads would spin
+
 import fsspec
 import pytest
 import s3fs

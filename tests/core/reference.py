@@ -274,7 +274,7 @@ class Training:
     """
 
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-    steps: int = 3
+    steps: int = 2  # what the first left behind meets the second
     micro: int = 1
     no_sync: bool = False
     low: bool = False

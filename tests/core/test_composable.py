@@ -89,7 +89,7 @@ def trained(
     *,
     data: Callable[[int, int], torch.Tensor] = batch,
     after: Callable[[nn.Module], None] = lambda _: None,
-    steps: int = 3,
+    steps: int = 2,
 ) -> tuple[list[float], list[torch.Tensor]]:
     """Losses and full parameters after some steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
