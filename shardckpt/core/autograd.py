@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 import torch
 
@@ -62,6 +63,36 @@ def thread(tensors: list[torch.Tensor], done: Callable[[], None]) -> list[torch.
         done: Called without arguments, once a backward pass.
     """
     return list(_Passing.apply(done, *tensors))  # type: ignore[no-untyped-call]
+
+
+class GradientWatch:
+    """Tells when a leaf gets a gradient: once, and once again after each `renew`."""
+
+    __slots__ = ("_has_told", "_told")
+
+    def __init__(self) -> None:
+        self._has_told = False
+        self._told: WeakMethod[Callable[[], None]] | None = None
+
+    def tell(self, method: Callable[[], None]) -> None:
+        """Call a method when a gradient arrives; the object it is bound to is not kept alive."""
+        self._told = WeakMethod(method)
+
+    def renew(self) -> None:
+        """Tell again when the next gradient arrives."""
+        self._has_told = False
+
+    def watch(self, leaf: torch.Tensor) -> None:
+        """Watch a leaf too; it must require gradients."""
+        leaf.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        if self._has_told:
+            return
+        self._has_told = True
+        told = self._told() if self._told is not None else None
+        if told is not None:
+            told()
 
 
 class Owner(Protocol):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardckpt.core.autograd import GradientWatch
 from shardckpt.core.comm import CommHook, Comms, Pending, ShardGroup
 from shardckpt.core.config import Offload, Precision
 from shardckpt.core.debug import Beginning
@@ -66,11 +67,29 @@ class _Full:
     They are made once, so that what autograd saved of them is valid again once the buffer is filled again.
     """
 
-    def __init__(self, packing: Packing, placed: Sequence[Placed], buffer: Resizable, trains: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        packing: Packing,
+        placed: Sequence[Placed],
+        buffer: Resizable,
+        trains: Sequence[bool],
+        watch: GradientWatch,
+    ) -> None:
         self.buffer = buffer
         self.views = packing.views(buffer.tensor.data)
         shown = [p.full(v) for p, v in zip(placed, self.views, strict=True)] if placed else self.views
-        self.leaves = tuple(nn.Parameter(v, requires_grad=on) for v, on in zip(shown, trains, strict=True))
+        self.leaves = tuple(nn.Parameter(v, requires_grad=False) for v in shown)
+        self._watch = watch
+        self._watched: set[int] = set()
+        for index, on in enumerate(trains):
+            self.train(index, on)
+
+    def train(self, index: int, on: bool) -> None:
+        """Let a leaf require gradients, and watch it from then on; or not."""
+        self.leaves[index].requires_grad_(on)
+        if on and index not in self._watched:
+            self._watched.add(index)
+            self._watch.watch(self.leaves[index])
 
     def adopt(self, others: Sequence[nn.Parameter | None]) -> None:
         """Have other objects as leaves where there are any: copies that modules hold already."""
@@ -122,6 +141,7 @@ class Bucket:
         shard = self._blank(values[0], self.packing.layout.chunk)
         self.packing.own(values, group.rank, shard)
         self.shard = pinned(shard.cpu(), offload.pin) if offload.enabled and not shard.is_meta else shard
+        self.watch = GradientWatch()
         self._full = self._made([member.parameter.requires_grad for member in members])
         self._exact: _Full | None = None
         self._exact_before: _Full | None = None  # what autograd saved of them is valid again once they are filled
@@ -139,8 +159,9 @@ class Bucket:
         made = object.__new__(type(self))
         memo[id(self)] = made
         for name, value in self.__dict__.items():
-            own = name not in ("_full", "_exact_before", "shard")
+            own = name not in ("_full", "_exact_before", "shard", "watch")
             made.__dict__[name] = copy.deepcopy(value, memo) if own else None
+        made.watch = GradientWatch()
         made.shard = self.shard.detach().clone()
         made._full = made._made([leaf.requires_grad for leaf in self._full.leaves])
         made._full.adopt([memo.get(id(leaf)) for leaf in self._full.leaves])
@@ -164,11 +185,12 @@ class Bucket:
     def _made(self, trains: Sequence[bool]) -> _Full:
         """Make the full parameters, without their values unless they are the shard."""
         if self.aliased:
-            return _Full(self.packing, self._placed, Resizable.of(self.shard), trains)
+            return _Full(self.packing, self._placed, Resizable.of(self.shard), trains, self.watch)
         return self._empty(self.compute_dtype, trains)
 
     def _empty(self, dtype: torch.dtype, trains: Sequence[bool]) -> _Full:
-        made = _Full(self.packing, self._placed, Resizable(self.packing.whole, dtype, self.compute_device), trains)
+        buffer = Resizable(self.packing.whole, dtype, self.compute_device)
+        made = _Full(self.packing, self._placed, buffer, trains, self.watch)
         made.buffer.free()
         return made
 
@@ -254,6 +276,15 @@ class Bucket:
         """Tell whether any full parameter takes part in gradients."""
         return any(leaf.requires_grad for leaf in self._full.leaves)
 
+    def train(self, index: int, on: bool) -> None:
+        """Let a full parameter take part in gradients, or not.
+
+        Args:
+            index: Which of the members.
+            on: Whether it does.
+        """
+        (self._exact or self._full).train(index, on)
+
     @property
     def parts(self) -> list[torch.Tensor]:
         """This rank's part of each parameter, as views of the shard; whole ones where nothing is sharded."""
@@ -314,8 +345,8 @@ class Bucket:
         if exact and not self.exact:
             trains = [leaf.requires_grad for leaf in self._full.leaves]
             self._exact = self._exact_before = self._exact_before or self._empty(self.dtype, trains)
-            for leaf, on in zip(self._exact.leaves, trains, strict=True):
-                leaf.requires_grad_(on)
+            for index, on in enumerate(trains):
+                self._exact.train(index, on)
         with gathering(self.compute_device):
             self._gathering = self._gather((self._exact or self._full).buffer)
         return True

@@ -229,6 +229,8 @@ class Context:
 
     def backward_passes(self, call: Call) -> None:
         """Skip what is nested in the call and was not reached."""
+        if call.lap:
+            self._laps.add(call.lap)
         if call in self._places:
             self._skip_to(call.below)
             self._close_above(call.below - 1, self._places[call])
@@ -295,6 +297,7 @@ class Context:
 
     def _finish(self) -> None:
         """The end of a backward: what is left is reduced in the fixed order of units, everything is freed."""
+        self._reach_laps_of_gradients()
         if self._laps:
             self._skip_to(0)
             self._close_above(-1)
@@ -309,6 +312,16 @@ class Context:
             self._ranks.order.backward_ends()
         self._backward = False
         self._kept &= any(unit.owes_reduction for unit in self.units)
+
+    def _reach_laps_of_gradients(self) -> None:
+        """Count a lap as reached if it gave gradients to a unit, by way of tensors that are results of no call.
+
+        Which of its laps such a tensor is of is not known: of a unit none of whose laps was reached, all are. So a rank
+        that has such gradients only reduces what a rank does whose results were reached.
+        """
+        for unit in reversed(self.units):
+            if unit.takes_part and self._laps.isdisjoint(unit.owed_laps):
+                self._laps |= unit.owed_laps
 
     # ------------------------------------------------------------------------------------------------ buffers
 

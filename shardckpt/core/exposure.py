@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +106,10 @@ class Exposure(ABC):
         for member, leaf in zip(self.bucket.members, self.bucket.leaves, strict=True):
             member.restore(leaf.detach().clone().requires_grad_(leaf.requires_grad))
         self.bucket.free()
+
+    def gather_by(self, gather: Callable[[], None]) -> None:
+        """Learn what gathers the unit in backward, where a module is computed again outside the unit's forward."""
+        del gather
 
     @abstractmethod
     def show_full(self) -> None:
@@ -263,6 +267,11 @@ class PartsExposure(Exposure):
         homes = {place.module: member.fqn for member in reversed(bucket.members) for place in member.places}
         self._gates = [Gate(module, unit, fqn) for module, fqn in homes.items()]
 
+    def gather_by(self, gather: Callable[[], None]) -> None:
+        """Let the modules be computed again in backward, with what this method gathers."""
+        for gate in self._gates:
+            gate.gather_by(gather)
+
     def restore(self) -> None:
         """Undo the sharding: register full parameters again. Collective."""
         super().restore()
@@ -272,6 +281,11 @@ class PartsExposure(Exposure):
         """Let the modules compute, with what is registered now."""
         for gate in self._gates:
             gate.open()
+
+    def _let_in_as_kept(self) -> None:
+        """Let the modules compute with what is kept; in backward with what is gathered, which gets the gradients."""
+        for gate in self._gates:
+            gate.keep()
 
     def _keep_out(self) -> None:
         """Let the modules refuse to compute with parts of parameters."""
@@ -308,9 +322,10 @@ class PartsExposure(Exposure):
                 )
         if moved:
             self._take(current, moved)
-        for exposed, leaf in zip(self.parameters, self.bucket.leaves, strict=True):
+        both = zip(self.parameters, self.bucket.leaves, strict=True)
+        for index, (exposed, leaf) in enumerate(both):
             if exposed.requires_grad != leaf.requires_grad:
-                leaf.requires_grad_(exposed.requires_grad)
+                self.bucket.train(index, exposed.requires_grad)
 
     def _take(self, current: list[torch.Tensor], moved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         like = moved[0][0]

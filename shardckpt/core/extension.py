@@ -87,6 +87,7 @@ class ExtensionBucket(Bucket):
 
     _outputs: _Outputs | None = None
     _shown: nn.Parameter | None = None
+    _is_watched = False
     _inputs: tuple[torch.Tensor, ...] = ()
     _metadata: Any = None
 
@@ -146,6 +147,19 @@ class ExtensionBucket(Bucket):
     def drop_gradients(self) -> None:
         """Forget the leaf's gradient."""
         self.leaves[0].grad = None
+
+    def train(self, index: int, on: bool) -> None:
+        """Let the full parameter take part in gradients, or not."""
+        super().train(index, on)
+        if self._shown is not None and self._shown.requires_grad != on:
+            self._shown.requires_grad_(on)
+            self._watch_shown()
+
+    def _watch_shown(self) -> None:
+        """Watch the full parameter, once, from when it first requires gradients."""
+        if self._shown is not None and self._shown.requires_grad and not self._is_watched:
+            self._is_watched = True
+            self.watch.watch(self._shown)
 
     @property
     def _at(self) -> Placed:
@@ -209,6 +223,8 @@ class ExtensionBucket(Bucket):
                 made, inner = behind(gathered, self._metadata, self.compute_dtype)
                 self._outputs.add(inner)
                 self._shown = self._leaf(made)
+                self._is_watched = False
+                self._watch_shown()
             else:
                 # by way of `data`, which does not count as a change of what autograd has saved
                 behind(gathered, self._metadata, self.compute_dtype, out=self._shown.data)

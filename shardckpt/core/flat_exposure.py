@@ -132,9 +132,9 @@ class FlatExposure(ShowingExposure):
             bucket.replace_shard(data.reshape(-1))
             self.flat.data = bucket.shard.data
             self._absent = self._stand_ins()
-        for leaf in bucket.leaves:
+        for index, leaf in enumerate(bucket.leaves):
             if leaf.requires_grad != self.flat.requires_grad:
-                leaf.requires_grad_(self.flat.requires_grad)
+                bucket.train(index, self.flat.requires_grad)
 
     def add_gradient(self, reduced: Reduced) -> None:
         """Add it to the flat parameter's gradient; nothing when no rank used any of its parameters."""

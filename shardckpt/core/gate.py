@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
+from weakref import WeakMethod
 from weakref import ref as weakref
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardckpt.core import autograd
 from shardckpt.core.traverse import Name
 from shardckpt.errors import ShardckptError
 
@@ -26,7 +29,7 @@ class Gate:
     """Stands in for the forward of a module that has sharded parameters of its own, until they are gathered.
 
     A forward that a user put in place of the module's own is left alone. One who took this for the module's own gets
-    that once the gate is open.
+    that once the gate is open. In backward, where a checkpoint computes again, the unit is gathered instead.
 
     Args:
         module: The module.
@@ -39,6 +42,7 @@ class Gate:
         self._unit = unit
         self._fqn = fqn
         self._open = True
+        self._gather: WeakMethod[Callable[[], None]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
         """Return the one of the module's copy."""
@@ -50,9 +54,21 @@ class Gate:
         found: Gate = memo[id(self)]
         return found
 
+    def gather_by(self, gather: Callable[[], None]) -> None:
+        """Call a method to gather the unit in backward; the object it is bound to is not kept alive."""
+        self._gather = WeakMethod(gather)
+
     def close(self) -> None:
-        """Refuse to compute from now on."""
+        """Refuse to compute from now on, except in backward."""
         self._open = False
+        self._put()
+
+    def keep(self) -> None:
+        """Let the module compute as it is, but in backward with what the unit gathers."""
+        self._open = True
+        self._put()
+
+    def _put(self) -> None:
         module = self._module()
         if module is not None:
             module.__dict__.setdefault("forward", self)
@@ -65,7 +81,10 @@ class Gate:
             del module.__dict__["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse; compute where the gate is open, or the caller knows of DTensors."""
+        """Refuse; compute where the gate is open, in backward, or where the caller knows of DTensors."""
+        gather = self._gather() if self._gather is not None and autograd.in_backward() else None
+        if gather is not None:
+            gather()
         if self._open or any(isinstance(each, DTensor) for each in args):
             return self.__func__(self._module(), *args, **kwargs)
         raise NotGatheredError(

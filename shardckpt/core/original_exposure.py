@@ -49,7 +49,7 @@ class OriginalExposure(PartsExposure, ShowingExposure):
             original.data = full
         self._watch(self._originals)
         self._register_originals()
-        self._let_in()
+        self._let_in_as_kept()
 
     def show_sharded(self) -> None:
         """Register the user's parameters as views of the shard."""

@@ -161,6 +161,7 @@ class Unit:
         self._held_back = False
         self._lending = False
         self._saves = True  # what autograd keeps of the parameters comes by our hooks
+        self._watch_gradients()
         self._exactly = False  # the last forward computed in the stored types
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
@@ -171,11 +172,18 @@ class Unit:
         for each in self.exposures:
             each.copy_parameters(memo)
         made.exposures = copy.deepcopy(self.exposures, memo)
+        made._watch_gradients()
         made.modules = copy.deepcopy(self.modules, memo)
         made.buffers = copy.deepcopy(self.buffers, memo)
         made.sync_gradients, made._all_reduce = self.sync_gradients, self._all_reduce
         made._next = copy.deepcopy(self._next, memo)
         return made
+
+    def _watch_gradients(self) -> None:
+        """Learn of gradients, and of needs of parameters in backward, that no call of the unit tells of."""
+        for each in self.exposures:
+            each.bucket.watch.tell(self.gradient_arrived)
+            each.gather_by(self.fill_for_backward)
 
     # ---------------------------------------------------------------------------------------------------- facts
 
@@ -222,6 +230,16 @@ class Unit:
     def owes(self, laps: Set[int]) -> bool:
         """Tell whether that is so of some laps, or of the backward that runs."""
         return not self._owed.isdisjoint({_NOW, *laps})
+
+    @property
+    def takes_part(self) -> bool:
+        """Tell whether the backward that runs has reached the unit, and has not reduced its gradients since."""
+        return _NOW in self._owed
+
+    @property
+    def owed_laps(self) -> Set[int]:
+        """Return the laps whose gradients have not been reduced."""
+        return self._owed - {_NOW}
 
     def attach(self, iteration: Iteration | None, name: str = "") -> None:
         """Let the unit belong to a root, where it has a name; or to none."""
@@ -552,6 +570,12 @@ class Unit:
         self._took_part = True
         self._owed.add(_NOW)
 
+    def gradient_arrived(self) -> None:
+        """Note that a full parameter has a gradient, perhaps of a tensor that no result of a call leads to."""
+        if self.attached:
+            self._root.backward_begins()
+            self._owed.add(_NOW)
+
     def fill_for_backward(self) -> None:
         """Gather for gradients, unless the parameters are there."""
         root = self._root
@@ -591,6 +615,7 @@ class Unit:
             laps: Those that are done with; all where None.
         """
         self._owed -= self._owed if laps is None else {_NOW, *laps}
+        self._renew_watches()
         self._took_part = True
         self._held_back |= not self.sync_gradients
         if not self._keeps_after_backward(held=not self.sync_gradients):
@@ -599,6 +624,10 @@ class Unit:
         self._root.backward_passed(self)
         if self.sync_gradients:
             self._begin_reduce()
+
+    def _renew_watches(self) -> None:
+        for bucket in self.buckets:
+            bucket.watch.renew()
 
     def _keeps_after_backward(self, *, held: bool) -> bool:
         config = self.config
@@ -642,6 +671,7 @@ class Unit:
     def end_iteration(self) -> None:
         """After a backward: forget its calls, free what is left, show gradients that were held back."""
         self._calls.clear()
+        self._renew_watches()
         took_part, self._took_part = self._took_part, False
         if self._owed and not took_part:
             return  # its own backward is still to come
@@ -663,6 +693,7 @@ class Unit:
         self._running.clear()
         self._ran = 0
         self._owed.clear()
+        self._renew_watches()
         self._held_back = self._took_part = False
         try:
             for each in self._active:

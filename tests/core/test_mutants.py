@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import test_kept_tensors
 import test_parity
 import test_sharding
+from faces import FACES
 from harness import RanksError
 from models import PLAIN
 from under_test import STYLES, TORCH, Strategy, Style
 
 pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own parts are replaced")
 if not TORCH:
+    from shardckpt.core.autograd import GradientWatch
     from shardckpt.core.bucket import Bucket
     from shardckpt.core.comm import ShardGroup
     from shardckpt.core.device import Resizable
@@ -54,6 +57,11 @@ def nothing_is_freed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Resizable, "free", lambda self: None)
 
 
+def gradients_are_not_watched(patch: pytest.MonkeyPatch) -> None:
+    """Only results of units tell of a backward."""
+    patch.setattr(GradientWatch, "_arrived", lambda self, leaf: None)
+
+
 def holds_its_share(style: Style) -> None:
     test_sharding.test_a_rank_holds_its_share_between_iterations(FULL, 2, style)
 
@@ -78,6 +86,10 @@ def trains_as_unsharded(style: Style) -> None:
     test_parity.table(2, [(PLAIN, {"style": style, "strategy": strategy}) for strategy in (FULL, GRAD_OP)])
 
 
+def reduces_what_a_loss_of_kept_tensors_gives(style: Style) -> None:
+    test_kept_tensors.test_a_parameter_that_is_unfrozen_later_is_told_of(FACES[list(Style).index(style)])
+
+
 CAUGHT: list[tuple[Callable[[pytest.MonkeyPatch], None], Check]] = [
     (nothing_is_sharded, holds_its_share),
     (nothing_is_sharded, issues_its_collectives),
@@ -87,6 +99,7 @@ CAUGHT: list[tuple[Callable[[pytest.MonkeyPatch], None], Check]] = [
     (nothing_is_freed, holds_its_share),
     (nothing_is_freed, keeps_the_root_alone),
     (nothing_is_freed, leaves_nothing_whole),
+    (gradients_are_not_watched, reduces_what_a_loss_of_kept_tensors_gives),
 ]
 
 

@@ -1,0 +1,289 @@
+"""A loss made of tensors that a model keeps, and does not return, has its gradients reduced as any other has."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from faces import FACES, apart, differing, exposures, sharder
+from harness import run
+from models import WIDTH, Opaque, blocks_and_root, root_alone, square, tokens
+from reference import Training, reduce_gradients, sgd
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from under_test import TORCH
+
+pytestmark = pytest.mark.skipif(TORCH, reason="torch is wrong: it learns of gradients from results of units only")
+
+EACH = pytest.mark.parametrize("face", FACES)
+CLOSE = Training(sgd).close
+CUTS = {"units": blocks_and_root, "root": root_alone}
+
+
+class Entry(nn.Module):
+    """Reads tokens; its backward needs no parameter's value, so that nothing gathers the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.shift = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens):
+        return self.embed(tokens) + self.shift
+
+
+class Keeper(nn.Module):
+    """Keeps what a loss is made of; what it returns carries no gradient."""
+
+    entry: type[nn.Module] = Entry
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([type(self).entry(), type(self).entry()])
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, tokens):
+        x = self.summed(tokens) + self.scale
+        self.kept = x * 2
+        return x.detach()
+
+    def summed(self, tokens):
+        return sum(block(tokens) for block in self.blocks)
+
+
+class KeepingEntry(Entry):
+    def forward(self, tokens):
+        self.kept = super().forward(tokens)
+        return self.kept.detach()
+
+
+class KeepingInside(Keeper):
+    """Every unit keeps its own."""
+
+    entry = KeepingEntry
+
+    def summed(self, tokens):
+        super().summed(tokens)
+        return sum(block.kept for block in self.blocks)
+
+
+class HidingEntry(Entry):
+    def forward(self, tokens):
+        return Opaque(super().forward(tokens))
+
+
+class Hiding(Keeper):
+    """Results in objects that no walk through containers knows."""
+
+    entry = HidingEntry
+
+    def summed(self, tokens):
+        return sum(block(tokens).value for block in self.blocks)
+
+
+class CheckpointedEntry(nn.Module):
+    """Keeps what a checkpoint gave, which computes again in backward."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def compute(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+    def forward(self, tokens):
+        x = nn.functional.one_hot(tokens, 11)[..., :WIDTH].float().requires_grad_()
+        return checkpoint(self.compute, x, use_reentrant=type(self).reentrant)
+
+
+class ReentrantEntry(CheckpointedEntry):
+    reentrant = True
+
+
+class Checkpointed(Keeper):
+    entry = CheckpointedEntry
+
+
+class CheckpointedReentrant(Keeper):
+    entry = ReentrantEntry
+
+
+class AroundUnits(Keeper):
+    """The units are computed again, inside a checkpoint of the root."""
+
+    reentrant = False
+
+    def summed(self, tokens):
+        one = torch.ones(1, requires_grad=True)
+        return sum(
+            checkpoint(lambda t, x, block=block: block(t) * x, tokens, one, use_reentrant=type(self).reentrant)
+            for block in self.blocks
+        )
+
+
+class AroundUnitsReentrant(AroundUnits):
+    reentrant = True
+
+
+def inner(model: nn.Module) -> Any:
+    """The user's module."""
+    return getattr(model, "_fsdp_wrapped_module", model)
+
+
+def kept(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A loss of what the model kept."""
+    model(batch)
+    return square(inner(model).kept)
+
+
+Train = Callable[[nn.Module, int, str | None], None]
+
+
+def once(model: nn.Module, rank: int, face: str | None) -> None:
+    kept(model, tokens(rank, 0)).backward()
+
+
+def of_a_hook(model: nn.Module, rank: int, face: str | None) -> None:
+    """The loss is made of what a forward hook saw inside a unit."""
+    seen = []
+    embed = inner(inner(model).blocks[0]).embed
+    handle = embed.register_forward_hook(lambda module, args, output: seen.append(output))
+    model(tokens(rank, 0))
+    handle.remove()
+    square(seen[0]).backward()
+
+
+def two_forwards(model: nn.Module, rank: int, face: str | None) -> None:
+    """Both forwards come before both backwards."""
+    losses = [kept(model, tokens(rank, step)) for step in range(2)]
+    for loss in losses:
+        loss.backward()
+
+
+def two_backwards(model: nn.Module, rank: int, face: str | None) -> None:
+    loss = kept(model, tokens(rank, 0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def accumulated(model: nn.Module, rank: int, face: str | None) -> None:
+    with apart(model, face) if face is not None else contextlib.nullcontext():
+        kept(model, tokens(rank, 0)).backward()
+    kept(model, tokens(rank, 1)).backward()
+
+
+def after_an_unused_forward(model: nn.Module, rank: int, face: str | None) -> None:
+    kept(model, tokens(rank, 5))
+    kept(model, tokens(rank, 0)).backward()
+
+
+ROWS: list[tuple[type[nn.Module], Train]] = [
+    (Keeper, once),
+    (KeepingInside, once),
+    (Hiding, once),
+    (Keeper, of_a_hook),
+    (Keeper, two_forwards),
+    (Keeper, two_backwards),
+    (Keeper, accumulated),
+    (Keeper, after_an_unused_forward),
+    (Checkpointed, once),
+    (CheckpointedReentrant, once),
+    (AroundUnits, once),
+    (AroundUnitsReentrant, once),
+]
+
+
+def parted(face: str, cut: str, build: type[nn.Module], train: Train, rank: int) -> list[str]:
+    """Where gradients part from those of the unsharded model, in two iterations."""
+    torch.manual_seed(17)
+    plain = build()
+    torch.manual_seed(17)
+    model = CUTS[cut](build(), sharder(face))
+    wrong: list[str] = []
+    for step in range(2):
+        train(model, rank, face)
+        train(plain, rank, None)
+        reduce_gradients(plain, exposures(model, plain, face))
+        wrong += [f"{build.__name__} {train.__name__} {step}: {e}" for e in differing(model, plain, face, CLOSE)]
+        model.zero_grad()
+        plain.zero_grad()
+    return wrong
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@EACH
+def test_a_loss_of_kept_tensors_trains_as_the_unsharded_model(face, cut):
+    def body(rank, world):
+        warnings.simplefilter("ignore")
+        return [each for build, train in ROWS for each in parted(face, cut, build, train, rank)]
+
+    assert run(2, body, timeout=60.0) == [[], []]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@EACH
+def test_a_rank_with_kept_tensors_reduces_with_one_that_uses_the_results(face, cut):
+    """One rank's loss is made of a tensor that the root kept, the other's of what it returned."""
+
+    class Both(Keeper):
+        def forward(self, tokens):
+            super().forward(tokens)
+            self.alone = self.scale * 3
+            return self.kept
+
+    def by_rank(model, rank, face):
+        result = model(tokens(rank, 0))
+        square(result if rank else inner(model).alone).backward()
+
+    def body(rank, world):
+        warnings.simplefilter("ignore")
+        return parted(face, cut, Both, by_rank, rank)
+
+    assert run(2, body) == [[], []]
+
+
+@EACH
+def test_a_parameter_that_is_unfrozen_later_is_told_of(face):
+    """What is watched for gradients follows `requires_grad`."""
+
+    def unfrozen(model, rank, face):
+        for parameter in model.parameters():
+            parameter.requires_grad_()
+        once(model, rank, face)
+
+    class Frozen(Keeper):
+        def __init__(self) -> None:
+            super().__init__()
+            self.requires_grad_(False)
+
+    def body(rank, world):
+        warnings.simplefilter("ignore")
+        return parted(face, "root", Frozen, unfrozen, rank)
+
+    assert run(2, body) == [[], []]
+
+
+@EACH
+def test_a_copy_of_the_model_is_told_of_its_own_gradients(face):
+
+    def body(rank, world):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(17)
+        plain = Keeper()
+        torch.manual_seed(17)
+        original = root_alone(Keeper(), sharder(face))
+        model = copy.deepcopy(original)
+        once(model, rank, face)
+        once(plain, rank, None)
+        reduce_gradients(plain, exposures(model, plain, face))
+        untouched = [p.grad for p in original.parameters() if p.grad is not None]
+        return differing(model, plain, face, CLOSE), len(untouched)
+
+    assert run(2, body) == [([], 0)] * 2
