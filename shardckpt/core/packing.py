@@ -31,13 +31,15 @@ def apart(part: torch.Tensor) -> torch.Tensor:
     """Return a part of a buffer over a storage that holds nothing else; the memory is the same.
 
     A DTensor around a view from somewhere within a storage can be neither copied nor saved, and what is saved of a view
-    is its whole storage.
+    is its whole storage. That is so of a part without elements too, which keeps its shape.
 
     Args:
         part: A dense part; other kinds of tensors are returned as they are.
     """
-    if type(part) is not torch.Tensor or part.is_meta or part.numel() == 0:
+    if type(part) is not torch.Tensor or part.is_meta:
         return part
+    if part.numel() == 0:  # it has no memory to share; where it lay is not 0 for a rank without rows
+        return part.new_empty(part.shape)
     extent = 1 + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
     storage, width = part.untyped_storage(), part.element_size()
     if storage.nbytes() == extent * width:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -94,6 +95,13 @@ class Identity:
         made = memo[id(self)] = Identity()
         return made
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Leave something empty in a file: a parameter that is loaded is none that a unit knows.
+
+        Everyone can read it, also `torch.load` with `weights_only`, and where this package is not installed.
+        """
+        return OrderedDict, ()
+
     @property
     def held(self) -> bool:
         """Tell whether a unit that still exists has sharded the parameter."""
@@ -105,18 +113,22 @@ class Identity:
 
 
 _ORDER = itertools.count()
+_IDENTITY = "_shardckpt_identity"
 
 
 def is_held(parameter: nn.Parameter) -> bool:
     """Tell whether a parameter is one that a unit has sharded."""
-    found: Identity | None = parameter.__dict__.get("_shardckpt_identity")
-    return found is not None and found.held
+    found: Any = parameter.__dict__.get(_IDENTITY)
+    return isinstance(found, Identity) and found.held
 
 
 def identity(parameter: nn.Parameter) -> Identity:
     """Return the identity of a parameter; it has one from the first question on."""
-    found: Identity = parameter.__dict__.setdefault("_shardckpt_identity", Identity())
-    return found
+    found: Any = parameter.__dict__.get(_IDENTITY)
+    if isinstance(found, Identity):
+        return found
+    made = parameter.__dict__[_IDENTITY] = Identity()
+    return made
 
 
 @dataclass(eq=False)
@@ -167,7 +179,7 @@ class Managed:
         Args:
             parameter: The other one; it is not registered yet.
         """
-        parameter.__dict__["_shardckpt_identity"] = self.identity
+        parameter.__dict__[_IDENTITY] = self.identity
         self.original = parameter
 
     def forget(self) -> None:
