@@ -20,6 +20,7 @@ from shardckpt.format.tagged import ArrayRef, Named, path_key
 from shardckpt.manifest import Path, dotted
 from shardckpt.state import foreign
 from shardckpt.state.description import Description
+from shardckpt.state.flat_shards import FlatShardError, FlatShards, has_peers
 from shardckpt.state.optim_pieces import local_optimizer
 from shardckpt.state.optimizer import ForeignParameterError, optimized
 from shardckpt.state.pieces import LocalArray, LocalModel, local_array, local_model
@@ -76,18 +77,18 @@ class Models:
 
     def __init__(self, state: Any) -> None:
         self._found: dict[int, tuple[nn.Module, LocalModel]] = {}
-        self._look(state, 0)
+        self._look(state, ())
 
-    def _look(self, value: Any, depth: int) -> None:
+    def _look(self, value: Any, path: Path) -> None:
         if isinstance(value, nn.Module):
             if id(value) not in self._found:
-                self._found[id(value)] = (value, local_model(value))
+                self._found[id(value)] = (value, _local_model(value, path))
         elif isinstance(value, Variant):
-            self._look(value.of, depth)
-            self._look(value.module, depth)
-        elif isinstance(value, (Mapping, list, tuple)) and depth < tagged.MAX_DEPTH:
-            for each in value.values() if isinstance(value, Mapping) else value:
-                self._look(each, depth + 1)
+            self._look(value.of, path)
+            self._look(value.module, path)
+        elif isinstance(value, (Mapping, list, tuple)) and len(path) < tagged.MAX_DEPTH:
+            for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+                self._look(each, (*path, path_key(key)))
 
     def __iter__(self) -> Iterator[LocalModel]:
         """Yield what lies here of each model, in the order of the state."""
@@ -117,6 +118,49 @@ class Models:
         return None
 
 
+def _local_model(model: nn.Module, path: Path) -> LocalModel:
+    try:
+        return local_model(model)
+    except FlatShardError as error:
+        raise FlatShardError(".".join(filter(None, (dotted(path), str(error.where))))) from error
+
+
+def require_no_flat_shard(tensor: torch.Tensor, path: Path, shards: FlatShards) -> None:
+    """Refuse a tensor that is a rank's shard of a flat parameter: other ranks have other elements under its name.
+
+    Args:
+        tensor: As the user handed it in.
+        path: Where it is in the state.
+        shards: The flat parameters of this process.
+
+    Raises:
+        FlatShardError: It is one.
+    """
+    if shards.has_tensor(tensor):
+        raise FlatShardError(dotted(path))
+
+
+def require_model_of(optim: torch.optim.Optimizer, path: Path, shards: FlatShards) -> None:
+    """Refuse an optimizer of flat parameters whose model is not in the state: nothing names what it keeps.
+
+    Args:
+        optim: The optimizer.
+        path: Where it is in the state.
+        shards: The flat parameters of this process.
+
+    Raises:
+        UsageError: It is one.
+    """
+    parameters = (each for group in optim.param_groups for each in group["params"])
+    if has_peers() and any(map(shards.has_parameter, parameters)):
+        raise UsageError(
+            "the optimizer holds flat parameters of FullyShardedDataParallel, and their model is not in the state",
+            where=dotted(path),
+            fix='Save and load both together: {"model": model, "optim": optim}; or use `optim_state_dict(model, optim)`'
+            " and `load_optim_state_dict`.",
+        )
+
+
 def capture(state: Any, rank: int, world: int) -> Captured:
     """Look at everything in a state; nothing is copied or moved.
 
@@ -140,6 +184,8 @@ class _Capture:
         self._places: dict[int, Path] = {}
         self._variants: list[tuple[Path, nn.Module]] = []
         self._kept: list[torch.Tensor] = []  # so that no identity is used twice
+        self._shards = FlatShards()
+        self._is_own = False
 
     def run(self, state: Any) -> Captured:
         root = dict(state) if isinstance(state, Mapping) and not isinstance(state, dict) else state
@@ -177,6 +223,8 @@ class _Capture:
 
     def _tensor(self, value: torch.Tensor, path: Path, kind: str = "tensor") -> ArrayAt:
         check_tensor(value, path)
+        if not self._is_own:
+            require_no_flat_shard(value, path, self._shards)
         try:
             array = local_array(value)
         except UnsupportedError as error:
@@ -241,6 +289,8 @@ class _Capture:
         if found is None:
             model = self._models.foreign_for(optim)
             if model is None:
+                if not self._is_own:
+                    require_model_of(optim, path, self._shards)
                 return self._visit(optim.state_dict(), path)
             return self._visit(foreign.whole_optim_state(model, optim, offload=False, first_only=False), path)
         try:
@@ -260,7 +310,9 @@ class _Capture:
         return {"state": {}, "param_groups": groups}
 
     def _per_rank(self, value: PerRank, path: Path) -> list[None]:
+        was_own, self._is_own = self._is_own, True
         self._made.own[path] = self._visit(value.state_dict(), (*path, self._rank))
+        self._is_own = was_own
         return [None] * self._world
 
 

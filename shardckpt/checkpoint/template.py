@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardckpt.checkpoint.capture import Models
+from shardckpt.checkpoint.capture import Models, require_model_of, require_no_flat_shard
 from shardckpt.checkpoint.holdings import PerRank, check_tensor, dtype_name, is_optimizer, is_stateful
 from shardckpt.checkpoint.saved import Saved, torch_dtype
 from shardckpt.checkpoint.variant import EXTRAS, Variant
@@ -25,6 +25,7 @@ from shardckpt.plan.names import cleaner
 from shardckpt.plan.parts import find_parts, model_paths
 from shardckpt.state import foreign
 from shardckpt.state.description import Description
+from shardckpt.state.flat_shards import FlatShards
 from shardckpt.state.optim_pieces import Room, Slot, parameter_names, room_for
 from shardckpt.state.pieces import LocalArray, local_array
 
@@ -148,6 +149,7 @@ class _Fit:
         self._models = models
         self._opened: set[Path] = set()  # lists that are visited one entry after the other
         self._matched: set[str] = set()  # globs
+        self._shards = FlatShards()
         self.fitting = Fitting()
 
     def unexpected(self) -> Iterable[Path]:
@@ -185,6 +187,7 @@ class _Fit:
             raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
         if isinstance(value, torch.Tensor):
             check_tensor(value, path)
+            require_no_flat_shard(value, path, self._shards)
             self._array(path, path, local_array(value))
         elif isinstance(value, nn.Module):
             self._module(value, path)
@@ -335,6 +338,8 @@ class _Fit:
 
     def _whole_optimizer(self, optim: torch.optim.Optimizer, path: Path, root: Path) -> None:
         model = self._models.foreign_for(optim)
+        if model is None:
+            require_model_of(optim, path, self._shards)
         self.fitting.taken.add(root)
         n = len(root)
         wanted = [self._wants((*path, *at[n:])) for at in self._saved.paths if at[:n] == root]

@@ -25,6 +25,7 @@ from shardckpt.core.traverse import clean, is_incompatible
 from shardckpt.core.unit import Unit
 from shardckpt.state.dtensor_holder import DTensorHolder
 from shardckpt.state.flat_holder import FlatHolder
+from shardckpt.state.flat_shards import FlatShards
 from shardckpt.state.holders import Entry, Holder
 from shardckpt.state.plain_holder import PlainHolder
 from shardckpt.state.ranks import Ranks
@@ -109,6 +110,21 @@ def below(model: nn.Module) -> set[str]:
 def describe(model: nn.Module) -> Description:
     """Describe a model: sharded by either face, by torch's `fully_shard`, with DTensors, replicated or plain."""
     return _Walk(model).description()
+
+
+def describe_whole(model: nn.Module) -> Description:
+    """Describe a model of which no parameter is a shard of a wrapper around it.
+
+    Args:
+        model: As for `describe`.
+
+    Raises:
+        FlatShardError: One is.
+    """
+    found = describe(model)
+    plain = [each for each in found.holders if isinstance(each, PlainHolder)]
+    FlatShards().require_none((each.entries[0].name, each.exposed[0]) for each in plain)
+    return found
 
 
 def settle(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.core.traverse import clean
 from shardckpt.errors import ShardckptError
 from shardckpt.state.agreement import StateMismatchError, check_form, digest, handed
+from shardckpt.state.flat_shards import FlatShards
 from shardckpt.state.kinds import StateKind, is_sharded_tensor
 from shardckpt.state.param_groups import wanted
 from shardckpt.state.ranks import Ranks
@@ -84,6 +85,7 @@ def _told(model: nn.Module, kind: StateKind, *, offload: bool = False, first_onl
     """Let torch's state dicts be of a kind inside; on any exit its settings are what they were."""
     fsdp = torchs_wrapper()
     wrapper = fsdp.FullyShardedDataParallel
+    _require_wrappers(model, wrapper)
     is_there = all(parameter.device.type == "cpu" for parameter in model.parameters())
     config: dict[str, bool] = {"offload_to_cpu": offload and not is_there}  # or torch frees what it returns
     if kind is StateKind.FULL:
@@ -97,6 +99,16 @@ def _told(model: nn.Module, kind: StateKind, *, offload: bool = False, first_onl
         yield wrapper
     finally:
         _set(wrapper, model, (before.state_dict_type, before.state_dict_config, before.optim_state_dict_config))
+
+
+def _require_wrappers(model: nn.Module, wrapper: Any) -> None:
+    """Refuse a model that has parameters of a wrapper around it: those inside alone would be gathered.
+
+    Raises:
+        FlatShardError: It has some.
+    """
+    inside = {id(p) for each in model.modules() if isinstance(each, wrapper) for p in each.parameters()}
+    FlatShards().require_none((name, p) for name, p in model.named_parameters() if id(p) not in inside)
 
 
 def _set(wrapper: Any, model: nn.Module, settings: tuple[Any, Any, Any]) -> Any:

@@ -17,7 +17,7 @@ from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group
 from shardckpt.state import customs, foreign, sharded_tensors
 from shardckpt.state.agreement import StateMismatchError, digest, handed
-from shardckpt.state.description import Buffer, Description, describe, settle
+from shardckpt.state.description import Buffer, Description, describe, describe_whole, settle
 from shardckpt.state.flat_holder import FlatHolder
 from shardckpt.state.holders import Holder, from_first
 from shardckpt.state.kinds import StateKind, kind_of, note_of
@@ -60,7 +60,7 @@ def load_model_state_dict(
     if foreign.is_foreign(model):
         return _load_foreign(model, state_dict, kind, strict=strict)
     settle(model)
-    found = describe(model)
+    found = describe_whole(model)
     group = found.ranks.group
     keys = Keys()
     with handed(found.ranks, "fit a state to the model", given=bool(state_dict)) as agreed:

@@ -15,7 +15,7 @@ from shardckpt.core.full import Staging
 from shardckpt.errors import UsageError
 from shardckpt.groups import Group, LocalGroup, TorchGroup
 from shardckpt.state import customs, foreign
-from shardckpt.state.description import Description, describe, settle
+from shardckpt.state.description import Description, describe_whole, settle
 from shardckpt.state.flat_holder import FlatHolder
 from shardckpt.state.holders import Holder, local
 from shardckpt.state.kinds import KEY, StateKind
@@ -45,7 +45,7 @@ def iter_full_state_dict(
         yield from foreign.whole_state(model, offload=offload_to_cpu, first_only=rank0_only).items()
         return
     settle(model)
-    yield from _whole(describe(model), offload_to_cpu, rank0_only)
+    yield from _whole(describe_whole(model), offload_to_cpu, rank0_only)
 
 
 def _whole(found: Description, offload: bool, first_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,6 +97,7 @@ def model_state_dict(
 
     Raises:
         UsageError: There is no such kind, or `rank0_only` with another kind than FULL.
+        FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
     """
     kind = StateKind.of(kind)
     if rank0_only and kind is not StateKind.FULL:
@@ -107,7 +108,7 @@ def model_state_dict(
             return foreign.sharded_state(model, offload=offload_to_cpu)
         return foreign.whole_state(model, offload=offload_to_cpu, first_only=rank0_only)
     settle(model)
-    found = describe(model)
+    found = describe_whole(model)
     if kind is StateKind.FULL:
         tensors: dict[str, Any] = dict(_whole(found, offload_to_cpu, rank0_only))
         if rank0_only and not found.ranks.is_first:

@@ -18,7 +18,7 @@ from shardckpt.core.traverse import clean
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.state import foreign
 from shardckpt.state.agreement import StateMismatchError, check_form, digest, handed
-from shardckpt.state.description import Description, describe, settle
+from shardckpt.state.description import Description, describe_whole, settle
 from shardckpt.state.flat_holder import FlatHolder
 from shardckpt.state.holders import Entry, Holder, from_first, local, placing_of
 from shardckpt.state.kinds import StateKind, kind_of, note_of, tensors
@@ -126,7 +126,7 @@ def fit(
     if missing not in ("skip", "zeros", "error"):
         raise UsageError("this is no way to treat missing states", found=missing, expected="skip, zeros or error")
     settle(model)
-    found = describe(model)
+    found = describe_whole(model)
     group = found.ranks.group
     told = b""
     with handed(found.ranks, "fit a state to the optimizer", given=_is_given(state_dict)) as agreed:

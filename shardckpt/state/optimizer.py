@@ -17,7 +17,7 @@ from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.groups import Group, TorchGroup
 from shardckpt.state import foreign
 from shardckpt.state.agreement import StateMismatchError, digest
-from shardckpt.state.description import Description, describe, settle
+from shardckpt.state.description import Description, describe_whole, settle
 from shardckpt.state.flat_holder import FlatHolder
 from shardckpt.state.holders import Holder, local
 from shardckpt.state.kinds import StateKind
@@ -194,7 +194,7 @@ def optim_state_dict(
             return foreign.sharded_optim_state(model, optim, offload=offload_to_cpu)
         return foreign.whole_optim_state(model, optim, offload=offload_to_cpu, first_only=rank0_only)
     settle(model)
-    found = describe(model)
+    found = describe_whole(model)
     with found.ranks.group.together("find the parameters of the optimizer") as word:
         of = optimized(found, optim)
         word.said = of.shared

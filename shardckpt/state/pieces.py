@@ -20,7 +20,7 @@ from shardckpt.errors import UnsupportedError
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.state import foreign
 from shardckpt.state.bucket_holder import BucketHolder
-from shardckpt.state.description import Buffer, Description, describe, settle
+from shardckpt.state.description import Buffer, Description, describe_whole, settle
 from shardckpt.state.holders import Holder, local
 
 
@@ -227,11 +227,14 @@ def local_model(model: nn.Module) -> LocalModel:
 
     Args:
         model: Sharded by either face, by torch's `fully_shard` or wrapper, with DTensors, replicated, compiled, plain.
+
+    Raises:
+        FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
     """
     if foreign.is_foreign(model):
         return _foreign_model(model)
     settle(model)
-    found = describe(model)
+    found = describe_whole(model)
     arrays: dict[str, LocalArray] = {}
     laid = [holder.laid for holder in found.holders]
     for holder, values in zip(found.holders, laid, strict=True):

@@ -19,7 +19,7 @@ def states_go_by_position(patch: pytest.MonkeyPatch) -> None:
     original = optim_loading.fit
 
     def positional(model, optim, state, **how):
-        of = optim_loading.optimized(optim_loading.describe(model), optim)
+        of = optim_loading.optimized(optim_loading.describe_whole(model), optim)
         live = [name for names in of.groups for name in names]
         saved = [name for group in state["param_groups"] for name in group["params"]]
         renamed = dict(zip(saved, live, strict=False))

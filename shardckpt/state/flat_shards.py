@@ -1,0 +1,146 @@
+"""Tells a rank's shard of a flat parameter from a whole tensor: without the wrapper, nothing says what lies in it.
+
+A flat parameter of `FullyShardedDataParallel` (torch's, or ours) has names and shapes only together with its wrapper.
+What is registered below the wrapper (`model.module`), what an optimizer holds, and what a state dict of an inner module
+has, is a 1-D part of it that looks like any other tensor.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.core.bucket import Bucket
+from shardckpt.core.flat_parameter import FlatParameter
+from shardckpt.core.traverse import clean, is_held
+from shardckpt.errors import UsageError
+from shardckpt.layout import FlatLayout
+
+_REMEMBERED = 100_000
+"""Tensors that are remembered as whole, so that the next save does not look for their flat parameter again."""
+
+
+class FlatShardError(UsageError):
+    """A rank's shard of a flat parameter is given without its wrapper.
+
+    Args:
+        where: What is given.
+    """
+
+    def __init__(self, where: object) -> None:
+        super().__init__(
+            "this is one rank's shard of a flat parameter of FullyShardedDataParallel, not the parameter itself",
+            where=where,
+            fix="Pass the module that FullyShardedDataParallel returned, and not its `.module` or tensors of that"
+            " (Lightning: `trainer.strategy.model`); or what `get_model_state_dict` returns for it.",
+        )
+
+
+class FlatShards:
+    """The shards of flat parameters in this process. They are looked for once, when a tensor may be one."""
+
+    @cached_property
+    def _storages(self) -> frozenset[int]:
+        """Where the sharded flat parameters of this process lie.
+
+        Torch keeps no list of its wrappers, so that the objects of the process are gone through.
+        """
+        flat_param: Any = sys.modules.get("torch.distributed.fsdp._flat_param")
+        handle = getattr(flat_param, "FlatParamHandle", Bucket)
+        found = set()
+        for each in gc.get_objects():
+            kind = type(each)
+            if kind is Bucket:
+                found |= _shard_of_bucket(each)
+            elif kind is handle:
+                found |= _shard_of_handle(each)
+        return frozenset(found - {0})
+
+    def has_parameter(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a registered parameter is a rank's shard of a flat parameter, or the flat parameter.
+
+        Args:
+            parameter: The parameter; one that is managed by its own wrapper must not be asked about.
+        """
+        if isinstance(parameter, DTensor):
+            return False
+        if isinstance(parameter, FlatParameter):
+            return True
+        flattened = getattr(parameter, "_fsdp_flattened", False) or (
+            isinstance(parameter, nn.Parameter) and is_held(parameter)
+        )
+        if not flattened or parameter.dim() != 1:
+            return False
+        return not parameter.numel() or _storage_of(parameter) in self._storages
+
+    def has_tensor(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor lies in a rank's shard of a flat parameter: a parameter, or a detached one.
+
+        Args:
+            tensor: Any tensor.
+        """
+        if isinstance(tensor, DTensor) or tensor.dim() != 1 or not tensor.is_floating_point():
+            return False
+        if self.has_parameter(tensor):
+            return True
+        if not tensor.numel() or not has_peers():
+            return False
+        storage = tensor.untyped_storage()
+        known = (storage.data_ptr(), storage.nbytes())
+        if known in _WHOLE:
+            return False
+        if known[0] in self._storages:
+            return True
+        if len(_WHOLE) >= _REMEMBERED:
+            _WHOLE.clear()
+        _WHOLE.add(known)
+        return False
+
+    def require_none(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Refuse registered parameters that are shards of flat parameters.
+
+        Args:
+            named: Parameters that no wrapper manages, by name.
+
+        Raises:
+            FlatShardError: One is.
+        """
+        for name, parameter in named:
+            if self.has_parameter(parameter):
+                raise FlatShardError(clean(name))
+
+
+_WHOLE: set[tuple[int, int]] = set()
+
+
+def has_peers() -> bool:
+    """Tell whether there are several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a class of its own, without memory of its own
+        return 0
+
+
+def _shard_of_bucket(bucket: Bucket) -> set[int]:
+    is_sharded = not bucket.keeps_full and bucket.group.size > 1 and isinstance(bucket.packing.layout, FlatLayout)
+    return {_storage_of(bucket.shard)} if is_sharded else set()
+
+
+def _shard_of_handle(handle: Any) -> set[int]:
+    """Return where the shard of torch's wrapper lies; its names are private, so that they may not be there."""
+    flat = getattr(handle, "flat_param", None)
+    shard = getattr(flat, "_local_shard", flat)  # before the first forward, the flat parameter itself
+    is_sharded = getattr(handle, "uses_sharded_strategy", True)
+    return {_storage_of(shard)} if is_sharded and isinstance(shard, torch.Tensor) else set()
