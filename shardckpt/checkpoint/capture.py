@@ -21,9 +21,11 @@ from shardckpt.manifest import Path, dotted
 from shardckpt.state import foreign
 from shardckpt.state.description import Description
 from shardckpt.state.flat_shards import FlatShardError, FlatShards, has_peers
+from shardckpt.state.kinds import StateKind, is_flat_part, is_sharded_tensor, note_of
 from shardckpt.state.optim_pieces import local_optimizer
 from shardckpt.state.optimizer import ForeignParameterError, optimized
 from shardckpt.state.pieces import LocalArray, LocalModel, local_array, local_model
+from shardckpt.state.sharded_tensors import as_dtensor
 from shardckpt.state.slots import OpaqueStateError
 
 
@@ -140,6 +142,32 @@ def require_no_flat_shard(tensor: torch.Tensor, path: Path, shards: FlatShards) 
         raise FlatShardError(dotted(path))
 
 
+def as_rows(value: torch.Tensor, path: Path) -> DTensor:
+    """Return a ShardedTensor as a DTensor over the same memory.
+
+    Args:
+        value: The ShardedTensor.
+        path: Where it is in the state.
+
+    Raises:
+        FlatShardError: It is a flat parameter of a LOCAL state.
+        ShardedTensorError: It is cut in another way than into rows.
+    """
+    if is_flat_part(str(path[-1]) if path else "", value):
+        raise FlatShardError(dotted(path))
+    return as_dtensor(dotted(path), value, None)
+
+
+def _require_not_local(state: Mapping[Any, Any], path: Path) -> None:
+    """Refuse a LOCAL state: each rank has another one, under the same names."""
+    if note_of(state).get("kind") == StateKind.LOCAL.name and has_peers():
+        raise UsageError(
+            "a LOCAL state has what this rank holds, and other ranks have other elements under its names",
+            where=dotted(path),
+            fix="Pass the model itself, or its SHARDED state; or wrap what gives this one in shardckpt.PerRank.",
+        )
+
+
 def require_model_of(optim: torch.optim.Optimizer, path: Path, shards: FlatShards) -> None:
     """Refuse an optimizer of flat parameters whose model is not in the state: nothing names what it keeps.
 
@@ -199,6 +227,8 @@ class _Capture:
         kind = type(value)
         if kind is dict or kind is OrderedDict:
             self._check_depth(path)
+            if not self._is_own:
+                _require_not_local(value, path)
             return kind((key, self._visit(each, (*path, path_key(key)))) for key, each in value.items())
         if kind is list or kind is tuple:
             self._check_depth(path)
@@ -222,6 +252,8 @@ class _Capture:
             raise UnsupportedError("nested too deep, or holds itself", where=dotted(path[:8]))
 
     def _tensor(self, value: torch.Tensor, path: Path, kind: str = "tensor") -> ArrayAt:
+        if is_sharded_tensor(value):
+            return self._sharded_tensor(value, path)
         check_tensor(value, path)
         if not self._is_own:
             require_no_flat_shard(value, path, self._shards)
@@ -233,6 +265,12 @@ class _Capture:
         is_whole = not isinstance(value, DTensor) and value.numel()
         self._add(path, array, _memory(array) if is_whole else ("object", id(value)))
         return ArrayAt(path, kind)
+
+    def _sharded_tensor(self, value: torch.Tensor, path: Path) -> ArrayAt:
+        """Take what torch's wrapper gives where it has no mesh."""
+        self._kept.append(value)
+        self._add(path, local_array(as_rows(value, path)), ("object", id(value)))
+        return ArrayAt(path)
 
     def _add(self, path: Path, array: LocalArray, identity: Hashable) -> None:
         if path in self._made.arrays or path in self._made.ties:

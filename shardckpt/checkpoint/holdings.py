@@ -14,6 +14,7 @@ from shardckpt import dtypes
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.tagged import SCALARS, Named
 from shardckpt.manifest import Path, dotted
+from shardckpt.state.kinds import tensors
 
 
 @runtime_checkable
@@ -62,7 +63,15 @@ class PerRank:
 
 def is_optimizer(value: object) -> bool:
     """Tell whether an object is an optimizer, whose state belongs to parameters of a model."""
-    return isinstance(value, torch.optim.Optimizer)
+    return isinstance(value, torch.optim.Optimizer) and not _keeps_state_elsewhere(value)
+
+
+def _keeps_state_elsewhere(optim: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer is a container of others: it gives their state, and has none in its own `state`."""
+    if type(optim).state_dict is torch.optim.Optimizer.state_dict or optim.state:
+        return False
+    state: Any = optim.state_dict()
+    return any(tensors(each) for key, each in state.items() if not str(key).startswith("param_groups"))
 
 
 def is_stateful(value: object) -> bool:

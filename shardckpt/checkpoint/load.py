@@ -17,7 +17,7 @@ from shardckpt.checkpoint.model_shapes import shapes_of
 from shardckpt.checkpoint.reading import Delivery, Wish, as_deliveries
 from shardckpt.checkpoint.save import star_of
 from shardckpt.checkpoint.saved import Rules, Saved, Verify, compiled, require_way_to_verify
-from shardckpt.checkpoint.template import Fitting, Policy, fit
+from shardckpt.checkpoint.template import Fitting, Policy, Taker, fit
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
 from shardckpt.format.native_references import NamedBases
 from shardckpt.groups import Star
@@ -212,7 +212,7 @@ def _load_into(state: Any, source: _Source, policy: Policy, star: Star, fan_out:
     try:
         star.consult(f"loading {source.path}", said, _silent)
     except Exception as error:
-        _say_that_it_is_mixed(error)
+        _add_note(error, MIXED)
         raise
 
 
@@ -237,18 +237,29 @@ def _filled(errand: _Errand, star: Star, circles: Sequence[Circle]) -> bytes | E
     """Read, and hand over what was read; return how that failed, or nothing."""
     values, failure = [], None
     try:
-        values = [(errand.saved.materialised(nest), put) for nest, put in errand.fitting.values]
+        values = [each._replace(nest=errand.saved.materialised(each.nest)) for each in errand.fitting.values]
     except Exception as error:  # noqa: BLE001  (others may wait for what this rank was to read)
         failure = error
     try:
         errand.carry_out(star, circles, failure)
         for finish in errand.fitting.after:
             finish()
-        for value, put in values:
-            put(value)
+        for at, each in enumerate(values):
+            _put(each, values[at + 1 :])
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         return error
     return b""
+
+
+def _put(value: Taker, rest: Sequence[Taker]) -> None:
+    """Hand over what was read; say of a failure whose it is, and who has got nothing yet."""
+    try:
+        value.put(value.nest)
+    except Exception as error:
+        waiting = [dotted(each.path) for each in rest]
+        left = f", and {', '.join(waiting[:_SHOWN_NAMES])} got nothing yet" if waiting else ""
+        _add_note(error, f"{dotted(value.path)} did not take what was loaded{left}.")
+        raise
 
 
 def _shared(told: list[bytes]) -> list[bytes]:
@@ -271,11 +282,15 @@ MIXED = "What was loaded into may be filled in part: load again, or start anew, 
 """Said of a load that failed while it read."""
 
 
-def _say_that_it_is_mixed(error: Exception) -> None:
+_SHOWN_NAMES = 10
+
+
+def _add_note(error: Exception, note: str) -> None:
+    """Add a sentence to the message of an error, or beside it where the class of the error is not ours."""
     if isinstance(error, ShardckptError):
-        error.args = (f"{error} {MIXED}" if str(error).endswith(".") else f"{error}. {MIXED}", *error.args[1:])
+        error.args = (f"{error} {note}" if str(error).endswith(".") else f"{error}. {note}", *error.args[1:])
     elif hasattr(error, "add_note"):
-        error.add_note(MIXED)
+        error.add_note(note)
 
 
 def globs_of(partial: Any) -> tuple[str, ...] | None:

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardckpt.checkpoint.capture import Models, require_model_of, require_no_flat_shard
-from shardckpt.checkpoint.holdings import PerRank, check_tensor, dtype_name, is_optimizer, is_stateful
+from shardckpt.checkpoint.capture import Models, as_rows, require_model_of, require_no_flat_shard
+from shardckpt.checkpoint.holdings import PerRank, Stateful, check_tensor, dtype_name, is_optimizer, is_stateful
+from shardckpt.checkpoint.nests import arrays_in
 from shardckpt.checkpoint.saved import Saved, torch_dtype
+from shardckpt.checkpoint.stateful import hand_over
 from shardckpt.checkpoint.variant import EXTRAS, Variant
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.format.tagged import MAX_DEPTH, path_key
@@ -26,10 +28,25 @@ from shardckpt.plan.parts import find_parts, model_paths
 from shardckpt.state import foreign
 from shardckpt.state.description import Description
 from shardckpt.state.flat_shards import FlatShards
+from shardckpt.state.kinds import is_sharded_tensor
 from shardckpt.state.optim_pieces import Room, Slot, parameter_names, room_for
 from shardckpt.state.pieces import LocalArray, local_array
 
 Put = Callable[[Any], None]
+
+
+class Taker(NamedTuple):
+    """What is built from the checkpoint and handed over.
+
+    Attributes:
+        path: What the user calls who takes it.
+        nest: As it was saved, arrays as `ArrayAt`.
+        put: Takes it.
+    """
+
+    path: Path
+    nest: Any
+    put: Put
 
 
 class Wanted(NamedTuple):
@@ -52,7 +69,7 @@ class Fitting:
 
     Attributes:
         arrays: What is read straight into its place.
-        values: What is built from the checkpoint and handed over, in order: its path, and who takes it.
+        values: What is built from the checkpoint and handed over, in order.
         after: What is called when the arrays are filled: models and optimizers take over what is theirs.
         problems: What does not fit, one sentence each.
         taken: Paths of the checkpoint that somebody wants, with all that is below them.
@@ -61,7 +78,7 @@ class Fitting:
     """
 
     arrays: list[Wanted] = field(default_factory=list)
-    values: list[tuple[Any, Put]] = field(default_factory=list)
+    values: list[Taker] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     taken: set[Path] = field(default_factory=set)
@@ -185,7 +202,9 @@ class _Fit:
         """Add what is wanted of a value and everything in it."""
         if len(path) > MAX_DEPTH:
             raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
-        if isinstance(value, torch.Tensor):
+        if is_sharded_tensor(value):
+            self._array(path, path, local_array(as_rows(value, path)))
+        elif isinstance(value, torch.Tensor):
             check_tensor(value, path)
             require_no_flat_shard(value, path, self._shards)
             self._array(path, path, local_array(value))
@@ -198,7 +217,7 @@ class _Fit:
         elif isinstance(value, Variant):
             self._variant(value, path)
         elif is_stateful(value):
-            self._value(path, value.load_state_dict)
+            self._stateful(value, path)
         elif type(value) in (dict, OrderedDict) and value:
             for key, each in value.items():
                 self.visit(each, (*path, path_key(key)), _setter(value, key))
@@ -238,7 +257,29 @@ class _Fit:
             put(found)
         self.fitting.taken.add(path)
         if self._wants(path):
-            self.fitting.values.append((found, put))
+            self.fitting.values.append(Taker(path, found, put))
+
+    def _stateful(self, value: Stateful, path: Path) -> None:
+        """Want the tensors of an object's state in place, and hand it the rest with them."""
+        found, _ = self._saved.find(path)
+        if next(arrays_in(found), None) is None or not self._wants(path):
+            self._value(path, value.load_state_dict)
+            return
+        self.fitting.taken.add(path)
+        handover = hand_over(found, value.state_dict(), path, self._saved.arrays)
+        for fill in handover.fills:
+            require_no_flat_shard(fill.tensor, fill.path, self._shards)
+            self._array(fill.path, fill.source, local_array(fill.tensor))
+        for each in handover.missing:
+            self._missing(each)
+        for each in handover.unplaced if self._policy.strict else ():
+            self._problem(
+                each,
+                f"no tensor for {dotted(each)}: {type(value).__name__}.state_dict() has sharded tensors, none of this"
+                " name, so that it is not known how this one is cut (let the object make it before the load: torch's"
+                " `get_optimizer_state_dict` makes the state of an optimizer)",
+            )
+        self.fitting.values.append(Taker(path, handover.nest, value.load_state_dict))
 
     def _array(self, path: Path, source: Path, array: LocalArray) -> None:
         """Want one array.
@@ -350,7 +391,7 @@ class _Fit:
         take: Put = optim.load_state_dict
         if model is not None:
             take = lambda state: foreign.put_optim_state(model, optim, state)  # noqa: E731
-        self.fitting.values.append((self._saved.find(root)[0], take))
+        self.fitting.values.append(Taker(path, self._saved.find(root)[0], take))
 
     def _optim_state(self, root: Path, found: Description, optim: torch.optim.Optimizer) -> optimizers.OptimState:
         shapes = {name: entry.shape for name, entry in found.entries.items()}
@@ -419,13 +460,13 @@ class _Fit:
         if not isinstance(found, list):
             self._problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no state of each rank there")
         elif len(found) == self._world:
-            self.fitting.values.append((found[self._rank], value.load_state_dict))
+            self.fitting.values.append(Taker(path, found[self._rank], value.load_state_dict))
         elif type(value).load_other_world is PerRank.load_other_world:
             text = f"every rank has its own {dotted(path)}, and there are more or fewer ranks than saved it"
             found_text = f"found {len(found)}, expected {self._world}"
             self._problem(path, f"{text}: {found_text} (leave it out of the state; `load(path)` has all of them)")
         else:
-            self.fitting.values.append((found, self._other_world(value, path)))
+            self.fitting.values.append(Taker(path, found, self._other_world(value, path)))
 
     def _other_world(self, value: PerRank, path: Path) -> Put:
         def take(states: list[Any]) -> None:
