@@ -21,7 +21,7 @@ from shardckpt.manifest import Path, dotted
 from shardckpt.state import foreign
 from shardckpt.state.description import Description
 from shardckpt.state.flat_shards import FlatShardError, FlatShards, has_peers
-from shardckpt.state.kinds import StateKind, is_flat_part, is_sharded_tensor, note_of
+from shardckpt.state.kinds import is_flat_part, is_sharded_tensor, note_of, require_not_local
 from shardckpt.state.optim_pieces import local_optimizer
 from shardckpt.state.optimizer import ForeignParameterError, optimized
 from shardckpt.state.pieces import LocalArray, LocalModel, local_array, local_model
@@ -158,16 +158,6 @@ def as_rows(value: torch.Tensor, path: Path) -> DTensor:
     return as_dtensor(dotted(path), value, None)
 
 
-def _require_not_local(state: Mapping[Any, Any], path: Path) -> None:
-    """Refuse a LOCAL state: each rank has another one, under the same names."""
-    if note_of(state).get("kind") == StateKind.LOCAL.name and has_peers():
-        raise UsageError(
-            "a LOCAL state has what this rank holds, and other ranks have other elements under its names",
-            where=dotted(path),
-            fix="Pass the model itself, or its SHARDED state; or wrap what gives this one in shardckpt.PerRank.",
-        )
-
-
 def require_model_of(optim: torch.optim.Optimizer, path: Path, shards: FlatShards) -> None:
     """Refuse an optimizer of flat parameters whose model is not in the state: nothing names what it keeps.
 
@@ -227,8 +217,8 @@ class _Capture:
         kind = type(value)
         if kind is dict or kind is OrderedDict:
             self._check_depth(path)
-            if not self._is_own:
-                _require_not_local(value, path)
+            if not self._is_own and note_of(value).get("kind") and has_peers():
+                require_not_local(value, dotted(path))
             return kind((key, self._visit(each, (*path, path_key(key)))) for key, each in value.items())
         if kind is list or kind is tuple:
             self._check_depth(path)

@@ -207,7 +207,7 @@ class StateStatics(nn.Module):
     def optim_state_dict_to_load(
         model: nn.Module,
         optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any],
+        optim_state_dict: dict[str, Any] | None,
         is_named_optimizer: bool = False,
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,

@@ -19,6 +19,10 @@ _FLAT = "_flat_param"
 """How torch's wrapper calls flat parameters."""
 
 
+class LocalStateError(UsageError):
+    """A LOCAL state is given where ranks save one state together."""
+
+
 class StateKind(Enum):
     """What a state dict holds.
 
@@ -49,6 +53,28 @@ def note_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
     metadata = getattr(state, "_metadata", None)
     found = metadata.get(KEY) if isinstance(metadata, Mapping) else None
     return found if isinstance(found, Mapping) else {}
+
+
+def require_not_local(value: Any, where: str) -> None:
+    """Refuse a nest with a LOCAL state where each name stands for one tensor: each rank has another one.
+
+    Args:
+        value: Anything.
+        where: Its dotted name.
+
+    Raises:
+        LocalStateError: There is one.
+    """
+    if not isinstance(value, Mapping):
+        return
+    if note_of(value).get("kind") == StateKind.LOCAL.name:
+        raise LocalStateError(
+            "a LOCAL state has what this rank holds, and other ranks have other elements under its names",
+            where=where,
+            fix="Take it as SHARDED or FULL, or let each rank save its own (`torch.save`, `shardckpt.PerRank`).",
+        )
+    for key, each in value.items():
+        require_not_local(each, f"{where}.{key}" if where else str(key))
 
 
 def kind_of(state: Mapping[str, Any]) -> StateKind:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -218,15 +218,20 @@ def optim_state_dict(
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: torch.optim.Optimizer,
-    state: Mapping[str, Any],
+    state: Mapping[str, Any] | None,
     is_named_optimizer: bool,
     load_directly: bool,
     group: Any,
 ) -> dict[str, Any]:
-    """Return what `load_state_dict` of the optimizer takes; load it too where that is wanted. Collective."""
+    """Return what `load_state_dict` of the optimizer takes; load it too where that is wanted. Collective.
+
+    Of a FULL state that the first rank alone has, the others may give None, as Accelerate does.
+    """
     del group
     kind = recursion.KINDS[_settings(model).state_dict_type]
-    made = _numbered(model, optim, state, kind)
+    if state is None and kind is StateKind.FULL and not describe(model).ranks.is_first:
+        state = {}
+    made = _numbered(model, optim, cast("Mapping[str, Any]", state), kind)  # None is refused there, on all ranks
     if is_named_optimizer:
         names = {id(p): name for name, p in model.named_parameters()}  # such optimizers have them from there
         order = [names[id(p)] for live in optim.param_groups for p in live["params"]]

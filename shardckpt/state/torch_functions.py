@@ -15,12 +15,15 @@ import torch
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.checkpoint import state_dict as functions
+from torch.distributed.checkpoint import state_dict_saver
 
 from shardckpt.core import config
 from shardckpt.core.flat_exposure import FlatExposure
 from shardckpt.core.traverse import clean
 from shardckpt.core.wrapper import FLAT_PARAM, FullyShardedDataParallel
 from shardckpt.state.description import EXTRA
+from shardckpt.state.flat_shards import has_peers
+from shardckpt.state.kinds import require_not_local
 
 
 class _EitherMeta(type):
@@ -114,6 +117,18 @@ def _state(module: nn.Module) -> Any:
     return module if isinstance(module, FullyShardedDataParallel) else _torch_state(module)
 
 
+_torch_saved: Any = getattr(state_dict_saver, "_stateful_to_state_dict", None)
+
+
+def _saved(state_dict: Any) -> Any:
+    """Return what `dcp.save` is about to write; a LOCAL state, of which it would keep one rank's, is refused."""
+    found = _torch_saved(state_dict)
+    if has_peers():
+        for key, value in [("", state_dict), *found.items()]:
+            require_not_local(value, str(key))
+    return found
+
+
 _KNOWN = {
     "FSDP": _Either,
     "_get_fqns": _names,
@@ -123,7 +138,9 @@ _KNOWN = {
 
 
 def introduce() -> None:
-    """Let torch's functions find our wrapper; doing it again changes nothing."""
+    """Let torch's functions find our wrapper, and its saver our LOCAL states; doing it again changes nothing."""
+    if _torch_saved is not None:
+        state_dict_saver._stateful_to_state_dict = _saved
     lacking = [name for name in _KNOWN if not hasattr(functions, name)]
     if lacking:
         warnings.warn(

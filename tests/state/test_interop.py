@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import run
-from states import FACES, Net, differing, flat, in_place, quiet, step, whole, wrapper
+from states import FACES, Net, differing, flat, in_place, over, quiet, refused, step, whole, wrapper
 from torch.distributed import fsdp as theirs
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.device_mesh import init_device_mesh
@@ -197,3 +197,21 @@ def test_sharded_states_are_cut_over_the_mesh_that_the_wrapper_was_given(face):
         return differing(found[0], found[1], exact=False), [n for n, t in texts[0].items() if texts[1][n] != t]
 
     assert run(4, body) == [([], [])] * 4
+
+
+def test_dcp_refuses_local_states_of_which_it_would_keep_one_ranks(tmp_path):
+    def body(rank, world, face):
+        model = FACES[face](Net((1,)))
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step(model, optim)
+        states = [model_state_dict(model, "LOCAL"), {"optim": optim_state_dict(model, optim, "LOCAL")}]
+        if face == "flat":
+            kind = ours.StateDictType.LOCAL_STATE_DICT
+            with quiet(ours.FullyShardedDataParallel.state_dict_type, model, kind):
+                states += [model.state_dict(), {"deep": {"model": model.state_dict()}}]
+        told = [refused(dcp.save, state, checkpoint_id=str(tmp_path / face)) for state in states]
+        quiet(dcp.save, model_state_dict(model, "SHARDED"), checkpoint_id=str(tmp_path / f"{face} rows"))
+        return [each for each in told if "LOCAL" not in each]
+
+    over(["flat", "orig", "in place"], body)
+    assert not any((tmp_path / face).exists() for face in ("flat", "orig", "in place"))

@@ -6,7 +6,7 @@ import copy
 import warnings
 
 import torch
-from states import Net, differing, flat, over, quiet, step, whole, wrapper
+from states import Net, differing, flat, over, quiet, refused, step, whole, wrapper
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import _NamedOptimizer
@@ -160,3 +160,32 @@ def test_optim_input_is_deprecated():
         return silent
 
     over(STYLES, body)
+
+
+def test_ranks_that_have_no_state_may_give_none_as_accelerate_does():
+    def body(rank, world, face):
+        model, optim = trained(face)
+        kinds = {"FULL": ours.StateDictType.FULL_STATE_DICT, "SHARDED": ours.StateDictType.SHARDED_STATE_DICT}
+        configs = ours.FullStateDictConfig(rank0_only=True), ours.FullOptimStateDictConfig(rank0_only=True)
+        quiet(ours.FullyShardedDataParallel.set_state_dict_type, model, kinds["FULL"], *configs)
+        state = ours.FullyShardedDataParallel.optim_state_dict(model, optim)
+        other, again = trained(face, steps=0)
+        quiet(ours.FullyShardedDataParallel.set_state_dict_type, other, kinds["FULL"], *configs)
+        load = ours.FullyShardedDataParallel.optim_state_dict_to_load
+        again.load_state_dict(load(other, again, state if rank == 0 else None))
+        wrong = differing(flat(optim_state_dict(other, again)), flat(optim_state_dict(model, optim)))
+        told = refused(load, other, again, None if rank == 0 else state)
+        wrong += [] if "no state of an optimizer" in told else [told]
+        quiet(ours.FullyShardedDataParallel.set_state_dict_type, other, kinds["SHARDED"])
+        told = refused(load, other, again, None)
+        return wrong + ([] if "no state of an optimizer" in told else [told])
+
+    def trained(face, steps=2):
+        torch.manual_seed(0)
+        model = wrapper(ours, use_orig_params=face == "orig")(Net((1,)))
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for number in range(steps):
+            step(model, optim, number)
+        return model, optim
+
+    over(["flat", "orig"], body)
