@@ -245,21 +245,21 @@ def _filled(errand: _Errand, star: Star, circles: Sequence[Circle]) -> bytes | E
         for finish in errand.fitting.after:
             finish()
         for at, each in enumerate(values):
-            _put(each, values[at + 1 :])
+            try:
+                each.put(each.nest)  # from here, so that what is warned of on the way points at the caller of `load`
+            except Exception as error:
+                _name_taker(error, each, values[at + 1 :])
+                raise
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         return error
     return b""
 
 
-def _put(value: Taker, rest: Sequence[Taker]) -> None:
-    """Hand over what was read; say of a failure whose it is, and who has got nothing yet."""
-    try:
-        value.put(value.nest)
-    except Exception as error:
-        waiting = [dotted(each.path) for each in rest]
-        left = f", and {', '.join(waiting[:_SHOWN_NAMES])} got nothing yet" if waiting else ""
-        _add_note(error, f"{dotted(value.path)} did not take what was loaded{left}.")
-        raise
+def _name_taker(error: Exception, failed: Taker, rest: Sequence[Taker]) -> None:
+    """Say in an error which object did not take what was read for it, and who has got nothing yet."""
+    waiting = [dotted(each.path) for each in rest]
+    left = f", and {', '.join(waiting[:_SHOWN_NAMES])} got nothing yet" if waiting else ""
+    _add_note(error, f"{dotted(failed.path)} did not take what was loaded{left}.")
 
 
 def _shared(told: list[bytes]) -> list[bytes]:
