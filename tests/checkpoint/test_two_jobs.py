@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import botocore.session
 import pytest
+import s3fs
 import torch
+from faulty import faulty
 
 import shardckpt
 from shardckpt.convert.verify import verify
-from shardckpt.errors import ShardckptError
+from shardckpt.errors import ShardckptError, TargetExistsError
 from shardckpt.storage import remote_publication
 from shardckpt.storage.local_publication import LocalPublication
 from shardckpt.storage.open_store import open_store
@@ -86,6 +89,33 @@ def test_one_wins_and_the_other_is_told(url: str, moment: str, overwrite: bool, 
     assert len(saves) == 1 or (overwrite and "://" in url), f"files of the job that lost are left: {sorted(names)}"
     shardckpt.save(state(7), url, overwrite=True)
     assert shardckpt.load(url)["step"] == 7
+
+
+def test_of_two_first_saves_one_is_told_though_the_other_ends_right_before_its_last_request(
+    s3_bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one's files are copied into place when the request for `COMMIT` has left this process."""
+    shardckpt.save(state(THEIRS), f"{s3_bucket}/other")
+    theirs = [entry.name for entry in open_store(f"{s3_bucket}/other").list()]
+    client = botocore.session.get_session().create_client("s3", endpoint_url=s3_server)
+    bucket, copied = s3_bucket.partition("://")[2], []
+
+    def meanwhile(number: int, method: str, path: str) -> None:
+        if method == "PUT" and "/c/COMMIT" in path and not copied:
+            for name in theirs:
+                client.copy_object(Bucket=bucket, Key=f"c/{name}", CopySource=f"{bucket}/other/{name}")
+                copied.append(name)
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    with faulty(s3_server) as front, monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", front.url)
+        front.arm(meanwhile)
+        with pytest.raises(TargetExistsError, match="meanwhile"):
+            shardckpt.save(state(MINE), f"{s3_bucket}/c")
+        assert sorted(copied) == sorted(theirs)
+        assert shardckpt.load(f"{s3_bucket}/c")["step"] == THEIRS
+        assert {entry.name for entry in open_store(f"{s3_bucket}/c").list()} == set(theirs)
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_files_that_somebody_removed_are_missed_before_the_commit(s3_bucket: str, monkeypatch) -> None:

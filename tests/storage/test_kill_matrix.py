@@ -9,7 +9,8 @@ import os
 import re
 import shutil
 import signal
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,21 @@ from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.publish import publish
 
 LAST = "model.safetensors.index.json"
-OLD = {"config.json": b"old config", "a.bin": b"old a", "sub/b.bin": b"old b", LAST: b"old index"}
+OLD = {
+    "config.json": b"old config",
+    "a.bin": b"old a",
+    "kept.bin": b"old kept",
+    "sub/b.bin": b"old b",
+    LAST: b"old index",
+}
 NEW = {LAST: b"new index", "config.json": b"new config", "a.bin": b"new " * 5000, "sub/c.bin": b"new c"}
 NEWEST = {"a.bin": b"newest a", LAST: b"newest index"}
 
 
-def publish_folder(target: Path, files: dict[str, bytes], *, overwrite: bool = True) -> None:
-    with publish(str(target), FOLDER, overwrite=overwrite, needed_bytes=1, last=LAST) as publication:
+def publish_folder(
+    target: Path, files: dict[str, bytes], *, overwrite: bool = True, keep: tuple[str, ...] = ()
+) -> None:
+    with publish(str(target), FOLDER, overwrite=overwrite, needed_bytes=1, last=LAST, keep=keep) as publication:
         for name, data in files.items():
             with publication.create(name) as writer:
                 writer.write(data[: len(data) // 2])
@@ -62,18 +71,28 @@ def only_a(files: dict[str, bytes]) -> dict[str, bytes]:
 class Case:
     """One way to publish on a disk: what lies there before, and how it is written and read."""
 
-    def __init__(self, name: str, *, is_file: bool = False, is_first: bool = False, can_exchange: bool = True) -> None:
-        self.name, self.is_first, self.can_exchange = name, is_first, can_exchange
-        self.publish = publish_file if is_file else publish_folder
+    def __init__(
+        self,
+        name: str,
+        *,
+        is_file: bool = False,
+        is_first: bool = False,
+        can_exchange: bool = True,
+        where: str = "out",
+        keep: tuple[str, ...] = (),
+    ) -> None:
+        self.name, self.is_first, self.can_exchange, self.where = name, is_first, can_exchange, where
+        self.publish = publish_file if is_file else partial(publish_folder, keep=keep)
         self.read = file_content if is_file else folder_content
         self.old, self.new, self.newest = (only_a(f) if is_file else f for f in (OLD, NEW, NEWEST))
+        self.new = {**{name: OLD[name] for name in keep}, **self.new}
 
     def prepare(self, folder: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         if not self.is_first:
-            self.publish(folder / "out", OLD)
-        return folder / "out"
+            self.publish(folder / self.where, OLD)
+        return folder / self.where
 
     def run(self, target: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -92,6 +111,12 @@ CASES = [
     Case("first folder", is_first=True),
     Case("file over file", is_file=True),
     Case("first file", is_file=True, is_first=True),
+]
+
+POWER_CASES = [
+    *CASES,
+    Case("first folder in new folders", is_first=True, where="new/er/out"),
+    Case("folder over folder, of which a file is kept", keep=("kept.bin",)),
 ]
 
 
@@ -184,18 +209,20 @@ def fault_matrix(case: Case, folder: Path) -> int:
             return k - 1
 
 
-def power_matrix(case: Case, folder: Path) -> int:
+def power_matrix(case: Case, folder: Path, *, breaks_last_sync: bool = False) -> int:
     """Cut the power before every operation and after the last; return how many there were."""
     target = case.prepare(folder)
+    name_of_target = str(target.relative_to(folder))
     disk = Disk(str(folder))
+    parent = os.open(folder, os.O_RDONLY)
     count = 0
 
     def seen(outcome: dict[str, bytes]) -> tuple[dict[str, bytes] | None, list[dict[str, bytes]]]:
         """Return what lies at the target, and whole old copies beside it."""
         at_target = {
-            name.removeprefix("out/") if "/" in name else "a.bin": data
+            name[len(name_of_target) + 1 :] or "a.bin": data
             for name, data in outcome.items()
-            if name == "out" or name.startswith("out/")
+            if name == name_of_target or name.startswith(f"{name_of_target}/")
         }
         beside: dict[str, dict[str, bytes]] = {}
         for name, data in outcome.items():
@@ -203,22 +230,29 @@ def power_matrix(case: Case, folder: Path) -> int:
                 beside.setdefault(match[1], {})[match[2]] = data
         return at_target or None, list(beside.values())
 
+    def look(allowed: list[dict[str, bytes] | None], when: str) -> None:
+        for outcome in disk.outcomes():
+            found, beside = seen(outcome)
+            assert found in allowed, f"a power cut {when} leaves {outcome}"
+            if found is None and not case.is_first:
+                assert case.old in beside, f"a power cut {when} loses the old: {outcome}"
+
     def before(name: str, args: tuple) -> None:
         nonlocal count
         count += 1
-        for outcome in disk.outcomes():
-            found, beside = seen(outcome)
-            assert found in case.allowed(), f"a power cut before operation {count} ({name}) leaves {outcome}"
-            if found is None and not case.is_first:
-                assert case.old in beside, f"a power cut before operation {count} ({name}) loses the old: {outcome}"
+        look(case.allowed(), f"before operation {count} ({name})")
+        is_last = name == "fsync" and case.read(target) == case.new and os.path.sameopenfile(args[0], parent)
+        if breaks_last_sync and is_last and not disk.has_failed:
+            disk.fail_sync(args[0])
+            raise OSError(errno.EIO, "broken fsync")
 
     try:
-        with watched(before, disk.after):
+        with watched(before, disk.after), pytest.raises(StorageError) if breaks_last_sync else nullcontext():
             case.run(target)
-        for outcome in disk.outcomes():
-            assert seen(outcome)[0] == case.new, f"a power cut after the end leaves {outcome}"
+        look(case.allowed() if breaks_last_sync else [case.new], "after the end")
     finally:
         disk.close()
+        os.close(parent)
     return count
 
 
@@ -233,10 +267,14 @@ class TestOnDisk:
         print(f"{case.name}: failed at each of {operations} operations")
         assert operations >= (8 if case.read is file_content else 24)
 
+    @pytest.mark.parametrize("case", POWER_CASES, ids=lambda case: case.name)
     def test_a_power_cut_leaves_the_old_or_the_new(self, case, tmp_path):
         operations = power_matrix(case, tmp_path / "here")
         print(f"{case.name}: power cut at each of {operations} operations")
         assert operations >= (8 if case.read is file_content else 24)
+
+    def test_so_does_one_after_a_swap_that_the_disk_has_not_confirmed(self, case, tmp_path):
+        power_matrix(case, tmp_path / "here", breaks_last_sync=True)
 
 
 # A store without rename. Its reader loads what an index lists, or one complete numbered set without index.
@@ -354,8 +392,7 @@ class TestMutants:
     OVER = CASES[0]
 
     def test_without_fsync_the_power_matrix_is_red(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(os, "fsync", lambda _: None)
-        monkeypatch.setattr(Disk, "after", lambda *_: None)
+        monkeypatch.setattr(Disk, "hears_fsync", False)
         with pytest.raises(AssertionError, match="power cut"):
             power_matrix(self.OVER, tmp_path / "here")
 
@@ -366,6 +403,19 @@ class TestMutants:
         monkeypatch.setattr(module, name, lambda _: None)
         with pytest.raises(AssertionError, match="power cut"):
             power_matrix(self.OVER, tmp_path / "here")
+
+    @pytest.mark.parametrize("case", POWER_CASES[-2:], ids=lambda case: case.name)
+    def test_without_fsync_of_new_folders_and_kept_files_the_power_matrix_is_red(self, tmp_path, monkeypatch, case):
+        monkeypatch.setattr(local_publication, "sync_folder", lambda _: None)
+        with pytest.raises(AssertionError, match="power cut"):
+            power_matrix(case, tmp_path / "here")
+
+    @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+    def test_with_a_doubt_that_is_ignored_the_power_matrix_is_red(self, tmp_path, monkeypatch, case):
+        nothing = property(lambda _: False, lambda *_: None)
+        monkeypatch.setattr(local_publication.LocalPublication, "_is_doubtful", nothing, raising=False)
+        with pytest.raises(AssertionError, match="power cut"):
+            power_matrix(case, tmp_path / "here", breaks_last_sync=True)
 
     @pytest.mark.parametrize("how", ["killed", "error and no cleanup"])
     def test_with_the_index_written_first_the_bucket_matrix_is_red(self, monkeypatch, how):

@@ -375,6 +375,26 @@ class TestLeftovers:
         assert list(tmp_path.iterdir()) == []
         assert len(os.listdir("/proc/self/fd")) == before
 
+    def test_a_partial_that_another_run_sweeps_away_before_it_is_held_is_made_anew(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole, swept = leftovers.hold, []
+
+        def late(fd: int) -> None:
+            if not swept:
+                swept.append(os.readlink(f"/proc/self/fd/{fd}"))
+                leftovers.sweep(str(tmp_path / "out"), leftovers.PARTIAL)
+            whole(fd)
+
+        before = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(leftovers, "hold", late)
+        with publish(str(tmp_path / "out"), FOLDER, overwrite=False, needed_bytes=0) as publication:
+            assert not os.path.exists(swept[0])
+            leftovers.sweep(str(tmp_path / "out"), leftovers.PARTIAL)
+            assert os.listdir(tmp_path) == [os.path.basename(publication.place)]
+            put(publication, "a.bin", b"1")
+        assert len(os.listdir("/proc/self/fd")) == before
+
     @pytest.fixture
     def target(self, tmp_path):
         return tmp_path / "out"
