@@ -17,6 +17,7 @@ from shardckpt.checkpoint.template import model_names
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
 from shardckpt.format.native import NativeReader
+from shardckpt.format.native_commit import COMMIT
 from shardckpt.format.native_fields import plain_name
 from shardckpt.format.native_part import Part
 from shardckpt.format.native_payload import BLOCK_BYTES, Chunk
@@ -30,6 +31,10 @@ from shardckpt.storage.store import Read
 _BATCH_BYTES = 64 << 20
 _ADAPTED = ((re.compile(r"^base_model\.model\."), ""), (re.compile(r"\.base_layer(?=\.|$)"), ""))
 """What adapter libraries put around the names of the model that they adapt."""
+
+
+class BaseRemovedError(IncompleteError):
+    """Another process removed or replaced the base of a save that was under way."""
 
 
 class Known(NamedTuple):
@@ -220,6 +225,17 @@ class OpenBase:
 
     # Files
 
+    def is_committed(self) -> bool:
+        """Tell whether the base is still the one that was opened; a base of another format has no mark to tell by.
+
+        Raises:
+            StorageError: The store failed.
+        """
+        if not isinstance(self._reader, NativeReader):
+            return True
+        names = {entry.name for entry in open_store(self._reader.store.url).list()}
+        return {COMMIT, self._reader.commit.manifest} <= names
+
     def _file(self, place: str) -> FileRecord:
         """Return a file of the base, as the new step refers to it; without hashes where the base stores none."""
         if self._contents is None:
@@ -365,24 +381,18 @@ class References:
         return Part(tuple(self._files), tuple(self._arrays.values()))
 
 
-def require_there(step: str, files: Iterable[FileRecord]) -> None:
-    """Refuse to finish a step whose base has gone meanwhile.
+def are_there(step: str, files: Iterable[FileRecord]) -> bool:
+    """Tell whether the files of a step that lie in other folders are there whole.
 
     Args:
         step: Where it will lie.
         files: All of it.
 
     Raises:
-        IncompleteError: A file of a base is not there.
         StorageError: Nobody can tell.
     """
     for url, wanted in files_of_bases(files).items():
-        folder = resolved(step, url)
-        sizes = {entry.name: entry.size for entry in open_store(folder).list()}
-        for name, size in wanted.items():
-            if sizes.get(name, -1) < size:
-                raise IncompleteError(
-                    "a file of the base is gone, or cut short",
-                    where=f"{folder}/{name}",
-                    fix="Save without a base, or with another one.",
-                )
+        sizes = {entry.name: entry.size for entry in open_store(resolved(step, url)).list()}
+        if any(sizes.get(name, -1) < size for name, size in wanted.items()):
+            return False
+    return True

@@ -371,12 +371,12 @@ class Checkpointer:
             for step in run.steps
         ]
         gone = set(doomed(facts, self._rules, now=now, spared={saved}))
-        removed = {step.name for step in run.steps if step.number in gone and self._is_good(step)}
+        removed = {step.name for step in run.steps if step.number in gone and (self._is_good(step) or step.is_double)}
         delete_steps(store, run, removed)
         kept = replace(run, steps=tuple(step for step in run.steps if step.name not in removed))
         for left in leftovers(store, kept):
             if is_dead(left.changed_at, now):
-                delete_leftover(store, kept, left.name)
+                delete_leftover(store, left.name)
 
     def _metrics_of(self, store: Store, step: Step) -> Mapping[str, float]:
         """Return what a step is ranked by; a save's never changes, so each manifest is read once."""

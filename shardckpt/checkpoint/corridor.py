@@ -14,6 +14,7 @@ import xxhash
 
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.assemble import contents_of
+from shardckpt.checkpoint.base import BaseRemovedError
 from shardckpt.checkpoint.capture import Captured, capture
 from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.draft import Draft, Plan, Task, draft_of, plan_alone, plan_of
@@ -21,6 +22,7 @@ from shardckpt.checkpoint.ground import NO_GROUNDS, Compared, Ground, Grounds, g
 from shardckpt.checkpoint.plan_cache import PlanCache, TaskCache, collect_drafts, is_cached
 from shardckpt.checkpoint.report import Report, differing, own_report, require_one_path, value_digests, values_digest
 from shardckpt.checkpoint.transfer import Source, contents, tensor_bytes, write_payloads
+from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
 from shardckpt.format.native_commit import COMMIT, encode_commit, manifest_name
 from shardckpt.format.native_kind import STEP
 from shardckpt.format.native_manifest import Contents, encode_manifest
@@ -134,6 +136,14 @@ class Saver:
             how: Where to, and in which way.
             refusal: Why this rank does not save; all are told.
         """
+        try:
+            self._save(state, how, refusal)
+        except BaseRemovedError:
+            if how.trainable_only:
+                raise
+            self._save(state, replace(how, base=lambda: None), refusal)
+
+    def _save(self, state: Any, how: How, refusal: Exception | None) -> None:
         corridor = Corridor(self, how, self.star)
         with collector_at_rest(), self.star.in_step(), corridor.taken_back():
             corridor.agree(state, refusal)
@@ -314,6 +324,13 @@ class Corridor:
         told = self._last.consult(what, said, self._publish)
         if told == _EXPLAIN:
             self._last.consult(what, json.dumps(self._cargo.replica_digests()).encode(), _raise_replicas)
+        if told == _BASE_REMOVED:
+            raise BaseRemovedError(
+                "the base was removed or replaced by another process during the save, which was taken back",
+                where=self._how.path,
+                found=self._grounds.url,
+                fix="Save again.",
+            )
         self._remember()
 
     def _agree(self, state: Any, refusal: Exception | None) -> _Answer:
@@ -367,9 +384,7 @@ class Corridor:
         save_id = new_save_id()
         plan = planned.plan
         self._plan = planned if planned.save else replace(planned, save=save_id)
-        self._ground = ground_of(
-            self._how.base(), self._how.path, self._how.base_rules, plan, trainable_only=self._how.trainable_only
-        )
+        self._ground = self._open_ground(plan)
         self._contents = contents_of(save_id, self._captured, plan, reports, self._how.about)
         kept = files_of_others(self._how.path) if self._how.overwrite else ()
         self._publication = begin(
@@ -386,6 +401,18 @@ class Corridor:
             return [_Answer(save_id, place, task) for task in plan.tasks]
         self._ground.ask_for_hashes(self._compared.hashes)
         return [_Answer(save_id, place, task, self._ground.for_rank(task)) for task in plan.tasks]
+
+    def _open_ground(self, plan: Plan) -> Ground | None:
+        """Look at the base; where it has gone since it was chosen, at the one that is chosen now."""
+        how, url = self._how, self._how.base()
+        while True:
+            try:
+                return ground_of(url, how.path, how.base_rules, plan, trainable_only=how.trainable_only)
+            except (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError):
+                now = how.base()
+                if now == url:
+                    raise
+                url = now
 
     def _given_task(self) -> Task:
         """Return what this rank is to write: what it was given, or what it has cached."""
@@ -438,6 +465,9 @@ class Corridor:
         own = {**_sizes(self._contents.files), manifest_name(whole.save): len(manifest)}
         first, *others = [_sizes(part.files) for part in parts[: len(told)]]
         require_files(self._how.path, self._publication.place, [{**first, **own}, *others])
+        # From here on whoever removes the base sees the manifest, and leaves what it refers to.
+        if self._ground is not None and not self._ground.is_kept(files):
+            return [_BASE_REMOVED] * len(told)
         self._write(COMMIT, encode_commit(whole.save, manifest, whole.files))
         self._publication.finish()
         return [b""] * len(told)
@@ -469,6 +499,7 @@ def _raise(refusal: Exception | None) -> None:
 
 
 _EXPLAIN = b"explain"
+_BASE_REMOVED = b"base removed"
 _DRAFTS_NEEDED = b"drafts"
 
 

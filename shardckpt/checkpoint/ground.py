@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from shardckpt.boxes import Box
-from shardckpt.checkpoint.base import OpenBase, References, joined_blocks, require_there
+from shardckpt.checkpoint.base import OpenBase, References, are_there, joined_blocks
 from shardckpt.checkpoint.capture import Captured
 from shardckpt.checkpoint.draft import Plan, Task
 from shardckpt.checkpoint.transfer import held, tensor_bytes
@@ -229,8 +229,7 @@ class Ground:
             known: Where hashes of files are remembered.
 
         Raises:
-            CheckpointError: A file of the base is gone.
-            StorageError: The store failed.
+            UsageError: The step would refer to too many folders.
         """
         for name, found in joined_blocks(self._asked, blocks).items():
             known[self._base.url, name, self._unhashed[name]] = found
@@ -251,8 +250,19 @@ class Ground:
                 expected=f"{MAX_BASES} at most",
                 fix="Save without a base this time.",
             )
-        require_there(self._base.step, part.files)
         return part
+
+    def is_kept(self, files: Sequence[FileRecord]) -> bool:
+        """Tell whether the base is still what it was, with every file that the step refers to.
+
+        Args:
+            files: All of the step.
+
+        Raises:
+            StorageError: The store failed.
+        """
+        needed = [file for file in files if file.base]
+        return not needed or (self._base.is_committed() and are_there(self._base.step, needed))
 
     def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
         """Return what the step says of the folders in which its files lie."""

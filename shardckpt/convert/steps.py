@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -21,6 +21,7 @@ from shardckpt.format.steps import (
     manifest_fault,
     read_metrics,
     read_run,
+    read_run_to_remove,
     with_sound_newest,
 )
 from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead, seconds_of
@@ -149,7 +150,7 @@ def prune(
     rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for), metric)
     store = _open(root)
     now = time.time()
-    run = _sound_run(store, verify=verify) if rules.is_needed else read_run(store)
+    run = _sound_run(store, verify=verify) if rules.is_needed else read_run_to_remove(store)
     run.require_readable()
     facts = [
         SavedStep(
@@ -164,14 +165,13 @@ def prune(
     removed = [step for step in run.complete if step.number in gone]
     dead = [left.name for left in leftovers(store, run) if is_dead(left.changed_at, now)]
     if not dry_run:
-        delete_steps(store, run, [step.name for step in removed])
-        left = replace(run, steps=tuple(step for step in run.steps if step.number not in gone))
-        dead = [name for name in dead if delete_leftover(store, left, name)]
+        delete_steps(store, run, [s.name for s in run.steps if s.number in gone and (s.is_complete or s.is_double)])
+        dead = [name for name in dead if delete_leftover(store, name)]
     return Pruned(
         root,
         removed=_infos(store, removed),
         kept=_infos(store, [step for step in run.complete if step.number not in gone]),
-        incomplete=_infos(store, [s for s in run.steps if not (s.is_complete or s.is_base) and s.name not in dead]),
+        incomplete=_infos(store, [s for s in run.steps if not _is_accounted_for(s, gone) and s.name not in dead]),
         leftovers=tuple(dead),
     )
 
@@ -183,11 +183,16 @@ def _sound_run(store: Store, *, verify: bool) -> Run:
         return manifest_fault(store, step) or (_damage(store, step) if verify else "")
 
     while True:
-        run = read_run(open_store(store.url))
+        run = read_run_to_remove(open_store(store.url))
         sound = with_sound_newest(run, fault_of)
         faulty = {step.save for step in run.complete} - {step.save for step in sound.complete}
         if not faulty or faulty <= {step.save for step in read_run(open_store(store.url)).complete}:
             return sound
+
+
+def _is_accounted_for(step: Step, removed: Collection[int]) -> bool:
+    """Tell whether a step is complete, a base of others, or removed with the step that it doubles."""
+    return step.is_complete or step.is_base or (step.is_double and step.number in removed)
 
 
 def _damage(store: Store, step: Step) -> str:

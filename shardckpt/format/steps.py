@@ -17,13 +17,15 @@ from shardckpt.errors import (
     StorageError,
     UnsupportedError,
 )
-from shardckpt.format.native_commit import COMMIT, WRITTEN, Commit
+from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX, WRITTEN, Commit
+from shardckpt.format.native_manifest import decode_manifest
 from shardckpt.format.native_payload import HF_INDEX
-from shardckpt.format.native_references import sibling
+from shardckpt.format.native_records import files_of_bases
+from shardckpt.format.native_references import is_same_folder, resolved
 from shardckpt.format.native_step import read_commit, read_contents
 from shardckpt.storage.leftovers import PARTIAL, is_partial, remove_abandoned
 from shardckpt.storage.open_store import local_path, open_store, split
-from shardckpt.storage.store import Listed, Store
+from shardckpt.storage.store import Listed, Store, read_bytes
 from shardckpt.storage.within import Within
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
@@ -55,6 +57,7 @@ class Step:
         is_committed: A file `COMMIT` lies there, valid or not.
         is_ours: Nothing lies there but what saves write.
         is_base: It was removed, but for files that other steps refer to.
+        is_double: It is complete, and another folder stands for the same number.
         is_newer: A newer version of shardckpt wrote it, so that nobody here can tell what it holds or refers to.
         held: Name and size of the files that lie there.
         own: Names of the files that were committed.
@@ -69,6 +72,7 @@ class Step:
     is_committed: bool = False
     is_ours: bool = False
     is_base: bool = False
+    is_double: bool = False
     is_newer: bool = False
     held: Mapping[str, int] = field(default_factory=dict, hash=False)
     own: frozenset[str] = frozenset()
@@ -115,15 +119,26 @@ class Run:
     Attributes:
         steps: Complete or not, by number.
         partial: Folders that were to become steps, on a disk.
+        others: Whatever else refers to folders of the run: checkpoints under other names, and saves under way that have
+            written their manifest. Only `read_run_to_remove` looks for them.
     """
 
     steps: tuple[Step, ...]
     partial: tuple[str, ...]
+    others: tuple[Step, ...] = ()
 
     @property
     def complete(self) -> tuple[Step, ...]:
         """The steps that can be loaded, by number."""
         return tuple(step for step in self.steps if step.is_complete)
+
+    def referred(self, but: Collection[str] = ()) -> dict[str, frozenset[str]]:
+        """Return which files are referred to, by the name of their folder.
+
+        Args:
+            but: Names of folders whose references do not count.
+        """
+        return referred(step for step in (*self.steps, *self.others) if step.name not in but)
 
     def require_readable(self) -> None:
         """Refuse to remove anything beside a step of a newer version: it may refer to any of the other folders.
@@ -131,7 +146,7 @@ class Run:
         Raises:
             UnsupportedError: There is one.
         """
-        newer = next((step for step in self.steps if step.is_newer), None)
+        newer = next((step for step in (*self.steps, *self.others) if step.is_newer), None)
         if newer is not None:
             raise UnsupportedError(
                 "nothing is removed from a run that holds a step which this version cannot read",
@@ -173,6 +188,94 @@ def read_run(store: Store) -> Run:
     )
 
 
+def read_run_to_remove(store: Store) -> Run:
+    """Look at every step of a run, and at everything else in its folder that refers to them.
+
+    Who removes a step deletes its `COMMIT`, then calls this, then removes the files that nothing refers to. Who saves a
+    step writes the manifest, then makes sure that its base still has its `COMMIT`, then commits. So either the save is
+    seen here, or it sees that its base has gone.
+
+    Args:
+        store: Rooted at the run. Open it anew for each call.
+
+    Raises:
+        StorageError: The store failed; folders come and go faster than they can be read.
+    """
+    folders = _folders(store)
+    for _ in range(_LOOKS):
+        run = read_run(store)
+        others = (*_other_folders(store, folders), *_saves_under_way(store, run.steps))
+        store = open_store(store.url)
+        now = _folders(store)
+        if now == folders:
+            return replace(run, steps=tuple(_with_bases(store, run.steps, others)), others=others)
+        folders = now
+    raise StorageError(
+        "folders of this run come and go faster than they can be read", where=store.url, fix="Try again."
+    )
+
+
+def _folders(store: Store) -> list[str]:
+    return [entry.name for entry in store.list() if entry.is_folder]
+
+
+def _other_folders(store: Store, folders: Sequence[str]) -> list[Step]:
+    """Return what refers to others in folders that are not called like steps, and one level below them."""
+    names = [name for name in folders if not _STEP.fullmatch(name)]
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
+        return [step for found in pool.map(lambda name: _referring(store, name, depth=2), names) for step in found]
+
+
+def _referring(store: Store, name: str, depth: int) -> list[Step]:
+    inside = Within(store, name)
+    try:
+        entries = inside.list()
+    except CheckpointError:  # a link that leads out of the run
+        return []
+    sizes = {name: size for name, size in _sizes(entries).items() if name == COMMIT or name.endswith(MANIFEST_SUFFIX)}
+    found = [_reference(store, name, each, sizes) for each in sorted(sizes)]
+    if not sizes and depth > 1:
+        below = [f"{name}/{entry.name}" for entry in entries if entry.is_folder]
+        found += [step for each in below for step in _referring(store, each, depth - 1)]
+    return found
+
+
+def _saves_under_way(store: Store, steps: Iterable[Step]) -> list[Step]:
+    """Return what the manifests in folders of steps refer to that are not committed."""
+    found = []
+    for step in steps:
+        sizes = {name: step.held[name] for name in step.held if name.endswith(MANIFEST_SUFFIX) and name not in step.own}
+        found += [_reference(store, step.name, name, sizes) for name in sizes]
+    return found
+
+
+def _reference(store: Store, folder: str, name: str, sizes: Mapping[str, int]) -> Step:
+    """Return what a `COMMIT` or a manifest refers to; nothing where it is damaged, or has gone meanwhile."""
+    inside, step = Within(store, folder), Step(-1, folder)
+    try:
+        if name == COMMIT:
+            bases: Mapping[str, Mapping[str, int]] = read_commit(inside, sizes).bases
+        else:
+            contents = decode_manifest(read_bytes(inside, name, 0, sizes[name]), where=f"{inside.url}/{name}")
+            bases = files_of_bases(contents.files)
+    except UnsupportedError as error:
+        return replace(step, fault=str(error).rstrip("."), is_newer=True)
+    except (CheckpointError, MissingFileError):
+        return step
+    return replace(step, refers=_folders_of(store, inside.url, bases))
+
+
+def _folders_of(store: Store, step: str, bases: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
+    """Return the bases of a step that are folders of the run, by name."""
+    found = {}
+    for url, files in bases.items():
+        where = resolved(step, url)
+        name = where.rstrip("/").rpartition("/")[2]
+        if is_same_folder(where, f"{store.url.rstrip('/')}/{name}"):
+            found[name] = files
+    return found
+
+
 def _look_at_run(store: Store, known: Mapping[str, Step]) -> Run:
     """Look once at every step of a run that is not known to be complete."""
     folders = [entry.name for entry in store.list() if entry.is_folder]
@@ -205,10 +308,10 @@ def read_step(store: Store, number: int) -> Step:
     return _with_bases(store, [_read_step(store, number, step_name(number))])[0]
 
 
-def _with_bases(store: Store, steps: Sequence[Step]) -> list[Step]:
+def _with_bases(store: Store, steps: Sequence[Step], others: Sequence[Step] = ()) -> list[Step]:
     """Return steps with what follows from one another: which lack files that they refer to, which are but bases."""
     known = {step.name: step.held for step in steps}
-    needed = referred(steps)
+    needed = referred((*steps, *others))
     for folder in needed:
         if folder not in known:
             with suppress(CheckpointError):  # a link that leads out of the run: whoever loads looks there
@@ -255,10 +358,11 @@ def files_of_others(url: str) -> frozenset[str]:
     name = url.rstrip("/").rpartition("/")[2]
     if not _STEP.fullmatch(name):
         return frozenset()
-    steps = read_run(open_store(split(url)[0])).steps
-    if any(step.is_newer for step in steps if step.name != name):  # it may refer to any of them
-        return frozenset(file for step in steps if step.name == name for file in step.held if WRITTEN.fullmatch(file))
-    return referred(step for step in steps if step.name != name).get(name, frozenset())
+    run = read_run_to_remove(open_store(split(url)[0]))
+    if any(step.is_newer for step in (*run.steps, *run.others) if step.name != name):  # it may refer to any of them
+        held = [file for step in run.steps if step.name == name for file in step.held]
+        return frozenset(file for file in held if WRITTEN.fullmatch(file))
+    return run.referred(but={name}).get(name, frozenset())
 
 
 def _read_step(store: Store, number: int, name: str) -> Step:
@@ -282,7 +386,7 @@ def _read_step(store: Store, number: int, name: str) -> Step:
         nbytes=nbytes,
         fault=_missing(inside.url, commit, sizes),
         own=frozenset((*commit.files, commit.manifest, COMMIT)),
-        refers={folder: files for url, files in commit.bases.items() if (folder := sibling(url)) is not None},
+        refers=_folders_of(store, inside.url, commit.bases),
     )
 
 
@@ -325,7 +429,7 @@ def _once(steps: Sequence[Step]) -> Iterator[Step]:
         if best[step.number] is step:
             yield step
         elif step.is_complete:
-            yield replace(step, fault=f"{step.name}: {best[step.number].name} is the same step")
+            yield replace(step, fault=f"{step.name}: {best[step.number].name} is the same step", is_double=True)
         else:
             yield step
 
@@ -420,14 +524,30 @@ def delete_steps(store: Store, run: Run, doomed: Collection[str]) -> None:
         StorageError: The store failed; of a step whose `COMMIT` is gone, what is left counts for nothing.
     """
     run.require_readable()
-    gone = [step for step in run.steps if step.name in doomed]
-    needed = referred(step for step in run.steps if step.name not in doomed)
+    gone = sorted((step for step in run.steps if step.name in doomed), key=lambda step: not step.is_double)
+    if not gone:
+        return
     for step in gone:
-        delete_step(store, step.name, needed.get(step.name, frozenset()))
-    others = {step.name: step for step in run.steps if step.name not in doomed}
+        _delete_mark(store, step.name)
+    now = read_run_to_remove(open_store(store.url))
+    now.require_readable()
+    needed = now.referred(but=doomed)
+    for step in gone:
+        _delete_rest(store, step.name, needed.get(step.name, frozenset()))
+    others = {step.name: step for step in now.steps if step.name not in doomed}
     for folder, files in referred(gone).items():
         if folder in others:
             _delete_unneeded(store, others[folder], files - needed.get(folder, frozenset()))
+
+
+def _delete_mark(store: Store, name: str) -> None:
+    """Remove what makes a step exist: its `COMMIT`; of a link the link, since the folder is not the run's."""
+    store.delete(name if _is_link(store, name) else f"{name}/{COMMIT}")
+
+
+def _is_link(store: Store, name: str) -> bool:
+    root = local_path(store.url)
+    return root is not None and os.path.islink(os.path.join(root, name))
 
 
 def delete_step(store: Store, name: str, kept: Set[str] = frozenset()) -> None:
@@ -441,7 +561,12 @@ def delete_step(store: Store, name: str, kept: Set[str] = frozenset()) -> None:
     Raises:
         StorageError: The store failed; where `COMMIT` is gone, what is left counts for nothing.
     """
-    store.delete(f"{name}/{COMMIT}")
+    _delete_mark(store, name)
+    _delete_rest(store, name, kept)
+
+
+def _delete_rest(store: Store, name: str, kept: Set[str]) -> None:
+    """Remove what is left of a step without its mark; nothing is left of a link."""
     if not kept:
         store.delete_folder(name)
         return
@@ -489,13 +614,12 @@ def _changed_at(store: Store, name: str) -> float | None:
     return max((_begun_at(match[0]) for match in saved if match), default=None)
 
 
-def delete_leftover(store: Store, run: Run, name: str) -> bool:
+def delete_leftover(store: Store, name: str) -> bool:
     """Remove what a killed save or removal has left; tell whether it is gone: a process may still own it.
 
     Args:
         store: Rooted at the run.
-        run: As read; what its steps refer to stays.
-        name: Of the leftover.
+        name: Of the leftover; files in it that others refer to stay.
 
     Raises:
         StorageError: The store failed.
@@ -503,5 +627,9 @@ def delete_leftover(store: Store, run: Run, name: str) -> bool:
     root = local_path(store.url)
     if root is not None and _PARTIAL.fullmatch(name):
         return remove_abandoned(os.path.join(root, name))
-    delete_step(store, name, referred(run.steps).get(name, frozenset()))
+    now = read_run_to_remove(open_store(store.url))
+    now.require_readable()
+    if not any(step.name == name and step.is_unfinished and not step.is_base for step in now.steps):
+        return False
+    delete_step(store, name, now.referred().get(name, frozenset()))
     return True

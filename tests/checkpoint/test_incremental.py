@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,18 @@ from torch import nn
 
 import shardckpt
 from shardckpt import Checkpointer
+from shardckpt.checkpoint import corridor
+from shardckpt.checkpoint.ground import Ground
 from shardckpt.core import fully_shard
 from shardckpt.errors import ChecksumError, IncompleteError, RankError, UnsupportedError, UsageError
 from shardckpt.format import native_commit
 from shardckpt.format.native_commit import COMMIT
-from shardckpt.format.steps import read_run, step_name
+from shardckpt.format.steps import delete_steps, read_run, step_name
 from shardckpt.plan import retention
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore
+from shardckpt.storage.open_store import open_store
 
 NAMES = ("a", "b", "c")
 EACH = 40_000
@@ -184,19 +188,16 @@ class TestReferences:
         with pytest.raises(UnsupportedError, match="needs the feature 'bases'"):
             shardckpt.load(two / "two")
 
-    def test_a_base_that_goes_while_the_save_runs_fails_the_save(self, two: Path, monkeypatch) -> None:
-        from shardckpt.checkpoint import corridor
-
+    def test_where_the_base_goes_while_the_save_runs_everything_is_written(self, two: Path, monkeypatch) -> None:
         write = corridor.write_payloads
 
         def gone(*given, **named):
-            shutil.rmtree(two / "one")
+            shutil.rmtree(two / "one", ignore_errors=True)
             return write(*given, **named)
 
         monkeypatch.setattr(corridor, "write_payloads", gone)
-        with pytest.raises(IncompleteError, match="file of the base is gone"):
-            shardckpt.save(state(1, 1, 2), two / "three", base=two / "one")
-        assert sorted(os.listdir(two)) == ["two"]
+        shardckpt.save(state(1, 1, 2), two / "three", base=two / "one")
+        assert (bases(two / "three"), values(two / "three")) == ({}, (1, 1, 2))
 
     def test_what_means_nothing_is_refused(self, two: Path) -> None:
         with pytest.raises(UsageError, match="cannot be its own base"):
@@ -235,6 +236,124 @@ def saved(ck: Checkpointer, *steps: int, **options: object) -> Checkpointer:
 
 def folder(root: object, step: int) -> Path:
     return Path(str(root)) / step_name(step)
+
+
+MOMENTS = ("before the manifest", "before the base is looked at", "before the commit")
+
+
+@pytest.fixture(params=["local", "bucket"])
+def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
+    Bucket.reset()
+    return str(tmp_path) if request.param == "local" else "bucket://b/run"
+
+
+def meddle(monkeypatch: pytest.MonkeyPatch, moment: str, act: Callable[[], None]) -> None:
+    """Do something once in the middle of a save."""
+    owner, name = {
+        "before the manifest": (corridor, "encode_manifest"),
+        "before the base is looked at": (Ground, "is_kept"),
+        "before the commit": (corridor, "encode_commit"),
+    }[moment]
+    real, has_acted = getattr(owner, name), False
+
+    def acting(*given: object) -> object:
+        nonlocal has_acted
+        if not has_acted:
+            has_acted = True
+            act()
+        return real(*given)
+
+    monkeypatch.setattr(owner, name, acting)
+
+
+def remove_step(root: str, number: int) -> None:
+    """Remove a step as retention does in another process."""
+    store = open_store(root)
+    delete_steps(store, read_run(store), [step_name(number)])
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+class TestTwoCheckpointers:
+    """Another process removes the base of a save that is under way."""
+
+    def test_a_saved_step_has_its_base_or_stands_alone(self, root: str, moment: str, monkeypatch) -> None:
+        ck = Checkpointer(root, dedup=True)
+        ck.save(1, state(0, 1, 0))
+        meddle(monkeypatch, moment, lambda: remove_step(root, 1))
+        ck.save(2, state(0, 2, 0))
+        assert ck.steps() == (2,)
+        assert values(ck.path(2)) == (0, 2, 0)
+        steps = {step.number: step for step in read_run(open_store(root)).steps}
+        assert bool(steps[2].refers) == (moment == "before the commit")
+
+    def test_so_has_one_whose_base_refers_to_an_older_one(self, root: str, moment: str, monkeypatch) -> None:
+        ck = Checkpointer(root, dedup=True)
+        ck.save(1, state(0, 1, 0))
+        ck.save(2, state(0, 2, 0))
+        remove_step(root, 1)
+        meddle(monkeypatch, moment, lambda: remove_step(root, 2))
+        ck.save(3, state(0, 2, 3))
+        assert (ck.steps(), values(ck.path(3))) == ((3,), (0, 2, 3))
+
+    def test_one_in_the_background_fails_or_has_its_base(self, root: str, moment: str, monkeypatch) -> None:
+        ck = Checkpointer(root, dedup=True)
+        ck.save(1, state(0, 1, 0))
+        meddle(monkeypatch, moment, lambda: remove_step(root, 1))
+        handle = ck.async_save(2, state(0, 2, 0))
+        if moment == "before the commit":
+            handle.result()
+            assert values(ck.path(2)) == (0, 2, 0)
+        else:
+            with pytest.raises(IncompleteError, match=r"base was removed .* during the save"):
+                handle.result()
+            assert ck.steps() == ()
+
+    def test_so_it_is_on_two_ranks(self, tmp_path: Path, moment: str, monkeypatch) -> None:
+        def body(rank: int, world: int) -> tuple:
+            ck = Checkpointer(tmp_path, dedup=True)
+            ck.save(1, state(0, 1, 0))
+            if rank == 0:
+                meddle(monkeypatch, moment, lambda: remove_step(str(tmp_path), 1))
+            ck.save(2, state(0, 2, 0))
+            return ck.steps()
+
+        assert run(2, body) == [(2,)] * 2
+        assert values(folder(tmp_path, 2)) == (0, 2, 0)
+
+
+class TestWhatOtherFoldersOfTheRunReferTo:
+    @pytest.mark.parametrize("name", ["best", "kept/best"])
+    def test_it_stays_whatever_they_are_called(self, name: str, tmp_path: Path, monkeypatch) -> None:
+        ck = saved(Checkpointer(tmp_path, keep_last=1, dedup=True), 1)
+        shardckpt.save(state(0, 1, 0), tmp_path / name, base=ck.path(1))
+        ck.save(2, state(5, 5, 5), base=None)
+        assert (ck.steps(), values(tmp_path / name)) == ((2,), (0, 1, 0))
+        monkeypatch.setattr(retention, "DEAD_AFTER_S", -1.0)
+        assert shardckpt.prune(str(tmp_path), keep_last=1).leftovers == ()
+        ck.save(3, state(5, 5, 5), base=None)
+        assert values(tmp_path / name) == (0, 1, 0)
+        shutil.rmtree(tmp_path / name)
+        assert shardckpt.prune(str(tmp_path)).leftovers == (step_name(1),)
+
+    def test_of_a_step_that_is_a_link_the_link_goes(self, tmp_path: Path) -> None:
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
+        folder(tmp_path, 1).rename(tmp_path / "mine")
+        folder(tmp_path, 1).symlink_to("mine")
+        saved(ck, 2)
+        assert (ck.steps(), sorted(os.listdir(tmp_path))) == ((2,), ["mine", step_name(2)])
+        assert values(tmp_path / "mine") == (0, 1, 0)
+
+    def test_of_two_folders_of_one_step_both_go(self, tmp_path: Path) -> None:
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
+        shutil.copytree(folder(tmp_path, 1), tmp_path / "step-1")
+        saved(ck, 2)
+        assert os.listdir(tmp_path) == [step_name(2)]
+        shutil.copytree(folder(tmp_path, 2), tmp_path / "step-2")
+        shutil.copytree(folder(tmp_path, 2), folder(tmp_path, 3))
+        done = shardckpt.prune(str(tmp_path), keep_last=1)
+        assert ([step.number for step in done.removed], done.incomplete) == ([2], ())
+        assert os.listdir(tmp_path) == [step_name(3)]
 
 
 class TestCheckpointer:
