@@ -194,11 +194,22 @@ class Joiner:
                 self._refuse(f"group {unit}", [rank], f"{len(state.flats)} flat tensors", len(self._shapes()))
         for team in self._teams(unit):
             partition = self._fitted(unit, team, offsets[-1], len(group))
-            for (name, shape), offset in zip(group.items(), offsets[:-1], strict=True):
-                cut = layout.partitioned_runs(offset, prod(shape), partition, unit)
-                runs = tuple(run._replace(rank=team.ranks[run.rank]) for run in cut)
-                self._check_starts(name, runs)
-                yield Trained(team.name(name, self._local_experts), shape, unit, runs)
+            numel_of = dict(zip(group, numels, strict=True))
+            cuts = self._cuts(numel_of, offsets, partition, unit, team)
+            self._check_starts(cuts, numel_of, partition, unit, team)
+            for name, shape in group.items():
+                yield Trained(team.name(name, self._local_experts), shape, unit, cuts[name])
+
+    @staticmethod
+    def _cuts(
+        numels: Mapping[str, int], offsets: Sequence[int], partition: int, unit: int, team: Team
+    ) -> dict[str, tuple[Run, ...]]:
+        """Return where the ranks of a team hold each parameter of a flat group."""
+        found = {}
+        for (name, numel), offset in zip(numels.items(), offsets, strict=False):
+            cut = layout.partitioned_runs(offset, numel, partition, unit)
+            found[name] = tuple(run._replace(rank=team.ranks[run.rank]) for run in cut)
+        return found
 
     def _fitted(self, unit: int, team: Team, total: int, params: int) -> int:
         """Return the elements of each part of a flat group, which must explain how long the ranks' tensors are."""
@@ -213,7 +224,7 @@ class Joiner:
             found = f"{lengths[place]} elements"
             self._refuse(f"group {unit}", [here[place]], found, f"{either} for {params} parameters")
         for place, rank in here.items():
-            self._lengths_of[unit, rank] = {partition, layout.lean_elements(total, partition, place)}
+            self._lengths_of[unit, rank] = layout.possible_lengths(total, partition, len(team.ranks), place)
         return partition or 1
 
     def _teams(self, unit: int) -> list[Team]:
@@ -245,18 +256,39 @@ class Joiner:
                 held.setdefault(match["start"], set()).add(int(match["local"]))
         return {start: len(experts) for start, experts in held.items()}
 
-    def _check_starts(self, name: str, runs: Iterable[Run]) -> None:
-        """Compare with where a rank itself says that a parameter lies."""
-        for run in runs:
-            state = self._optims.get(run.rank)
-            said = state.starts[run.unit].get(name) if state and state.starts and run.unit < len(state.starts) else None
-            if said is not None and said != (run.stop - run.start, run.at):
-                self._refuse(
-                    f"{name!r}",
-                    [run.rank],
-                    f"elements from {said[1]}, {said[0]} of them",
-                    f"from {run.at}, {run.stop - run.start} of them",
-                )
+    def _check_starts(
+        self, cuts: Mapping[str, tuple[Run, ...]], numels: Mapping[str, int], partition: int, unit: int, team: Team
+    ) -> None:
+        """Compare with where ranks themselves say that parameters lie.
+
+        With `round_robin_gradients` DeepSpeed lays parameters in another order, that of `param_shapes`, but counts
+        their places in the order that they had before. `zero_to_fp32.py` goes by `param_shapes`, and so do we.
+        """
+        wrong = self._wrong_start(cuts)
+        if wrong is None:
+            return
+        before = {name: numels[name] for name in layout.original_order(list(numels), len(team.ranks))}
+        offsets = layout.offsets(list(before.values()))
+        if self._wrong_start(self._cuts(before, offsets, partition, unit, team)) is None:
+            return
+        name, run, (numel, start) = wrong
+        self._refuse(
+            f"{name!r}",
+            [run.rank],
+            f"elements from {start}, {numel} of them",
+            f"from {run.at}, {run.stop - run.start} of them",
+        )
+
+    def _wrong_start(self, cuts: Mapping[str, tuple[Run, ...]]) -> tuple[str, Run, tuple[int, int]] | None:
+        """Return a run of a parameter that its rank tells otherwise, and what the rank says."""
+        for name, runs in cuts.items():
+            for run in runs:
+                state = self._optims.get(run.rank)
+                told = state.starts[run.unit] if state and state.starts and run.unit < len(state.starts) else {}
+                said = told.get(name)
+                if said is not None and said != (run.stop - run.start, run.at):
+                    return name, run, said
+        return None
 
     @staticmethod
     def _lengths(state: OptimState) -> list[int]:

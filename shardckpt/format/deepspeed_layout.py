@@ -51,6 +51,36 @@ def lean_elements(total: int, partition: int, rank: int) -> int:
     return min(max(total - rank * partition, 0), partition)
 
 
+def possible_lengths(total: int, partition: int, world: int, rank: int) -> set[int]:
+    """Return how many elements a rank's tensor may have: with its padding, without, and as older versions cut it.
+
+    Before 0.15, DeepSpeed counted all padding of a group as the last rank's. Where that is more than its part has,
+    `part[:length - padding]` counts from the end, and leaves some of the padding.
+
+    Args:
+        total: Elements of the group.
+        partition: Elements of each rank's part.
+        world: Ranks that share the group.
+        rank: Which of them.
+    """
+    found = {partition, lean_elements(total, partition, rank)}
+    padding = world * partition - total
+    if rank == world - 1 and padding > partition:
+        found.add(max(2 * partition - padding, 0))
+    return found
+
+
+def original_order(names: Sequence[str], world: int) -> list[str]:
+    """Return the order that parameters had before `round_robin_gradients` dealt them out to the ranks.
+
+    Args:
+        names: As they lie in the flat group: every `world`-th from the first, then from the second, and so on.
+        world: Ranks that share the group.
+    """
+    dealt = [i for rank in range(world) for i in range(rank, len(names), world)]
+    return [name for _, name in sorted(zip(dealt, names, strict=True))]
+
+
 def fit_partition(total: int, world: int, lengths: Mapping[int, int]) -> int | None:
     """Return the elements of a part that explain how long the ranks' tensors are, each with its padding or without.
 
@@ -61,7 +91,7 @@ def fit_partition(total: int, world: int, lengths: Mapping[int, int]) -> int | N
     """
     for alignment in _ALIGNMENTS:
         partition = partition_elements(total, world, alignment)
-        if all(n in (partition, lean_elements(total, partition, rank)) for rank, n in lengths.items()):
+        if all(n in possible_lengths(total, partition, world, rank) for rank, n in lengths.items()):
             return partition
     return None
 

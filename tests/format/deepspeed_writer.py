@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -74,6 +77,8 @@ def write(
     lean: bool = True,
     sub_group: int = 1 << 60,
     parameter_alignment: int = 1,
+    is_old: bool = False,
+    places: str = "",
 ) -> Path:
     """Write a checkpoint and `latest`; return the folder.
 
@@ -87,6 +92,9 @@ def write(
             optimizer writes it.
         sub_group: Elements of a flat tensor (stage 3).
         parameter_alignment: Elements that parameters start at multiples of (stages 1 and 2).
+        is_old: Count all padding of a group as the last rank's, as versions before 0.15 do (stages 1 and 2, lean).
+        places: Tell where parameters lie in each rank's part (stages 1 and 2): `flat`, as they do; `dealt`, counted in
+            the order before `round_robin_gradients` dealt them out, which is what DeepSpeed then writes.
     """
     step = folder / tag
     step.mkdir(parents=True)
@@ -94,10 +102,13 @@ def write(
     if stage == 3:
         units, shapes = _split(run, world, sub_group)
     else:
-        units, shapes = _partitioned(run, world, parameter_alignment)
+        units, shapes = _partitioned(run, world, parameter_alignment, is_old)
     for rank in range(world):
         state = _optim(run, units, rank, world, stage, lean)
-        torch.save({"optimizer_state_dict": state}, step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        if places and stage != 3:
+            state["param_slice_mappings"] = _places(run, units, rank, world, places)
+        with patch.dict(sys.modules, _MODULES):
+            torch.save({"optimizer_state_dict": state}, step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         if stage == 3 or rank == 0:
             name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
             torch.save(_model(run, shapes, rank, world, stage), step / name)
@@ -122,7 +133,51 @@ def _kinds(run: Run, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
     return kinds
 
 
-def _partitioned(run: Run, world: int, alignment: int) -> tuple[list[_Unit], list[dict[str, torch.Size]]]:
+def dealt(names: Sequence[str], world: int) -> list[str]:
+    """Return names as `round_robin_gradients` deals them out: in the order of the ranks that they are dealt to."""
+    return [name for rank in range(world) for name in names[rank::world]]
+
+
+@dataclass
+class fragment_address:  # noqa: N801  (DeepSpeed's own)
+    numel: int
+    start: int
+
+
+_HOME = ModuleType("deepspeed.utils.tensor_fragment")
+_HOME.fragment_address = fragment_address  # type: ignore[attr-defined]
+fragment_address.__module__ = _HOME.__name__
+_MODULES = {
+    "deepspeed": ModuleType("deepspeed"),
+    "deepspeed.utils": ModuleType("deepspeed.utils"),
+    _HOME.__name__: _HOME,
+}
+"""Where pickle looks for the class, while a file is written; others would take them for DeepSpeed."""
+
+
+def _places(run: Run, units: list[_Unit], rank: int, world: int, kind: str) -> list[dict[str, fragment_address]]:
+    told = []
+    for unit, group in zip(units, run.groups, strict=True):
+        each = unit.parts["master"][0].numel()
+        spaces = dict(zip(group, unit.between, strict=True))
+        names = list(group)
+        if kind == "dealt":
+            places = dealt(list(range(len(names))), world)  # type: ignore[arg-type]
+            names = [name for _, name in sorted(zip(places, names, strict=True))]
+            spaces = dict.fromkeys(names, 0)
+        at, found = 0, OrderedDict()
+        for name in names:
+            start, stop = max(at, rank * each), min(at + group[name].numel(), (rank + 1) * each)
+            if start < stop:
+                found[name] = fragment_address(stop - start, start - rank * each)
+            at += group[name].numel() + spaces[name]
+        told.append(found)
+    return told
+
+
+def _partitioned(
+    run: Run, world: int, alignment: int, is_old: bool = False
+) -> tuple[list[_Unit], list[dict[str, torch.Size]]]:
     units, shapes = [], []
     for g, group in enumerate(run.groups):
         between, at = [], 0
@@ -140,6 +195,8 @@ def _partitioned(run: Run, world: int, alignment: int) -> tuple[list[_Unit], lis
             parts[kind] = list(flat.chunk(world)) if flat.numel() else [flat] * world
         each = parts["master"][0].numel()
         paddings = [min(max((rank + 1) * each - total, 0), each) for rank in range(world)]
+        if is_old:
+            paddings = [0] * (world - 1) + [each * world - total]
         units.append(_Unit(g, parts, paddings, between))
         shapes.append(OrderedDict((name, value.shape) for name, value in group.items()))
     return units, shapes

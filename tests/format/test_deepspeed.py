@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_writer import STEPS, Run, write
+from deepspeed_writer import STEPS, Run, dealt, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from materialise import assert_same, materialise, truth
@@ -147,19 +147,56 @@ class TestLayouts:
         groups: Any = reader.manifest.objects["optimizer", "param_groups"].value
         assert [group["params"] for group in groups] == [list(group) for group in RUN.groups]
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(
         shapes=st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5),
-        stage=st.sampled_from((1, 3)),
-        world=st.integers(1, 8),
+        more=st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=4),
+        stage=st.sampled_from((1, 2, 3)),
+        world=st.integers(1, 16),
+        live=st.sampled_from((torch.bfloat16, None)),
+        rule=st.sampled_from(
+            (
+                {},
+                {"is_old": True},
+                {"lean": False},
+                {"parameter_alignment": 4},
+                {"places": "flat"},
+                {"places": "flat", "is_old": True},
+                {"places": "flat", "parameter_alignment": 8},
+                {"places": "dealt"},
+                {"places": "dealt", "is_old": True},
+                {"places": "dealt", "lean": False},
+            )
+        ),
     )
     def test_odd_shapes(
-        self, tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, ...]], stage: int, world: int
+        self,
+        tmp_path_factory: pytest.TempPathFactory,
+        shapes: list[tuple[int, ...]],
+        more: list[tuple[int, ...]],
+        stage: int,
+        world: int,
+        live: torch.dtype | None,
+        rule: dict[str, Any],
     ) -> None:
+        """Every way in which a version of DeepSpeed pads the ends of groups and tells where parameters lie."""
         folder = tmp_path_factory.mktemp("odd")
-        run = Run([{f"p{i}": numbered(*shape) for i, shape in enumerate(shapes)}])
-        assert_is(opened(write(folder, run, stage, world)), run)
+        groups = [{f"p{g}.{i}": numbered(*s) for i, s in enumerate(group)} for g, group in enumerate((shapes, more))]
+        run = Run([group for group in groups if group], live=live)
+        assert_is(opened(write(folder, run, stage, world, **rule)), run)
         shutil.rmtree(folder)
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_parameters_that_were_dealt_out_to_three_ranks(self, stage: int, tmp_path: Path) -> None:
+        """DeepSpeed tells their places as if they had not been; the weights lie in the order of `param_shapes`."""
+        big = {f"{name}{i}": numbered(20 + i, 15) for i, name in enumerate("wxyzwxyz")}
+        run = Run([{name: big[name] for name in dealt(list(big), 3)}, RUN.groups[1]], live=None)
+        assert_is(opened(write(tmp_path, run, stage, 3, places="dealt")), run)
+
+    def test_all_padding_of_a_group_was_once_the_last_ranks(self, tmp_path: Path) -> None:
+        """More than its part has: five elements in parts of two are three of padding."""
+        run = Run([{"w": numbered(5)}], live=None)
+        assert_is(opened(write(tmp_path, run, 2, 4, is_old=True)), run)
 
 
 class TestBadInput:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardckpt.format import deepspeed_layout as layout
 
-WORLDS = st.integers(1, 8)
+WORLDS = st.integers(1, 16)
 NUMELS = st.lists(st.integers(0, 40), min_size=1, max_size=6)
 
 
@@ -52,6 +52,12 @@ def test_the_size_of_a_part_is_told_from_lengths_with_padding_and_without(
 def test_parts_of_before_the_alignment_to_four_bytes_are_known_too() -> None:
     assert layout.fit_partition(9, 3, {0: 3, 1: 3, 2: 3}) == 3
     assert layout.fit_partition(9, 3, {0: 4, 1: 4, 2: 1}) == 4
+
+
+@given(st.lists(st.integers(), max_size=20, unique=True), WORLDS)
+def test_the_order_before_parameters_were_dealt_out_is_found(names: list[int], world: int) -> None:
+    dealt = [name for rank in range(world) for name in names[rank::world]]
+    assert layout.original_order([str(n) for n in dealt], world) == [str(n) for n in names]
 
 
 @given(NUMELS, WORLDS, st.lists(st.integers(0, 50), max_size=4))
