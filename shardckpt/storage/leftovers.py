@@ -1,8 +1,9 @@
 """What a publication lays beside its target, whose it is, and what becomes of it when its process was killed.
 
 A partial belongs to whoever holds a flock on it: the kernel drops the lock with the process, and process ids, which
-containers share and systems reuse, play no part. Where a file system knows no locks, leftovers stay until removed by
-hand.
+containers share and systems reuse, play no part. A child that is forked meanwhile would share the lock and keep it when
+its parent is gone, so it closes what it has inherited. Where a file system knows no locks, leftovers stay until removed
+by hand.
 """
 
 from __future__ import annotations
@@ -37,6 +38,21 @@ def is_partial(name: str) -> bool:
     return re.fullmatch(rf"\..+\.{PARTIAL}-[0-9a-f]{{12}}", name.rpartition("/")[2]) is not None
 
 
+_held: set[int] = set()
+"""Descriptors through which this process owns something."""
+
+
+def _give_up_inherited() -> None:
+    """Let the parent alone own what it owns. In a forked child."""
+    for fd in _held:
+        with suppress(OSError):
+            os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_give_up_inherited)
+
+
 def make_partial(target: str) -> tuple[str, int]:
     """Make a folder beside `target` and own it.
 
@@ -69,14 +85,21 @@ def make_partial(target: str) -> tuple[str, int]:
 
 def hold(fd: int) -> None:
     """Own an open file or folder until it is closed; does nothing on a file system without locks."""
+    _held.add(fd)
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX)
+
+
+def close(fd: int) -> None:
+    """Close a descriptor and give up what is owned through it. Raises OSError."""
+    _held.discard(fd)
+    os.close(fd)
 
 
 def release(fd: int) -> None:
     """Close a descriptor through which nothing was written; never raises, since nothing can be lost by it."""
     with suppress(OSError):
-        os.close(fd)
+        close(fd)
 
 
 def take(path: str) -> int | None:
@@ -85,6 +108,7 @@ def take(path: str) -> int | None:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
+    _held.add(fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

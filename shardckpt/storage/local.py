@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from shardckpt.errors import MissingFileError, TruncatedError, UnsafeError
 from shardckpt.storage.failures import failing, storage_error
-from shardckpt.storage.leftovers import PARTIAL, beside, hold, release
+from shardckpt.storage.leftovers import PARTIAL, beside, close, hold, release
 from shardckpt.storage.names import check_name
 from shardckpt.storage.store import ClosingWriter, Listed, Read, Store, Traits
 from shardckpt.storage.writeback import STEP_BYTES, start_writeback
@@ -395,7 +395,7 @@ class LocalWriter(ClosingWriter):
     def _close_fd(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            close(fd)
 
 
 def sync_folder(path: str) -> None:

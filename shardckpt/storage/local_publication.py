@@ -73,6 +73,7 @@ class LocalPublication(Publication):
             except BaseException:
                 self._remove_parents()
                 raise
+        self._owner = os.getpid()
         self._result = self._lock
         self._parent = -1
         self.place = self._partial
@@ -95,7 +96,12 @@ class LocalPublication(Publication):
         self._settle()
 
     def drop(self) -> None:
-        """Take back what was written; once the result is in place, only tidy up. Never raises."""
+        """Take back what was written; once the result is in place, only tidy up. Never raises.
+
+        Nothing happens in a child that was forked meanwhile: there is nothing that it owns.
+        """
+        if os.getpid() != self._owner:
+            return
         # Asked of the disk, since a signal may come between a rename and the line after it.
         if is_at(self._result, self._target):
             if not self._is_doubtful:

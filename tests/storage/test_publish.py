@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -394,6 +395,32 @@ class TestLeftovers:
             assert os.listdir(tmp_path) == [os.path.basename(publication.place)]
             put(publication, "a.bin", b"1")
         assert len(os.listdir("/proc/self/fd")) == before
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_a_child_that_was_forked_meanwhile_keeps_no_leftover_alive(self, tmp_path: Path, overwrite: bool) -> None:
+        target, (reads, told), (waits, ends) = tmp_path / "out", os.pipe(), os.pipe()
+        if overwrite:
+            publish_files(target, OLD)
+        killed = os.fork()
+        if killed == 0:
+            with publish(str(target), FOLDER, overwrite=True, needed_bytes=0) as publication:
+                publication.create("a.bin")
+                if os.fork() == 0:  # a worker, which outlives the save
+                    os.close(ends)
+                    publication.drop()
+                    os.write(told, b"1")
+                    os.read(waits, 1)
+                    os._exit(0)
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.close(waits)
+        os.waitpid(killed, 0)
+        assert os.read(reads, 1) == b"1"
+        assert len(os.listdir(tmp_path)) == 1 + overwrite, "the worker removed what is not its own"
+        publish_files(target, NEW, overwrite=True)
+        assert os.listdir(tmp_path) == ["out"]
+        assert content(target) == NEW
+        for fd in (ends, told, reads):
+            os.close(fd)
 
     @pytest.fixture
     def target(self, tmp_path):
