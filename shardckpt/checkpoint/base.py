@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -27,6 +28,7 @@ from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
 from shardckpt.storage.open_store import open_store
 from shardckpt.storage.store import Read
+from shardckpt.storage.versions import file_version
 
 _BATCH_BYTES = 64 << 20
 _ADAPTED = ((re.compile(r"^base_model\.model\."), ""), (re.compile(r"\.base_layer(?=\.|$)"), ""))
@@ -262,7 +264,24 @@ class OpenBase:
         for path, entry in entries.items():
             rows = [(p.box, p.layout, self._folder(p.file), p.file.rpartition("/")[2]) for p in entry.pieces]
             hasher.update(repr((path, entry.shape, entry.stored, rows, [sizes[p.file] for p in entry.pieces])).encode())
+        if self._contents is None:  # a native step's files are never written into, and named by their save
+            names = dict.fromkeys(piece.file for entry in entries.values() for piece in entry.pieces)
+            hasher.update(repr([self.version_of(name) for name in names]).encode())
         return hasher.hexdigest()
+
+    def version_of(self, name: str) -> str:
+        """Return a text that is another one once a file of the base is replaced.
+
+        Where the store does not tell, it is another one each time: then nothing is taken to be what it was.
+
+        Args:
+            name: As the base calls the file.
+
+        Raises:
+            MissingFileError: No such file.
+            StorageError: The store failed.
+        """
+        return file_version(self._folder(name), name.rpartition("/")[2]) or secrets.token_hex()
 
     @cached_property
     def _files(self) -> Mapping[str, FileRecord]:

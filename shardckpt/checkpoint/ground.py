@@ -27,8 +27,8 @@ from shardckpt.state.pieces import LocalArray
 _HASHERS = 4
 _WORTH_THREADS_BYTES = 64 << 20
 
-_Hashes = dict[tuple[str, str, int], tuple[int, ...]]
-"""Of the blocks of files that store none: by folder, name, bytes."""
+_Hashes = dict[tuple[str, str, str], tuple[int, ...]]
+"""Of the blocks of files that store none: by folder, name, and the version of the file."""
 
 
 def chunk_digest(chunk: Chunk, arrays: Mapping[Path, LocalArray]) -> bytes:
@@ -202,6 +202,7 @@ class Ground:
     def __init__(self, base: OpenBase, plan: Plan, entries: Mapping[Path, TensorEntry]) -> None:
         self._base, self._plan, self._entries = base, plan, entries
         self._unhashed = base.unhashed(entries.values())
+        self._versions = {name: base.version_of(name) for name in self._unhashed}
         self._asked: dict[str, int] = {}
         self._key = base.key_of(entries) if entries else ""
 
@@ -211,7 +212,10 @@ class Ground:
         Args:
             known: Hashes of files that need not be hashed again.
         """
-        self._asked = {name: size for name, size in self._unhashed.items() if (self._base.url, name, size) not in known}
+        self._asked = {name: size for name, size in self._unhashed.items() if self._file_key(name) not in known}
+
+    def _file_key(self, name: str) -> tuple[str, str, str]:
+        return self._base.url, name, self._versions[name]
 
     def for_rank(self, task: Task) -> Grounds:
         """Return what a rank is told."""
@@ -232,8 +236,8 @@ class Ground:
             UsageError: The step would refer to too many folders.
         """
         for name, found in joined_blocks(self._asked, blocks).items():
-            known[self._base.url, name, self._unhashed[name]] = found
-        hashes = {name: known[self._base.url, name, size] for name, size in self._unhashed.items()}
+            known[self._file_key(name)] = found
+        hashes = {name: known[self._file_key(name)] for name in self._unhashed}
         references = References()
         for task, positions in zip(self._plan.tasks, unchanged, strict=True):
             for at in positions:

@@ -299,6 +299,19 @@ class FsspecStore:
         entry: dict[str, Any] = attempt(lambda: self._fs.info(path), "cannot find its time", self._shown(name))
         return _changed(entry)
 
+    def version(self, name: str) -> str:
+        """Return a text that is another one once a file is replaced; empty where the store does not tell.
+
+        Raises:
+            MissingFileError: No such file.
+            UnsafeError: The name leaves the root.
+            StorageError: The store failed, after retries.
+        """
+        path = self._path(name)
+        entry: dict[str, Any] = attempt(lambda: self._fs.info(path), "cannot find its version", self._shown(name))
+        known = [f"{key} {entry[key]}" for key in (*_VERSIONS, *_TIMES) if entry.get(key) is not None]
+        return f"{entry.get('size')} {' '.join(known)}" if known else ""
+
     def rename(self, source: str, target: str) -> None:
         """Refuse: no step of this store renames a folder whole."""
         raise StorageError("this store cannot rename", where=self._shown(source), expected=target)
@@ -319,6 +332,9 @@ class FsspecStore:
 
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
 """How file systems call the time at which an object was written; what is written anew is another object."""
+
+_VERSIONS = ("ETag", "etag", "e_tag", "VersionId", "version_id", "generation", "md5Hash", "content_md5", "blob_id")
+"""How file systems call what is another one with another content."""
 
 
 def _changed(entry: Mapping[str, Any]) -> float | None:

@@ -206,8 +206,8 @@ def test_so_it_is_of_one_on_s3(s3: Faulty, s3_bucket: str) -> None:
 
 class TestMutants:
     def test_removing_all_of_a_step_turns_it_red(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        whole_delete = steps.delete_step
-        monkeypatch.setattr(steps, "delete_step", lambda store, name, kept=frozenset(): whole_delete(store, name))
+        whole_delete = steps._delete_rest
+        monkeypatch.setattr(steps, "_delete_rest", lambda store, name, _: whole_delete(store, name, frozenset()))
         with pytest.raises((AssertionError, ShardckptError)):
             kill_matrix(tmp_path, save, {2, 3, 4}, 3)
 

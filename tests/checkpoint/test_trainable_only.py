@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from harness import raised_everywhere, run
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save as serialize
 from states import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -183,6 +185,29 @@ class TestTheBase:
         headers = counts[1]
         assert headers < frozen / 4
         assert 2 * frozen < counts[0] <= 2 * frozen + 4 * headers, "compared once, hashed once"
+
+    @pytest.mark.parametrize("where", ["local", "memory"])
+    def test_one_that_was_replaced_under_its_name_is_read_anew(self, where: str, tmp_path: Path) -> None:
+        url = str(tmp_path / "base.safetensors") if where == "local" else f"memory://{tmp_path.name}/base.safetensors"
+        model = nn.Linear(64, 64).requires_grad_(False)
+
+        def put(change: float) -> None:
+            data = {name: value + change for name, value in model.state_dict().items()}
+            with fsspec.open(url, "wb") as file:
+                file.write(serialize(data))
+
+        def keep_adapters(name: str) -> None:
+            shardckpt.save({"model": model}, tmp_path / name, base=url, trainable_only=True)
+
+        put(0)
+        keep_adapters("first")
+        put(1)
+        with pytest.raises(UsageError, match="not what it is in the base"):
+            keep_adapters("second")
+        put(0)
+        keep_adapters("third")
+        there = url.rpartition("/")[0]
+        assert shardckpt.load(tmp_path / "third", base=there)["model"]["weight"].equal(model.weight)
 
     def test_it_may_be_one_file_or_a_step(self, tmp_path: Path, hf: Path) -> None:
         torch.manual_seed(0)
