@@ -16,11 +16,12 @@ from shardckpt.groups import Group, LocalGroup, TorchGroup, current_group
 FORK = multiprocessing.get_context("fork")
 
 
-def _rank(work, rank: int, world: int, store: str, results) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=3)
-    )
+def _rank(work, rank: int, world: int, store: str, results, joined) -> None:
     try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=3)
+        )
+        joined.wait(20)  # a rank that leaves before another one has connected to it breaks that one's start
         results.put((rank, work(TorchGroup())))
     except Exception as error:  # noqa: BLE001
         results.put((rank, error))
@@ -29,9 +30,9 @@ def _rank(work, rank: int, world: int, store: str, results) -> None:
 def on_ranks(world: int, work) -> list:
     """Run `work(group)` on `world` forked gloo ranks and return what each gave or raised, in rank order."""
     with tempfile.TemporaryDirectory() as folder:
-        results = FORK.Queue()
+        results, joined = FORK.Queue(), FORK.Barrier(world)
         store = str(pathlib.Path(folder) / "store")
-        ranks = [FORK.Process(target=_rank, args=(work, r, world, store, results)) for r in range(world)]
+        ranks = [FORK.Process(target=_rank, args=(work, r, world, store, results, joined)) for r in range(world)]
         for process in ranks:
             process.start()
         got = dict(results.get(timeout=30) for _ in ranks)
