@@ -9,16 +9,15 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from shardckpt import errors
 from shardckpt.errors import RankError, ShardckptError, UsageError
+from shardckpt.rendezvous import BoundedStore, make_group, meet
 
 _MESSAGE_BYTES = 512
 """An error is told in so many bytes, so that agreeing that there was none costs one small collective."""
@@ -236,11 +235,17 @@ def joined_ranks(timeout: timedelta = timedelta(days=7)) -> Iterator[Group]:
 
     Args:
         timeout: How long a rank may keep the others waiting, where they are joined here.
+
+    Raises:
+        RankError: They cannot be joined.
     """
     if dist.is_initialized():
         yield current_group()
         return
-    dist.init_process_group("gloo", timeout=timeout)
+    try:
+        dist.init_process_group("gloo", timeout=timeout)
+    except RuntimeError as error:
+        raise RankError(f"the ranks could not join: {error}", fix="Start them together, as torchrun does.") from error
     try:
         yield current_group()
     finally:
@@ -374,9 +379,7 @@ class Star:
         try:
             yield
         except RuntimeError as error:
-            known = ""
-            with suppress(RuntimeError):
-                known = bytes(self._store.get(self._key)).decode() if self._store.check([self._key]) else ""
+            known = self._store.find(self._key)
             self.is_lost = True
             named = re.match(r"rank (\d+)", known)
             raise (_gone(known, int(named[1])) if named else self._give_up({peer: error})) from error
@@ -438,8 +441,7 @@ class Star:
         self.is_lost = True
         rank, error = next(iter(lost.items()))
         text = f"rank {rank} of {self.size} {_IS_GONE}: {' '.join(str(error).split())[:200]}"
-        with suppress(RuntimeError):
-            self._store.set(self._key, text)
+        self._store.leave(self._key, text)
         return _gone(text, rank)
 
     @contextmanager
@@ -455,25 +457,14 @@ class Star:
             self.is_lost = True
             if known is not None:
                 raise known from error
-            text = self._found() or f"rank 0 of {self.size} {_IS_GONE}: {error}"
+            text = self._store.find(self._key, wait_s=self._FINDS_S) or f"rank 0 of {self.size} {_IS_GONE}: {error}"
             named = re.match(r"rank (\d+)", text)
             raise _gone(text, int(named[1]) if named else 0) from error
 
-    def _found(self) -> str:
-        end = time.monotonic() + self._FINDS_S
-        while time.monotonic() < end:
-            try:
-                if self._store.check([self._key]):
-                    return bytes(self._store.get(self._key)).decode("utf-8", "replace")
-            except RuntimeError:
-                return ""  # the store went with the first rank
-            time.sleep(0.05)
-        return ""
-
     @property
-    def _store(self) -> Any:
+    def _store(self) -> BoundedStore:
         assert self._group is not None
-        return self._group.get_group_store()
+        return BoundedStore(self._group.get_group_store())
 
     @property
     def _key(self) -> str:
@@ -536,7 +527,7 @@ def _gone(text: str, rank: int) -> RankError:
 
 
 def new_star(group: dist.ProcessGroup | None = None) -> Star:
-    """Make a group of one's own of the same ranks, on the calling thread. Collective.
+    """Make a group of one's own of the same ranks. Collective.
 
     Args:
         group: The ranks; all where None.
@@ -549,27 +540,16 @@ def new_star(group: dist.ProcessGroup | None = None) -> Star:
     given = dist.group.WORLD if group is None else group
     assert given is not None
     timeout = _timeout_of(given)
-    _roll_call(given, timeout)
+    meet(given, timeout)
     ranks = None if group is None else dist.get_process_group_ranks(given)
-    made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=group is not None)
-    return Star(made, timeout)
 
+    def make() -> dist.ProcessGroup | None:
+        local = group is not None
+        made: dist.ProcessGroup | None
+        made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
+        return made
 
-_CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-
-
-def _roll_call(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Wait until every rank is here: making a group with one that is gone would not say which."""
-    store, rank = group.get_group_store(), group.rank()
-    _CALLS[group] = _CALLS.get(group, 0) + 1
-    keys = [f"shardckpt/here/{_CALLS[group]}/{each}" for each in range(group.size())]
-    store.set(keys[rank], "1")
-    end = time.monotonic() + timeout.total_seconds()
-    while missing := [each for each, key in enumerate(keys) if not store.check([key])]:
-        if time.monotonic() > end:
-            named = ", ".join(f"rank {each}" for each in missing)
-            raise _gone(f"{named} of {group.size()} did not come to the first save in time", missing[0])
-        time.sleep(0.002)
+    return Star(make_group(given, make, timeout), timeout)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -24,7 +24,8 @@ ARROWS: dict[str, set[str]] = {
     "manifest": {"boxes", "dtypes"},
     "parameter_names": set(),
     "layout": {"boxes", "dtypes", "errors"},
-    "groups": {"errors"},
+    "rendezvous": {"errors"},
+    "groups": {"rendezvous", "errors"},
     "core": {"boxes", "dtypes", "layout", "groups", "errors"},
     "state": {"core", "groups"} | LEAVES,
     "plan": set(LEAVES),
@@ -40,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
 
 # Third-party libraries and the rooms that may know of them.
 LIBRARIES: dict[str, set[str]] = {
-    "torch": {"groups", "core", "state", "checkpoint"},
+    "torch": {"rendezvous", "groups", "core", "state", "checkpoint"},
     "fsspec": {"storage"},
     "typer": {"cli"},
     "click": {"cli"},

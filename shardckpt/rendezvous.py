@@ -1,0 +1,179 @@
+"""Where ranks meet before they can talk: through the store of their process group, and never for longer than a limit.
+
+A store that lives on a rank (a TCPStore, under `env://` the first rank's) answers nobody while that rank is stopped,
+and most of its calls know no timeout: torch's `check`, `set` and `add` wait for ever. So each is made on a thread of
+its own, which is left behind where it does not end in time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from shardckpt.errors import RankError
+
+T = TypeVar("T")
+
+ASK_S = 2.0
+"""Seconds that a single question to a store may take, once a rank is known to be gone."""
+
+_GRACE_S = 0.5
+"""Seconds beyond the time-out of the ranks, in which a store that does answer tells who is missing."""
+
+_POLL_S = 0.002
+
+
+def run_within(seconds: float, work: Callable[[], T]) -> T:
+    """Return what some work gives; what it raises is raised.
+
+    Args:
+        seconds: How long to wait for it.
+        work: Done on a thread of its own, which goes on where the time is over.
+
+    Raises:
+        TimeoutError: It did not end in time.
+    """
+    ended: SimpleQueue[Callable[[], T]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            value = work()
+        except BaseException as error:  # noqa: BLE001  (raised by whoever waits)
+            ended.put(_raiser(error))
+        else:
+            ended.put(lambda: value)
+
+    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    try:
+        result = ended.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError(f"no answer after {seconds:g} s") from None
+    return result()
+
+
+def _raiser(error: BaseException) -> Callable[[], Any]:
+    def raise_it() -> Any:
+        raise error
+
+    return raise_it
+
+
+class BoundedStore:
+    """The store of a process group, for words that are of no use once they come late.
+
+    Args:
+        store: As the group has it.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def leave(self, key: str, text: str) -> None:
+        """Set a key, unless the store does not answer; never raises."""
+        with suppress(RuntimeError, TimeoutError):
+            run_within(ASK_S, lambda: self._store.set(key, text))
+
+    def find(self, key: str, *, wait_s: float = 0.0) -> str:
+        """Return the text of a key; empty where it is not set, or the store does not answer.
+
+        Args:
+            key: The key.
+            wait_s: Seconds to wait until it is set.
+        """
+        end = time.monotonic() + wait_s
+
+        def ask() -> str:
+            while not self._store.check([key]):
+                if time.monotonic() >= end:
+                    return ""
+                time.sleep(0.05)
+            return bytes(self._store.get(key)).decode("utf-8", "replace")
+
+        with suppress(RuntimeError, TimeoutError):  # the store went with its host
+            return run_within(max(wait_s + _GRACE_S, ASK_S), ask)
+        return ""
+
+
+_CALLS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How often the ranks of a group have met."""
+
+
+def meet(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Wait until every rank is here: making a group with one that is gone would not say which.
+
+    Args:
+        group: The ranks.
+        timeout: How long they wait for each other.
+
+    Raises:
+        RankError: A rank did not come in time, or the store did not answer.
+    """
+    store, size = group.get_group_store(), group.size()
+    number = _CALLS.get(group, 0) + 1
+    keys = [f"shardckpt/here/{number}/{each}" for each in range(size)]
+    own = keys[group.rank()]
+    seconds = timeout.total_seconds()
+    try:
+        missing = run_within(seconds + _GRACE_S, lambda: _missing(store, own, keys, seconds))
+    except (TimeoutError, RuntimeError) as error:
+        raise RankError(_SILENT.format(size=size, error=error), rank=0, fix=_FIX) from error
+    if missing:
+        # Whoever comes later has to see that this rank no longer waits.
+        with suppress(RuntimeError, TimeoutError):
+            run_within(ASK_S, lambda: store.delete_key(own))
+        named = ", ".join(f"rank {each}" for each in missing)
+        raise RankError(f"{named} of {size} did not come to the first save in time", rank=missing[0], fix=_FIX)
+    _CALLS[group] = number
+
+
+def _missing(store: Any, own: str, keys: Sequence[str], seconds: float) -> list[int]:
+    """Say that this rank is here, and return which ranks are not when the time is over."""
+    end = time.monotonic() + seconds
+    store.set(own, "1")
+    while missing := [each for each, key in enumerate(keys) if not store.check([key])]:
+        if time.monotonic() > end:
+            return missing
+        time.sleep(_POLL_S)
+    return []
+
+
+_SILENT = (
+    "rank 0 of {size} is gone or did not answer in time: the store that the ranks meet through, which rank 0 hosts "
+    "unless a launcher does, does not answer ({error})"
+)
+_FIX = "Its own log says why; the others have stopped. Saves and loads are calls that every rank makes."
+
+
+def make_group(
+    group: dist.ProcessGroup, make: Callable[[], dist.ProcessGroup | None], timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """Return a group that the ranks of another one make together, once all have met.
+
+    Args:
+        group: The other one.
+        make: Makes it, on this rank.
+        timeout: How long ranks wait for each other.
+
+    Raises:
+        RankError: A rank left before all were connected.
+    """
+    store, rank, size = group.get_group_store(), group.rank(), group.size()
+    keys = [f"shardckpt/unconnected/{_CALLS[group]}/{each}" for each in range(size)]
+    try:
+        return run_within(timeout.total_seconds() + _GRACE_S, make)
+    except (RuntimeError, TimeoutError) as error:
+        try:
+            silent = run_within(ASK_S * 2, lambda: _missing(store, keys[rank], keys, ASK_S))
+        except (RuntimeError, TimeoutError):
+            silent = [0]
+        named = f"; no word from {', '.join(f'rank {each}' for each in silent)}" if silent else ""
+        text = f"the ranks could not connect to each other{named}: {' '.join(str(error).split())[:300]}"
+        raise RankError(text, rank=silent[0] if silent else -1, fix=_FIX) from error
