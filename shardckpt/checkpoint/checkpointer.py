@@ -34,6 +34,7 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
+from shardckpt.format.native_commit import BRANCH
 from shardckpt.format.steps import (
     METRIC,
     Run,
@@ -123,6 +124,8 @@ class Checkpointer:
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._damaged: set[str] = set()
         self._held: int | None = None
+        self._restored: int | None = None
+        self._branch: int | None = None
         self._is_tidy = False
         self._signals = _Signals()
 
@@ -144,6 +147,8 @@ class Checkpointer:
 
     def steps(self) -> tuple[int, ...]:
         """Return the numbers of the complete steps, the oldest first. Collective.
+
+        What was saved after `restore` of a step is newer than all that lay there then, whatever the numbers.
 
         Raises:
             UnsupportedError: The newest step was written by a newer version of shardckpt, which the message names.
@@ -176,7 +181,7 @@ class Checkpointer:
             UnsupportedError: The newest step was written by a newer version of shardckpt, which the message names.
             StorageError: The storage failed; RankError on the other ranks.
         """
-        return max(self.steps(), default=None)
+        return next(reversed(self.steps()), None)
 
     def _run(self) -> Run:
         return read_run(self._store())
@@ -226,9 +231,9 @@ class Checkpointer:
         Warns:
             UserWarning: The step is saved, but old ones could not be removed.
         """
-        number, unranked, given = self._begun(step, metrics, overwrite, options)
+        number, branch, unranked, given = self._begun(step, metrics, overwrite, options)
         save(state, self.path(number), **given)
-        self._has_saved(number)
+        self._has_saved(number, branch)
         if unranked:
             raise UsageError(unranked)
         if star_of(self._group).rank == 0:
@@ -262,7 +267,7 @@ class Checkpointer:
             UsageError: As for `save`; where no step has the metric, the save is waited for.
             ShardckptError: As for `shardckpt.async_save`.
         """
-        number, unranked, given = self._begun(step, metrics, overwrite, options)
+        number, branch, unranked, given = self._begun(step, metrics, overwrite, options)
         told, is_first = given.pop("on_event", None), star_of(self._group).rank == 0
 
         def on_event(event: SaveEvent) -> None:
@@ -272,7 +277,7 @@ class Checkpointer:
                 told(event)
 
         handle = async_save(state, self.path(number), on_event=on_event, **given)
-        self._has_saved(number)
+        self._has_saved(number, branch)
         if unranked:
             handle.result()
             raise UsageError(unranked)
@@ -280,8 +285,8 @@ class Checkpointer:
 
     def _begun(
         self, step: int, metrics: Mapping[str, SupportsFloat] | None, overwrite: bool, options: Mapping[str, Any]
-    ) -> tuple[int, str, dict[str, Any]]:
-        """Agree on what is saved; return its number, why steps cannot be ranked, and what to pass on."""
+    ) -> _Begun:
+        """Agree on what is saved."""
         about = dict(options.get("about") or {})
         said: bytes | Exception
         try:
@@ -292,11 +297,15 @@ class Checkpointer:
         what = f"preparing to save into {self.root}"
         names = list(metrics or {})
         answer = star_of(self._group).consult(what, said, lambda told: self._prepared(told, names, overwrite))
-        replaces, is_asked, unranked = json.loads(answer)
+        replaces, is_asked, unranked, branch = json.loads(answer)
         self._signals.heed(is_asked)
+        if branch:
+            about[BRANCH] = str(branch)
         if self._dedup:
             options = {"base": lambda: self._newest_but(_number(step)), "digests": True, **options}
-        return _number(step), unranked, {**options, "overwrite": replaces, "about": about, "group": self._group}
+        return _Begun(
+            _number(step), branch, unranked, {**options, "overwrite": replaces, "about": about, "group": self._group}
+        )
 
     def _newest_but(self, number: int) -> str | None:
         """Return where the newest step lies that can be referred to. On the first rank, once no other save goes on."""
@@ -306,8 +315,8 @@ class Checkpointer:
                 return self._place(step.name)
         return None
 
-    def _has_saved(self, number: int) -> None:
-        self._held = number
+    def _has_saved(self, number: int, branch: int) -> None:
+        self._held, self._restored, self._branch = number, None, branch
         self._signals.is_due = False
 
     def _prepared(self, told: list[bytes], names: list[str], overwrite: bool) -> list[bytes]:
@@ -326,7 +335,15 @@ class Checkpointer:
             )
         is_worthless = there.is_ours and not self._is_good(there)
         unranked = self._ranking_fault(numbers[0], names)
-        return [json.dumps([overwrite or is_worthless, any(signals), unranked]).encode()] * len(told)
+        branch = self._branch_of(numbers[0])
+        return [json.dumps([overwrite or is_worthless, any(signals), unranked, branch]).encode()] * len(told)
+
+    def _branch_of(self, number: int) -> int:
+        """Return the branch of the run that a step belongs to: a new one behind the step that was restored."""
+        if self._branch is None:
+            complete = self._run().complete
+            return complete[-1].branch if complete else 0
+        return self._branch + (self._restored is not None and number < self._restored)
 
     def _ranking_fault(self, number: int, names: list[str]) -> str:
         """Say that no step will have the metric that `keep_best` goes by, where a save gives other metrics."""
@@ -367,7 +384,7 @@ class Checkpointer:
             return
         run.require_readable()
         facts = [
-            SavedStep(step.number, self._is_good(step), step.saved_at, self._metrics_of(store, step))
+            SavedStep(step.number, self._is_good(step), step.saved_at, self._metrics_of(store, step), step.branch)
             for step in run.steps
         ]
         gone = set(doomed(facts, self._rules, now=now, spared={saved}))
@@ -420,7 +437,8 @@ class Checkpointer:
             damage = self._load(state, found.name, options, is_last=wanted is not None)
             if not damage:
                 self._tell(found.number, [*found.faults, *damages.values()])
-                self._held = found.number
+                self._held = self._restored = found.number
+                self._branch = found.branch
                 return found.number
             if found.save in self._asked("looking again for a step", self._complete_saves):
                 damages[found.save] = damage
@@ -437,16 +455,17 @@ class Checkpointer:
 
     def _look(self, wanted: int | None, passed: Collection[str]) -> _Found:
         """Return the newest step that may be loaded. On the first rank."""
-        faults: list[str] = []
-        for step in reversed(self._run().steps):
-            if wanted not in (None, step.number) or step.save in passed or step.is_base:
-                continue
-            if step.is_complete:
-                return _Found(faults, step.number, step.name, step.save)
-            if step.is_newer:
-                return _Found(faults, unreadable=step.fault)
-            faults.append(step.fault)
-        return _Found(faults)
+        run = self._run()
+        matching = [s for s in run.steps if wanted in (None, s.number) and s.save not in passed and not s.is_base]
+        found = next((step for step in reversed(run.complete) if step in matching), None)
+        faulty = [step for step in reversed(matching) if not step.is_complete]
+        newer = [step for step in faulty if found is None or step.number > found.number]
+        faults = [step.fault for step in newer]
+        unreadable = next((step.fault for step in newer if step.is_newer), "")
+        if found is None or unreadable:
+            return _Found(faults, unreadable=unreadable)
+        branch = found.branch if found == run.complete[-1] else run.complete[-1].branch + 1
+        return _Found(faults, found.number, found.name, found.save, branch)
 
     def _complete_saves(self) -> list[str]:
         return [step.save for step in self._run().complete]
@@ -519,6 +538,22 @@ class Checkpointer:
             yield
 
 
+class _Begun(NamedTuple):
+    """A save that the ranks have agreed on.
+
+    Attributes:
+        number: Of the step.
+        branch: Of the run, that it belongs to.
+        unranked: Why no step can be ranked; empty where they can be.
+        options: For `save`.
+    """
+
+    number: int
+    branch: int
+    unranked: str
+    options: dict[str, Any]
+
+
 class _Found(NamedTuple):
     """What the first rank saw.
 
@@ -527,6 +562,7 @@ class _Found(NamedTuple):
         number: Of the newest complete step.
         name: Of its folder.
         save: Id of the save that wrote it; None where no step is complete.
+        branch: Of the run, to which steps belong that are saved once it is restored.
         unreadable: What keeps this version from reading a step that is newer than all complete ones.
     """
 
@@ -534,6 +570,7 @@ class _Found(NamedTuple):
     number: int = 0
     name: str = ""
     save: str | None = None
+    branch: int = 0
     unreadable: str = ""
 
 

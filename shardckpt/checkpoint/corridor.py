@@ -23,7 +23,7 @@ from shardckpt.checkpoint.plan_cache import PlanCache, TaskCache, collect_drafts
 from shardckpt.checkpoint.report import Report, differing, own_report, require_one_path, value_digests, values_digest
 from shardckpt.checkpoint.transfer import Source, contents, tensor_bytes, write_payloads
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
-from shardckpt.format.native_commit import COMMIT, encode_commit, manifest_name
+from shardckpt.format.native_commit import COMMIT, branch_of, encode_commit, manifest_name
 from shardckpt.format.native_kind import STEP
 from shardckpt.format.native_manifest import Contents, encode_manifest
 from shardckpt.format.native_part import Part, decode_part, encode_part, join, part_of
@@ -468,7 +468,7 @@ class Corridor:
         # From here on whoever removes the base sees the manifest, and leaves what it refers to.
         if self._ground is not None and not self._ground.is_kept(files):
             return [_BASE_REMOVED] * len(told)
-        self._write(COMMIT, encode_commit(whole.save, manifest, whole.files))
+        self._write(COMMIT, encode_commit(whole.save, manifest, whole.files, branch_of(whole.about)))
         self._publication.finish()
         return [b""] * len(told)
 

@@ -11,7 +11,7 @@ from shardckpt.errors import AmbiguousError, CheckpointError, ChecksumError, Uns
 from shardckpt.format.detect import open_source
 from shardckpt.format.native import manifest_of
 from shardckpt.format.native_bases import find_bases
-from shardckpt.format.native_commit import COMMIT, MAX_MANIFEST_BYTES, encode_commit, manifest_name
+from shardckpt.format.native_commit import COMMIT, MAX_MANIFEST_BYTES, branch_of, encode_commit, manifest_name
 from shardckpt.format.native_headers import Described, read_described, rebuild
 from shardckpt.format.native_manifest import Contents, decode_manifest, encode_manifest
 from shardckpt.format.native_payload import BLOCK_BYTES, HF_INDEX, BlockHasher
@@ -91,7 +91,8 @@ def repair(
     data = encode_manifest(content)
     written = (manifest_name(content.save), COMMIT)
     if not dry_run:
-        for name, body in zip(written, (data, encode_commit(content.save, data, content.files)), strict=True):
+        commit = encode_commit(content.save, data, content.files, branch_of(content.about))
+        for name, body in zip(written, (data, commit), strict=True):
             with store.create(name) as writer:
                 writer.write(body)
     return _report(src, content, written, (*notes, *hash_notes))

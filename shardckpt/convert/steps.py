@@ -50,11 +50,11 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepList:
-    """The steps of a run, by number.
+    """The steps of a run.
 
     Attributes:
         root: Where they lie.
-        complete: Those that were committed, with all their files.
+        complete: Those that were committed, with all their files, the oldest first.
         incomplete: Folders that are called like steps and cannot be loaded.
     """
 
@@ -158,6 +158,7 @@ def prune(
             step.is_complete,
             step.saved_at,
             read_metrics(store, step) if rules.keep_best is not None and step.is_complete else {},
+            step.branch,
         )
         for step in run.steps
     ]

@@ -32,6 +32,9 @@ MANIFEST_SUFFIX = ".manifest.json"
 WRITTEN = re.compile(rf"[0-9a-z]{{15}}(-[0-9]{{5,}}-[0-9]{{2,}}\.safetensors|{re.escape(MANIFEST_SUFFIX)})")
 """Names of files that only a save gives."""
 
+BRANCH = "run.branch"
+"""Name in a manifest's `about` of what `COMMIT` calls `branch`."""
+
 FEATURES: frozenset[str] = frozenset({native_references.FEATURE})
 """Names of what a reader must understand beyond version 1.0, and this one does."""
 
@@ -56,6 +59,7 @@ class Commit:
         version: Of the format.
         features: What a reader must understand.
         bases: Folders that it refers to, to name and size of the files there.
+        branch: How often the run had gone back to an older step before this one was saved.
     """
 
     save: str
@@ -66,6 +70,7 @@ class Commit:
     version: tuple[int, int] = VERSION
     features: tuple[str, ...] = ()
     bases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    branch: int = 0
 
 
 def manifest_name(save: str) -> str:
@@ -73,13 +78,24 @@ def manifest_name(save: str) -> str:
     return save + MANIFEST_SUFFIX
 
 
-def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord]) -> bytes:
+def branch_of(about: Mapping[str, str]) -> int:
+    """Return the branch of its run that a step belongs to, as its manifest's `about` says it.
+
+    Args:
+        about: Free text by name.
+    """
+    text = about.get(BRANCH, "")
+    return int(text) if re.fullmatch("[0-9]{1,9}", text, re.ASCII) else 0
+
+
+def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branch: int = 0) -> bytes:
     """Return the bytes of `COMMIT`: a line of JSON, and a line with that line's SHA-256.
 
     Args:
         save: The save's id.
         manifest: The bytes of the manifest, whose name is `manifest_name(save)`.
         files: Every other file of the step, and those of its bases.
+        branch: How often the run had gone back to an older step.
     """
     files = list(files)
     bases = files_of_bases(files)
@@ -91,6 +107,7 @@ def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord]) -> by
         "manifest": [manifest_name(save), len(manifest), hashlib.sha256(manifest).hexdigest()],
         "files": [[f.name, f.nbytes] for f in files if not f.base],
         **({"bases": [[url, list(map(list, named.items()))] for url, named in bases.items()]} if bases else {}),
+        **({"branch": branch} if branch else {}),
     }
     line = canonical(content) + b"\n"
     return line + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
@@ -134,7 +151,8 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
     bases = _files_by_base(raw.get("bases", []), where)
     if bool(bases) != (native_references.FEATURE in features):
         raise FormatError("the commit mark's features do not fit its bases", where=where)
-    return Commit(save, plain_name(name, where), manifest_bytes, sha256, sizes, version, features, bases)
+    branch = read_integer(raw.get("branch", 0), "branch", where, below=MAX_BYTES)
+    return Commit(save, plain_name(name, where), manifest_bytes, sha256, sizes, version, features, bases, branch)
 
 
 def _sizes(value: object, where: object) -> dict[str, int]:

@@ -52,6 +52,7 @@ class Step:
         number: The step.
         name: Of the folder.
         save: Id of the save that wrote it; empty where there is no valid `COMMIT`.
+        branch: How often the run had gone back to an older step before this one was saved.
         nbytes: Of its files, as they were committed.
         fault: Why it is not complete; empty where it is.
         is_committed: A file `COMMIT` lies there, valid or not.
@@ -67,6 +68,7 @@ class Step:
     number: int
     name: str
     save: str = ""
+    branch: int = 0
     nbytes: int = 0
     fault: str = ""
     is_committed: bool = False
@@ -129,8 +131,8 @@ class Run:
 
     @property
     def complete(self) -> tuple[Step, ...]:
-        """The steps that can be loaded, by number."""
-        return tuple(step for step in self.steps if step.is_complete)
+        """The steps that can be loaded, the oldest first: by branch, then by number."""
+        return tuple(sorted((s for s in self.steps if s.is_complete), key=lambda s: (s.branch, s.number)))
 
     def referred(self, but: Collection[str] = ()) -> dict[str, frozenset[str]]:
         """Return which files are referred to, by the name of their folder.
@@ -383,6 +385,7 @@ def _read_step(store: Store, number: int, name: str) -> Step:
     return replace(
         step,
         save=commit.save,
+        branch=commit.branch,
         nbytes=nbytes,
         fault=_missing(inside.url, commit, sizes),
         own=frozenset((*commit.files, commit.manifest, COMMIT)),

@@ -29,12 +29,15 @@ class SavedStep(NamedTuple):
         is_complete: Whether it can be loaded. What cannot counts for nothing, and is not removed by these rules.
         saved_at: When its save began, in seconds since the epoch; None where not known.
         metrics: Numbers that were saved with it, by name.
+        branch: How often the run had gone back to an older step before. A step of a later branch is newer than one of
+            an earlier branch, whatever their numbers.
     """
 
     number: int
     is_complete: bool = True
     saved_at: float | None = None
     metrics: Mapping[str, float] = MappingProxyType({})
+    branch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Retention:
     """Rules, each of which keeps steps; a step that none keeps goes. Without any rule all are kept.
 
     Attributes:
-        keep_last: So many of the largest numbers.
+        keep_last: So many of the newest.
         keep_every: Those whose number this divides.
         keep_best: So many of the best by their metric; of equal ones the later. A NaN is worse than any number. Steps
             without the metric cannot be ranked: alone, this rule keeps them; beside others, those decide.
@@ -115,7 +118,7 @@ def doomed(
     Raises:
         UsageError: `keep_best` goes by a metric that no complete step has.
     """
-    complete = sorted({step.number: step for step in steps if step.is_complete}.values())
+    complete = sorted({step.number: step for step in steps if step.is_complete}.values(), key=_age_order)
     if not rules.is_needed or not complete:
         return ()
     kept = {complete[-1].number, *spared}
@@ -129,6 +132,10 @@ def doomed(
     if rules.keep_for_s is not None:
         kept.update(step.number for step in complete if _is_recent(step, now - rules.keep_for_s))
     return tuple(step.number for step in complete if step.number not in kept)
+
+
+def _age_order(step: SavedStep) -> tuple[int, int]:
+    return step.branch, step.number
 
 
 def require_metric(steps: Iterable[SavedStep], metric: str) -> None:
@@ -151,8 +158,8 @@ def require_metric(steps: Iterable[SavedStep], metric: str) -> None:
 
 
 def _best(steps: Sequence[SavedStep], count: int, rules: Retention) -> list[int]:
-    ranked = [step for step in steps if rules.metric in step.metrics]
-    best = sorted(ranked, key=lambda step: (_badness(step.metrics[rules.metric], rules.mode), -step.number))[:count]
+    ranked = [step for step in reversed(steps) if rules.metric in step.metrics]  # of equal ones the later comes first
+    best = sorted(ranked, key=lambda step: _badness(step.metrics[rules.metric], rules.mode))[:count]
     unranked = [] if rules.has_others else [step for step in steps if rules.metric not in step.metrics]
     return [step.number for step in (*best, *unranked)]
 

@@ -474,13 +474,6 @@ class TestRetention:
         ck.save(3, state(3.0))
         assert ck.steps() == (3,)
 
-    def test_a_step_behind_the_newest_stays_once_saved(self, tmp_path):
-        ck = saved(Checkpointer(tmp_path), 1, 2, 3)
-        ck = Checkpointer(tmp_path, keep_last=1)
-        ck.restore(state(), step=1)
-        ck.save(2, state(7.0), overwrite=True)
-        assert ck.steps() == (2, 3)
-
     @pytest.mark.parametrize("fault", ["no commit", "torn commit", "file gone"])
     def test_steps_that_are_not_complete_take_no_place(self, fault, tmp_path):
         ck = saved(Checkpointer(tmp_path), 1, 2, 8, 9)
@@ -527,6 +520,73 @@ class TestRetention:
         monkeypatch.setattr(checkpointer.time, "time", lambda: now() + 1.1 * DAY)
         saved(Checkpointer(tmp_path), 4)
         assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (2, 3, 4)]
+
+
+class TestGoingBack:
+    """What a restored run saves is newer than what lay there when it was restored, whatever the numbers."""
+
+    def test_what_is_saved_then_is_the_latest(self, tmp_path):
+        saved(Checkpointer(tmp_path), *range(1, 11))
+        ck = Checkpointer(tmp_path, keep_last=2)
+        ck.restore(state(), step=9)
+        for number in (4, 5, 6):
+            ck.save(number, state(100.0 + number), overwrite=True)
+            assert (ck.latest(), Checkpointer(tmp_path).latest()) == (number, number)
+        assert ck.steps() == (5, 6)
+        assert restored(Checkpointer(tmp_path)) == (6, 106)
+
+    def test_nothing_is_abandoned_before_that(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2, 3)
+        ck.restore(state(), step=1)
+        with pytest.raises(TypeError):
+            ck.save(2, {"thing": object()}, overwrite=True)
+        assert (ck.latest(), restored(Checkpointer(tmp_path))) == (3, (3, 3))
+
+    def test_the_abandoned_steps_are_the_older_ones_for_each_later_process(self, tmp_path):
+        saved(Checkpointer(tmp_path), 1, 2, 3, 4)
+        ck = Checkpointer(tmp_path)
+        ck.restore(state(), step=1)
+        ck.save(2, state(20.0), overwrite=True)
+        assert ck.steps() == (1, 3, 4, 2)
+        later = Checkpointer(tmp_path, keep_last=2)
+        assert restored(later) == (2, 20)
+        saved(later, 5)
+        assert later.steps() == (2, 5)
+        saved(Checkpointer(tmp_path), 6)
+        assert [step.number for step in shardckpt.ls(tmp_path).complete] == [2, 5, 6]
+        assert [step.number for step in shardckpt.prune(tmp_path, keep_last=1).kept] == [6]
+
+    def test_so_is_a_newer_step_that_was_found_to_be_damaged(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 10, 20)
+        flip(payload(tmp_path, 20))
+        with pytest.warns(UserWarning, match="restored step 10"):
+            ck.restore(state())
+        saved(ck, 15)
+        assert (ck.latest(), restored(Checkpointer(tmp_path))) == (15, (15, 15))
+
+    def test_where_the_newest_was_restored_numbers_decide_as_long_as_they_grow(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        ck.restore(state())
+        saved(ck, 3)
+        commit = json.loads((folder(tmp_path, 3) / "COMMIT").read_text().splitlines()[0])
+        assert "branch" not in commit
+        ck.restore(state())
+        ck.save(1, state(7.0), overwrite=True)
+        assert ck.latest() == 1
+
+    def test_without_a_restore_numbers_decide(self, tmp_path):
+        saved(Checkpointer(tmp_path), 5)
+        assert saved(Checkpointer(tmp_path), 3).latest() == 5
+
+    def test_repair_writes_the_same_mark(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        ck.restore(state(), step=1)
+        ck.async_save(2, state(7.0), overwrite=True).result()
+        before = (folder(tmp_path, 2) / "COMMIT").read_bytes()
+        assert b'"branch":1' in before
+        (folder(tmp_path, 2) / "COMMIT").unlink()
+        shardckpt.repair(folder(tmp_path, 2))
+        assert (folder(tmp_path, 2) / "COMMIT").read_bytes() == before
 
 
 class TestWhenToSave:

@@ -19,6 +19,7 @@ STEPS = st.lists(
         number=st.integers(0, 40),
         is_complete=st.booleans(),
         saved_at=st.none() | st.floats(0, NOW),
+        branch=st.integers(0, 2),
         metrics=st.just({}) | st.fixed_dictionaries({"loss": st.floats()}),
     ),
     unique_by=lambda step: step.number,
@@ -38,6 +39,11 @@ def gone(numbers: range | list[int], rules: Retention, **losses: float) -> list[
     return list(doomed([SavedStep(n, metrics=metrics[n], saved_at=float(n)) for n in numbers], rules, now=100.0))
 
 
+def in_order(steps: list[SavedStep]) -> list[int]:
+    """Return the numbers of the complete steps, the oldest first."""
+    return [number for _, number in sorted((step.branch, step.number) for step in steps if step.is_complete)]
+
+
 def decided(steps: list[SavedStep], rules: Retention) -> tuple[int, ...]:
     """Return the doomed steps; none where they cannot be ranked, which is an error."""
     has_metric = any(step.is_complete and step.metrics for step in steps)
@@ -54,6 +60,11 @@ class TestRules:
 
     def test_the_last_ones_stay(self) -> None:
         assert gone(range(5), Retention(keep_last=2)) == [0, 1, 2]
+
+    def test_those_of_a_later_branch_are_newer(self) -> None:
+        steps = [SavedStep(9), SavedStep(10), SavedStep(4, branch=1), SavedStep(5, branch=1)]
+        assert doomed(steps, Retention(keep_last=2), now=NOW) == (9, 10)
+        assert doomed(steps, Retention(keep_last=3), now=NOW) == (9,)
 
     def test_multiples_stay_and_so_does_the_newest(self) -> None:
         assert gone([10, 15, 20, 25, 33], Retention(keep_every=10)) == [15, 25]
@@ -114,8 +125,8 @@ class TestRules:
 class TestWhateverTheRules:
     @given(STEPS, RULES)
     def test_the_newest_complete_step_is_never_removed(self, steps: list[SavedStep], rules: Retention) -> None:
-        complete = [step.number for step in steps if step.is_complete]
-        assert not complete or max(complete) not in decided(steps, rules)
+        complete = in_order(steps)
+        assert not complete or complete[-1] not in decided(steps, rules)
 
     @given(STEPS, RULES)
     def test_only_complete_steps_count_and_only_they_are_removed(
@@ -139,7 +150,7 @@ class TestWhateverTheRules:
 
     @given(STEPS, RULES)
     def test_as_many_as_asked_for_stay(self, steps: list[SavedStep], rules: Retention) -> None:
-        complete = sorted(step.number for step in steps if step.is_complete)
+        complete = in_order(steps)
         removed = set(decided(steps, rules))
         if rules.keep_last is not None:
             assert not removed & set(complete[-rules.keep_last :])
@@ -149,7 +160,7 @@ class TestWhateverTheRules:
     @given(STEPS, RULES)
     def test_the_oldest_go_first(self, steps: list[SavedStep], rules: Retention) -> None:
         found = decided(steps, rules)
-        assert list(found) == sorted(found)
+        assert list(found) == [number for number in in_order(steps) if number in found]
 
 
 class TestLeftovers:
