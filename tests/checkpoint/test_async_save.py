@@ -410,6 +410,18 @@ shardckpt.async_save({"t": torch.rand(9000)}, sys.argv[1])
         shardckpt.save({"t": torch.ones(2)}, tmp_path / "c")
         assert os.listdir(tmp_path) == ["c"], "the next save removes what the dead one wrote"
 
+    def test_a_forked_process_does_not_keep_the_buffers_of_its_parent(self, tmp_path: Path) -> None:
+        shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "a").result()
+        assert BUFFERS.nbytes > 0
+
+        def child(rank: int, world: int) -> tuple[int, int]:
+            inherited = BUFFERS.nbytes
+            shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "b", budget="1MiB").result()
+            return inherited, BUFFERS.nbytes
+
+        assert run(1, child) == [(0, MIB // 4)]
+        assert BUFFERS.nbytes > 0
+
     def test_a_forked_process_neither_waits_for_nor_inherits_a_save(self, tmp_path: Path) -> None:
         with held_back():
             handle = shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "a")

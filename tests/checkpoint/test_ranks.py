@@ -443,6 +443,36 @@ class TestFailures:
         assert torch.equal(shardckpt.load(tmp_path / "c")["old"], torch.arange(3))
         assert gone == 0 or set(os.listdir(tmp_path)) <= {"c", "d"}, "the first rank removes what all wrote"
 
+    def test_the_first_rank_finds_who_is_late_before_the_others_give_up_on_it(self, tmp_path: Path) -> None:
+        def body(rank: int, world: int) -> float:
+            shardckpt.save({"t": torch.ones(2)}, tmp_path / "c")
+            if rank == 1:
+                time.sleep(6.0)
+                return 0.0
+            start = time.monotonic()
+            with pytest.raises(shardckpt.RankError, match="rank 1"):
+                shardckpt.save({"t": torch.ones(2)}, tmp_path / "d")
+            return time.monotonic() - start
+
+        first, _, other = run(3, body, group_timeout=4.0)
+        assert first < 4.0 and other < 4.0, "who waits for the first rank hears from it, and need not look for its word"
+
+    def test_once_a_rank_has_died_the_first_rank_does_not_wait_for_those_that_are_late(self, tmp_path: Path) -> None:
+        def body(rank: int, world: int) -> float:
+            shardckpt.save({"t": torch.ones(2)}, tmp_path / "c")
+            if rank == 1:
+                os._exit(1)
+            if rank == 2:
+                time.sleep(5.0)
+                return 0.0
+            start = time.monotonic()
+            with pytest.raises(shardckpt.RankError, match="rank 1"):
+                shardckpt.save({"t": torch.ones(2)}, tmp_path / "d")
+            return time.monotonic() - start
+
+        found = outcomes(3, body, group_timeout=20.0, timeout=40.0)
+        assert found[0].value is not None and found[0].value < 2.0 + 3.0, found[0]
+
     def test_what_does_not_fit_on_one_rank_is_loaded_on_none(self, tmp_path: Path) -> None:
         shardckpt.save({"t": torch.arange(3)}, tmp_path / "c")
 
