@@ -26,15 +26,46 @@ ShardckptError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 _SHOWN = 1000
 """Characters of one part of a message that are shown; the rest is cut, since names come from hostile files."""
 
 
+_SHOWN_VALUES = 64
+"""Values in nested containers that are shown: what a hostile pickle nested has more leaves than a machine has bytes."""
+
+
+def show(value: object) -> str:
+    """Return a value as text, of a container and of a number no more than is read."""
+    if isinstance(value, (tuple, list, dict, set, frozenset)) and _count(value, _SHOWN_VALUES) < 0:
+        return f"a {type(value).__name__} of {len(value)} values"
+    try:
+        return str(value)
+    except ValueError:  # more digits than Python prints
+        return f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+
+
+def _count(value: object, left: int) -> int:
+    """Return how many more values may be shown after this one; negative where it holds too many."""
+    if isinstance(value, dict):
+        inner: Iterable[object] = (part for pair in value.items() for part in pair)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        inner = value
+    else:
+        return left - 1 - (len(value) // _SHOWN if isinstance(value, (str, bytes)) else 0)
+    left -= 1
+    for part in inner:
+        if left < 0:
+            break
+        left = _count(part, left)
+    return left
+
+
 def escape(text: object) -> str:
     """Return `text` on one line: control characters, newlines and lone surrogates as backslash escapes."""
-    shown = str(text)
+    shown = text if isinstance(text, str) else show(text)
     if len(shown) > _SHOWN:
         shown = f"{shown[:_SHOWN]}... ({len(shown)} characters)"
     if shown.isprintable():

@@ -17,6 +17,7 @@ from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import is_known
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
 from shardckpt.format import pickles
+from shardckpt.format.budget import CHUNK_BYTES, Budget, check_paths
 from shardckpt.format.collector import collector_paused
 from shardckpt.format.dcp_slices import Blobs, Slice, require_bytes, resolve_slices, slice_checksums
 from shardckpt.format.pickles import Dtype, Inert
@@ -97,18 +98,21 @@ def open_folder(store: Store, folder: str = "") -> Reader:
             fix="The save never finished; use an earlier checkpoint.",
         )
     found = _Union()
+    budget = Budget(sum(sizes.values()), sum(sizes[name] for name in names), where=f"{store.url}/{folder}")
     with collector_paused():
         for name in names:
             where = f"{store.url}/{prefix}{name}"
-            _Metadata(_load(store, prefix + name, sizes[name], where), prefix, where).add_to(found)
-        return DcpReader(store, _manifest(store, prefix, sizes, names, found))
+            root = _load(store, prefix + name, sizes[name], where, budget)
+            _Metadata(root, prefix, where, budget).add_to(found)
+            del root  # with many ranks' metadata, one at a time
+        return DcpReader(store, _manifest(store, prefix, sizes, names, found), Budget(sum(sizes.values())))
 
 
-def _load(store: Store, name: str, size: int, where: str) -> Inert:
+def _load(store: Store, name: str, size: int, where: str, budget: Budget) -> Inert:
     if size > _MAX_METADATA_BYTES:
         raise UnsafeError("the metadata is too large", where=where, found=f"{size} bytes", expected=_MAX_METADATA_BYTES)
     limits = pickles.Limits(nbytes=_MAX_METADATA_BYTES, depth=0)
-    root = pickles.load(read_bytes(store, name, 0, size), where=where, limits=limits)
+    root = pickles.load(read_bytes(store, name, 0, size), where=where, limits=limits, budget=budget)
     if not isinstance(root, Inert) or not isinstance(root.state, dict) or not root.name.endswith("Metadata"):
         raise FormatError("this pickle holds no DCP metadata", where=where, found=_shown(root))
     return root
@@ -147,13 +151,15 @@ class _Metadata:
         root: The pickle's object, its state a dict.
         prefix: Of file names in the store.
         where: The file, for messages.
+        budget: What reading the checkpoint may cost.
     """
 
-    def __init__(self, root: Inert, prefix: str, where: str) -> None:
+    def __init__(self, root: Inert, prefix: str, where: str, budget: Budget) -> None:
         state = root.state
         assert isinstance(state, dict)
         self._where = where
         self._prefix = prefix
+        self._budget = budget
         self._files: dict[object, str] = {}
         self._dtypes: dict[str, str] = {}
         self._chunk_lists: set[int] = set()
@@ -173,6 +179,7 @@ class _Metadata:
             if kind == "TensorStorageMetadata":
                 self._add_tensor(union, name, record)
             elif kind == "BytesStorageMetadata":
+                self._budget.spend_entry(0)
                 if union.objects.get(name) is None:
                     union.objects[name] = self._stored.get((name, None))
             else:
@@ -198,7 +205,10 @@ class _Metadata:
             name, offset = index.get("fqn"), index.get("offset")
             if not isinstance(name, str):
                 raise FormatError("storage_data has an index without a name", where=self._where, found=_shown(name))
-            stored[name, None if offset is None else self._shape(name, offset)] = self._storage(name, info.state)
+            place = None if offset is None else self._shape(name, offset)
+            if place and prod(place) > _MAX_INT:  # within no shape, and hashes of such places can be chosen
+                raise self._bad(name, "is stored for an impossible offset", place)
+            stored[name, place] = self._storage(name, info.state)
         return stored
 
     def _storage(self, name: str, info: Mapping[object, object]) -> _Stored:
@@ -239,6 +249,7 @@ class _Metadata:
         self._chunk_lists.add(id(chunks))
         if prod(shape) > _MAX_INT:
             raise self._bad(name, "is larger than any tensor can be", shape)
+        self._budget.spend_tensor(CHUNK_BYTES * len(chunks))
         known = union.tensors.setdefault(name, (shape, stored, {}))
         if known[:2] != (shape, stored):
             raise self._bad(name, "differs between ranks", f"{stored} {shape}", f"{known[1]} {known[0]}")
@@ -304,6 +315,7 @@ class _Metadata:
                 type(key) is str or (type(key) is int and key >= 0) for key in path
             ):
                 raise self._bad(name, "has an impossible path", _shown(path))
+            self._budget.spend_entry(sum(len(key) for key in path if isinstance(key, str)))
             union.paths[name] = tuple(path)
 
 
@@ -321,6 +333,7 @@ def _mapping(value: object, what: str, where: str) -> Mapping[object, object]:
 
 
 def _manifest(store: Store, prefix: str, sizes: Mapping[str, int], names: Sequence[str], found: _Union) -> Manifest:
+    check_paths(found.paths.values(), f"{store.url}/{prefix}")
     tensors: dict[Path, TensorEntry] = {}
     objects: dict[Path, ObjectEntry] = {}
     used: dict[str, None] = {}
@@ -396,7 +409,8 @@ def _notes(prefix: str, sizes: Mapping[str, int], names: Sequence[str], used: Ma
     if ranks and names == [METADATA]:
         yield f"{len(ranks)} rank-local metadata files beside {METADATA} are ignored"
     elif ranks and len(ranks) <= max(ranks):
-        absent = next(rank for rank in range(max(ranks) + 1) if rank not in set(ranks))
+        present = set(ranks)
+        absent = next(rank for rank in range(max(ranks) + 1) if rank not in present)
         yield f"the metadata of {max(ranks) + 1 - len(ranks)} ranks is missing, first __{absent}{METADATA}"
 
 
@@ -406,11 +420,14 @@ class DcpReader(Reader):
     Args:
         store: Where it lies.
         manifest: What it holds; its lazy pieces know their `Slice`.
+        budget: What finding its elements may cost; that of its files' size where None.
     """
 
-    def __init__(self, store: Store, manifest: Manifest) -> None:
+    def __init__(self, store: Store, manifest: Manifest, budget: Budget | None = None) -> None:
         super().__init__(store, manifest)
         self._blobs: Blobs = {}
+        self._loaded: set[Path] = set()
+        self._budget = Budget(sum(filter(lambda n: n > 0, manifest.files.values()))) if budget is None else budget
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces with every slice replaced by where its elements lie, in the same order.
@@ -419,7 +436,7 @@ class DcpReader(Reader):
             CheckpointError: A slice is damaged, or does not hold what the metadata says.
             StorageError: The store failed.
         """
-        return resolve_slices(self.store, self.manifest.files, pieces, self._blobs)
+        return resolve_slices(self.store, self.manifest.files, pieces, self._blobs, self._budget)
 
     def load_object(self, entry: ObjectEntry) -> object:
         """Return an object's value, read without executing anything.
@@ -434,7 +451,10 @@ class DcpReader(Reader):
             raise IncompleteError("this object was listed and never stored", where=dotted(entry.path))
         end = entry.layout.offset + entry.layout.nbytes
         require_bytes(self.store, self.manifest.files, entry.file, end, f"the object {dotted(entry.path)!r}")
-        return read_object(self.store, entry.file, entry.layout)
+        is_known = entry.path in self._loaded
+        self._loaded.add(entry.path)
+        budget = Budget(sum(filter(lambda n: n > 0, self.manifest.files.values()))) if is_known else self._budget
+        return read_object(self.store, entry.file, entry.layout, budget)
 
     def checksums(self) -> Iterator[Checksum]:
         """Yield the CRC-32 of every record of every uncompressed slice, in file order; none where torch left them out.
@@ -452,7 +472,7 @@ class DcpReader(Reader):
         spans += [
             (entry.file, entry.layout) for entry in self.manifest.objects.values() if isinstance(entry.layout, Span)
         ]
-        return slice_checksums(self.store, sorted(spans))
+        return slice_checksums(self.store, sorted(set(spans)))
 
 
 def _is_archive(piece: Piece) -> bool:

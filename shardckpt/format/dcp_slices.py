@@ -17,6 +17,7 @@ from shardckpt.boxes import strides
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.errors import FormatError, IncompleteError, TruncatedError, UnsafeError, UnsupportedError
 from shardckpt.format import pickles
+from shardckpt.format.budget import Budget
 from shardckpt.format.codecs import MAX_WINDOW_BYTES, DecodedStream
 from shardckpt.format.pickles import Inert, Limits, TensorStub
 from shardckpt.format.reader import Checksum
@@ -41,8 +42,8 @@ SHARDING_INFO = "DCP_SHARDING_INFO"
 _BATCH = 512
 _ENCODED_HEAD_BYTES = 1 << 13
 _HEAD_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
-_MAX_PICKLE_BYTES = 1 << 20
-_PICKLE_LIMITS = Limits(nbytes=_MAX_PICKLE_BYTES, values=100_000)
+_MAX_PICKLE_BYTES = 1 << 16
+_PICKLE_LIMITS = Limits(nbytes=_MAX_PICKLE_BYTES)
 
 
 class Blob(NamedTuple):
@@ -96,7 +97,9 @@ Blobs = dict[tuple[str, int], Blob]
 """File and first byte to the safetensors blob that starts there."""
 
 
-def resolve_slices(store: Store, files: Mapping[str, int], pieces: Sequence[Piece], blobs: Blobs) -> list[Piece]:
+def resolve_slices(
+    store: Store, files: Mapping[str, int], pieces: Sequence[Piece], blobs: Blobs, budget: Budget
+) -> list[Piece]:
     """Return DCP pieces with every `Lazy` layout replaced by where the elements lie, in the same order.
 
     Args:
@@ -104,6 +107,7 @@ def resolve_slices(store: Store, files: Mapping[str, int], pieces: Sequence[Piec
         files: Name to size in bytes, -1 for a missing one.
         pieces: From a DCP manifest.
         blobs: Those met before; new ones are added, so that each header is read once.
+        budget: What finding elements in the checkpoint may cost.
 
     Raises:
         IncompleteError: A file is missing, or holds another chunk in place of the one that was promised.
@@ -114,7 +118,7 @@ def resolve_slices(store: Store, files: Mapping[str, int], pieces: Sequence[Piec
     lazy = ((i, piece) for i, piece in enumerate(pieces) if isinstance(piece.layout, Lazy))
     while batch := list(islice(lazy, _BATCH)):
         opened = [_opened(store, files, piece) for _, piece in batch]
-        for (i, piece), layout in zip(batch, _layouts(store, files, opened, blobs), strict=True):
+        for (i, piece), layout in zip(batch, _layouts(store, files, opened, blobs, budget), strict=True):
             out[i] = piece._replace(layout=layout)
     return out
 
@@ -159,7 +163,7 @@ def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, w
 
 
 def _layouts(
-    store: Store, files: Mapping[str, int], opened: Sequence[Opened], blobs: Blobs
+    store: Store, files: Mapping[str, int], opened: Sequence[Opened], blobs: Blobs, budget: Budget
 ) -> list[Span | Strided | Encoded]:
     """Return where the elements of each slice lie. `blobs` keeps the safetensors files from batch to batch."""
     found: dict[int, Span | Strided | Encoded] = {}
@@ -169,8 +173,8 @@ def _layouts(
     _read_headers(store, files, list(tensors.values()), blobs)
     for i, o in tensors.items():
         found[i] = _in_safetensors(o, blobs[o.piece.file, o.layout.offset])
-    found |= zip(archives, _in_archives(store, list(archives.values())), strict=True)
-    found |= zip(streams, _in_streams(store, list(streams.values())), strict=True)
+    found |= zip(archives, _in_archives(store, list(archives.values()), budget), strict=True)
+    found |= zip(streams, _in_streams(store, list(streams.values()), budget), strict=True)
     return [found[i] for i in range(len(opened))]
 
 
@@ -235,17 +239,19 @@ def _differs(opened: Opened, dtype: str, shape: tuple[int, ...]) -> FormatError:
     )
 
 
-def _in_archives(store: Store, opened: Sequence[Opened]) -> Iterator[Span | Strided]:
-    archives = open_archives(store, [Place(o.piece.file, o.layout.offset, o.layout.nbytes) for o in opened])
+def _in_archives(store: Store, opened: Sequence[Opened], budget: Budget) -> Iterator[Span | Strided]:
+    places = [Place(o.piece.file, o.layout.offset, o.layout.nbytes) for o in opened]
+    distinct = list(dict.fromkeys(places))  # what thousands of names share is opened once
+    found = dict(zip(distinct, open_archives(store, distinct), strict=True))
+    archives = [found[place] for place in places]
     records = [
         Wanted(archive.place.file, _entry(archive, "data.pkl", o.where))
         for archive, o in zip(archives, opened, strict=True)
     ]
     known: dict[bytes, TensorStub] = {}
-    stubs = [
-        _stub(data, known, o)
-        for data, o in zip(read_entries(store, records, most=_MAX_PICKLE_BYTES), opened, strict=True)
-    ]
+    budgets = {place.file: budget for place in distinct}
+    pickled = read_entries(store, records, most=_MAX_PICKLE_BYTES, budgets=budgets)
+    stubs = [_stub(data, known, o) for data, o in zip(pickled, opened, strict=True)]
     wanted = []
     for archive, stub, o in zip(archives, stubs, opened, strict=True):
         assert isinstance(stub.storage, StorageRef)
@@ -327,22 +333,26 @@ def view(stub: TensorStub, record: Span, opened: Opened) -> Span | Strided:
     return Strided(record.offset, record.nbytes, stub.offset, stub.strides)
 
 
-def _in_streams(store: Store, opened: Sequence[Opened]) -> Iterator[Encoded]:
+def _in_streams(store: Store, opened: Sequence[Opened], budget: Budget) -> Iterator[Encoded]:
     heads = [bytearray(min(_ENCODED_HEAD_BYTES, o.layout.nbytes)) for o in opened]
     store.read([Read(o.piece.file, o.layout.offset, memoryview(h)) for o, h in zip(opened, heads, strict=True)])
     known: dict[bytes, TensorStub] = {}
     for o, head in zip(opened, heads, strict=True):
-        inner = _inner(store, o, bytes(head), known)
+        inner = _inner(store, o, bytes(head), known, budget)
         yield Encoded("zstd", o.layout.offset, o.layout.nbytes, inner)
 
 
-def _inner(store: Store, opened: Opened, encoded: bytes, known: dict[bytes, TensorStub]) -> Span | Strided:
+def _inner(
+    store: Store, opened: Opened, encoded: bytes, known: dict[bytes, TensorStub], budget: Budget
+) -> Span | Strided:
     """Find the elements in a decoded stream from its head, as little of it as will do."""
     stream = DecodedStream(
         store, opened.piece.file, Encoded("zstd", opened.layout.offset, opened.layout.nbytes, Span(0, 0))
     )
     for attempt, most in enumerate(_HEAD_BYTES):
         head = stream.head(most) if attempt else decoded_head(encoded, most, opened.where)
+        if attempt:  # a slice of a few bytes may decode to as many megabytes as it likes, and there may be thousands
+            budget.spend_once((opened.piece.file, opened.layout.offset, most), len(head))
         try:
             return _walked(head, known, opened)
         except TruncatedError:

@@ -289,7 +289,7 @@ def _shapes(said: object, where: str) -> dict[str, Shape]:
     found: dict[str, Shape] = {}
     for name, shape in said.items():
         if not isinstance(name, str) or not _is_shape(shape):
-            raise FormatError(f"parameter {str(name)[:80]!r} has no shape", where=where, found=repr(shape)[:80])
+            raise FormatError(f"parameter {str(name)[:80]!r} has no shape", where=where, found=shape)
         found[name] = tuple(shape)
     return found
 

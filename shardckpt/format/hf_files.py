@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from shardckpt.errors import FormatError, UnsafeError
 from shardckpt.format.safetensors import parse_json
@@ -24,6 +25,7 @@ says which ones belong together.
 
 _MAX_JSON_BYTES = 200_000_000
 _MOST_SHARDS = 100_000
+_MOST_HOLES = 100_000
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<i>\d{5})-of-(?P<n>\d{5})\.safetensors")
 _RANKED = re.compile(r"shard-(?P<rank>\d{5})-(?P<rest>.+)\.safetensors")
 
@@ -84,7 +86,7 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
     ignored = sorted(n for n in sizes if n not in chosen)
     warning = f"{len(ignored)} safetensors files are not in the index and are ignored: {', '.join(ignored[:4])}"
     groups = told.param_groups if told else PARAM_GROUPS if any(n.startswith(OPTIMIZER) for n in chosen) else ""
-    return Files(chosen, weight_map, groups, (warning,) if ignored else (), tuple(_holes(chosen)))
+    return Files(chosen, weight_map, groups, (warning,) if ignored else (), tuple(islice(_holes(chosen), _MOST_HOLES)))
 
 
 def _preferred(loose: Sequence[str]) -> list[str]:
@@ -135,8 +137,8 @@ def _is_plain(name: str) -> bool:
     return bool(name) and not set(name) & set("/\\\0") and name not in {".", ".."}
 
 
-def _holes(names: Iterable[str]) -> list[str]:
-    """Return the files that `-i-of-n` names, or DCP's rank numbers, promise and that are not there."""
+def _holes(names: Iterable[str]) -> Iterator[str]:
+    """Yield the files that `-i-of-n` names, or DCP's rank numbers, promise and that are not there."""
     groups: dict[tuple[str, int], set[int]] = {}
     ranks: dict[int, set[str]] = {}
     for name in names:
@@ -145,16 +147,9 @@ def _holes(names: Iterable[str]) -> list[str]:
             ranks.setdefault(int(match["rank"]), set()).add(match["rest"])
         elif match := _NUMBERED.fullmatch(base):
             groups.setdefault((match["stem"], int(match["n"])), set()).add(int(match["i"]))
-    holes = [
-        f"{stem}-{i:05d}-of-{n:05d}{SUFFIX}"
-        for (stem, n), seen in groups.items()
-        for i in range(1, min(n, _MOST_SHARDS) + 1)
-        if i not in seen
-    ]
+    for (stem, n), seen in groups.items():
+        yield from (f"{stem}-{i:05d}-of-{n:05d}{SUFFIX}" for i in range(1, min(n, _MOST_SHARDS) + 1) if i not in seen)
     rests = sorted(set().union(*ranks.values()))
-    return holes + [
-        f"shard-{rank:05d}-{rest}{SUFFIX}"
-        for rank in range(1, max(ranks, default=0) + 1)
-        for rest in rests
-        if rest not in ranks.get(rank, set())
-    ]
+    for rank in range(1, max(ranks, default=0) + 1):
+        there = ranks.get(rank, set())
+        yield from (f"shard-{rank:05d}-{rest}{SUFFIX}" for rest in rests if rest not in there)

@@ -99,10 +99,14 @@ class Global(NamedTuple):
     Attributes:
         name: `module.name`.
         call: What a call of it yields; None where it may be named, but not called.
+        copied: Bytes that a call costs for each value or character in its arguments.
+        hashed: What of its arguments a call hashes; that has to be checked first.
     """
 
     name: str
     call: Builder | None
+    copied: int = 0
+    hashed: Callable[[tuple[object, ...]], list[object]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,39 +124,8 @@ class Allowed:
         return self.names.get((module, name))
 
 
-PLAIN_KEYS = frozenset({str, bytes, bool, type(None), Dtype, StorageType, Global, Inert})
+PLAIN_KEYS: frozenset[type] = frozenset({str, bytes, bool, type(None), Dtype, StorageType, Global, Inert})
 """Types that any number of different keys may have: their hashes differ, by identity or by a secret of this process."""
-
-_LARGEST_KEY = 2**61 - 2
-"""Whole numbers up to here hash to themselves. Beyond, a stranger could choose as many that hash alike as he likes."""
-
-_KEY_PARTS = 64
-"""Values in one tuple used as a key; the paths and names that writers use have a handful."""
-
-
-def check_key(key: object, left: int = _KEY_PARTS) -> int:
-    """Refuse keys whose hash is undefined, costly, or chosen; return how many more values the tuple around may hold.
-
-    Raises:
-        FormatError: The type of the key cannot be hashed here.
-        UnsafeError: Its size or its hash could exhaust this machine.
-    """
-    kind = type(key)
-    if kind is tuple:
-        assert isinstance(key, tuple)
-        for part in key:
-            left = check_key(part, left - 1)
-            if left <= 0:
-                raise UnsafeError("the pickle uses a tuple of very many values as a key", expected=_KEY_PARTS)
-            if type(part) is float or part == -2:  # -1 and -2 hash alike, and so do many floats
-                raise UnsafeError("the pickle uses a tuple of such numbers as a key", found=part)
-    elif kind is int:
-        assert isinstance(key, int)
-        if abs(key) > _LARGEST_KEY:
-            raise UnsafeError("the pickle uses a very large number as a key", found=key)
-    elif kind not in PLAIN_KEYS and kind is not float:
-        raise FormatError(f"the pickle uses a value of type {kind.__name__} as a key")
-    return left
 
 
 NEVER_RUN = "Nothing in a checkpoint is executed here; ask its author for a file of plain tensors (safetensors)."
@@ -180,8 +153,6 @@ def _ordered(what: Global, args: tuple[object, ...]) -> object:
         return Ordered(pairs)
     if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
         raise malformed(what, args)
-    for key, _ in pairs:
-        check_key(key)
     return Ordered([tuple(pair) for pair in pairs])
 
 
@@ -209,8 +180,6 @@ def _hashed(make: Callable[[list[object]], object]) -> Builder:
         items = args[0] if args else []
         if len(args) > 1 or not isinstance(items, list | tuple):
             raise malformed(what, args)
-        for item in items:
-            check_key(item)
         return make(list(items))
 
     return build
@@ -270,9 +239,13 @@ def _path(what: Global, args: tuple[object, ...]) -> object:
 
 
 def _device(what: Global, args: tuple[object, ...]) -> object:
-    if not args or not isinstance(args[0], str) or not all(isinstance(a, int) for a in args[1:]):
+    if not args or not isinstance(args[0], str) or len(args) > 2 or not all(_is_small(a) for a in args[1:]):
         raise malformed(what, args)
     return ":".join(map(str, args))
+
+
+def _is_small(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < 1 << 31
 
 
 def _text(what: Global, args: tuple[object, ...]) -> object:
@@ -285,7 +258,7 @@ def _sizes(what: Global, args: tuple[object, ...], value: object) -> tuple[int, 
     """Return non-negative 64-bit sizes; torch knows no others."""
     if (
         not isinstance(value, list | tuple)
-        or len(value) > 64
+        or len(value) > _MOST_DIMS
         or not all(type(n) is int and 0 <= n < 2**63 for n in value)
     ):
         raise malformed(what, args)
@@ -296,7 +269,7 @@ def make_size(what: Global, args: tuple[object, ...]) -> object:
     """Return a `torch.Size` as a tuple."""
     if not args:
         return ()
-    if len(args) == 1 and type(args[0]) is tuple:
+    if len(args) == 1 and type(args[0]) is tuple and len(args[0]) <= _MOST_DIMS:
         for n in args[0]:
             if type(n) is not int:
                 break
@@ -319,7 +292,7 @@ def _tensor(what: Global, args: tuple[object, ...]) -> object:
             raise malformed(what, args)
         dtype = args[6].name
     flags = args[7 if v3 else 6] if len(args) > (7 if v3 else 6) else None
-    if flags and not isinstance(flags, dict):
+    if flags and not (isinstance(flags, dict) and len(flags) <= _MOST_FLAGS):
         raise malformed(what, args)
     bits = tuple(str(k) for k, v in flags.items() if v) if isinstance(flags, dict) else ()
     return TensorStub(args[0], args[1], shape, strides, dtype, bits)
@@ -338,7 +311,7 @@ def _typed(what: Global, args: tuple[object, ...]) -> object:
         raise malformed(what, args)
     function, kind, inner, state = args
     assert isinstance(function, Global) and isinstance(inner, tuple)
-    if function.call is None:
+    if function.call is None or function.copied:  # what copies is counted where it is called itself
         raise malformed(what, args)
     made = function.call(function, inner)
     if isinstance(made, Inert):
@@ -351,7 +324,7 @@ def _typed(what: Global, args: tuple[object, ...]) -> object:
 
 def _wrapper(what: Global, args: tuple[object, ...]) -> object:
     """`_rebuild_wrapper_subclass(class, dtype, size, ...)`: a DTensor or a relative, named by its class."""
-    if not args or not isinstance(args[0], Global):
+    if not args or not isinstance(args[0], Global) or len(args) > _MOST_DIMS:
         raise malformed(what, args)
     return Inert(args[0].name, args[1:])
 
@@ -367,11 +340,11 @@ def _nested_class(what: Global, args: tuple[object, ...]) -> object:
     """`getattr`, for the one nested class that a torch class pickles by it."""
     if len(args) == 2 and isinstance(args[0], Global) and (args[0].name, args[1]) == _NESTED:
         return Global(".".join(_NESTED), make_inert)
-    raise UnsafeError(
-        f"the pickle calls {what.name}, which could reach any function", found=f"{args[1:]}", fix=NEVER_RUN
-    )
+    raise UnsafeError(f"the pickle calls {what.name}, which could reach any function", found=args[1:], fix=NEVER_RUN)
 
 
+_MOST_DIMS = 64
+_MOST_FLAGS = 8
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _NESTED = (_SHARDED_TENSOR, "ProcessGroupState")
 _PLAIN_TENSORS = frozenset(
@@ -446,6 +419,32 @@ _FUNCTIONS: dict[str, dict[str, Builder | None]] = {
         for module in ("pathlib", "pathlib._local")
     },
 }
+
+
+def _pair_keys(args: tuple[object, ...]) -> list[object]:
+    """Return the keys in the list of pairs that a dict would be made of, its last argument."""
+    pairs = args[-1] if args else None
+    return [p[0] for p in pairs if isinstance(p, list | tuple) and p] if isinstance(pairs, list | tuple) else []
+
+
+def _items(args: tuple[object, ...]) -> list[object]:
+    """Return the values that a set would be made of."""
+    return list(args[0]) if args and isinstance(args[0], list | tuple) else []
+
+
+_HASHED = {
+    **dict.fromkeys(("dict", "Counter", "OrderedDict", "defaultdict"), _pair_keys),
+    **dict.fromkeys(("frozenset", "set"), _items),
+}
+"""What calls hash."""
+
+_COPIED = {
+    **dict.fromkeys(("dict", "Counter", "OrderedDict", "defaultdict"), 160),
+    **dict.fromkeys(("frozenset", "set"), 128),
+    **dict.fromkeys(("list", "tuple", "deque", "bytearray", "bytes", "encode"), 16),
+    **dict.fromkeys(("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"), 16),
+}
+"""What calls cost that copy their arguments: bytes for each value or character in them."""
 
 _DCP_METADATA = (
     "BytesStorageMetadata",
@@ -549,7 +548,10 @@ def _default_names() -> dict[tuple[str, str], object]:
     for module, members in _INERT.items():
         names |= {(module, name): Global(f"{module}.{name}", make_inert) for name in members}
     for module, functions in _FUNCTIONS.items():
-        names |= {(module, name): Global(f"{module}.{name}", call) for name, call in functions.items()}
+        names |= {
+            (module, name): Global(f"{module}.{name}", call, _COPIED.get(name, 0), _HASHED.get(name))
+            for name, call in functions.items()
+        }
     for old, module in _MODULE_SYNONYMS.items():
         names |= {(old, name): value for (m, name), value in names.items() if m == module}
     names["__builtin__", "unicode"] = names["builtins", "str"]

@@ -11,11 +11,12 @@ from shardckpt.boxes import Box
 from shardckpt.dtypes import is_known
 from shardckpt.errors import FormatError, IncompleteError, UnsupportedError
 from shardckpt.format import tagged
+from shardckpt.format.budget import check_paths
 from shardckpt.format.native_fields import read_fields, read_path
 from shardckpt.format.native_manifest import Contents, read_ties, read_variants
 from shardckpt.format.native_payload import KEY, VERSION, Chunk
 from shardckpt.format.native_records import ArrayRecord, FileRecord
-from shardckpt.format.safetensors import Header, parse_json, read_headers
+from shardckpt.format.safetensors import MAX_DIMS, Header, parse_json, read_headers
 from shardckpt.format.tagged import ArrayRef
 from shardckpt.manifest import Path, dotted
 from shardckpt.storage.store import Store
@@ -68,6 +69,7 @@ def _described(name: str, header: Header, where: str) -> Described:
     if not raw["version"] or raw["version"][0] != VERSION[0]:
         raise UnsupportedError("a payload file of another version", where=where, found=raw["version"])
     chunks = tuple(_chunk(entry, where) for entry in raw["chunks"])
+    check_paths(list({str(chunk.path): chunk.path for chunk in chunks}.values()), where)
     offsets, at = [], 0
     for chunk in chunks:
         offsets.append(at)
@@ -89,6 +91,8 @@ def _chunk(entry: Any, where: str) -> Chunk:
     path, box = read_path(raw_path, where), Box(offset, size)
     if not isinstance(dtype, str) or not is_known(dtype):
         raise UnsupportedError(f"chunk of {dotted(path)!r} has an unknown type", where=where, found=dtype)
+    if len(shape) > MAX_DIMS:
+        raise UnsupportedError(f"chunk of {dotted(path)!r} has very many dimensions", where=where, found=len(shape))
     if not box.within(shape):
         raise FormatError(f"a chunk lies outside of {dotted(path)!r}", where=where, found=str(box), expected=shape)
     return Chunk(path, shape, dtype, box)
@@ -120,6 +124,7 @@ def rebuild(save: str, files: Sequence[Described], where: str) -> tuple[Contents
         return Contents(save, records, tuple(found.values()), _plain_nest(found)), (note,)
     told = read_fields(carry, {"arrays": list, "ties": list, "topology": dict, "about": dict}, where)
     order = [read_path(path, where) for path in told["arrays"]]
+    check_paths(order, where)
     _require_all(order, found, where)
     ties = read_ties(told["ties"], order, where)
     arrays = tuple(found[path] for path in order)

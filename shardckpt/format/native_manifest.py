@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardckpt.errors import FormatError
+from shardckpt.format.budget import check_paths
 from shardckpt.format.native_fields import (
     bad,
     read_base_url,
@@ -149,9 +150,10 @@ def read_variants(value: object, where: object) -> dict[Path, Path | None]:
         FormatError: An entry is none.
     """
     found: dict[Path, Path | None] = {}
-    for entry in read_list(value, "variants", where):
-        raw, of = read_fixed(entry, 2, "variants", where)
-        path = read_path(raw, where)
+    rows = [read_fixed(entry, 2, "variants", where) for entry in read_list(value, "variants", where)]
+    paths = [read_path(raw, where) for raw, _ in rows]
+    check_paths(paths, where)
+    for path, (_, of) in zip(paths, rows, strict=True):
         if path in found:
             raise bad("a variant stands twice", dotted(path), "", where)
         found[path] = None if of is None else read_path(of, where)
@@ -171,9 +173,10 @@ def read_ties(value: object, paths: Sequence[Path], where: object) -> dict[Path,
     """
     taken = set(paths)
     ties: dict[Path, int] = {}
-    for entry in read_list(value, "ties", where):
-        raw, index = read_fixed(entry, 2, "ties", where)
-        path = read_path(raw, where)
+    rows = [read_fixed(entry, 2, "ties", where) for entry in read_list(value, "ties", where)]
+    tied = [read_path(raw, where) for raw, _ in rows]
+    check_paths(tied, where)
+    for path, (_, index) in zip(tied, rows, strict=True):
         if path in taken:
             raise bad("a tied name stands twice", dotted(path), "", where)
         taken.add(path)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import FormatError, UnsupportedError
+from shardckpt.format.budget import check_paths
 from shardckpt.format.native_fields import (
     MAX_BYTES,
     NEWER,
@@ -193,6 +194,7 @@ def read_arrays(value: object, files: int, where: object) -> tuple[ArrayRecord, 
         UnsupportedError: A type that this release does not know.
     """
     arrays = tuple(_read_array(entry, files, where) for entry in read_list(value, "arrays", where))
+    check_paths([a.path for a in arrays], where)
     if len({a.path for a in arrays}) != len(arrays):
         raise FormatError("an array is listed twice", where=where)
     return arrays

@@ -14,6 +14,7 @@ from struct import error as StructError  # noqa: N812  # struct spells its excep
 from typing import Any
 
 from shardckpt.errors import FormatError, ShardckptError, TruncatedError, UnsafeError
+from shardckpt.format.budget import Budget, Keys
 from shardckpt.format.inert import (
     ALLOWED,
     NEVER_RUN,
@@ -24,7 +25,6 @@ from shardckpt.format.inert import (
     Ordered,
     StorageType,
     TensorStub,
-    check_key,
     make_inert,
     make_size,
 )
@@ -42,15 +42,11 @@ class Limits:
     Attributes:
         nbytes: Bytes of the pickle itself, and with them its opcodes and strings.
         depth: Containers in one another; 0 leaves the shape of the result unchecked, for callers that never recurse.
-        values: Values in the result beyond one for each byte of the pickle, where one that is used twice counts twice.
-        containers: Lists, dicts, sets and instances made.
         int_bytes: Bytes of one integer.
     """
 
     nbytes: int = 1 << 30
     depth: int = 200
-    values: int = 1_000_000
-    containers: int = 32_000_000
     int_bytes: int = 1024
 
 
@@ -63,6 +59,7 @@ def load(
     where: str,
     persistent: Persistent | None = None,
     limits: Limits = DEFAULT_LIMITS,
+    budget: Budget | None = None,
 ) -> object:
     """Return the object of a pickle, with stand-ins for every class.
 
@@ -71,13 +68,14 @@ def load(
         where: What it is, for messages.
         persistent: Resolves persistent ids; without it they are an error.
         limits: What it may ask for.
+        budget: What it may cost; that of a file of its size where None.
 
     Raises:
         TruncatedError: It ends before its last opcode.
         FormatError: It is no pickle, or a damaged one.
         UnsafeError: It names something off the allow-list, would set state on something alive, or exceeds a limit.
     """
-    return load_at(data, 0, where=where, persistent=persistent, limits=limits)[0]
+    return load_at(data, 0, where=where, persistent=persistent, limits=limits, budget=budget)[0]
 
 
 def load_at(
@@ -87,6 +85,7 @@ def load_at(
     where: str,
     persistent: Persistent | None = None,
     limits: Limits = DEFAULT_LIMITS,
+    budget: Budget | None = None,
 ) -> tuple[object, int]:
     """Return the object of the pickle that starts at a byte of `data`, and one past its last byte.
 
@@ -96,13 +95,15 @@ def load_at(
         where: What it is, for messages.
         persistent: Resolves persistent ids; without it they are an error.
         limits: What it may ask for.
+        budget: What it may cost; that of a file of its size where None.
 
     Raises:
         TruncatedError: It ends before its last opcode.
         FormatError: It is no pickle, or a damaged one.
         UnsafeError: It names something off the allow-list, would set state on something alive, or exceeds a limit.
     """
-    machine = _Machine(data if type(data) is bytes else bytes(data), persistent, limits)
+    budget = Budget(len(data) - start) if budget is None else budget
+    machine = _Machine(data if type(data) is bytes else bytes(data), persistent, limits, budget)
     try:
         if len(data) - start > limits.nbytes:
             raise _over("bytes", limits.nbytes)
@@ -123,6 +124,16 @@ def _placed(error: ShardckptError, where: str) -> ShardckptError:
 
 
 _ATOMS = frozenset({str, int, bool, float, complex, bytes, type(None), Dtype, StorageType, Global})
+_SIZED = (list, tuple, dict, set, frozenset, str, bytes)
+_TUPLE, _LIST, _DICT, _SET = 64, 80, 80, 232
+_CALL, _ITEM, _SHARED = 96, 64, 64
+"""What containers, calls, items of dicts and sets, and values that are used again take, in bytes."""
+
+_REPEATED = 256
+"""What a value costs that the result holds beyond one for each byte of the pickle, since others hold it too."""
+
+_LONG_TEXT = 256
+_MOST_MARKS = 1 << 16
 _TWO_BYTES = Struct("<H").unpack_from
 _FOUR_BYTES = Struct("<I").unpack_from
 
@@ -153,11 +164,25 @@ class _Machine:
         data: Bytes of the pickle.
         persistent: Resolves persistent ids.
         limits: What it may ask for.
+        budget: What it may cost.
     """
 
-    __slots__ = ("containers", "data", "limits", "marks", "memo", "persistent", "pos", "shared", "stack")
+    __slots__ = (
+        "budget",
+        "data",
+        "has_long_text",
+        "keys",
+        "left",
+        "limits",
+        "marks",
+        "memo",
+        "persistent",
+        "pos",
+        "shared",
+        "stack",
+    )
 
-    def __init__(self, data: bytes, persistent: Persistent | None, limits: Limits) -> None:
+    def __init__(self, data: bytes, persistent: Persistent | None, limits: Limits, budget: Budget) -> None:
         self.data = data
         self.persistent = persistent
         self.limits = limits
@@ -165,7 +190,10 @@ class _Machine:
         self.marks: list[int] = []
         self.memo: list[object] = []
         self.shared: set[int] = set()
-        self.containers = limits.containers
+        self.budget = budget
+        self.left = budget.left
+        self.keys = Keys(PLAIN_KEYS)
+        self.has_long_text = False
         self.pos = 0
 
     def run(self, start: int) -> object:
@@ -173,8 +201,11 @@ class _Machine:
         try:
             self._loop(start)
             value: object = self.stack[-1]
+            self.spend(_SHARED * len(self.shared))
             if self.limits.depth:
-                _Shape(self.limits, self.pos - start, self.shared).visit(value, 1)
+                shape = _Shape(self.limits.depth, self.pos - start + self.left // _REPEATED, self)
+                shape.visit(value, 1)
+                self.spend(_REPEATED * max(0, shape.count - self.pos + start))
         except StructError:
             raise _ends_early() from None
         except IndexError:
@@ -187,13 +218,16 @@ class _Machine:
             raise FormatError("the pickle is malformed", found=str(error)) from None
         except (MemoryError, RecursionError):
             raise UnsafeError("the pickle asks for more memory than there is") from None
+        finally:
+            self.budget.left = self.left
         return value
 
     def _loop(self, pos: int) -> None:
         """Run: what is shorter than a call, and makes up most of a real pickle, here; the rest by table."""
         data, stack, memo = self.data, self.stack, self.memo
         table, atoms, four_bytes = _TABLE, _ATOMS, _FOUR_BYTES
-        push, remember, set_mark = stack.append, memo.append, self.marks.append
+        marks = self.marks
+        push, remember, set_mark = stack.append, memo.append, marks.append
         try:
             while True:
                 op = data[pos]
@@ -216,6 +250,8 @@ class _Machine:
                     push(data[pos])
                     pos += 1
                 elif op == 0x28:  # MARK
+                    if len(marks) >= _MOST_MARKS:
+                        raise _over("containers in one another", _MOST_MARKS)
                     set_mark(len(stack))
                 elif op == 0x2E:  # STOP
                     return
@@ -274,16 +310,11 @@ class _Machine:
         del self.stack[mark:]
         return items
 
-    def counted(self) -> None:
-        """Count one container."""
-        self.containers -= 1
-        if self.containers < 0:
-            raise _over("containers", self.limits.containers)
-
-    def fresh(self, value: object) -> None:
-        """Push a new container."""
-        self.counted()
-        self.stack.append(value)
+    def spend(self, nbytes: int) -> None:
+        """Count what something costs; where it happens most often, this is spelt out."""
+        self.left -= nbytes
+        if self.left < 0:
+            raise self.budget.exceeded()
 
     def resolve(self, module: str, name: str) -> None:
         """Push the stand-in of a global."""
@@ -302,7 +333,11 @@ class _Machine:
             raise FormatError(f"the pickle calls {what.name} without a tuple of arguments")
         if what.call is None:
             raise UnsafeError(f"the pickle calls {what.name}, which it may only name", fix=NEVER_RUN)
-        self.counted()
+        copied = sum(len(a) for a in args if isinstance(a, _SIZED)) + len(args) if what.copied else 0
+        self.spend(_CALL + what.copied * copied)
+        if what.hashed is not None:
+            for key in what.hashed(args):
+                self.keys.check(key, args)
         return what.call(what, args)
 
 
@@ -317,25 +352,27 @@ class _Shape:
     remembered.
 
     Args:
-        limits: What is allowed.
-        nbytes: Bytes of the pickle.
-        shared: Ids of the containers that are used again.
+        depth: Containers in one another that are allowed.
+        most: Values that are allowed; each character of a long text counts as one.
+        machine: What made the result.
     """
 
-    __slots__ = ("count", "deepest", "known", "limits", "most", "shared")
+    __slots__ = ("budget", "count", "deepest", "depth", "has_long_text", "known", "most", "shared")
 
-    def __init__(self, limits: Limits, nbytes: int, shared: set[int]) -> None:
-        self.limits = limits
-        self.most = nbytes + limits.values
-        self.shared = shared
+    def __init__(self, depth: int, most: int, machine: _Machine) -> None:
+        self.depth = depth
+        self.most = most
+        self.shared = machine.shared
+        self.has_long_text = machine.has_long_text
+        self.budget = machine.budget
         self.known: dict[int, tuple[int, int] | None] = {}
         self.count = 0
         self.deepest = 0
 
     def visit(self, value: object, level: int) -> None:
         """Count a value and everything in it, at a depth of `level`."""
-        if level > self.limits.depth:
-            raise _over("containers in one another", self.limits.depth)
+        if level > self.depth:
+            raise _over("containers in one another", self.depth)
         if id(value) in self.shared:
             self.visit_shared(value, level)
         else:
@@ -345,8 +382,10 @@ class _Shape:
         """Count what is in a value."""
         children = _children(value)
         self.count += len(children)
+        if self.has_long_text:
+            self.count += sum(len(child) for child in children if child.__class__ is str or child.__class__ is bytes)
         if self.count > self.most:
-            raise _over("values", self.most)
+            raise self.budget.exceeded()
         self.deepest = max(self.deepest, level)
         for child in children:
             if child.__class__ not in _ATOMS:
@@ -368,10 +407,10 @@ class _Shape:
             self.visit_once(value, level)
             self.known[key] = (self.deepest - level, self.count - count)
             self.deepest = max(self.deepest, deepest)
-        if self.deepest > self.limits.depth:
-            raise _over("containers in one another", self.limits.depth)
+        if self.deepest > self.depth:
+            raise _over("containers in one another", self.depth)
         if self.count > self.most:
-            raise _over("values", self.most)
+            raise self.budget.exceeded()
 
 
 def _children(value: object) -> Collection[object]:
@@ -435,6 +474,8 @@ def _sized(form: str, size: int, decode: Callable[[bytes], object]) -> _Step:
     def step(machine: _Machine, pos: int) -> int:
         (length,) = unpack_from(form, machine.data, pos)
         pos += size
+        if length >= _LONG_TEXT:
+            machine.has_long_text = True
         machine.stack.append(decode(machine.take(pos, length)))
         return pos + int(length)
 
@@ -563,33 +604,48 @@ def _two_bytes(machine: _Machine, pos: int) -> int:
 
 
 def _empty_dict(machine: _Machine, pos: int) -> int:
-    machine.counted()
+    machine.left -= _DICT
+    if machine.left < 0:
+        raise machine.budget.exceeded()
     machine.stack.append({})
     return pos
 
 
 def _empty_list(machine: _Machine, pos: int) -> int:
-    machine.fresh([])
+    machine.left -= _LIST
+    if machine.left < 0:
+        raise machine.budget.exceeded()
+    machine.stack.append([])
     return pos
 
 
 def _empty_set(machine: _Machine, pos: int) -> int:
-    machine.fresh(set())
+    machine.spend(_SET)
+    machine.stack.append(set())
     return pos
 
 
 def _tuple(machine: _Machine, pos: int) -> int:
+    machine.left -= _TUPLE
+    if machine.left < 0:
+        raise machine.budget.exceeded()
     machine.stack.append(tuple(machine.above_mark()))
     return pos
 
 
 def _tuple1(machine: _Machine, pos: int) -> int:
+    machine.left -= _TUPLE
+    if machine.left < 0:
+        raise machine.budget.exceeded()
     stack = machine.stack
     stack[-1] = (stack[-1],)
     return pos
 
 
 def _tuple2(machine: _Machine, pos: int) -> int:
+    machine.left -= _TUPLE
+    if machine.left < 0:
+        raise machine.budget.exceeded()
     stack = machine.stack
     last = stack.pop()
     stack[-1] = (stack[-1], last)
@@ -604,7 +660,9 @@ def _empty_tuple(machine: _Machine, pos: int) -> int:
         return pos
     kind = stack[-1]
     if kind.__class__ is Global and kind.call is make_inert:
-        machine.counted()
+        machine.left -= _LIST
+        if machine.left < 0:
+            raise machine.budget.exceeded()
         stack[-1] = Inert(kind.name)
     else:
         stack[-1] = machine.call(kind, ())
@@ -612,6 +670,9 @@ def _empty_tuple(machine: _Machine, pos: int) -> int:
 
 
 def _tuple3(machine: _Machine, pos: int) -> int:
+    machine.left -= _TUPLE
+    if machine.left < 0:
+        raise machine.budget.exceeded()
     stack = machine.stack
     last, middle = stack.pop(), stack.pop()
     stack[-1] = (stack[-1], middle, last)
@@ -619,7 +680,8 @@ def _tuple3(machine: _Machine, pos: int) -> int:
 
 
 def _list(machine: _Machine, pos: int) -> int:
-    machine.fresh(machine.above_mark())
+    machine.spend(_LIST)
+    machine.stack.append(machine.above_mark())
     return pos
 
 
@@ -627,29 +689,31 @@ def _no_dict(target: object) -> UnsafeError:
     return UnsafeError(f"the pickle sets items of {_described(target)}", expected="a dict", fix=NEVER_RUN)
 
 
-def _filled(target: object, keys: list[object], values: list[object]) -> None:
+def _filled(machine: _Machine, target: object, keys: list[object], values: list[object]) -> None:
     """Put keys and values into a dict."""
     if not isinstance(target, dict):
         raise _no_dict(target)
     if len(keys) != len(values):
         raise FormatError("the pickle has a key without a value")
+    machine.spend(_ITEM * len(keys))
     for key in keys:
         if type(key) is not str:
-            check_key(key)
+            machine.keys.check(key, target)
     target.update(zip(keys, values, strict=True))
 
 
 def _dict(machine: _Machine, pos: int) -> int:
     items = machine.above_mark()
     made: dict[object, object] = {}
-    _filled(made, items[::2], items[1::2])
-    machine.fresh(made)
+    machine.spend(_DICT)
+    _filled(machine, made, items[::2], items[1::2])
+    machine.stack.append(made)
     return pos
 
 
 def _set_item(machine: _Machine, pos: int) -> int:
     value, key = machine.stack.pop(), machine.stack.pop()
-    _filled(machine.stack[-1], [key], [value])
+    _filled(machine, machine.stack[-1], [key], [value])
     return pos
 
 
@@ -659,10 +723,13 @@ def _set_items(machine: _Machine, pos: int) -> int:
     target = stack[mark - 1] if mark else None
     if not isinstance(target, dict):
         raise _no_dict(target)
+    machine.left -= _ITEM * (len(stack) - mark) // 2
+    if machine.left < 0:
+        raise machine.budget.exceeded()
     for i in range(mark, len(stack), 2):
         key = stack[i]
         if key.__class__ not in PLAIN_KEYS:
-            check_key(key)
+            machine.keys.check(key, target)
         target[key] = stack[i + 1]
     del stack[mark:]
     return pos
@@ -690,17 +757,19 @@ def _add_items(machine: _Machine, pos: int) -> int:
     target = machine.stack[-1]
     if type(target) is not set:
         raise UnsafeError(f"the pickle adds to {_described(target)}", expected="a set", fix=NEVER_RUN)
+    machine.spend(_ITEM * len(items))
     for item in items:
-        check_key(item)
+        machine.keys.check(item, target)
     target.update(items)
     return pos
 
 
 def _frozen_set(machine: _Machine, pos: int) -> int:
     items = machine.above_mark()
+    machine.spend(_SET + _ITEM * len(items))
     for item in items:
-        check_key(item)
-    machine.fresh(frozenset(items))
+        machine.keys.check(item, items)
+    machine.stack.append(frozenset(items))
     return pos
 
 
@@ -736,6 +805,7 @@ def _new_object_ex(machine: _Machine, pos: int) -> int:
     made = machine.call(stack[-1], args)
     if type(made) is not Inert or type(keywords) is not dict:
         raise FormatError(f"the pickle constructs {_described(stack[-1])} with keywords")
+    machine.spend(_TUPLE + 8 * len(made.args))
     made.args = (*made.args, keywords)
     stack[-1] = made
     return pos
@@ -772,7 +842,8 @@ def _build(machine: _Machine, pos: int) -> int:
 
 def _persistent(machine: _Machine, key: object) -> None:
     if machine.persistent is None:
-        raise FormatError("the pickle refers to data outside of it", found=f"persistent id {key!r:.80}")
+        raise FormatError("the pickle refers to data outside of it", found=key)
+    machine.spend(_CALL)
     machine.stack.append(machine.persistent(key))
 
 

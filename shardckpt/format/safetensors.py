@@ -10,12 +10,13 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isinf, prod
 from typing import NamedTuple
 
 from shardckpt.boxes import Shape
 from shardckpt.dtypes import SAFETENSORS_NAMES, TORCH_NAMES, array_nbytes, bits
 from shardckpt.errors import FormatError, TruncatedError, UnsafeError, UnsupportedError
+from shardckpt.format.budget import Budget
 from shardckpt.storage.store import Read, Store
 
 MAX_HEADER_BYTES = 100_000_000
@@ -120,14 +121,21 @@ def parse_header(body: bytes | bytearray, *, where: str) -> Header:
     return Header(8 + len(body), tensors, metadata)
 
 
+_CONTAINER_BYTES, _MEMBER_BYTES = 64, 8
+"""What lists and objects of JSON, and what they hold, take in memory beyond their text."""
+
+
 def parse_json(body: bytes | bytearray, *, where: str) -> object:
-    """Parse JSON, strictly: UTF-8, no duplicate keys, no NaN or infinity, bounded nesting.
+    """Parse JSON, strictly: UTF-8, no duplicate keys, no NaN or infinity, bounded nesting and memory.
 
     Raises:
         FormatError: It is none of that.
+        UnsafeError: It consists of so many lists and objects that its values would take far more memory than it.
     """
+    made = _CONTAINER_BYTES * (body.count(b"[") + body.count(b"{")) + _MEMBER_BYTES * body.count(b",")
+    Budget(len(body), where=where).spend(made)
     try:
-        return json.loads(bytes(body).decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        return _DECODER.decode(bytes(body).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
         raise FormatError(f"not valid JSON: {reason}", where=where) from error
@@ -142,17 +150,27 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    if isinf(number):
+        raise ValueError(f"{text[:40]} is larger than any number of JSON may be")
+    return number
+
+
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
 
 
 def _parse_tensor(name: str, entry: object, where: str) -> tuple[str, Shape, int, int]:
     try:
         kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]  # type: ignore[index]
-        if type(begin) is not int or type(end) is not int or begin < 0:
+        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= _MAX_BYTES:
             raise TypeError
         for n in shape:
-            if type(n) is not int or n < 0:
+            if type(n) is not int or not 0 <= n <= _MAX_BYTES:
                 raise TypeError
     except (TypeError, KeyError, ValueError) as error:
         raise FormatError(f"tensor {name!r} has no valid dtype, shape and data_offsets", where=where) from error

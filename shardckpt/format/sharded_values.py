@@ -286,7 +286,7 @@ def _cut_of(placement: object) -> tuple[int, int]:
         return -1, 1
     dim, before = told["dim"], told.get("split_factor", 1)
     if type(dim) is not int or type(before) is not int or not 0 < before < _MOST_RANKS or not -64 <= dim < 64:
-        raise FormatError("a placement is malformed", found=f"{_class(placement)}({dim!r:.20}, {before!r:.20})")
+        raise FormatError("a placement is malformed", found=(_class(placement), dim, before))
     return dim, before
 
 
@@ -453,12 +453,12 @@ def _number(value: object) -> int:
 def _numbers(value: object, most: int) -> Shape:
     numbers = _sequence(value)
     if not all(type(n) is int and 0 <= n <= most for n in numbers):
-        raise FormatError("a number is not whole, negative or too large", found=f"{value!r:.80}")
+        raise FormatError("a number is not whole, negative or too large", found=value)
     return tuple(n for n in numbers if isinstance(n, int))
 
 
 def _shape(value: object) -> Shape:
     shape = _numbers(value, _MOST_ELEMENTS)
     if len(shape) > _MOST_DIMENSIONS or prod(shape) > _MOST_ELEMENTS:
-        raise FormatError("an array is larger than any machine holds", found=f"{shape!r:.80}")
+        raise FormatError("an array is larger than any machine holds", found=shape)
     return shape

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from shardckpt.errors import CheckpointError, FormatError, UnsupportedError
+from shardckpt.format.budget import check_hashes
 from shardckpt.manifest import Path, dotted
 
 MAX_DEPTH = 100
@@ -243,12 +244,16 @@ class _Decoder:
     def _tagged(self, tag: str, inner: object, depth: int) -> object:
         if tag in ("$dict", "$ordered"):
             pairs = [(self.value(k, depth + 1), self.value(v, depth + 1)) for k, v in _pairs(inner)]
+            check_hashes([key for key, _ in pairs], self._where)
             result = dict(pairs) if tag == "$dict" else OrderedDict(pairs)
             if len(result) != len(pairs):
                 raise ValueError("a key stands twice")
             return result
         if tag in _CONTAINERS:
-            return _CONTAINERS[tag](self.value(v, depth + 1) for v in _items(inner))
+            values = [self.value(v, depth + 1) for v in _items(inner)]
+            if tag != "$tuple":
+                check_hashes(values, self._where)
+            return _CONTAINERS[tag](values)
         if tag in _DECODERS:
             return _DECODERS[tag](inner)
         if tag in _REFERENCES:
@@ -310,7 +315,7 @@ def _decode_array(inner: object) -> ArrayRef:
     return ArrayRef(_count(inner))
 
 
-_CONTAINERS: Mapping[str, Callable[[Iterator[object]], object]] = {
+_CONTAINERS: Mapping[str, Callable[[list[object]], object]] = {
     "$tuple": tuple,
     "$set": set,
     "$frozenset": frozenset,

@@ -22,7 +22,7 @@ from shardckpt.storage.store import read_bytes
 
 METADATA = "metadata.pkl"
 _FILE = re.compile(r"(?P<item>[a-zA-Z0-9_-]+)_(?P<rank>\d{1,7})\.pt")
-_LIMITS = Limits(nbytes=1 << 29, values=50_000_000, containers=20_000_000)
+_LIMITS = Limits(nbytes=1 << 29)
 _MOST_RANKS = 1 << 20
 _HEAD_BYTES = 512
 
@@ -116,7 +116,7 @@ def _name(item: str, rank: int, layout: object, where: str) -> str:
         raise UnsupportedError(
             f"{item!r} does not lie in files of torch.save in this folder",
             where=where,
-            found=repr(name)[:80],
+            found=name,
             expected=f"{item}_{rank}.pt",
             fix="Merge safetensors items with torch_checkpointing.hf, and point at the result.",
         )
@@ -148,7 +148,7 @@ def _keys(text: object, where: str) -> list[str | int]:
     except (ValueError, RecursionError):
         keys = None
     if not isinstance(keys, list) or not all(type(key) in (str, int) for key in keys):
-        raise FormatError("a path of the metadata is no list of keys", where=where, found=repr(text)[:80])
+        raise FormatError("a path of the metadata is no list of keys", where=where, found=text)
     return keys
 
 

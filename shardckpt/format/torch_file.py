@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
+from shardckpt.format.budget import Budget
 from shardckpt.format.collector import collector_paused
 from shardckpt.format.flat_model import has_flat_parameters
 from shardckpt.format.pickles import Limits, load, load_at
@@ -59,7 +60,7 @@ _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _MAGIC = b"\x8a\n" + _MAGIC_NUMBER.to_bytes(10, "little") + b"."
 _LEGACY_VERSION = 1001
 _HEAD_BYTES = 512
-_LIMITS = Limits(nbytes=1 << 29, containers=8_000_000)
+_LIMITS = Limits(nbytes=1 << 29)
 _FIRST_FRONT_BYTES = {True: 1 << 12, False: 1 << 16}
 """Bytes read first of a file whose pickles have no known end, on this machine and from elsewhere."""
 
@@ -125,6 +126,7 @@ class _Opened:
 
     nest: Nest = field(default_factory=Nest)
     archives: dict[str, Archive] = field(default_factory=dict)
+    budgets: dict[str, Budget] = field(default_factory=dict)
 
 
 class TorchReader(Reader):
@@ -379,8 +381,9 @@ def open_files(
                 data = f"{root}/data/"
                 entries = {n[len(data) :]: e for n, e in archive.entries.items() if n.startswith(data)}
                 pickled = f"{where}:{root}/data.pkl"
-                value = load(pickles.pop(file), where=pickled, persistent=Storages(), limits=_LIMITS)
-                opened.nest.add(value, file, prefixes[file], _ZipContainer(entries, where), where)
+                raw, budget = pickles.pop(file), opened.budgets[file]
+                value = load(raw, where=pickled, persistent=Storages(), limits=_LIMITS, budget=budget)
+                opened.nest.add(value, file, prefixes[file], _ZipContainer(entries, where), where, budget)
                 del value  # that of many ranks' files together is far larger than what is made of it
             else:
                 _add_pickles(store, file, size, prefixes[file], opened.nest)
@@ -419,8 +422,10 @@ def _zip_pickles(store: Store, sizes: Mapping[str, int], opened: _Opened) -> dic
         opened.archives[file] = archive
         names = (f"{root}/data.pkl", f"{root}/byteorder")
         wanted += [Wanted(file, archive.entries[n]) for n in names if n in archive.entries]
+        opened.budgets[file] = Budget(sizes[file], archive.entries[names[0]].compressed, where=f"{store.url}/{file}")
     pickles: dict[str, bytes] = {}
-    for (file, entry), raw in zip(wanted, read_entries(store, wanted, most=_LIMITS.nbytes), strict=True):
+    contents = read_entries(store, wanted, most=_LIMITS.nbytes, budgets=opened.budgets)
+    for (file, entry), raw in zip(wanted, contents, strict=True):
         where = f"{store.url}/{file}"
         if entry.name.endswith("/data.pkl"):
             pickles[file] = raw
@@ -458,21 +463,25 @@ def _add_pickles(store: Store, file: str, size: int, prefix: Path, nest: Nest) -
     """Add a file that is no zip archive; its pickles are read from a growing front, since storages may follow."""
     where = f"{store.url}/{file}"
     front = min(_FIRST_FRONT_BYTES[store.traits.is_local], size)
+    spent = 0  # what a cut front cost counts for the longer one too
     while True:
+        budget = Budget(size, front, where=where)
+        budget.left -= spent
         raw = read_bytes(store, file, 0, front)
         _refuse_tar(raw, where)
         try:
-            found = _parse(raw, where)
+            found = _parse(raw, where, budget)
         except TruncatedError:
             if front >= min(size, _LIMITS.nbytes):
                 raise
+            spent = Budget(size, front).left - budget.left
             front = min(4 * front, size, _LIMITS.nbytes)
         else:
             break
     value, container, end = found
     if end > size:
         nest.warnings.append(f"{file} ends early: it has {size} bytes, and its storages need {end}")
-    nest.add(value, file, prefix, container, where)
+    nest.add(value, file, prefix, container, where, budget)
 
 
 def _refuse_tar(raw: bytes, where: str) -> None:
@@ -484,20 +493,20 @@ def _refuse_tar(raw: bytes, where: str) -> None:
         )
 
 
-def _parse(raw: bytes, where: str) -> tuple[object, _LegacyContainer | None, int]:
+def _parse(raw: bytes, where: str, budget: Budget) -> tuple[object, _LegacyContainer | None, int]:
     """Parse the pickles in front of a file; return the object, its storages, and where the last one ends."""
     storages = Storages()
-    first, at = load_at(raw, 0, where=where, persistent=storages, limits=_LIMITS)
+    first, at = load_at(raw, 0, where=where, persistent=storages, limits=_LIMITS, budget=budget)
     if first != _MAGIC_NUMBER:
         return first, None, at
-    version, at = load_at(raw, at, where=where, limits=_LIMITS)
+    version, at = load_at(raw, at, where=where, limits=_LIMITS, budget=budget)
     if version != _LEGACY_VERSION:
         raise UnsupportedError("an unknown version of torch.save", where=where, found=version, expected=_LEGACY_VERSION)
-    machine, at = load_at(raw, at, where=where, limits=_LIMITS)
+    machine, at = load_at(raw, at, where=where, limits=_LIMITS, budget=budget)
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise _big_endian(where, "big")
-    value, at = load_at(raw, at, where=where, persistent=storages, limits=_LIMITS)
-    keys, at = load_at(raw, at, where=where, limits=_LIMITS)
+    value, at = load_at(raw, at, where=where, persistent=storages, limits=_LIMITS, budget=budget)
+    keys, at = load_at(raw, at, where=where, limits=_LIMITS, budget=budget)
     starts, end = _starts(keys, storages, at, where)
     return value, _LegacyContainer(storages.found, starts, where), end
 

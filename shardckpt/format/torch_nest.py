@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from shardckpt.boxes import Shape, strides, whole
 from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import FormatError, UnsupportedError, escape
+from shardckpt.format.budget import Budget
 from shardckpt.format.pickles import Dtype, Global, Inert, Ordered, StorageType, TensorStub
 from shardckpt.format.sharded_values import DTENSOR, SHARDED_TENSOR, Share, ShareParser
 from shardckpt.format.zip_archive import Entry
@@ -30,6 +31,9 @@ _TENSOR_LIKE = {
 }
 _NOTE, _LOCAL = "shardckpt", "LOCAL"
 """Where `shardckpt.state` notes how a state was taken, and what it says of one rank's."""
+
+_KEY_CHARACTERS = 4
+"""What a key that is a number counts in a path."""
 
 _NO_STORAGE = "a tensor whose storage lies nowhere in the file"
 _SHARDED = frozenset({DTENSOR, SHARDED_TENSOR})
@@ -174,7 +178,9 @@ class Nest:
     notes: list[RankNote] = field(default_factory=list)
     shares: dict[Path, Share] = field(default_factory=dict)
 
-    def add(self, value: object, file: str, prefix: Path, container: Container | None, where: str) -> None:
+    def add(
+        self, value: object, file: str, prefix: Path, container: Container | None, where: str, budget: Budget
+    ) -> None:
         """Add everything in the object of one file.
 
         Args:
@@ -183,15 +189,17 @@ class Nest:
             prefix: What its paths start with.
             container: Knows the storages; None for a plain pickle, which has none.
             where: The file, for messages.
+            budget: What reading the file may cost.
 
         Raises:
             FormatError: A view reaches beyond its storage, two keys are spelt alike, or a share contradicts itself.
+            UnsafeError: It costs more than a file of its size may.
             UnsupportedError: A share is of a form that is not read.
         """
         if not isinstance(value, dict | list | tuple):
             prefix = (*prefix, "tensor" if _is_tensor(value) else "object")
         self.notes += [RankNote(file, prefix, root, said) for root, said in _local_states(value, prefix)]
-        _Walk(self, file, container, where).visit(value, prefix)
+        _Walk(self, file, container, where, budget).visit(value, prefix, sum(len(str(key)) for key in prefix))
 
 
 class _Walk:
@@ -202,25 +210,43 @@ class _Walk:
         file: The file.
         container: Knows its storages.
         where: The file, for messages.
+        budget: What reading it may cost.
     """
 
-    def __init__(self, nest: Nest, file: str, container: Container | None, where: str) -> None:
+    def __init__(self, nest: Nest, file: str, container: Container | None, where: str, budget: Budget) -> None:
         self._nest, self._file, self._container, self._where = nest, file, container, where
+        self._budget = budget
+        self._holding: dict[int, bool] = {}
         self._first: dict[tuple[object, ...], Path] = {}
         self._shares = ShareParser()
 
-    def visit(self, value: object, path: Path) -> None:
-        """Put a value, and everything in it, under a path. The pickle machine bounded its depth."""
+    def visit(self, value: object, path: Path, length: int) -> None:
+        """Put a value, and everything in it, under a path of so many characters. The pickle machine bounded its depth.
+
+        The characters count for each value again: a hostile file has one long key and many values below it.
+        """
         if _is_tensor(value):
+            self._budget.spend_tensor(length)
             self._put_tensor(value, path)
         elif isinstance(value, dict) and value:
             for key, inner in self._named(value, path):
-                self.visit(inner, (*path, key))
-        elif isinstance(value, list | tuple) and _holds_tensor(value):
+                self.visit(inner, (*path, key), length + (len(key) if isinstance(key, str) else _KEY_CHARACTERS))
+        elif isinstance(value, list | tuple) and self._holds_tensor(value):
             for i, inner in enumerate(value):
-                self.visit(inner, (*path, i))
+                self.visit(inner, (*path, i), length + _KEY_CHARACTERS)
         else:
+            self._budget.spend_entry(length)
             self._nest.objects[path] = ObjectEntry(path, value)
+
+    def _holds_tensor(self, value: object) -> bool:
+        """Tell whether there is a tensor in a value; each container is looked through once, however deep it lies."""
+        if not isinstance(value, dict | list | tuple):
+            return _is_tensor(value)
+        known = self._holding.get(id(value))
+        if known is None:
+            inner = value.values() if isinstance(value, dict) else value
+            known = self._holding[id(value)] = any(map(self._holds_tensor, inner))
+        return known
 
     def _named(self, value: dict[object, object], path: Path) -> Iterator[tuple[str | int, object]]:
         """Yield what a dict holds, by the part of a path that its key becomes."""
@@ -273,15 +299,14 @@ class _Walk:
                 expected=f"fewer than {held}",
                 fix="The file was damaged or made by hand; save the checkpoint again.",
             )
-        identity = (ref.key, ref.base, stub.offset, stub.shape, stub.strides, dtype)
-        if prod(stub.shape):
-            first = self._first.setdefault(identity, path)
-            if first != path:
-                self._nest.aliases[path] = first
         packed = not prod(stub.shape) or all(
             n == 1 or a == b for n, a, b in zip(stub.shape, stub.strides, strides(stub.shape), strict=True)
         )
         steps = None if packed else tuple(0 if n == 1 else s for n, s in zip(stub.shape, stub.strides, strict=True))
+        if prod(stub.shape):  # steps, not strides: those of dimensions of one element can be chosen to hash alike
+            first = self._first.setdefault((ref.key, ref.base, stub.offset, stub.shape, steps, dtype), path)
+            if first != path:
+                self._nest.aliases[path] = first
         return self._container.layout(ref, View(ref.base + stub.offset, steps, width))
 
     def _put_share(self, value: Inert, path: Path) -> None:
@@ -336,14 +361,6 @@ def _is_tensor(value: object) -> bool:
 def _wraps_tensor(value: Inert) -> bool:
     """Tell whether it is a tensor of a subclass, as `_rebuild_from_type_v2` makes them."""
     return len(value.args) == 1 and isinstance(value.args[0], TensorStub)
-
-
-def _holds_tensor(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_tensor, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_tensor, value))
-    return _is_tensor(value)
 
 
 def _storage_dtype(stub: TensorStub) -> str:
@@ -415,10 +432,10 @@ class Storages:
             FormatError: It is no id that torch writes.
         """
         if not isinstance(key, tuple) or len(key) not in (5, 6) or _decoded(key[0]) != "storage":
-            raise FormatError("the pickle refers to something that is no storage", found=f"persistent id {key!r:.80}")
+            raise FormatError("the pickle refers to something that is no storage", found=key)
         kind, name, count = key[1], _decoded(key[2]), key[4]
         if not isinstance(kind, StorageType) or not isinstance(name, str) or type(count) is not int:
-            raise FormatError("the pickle refers to a storage in an unknown way", found=f"persistent id {key!r:.80}")
+            raise FormatError("the pickle refers to a storage in an unknown way", found=key)
         if not 0 <= count < _MOST_ELEMENTS:
             raise FormatError("a storage has an impossible size", found=count)
         ref = StorageRef(name, kind.dtype, count)
@@ -434,7 +451,7 @@ def _part_of(root: StorageRef, part: object) -> StorageRef:
         or not all(type(n) is int and n >= 0 for n in part[1:])
         or part[1] + part[2] > root.count
     ):
-        raise FormatError("a storage is an impossible view of another", found=f"{part!r:.80}")
+        raise FormatError("a storage is an impossible view of another", found=part)
     return StorageRef(root.key, root.dtype, part[2], part[1])
 
 

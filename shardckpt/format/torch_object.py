@@ -6,6 +6,7 @@ import struct
 
 from shardckpt.errors import FormatError, TruncatedError, UnsafeError, UnsupportedError
 from shardckpt.format import pickles
+from shardckpt.format.budget import Budget
 from shardckpt.format.codecs import DecodedStream
 from shardckpt.format.pickles import Inert, Limits, Ordered, TensorStub
 from shardckpt.format.torch_nest import StorageRef, Storages
@@ -14,7 +15,11 @@ from shardckpt.manifest import Encoded, Span
 from shardckpt.storage.store import Store, read_bytes
 
 _MAX_OBJECT_BYTES = 1 << 28
-_LIMITS = Limits(nbytes=_MAX_OBJECT_BYTES, values=20_000_000, containers=5_000_000)
+_LIMITS = Limits(nbytes=_MAX_OBJECT_BYTES)
+_FREE_DECODED_BYTES, _DECODED_FACTOR = 4 << 20, 16
+_DECODED_COST = 8
+"""How far a compressed object may swell, and what each byte beyond those of the file costs of the budget."""
+
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PREFIX = 3
 _STREAMS = ("_io.BytesIO", "io.BytesIO")
@@ -31,7 +36,7 @@ _SCALARS = {
 }
 
 
-def read_object(store: Store, file: str, layout: Span | Encoded) -> object:
+def read_object(store: Store, file: str, layout: Span | Encoded, budget: Budget | None = None) -> object:
     """Return the value of an object that torch saved: of a torch archive, or of a bare pickle.
 
     A stream of bytes becomes its bytes, a tensor of one element its number; a larger tensor stays a `TensorStub`, an
@@ -41,6 +46,7 @@ def read_object(store: Store, file: str, layout: Span | Encoded) -> object:
         store: Where the file lies.
         file: Its name.
         layout: Where its bytes lie in the file.
+        budget: What reading it may cost; that of a file of its size where None.
 
     Raises:
         UnsafeError: It names something that could run code, or is larger than any object should be.
@@ -48,15 +54,18 @@ def read_object(store: Store, file: str, layout: Span | Encoded) -> object:
         StorageError: The store failed.
     """
     where = f"{store.url}/{file}, object at byte {layout.offset}"
+    budget = Budget(layout.nbytes) if budget is None else budget
     raw = _bytes(store, file, layout, where)
+    if isinstance(layout, Encoded):
+        budget.spend(_DECODED_COST * max(0, len(raw) - layout.nbytes))
     if raw.startswith(LOCAL_SIGNATURE):
-        return _of_archive(raw, where)
+        return _of_archive(raw, where, budget)
     if not raw.startswith(b"\x80"):
         raise FormatError("the object is neither a torch archive nor a pickle", where=where, found=raw[:8])
-    value, at = pickles.load_at(raw, 0, where=where, limits=_LIMITS)
+    value, at = pickles.load_at(raw, 0, where=where, limits=_LIMITS, budget=budget)
     if value == _LEGACY_MAGIC:
         for _ in range(_LEGACY_PREFIX):
-            value, at = pickles.load_at(raw, at, where=where, persistent=_nameless, limits=_LIMITS)
+            value, at = pickles.load_at(raw, at, where=where, persistent=_nameless, limits=_LIMITS, budget=budget)
     return _Plain({}).value(value)
 
 
@@ -64,9 +73,11 @@ def _bytes(store: Store, file: str, layout: Span | Encoded, where: str) -> bytes
     if layout.nbytes <= _MAX_OBJECT_BYTES:
         if isinstance(layout, Span):
             return read_bytes(store, file, layout.offset, layout.nbytes)
-        decoded = DecodedStream(store, file, layout).head(_MAX_OBJECT_BYTES + 1)
-        if len(decoded) <= _MAX_OBJECT_BYTES:
+        most = min(_MAX_OBJECT_BYTES, _FREE_DECODED_BYTES + _DECODED_FACTOR * layout.nbytes)
+        decoded = DecodedStream(store, file, layout).head(most + 1)
+        if len(decoded) <= most:
             return decoded
+        raise UnsafeError("the object is compressed too far", where=where, expected=f"at most {most} bytes")
     raise UnsafeError(
         "the object is too large", where=where, found=f"{layout.nbytes} bytes", expected=f"at most {_MAX_OBJECT_BYTES}"
     )
@@ -87,7 +98,7 @@ def require_little(order: bytes, where: str) -> None:
         raise UnsupportedError("written in an unusual byte order", where=where, found=order[:16], expected="little")
 
 
-def _of_archive(raw: bytes, where: str) -> object:
+def _of_archive(raw: bytes, where: str, budget: Budget) -> object:
     first = walk_front(raw, bool, where=where).name
     root = first.partition("/")[0]
     try:
@@ -97,7 +108,7 @@ def _of_archive(raw: bytes, where: str) -> object:
     if f"{root}/data.pkl" not in records:
         raise FormatError("the torch archive of the object has no data.pkl", where=where, found=first)
     require_little(records.get(f"{root}/byteorder", b"little"), where)
-    value = pickles.load(records[f"{root}/data.pkl"], where=where, persistent=Storages(), limits=_LIMITS)
+    value = pickles.load(records[f"{root}/data.pkl"], where=where, persistent=Storages(), limits=_LIMITS, budget=budget)
     storages = {name.rpartition("/")[2]: data for name, data in records.items() if name.startswith(f"{root}/data/")}
     return _Plain(storages).value(value)
 

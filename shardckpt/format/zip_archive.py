@@ -8,7 +8,7 @@ says where an entry's data begin.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from struct import Struct
@@ -16,6 +16,7 @@ from struct import error as StructError  # noqa: N812  # struct spells its excep
 from typing import NamedTuple
 
 from shardckpt.errors import ChecksumError, FormatError, TruncatedError, UnsafeError, UnsupportedError
+from shardckpt.format.budget import Budget
 from shardckpt.storage.store import Read, Store
 
 LOCAL_SIGNATURE = b"PK\x03\x04"
@@ -39,6 +40,10 @@ _MAX_INFLATION = 1040
 
 _MOST_INFLATED_BYTES = 1 << 26
 """Of an entry that is compressed: torch stores, so a large one was made to cost memory that its file does not hold."""
+
+
+_INFLATED_COST = 16
+"""What an inflated byte costs of a budget: it was no byte of the file, and is parsed all the same."""
 
 
 class Place(NamedTuple):
@@ -146,13 +151,16 @@ def locate(store: Store, wanted: Sequence[Wanted]) -> list[int]:
     return [_data_start(w, head, f"{store.url}/{w.file}") for w, head in zip(wanted, heads, strict=True)]
 
 
-def read_entries(store: Store, wanted: Sequence[Wanted], *, most: int) -> list[bytes]:
+def read_entries(
+    store: Store, wanted: Sequence[Wanted], *, most: int, budgets: Mapping[str, Budget] | None = None
+) -> list[bytes]:
     """Return the decoded bytes of small entries, all in one batch of reads.
 
     Args:
         store: Where the files lie.
         wanted: The entries.
         most: Decoded bytes of one entry that are accepted; of a compressed one 64 MiB at the most.
+        budgets: File to what reading it may cost; what is inflated counts there.
 
     Raises:
         FormatError: A local header contradicts the directory, or an entry cannot be decoded.
@@ -171,6 +179,8 @@ def read_entries(store: Store, wanted: Sequence[Wanted], *, most: int) -> list[b
                 found=f"{entry.size} bytes",
                 expected=f"at most {accepted}",
             )
+        if entry.method == DEFLATED and budgets is not None:
+            budgets[file].spend(_INFLATED_COST * entry.size)
         extents.append((file, entry.header, _extent(entry)))
     found = []
     for w, raw in zip(wanted, _read(store, extents), strict=True):
@@ -482,14 +492,16 @@ def _described_end(front: bytes, start: int, where: str) -> tuple[int, int]:
     The record holds the size and the checksum of what lies in front of it; only where both fit is it one.
     """
     at = front.find(_DESCRIPTOR_SIGNATURE, start)
+    view, checked, checksum = memoryview(front), start, 0
     while at >= 0:
+        checksum, checked = zlib.crc32(view[checked:at], checksum), at
         for form in (_DESCRIPTOR, _DESCRIPTOR64):
             stop = at + form.size
             if stop > len(front):
                 break
             _, crc, compressed, size = form.unpack_from(front, at)
             follows = front[stop : stop + 4] in (LOCAL_SIGNATURE, b"PK\x01\x02") or len(front) < stop + 4
-            if compressed == size == at - start and follows and crc in (0, zlib.crc32(front[start:at])):
+            if compressed == size == at - start and follows and crc in (0, checksum):
                 return at, stop
         at = front.find(_DESCRIPTOR_SIGNATURE, at + 1)
     raise TruncatedError("the archive ends early", where=where, found=f"{len(front)} bytes")

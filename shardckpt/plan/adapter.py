@@ -9,13 +9,16 @@ from math import sqrt
 from typing import Any
 
 from shardckpt.boxes import Shape
-from shardckpt.errors import FormatError, UnsupportedError, UsageError
+from shardckpt.errors import FormatError, UnsafeError, UnsupportedError, UsageError
+from shardckpt.plan.module_patterns import ModulePattern
 
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(
     r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(\.(?P<adapter>(?!weight$)[^.]+))?(\.weight)?"
 )
 _OTHERS = re.compile(r"\.(modules_to_save|original_module|base_layer)(\.default)?(?=\.)")
+_FREE_TRIALS = 500_000
+_LARGEST_ALPHA = 1e30
 _REFUSED = {
     "use_dora": "DoRA, which scales what it adds by the norm of the result",
     "use_qalora": "QALoRA",
@@ -96,8 +99,9 @@ def plan_merge(config: Mapping[str, Any], adapter: Mapping[str, Shape], base: Ma
         factors.setdefault(module, {})[match["side"]] = name
         if match["kind"] or config.get("fan_in_fan_out") is True:
             turned.add(module)
+    settings = _Settings(config, sum(map(len, adapter)), where)
     added = tuple(
-        _low_rank(module, sides, module in turned, config, adapter, base, where) for module, sides in factors.items()
+        _low_rank(module, sides, module in turned, settings, adapter, base, where) for module, sides in factors.items()
     )
     for name, own in replaced.items():
         if adapter[own] != base[name]:
@@ -138,7 +142,7 @@ def _low_rank(
     module: str,
     sides: Mapping[str, str],
     is_turned: bool,
-    config: Mapping[str, Any],
+    settings: _Settings,
     adapter: Mapping[str, Shape],
     base: Mapping[str, Shape],
     where: str,
@@ -148,27 +152,68 @@ def _low_rank(
     weight = _in_base(f"{module}.weight", base, where)
     a, b = adapter[sides["A"]], adapter[sides["B"]]
     rank = a[0] if a else 0
-    told = _setting(config, "rank_pattern", "r", module)
+    told = settings.rank(module)
     if rank < 1 or told != rank or len(b) < 2 or b[1] != rank:
         raise FormatError(f"the factors of {module} do not fit its rank", where=where, found=f"{a}, {b}", expected=told)
     shape = base[weight]
     wanted = (b[0], *a[1:]) if not is_turned else (*a[1:], b[0])
     if shape != wanted or any(n != 1 for n in b[2:]):
         raise UsageError(f"the factors of {module} do not fit its weight", where=where, found=wanted, expected=shape)
-    alpha = _setting(config, "alpha_pattern", "lora_alpha", module)
-    if not isinstance(alpha, (int, float)):
-        raise FormatError("lora_alpha is no number", where=where, found=alpha)
-    scale = alpha / (sqrt(rank) if config.get("use_rslora") else rank)
+    scale = settings.alpha(module) / (sqrt(rank) if settings.is_stabilised else rank)
     return LowRank(weight, sides["A"], sides["B"], scale, is_turned)
 
 
-def _setting(config: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
-    """Return a module's own setting, or the one of all; a pattern is a regular expression for the end of a name."""
-    name = module.removeprefix(_PREFIX)
-    for pattern, value in (config.get(patterns) or {}).items():
-        try:
-            if re.fullmatch(rf"(.*\.)?({pattern})", name):
+class _Settings:
+    """Ranks and scales of modules: those of all, and those that patterns for the ends of names give some.
+
+    Args:
+        config: The adapter's `adapter_config.json`.
+        characters: Those of all names of the adapter: with them grows how often patterns are tried.
+        where: The adapter, for messages.
+
+    Raises:
+        FormatError: A setting is none.
+        UnsupportedError: A pattern is of a form that is not matched in linear time.
+    """
+
+    def __init__(self, config: Mapping[str, Any], characters: int, where: str) -> None:
+        self.is_stabilised = bool(config.get("use_rslora"))
+        self._where, self._config = where, config
+        self._ranks, self._alphas = self._patterns("rank_pattern"), self._patterns("alpha_pattern")
+        self._trials = _FREE_TRIALS + characters
+
+    def rank(self, module: str) -> int:
+        """Return the rank of a module's factors."""
+        rank = self._found(self._ranks, "r", module)
+        if type(rank) is not int:
+            raise FormatError("the rank of an adapter is not a whole number", where=self._where, found=rank)
+        return rank
+
+    def alpha(self, module: str) -> float:
+        """Return what a module's product is multiplied with, before the rank divides it."""
+        alpha = self._found(self._alphas, "lora_alpha", module)
+        if type(alpha) not in (int, float) or not abs(alpha) <= _LARGEST_ALPHA:
+            raise FormatError("lora_alpha is not a finite number", where=self._where, found=alpha)
+        return float(alpha)
+
+    def _patterns(self, key: str) -> list[tuple[ModulePattern, object]]:
+        told = self._config.get(key) or {}
+        if not isinstance(told, dict):
+            raise FormatError(f"{key} does not map patterns to numbers", where=self._where, found=told)
+        return [(ModulePattern(pattern, f"{self._where}: {key}"), value) for pattern, value in told.items()]
+
+    def _found(self, patterns: list[tuple[ModulePattern, object]], default: str, module: str) -> Any:
+        """Return a module's own setting, or the one of all."""
+        name = module.removeprefix(_PREFIX)
+        for pattern, value in patterns:
+            self._trials -= 1
+            if self._trials < 0:
+                raise UnsafeError(
+                    "the adapter has more patterns and modules than any",
+                    where=self._where,
+                    found=f"{len(patterns)} patterns",
+                    fix="They would take hours; do not trust where it came from.",
+                )
+            if pattern.fits(name):
                 return value
-        except re.error as error:
-            raise FormatError(f"a pattern of {patterns} is no regular expression", found=pattern) from error
-    return config.get(default)
+        return self._config.get(default)

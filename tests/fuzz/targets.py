@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 import zstandard
+from memory_store import MemoryStore
 from safetensors.torch import save
 from samples import SAMPLES
 
@@ -44,8 +45,6 @@ from shardckpt.manifest import Encoded, Span
 from shardckpt.manifest import Path as Key
 from shardckpt.plan.sizes import parse_size
 from shardckpt.storage.store import Store
-
-from .memory import MemoryStore
 
 _SMALL_BYTES = 1 << 20
 _TAGGED = {0: [1.5, float("nan"), 1 << 70, b"x", 1j, (None, {"$a"})], "d": Named("size", (2, 3)), "t": ArrayRef(3)}
