@@ -7,6 +7,7 @@ from types import EllipsisType
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.capture import ArrayAt
@@ -21,16 +22,39 @@ Index = int | slice | EllipsisType
 """What selects elements along dimensions."""
 
 
+class _Source:
+    """A checkpoint that can be closed: what reads from it holds this, so that closing lets go of its files.
+
+    Args:
+        saved: The checkpoint.
+    """
+
+    def __init__(self, saved: Saved) -> None:
+        self._saved: Saved | None = saved
+        self.url = saved.url
+
+    @property
+    def saved(self) -> Saved:
+        """The checkpoint. Raises UsageError where it was closed."""
+        if self._saved is None:
+            raise UsageError("the checkpoint is closed", where=self.url, fix="Open it again to read from it.")
+        return self._saved
+
+    def close(self) -> None:
+        """Let go of the checkpoint and of its files."""
+        self._saved = None
+
+
 class SavedTensor:
     """A tensor of an open checkpoint; indexing reads what is asked for, `[...]` all of it.
 
     Args:
-        saved: The checkpoint.
+        source: The checkpoint.
         entry: Which.
     """
 
-    def __init__(self, saved: Saved, entry: TensorEntry) -> None:
-        self._saved, self._entry = saved, entry
+    def __init__(self, source: _Source, entry: TensorEntry) -> None:
+        self._source, self._entry = source, entry
 
     @property
     def shape(self) -> torch.Size:
@@ -52,12 +76,13 @@ class SavedTensor:
             IndexError: It lies outside.
             CheckpointError: The elements are missing or damaged.
             StorageError: The store failed.
+            UsageError: The checkpoint was closed.
         """
         shape = self._entry.shape
         picks = _picks(index if isinstance(index, tuple) else (index,), len(shape))
         box = Box(*map(tuple, zip(*map(_range, picks, shape), strict=True))) if shape else Box((), ())
         made = torch.empty(box.size, dtype=self.dtype)
-        self._saved.fill([(self._entry, LocalArray(shape, made.dtype, (Portion(box, made),)))])
+        self._source.saved.fill([(self._entry, LocalArray(shape, made.dtype, (Portion(box, made),)))])
         for dim in reversed(range(len(shape))):
             made = _thinned(made, picks[dim], dim, shape[dim])
         return made
@@ -104,14 +129,15 @@ def _thinned(tensor: torch.Tensor, pick: int | slice, dim: int, size: int) -> to
 class Opened(Mapping[Any, Any]):
     """An open checkpoint: names to tensors that are read when they are indexed, and to plain values.
 
-    A name is the keys joined by dots, or the tuple of them where that could mean two things.
+    A name is the keys joined by dots, or the tuple of them where that could mean two things. `with` closes it at the
+    end of the block; without, it is closed when nothing refers to it or to one of its tensors.
 
     Args:
         saved: The checkpoint.
     """
 
     def __init__(self, saved: Saved) -> None:
-        self._saved = saved
+        self._source = _Source(saved)
         self._paths: dict[str, list[Path]] = {}
         for path in dict.fromkeys(saved.paths):
             self._paths.setdefault(dotted(path), []).append(path)
@@ -122,7 +148,9 @@ class Opened(Mapping[Any, Any]):
         Raises:
             UnknownNameError: There is no such name; a KeyError too.
             AmbiguousError: Several have it; a tuple of keys decides.
+            UsageError: The checkpoint was closed.
         """
+        saved = self._source.saved
         if isinstance(name, tuple):
             path: Path = name
         else:
@@ -132,19 +160,29 @@ class Opened(Mapping[Any, Any]):
                     "several names are spelt like this", where=name, found=paths, fix="Give the tuple of keys."
                 )
             path = paths[0] if paths else tuple(name.split("."))
-        if path in self._saved.arrays:
-            return SavedTensor(self._saved, self._saved.arrays[path])
-        found, is_there = self._saved.find(path)
+        if path in saved.arrays:
+            return SavedTensor(self._source, saved.arrays[path])
+        found, is_there = saved.find(path)
         if not is_there:
             raise UnknownNameError(
                 "the checkpoint holds nothing of this name",
-                where=self._saved.url,
+                where=saved.url,
                 found=name,
                 fix="`list(opened)` gives every name.",
             )
         if isinstance(found, ArrayAt):
-            return SavedTensor(self._saved, self._saved.arrays[found.path])
-        return self._saved.materialised(found)
+            return SavedTensor(self._source, saved.arrays[found.path])
+        return saved.materialised(found)
+
+    def close(self) -> None:
+        """Close the files that were opened. Its names stay known; reading from it, or from its tensors, is an error."""
+        self._source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
@@ -153,11 +191,13 @@ class Opened(Mapping[Any, Any]):
         return len(self._paths)
 
     def __repr__(self) -> str:
-        return f"Opened({self._saved.url!r}, {len(self)} names)"
+        return f"Opened({self._source.url!r}, {len(self)} names)"
 
 
 def open(path: Any, *, verify: Verify = "read", base: NamedBases | None = None) -> Opened:
     """Open a checkpoint of any format to look into it: `open(path)["model.layers.0.weight"][0:128]`.
+
+    `with open(path) as checkpoint:` closes its files at the end of the block.
 
     Args:
         path: Where it lies.

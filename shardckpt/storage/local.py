@@ -47,10 +47,11 @@ class OpenFile:
         if not stat.S_ISREG(mode):
             raise UnsafeError("not a regular file", where=path, fix="Remove it from the checkpoint's folder.")
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        """Close it; `close` is bound here, since at the interpreter's exit the module's own names may be gone."""
         fd = getattr(self, "fd", -1)
         if fd >= 0:
-            os.close(fd)
+            close(fd)
 
 
 class LocalStore:

@@ -1,0 +1,62 @@
+"""A checkpoint that is opened lets go of its files when it is closed, and at the interpreter's end without a word."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardckpt
+from shardckpt.errors import UsageError
+
+
+def files_open_below(folder: Path) -> list[str]:
+    places = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+    return [to for place in places if (to := os.path.realpath(place)).startswith(str(folder.resolve()))]
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    shardckpt.save({"w": torch.arange(10.0), "n": 3}, tmp_path / "step")
+    return tmp_path / "step"
+
+
+def test_a_block_closes_what_it_opened(step: Path) -> None:
+    with shardckpt.open(step) as opened:
+        kept = opened["w"]
+        assert kept[2:4].tolist() == [2.0, 3.0]
+        assert files_open_below(step)
+    assert not files_open_below(step)
+    for read in (lambda: kept[0], lambda: opened["w"], lambda: opened["n"]):
+        with pytest.raises(UsageError, match=r"is closed.*Open it again"):
+            read()
+    assert list(opened) == ["w", "n"]
+    assert kept.shape == (10,)
+    opened.close()
+
+
+def test_an_error_in_the_block_closes_it_too(step: Path) -> None:
+    with pytest.raises(ZeroDivisionError), shardckpt.open(step) as opened:
+        assert opened["w"][0] == 0
+        raise ZeroDivisionError
+    assert not files_open_below(step)
+
+
+def test_without_a_block_it_closes_when_nothing_refers_to_it(step: Path) -> None:
+    tensor = shardckpt.open(step)["w"]
+    assert tensor[...].sum() == 45
+    assert files_open_below(step)
+    del tensor
+    assert not files_open_below(step)
+
+
+@pytest.mark.parametrize("source", ["step", "torch"])
+def test_one_that_is_open_at_the_end_prints_nothing(source: str, step: Path, tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(10.0)}, tmp_path / "torch")
+    code = f"import shardckpt, builtins; builtins.kept = c = shardckpt.open({str(tmp_path / source)!r}); c['w'][1:2]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
