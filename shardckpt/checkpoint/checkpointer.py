@@ -333,7 +333,7 @@ class Checkpointer:
                 found=there.fault,
                 fix="Update shardckpt, or choose another folder.",
             )
-        is_worthless = there.is_ours and not self._is_good(there)
+        is_worthless = bool(there.held) and there.is_ours and not self._is_good(there)
         unranked = self._ranking_fault(numbers[0], names)
         branch = self._branch_of(numbers[0])
         return [json.dumps([overwrite or is_worthless, any(signals), unranked, branch]).encode()] * len(told)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-from shardckpt.errors import CheckpointError, TargetExistsError, UnsupportedError
+from shardckpt.errors import CheckpointError, MissingFileError, TargetExistsError, UnsupportedError
 from shardckpt.format.native_commit import COMMIT, WRITTEN
 from shardckpt.format.native_payload import HF_INDEX
 from shardckpt.format.native_step import read_commit
@@ -31,7 +31,7 @@ def _members(store: Store, sizes: Mapping[str, int]) -> Collection[str]:
             found=error,
             fix="Update shardckpt, choose another target, or remove the step yourself.",
         ) from error
-    except CheckpointError:
+    except (CheckpointError, MissingFileError):  # missing: somebody replaces the step meanwhile
         return ()
     return (*commit.files, commit.manifest)
 

@@ -16,6 +16,7 @@ from shardckpt.errors import (
     MissingFileError,
     StorageError,
     UnsupportedError,
+    UsageError,
 )
 from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX, WRITTEN, Commit
 from shardckpt.format.native_manifest import decode_manifest
@@ -349,22 +350,35 @@ def referred(steps: Iterable[Step]) -> dict[str, frozenset[str]]:
 
 
 def files_of_others(url: str) -> frozenset[str]:
-    """Return the files in the folder of a step that other steps of its run refer to, and that a new save there keeps.
+    """Return the files in a folder of a run that something else in the run refers to, and that a new save there keeps.
 
     Args:
-        url: Where the step lies; nothing is looked for where it is not called like a step.
+        url: Where the folder lies. The run is not looked at where neither the folder nor one beside it is called like a
+            step, or where it holds no files of saves.
 
     Raises:
         StorageError: The store failed.
     """
-    name = url.rstrip("/").rpartition("/")[2]
-    if not _STEP.fullmatch(name):
+    try:
+        parent, name = split(url)
+    except UsageError:  # a bucket, or a root
         return frozenset()
-    run = read_run_to_remove(open_store(split(url)[0]))
+    if not (_STEP.fullmatch(name) or _is_beside_steps(parent)):
+        return frozenset()
+    held = {entry.name for entry in open_store(url).list() if WRITTEN.fullmatch(entry.name)}
+    if not held:
+        return frozenset()
+    run = read_run_to_remove(open_store(parent))
     if any(step.is_newer for step in (*run.steps, *run.others) if step.name != name):  # it may refer to any of them
-        held = [file for step in run.steps if step.name == name for file in step.held]
-        return frozenset(file for file in held if WRITTEN.fullmatch(file))
+        return frozenset(held)
     return run.referred(but={name}).get(name, frozenset())
+
+
+def _is_beside_steps(parent: str) -> bool:
+    try:
+        return any(_STEP.fullmatch(folder) for folder in _folders(open_store(parent)))
+    except StorageError:  # what lies around it cannot be looked at
+        return False
 
 
 def _read_step(store: Store, number: int, name: str) -> Step:

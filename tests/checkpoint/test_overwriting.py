@@ -121,6 +121,17 @@ def test_a_step_that_a_newer_version_wrote_is_refused(place: str) -> None:
     assert content(place) == before
 
 
+@pytest.mark.parametrize("name", ["step-00000001", "best"])
+def test_files_that_something_beside_it_refers_to_stay(place: str, name: str) -> None:
+    shared = {"w": torch.arange(5000.0)}
+    shardckpt.save(shared, f"{place}/{name}", digests=True)
+    shardckpt.save(shared, f"{place}/step-00000002", base=f"{place}/{name}")
+    for _ in range(2):
+        shardckpt.save(STATE, f"{place}/{name}", overwrite=True)
+    assert shardckpt.load(f"{place}/step-00000002")["w"].equal(shared["w"])
+    assert shardckpt.load(f"{place}/{name}")["w"].equal(STATE["w"])
+
+
 def test_a_step_of_another_library_is_not_replaced_by_a_checkpointer(tmp_path: Path) -> None:
     ck = shardckpt.Checkpointer(tmp_path)
     dcp.save(STATE, checkpoint_id=ck.path(5), no_dist=True)
