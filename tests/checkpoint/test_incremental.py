@@ -188,11 +188,16 @@ class TestReferences:
         with pytest.raises(UnsupportedError, match="needs the feature 'bases'"):
             shardckpt.load(two / "two")
 
-    def test_where_the_base_goes_while_the_save_runs_everything_is_written(self, two: Path, monkeypatch) -> None:
+    @pytest.mark.parametrize("how", ["gone", "cut"])
+    def test_where_the_base_goes_while_the_save_runs_everything_is_written(self, how, two: Path, monkeypatch) -> None:
         write = corridor.write_payloads
+        [payload] = (two / "one").glob("*.safetensors")
 
         def gone(*given, **named):
-            shutil.rmtree(two / "one", ignore_errors=True)
+            if how == "gone":
+                shutil.rmtree(two / "one", ignore_errors=True)
+            else:
+                os.truncate(payload, payload.stat().st_size - 1)
             return write(*given, **named)
 
         monkeypatch.setattr(corridor, "write_payloads", gone)
@@ -399,6 +404,22 @@ class TestCheckpointer:
         assert ck.steps() == (3,)
         faults = [step.fault for step in shardckpt.ls(str(tmp_path)).incomplete]
         assert "files of its base are missing" in faults[1]
+
+    def test_nor_is_one_of_which_a_file_of_the_base_was_cut(self, tmp_path: Path) -> None:
+        ck = saved(Checkpointer(tmp_path, dedup=True), 1, 2)
+        [file] = folder(tmp_path, 1).glob("*.safetensors")
+        os.truncate(file, file.stat().st_size - 1)
+        assert ck.steps() == ()
+        fault = shardckpt.ls(str(tmp_path)).incomplete[1].fault
+        assert "files of its base are missing or cut short" in fault
+        assert file.name in fault
+
+    def test_a_base_that_stays_keeps_its_own_files_when_nothing_refers_to_them_any_more(self, tmp_path: Path) -> None:
+        ck = saved(Checkpointer(tmp_path, dedup=True, keep_last=1, keep_every=10), 10, 11)
+        ck.save(12, state(5, 5, 5))
+        assert ck.steps() == (10, 12)
+        assert all(shardckpt.verify(ck.path(step)).ok for step in ck.steps())
+        assert values(ck.path(10)) == (1, 10, 0)
 
     def test_saving_where_others_refer_to_keeps_what_they_need(self, tmp_path: Path) -> None:
         ck = saved(Checkpointer(tmp_path, dedup=True), 1, 2, 3)
