@@ -49,7 +49,15 @@ from shardckpt.format.steps import (
     step_name,
 )
 from shardckpt.groups import Star
-from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead, require_metric, seconds_of
+from shardckpt.plan.retention import (
+    Retention,
+    SavedStep,
+    doomed,
+    is_dead,
+    require_metric,
+    seconds_of,
+    with_trusted_times,
+)
 from shardckpt.storage.open_store import local_path, open_store, url_of
 from shardckpt.storage.store import Store
 
@@ -387,7 +395,7 @@ class Checkpointer:
             SavedStep(step.number, self._is_good(step), step.saved_at, self._metrics_of(store, step), step.branch)
             for step in run.steps
         ]
-        gone = set(doomed(facts, self._rules, now=now, spared={saved}))
+        gone = set(doomed(with_trusted_times(facts, now), self._rules, now=now, spared={saved}))
         removed = {step.name for step in run.steps if step.number in gone and (self._is_good(step) or step.is_double)}
         delete_steps(store, run, removed)
         kept = replace(run, steps=tuple(step for step in run.steps if step.name not in removed))

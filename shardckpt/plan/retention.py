@@ -17,6 +17,9 @@ DEAD_AFTER_S = 24 * 3600.0
 """Seconds without a change after which what a save left unfinished belongs to nobody any more."""
 
 
+PAUSE_S = 30 * 24 * 3600.0
+"""Seconds between two steps beyond which nobody knows how much time has passed."""
+
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _TIME = re.compile(rf"(\d+(?:\.\d+)?) ?([{''.join(_SECONDS)}]?)")
 
@@ -102,6 +105,28 @@ def seconds_of(time: timedelta | float | str | None) -> float | None:
     if not match:
         raise UsageError("this is no time", found=repr(time), expected="a number and s, m, h, d or w, such as 7d")
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def with_trusted_times(steps: Iterable[SavedStep], now: float) -> list[SavedStep]:
+    """Return steps none of which is old because of one clock that is wrong.
+
+    The age of a step is taken from the times between the steps behind it, as well as from its own time, whichever makes
+    it younger. A time that runs backwards, or that is longer than `PAUSE_S`, counts for nothing: a run that was paused
+    and a clock that is wrong look the same.
+
+    Args:
+        steps: All of a run.
+        now: In seconds since the epoch.
+    """
+    found, age, later = [], 0.0, now
+    for step in sorted(steps, key=_age_order, reverse=True):
+        if step.saved_at is not None:
+            passed = later - step.saved_at
+            age += passed if 0 < passed <= PAUSE_S else 0.0
+            later = step.saved_at
+            step = step._replace(saved_at=max(step.saved_at, now - age))
+        found.append(step)
+    return found[::-1]
 
 
 def doomed(

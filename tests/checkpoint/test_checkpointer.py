@@ -522,6 +522,16 @@ class TestRetention:
         assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (2, 3, 4)]
 
 
+def test_one_clock_that_is_ten_years_ahead_removes_nothing(tmp_path, monkeypatch):
+    ck = saved(Checkpointer(tmp_path, keep_for="1h"), 1, 2)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 10 * 365 * DAY)
+    saved(ck, 3, 4)
+    assert ck.steps() == (1, 2, 3, 4)
+    monkeypatch.undo()
+    assert saved(ck, 5).steps() == (1, 2, 3, 4, 5)
+
+
 class TestGoingBack:
     """What a restored run saves is newer than what lay there when it was restored, whatever the numbers."""
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import UsageError
-from shardckpt.plan.retention import DEAD_AFTER_S, Retention, SavedStep, doomed, is_dead
+from shardckpt.plan.retention import DEAD_AFTER_S, Retention, SavedStep, doomed, is_dead, with_trusted_times
 
 NOW = 1_000_000.0
+DAY = 24 * 3600.0
 COUNTS = st.none() | st.integers(1, 5)
 STEPS = st.lists(
     st.builds(
@@ -120,6 +121,34 @@ class TestRules:
     def test_a_rule_that_means_nothing_is_refused(self, rule: dict[str, object]) -> None:
         with pytest.raises(UsageError, match=str(next(iter(rule)).removesuffix("_s"))):
             Retention(**rule)  # type: ignore[arg-type]
+
+
+class TestClocks:
+    """Times in days. Retention keeps the steps of the last day."""
+
+    def kept(self, *days: float, now: float) -> list[int]:
+        steps = [SavedStep(n, saved_at=day * DAY) for n, day in enumerate(days, 1)]
+        trusted = with_trusted_times(steps, now * DAY)
+        gone = doomed(trusted, Retention(keep_for_s=DAY), now=now * DAY)
+        return [step.number for step in steps if step.number not in gone]
+
+    def test_right_ones_keep_the_steps_of_the_time_that_was_asked_for(self) -> None:
+        assert self.kept(100, 100.4, 100.8, 101.2, 101.6, now=101.9) == [4, 5]
+        assert self.kept(100, 110, 120, now=120.1) == [3], "days lie between the steps"
+
+    @pytest.mark.parametrize("years", [10, -10])
+    def test_one_that_is_years_wrong_makes_no_step_old(self, years: int) -> None:
+        wrong = 365 * years
+        assert self.kept(100, 100.1, 100.2, 100.3 + wrong, now=100.3 + wrong) == [1, 2, 3, 4]
+        assert self.kept(100, 100.1, 100.2, 100.3 + wrong, 100.4, now=100.4) == [1, 2, 3, 4, 5]
+        assert self.kept(100, 100.1, 100.2, 100.3 + wrong, 100.4 + wrong, now=100.4 + wrong) == [1, 2, 3, 4, 5]
+
+    def test_what_is_saved_under_it_grows_old_as_any_other(self) -> None:
+        assert self.kept(100, 100.1, 3750, 3750.6, 3751.2, now=3751.5) == [4, 5]
+
+    def test_steps_of_unknown_time_stay(self) -> None:
+        steps = [SavedStep(1), SavedStep(2, saved_at=DAY), SavedStep(3, saved_at=9 * DAY)]
+        assert doomed(with_trusted_times(steps, 9 * DAY), Retention(keep_for_s=DAY), now=9 * DAY) == (2,)
 
 
 class TestWhateverTheRules:
