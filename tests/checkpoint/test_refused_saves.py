@@ -164,6 +164,26 @@ def test_a_plan_outlives_a_save_of_another_state_that_was_refused(tmp_path: Path
     assert [differs(tmp_path / f"{version}", KINDS["full"](version)) for version in range(4)] == [[]] * 4
 
 
+def test_nothing_is_kept_of_a_save_before_all_ranks_have_committed_it(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> list[str]:
+        shardckpt.save(KINDS["full"](1), tmp_path / "base")
+        saver = saver_of(None)
+        kept = (saver.task_cache, saver.plan_cache, saver.compared)
+        changes = []
+        for number, phase in enumerate(PHASES):
+            path = tmp_path / ("base" if phase == "target" else f"{number}")
+            failing = 1 if phase in ("capture", "transfer") else 0
+            with pytest.raises((RefusedError, shardckpt.ShardckptError)), refused(phase, rank == failing):
+                shardckpt.save(changed(KINDS["half"](2), phase, rank), path)
+            now = (saver.task_cache, saver.plan_cache, saver.compared)
+            changes += [phase for before, after in zip(kept, now, strict=True) if before is not after]
+        shardckpt.save(KINDS["half"](3), tmp_path / "last")
+        assert saver.task_cache is not kept[0]
+        return changes
+
+    assert run(2, body) == [[], []]
+
+
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_missed_the_end_of_a_save_does_not_spoil_the_next(tmp_path: Path, missing: int) -> None:
     def body(rank: int, world: int) -> None:
