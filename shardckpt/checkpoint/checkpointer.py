@@ -35,6 +35,7 @@ from shardckpt.errors import (
     UsageError,
 )
 from shardckpt.format.native_commit import BRANCH
+from shardckpt.format.run_place import require_start_of_run
 from shardckpt.format.steps import (
     METRIC,
     Run,
@@ -160,6 +161,7 @@ class Checkpointer:
 
         Raises:
             UnsupportedError: The newest step was written by a newer version of shardckpt, which the message names.
+            UnknownFormatError: No step lies here, but another checkpoint; the message says which.
             StorageError: The storage failed; RankError on the other ranks.
         """
         found, unreadable = self._asked("listing steps", self._listed)
@@ -187,12 +189,17 @@ class Checkpointer:
 
         Raises:
             UnsupportedError: The newest step was written by a newer version of shardckpt, which the message names.
+            UnknownFormatError: No step lies here, but another checkpoint; the message says which.
             StorageError: The storage failed; RankError on the other ranks.
         """
         return next(reversed(self.steps()), None)
 
     def _run(self) -> Run:
-        return read_run(self._store())
+        """Return the run; where it has no step, only after a look at what else lies there. On the first rank."""
+        run = read_run(self._store())
+        if not run.steps:
+            require_start_of_run(self.root)
+        return run
 
     def _store(self) -> Store:
         path = local_path(self.root)
@@ -349,7 +356,7 @@ class Checkpointer:
     def _branch_of(self, number: int) -> int:
         """Return the branch of the run that a step belongs to: a new one behind the step that was restored."""
         if self._branch is None:
-            complete = self._run().complete
+            complete = read_run(self._store()).complete
             return complete[-1].branch if complete else 0
         return self._branch + (self._restored is not None and number < self._restored)
 
@@ -422,9 +429,10 @@ class Checkpointer:
             **options: As for `shardckpt.load`.
 
         Returns:
-            The number of the step that was loaded; None where no step was ever begun here.
+            The number of the step that was loaded; None where the folder is empty or absent, or holds no checkpoint.
 
         Raises:
+            UnknownFormatError: A checkpoint that is not a step lies here: one of another tool, or a step itself.
             NoCompleteCheckpoint: Steps lie here, but none that can be loaded, or not the one that was asked for.
             UnsupportedError: A newer version of shardckpt wrote the step, or one that would be passed over.
             UsageError: The checkpoint does not fit the state.

@@ -10,8 +10,9 @@ from datetime import timedelta
 from typing import Literal
 
 from shardckpt.convert.verify import verify as verification
-from shardckpt.errors import SourceNotFoundError, UsageError
+from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError
 from shardckpt.format.native_commit import COMMIT
+from shardckpt.format.run_place import require_start_of_run
 from shardckpt.format.steps import (
     Run,
     Step,
@@ -27,6 +28,8 @@ from shardckpt.format.steps import (
 from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead, seconds_of
 from shardckpt.storage.open_store import kind, open_store
 from shardckpt.storage.store import Store
+
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ def ls(root: str | os.PathLike[str]) -> StepList:
         root: Folder of the run, a path or URL.
 
     Raises:
-        UsageError: Nothing lies there, or no folder of steps.
+        UsageError: Nothing lies there, or no folder of steps: then the message says what lies there.
         StorageError: Reading failed.
 
     Example:
@@ -103,6 +106,8 @@ def ls(root: str | os.PathLike[str]) -> StepList:
     root = os.fspath(root)
     store = _open(root)
     run = read_run(store)
+    if not run.steps:
+        _require_empty(root, store)
     incomplete = [step for step in run.steps if not (step.is_complete or step.is_base)]
     return StepList(root, _infos(store, run.complete), _infos(store, incomplete))
 
@@ -151,6 +156,8 @@ def prune(
     store = _open(root)
     now = time.time()
     run = _sound_run(store, verify=verify) if rules.is_needed else read_run_to_remove(store)
+    if not run.steps:
+        require_start_of_run(root)
     run.require_readable()
     facts = [
         SavedStep(
@@ -214,6 +221,15 @@ def _open(root: str) -> Store:
     if any(entry.name == COMMIT for entry in store.list()):
         raise UsageError("this is a step", where=root, expected="the folder it lies in")
     return store
+
+
+def _require_empty(root: str, store: Store) -> None:
+    """Refuse to list a folder that holds other things than steps. Raises UnknownFormatError."""
+    require_start_of_run(root)
+    names = [entry.name for entry in store.list() if not entry.name.startswith(".")]
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise UnknownFormatError("no step of a run lies here", where=root, found=", ".join(names[:_SHOWN]) + more)
 
 
 def _infos(store: Store, steps: Iterable[Step]) -> tuple[StepInfo, ...]:

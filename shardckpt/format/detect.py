@@ -159,6 +159,28 @@ def _asked_nearby(source: Source) -> Format | None:
         return None
 
 
+def checkpoint_in(url: str) -> str:
+    """Say which checkpoint a folder is, holds, or looks like; empty where it is none and nobody knows of one in it.
+
+    Args:
+        url: Path or URL of the folder; need not exist.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    if kind(url) != "folder":
+        return ""
+    source = open_source(url)
+    form = _asked_nearby(source)
+    if form is not None:
+        return f"a checkpoint ({form.title})"
+    what, _ = _explanation(source)
+    if what:
+        return what.removeprefix(": this looks like ")
+    around = _around(source)
+    return str(around.found) if around is not None else ""
+
+
 def _unknown(source: Source, what: str, fix: str) -> UnknownFormatError:
     looked_for = "one of: " + "; ".join(f.looks_for for f in FORMATS)
     return UnknownFormatError(

@@ -20,9 +20,11 @@ import numpy as np
 import pytest
 import torch
 from bucket import Bucket
+from command import run_here
 from disk import watched
 from harness import outcomes, raised_everywhere, run
 from native_writer import write_step
+from safetensors.torch import save_file
 
 import shardckpt
 from shardckpt import Checkpointer
@@ -30,6 +32,7 @@ from shardckpt.checkpoint import checkpointer
 from shardckpt.errors import (
     NoCompleteCheckpoint,
     RankError,
+    SourceNotFoundError,
     StorageError,
     TargetExistsError,
     UnsupportedError,
@@ -170,6 +173,70 @@ class TestSaveAndRestore:
         with pytest.raises(UsageError, match="no number"):
             ck.save(2, state(), metrics={"loss": "low"})
         assert os.listdir(ck.root) == [step_name(1)]
+
+
+def trainer_folder(root: Path) -> None:
+    """Lay out the `output_dir` of a transformers Trainer."""
+    for number in (50, 100):
+        place = root / f"checkpoint-{number}"
+        place.mkdir(parents=True)
+        save_file({"w": torch.ones(3)}, place / "model.safetensors", metadata={"format": "pt"})
+        (place / "config.json").write_text("{}")
+        (place / "trainer_state.json").write_text("{}")
+
+
+def lightning_folder(root: Path) -> None:
+    root.mkdir(exist_ok=True)
+    torch.save({"state_dict": {"w": torch.ones(3)}, "pytorch-lightning_version": "2.5"}, root / "epoch=0-step=9.ckpt")
+
+
+def one_step(root: Path) -> None:
+    saved(Checkpointer(root.parent / "of"), 1)
+    folder(root.parent / "of", 1).rename(root)
+
+
+class TestOtherFolders:
+    """`latest() or 0` must not start over because somebody named the wrong folder."""
+
+    @pytest.mark.parametrize(
+        ("lay_out", "says"),
+        [
+            (trainer_folder, "checkpoint-100"),
+            (lightning_folder, "ckpt|Lightning|torch"),
+            (one_step, "shardckpt"),
+        ],
+    )
+    def test_a_checkpoint_that_is_no_step_is_told(self, lay_out, says, tmp_path):
+        root = tmp_path / "run"
+        lay_out(root)
+        ck = Checkpointer(root)
+        for call in (ck.latest, ck.steps, lambda: ck.restore(state()), lambda: shardckpt.prune(root)):
+            with pytest.raises(UsageError, match=f"({says})|this is a step"):
+                call()
+        assert run_here("ls", root).code == 2
+
+    def test_logs_and_settings_may_lie_there_before_the_first_step(self, tmp_path):
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "config.yaml").write_text("lr: 1")
+        ck = Checkpointer(tmp_path)
+        assert (restored(ck), ck.latest()) == ((None, 0), None)
+        found = run_here("ls", tmp_path)
+        assert (found.code, found.out) == (2, "")
+        assert "no step of a run lies here; found config.yaml, logs" in found.err
+
+    def test_a_parent_that_is_a_file_is_told(self, tmp_path):
+        (tmp_path / "file").write_text("mine")
+        with pytest.raises(UsageError, match="a file lies where a folder above"):
+            Checkpointer(tmp_path / "file" / "sub" / "run").restore(state())
+        assert restored(Checkpointer(tmp_path / "no" / "such" / "run")) == (None, 0)
+
+
+def test_a_bucket_that_does_not_exist_is_told(s3_bucket):
+    assert restored(Checkpointer(f"{s3_bucket}/runs/a")) == (None, 0)
+    missing = Checkpointer("s3://there-is-no-such-bucket/runs/a")
+    for call in (missing.latest, lambda: missing.restore(state())):
+        with pytest.raises(SourceNotFoundError, match="bucket does not exist"):
+            call()
 
 
 class TestIncompleteSteps:
