@@ -232,6 +232,28 @@ def _joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(list(meshes))
 
 
+def cut_over_both(
+    mesh: DeviceMesh, dim: int, inner: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """Return how a tensor lies that tensor parallelism has cut, and whose part is cut again over data-parallel ranks.
+
+    Args:
+        mesh: The data-parallel mesh, with shards along its last dimension and copies along the others.
+        dim: The dimension of the part that is cut.
+        inner: The mesh of the tensor parallelism.
+        placements: How the tensor lies there.
+
+    Returns:
+        The mesh of both and the placements on it; None if the meshes are not parts of one mesh with names.
+    """
+    try:
+        both = _joined([mesh, inner])
+    except (PlacementError, RuntimeError, ValueError):
+        return None
+    cut = _cut(dim, [(each, inner.size(at)) for at, each in enumerate(placements)])
+    return both, (*[Replicate()] * (mesh.ndim - 1), cut, *placements)
+
+
 # -------------------------------------------------------------------------------------------------- parameters
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from shardckpt.core.flat_exposure import FlatExposure
 from shardckpt.core.full import Staging, gather
 from shardckpt.core.original_exposure import OriginalExposure
 from shardckpt.core.packing import apart
+from shardckpt.core.placement import cut_over_both
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.state.bucket_holder import BucketHolder
 from shardckpt.state.exchange import first_owners, from_rows, row_dim, rows_to_come, strides
@@ -134,22 +136,46 @@ class FlatHolder(BucketHolder):
         if self.bucket.keeps_full or self._mesh is None:
             made = [self.bucket.computed(i, view.clone()) for i, view in enumerate(self.bucket.of_shard(laid))]
             return lambda: made
-        if self.is_parallel:
+        if self.is_parallel and self._both is None:
             cut = self._parallel(laid)
             return lambda: cut
         rows = rows_to_come(laid.to(self.bucket.compute_device), self.layout, self.bucket.group.shard, staging)
         return lambda: [self._dtensor(part, index) for index, part in enumerate(rows())]
 
     def _parallel(self, laid: torch.Tensor) -> list[torch.Tensor]:
-        """Return what tensor parallelism cut as it cut it; a flat shard has no place within that."""
+        """Return what tensor parallelism cut as it cut it, gathered over the ranks of data parallelism."""
         values = gather(self.bucket, laid).values
         return [self.bucket.computed(index, value.clone()) for index, value in enumerate(values)]
+
+    @cached_property
+    def _both(self) -> list[Cut | None] | None:
+        """How entries lie over the meshes of data and tensor parallelism together; None if these are not of one mesh.
+
+        A part of tensor parallelism is cut into rows again. What it left alone lies on all of its ranks.
+        """
+        inner = next(leaf.device_mesh for leaf in self.bucket.leaves if isinstance(leaf, DTensor))
+        found: list[Cut | None] = []
+        for spec, leaf in zip(self.layout.specs, self.bucket.leaves, strict=True):
+            if not spec.shape:
+                found.append(placing_of(leaf))
+                continue
+            own = leaf.placements if isinstance(leaf, DTensor) else (Replicate(),) * inner.ndim
+            cut = None if self._mesh is None else cut_over_both(self._mesh, row_dim(spec), inner, own)
+            if cut is None or (isinstance(leaf, DTensor) and leaf.device_mesh != inner):
+                return None
+            found.append(cut)
+        return found
 
     def _dtensor(self, part: torch.Tensor, index: int) -> torch.Tensor:
         assert self._mesh is not None
         spec = self.layout.specs[index]
         if not spec.shape:  # a 0-dim tensor has no dimension to be cut along
-            return self._scalar(part)
+            return self.bucket.computed(index, self._scalar(part)) if self.is_parallel else self._scalar(part)
+        if self.is_parallel:
+            both = self._both[index] if self._both is not None else None
+            assert both is not None, "or it is gathered"
+            leaf = self.bucket.leaves[index]
+            return DTensor.from_local(apart(part), *both, run_check=False, shape=leaf.shape, stride=leaf.stride())
         stride = strides(spec.shape, spec.order)
         return DTensor.from_local(
             apart(part),
@@ -165,8 +191,10 @@ class FlatHolder(BucketHolder):
         return (*[Replicate()] * copies, Shard(row_dim(spec)))
 
     def cuts(self) -> list[Cut | None]:
-        """Rows along the dimension that is slowest in memory; what tensor parallelism cut as it cut it."""
+        """Rows along the dimension that is slowest in memory, also of what tensor parallelism cut."""
         if self.is_parallel:
+            if self._both is not None and not self.bucket.keeps_full:
+                return self._both
             return [placing_of(leaf) for leaf in self.bucket.leaves]
         mesh = None if self.bucket.keeps_full else self._mesh
         return [
@@ -184,7 +212,7 @@ class FlatHolder(BucketHolder):
     ) -> None:
         """Exchange rows for flat shards: one all-to-all."""
         own = [None if value is None else local(value) for value in values]
-        if self.bucket.keeps_full or self._mesh is None or self.is_parallel:
+        if self.bucket.keeps_full or self._mesh is None or (self.is_parallel and self._both is None):
             self._take(own, into)
             return
         rows = [
