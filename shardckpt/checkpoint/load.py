@@ -24,6 +24,7 @@ from shardckpt.groups import Star
 from shardckpt.manifest import dotted
 from shardckpt.plan.fan_out import Circle, Stretches, decode_circles, encode_circles, share_out
 from shardckpt.state import StateMismatchError
+from shardckpt.state.slots import UnequalSteps, require_way_with_steps
 from shardckpt.storage.open_store import url_of
 
 _SHOWN_CHARACTERS = 40_000
@@ -70,6 +71,7 @@ def load(
     verify: Verify = "read",
     base: NamedBases | bool | None = None,
     fan_out: bool | None = None,
+    unequal_steps: UnequalSteps = "error",
     group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load a checkpoint: `load(state, path)` into what a job holds, `load(path)` as the nest that was saved.
@@ -99,6 +101,8 @@ def load(
             then read every byte once, not once each. None: where the checkpoint is behind a URL. What lies in a folder
             is kept in memory by the operating system, and read again from there faster than it is sent; True is for
             folders on a network.
+        unequal_steps: What becomes of an optimizer's steps that differ among parameters that are one flat parameter
+            now, of which it keeps one: `"error"`, or the `"largest"`. Other targets keep each parameter's.
         group: The ranks; all where None.
 
     Returns:
@@ -114,6 +118,7 @@ def load(
     """
     _require_bools(strict=strict, cast=cast, fan_out=False if fan_out is None else fan_out)
     require_way_to_verify(verify)
+    require_way_with_steps(unequal_steps)
     compiled(rules)
     globs = globs_of(partial)
     if path is None:
@@ -126,7 +131,7 @@ def load(
             if verify == "full":
                 saved.check_blocks()
             return saved.materialised(saved.nest)
-    policy = Policy(strict, globs, cast, is_own_only=base is False)
+    policy = Policy(strict, globs, cast, is_own_only=base is False, unequal_steps=unequal_steps)
     source = _Source(url_of(path), verify, rules, _named(base))
     star = star_of(group)
     with collector_at_rest(), star.in_step():

@@ -31,6 +31,7 @@ from shardckpt.state.flat_shards import FlatShards
 from shardckpt.state.kinds import is_sharded_tensor
 from shardckpt.state.optim_pieces import Room, Slot, parameter_names, room_for
 from shardckpt.state.pieces import LocalArray, local_array
+from shardckpt.state.slots import LARGEST_TOLD, UnequalSteps
 
 Put = Callable[[Any], None]
 
@@ -110,12 +111,14 @@ class Policy:
             takes all that is below it.
         cast: Another type than the saved one is no problem.
         is_own_only: What lies in other folders than the checkpoint is left alone.
+        unequal_steps: What becomes of steps that differ among parameters that are one flat parameter now.
     """
 
     strict: bool = True
     partial: tuple[str, ...] | None = None
     cast: bool = False
     is_own_only: bool = False
+    unequal_steps: UnequalSteps = "error"
 
     @property
     def is_selective(self) -> bool:
@@ -427,22 +430,41 @@ class _Fit:
         for key, entry in state.tensors.items():
             name, _, slot = key.rpartition("/")
             slots.setdefault(name, {})[slot] = Slot(entry.shape, torch_dtype(entry))
-        return room_for(found, optim, slots, state.scalars, state.groups, keeps_rest=self._policy.is_selective)
+        return room_for(
+            found,
+            optim,
+            slots,
+            state.scalars,
+            state.groups,
+            keeps_rest=self._policy.is_selective,
+            unequal_steps=self._policy.unequal_steps,
+        )
 
     def _fill_room(self, room: Room, state: optimizers.OptimState, path: Path) -> None:
         """Want what the room is for; numbers that several parameters share are compared first."""
-        shared: dict[int, list[tuple[str, TensorEntry]]] = {}
+        shared: dict[int, list[Wanted]] = {}
         for name, slot, array in room.arrays:
-            entry = state.tensors[f"{name}/{slot}"]
-            self.fitting.arrays.append(Wanted((*path, "state", name, slot), entry, array))
+            wanted = Wanted((*path, "state", name, slot), state.tensors[f"{name}/{slot}"], array)
             if not array.shape and array.portions:
-                shared.setdefault(array.portions[0].tensor.data_ptr(), []).append((f"{name}/{slot}", entry))
+                shared.setdefault(array.portions[0].tensor.data_ptr(), []).append(wanted)
+            else:
+                self.fitting.arrays.append(wanted)
         for rows in shared.values():
-            if len(rows) > 1:
-                told = [(name, self._number(entry)) for name, entry in rows]
-                if any(value != told[0][1] for _, value in told):
-                    text = ", ".join(f"{value} of {name}" for name, value in told[:4])
-                    self._problem(path, f"{dotted(path)}: differs among parameters of one flat parameter: {text}")
+            self.fitting.arrays += rows if len(rows) == 1 else self._one_number(rows, path)
+
+    def _one_number(self, rows: Sequence[Wanted], path: Path) -> Sequence[Wanted]:
+        """Return what is read into the one number that an optimizer keeps of all parameters of a flat one."""
+        told = [self._number(each.entry) for each in rows]
+        if all(value == told[0] for value in told):
+            return rows[:1]
+        if self._policy.unequal_steps == "error":
+            firsts: dict[Any, str] = {}
+            for row, value in zip(rows, told, strict=True):
+                firsts.setdefault(value, f"{row.path[-2]}/{row.path[-1]}")
+            text = ", ".join(f"{value} of {name}" for value, name in list(firsts.items())[:4])
+            start = f"{dotted(path)}: differs among parameters of one flat parameter: "
+            self._problem(path, f"{start}{text}{LARGEST_TOLD}")
+        return (rows[told.index(max(told))],)
 
     def _number(self, entry: TensorEntry) -> Any:
         made = torch.empty((), dtype=torch_dtype(entry))

@@ -27,18 +27,22 @@ from shardckpt.state.optimizer import Held, Optimized, Optimizing, optimized
 from shardckpt.state.param_groups import wanted
 from shardckpt.state.sharded_tensors import optimizer_rows
 from shardckpt.state.slots import (
+    LARGEST_TOLD,
     PLAIN,
     Form,
     OpaqueStateError,
     Slot,
     StateLayout,
     Survey,
+    UnequalSteps,
     copied,
     cut_of,
     kinds,
     lengths,
     packed,
+    require_way_with_steps,
     unpacked,
+    with_largest,
 )
 
 Missing = Literal["skip", "zeros", "error"]
@@ -66,6 +70,7 @@ def load_optim_state_dict(
     kind: StateKind | str | None = None,
     missing: Missing = "skip",
     state_layout: StateLayout | None = None,
+    unequal_steps: UnequalSteps = "error",
 ) -> None:
     """Put a state into a model's optimizer, by name, whatever the sharding and the groups. Collective.
 
@@ -80,6 +85,8 @@ def load_optim_state_dict(
         kind: What it is; None to read that from it.
         missing: What becomes of parameters without a saved state.
         state_layout: As for `optim_state_dict`.
+        unequal_steps: What becomes of numbers, such as steps, that differ among parameters that are one flat parameter
+            now, of which the optimizer keeps one number: `"error"`, or the `"largest"`. Other targets keep each.
 
     Raises:
         StateMismatchError: It does not fit: names, shapes, ranks.
@@ -90,7 +97,16 @@ def load_optim_state_dict(
         foreign.refuse_local(kind_of(state_dict) if kind is None else StateKind.of(kind))
         foreign.put_optim_state(model, optim, state_dict)
         return
-    fitted = fit(model, optim, state_dict, kind=kind, missing=missing, state_layout=state_layout, in_place=True)
+    fitted = fit(
+        model,
+        optim,
+        state_dict,
+        kind=kind,
+        missing=missing,
+        state_layout=state_layout,
+        unequal_steps=unequal_steps,
+        in_place=True,
+    )
     for parameter, state in fitted.state.items():
         optim.state.pop(parameter, None)
         if state:
@@ -116,6 +132,7 @@ def fit(
     kind: StateKind | str | None = None,
     missing: Missing = "skip",
     state_layout: StateLayout | None = None,
+    unequal_steps: UnequalSteps = "error",
     in_place: bool = False,
 ) -> Fitted:
     """Turn a state into what an optimizer keeps of its parameters on this rank. Collective.
@@ -125,13 +142,14 @@ def fit(
     """
     if missing not in ("skip", "zeros", "error"):
         raise UsageError("this is no way to treat missing states", found=missing, expected="skip, zeros or error")
+    require_way_with_steps(unequal_steps)
     settle(model)
     found = describe_whole(model)
     group = found.ranks.group
     told = b""
     with handed(found.ranks, "fit a state to the optimizer", given=_is_given(state_dict)) as agreed:
         of = optimized(found, optim)
-        given = _Given.of(state_dict, kind, found, layout=state_layout)
+        given = _Given.of(state_dict, kind, found, layout=state_layout, unequal_steps=unequal_steps)
         rows: Survey = [{} for held in of.held for _ in held.holder.entries]
         changes: list[dict[str, Any]] = []
         if agreed.is_judge:
@@ -221,6 +239,7 @@ class _Given:
     groups: list[dict[str, Any]]
     found: Description
     layout: StateLayout | None
+    unequal_steps: UnequalSteps = "error"
 
     @cached_property
     def scalars(self) -> frozenset[str]:
@@ -252,7 +271,13 @@ class _Given:
 
     @classmethod
     def of(
-        cls, given: Mapping[str, Any], kind: StateKind | str | None, found: Description, *, layout: StateLayout | None
+        cls,
+        given: Mapping[str, Any],
+        kind: StateKind | str | None,
+        found: Description,
+        *,
+        layout: StateLayout | None,
+        unequal_steps: UnequalSteps,
     ) -> _Given:
         check_form(given)
         state, groups = dict(given.get("state", {})), [dict(group) for group in given.get("param_groups", [])]
@@ -268,6 +293,7 @@ class _Given:
             ],
             found,
             layout,
+            unequal_steps,
         )
 
     def checked(self, of: Optimized, missing: Missing) -> Survey:
@@ -309,6 +335,8 @@ class _Given:
                 if on and not row
             ]
         if held.is_flat:
+            if self.unequal_steps == "largest":
+                rows = with_largest(rows)
             problems += _unequal(holder.entries, rows)
         if missing == "zeros" and lacking:
             zeros = {
@@ -424,7 +452,7 @@ def _unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
                 values.setdefault(str(each.value) if each.form is Form.SCALAR else each.dtype, entry.name)
         if len(values) > 1:
             told = ", ".join(f"{value} of {name}" for value, name in values.items())
-            found.append(f"{slot} differs among parameters of one flat parameter: {told}")
+            found.append(f"{slot} differs among parameters of one flat parameter: {told}{LARGEST_TOLD}")
     return found
 
 
@@ -458,7 +486,10 @@ class _Putter:
     def _scalar(self, held: Held, index: int, name: str, slot: Slot) -> Any:
         entry = held.holder.entries[index]
         value = self._given.state.get(entry.name, {}).get(name)
-        return local(value.detach()).clone() if isinstance(value, torch.Tensor) else slot.scalar()
+        if not isinstance(value, torch.Tensor):
+            return slot.scalar()
+        made = local(value.detach()).clone()
+        return made.fill_(slot.value) if held.is_flat and self._given.unequal_steps == "largest" else made
 
     def _shaped(self, held: Held, name: str, slot: Slot, having: set[int], made: dict[int, dict[str, Any]]) -> None:
         holder, dtype = held.holder, slot.torch_dtype

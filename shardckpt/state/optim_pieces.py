@@ -19,7 +19,7 @@ from shardckpt.state.holders import local
 from shardckpt.state.optimizer import Held, Optimized, Optimizing, optimized
 from shardckpt.state.param_groups import settings, wanted
 from shardckpt.state.pieces import LocalArray, Portion, holder_portions, local_array, member_portions
-from shardckpt.state.slots import OpaqueStateError, is_cut_alike
+from shardckpt.state.slots import LARGEST_TOLD, OpaqueStateError, UnequalSteps, is_cut_alike, largest
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,7 @@ def room_for(
     groups: Sequence[Mapping[str, Any]],
     *,
     keeps_rest: bool = False,
+    unequal_steps: UnequalSteps = "error",
 ) -> Room:
     """Make room for a saved state; an optimizer that never stepped gets new tensors. Nothing is changed yet.
 
@@ -214,6 +215,7 @@ def room_for(
         values: What was saved that is no tensor.
         groups: The saved groups, with names as `params`.
         keeps_rest: What was not saved stays as it is; otherwise it goes.
+        unequal_steps: As for `load_optim_state_dict`; numbers in tensors are known to the caller alone.
 
     Raises:
         ForeignParameterError: It holds a parameter that no model has.
@@ -226,7 +228,7 @@ def room_for(
         flags = {**optim.param_groups[index], **made.changes[index]}
         on_device = bool(flags.get("capturable") or flags.get("fused"))
         for held, position in _of_names(of, set(names)):
-            _Maker(made, slots, values, scalars, on_device, keeps_rest).make(held, position, optim)
+            _Maker(made, slots, values, scalars, on_device, keeps_rest, unequal_steps).make(held, position, optim)
     return made
 
 
@@ -254,6 +256,7 @@ class _Maker:
     scalars: set[str]
     on_device: bool
     keeps_rest: bool
+    unequal_steps: UnequalSteps
 
     def make(self, held: Held, position: int, optim: Optimizing) -> None:
         """Add the room for one exposed parameter."""
@@ -275,9 +278,23 @@ class _Maker:
                 state[slot] = self._scalar(parameter, slot, saved, kept.get(slot))
             else:
                 state[slot] = self._other(held, parameter, slot, saved, kept.get(slot))
-        for name in names:
-            state.update(self.values.get(name, {}))
+        state.update(self._plain_values(names))
         self.room.state[parameter] = state
+
+    def _plain_values(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return what was saved that is no tensor, once for all parameters of a flat one."""
+        found: dict[str, Any] = {}
+        for slot in dict.fromkeys(slot for name in names for slot in self.values.get(name, ())):
+            told = {name: self.values[name][slot] for name in names if slot in self.values.get(name, ())}
+            values = list(told.values())
+            top = largest(values)
+            found[slot] = values[0] if top is None else top
+            if any(each != values[0] for each in values) and (top is None or self.unequal_steps == "error"):
+                firsts = {value: name for name, value in reversed(told.items())}
+                text = ", ".join(f"{value} of {name}" for value, name in list(firsts.items())[:4])
+                end = LARGEST_TOLD if top is not None else ""
+                self.room.problems.append(f"{slot} differs among parameters of one flat parameter: {text}{end}")
+        return found
 
     def _shaped(self, held: Held, position: int, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
         parameter = held.holder.exposed[position]

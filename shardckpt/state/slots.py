@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.errors import ShardckptError
+from shardckpt.errors import ShardckptError, UsageError
 
 StateLayout = Callable[[str, str, torch.Tensor], "int | str | None"]
 """Given (FQN, slot, tensor of this rank), the dimension along which ranks' tensors are joined, "replicated" where every
@@ -205,3 +205,48 @@ def kinds(rows: Sequence[Mapping[str, Slot]]) -> list[tuple[str, Slot, set[int]]
         for name, slot in row.items():
             found.setdefault((name, *slot.kind), (slot, set()))[1].add(index)
     return [(name, slot, having) for (name, *_), (slot, having) in found.items()]
+
+
+UnequalSteps = Literal["error", "largest"]
+"""What becomes of numbers that differ among parameters of which an optimizer keeps one number."""
+
+LARGEST_TOLD = " (unequal_steps='largest' takes the largest, as if all had been trained from the first step on)"
+"""Said of such numbers."""
+
+
+def require_way_with_steps(unequal_steps: Any) -> None:
+    """Check what `unequal_steps` is.
+
+    Args:
+        unequal_steps: As a user gave it.
+
+    Raises:
+        UsageError: It means nothing.
+    """
+    if unequal_steps not in ("error", "largest"):
+        raise UsageError(
+            "`unequal_steps` must be one of two words", found=repr(unequal_steps), expected="'error' or 'largest'"
+        )
+
+
+def largest(values: Sequence[Any]) -> Any:
+    """Return the largest of some numbers; None where they are none, or are equal."""
+    numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in values)
+    return max(values) if numbers and any(each != values[0] for each in values) else None
+
+
+def with_largest(rows: Survey) -> Survey:
+    """Return what is given of the members of one flat parameter, with the largest number where these differ.
+
+    Args:
+        rows: Of each member.
+    """
+    chosen: dict[str, Any] = {}
+    for slot in dict.fromkeys(name for row in rows for name, each in row.items() if each.form is Form.SCALAR):
+        found = largest([row[slot].value for row in rows if slot in row])
+        if found is not None:
+            chosen[slot] = found
+    return [
+        {name: replace(each, value=chosen[name]) if name in chosen else each for name, each in row.items()}
+        for row in rows
+    ]
