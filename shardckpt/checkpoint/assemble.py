@@ -8,7 +8,8 @@ from typing import Any
 
 from shardckpt.checkpoint.capture import ArrayAt, Captured, encoded
 from shardckpt.checkpoint.draft import Plan
-from shardckpt.checkpoint.report import Report, differing
+from shardckpt.checkpoint.report import Report
+from shardckpt.errors import UsageError
 from shardckpt.format.native_manifest import Contents
 from shardckpt.format.native_payload import canonical
 from shardckpt.format.native_records import ArrayRecord
@@ -72,12 +73,16 @@ def _at(nest: Any, path: Path) -> Any:
 def _loose(reports: Iterable[Report]) -> dict[Path, Any]:
     """Return what ranks told that others may lack; those that have it have the same."""
     found: dict[Path, Any] = {}
-    told: dict[Path, bytes] = {}
-    for report in reports:
+    told: dict[Path, tuple[int, bytes]] = {}
+    for rank, report in enumerate(reports):
         for path, each in report.loose.items():
             data = canonical([each.json, [list(p) for p in each.arrays]])
-            if told.setdefault(path, data) != data:
-                raise differing([{dotted(path): "one"}, {dotted(path): "another"}])
+            first, known = told.setdefault(path, (rank, data))
+            if known != data:
+                raise UsageError(
+                    f"`{dotted(path)}` differs between rank {first} and rank {rank}, which keep it of one parameter",
+                    fix="Let all ranks step their optimizers alike, or load the same checkpoint on all.",
+                )
             if path not in found:
                 found[path] = each.nest()
     return found

@@ -516,4 +516,4 @@ def _raise_replicas(told: list[bytes]) -> list[bytes]:
     """Raise the error that names the arrays; a rank that does not hold one has no say."""
     found = [json.loads(each) for each in told]
     first = {name: digest for each in reversed(found) for name, digest in each.items()}
-    raise differing([{**first, **each} for each in found])
+    raise differing([{name: (digest, "tensor", "") for name, digest in {**first, **each}.items()} for each in found])

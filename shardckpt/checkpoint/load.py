@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -21,7 +22,7 @@ from shardckpt.checkpoint.template import Fitting, Policy, Taker, fit
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
 from shardckpt.format.native_references import NamedBases
 from shardckpt.groups import Star
-from shardckpt.manifest import dotted
+from shardckpt.manifest import Path, dotted
 from shardckpt.plan.fan_out import Circle, Stretches, decode_circles, encode_circles, share_out
 from shardckpt.state import StateMismatchError
 from shardckpt.state.slots import UnequalSteps, require_way_with_steps
@@ -36,18 +37,20 @@ class MismatchError(StateMismatchError, UsageError):
     Args:
         problems: Everything that is wrong, a sentence each.
         shown: The same in fewer words, for the message.
+        besides: What the checkpoint holds besides, in few words.
 
     Attributes:
         problems: As given.
     """
 
-    def __init__(self, problems: Sequence[str], shown: Sequence[str] = ()) -> None:
+    def __init__(self, problems: Sequence[str], shown: Sequence[str] = (), besides: Sequence[str] = ()) -> None:
         self.problems = tuple(problems)
         self._shown = tuple(shown or problems)
-        super().__init__(
-            f"the checkpoint does not fit in {len(problems)} place{'s' * (len(problems) != 1)}",
-            fix="Nothing was changed. Names may differ with strict=False, types with cast=True.",
-        )
+        fix = "Nothing was changed. Names may differ with strict=False, types with cast=True."
+        if besides:
+            names = ", ".join(map(escape, besides[:_SHOWN_NAMES])) + (", ..." if len(besides) > _SHOWN_NAMES else "")
+            fix += f" The checkpoint also holds {names}: to load only what you passed, partial=True."
+        super().__init__(f"the checkpoint does not fit in {len(problems)} place{'s' * (len(problems) != 1)}", fix=fix)
 
     def __str__(self) -> str:
         listed, length = [], 0
@@ -106,7 +109,8 @@ def load(
         group: The ranks; all where None.
 
     Returns:
-        The state that was given; without one the nest, with tensors on the CPU.
+        The state that was given; without one the nest, with tensors on the CPU. Values that only another library can
+        read safely, such as pickled generators of numpy, are left out of it with a warning.
 
     Raises:
         UsageError: An argument is of no use.
@@ -130,7 +134,12 @@ def load(
             saved.expect_most()
             if verify == "full":
                 saved.check_blocks()
-            return saved.materialised(saved.nest)
+            skipped: list[Path] = []
+            nest = saved.materialised(saved.nest, skipped)
+        if skipped:
+            names = ", ".join(map(dotted, skipped[:_SHOWN_NAMES])) + (", ..." if len(skipped) > _SHOWN_NAMES else "")
+            warnings.warn(f"left out, since they can only be read by what wrote them: {names}", stacklevel=2)
+        return nest
     policy = Policy(strict, globs, cast, is_own_only=base is False, unequal_steps=unequal_steps)
     source = _Source(url_of(path), verify, rules, _named(base))
     star = star_of(group)
@@ -321,4 +330,5 @@ def _silent(told: list[bytes]) -> list[bytes]:
 def _require_fit(fitting: Fitting) -> None:
     if fitting.problems or fitting.unexpected:
         listed = [f"unexpected: {dotted(path)}" for path in fitting.unexpected]
-        raise MismatchError([*fitting.problems, *listed], [*fitting.problems, *fitting.unexpected_shown()])
+        besides = [dotted(root) for root in fitting.unexpected_roots()]
+        raise MismatchError([*fitting.problems, *listed], [*fitting.problems, *fitting.unexpected_shown()], besides)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,9 +21,16 @@ class ForeignValue:
     def __init__(self, value: object, path: Path) -> None:
         self.value, self.path = value, path
 
-    def plain(self) -> Any:
-        """Return it as plain values. Raises UnsupportedError for what only its own library knows."""
-        return _plain(self.value, self.path)
+    def plain(self, skipped: list[Path] | None = None) -> Any:
+        """Return it as plain values.
+
+        Args:
+            skipped: Gets the paths of entries of dicts that only their own library knows, which are left out.
+
+        Raises:
+            UnsupportedError: It is, or holds, something that only its own library knows.
+        """
+        return _plain(self.value, self.path, skipped)
 
 
 def put(root: dict[Any, Any], path: Path, value: Any) -> None:
@@ -76,24 +83,57 @@ def arrays_in(nest: Any) -> Iterator[ArrayAt]:
             yield from arrays_in(value)
 
 
-def filled(nest: Any, made: Mapping[Path, torch.Tensor]) -> Any:
-    """Return a nest with its arrays, and values as plain ones. Raises UnsupportedError for what is none."""
+def filled(nest: Any, made: Mapping[Path, torch.Tensor], skipped: list[Path] | None = None) -> Any:
+    """Return a nest with its arrays, and values as plain ones.
+
+    Args:
+        nest: The nest.
+        made: The arrays.
+        skipped: Gets the paths of entries of dicts that only their own library knows, which are left out.
+
+    Raises:
+        UnsupportedError: It holds something that only its own library knows, and nothing is to be left out.
+    """
     if isinstance(nest, ArrayAt):
         return made[nest.path].numpy() if nest.kind == "numpy" else made[nest.path]
     if isinstance(nest, ForeignValue):
-        return nest.plain()
+        return nest.plain(skipped)
     if isinstance(nest, dict):
-        return type(nest)((key, filled(value, made)) for key, value in nest.items())
+        rows = ((key, lambda each=each: filled(each, made, skipped), _path_of(each)) for key, each in nest.items())
+        return type(nest)(_readable(rows, skipped))
     if type(nest) in (list, tuple):
-        return type(nest)(filled(value, made) for value in nest)
+        return type(nest)(filled(value, made, skipped) for value in nest)
     return nest
 
 
-def _plain(value: Any, path: Path) -> Any:
+def _path_of(value: Any) -> Path:
+    return value.path if isinstance(value, ForeignValue) else ()
+
+
+def _readable(
+    rows: Iterable[tuple[Any, Callable[[], Any], Path]], skipped: list[Path] | None
+) -> Iterator[tuple[Any, Any]]:
+    """Yield keys with their values; what cannot be read is left out if it is at a path of its own."""
+    for key, read, path in rows:
+        try:
+            value = read()
+        except UnsupportedError:
+            if skipped is None or not path:
+                raise
+            skipped.append(path)
+        else:
+            yield key, value
+
+
+def _plain(value: Any, path: Path, skipped: list[Path] | None) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(each, (*path, str(key))) for key, each in value.items()}
+        rows = (
+            (key, lambda each=each, at=(*path, str(key)): _plain(each, at, skipped), (*path, str(key)))
+            for key, each in value.items()
+        )
+        return dict(_readable(rows, skipped))
     if type(value) in (list, tuple):
-        return type(value)(_plain(each, (*path, at)) for at, each in enumerate(value))
+        return type(value)(_plain(each, (*path, at), skipped) for at, each in enumerate(value))
     if isinstance(value, Dtype):
         return revived(Named("dtype", value.name))
     if isinstance(value, Inert) or type(value).__module__.startswith("shardckpt."):

@@ -15,7 +15,7 @@ from shardckpt.format.native_payload import canonical
 from shardckpt.format.tagged import ArrayRef, Named
 from shardckpt.manifest import Path, dotted
 
-SHOWN = 10
+SHOWN = 5
 """Names in an error; the rest is counted."""
 
 
@@ -136,13 +136,20 @@ def _digest(content: object) -> str:
 
 
 def value_digests(captured: Captured) -> bytes:
-    """Return a digest of each plain value by its dotted path, for finding the one that differs."""
-    found: dict[str, str] = {}
+    """Return what tells each plain value from another, by its dotted path, for finding the one that differs."""
+    found: dict[str, Told] = {}
     _collect(captured.nest, (), found)
     return json.dumps(found).encode()
 
 
-def _collect(nest: Any, path: Path, found: dict[str, str]) -> None:
+Told = tuple[str, str, str]
+"""What is told of a value: its digest, its type, and the beginning of its text."""
+
+_TEXT_CHARACTERS = 1 << 16
+"""Of a value's text that is sent where ranks differ; what differs behind that is told without its place."""
+
+
+def _collect(nest: Any, path: Path, found: dict[str, Told]) -> None:
     if isinstance(nest, dict) and nest:
         for key, value in nest.items():
             _collect(value, (*path, tagged.path_key(key)), found)
@@ -150,20 +157,47 @@ def _collect(nest: Any, path: Path, found: dict[str, str]) -> None:
         for at, value in enumerate(nest):
             _collect(value, (*path, at), found)
     else:
-        found[dotted(path)] = _digest(encoded(nest, lambda _: 0, path))
+        digest = _digest(encoded(nest, lambda _: 0, path))
+        kind = "tensor" if isinstance(nest, ArrayAt) else type(nest).__name__
+        text = nest if isinstance(nest, str) else repr(nest) if isinstance(nest, _SHOWN_TYPES) else ""
+        found[dotted(path)] = digest, kind, text[:_TEXT_CHARACTERS]
 
 
-def differing(told: Sequence[Mapping[str, str]]) -> UsageError:
+_SHOWN_TYPES = (bool, int, float)
+
+
+def differing(told: Sequence[Mapping[str, Sequence[str]]]) -> UsageError:
     """Return the error for values that claim to be the same on every rank and are not.
 
     Args:
-        told: For each rank that has a say, names to digests.
+        told: For each rank that has a say, names to what tells the values apart.
     """
     names = dict.fromkeys(name for each in told for name in each)
-    wrong = [name for name in names if len({each.get(name) for each in told}) > 1]
-    more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    wrong = [text for name in names if (text := _difference(name, [each.get(name) for each in told]))]
+    more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     return UsageError(
-        "values differ between ranks, and only one of each would be saved",
-        where=", ".join(wrong[:SHOWN]) + more,
-        fix="Make them equal, or wrap the object in shardckpt.PerRank so that every rank saves its own.",
+        "; ".join(wrong[:SHOWN]) + more,
+        fix="To keep rank 0's, broadcast it; to keep each rank's own, use shardckpt.PerRank.",
     )
+
+
+def _difference(name: str, told: Sequence[Sequence[str] | None]) -> str:
+    """Return how a value differs between the first rank and the first other one that has another; empty if none."""
+    odd = next((rank for rank, each in enumerate(told) if (each or [""])[0] != (told[0] or [""])[0]), None)
+    if odd is None:
+        return ""
+    one, other = told[0], told[odd]
+    if one is None or other is None:
+        has, lacks = (odd, 0) if one is None else (0, odd)
+        return f"`{name}` is in the state of rank {has} and not in that of rank {lacks}"
+    if one[1] != other[1]:
+        return f"`{name}` is {one[1]} on rank 0 and {other[1]} on rank {odd}"
+    start = f"`{name}` ({one[1]}) differs between rank 0"
+    if one[1] != "str":
+        values = [f" ({text})" if text else "" for text in (one[2], other[2])]
+        return f"{start}{values[0]} and rank {odd}{values[1]}"
+    place = next((at for at, (a, b) in enumerate(zip(one[2], other[2], strict=False)) if a != b), None)
+    if place is None:
+        shorter = min(len(one[2]), len(other[2]))
+        place = shorter if shorter < _TEXT_CHARACTERS else None
+    return f"{start} and rank {odd}" + ("" if place is None else f" at character {place + 1}")

@@ -174,8 +174,12 @@ class Saved:
         """Return what was saved at a path, and whether anything was."""
         return find(self.nest, path)
 
-    def materialised(self, nest: Any) -> Any:
+    def materialised(self, nest: Any, skipped: list[Path] | None = None) -> Any:
         """Return a part of the nest with its arrays read, on the CPU.
+
+        Args:
+            nest: The part.
+            skipped: Gets the paths of what only its own library can read, which is left out; None: that is an error.
 
         Raises:
             CheckpointError: It cannot be read.
@@ -189,7 +193,7 @@ class Saved:
                 portion = Portion(whole(entry.shape), made[at.path])
                 wanted.append((entry, LocalArray(entry.shape, made[at.path].dtype, (portion,))))
         self.fill(wanted)
-        return filled(nest, made)
+        return filled(nest, made, skipped)
 
     def fill(self, wanted: Sequence[Wish]) -> None:
         """Read the elements that lie on this rank, and no others, into their places.

@@ -88,17 +88,21 @@ class Fitting:
 
     def unexpected_shown(self) -> list[str]:
         """Return what nobody wants, a subtree that is unexpected as a whole in one line."""
+        return [
+            f"unexpected: {dotted(paths[0])}"
+            if len(paths) == 1
+            else f"unexpected: {dotted(root)} ({len(paths)} values)"
+            for root, paths in self.unexpected_roots().items()
+        ]
+
+    def unexpected_roots(self) -> dict[Path, list[Path]]:
+        """Return what nobody wants, by the shortest path below which nobody wants anything."""
         known = {path[:n] for path in (*self.taken, *self.missing) for n in range(len(path) + 1)}
         groups: dict[Path, list[Path]] = {}
         for path in self.unexpected:
             root = next((path[:n] for n in range(1, len(path)) if path[:n] not in known), path)
             groups.setdefault(root, []).append(path)
-        return [
-            f"unexpected: {dotted(paths[0])}"
-            if len(paths) == 1
-            else f"unexpected: {dotted(root)} ({len(paths)} values)"
-            for root, paths in groups.items()
-        ]
+        return groups
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""What is said of values that differ between ranks, and of a checkpoint that holds more than what is loaded."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import run
+from states import refused
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import shardckpt
+from shardckpt.checkpoint.report import differing
+
+
+def test_what_differs_is_named_with_its_place_and_both_ways_out(tmp_path: Path) -> None:
+    long = "x" * 811
+    cases = {
+        "`trainer` (str) differs between rank 0 and rank 1 at character 812. To keep rank 0's, broadcast it; to keep"
+        " each rank's own, use shardckpt.PerRank.": ({"trainer": long + "a"}, {"trainer": long + "b"}),
+        "`trainer` (str) differs between rank 0 and rank 1 at character 812": (
+            {"trainer": long},
+            {"trainer": long + "b"},
+        ),
+        "`deep.0.step` (int) differs between rank 0 (3) and rank 1 (4)": (
+            {"deep": [{"step": 3}]},
+            {"deep": [{"step": 4}]},
+        ),
+        "`step` is int on rank 0 and str on rank 1": ({"step": 3}, {"step": "3"}),
+        "`seed` is in the state of rank 1 and not in that of rank 0": ({"a": 1}, {"a": 1, "seed": 2}),
+        "`size` (Size) differs between rank 0 and rank 1": ({"size": torch.Size([1])}, {"size": torch.Size([2])}),
+        "`w` (tensor) differs between rank 0 and rank 1. To keep": ({"w": torch.ones(2)}, {"w": torch.zeros(2)}),
+        "`trainer.strategy.model`": ({"w": torch.ones(2)}, {"w": torch.ones(3)}),
+    }
+
+    def body(rank: int, world: int) -> list[str]:
+        found = [refused(shardckpt.save, states[rank], tmp_path / "c") for states in cases.values()]
+        return [told for wanted, told in zip(cases, found, strict=True) if wanted not in told]
+
+    assert run(2, body) == [[], []]
+
+
+def test_many_differences_are_counted() -> None:
+    rows = [{f"v{at}": (str(rank * at), "int", str(rank * at)) for at in range(9)} for rank in range(3)]
+    told = str(differing(rows))
+    assert "`v1` (int) differs between rank 0 (0) and rank 1 (1)" in told and "; and 3 more" in told
+
+
+def trainers_folder(folder: Path) -> Path:
+    """What transformers' Trainer leaves of a sharded run."""
+    model = nn.Linear(4, 4)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "pytorch_model_fsdp_0")
+        state = {"optimizer": get_optimizer_state_dict(model, optim)}
+        dcp.save(state, checkpoint_id=folder / "optimizer_0")
+    torch.save({"last_epoch": 1}, folder / "scheduler.pt")
+    generators = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    torch.save(generators, folder / "rng_state_0.pth")
+    return folder
+
+
+def test_a_trainers_folder_is_loaded_in_part_or_without_what_is_not_safe(tmp_path: Path) -> None:
+    folder = trainers_folder(tmp_path)
+    model = nn.Linear(4, 4)
+    with pytest.raises(shardckpt.MismatchError) as caught:
+        shardckpt.load({"model": model}, folder)
+    holds = "The checkpoint also holds optimizer, rng_state_0.pth, scheduler.pt"
+    ends = f"{holds}: to load only what you passed, partial=True."
+    assert str(caught.value).endswith(ends)
+    shardckpt.load({"model": model}, folder, partial=True)
+    with pytest.warns(UserWarning, match=r"only be read by what wrote them: rng_state_0\.pth\.numpy") as told:
+        nest = shardckpt.load(folder)
+    assert told[0].filename == __file__
+    assert list(nest["rng_state_0.pth"]) == ["python"] and nest["scheduler.pt"] == {"last_epoch": 1}
+    assert torch.equal(nest["model"]["weight"], model.weight)
