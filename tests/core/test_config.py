@@ -711,6 +711,6 @@ def test_a_rank_that_does_not_come_is_told_with_the_unit_that_waited():
         if rank == 0:
             model.blocks[1](torch.ones(2, 7))
 
-    found = outcomes(2, body, group_timeout=1.0)
+    found = outcomes(2, body, group_timeout=3.0)
     assert found[0].raised is not None
     assert "blocks.1" in found[0].raised.message

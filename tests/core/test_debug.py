@@ -157,7 +157,7 @@ def test_g4_a_rank_that_is_gone_is_told_with_the_unit_that_waited():
         if rank == 0:
             made(floats(rank, 0))
 
-    found = outcomes(2, body, group_timeout=1.0)
+    found = outcomes(2, body, group_timeout=3.0)
     assert found[0].raised is not None
     assert found[0].raised.is_a(RuntimeError)
     assert "about to gather" in found[0].raised.message

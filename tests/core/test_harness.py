@@ -49,17 +49,18 @@ def test_an_exception_comes_back_with_its_bases():
     assert second.message == "rank 1 misses it"
 
 
-def test_a_hang_names_the_rank_that_waits_and_where():
+def test_a_hang_names_the_rank_that_waits_and_where(monkeypatch):
     def body(rank, world):
         if rank == 0:
             dist.all_reduce(torch.ones(7))
 
-    found = outcomes(2, body, timeout=1.0, group_timeout=20.0)
+    found = outcomes(2, body, timeout=5.0, group_timeout=60.0)
     assert "all_reduce" in found[0].waits
     assert found[0].calls == ["all_reduce(7->7 float32 on 2)"]
     assert found[1].waits is None
+    monkeypatch.setattr(harness, "outcomes", lambda *_args, **_options: found)
     with pytest.raises(RanksError, match="rank 0 hangs"):
-        run(2, body, timeout=1.0, group_timeout=20.0)
+        run(2, body)
 
 
 def test_held_bytes_are_counted_once_per_storage():

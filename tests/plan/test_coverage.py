@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -118,6 +119,16 @@ def test_row_major_views_are_known() -> None:
     assert not is_row_major(whole((2, 3)), Strided(0, 24, 0, (1, 2)))
 
 
+def least_seconds(check: Callable[[], list[object]]) -> float:
+    """Return the least of what some checks take, each of which finds nothing: other work on the machine adds to it."""
+    taken = []
+    for _ in range(5):
+        begun = time.process_time()
+        assert check() == []
+        taken.append(time.process_time() - begun)
+    return min(taken)
+
+
 def test_rows_of_a_thousand_ranks_are_checked_fast_and_as_strictly_as_ever() -> None:
     """Contiguous pieces take a path of their own; each fault of theirs is still found."""
     n = 1000
@@ -127,9 +138,7 @@ def test_rows_of_a_thousand_ranks_are_checked_fast_and_as_strictly_as_ever() -> 
         entry = TensorEntry(("w",), (2 * n, 3), "float32", tuple(changed.get(i, p) for i, p in enumerate(pieces)))
         return [f.kind for f in faults(Manifest("x", {"f": 24 * n}, {}), [entry])]
 
-    begun = time.process_time()
-    assert found({}) == []
-    assert time.process_time() - begun < 0.05
+    assert least_seconds(lambda: found({})) < 0.05
     last = pieces[-1]
     assert found({5: last._replace(box=Box((10, 0), (1, 3)), layout=Span(120, 12))}) == ["gap"]
     assert found({5: pieces[4]}) == ["gap", "overlap"] or found({5: pieces[4]}) == ["overlap", "gap"]
@@ -154,8 +163,7 @@ def test_a_grid_of_a_thousand_ranks_is_checked_fast_and_as_strictly_as_ever() ->
     cells = [Box((2 * i, 3 * j), (2, 3)) for i in range(32) for j in range(32)]
     pieces = [Piece(box, "f", Span(24 * n, 24)) for n, box in enumerate(cells)]
     found = Manifest("x", {"f": 24 * len(cells)}, {})
-    begun = time.process_time()
-    assert faults(found, [TensorEntry(("w",), (64, 96), "float32", tuple(pieces))]) == []
-    assert time.process_time() - begun < 0.05
+    entries = [TensorEntry(("w",), (64, 96), "float32", tuple(pieces))]
+    assert least_seconds(lambda: faults(found, entries)) < 0.05
     for wrong in (pieces[:-1], [*pieces, pieces[3]], [*pieces[1:], pieces[1]]):
         assert faults(found, [TensorEntry(("w",), (64, 96), "float32", tuple(wrong))])

@@ -67,7 +67,21 @@ def sshd(folder: Path) -> Iterator[tuple[str, int, Path]]:
         subprocess.run(make, check=True, stdin=subprocess.DEVNULL)
     if os.getuid() == 0:  # it insists on this folder then, which lies in memory and goes with the machine
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
-    port = _free_port()
+    for last in (False, False, True):
+        port = _free_port()
+        (folder / "sshd_config").write_text(_settings(folder, port))
+        with _running([program, "-D", "-e", "-f", str(folder / "sshd_config")], folder) as process:
+            try:
+                _announced(process, re.compile(rb"Server listening on 127\.0\.0\.1 port (\d+)"))
+            except NoServerError:  # another process may have taken the port since it was found free
+                if last:
+                    raise
+                continue
+            yield _banner(port), port, folder / "user"
+            return
+
+
+def _settings(folder: Path, port: int) -> str:
     lines = [
         f"Port {port}",
         "ListenAddress 127.0.0.1",
@@ -81,10 +95,7 @@ def sshd(folder: Path) -> Iterator[tuple[str, int, Path]]:
         "MaxStartups 100",
         "Subsystem sftp internal-sftp",
     ]
-    (folder / "sshd_config").write_text("\n".join(lines) + "\n")
-    with _running([program, "-D", "-e", "-f", str(folder / "sshd_config")], folder) as process:
-        _announced(process, re.compile(rb"Server listening on 127\.0\.0\.1 port (\d+)"))
-        yield _banner(port), port, folder / "user"
+    return "\n".join(lines) + "\n"
 
 
 def user() -> str:

@@ -145,7 +145,7 @@ class TestRequests:
 
     def test_a_long_range_is_cut_into_requests_that_run_at_once(self, bucket):
         data = filled(bucket, 4 * MAX_REQUEST)
-        together = threading.Barrier(4, timeout=10)
+        together = threading.Barrier(4, timeout=60)
         bucket.fault = lambda count, verb, path: together.wait() and None if verb == "get" else None
         assert fill(FsspecStore("bucket://b"), (0, 4 * MAX_REQUEST)) == [data]
         assert bucket.count("get") == 4
@@ -340,7 +340,7 @@ class TestRetries:
         started = time.monotonic()
         with pytest.raises(StorageError, match="denied"):
             fill(FsspecStore("bucket://b"), (0, 20 * MAX_REQUEST))
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30, "it waits out the pause of a request"
         assert bucket.count("get") <= 20
 
 
