@@ -129,7 +129,7 @@ def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     pytest.importorskip("paramiko")
     try:
         with (
-            servers.sshd(tmp_path_factory.mktemp("sshd")) as (version, port, key),
+            servers.sftp(tmp_path_factory.mktemp("sshd")) as (version, port, key),
             pytest.MonkeyPatch.context() as patch,
         ):
             _VERSIONS["SFTP"] = version

@@ -1,4 +1,4 @@
-"""Stores' servers on this machine, started for the tests that need them: Azurite for Azure, OpenSSH for SFTP."""
+"""Servers of stores on this machine, started for tests: Azurite for Azure, OpenSSH or paramiko for SFTP."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import select
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 START_S = 60.0
 """Seconds a server may take to begin: node reads some hundred files, on a busy machine."""
@@ -36,13 +40,21 @@ def find_azurite() -> str:
     raise NoServerError("no azurite-blob on PATH or in node_modules; SHARDCKPT_AZURITE may name it")
 
 
-def find_sshd() -> str:
-    """Return OpenSSH's server: the one that SHARDCKPT_SSHD names, or where systems keep it."""
+def find_sshd() -> str | None:
+    """Return OpenSSH's server: the one that SHARDCKPT_SSHD names, or where systems keep it; None if there is none."""
     places = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin{os.pathsep}/usr/local/sbin"
-    found = os.environ.get("SHARDCKPT_SSHD") or shutil.which("sshd", path=places)
-    if not found or not shutil.which("ssh-keygen"):
-        raise NoServerError("no sshd (and ssh-keygen) on PATH or in /usr/sbin; SHARDCKPT_SSHD may name it")
-    return found
+    return os.environ.get("SHARDCKPT_SSHD") or shutil.which("sshd", path=places)
+
+
+def make_key(file: Path) -> None:
+    """Write an Ed25519 key and, beside it, its public part, in the form of OpenSSH."""
+    key = ed25519.Ed25519PrivateKey.generate()
+    file.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+    )
+    file.chmod(0o600)
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    file.with_name(f"{file.name}.pub").write_bytes(public + b"\n")
 
 
 @contextmanager
@@ -59,12 +71,21 @@ def azurite(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def sshd(folder: Path) -> Iterator[tuple[str, int, Path]]:
-    """Run OpenSSH's server for this user on a loopback port; yield its version, the port, and a key that it takes."""
-    program = find_sshd()
+def sftp(folder: Path) -> Iterator[tuple[str, int, Path]]:
+    """Serve SFTP to this user on a loopback port; yield the server's version, the port, and a key that it takes.
+
+    The server is OpenSSH's where the machine has it, else one of paramiko.
+    """
     for name in ("host", "user"):
-        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
-        subprocess.run(make, check=True, stdin=subprocess.DEVNULL)
+        make_key(folder / name)
+    program = find_sshd()
+    listening = re.compile(rb"Server listening on 127\.0\.0\.1 port (\d+)")
+    if program is None:
+        script = Path(__file__).with_name("sftp_server.py")
+        with _running([sys.executable, str(script), str(folder / "host"), str(folder / "user.pub")], folder) as process:
+            port = _announced(process, listening)
+            yield _banner(port), port, folder / "user"
+        return
     if os.getuid() == 0:  # it insists on this folder then, which lies in memory and goes with the machine
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     for last in (False, False, True):
@@ -72,7 +93,7 @@ def sshd(folder: Path) -> Iterator[tuple[str, int, Path]]:
         (folder / "sshd_config").write_text(_settings(folder, port))
         with _running([program, "-D", "-e", "-f", str(folder / "sshd_config")], folder) as process:
             try:
-                _announced(process, re.compile(rb"Server listening on 127\.0\.0\.1 port (\d+)"))
+                _announced(process, listening)
             except NoServerError:  # another process may have taken the port since it was found free
                 if last:
                     raise

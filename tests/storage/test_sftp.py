@@ -8,6 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from servers import make_key
 from store_suite import put
 
 from shardckpt.errors import StorageError, UsageError
@@ -114,7 +115,7 @@ def test_a_fork_has_a_connection_of_its_own_and_leaves_the_parents_alone(store, 
 
 
 def test_a_wrong_key_is_told_at_once(sftp_server: str, tmp_path: Path, monkeypatch):
-    os.system(f"ssh-keygen -q -t ed25519 -N '' -f {tmp_path}/other")
+    make_key(tmp_path / "other")
     monkeypatch.setitem(fsspec.config.conf, "sftp", {**fsspec.config.conf["sftp"], "key_filename": f"{tmp_path}/other"})
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 60.0)
     with pytest.raises(StorageError, match="Authentication"):
@@ -126,7 +127,7 @@ def test_a_server_whose_key_is_another_one_is_refused(files, sftp_server: str, t
     (tmp_path / ".ssh").mkdir()
     address = f"[localhost]:{sftp_server.rpartition(':')[2]}"
     url = sftp_server.replace("127.0.0.1", "localhost") + str(tmp_path)
-    os.system(f"ssh-keygen -q -t ed25519 -N '' -f {tmp_path}/other")
+    make_key(tmp_path / "other")
     for key, good in ((files.live().client.get_transport().get_remote_server_key().get_base64(), True), ("", False)):
         wrong = (tmp_path / "other.pub").read_text().split()[1]
         (tmp_path / ".ssh" / "known_hosts").write_text(f"{address} ssh-ed25519 {key or wrong}\n")
