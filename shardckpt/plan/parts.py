@@ -1,7 +1,8 @@
 """Where in a checkpoint the model is, where its optimizers are, and what else there is.
 
 The rules: a subtree that holds `state` and `param_groups` is an optimizer; the model is the subtree `model`,
-`state_dict` or `module`, else the only other subtree with tensors, else the top level. Options override.
+`state_dict` or `module`, else the only other subtree with tensors, else the top level. Subtrees beside a state dict
+that lies flat at the top level are other parts. Options override.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 from shardckpt.errors import AmbiguousError, UsageError
 from shardckpt.manifest import Manifest, Path, dotted
@@ -28,11 +30,14 @@ class Parts:
         model: Where the model is; the empty path is the top level.
         optimizers: Where optimizers are, in saved order.
         others: Every other subtree or value, which no part holds.
+        is_flat: Whether the model is a state dict at the top level, each tensor under one key: what lies deeper is not
+            of it.
     """
 
     model: Path
     optimizers: tuple[Path, ...]
     others: tuple[Path, ...]
+    is_flat: bool = False
 
 
 def find_parts(manifest: Manifest, model_key: str = "", optim_key: str = "") -> Parts:
@@ -53,19 +58,22 @@ def find_parts(manifest: Manifest, model_key: str = "", optim_key: str = "") -> 
     model = find_key(manifest, model_key, "--model-key") if model_key else _model(manifest, optimizers)
     inside = (model, *optimizers) if model else tuple(optimizers)
     others: dict[Path, None] = {}
-    for path in _paths(manifest) if model or optimizers else manifest.objects:
-        if model == () and path in manifest.tensors and not _below_any(path, optimizers):
+    is_flat = model == () and not model_key and _is_flat(manifest, optimizers)
+    for path in _paths(manifest) if model or optimizers or is_flat else manifest.objects:
+        is_tensor = model == () and path in manifest.tensors and not _below_any(path, optimizers)
+        if is_tensor and not (is_flat and len(path) > 1):
             continue
         if not _below_any(path, inside):
             others[_top(path, inside)] = None
-    return Parts(model, tuple(optimizers), tuple(others))
+    return Parts(model, tuple(optimizers), tuple(others), is_flat)
 
 
 def model_paths(manifest: Manifest, found: Parts) -> Iterator[Path]:
     """Yield the paths of the model's tensors, in saved order."""
     depth = len(found.model)
     for path in manifest.tensors:
-        if path[:depth] == found.model and not _below_any(path, found.optimizers):
+        is_of_model = path[:depth] == found.model and not (found.is_flat and len(path) > 1)
+        if is_of_model and not _below_any(path, found.optimizers):
             yield path
 
 
@@ -159,6 +167,18 @@ def _model(manifest: Manifest, optimizers: list[Path]) -> Path:
     if len(tops) == 1 and all(len(path) > 1 for path in tensors):
         return tops.pop()
     return ()
+
+
+def _is_flat(manifest: Manifest, optimizers: list[Path]) -> bool:
+    """Tell whether the tensors at the top level are a model's state dict, and not a few numbers beside subtrees.
+
+    A state dict's names have dots, and it holds most of the elements.
+    """
+    if any("." in str(path[0]) for path in manifest.tensors if len(path) == 1):
+        return True
+    loose = [entry for path, entry in manifest.tensors.items() if len(path) == 1]
+    nested = [e for path, e in manifest.tensors.items() if len(path) > 1 and not _below_any(path, optimizers)]
+    return bool(loose) and sum(prod(e.shape) for e in loose) >= sum(prod(e.shape) for e in nested)
 
 
 def _stem(key: str | int) -> str:

@@ -7,7 +7,7 @@ import pytest
 from shardckpt.boxes import whole
 from shardckpt.errors import AmbiguousError, UsageError
 from shardckpt.manifest import Manifest, ObjectEntry, Path, Piece, Span, TensorEntry
-from shardckpt.plan.parts import find_key, find_parts, split_flat_names
+from shardckpt.plan.parts import find_key, find_parts, model_paths, split_flat_names
 
 
 def holding(tensors: list[Path], objects: list[Path] | None = None) -> Manifest:
@@ -43,6 +43,21 @@ def test_without_a_subtree_the_top_is_the_model() -> None:
     assert (found.model, found.optimizers, found.others) == ((), (), ())
     found = find_parts(holding([("a", "w"), ("b", "w")]))
     assert found.model == ()
+
+
+@pytest.mark.parametrize("name", ["layers.0.w", "weight"])
+def test_what_lies_deeper_than_a_flat_state_dict_is_another_part(name: str) -> None:
+    manifest = holding([("b",), (name,), ("trainer", "dotted.key"), ("ema", "w")], [("trainer", "epoch")])
+    found = find_parts(manifest)
+    assert (found.model, found.others) == ((), (("trainer",), ("ema",)))
+    assert list(model_paths(manifest, found)) == [("b",), (name,)]
+
+
+def test_a_number_beside_subtrees_is_no_flat_state_dict() -> None:
+    manifest = holding([("step",), ("encoder", "w"), ("decoder", "w")])
+    found = find_parts(manifest)
+    assert (found.model, found.others) == ((), ())
+    assert len(list(model_paths(manifest, found))) == 3
 
 
 def test_an_optimizer_is_what_holds_state_and_groups() -> None:
