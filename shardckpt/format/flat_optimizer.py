@@ -67,7 +67,8 @@ class FlatOptimizer:
             return {**found, **told}
         for ids in lists:
             left = [(name, how) for name, how in offered if name not in found.values()]
-            match = unique_match([self._signature(i) for i in ids], left)
+            wanted = [self._signature(i) for i in ids]
+            match = unique_match(wanted, left) or self._units_in_order(wanted, left)
             if match is None:
                 if self._known is not None and ids:
                     self._made.warnings.append(
@@ -77,6 +78,11 @@ class FlatOptimizer:
                 return {}
             found.update(zip(ids, match, strict=True))
         return found
+
+    def _units_in_order(self, wanted: Sequence[object], offered: Sequence[tuple[str, object]]) -> list[str] | None:
+        """Return the units for as many numbers: a buffer as long as a chunk may look like one of them."""
+        units = [(name, how) for name, how in offered if name in self._model.units]
+        return unique_match(wanted, units) if len(units) == len(wanted) else None
 
     def _id_lists(self) -> list[list[int]]:
         lists = []
@@ -135,8 +141,16 @@ class FlatOptimizer:
             for rank, place in self._model.places.items():
                 if rank in entries:
                     places.setdefault(place, entries[rank].shape[0])
-            return "flat", tuple(places.get(place, 0) for place in sorted(set(self._model.places.values())))
+            return "flat", self._padded({place: places.get(place, 0) for place in self._model.places.values()})
         return None
+
+    def _padded(self, lengths: Mapping[int, int]) -> tuple[int, ...]:
+        """Return how long the ranks' arrays are, with the padding that some writers leave out."""
+        found = tuple(lengths[place] for place in sorted(lengths))
+        for unit in self._model.units.values():
+            if found == tuple(unit.held(place) for place in sorted(lengths)):
+                return (unit.chunk,) * len(found)
+        return found
 
     def _put_slot(self, path: Path, name: str | None, slot: Path, holders: Sequence[RankContent]) -> None:
         below = (*self._group.root, *self._state)
@@ -159,7 +173,7 @@ class FlatOptimizer:
                 parts.setdefault(place, pair)
         for place, (owner, entry) in parts.items():
             expected = home.chunk if unit else self._model.fragments[str(name)][place][1].shape[0]
-            if entry.shape != (expected,):
+            if entry.shape != (expected,) and not (unit and entry.shape == (unit.held(place),)):
                 raise FormatError(
                     f"what rank {owner.rank} holds of {dotted(path)!r} does not fit {name!r}",
                     where=f"{self._made.url}/{owner.file}",

@@ -83,7 +83,7 @@ class FlatUnit:
                 found=f"{listed} shards",
                 expected=f"{self.filled}, of {self.numel} elements over {self.parts} ranks",
             )
-        held = min(max(self.numel - share.place * self.chunk, 0), self.chunk)
+        held = self.held(share.place)
         expected = [Box((share.place * self.chunk,), (held,))] if held else []
         if [piece.box for piece in entry.pieces] != expected:
             raise FormatError(
@@ -93,6 +93,10 @@ class FlatUnit:
                 expected=", ".join(map(str, expected)) or "nothing",
             )
         self.chunks.setdefault(share.place, (content, entry))
+
+    def held(self, place: int) -> int:
+        """Return how many elements of the unit a place holds, without padding."""
+        return min(max(self.numel - place * self.chunk, 0), self.chunk)
 
     def fitted(self, specs: tuple[ParamSpec, ...], fragments: Mapping[str, Fragments]) -> FlatLayout | None:
         """Return how members lie so that they fill the unit, and fit the fragments; None for no such way.

@@ -14,6 +14,7 @@ from harness import run
 from materialise import assert_same
 from rank_writers import FOUR, TWO, built, four_ranks, truth, two_ranks
 from safetensors.torch import load_file, save_file
+from share_writers import as_rank, sharded
 
 import shardckpt
 from shardckpt.errors import FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
@@ -313,3 +314,29 @@ def test_tensor_parallel_pickles_of_the_fixtures_are_bit_exact(fixtures: Path) -
     assert {path[1] for path in reader.manifest.tensors} == set(expected)
     for name, value in expected.items():
         assert_same(reader, ("model", name), value)
+
+
+@pytest.mark.parametrize("is_padded", [True, False], ids=["padded", "lean"])
+@pytest.mark.parametrize("buffer", [0, 9, 10], ids=["plain", "buffer-9", "buffer-10"])
+@pytest.mark.parametrize("world", [3, 4])
+def test_one_flat_number_is_the_one_flat_parameter(is_padded: bool, buffer: int, world: int, tmp_path: Path) -> None:
+    """28 elements: on three ranks the last chunk is padded; a buffer may be as long as a chunk."""
+    whole, moments = torch.arange(28.0), torch.arange(28.0) + 100
+    chunk = -(-28 // world)
+    source = tmp_path / "ckpt"
+    source.mkdir()
+    for rank in range(world):
+        with as_rank(rank, world):
+            model = {"_flat_param": sharded(whole, rank, world), **({"buf": torch.zeros(buffer)} if buffer else {})}
+            torch.save(model, source / f"model_rank{rank}.pt")
+        mine = moments[rank * chunk : (rank + 1) * chunk]
+        if is_padded:
+            mine = torch.nn.functional.pad(mine, (0, chunk - mine.numel()))
+        state = {0: {"exp_avg": mine.clone(), "step": torch.tensor(3.0)}}
+        torch.save({"state": state, "param_groups": [{"params": [0]}]}, source / f"optim_rank{rank}.pt")
+        note = {"handles": [{"module": "", "fqns": ["a", "b"], "shapes": [[5, 5], [3]]}]}
+        (source / f"flat_param_metadata_rank{rank}.json").write_text(json.dumps(note))
+    shardckpt.consolidate(source, tmp_path / "out", part="all")
+    found = load_file(tmp_path / "out" / "optimizer.safetensors")
+    assert torch.equal(found["a/exp_avg"], moments[:25].reshape(5, 5))
+    assert torch.equal(found["b/exp_avg"], moments[25:])
