@@ -440,7 +440,7 @@ class Joiner:
                 raise FormatError(
                     "a group of the optimizer names flat tensors that are not there",
                     where=self._contents.where(state.file),
-                    found=repr(ids)[:80],
+                    found=ids,
                     expected=f"numbers below {len(names)}",
                 )
             found.append((group, [name for i in ids for name in names[i]]))

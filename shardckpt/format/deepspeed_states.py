@@ -253,7 +253,7 @@ def _paddings(said: object, where: str) -> tuple[tuple[int, ...], ...] | None:
     groups = said if isinstance(said, list | tuple) else ()
     found = tuple(tuple(group) if isinstance(group, list | tuple) else () for group in groups)
     if not all(type(n) is int and 0 <= n < 1 << 20 for group in found for n in group):
-        raise FormatError("the paddings between parameters are no numbers", where=where, found=repr(said)[:80])
+        raise FormatError("the paddings between parameters are no numbers", where=where, found=said)
     return found
 
 
@@ -306,7 +306,7 @@ def _is_shape(value: object) -> bool:
 def _names(said: object, where: str) -> dict[str, str]:
     pairs = said.items() if isinstance(said, dict) else ()
     if not isinstance(said, dict) or not all(isinstance(a, str) and isinstance(b, str) for a, b in pairs):
-        raise FormatError("shared_params are no names", where=where, found=repr(said)[:80])
+        raise FormatError("shared_params are no names", where=where, found=said)
     return {str(a): str(b) for a, b in pairs}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardckpt.errors import FormatError
+from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 from shardckpt.format.budget import check_paths
 from shardckpt.format.native_fields import (
     bad,
@@ -31,7 +31,7 @@ from shardckpt.format.native_records import (
     with_digests,
 )
 from shardckpt.format.native_references import Base
-from shardckpt.format.safetensors import parse_json
+from shardckpt.format.safetensors import parse_json, require_affordable
 from shardckpt.manifest import Path, dotted
 
 _MANIFEST_FIELDS: Mapping[str, type] = {
@@ -86,8 +86,12 @@ class Contents:
 
 
 def encode_manifest(contents: Contents) -> bytes:
-    """Return the manifest's bytes."""
-    return canonical(
+    """Return the manifest's bytes.
+
+    Raises:
+        UnsupportedError: The values that are no arrays are so many small lists that no reader would take them.
+    """
+    data = canonical(
         {
             "format": "shardckpt manifest",
             "version": list(VERSION),
@@ -103,6 +107,15 @@ def encode_manifest(contents: Contents) -> bytes:
             "nest": contents.nest,
         }
     )
+    try:
+        require_affordable(data, where="")
+    except UnsafeError as error:
+        raise UnsupportedError(
+            "the values to save consist of very many small lists and dicts, which no reader takes",
+            found=f"{len(data)} bytes of JSON",
+            fix="Save them as tensors or arrays.",
+        ) from error
+    return data
 
 
 def decode_manifest(data: bytes | bytearray, *, where: object = "") -> Contents:

@@ -139,7 +139,7 @@ class _Writer:
             write = self._plain.get(type(value))
         if write is None:
             raise UnsupportedError(
-                f"a value of type {type(value).__name__} cannot be written", where=dotted(path), found=repr(value)[:80]
+                f"a value of type {type(value).__name__} cannot be written", where=dotted(path), found=value
             )
         write(value, path)
 

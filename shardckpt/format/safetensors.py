@@ -121,6 +121,16 @@ def parse_header(body: bytes | bytearray, *, where: str) -> Header:
     return Header(8 + len(body), tensors, metadata)
 
 
+def require_affordable(body: bytes | bytearray, *, where: str) -> None:
+    """Refuse JSON whose lists and objects would take far more memory than its text, before any is made.
+
+    Raises:
+        UnsafeError: It consists of little else.
+    """
+    made = _CONTAINER_BYTES * (body.count(b"[") + body.count(b"{")) + _MEMBER_BYTES * body.count(b",")
+    Budget(len(body), where=where).spend(made)
+
+
 _CONTAINER_BYTES, _MEMBER_BYTES = 64, 8
 """What lists and objects of JSON, and what they hold, take in memory beyond their text."""
 
@@ -132,8 +142,7 @@ def parse_json(body: bytes | bytearray, *, where: str) -> object:
         FormatError: It is none of that.
         UnsafeError: It consists of so many lists and objects that its values would take far more memory than it.
     """
-    made = _CONTAINER_BYTES * (body.count(b"[") + body.count(b"{")) + _MEMBER_BYTES * body.count(b",")
-    Budget(len(body), where=where).spend(made)
+    require_affordable(body, where=where)
     try:
         return _DECODER.decode(bytes(body).decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -79,7 +79,7 @@ def _items(said: object, where: str) -> tuple[int, dict[str, Mapping[object, obj
     world = said.get("world_size") if isinstance(said, dict) else None
     items = said.get("metadata") if isinstance(said, dict) else None
     if type(world) is not int or not 0 < world <= _MOST_RANKS or not isinstance(items, dict):
-        raise FormatError("the metadata names no ranks and no items", where=where, found=repr(said)[:80])
+        raise FormatError("the metadata names no ranks and no items", where=where, found=said)
     if not all(isinstance(key, str) and isinstance(value, dict) for key, value in items.items()):
         raise FormatError("the items of the metadata are no dict", where=where)
     return world, {str(key): value for key, value in items.items()}

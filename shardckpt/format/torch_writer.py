@@ -212,7 +212,7 @@ def _plain(value: object, path: Path) -> object:
     raise UnsupportedError(
         f"torch.load(weights_only=True) would refuse a value of type {type(value).__name__}",
         where=dotted(path),
-        found=repr(value)[:80],
+        found=value,
     )
 
 

@@ -143,13 +143,13 @@ def _units(raw: RawOptim, clean: Callable[[str], str]) -> dict[str, FlatLayout]:
 def _require_keys(keys: Iterable[object], place: str) -> None:
     for key in keys:
         if type(key) not in (int, str):
-            raise FormatError(f"a key of `{place}` is neither a name nor an id", found=repr(key)[:80])
+            raise FormatError(f"a key of `{place}` is neither a name nor an id", found=key)
 
 
 def _named_group(group: Mapping[str, object], name: Callable[[Key], str]) -> dict[str, object]:
     params = group.get("params", [])
     if not isinstance(params, (list, tuple)) or not all(type(p) in (int, str) for p in params):
-        raise FormatError("a param group's `params` is no list of names or ids", found=repr(params)[:80])
+        raise FormatError("a param group's `params` is no list of names or ids", found=params)
     rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     return {**rest, "params": [name(p) for p in params]}
 
@@ -164,17 +164,17 @@ def _is_flattened(raw: RawOptim) -> bool:
 def _nested(raw: RawOptim) -> _Keyed:
     keyed = _Keyed({}, {}, [])
     for path, entry in raw.tensors.items():
-        if path[0] == _STATE and len(path) >= 3:
+        if path[:1] == (_STATE,) and len(path) >= 3:
             keyed.tensors[path[1], dotted(path[2:])] = entry
-        elif path[0] != _GROUPS:
+        elif path[:1] != (_GROUPS,):
             raise FormatError(
                 "not a place for optimizer state", where=dotted(entry.path), expected="state.<name>.<slot>"
             )
-    state = rebuild({path[1:]: v for path, v in raw.values.items() if path[0] == _STATE})
+    state = rebuild({path[1:]: v for path, v in raw.values.items() if path[:1] == (_STATE,)})
     for key, slots in (state or {}).items() if isinstance(state, dict) else ():
         for slot, value in slots.items() if isinstance(slots, dict) else ():
             keyed.scalars[key, str(slot)] = value
-    rest = {path[1:]: v for path, v in raw.values.items() if path[0] == _GROUPS}
+    rest = {path[1:]: v for path, v in raw.values.items() if path[:1] == (_GROUPS,)}
     groups = rebuild(rest, has_lists=raw.has_lists)
     if isinstance(groups, dict):
         _require_keys(groups, _GROUPS)

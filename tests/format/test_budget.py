@@ -16,11 +16,12 @@ import torch
 from memory_store import MemoryStore
 from test_pickles import pairs_of_one_hash
 
-from shardckpt.errors import CheckpointError, FormatError, TruncatedError, UnsafeError, show
+from shardckpt.errors import CheckpointError, FormatError, TruncatedError, UnsafeError, UnsupportedError, show
 from shardckpt.format import budget as budget_module
 from shardckpt.format.budget import FILE_FACTOR, FREE_BYTES, Budget, check_paths
 from shardckpt.format.detect import detect
 from shardckpt.format.native_commit import COMMIT
+from shardckpt.format.native_manifest import Contents, decode_manifest, encode_manifest
 from shardckpt.format.pickles import Inert, load
 from shardckpt.format.reader import Source
 from shardckpt.format.safetensors import parse_header, parse_json
@@ -216,6 +217,14 @@ def test_paths_with_large_numbers_are_read() -> None:
 def test_lists_of_lists_are_refused_before_they_are_made() -> None:
     body = b'{"a":[' + b"[]," * 3_000_000 + b"[]]}"
     assert peak_of(lambda: parse_json(body, where="x")) < 1 << 20
+
+
+@pytest.mark.usefixtures("small_budget")
+def test_what_could_not_be_read_back_is_not_written() -> None:
+    fine = Contents("0save", (), (), nest=[{"step": n, "loss": 0.5} for n in range(50_000)])
+    assert decode_manifest(encode_manifest(fine)).nest == fine.nest
+    with pytest.raises(UnsupportedError, match=r"small lists.*Save them as tensors"):
+        encode_manifest(Contents("0save", (), (), nest=[[] for _ in range(200_000)]))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "format")]
 from shardckpt.errors import ShardckptError  # noqa: E402  (the samples' folder is not on the path yet)
 
 from .mutations import VALUES, Edit, apply  # noqa: E402
+from .structures import restructure  # noqa: E402
 from .targets import TARGETS  # noqa: E402
+
+_SECONDS = 3.0
+"""What one run may take, with a second for each megabyte: three times what is promised, for a busy machine."""
 
 _KINDS = ("set", "flip", "insert", "delete", "repeat", "cut")
 
@@ -42,16 +46,26 @@ def main() -> int:
         known: set[str] = set()
         while time.monotonic() < end:
             which, damage = dice.randrange(len(seeds)), draw(dice)
+            again = dice.getrandbits(64)
+            data = restructure(seeds[which], random.Random(again)) if again % 2 else None
+            data = apply(seeds[which], damage) if data is None else data
             runs += 1
+            started = time.process_time()
             try:
-                target.run(which, apply(seeds[which], damage))
+                target.run(which, data)
             except ShardckptError:
                 refused += 1
             except Exception as error:  # noqa: BLE001  (those are what is looked for)
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 if (key := f"{type(error).__name__} at {place.filename}:{place.lineno}") not in known:
                     known.add(key)
-                    print(f"{name}: {key}: {error}\n  seed {which}, damage {damage}")
+                    print(f"{name}: {key}: {str(error)[:200]}\n  seed {which}, structure {again}, damage {damage}")
+            spent = time.process_time() - started
+            if spent > _SECONDS + len(data) / 1e6 and "slow" not in known:
+                known.add("slow")
+                print(
+                    f"{name}: {spent:.1f} s for {len(data)} bytes\n  seed {which}, structure {again}, damage {damage}"
+                )
         failures += len(known)
         print(f"{name}: {runs} runs, {refused} refused, {len(known)} failures")
     return 1 if failures else 0

@@ -36,6 +36,11 @@ class TestByName:
         assert slots(found) == {"a.w/exp_avg": ("state", "a.w", "exp_avg")}
         assert found.groups == [{"params": ["a.w"]}]
 
+    def test_a_tensor_in_place_of_the_optimizer_is_refused(self) -> None:
+        with pytest.raises(FormatError, match="not a place for optimizer state"):
+            by_name(raw({(): (2, 3)}), MODEL)
+        assert by_name(raw({}, {(): None}), MODEL).groups == []
+
     def test_slots_may_be_nested(self) -> None:
         found = by_name(raw({("state", "c", "shampoo", 0, "q"): (5,)}), MODEL)
         assert list(found.tensors) == ["c/shampoo.0.q"]
