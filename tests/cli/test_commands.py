@@ -148,7 +148,7 @@ class TestExitCodes:
 
     def test_a_target_that_is_taken_is_2(self, src: Path, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "mine").write_text("mine")
+        (tmp_path / "out" / "model.safetensors").write_text("model.safetensors")
         found = run_here("consolidate", src, tmp_path / "out")
         assert found.code == 2
         assert "--overwrite" in one_line(found)
@@ -298,12 +298,12 @@ class TestSignals:
     def test_what_lay_at_the_target_survives_a_signal(self, tmp_path: Path) -> None:
         folder = many(tmp_path / "src")
         (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "old").write_text("old")
+        (tmp_path / "out" / "model.safetensors").write_text("old")
         process = start_slow("consolidate", folder, tmp_path / "out", "--overwrite", *SHARDED)
         begun(tmp_path)
         process.send_signal(signal.SIGTERM)
         assert finish(process).code == 143
-        assert [p.name for p in (tmp_path / "out").iterdir()] == ["old"]
+        assert [(p.name, p.read_text()) for p in (tmp_path / "out").iterdir()] == [("model.safetensors", "old")]
         assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "src"]
 
     def test_a_single_file_is_not_left_half_written(self, tmp_path: Path) -> None:
