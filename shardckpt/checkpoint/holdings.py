@@ -117,7 +117,8 @@ def array_of(value: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
     """
     if not dtypes.is_known(value.dtype.name):
         raise UnsupportedError(f"a numpy array of type {value.dtype} cannot be saved", where=dotted(path))
-    whole = np.ascontiguousarray(value).reshape(value.shape)
+    native = value.astype(value.dtype.newbyteorder("="), copy=False)  # torch knows no other byte order
+    whole = np.ascontiguousarray(native).reshape(value.shape)
     return torch.from_numpy(whole if whole.flags.writeable else whole.copy())
 
 

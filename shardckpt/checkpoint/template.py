@@ -230,7 +230,7 @@ class _Fit:
                 self.visit(each, (*path, path_key(key)), _setter(value, key))
         elif type(value) in (list, tuple) and _holds_objects(value):
             self._sequence(value, path, put)
-        elif isinstance(value, np.ndarray) and value.flags.writeable and value.size:
+        elif isinstance(value, np.ndarray) and value.flags.writeable and value.size and value.dtype.isnative:
             self._array(path, path, local_array(torch.from_numpy(value)))
         else:
             self._value(path, put)

@@ -110,6 +110,8 @@ def _recognised(source: Source) -> Format:
     form = _asked(source)
     if form is not None:
         return form
+    if not source.listing:
+        raise UnknownFormatError("this folder is empty", where=source.url)
     what, fix = _explanation(source)
     raise (_around(source) if fix == _HOLDER else None) or _unknown(source, what, fix)
 
@@ -222,7 +224,5 @@ def _explanation(source: Source) -> tuple[str, str]:
 
 def _found(source: Source) -> str:
     names = sorted(source.listing)
-    if not names:
-        return "an empty folder"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return escape(", ".join(names[:_SHOWN]) + more)

@@ -203,7 +203,10 @@ class LocalPublication(Publication):
             missing.append(folder)
             folder = os.path.dirname(folder)
         for new in reversed(missing):
-            os.mkdir(new)
+            try:
+                os.mkdir(new)
+            except OSError as error:
+                raise _cannot_make(new, error) from error
             self._made.append(new)
             sync_folder(os.path.dirname(new))
 
@@ -213,6 +216,17 @@ class LocalPublication(Publication):
                 os.rmdir(folder)
             except OSError:
                 return  # somebody else uses it by now
+
+
+def _cannot_make(folder: str, error: OSError) -> StorageError:
+    """Return what the system says of a folder of the target's path that it does not make."""
+    if error.errno != errno.ENOENT:
+        return storage_error(error, "cannot make this folder", folder)
+    result = StorageError(  # its parent is there: such file systems make no folders
+        "cannot make this folder", where=folder, found=error.strerror, fix="Choose a target elsewhere."
+    )
+    result.errno, result.strerror = error.errno, error.strerror
+    return result
 
 
 def _checked_target(path: str) -> str:

@@ -36,7 +36,7 @@ _TEXT = "Name a file, a folder or a URL as text; a state goes before it."
 
 
 def local_path(url: str) -> str | None:
-    """Return the path that a URL names on this machine, None where it names a remote place.
+    """Return the path that a URL names on this machine, None where it names a remote place; `~` is a home folder.
 
     Raises:
         UsageError: The URL is empty or holds a NUL.
@@ -45,7 +45,7 @@ def local_path(url: str) -> str | None:
         raise UsageError("this is no path and no URL", where=repr(url), fix="Name a file, a folder or a URL.")
     if url.startswith(("file://", "local://")):
         return url.partition("://")[2] or "/"
-    return None if _PROTOCOL.match(url) else url
+    return None if _PROTOCOL.match(url) else os.path.expanduser(url)
 
 
 def open_store(url: str) -> Store:

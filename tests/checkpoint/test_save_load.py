@@ -374,6 +374,15 @@ class TestRefusals:
         shardckpt.load({"w": into}, tmp_path / "c", cast=True)
         assert equal(into, tensor.to(into.dtype))
 
+    @pytest.mark.parametrize("kind", [">f4", ">i8", ">c16", "<f4"])
+    def test_numpy_arrays_of_any_byte_order_are_saved_by_value(self, tmp_path: Path, kind: str) -> None:
+        array = np.arange(6).astype(kind).reshape(2, 3)
+        shardckpt.save({"deep": {"array": array}}, tmp_path / "c")
+        state = {"deep": {"array": np.zeros((2, 3), dtype=kind)}}
+        shardckpt.load(state, tmp_path / "c")
+        assert state["deep"]["array"].dtype == array.dtype.newbyteorder("=")
+        assert (state["deep"]["array"] == array).all()
+
     def test_names_may_differ_where_that_is_said(self, tmp_path: Path) -> None:
         state = {"more": {"step": 5, "other": 7}}
         shardckpt.load(state, self.saved(tmp_path), strict=False)

@@ -34,6 +34,15 @@ def test_what_names_nothing_is_the_callers_mistake(url):
             ask(url)
 
 
+def test_a_tilde_is_a_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_path("~/run/step-1") == f"{tmp_path}/run/step-1"
+    assert local_path("./~/run") == "./~/run"
+    assert split("~/run") == (str(tmp_path), "run")
+    assert kind("~") == "folder"
+    assert open_store("~").url == str(tmp_path)
+
+
 def test_a_path_opens_a_local_store_and_a_url_a_remote_one():
     Bucket.reset()
     assert isinstance(open_store("ckpt"), LocalStore)

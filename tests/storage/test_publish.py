@@ -629,3 +629,9 @@ def test_a_local_store_is_what_a_local_publication_writes_to(tmp_path):
         writer.copy_from(LocalStore("/proc/self"), "cmdline", 0, 3)
         writer.close()
     assert (tmp_path / "out" / "a.bin").stat().st_size == 3
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a file system that makes no folders")
+def test_a_folder_that_cannot_be_made_is_named_with_the_systems_reason():
+    with pytest.raises(StorageError, match=r"^/proc/nothing: cannot make this folder; found No such file or directory"):
+        publish_files("/proc/nothing/run/step-1", NEW)
