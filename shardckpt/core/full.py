@@ -61,7 +61,8 @@ class Staging:
         nbytes = numel * dtype.itemsize
         held = self._held
         if held is None or held.tensor.device != device or held.tensor.numel() < nbytes:
-            held = self._held = None  # given up before there is more
+            if held is not None:
+                held.free()  # before there is more; a thread of the backend may hold the tensor for a moment yet
             held = self._held = Resizable(nbytes, torch.uint8, device)
         return held.tensor[:nbytes].view(dtype)
 
