@@ -31,16 +31,32 @@ class ForeignShardingError(ShardckptError, NotImplementedError):
 
 NOT_ALONE = "torch's own wrapper takes a state from every rank"
 
+_WRAPPER = "FullyShardedDataParallel"
+_HOME = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
-def torchs_wrapper() -> Any:
-    """Return `torch.distributed.fsdp` where somebody has imported it; None where no model can be sharded by it."""
-    return sys.modules.get("torch.distributed.fsdp")
+
+def find_torch_wrapper(kind: Any) -> Any:
+    """Return torch's own wrapper among the classes that a class is made of; None where it is not one of them.
+
+    It is known by where it was defined: another class, such as ours, may have been put in its place in torch's modules.
+
+    Args:
+        kind: The class of a module.
+    """
+    found = (base for base in kind.__mro__ if (base.__module__, base.__name__) == (_HOME, _WRAPPER))
+    return next(found, None)
+
+
+def _wrapped(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that are torch's wrappers."""
+    if _HOME not in sys.modules:
+        return []
+    return [each for each in model.modules() if find_torch_wrapper(type(each)) is not None]
 
 
 def is_foreign(model: nn.Module) -> bool:
     """Tell whether torch's wrapper has sharded a part of a model."""
-    fsdp = torchs_wrapper()
-    return fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in model.modules())
+    return bool(_wrapped(model))
 
 
 def ranks_of(model: nn.Module) -> Ranks:
@@ -49,8 +65,7 @@ def ranks_of(model: nn.Module) -> Ranks:
     Args:
         model: The model.
     """
-    fsdp = torchs_wrapper()
-    found = [each for each in model.modules() if isinstance(each, fsdp.FullyShardedDataParallel)]
+    found: list[Any] = _wrapped(model)
     is_hybrid = any("HYBRID" in each.sharding_strategy.name for each in found)  # its other group is private to it
     return Ranks.of([dist.group.WORLD] if is_hybrid else [each.process_group for each in found])
 
@@ -83,8 +98,8 @@ def refuse_local(kind: StateKind) -> None:
 @contextmanager
 def _told(model: nn.Module, kind: StateKind, *, offload: bool = False, first_only: bool = False) -> Iterator[Any]:
     """Let torch's state dicts be of a kind inside; on any exit its settings are what they were."""
-    fsdp = torchs_wrapper()
-    wrapper = fsdp.FullyShardedDataParallel
+    fsdp = sys.modules["torch.distributed.fsdp.api"]  # which defines the settings that torch's wrapper looks for
+    wrapper = find_torch_wrapper(type(_wrapped(model)[0]))
     _require_wrappers(model, wrapper)
     is_there = all(parameter.device.type == "cpu" for parameter in model.parameters())
     config: dict[str, bool] = {"offload_to_cpu": offload and not is_there}  # or torch frees what it returns

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import fsdp as theirs
 from torch.distributed.checkpoint import state_dict as functions
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.fsdp import api as theirs
 
 from shardckpt.core import config
 from shardckpt.core.flat_exposure import FlatExposure
@@ -23,12 +23,13 @@ from shardckpt.core.traverse import clean
 from shardckpt.core.wrapper import FLAT_PARAM, FullyShardedDataParallel
 from shardckpt.state.description import EXTRA
 from shardckpt.state.flat_shards import has_peers
+from shardckpt.state.foreign import find_torch_wrapper
 from shardckpt.state.kinds import require_not_local
 
 
 class _EitherMeta(type):
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, (theirs.FullyShardedDataParallel, FullyShardedDataParallel))
+        return isinstance(instance, FullyShardedDataParallel) or find_torch_wrapper(type(instance)) is not None
 
 
 class _Either(metaclass=_EitherMeta):
@@ -37,12 +38,13 @@ class _Either(metaclass=_EitherMeta):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> Any:
         ours = FullyShardedDataParallel.fsdp_modules(module, root_only)
-        return ours or theirs.FullyShardedDataParallel.fsdp_modules(module, root_only)
+        return ours or _theirs_in(module).fsdp_modules(module, root_only)
 
     @staticmethod
     def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         if not _is_ours(module):
-            return theirs.FullyShardedDataParallel.state_dict_type(module, *args, **kwargs)
+            entered: AbstractContextManager[None] = _theirs_in(module).state_dict_type(module, *args, **kwargs)
+            return entered
         return FullyShardedDataParallel.state_dict_type(
             module, *map(_translated, args), **{key: _translated(value) for key, value in kwargs.items()}
         )
@@ -61,7 +63,13 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _of(module: nn.Module) -> Any:
-    return FullyShardedDataParallel if _is_ours(module) else theirs.FullyShardedDataParallel
+    return FullyShardedDataParallel if _is_ours(module) else _theirs_in(module)
+
+
+def _theirs_in(module: nn.Module) -> Any:
+    """Return torch's own wrapper where it is in a model, also if ours was put in its place in torch's modules."""
+    found = (find_torch_wrapper(type(each)) for each in module.modules())
+    return next((each for each in found if each is not None), FullyShardedDataParallel)
 
 
 def _translated(given: Any) -> Any:

@@ -9,9 +9,11 @@ import torch
 from harness import run
 from states import FACES, Net, differing, flat, step, whole, wrapper
 from torch.distributed import fsdp as theirs
+from torch.distributed.checkpoint import state_dict as functions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from shardckpt import core
 from shardckpt.state import (
     ForeignShardingError,
     load_model_state_dict,
@@ -21,6 +23,7 @@ from shardckpt.state import (
 )
 
 Theirs = theirs.FullyShardedDataParallel
+WHOLE = functions.StateDictOptions(full_state_dict=True)
 
 
 def trained(shard):
@@ -115,3 +118,30 @@ def test_local_states_are_refused():
 
 def whole_of(state) -> dict:
     return {name: whole(value) for name, value in state.items()}
+
+
+@pytest.mark.parametrize("settings", [False, True], ids=["the class", "its settings too"])
+def test_our_wrapper_may_be_put_where_torchs_was(settings, monkeypatch):
+    """Libraries are changed this way; models under either wrapper have their states, torch's functions included."""
+    monkeypatch.setattr(theirs, "FullyShardedDataParallel", core.FullyShardedDataParallel)
+    for name in ("StateDictType", "FullStateDictConfig", "FullOptimStateDictConfig") if settings else ():
+        monkeypatch.setattr(theirs, name, getattr(core, name))
+
+    def body(rank, world):
+        plain, kept = trained(FACES["plain"])
+        wrong = []
+        for wrap in (FACES["flat"], lambda net: Theirs(net, device_id=torch.device("cpu"))):
+            model, optim = trained(wrap)
+            moments = optim_state_dict(model, optim)
+            wrong += differing(dict(model_state_dict(model)), dict(plain.state_dict()), exact=False)
+            wrong += differing(
+                dict(functions.get_model_state_dict(model, options=WHOLE)), dict(plain.state_dict()), exact=False
+            )
+            wrong += (
+                [] if sorted(moments["state"]) == sorted(optim_state_dict(plain, kept)["state"]) else [str(moments)]
+            )
+            load_model_state_dict(model, model_state_dict(model))
+            load_optim_state_dict(model, optim, moments)
+        return wrong
+
+    assert run(2, body) == [[], []]
