@@ -78,10 +78,12 @@ class Way:
         return OPTIMIZERS[self.optimizer](model.parameters())
 
 
-def product() -> list[Way]:
-    """Every strategy in every precision, for both faces; with each of them optimizers take turns."""
+def product(*, every: bool = False) -> list[Way]:
+    """Return every strategy in every precision, both faces in turn or `every` time; optimizers take turns too."""
     ways = []
     for (turn, strategy), orig, precision in itertools.product(enumerate(STRATEGIES), (False, True), PRECISIONS):
+        if not every and (turn + PRECISIONS.index(precision)) % 2 != orig:
+            continue
         settings = {"use_orig_params": orig, "sharding_strategy": ours.ShardingStrategy[strategy]}
         settings |= {"mixed_precision": LOW} if precision == "mixed" else {}
         name = f"{'orig' if orig else 'flat'} {strategy} {precision}"
@@ -267,6 +269,17 @@ def left(tmp_path_factory) -> tuple[Path, dict[int, list]]:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_form_goes_round_and_training_goes_on_bit_for_bit(world, left):
     assert left[1][world] == [[]] * world
+
+
+@pytest.mark.slow
+def test_every_strategy_goes_round_in_every_precision_on_both_faces():
+    """The full product, of which the test above has every two settings together."""
+
+    def body(rank, world):
+        warnings.simplefilter("ignore")
+        return [each for way in product(every=True) for each in goes_round(way, None, rank)]
+
+    assert run(2, body, timeout=240) == [[]] * 2
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
