@@ -39,7 +39,7 @@ from shardckpt.format.steps import files_of_others
 from shardckpt.plan.outputs import OutFile, OutTensor, index, name_files, split_as_stored, split_by_size
 from shardckpt.plan.rekey import rekeyed
 from shardckpt.plan.sizes import parse_size
-from shardckpt.storage.open_store import local_path
+from shardckpt.storage.open_store import kind, local_path
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import begin, overlaps, publish
 from shardckpt.storage.replaceable import Kind
@@ -47,6 +47,11 @@ from shardckpt.storage.replaceable import Kind
 _TORCH_FILES = (".pt", ".pth", ".bin")
 _FOLDERS = {"native": "a step", "dcp": "a DCP checkpoint", UNIVERSAL: "a universal checkpoint"}
 _MASTERS = "masters"
+_CONFIGS = frozenset({CONFIG, "adapter_config.json"})
+_NO_CONFIG = (
+    "no config.json was found to go with the model: give --config-from FOLDER (config_from=) where transformers is to"
+    " load it"
+)
 _INDEX = "{}.safetensors.index.json"
 _TORCH_INDEX = "{}.bin.index.json"
 Split = Callable[[Sequence[OutTensor]], list[tuple[OutTensor, ...]]]
@@ -142,7 +147,15 @@ def consolidate(
     """
     src, dst = os.fspath(src), os.fspath(dst)
     chosen = parse_options(options)
-    return export(src, dst, chosen, by_size(chosen), on_progress)
+    return _with_config_warning(export(src, dst, chosen, by_size(chosen), on_progress), chosen)
+
+
+def _with_config_warning(report: Report, options: Options) -> Report:
+    """Return a report that says so where transformers lacks the config of a folder that was merged into another."""
+    is_model = options.part == "model" and options.to in ("", "safetensors") and not options.include
+    if not is_model or is_file(report.target) or _CONFIGS & {*report.carried} or kind(report.source) != "folder":
+        return report
+    return replace(report, warnings=(*report.warnings, _NO_CONFIG))
 
 
 def convert(

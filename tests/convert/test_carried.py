@@ -123,3 +123,18 @@ def test_a_config_that_links_elsewhere_is_not_carried(tmp_path: Path) -> None:
     with pytest.raises(shardckpt.UnsafeError):
         shardckpt.consolidate(src, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_merged_folder_without_a_config_says_how_to_get_one(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    save_file({"w": torch.ones(1)}, tmp_path / "src" / "model.safetensors")
+
+    def warnings(target: str, **options: object) -> str:
+        return " ".join(shardckpt.consolidate(tmp_path / "src", tmp_path / target, **options).warnings)
+
+    assert "--config-from FOLDER" in warnings("a")
+    assert "--config-from" not in warnings("a.safetensors")
+    assert "--config-from" not in warnings("b", to="torch")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text("{}")
+    assert "--config-from" not in warnings("c", config_from=str(tmp_path / "config"))

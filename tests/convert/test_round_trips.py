@@ -108,7 +108,7 @@ def test_there_and_back_is_bit_exact(first: str, through: str, state: str, tmp_p
     source = tmp_path / "src.pt"
     for number, to in enumerate((first, through, first)):
         report = shardckpt.consolidate(str(source), str(tmp_path / str(number)), to=to, part=part_of(state))
-        assert report.warnings == ()
+        assert [w for w in report.warnings if "--config-from" not in w] == []
         source = tmp_path / str(number)
     found = read_back(source, tmp_path, state)
     assert list(found["model"]) == list(STATES[state]["model"]) or "safetensors" in (first, through)
