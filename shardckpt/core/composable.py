@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardckpt.core.allocation import PooledAllGather, PooledReduceScatter, allocator
+from shardckpt.core.composable_registry import register_fully_shard
 from shardckpt.core.config import UnitConfig
 from shardckpt.core.eager import around
 from shardckpt.core.errors import ArgumentError, StateError
@@ -130,6 +131,7 @@ def fully_shard(
     Sharded(modules, Options(info, shard_placement_fn, slices, frozenset(ignored_params or ()), config))
     for each in modules:
         each.__class__ = _sharded_class(type(each))
+        register_fully_shard(each)
     return module
 
 

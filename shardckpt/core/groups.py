@@ -36,7 +36,12 @@ def resolve(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, 
         return _hybrid(strategy, given, mesh, by_hand=by_hand)
     if mesh is not None:
         if mesh.ndim != 1:
-            raise ArgumentError("a mesh of one dimension is needed", found=f"{mesh.ndim} dimensions")
+            raise ArgumentError(
+                "a mesh of one dimension is needed",
+                where=strategy.name,
+                found=f"{mesh.ndim} dimensions",
+                fix="Give one of its dimensions (mesh['NAME']), or use HYBRID_SHARD for a mesh of (replicate, shard).",
+            )
         given = mesh.get_group()
     group = given if given is not None else _world()
     if isinstance(group, (tuple, list)) or not (hasattr(group, "rank") and hasattr(group, "size")):

@@ -449,3 +449,26 @@ def test_dtensors_on_any_mesh_of_everything_train_as_whole_ones() -> None:
                 torch.testing.assert_close(full(one), other.detach())
 
     harness.run(4, body, timeout=120.0)
+
+
+def test_torchs_replicate_leaves_alone_what_is_sharded_below():
+    from torch.distributed._composable import replicate
+
+    def body(rank, world):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+        model = copy.deepcopy(plain)
+        fully_shard(model[1])
+        replicate(model)
+        batches = [torch.randn(2, 8, generator=torch.Generator().manual_seed(each)) for each in range(world)]
+        for _ in range(2):
+            model(batches[rank]).square().sum().backward()
+            for each in batches:
+                (plain(each).square().sum() / world).backward()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        kinds = [type(parameter).__name__ for parameter in model.parameters()]
+        close = [torch.allclose(full(p.grad), twin.grad, rtol=1e-5, atol=1e-6) for p, twin in pairs]
+        return kinds, all(close)
+
+    found = harness.run(2, body)
+    assert [(kinds.count("DTensor"), same) for kinds, same in found] == [(4, True)] * 2
