@@ -91,6 +91,8 @@ def _chunk(entry: Any, where: str) -> Chunk:
     path, box = read_path(raw_path, where), Box(offset, size)
     if not isinstance(dtype, str) or not is_known(dtype):
         raise UnsupportedError(f"chunk of {dotted(path)!r} has an unknown type", where=where, found=dtype)
+    if not len(shape) == len(offset) == len(size):
+        raise FormatError(f"a chunk of {dotted(path)!r} has other dimensions", where=where, found=(offset, size))
     if len(shape) > MAX_DIMS:
         raise UnsupportedError(f"chunk of {dotted(path)!r} has very many dimensions", where=where, found=len(shape))
     if not box.within(shape):

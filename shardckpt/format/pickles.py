@@ -333,12 +333,18 @@ class _Machine:
             raise FormatError(f"the pickle calls {what.name} without a tuple of arguments")
         if what.call is None:
             raise UnsafeError(f"the pickle calls {what.name}, which it may only name", fix=NEVER_RUN)
-        copied = sum(len(a) for a in args if isinstance(a, _SIZED)) + len(args) if what.copied else 0
-        self.spend(_CALL + what.copied * copied)
-        if what.hashed is not None:
-            for key in what.hashed(args):
-                self.keys.check(key, args)
+        self.left -= _CALL
+        if self.left < 0:
+            raise self.budget.exceeded()
+        if args and what.copied:
+            self.check_copies(what, args)
         return what.call(what, args)
+
+    def check_copies(self, what: Global, args: tuple[object, ...]) -> None:
+        """Count what a call copies of its arguments, and check the keys that it hashes."""
+        self.spend(what.copied * (len(args) + sum(len(a) for a in args if isinstance(a, _SIZED))))
+        for key in what.hashed(args) if what.hashed is not None else ():
+            self.keys.check(key, args)
 
 
 def _described(value: object) -> str:
@@ -843,7 +849,9 @@ def _build(machine: _Machine, pos: int) -> int:
 def _persistent(machine: _Machine, key: object) -> None:
     if machine.persistent is None:
         raise FormatError("the pickle refers to data outside of it", found=key)
-    machine.spend(_CALL)
+    machine.left -= _CALL
+    if machine.left < 0:
+        raise machine.budget.exceeded()
     machine.stack.append(machine.persistent(key))
 
 

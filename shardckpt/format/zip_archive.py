@@ -42,6 +42,9 @@ _MOST_INFLATED_BYTES = 1 << 26
 """Of an entry that is compressed: torch stores, so a large one was made to cost memory that its file does not hold."""
 
 
+_MOST_ENDS = 100_000
+"""Marks of an end in one entry that are tried; an archive that is stored in another one has one for each entry."""
+
 _INFLATED_COST = 16
 """What an inflated byte costs of a budget: it was no byte of the file, and is parsed all the same."""
 
@@ -493,7 +496,9 @@ def _described_end(front: bytes, start: int, where: str) -> tuple[int, int]:
     """
     at = front.find(_DESCRIPTOR_SIGNATURE, start)
     view, checked, checksum = memoryview(front), start, 0
-    while at >= 0:
+    for _ in range(_MOST_ENDS):
+        if at < 0:
+            break
         checksum, checked = zlib.crc32(view[checked:at], checksum), at
         for form in (_DESCRIPTOR, _DESCRIPTOR64):
             stop = at + form.size
@@ -504,4 +509,6 @@ def _described_end(front: bytes, start: int, where: str) -> tuple[int, int]:
             if compressed == size == at - start and follows and crc in (0, checksum):
                 return at, stop
         at = front.find(_DESCRIPTOR_SIGNATURE, at + 1)
+    if at >= 0:
+        raise FormatError("an entry of the archive seems to end again and again", where=where, found=f"byte {start}")
     raise TruncatedError("the archive ends early", where=where, found=f"{len(front)} bytes")

@@ -21,6 +21,7 @@ from shardckpt.format import budget as budget_module
 from shardckpt.format.budget import FILE_FACTOR, FREE_BYTES, Budget, check_paths
 from shardckpt.format.detect import detect
 from shardckpt.format.native_commit import COMMIT
+from shardckpt.format.native_headers import read_described
 from shardckpt.format.native_manifest import Contents, decode_manifest, encode_manifest
 from shardckpt.format.pickles import Inert, load
 from shardckpt.format.reader import Source
@@ -252,6 +253,19 @@ def test_a_header_of_anything_is_a_typed_error(body: bytes) -> None:
     assert len(str(caught.value)) < 5000
 
 
+def test_a_chunk_of_other_dimensions_than_its_array_is_a_typed_error() -> None:
+    for chunk in (
+        (["a"], "float32", [2], [0, 0], [2]),
+        (["a"], "float32", [2], [0], []),
+        (["a"], "float32", [], [0], [2]),
+    ):
+        told = json.dumps({"version": [1, 0], "save": "s", "chunks": [chunk]})
+        body = json.dumps({"__metadata__": {"shardckpt": told}}).encode()
+        data = struct.pack("<Q", len(body)) + body
+        with pytest.raises(FormatError, match="dimensions"):
+            read_described(MemoryStore({"f": data}), {"f": len(data)})
+
+
 # Archives that are walked
 
 
@@ -281,6 +295,11 @@ def test_the_front_of_an_archive_is_summed_once(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(TruncatedError):
         walk_front(data, lambda name: "/data/" in name, where="x")
     assert summed <= len(data)
+
+
+def test_an_entry_that_seems_to_end_without_end_is_refused() -> None:
+    with pytest.raises(FormatError, match="again and again"):
+        walk_front(front(0) + b"PK\x07\x08" * 200_000, lambda name: "/data/" in name, where="x")
 
 
 # Messages
