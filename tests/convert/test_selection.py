@@ -85,10 +85,11 @@ class TestGlobs:
             shardckpt.consolidate(src, str(tmp_path / "out"), **options)
         assert not (tmp_path / "out").exists()
 
-    def test_leaving_everything_out_is_refused_or_empty_but_never_a_crash(self, fixtures: Path, tmp_path: Path) -> None:
+    def test_leaving_everything_out_is_refused(self, fixtures: Path, tmp_path: Path) -> None:
         src = str(fixtures / "hf_pretrained_llama" / "ckpt")
-        shardckpt.consolidate(src, str(tmp_path / "out"), exclude=["*"])
-        assert load_folder(tmp_path / "out") == {}
+        with pytest.raises(UsageError, match="--exclude leaves nothing"):
+            shardckpt.consolidate(src, str(tmp_path / "out"), exclude=["*"])
+        assert not (tmp_path / "out").exists()
 
 
 class TestKeys:

@@ -87,3 +87,10 @@ def test_globs_choose(include: list[str], exclude: list[str], expected: list[str
 def test_a_glob_that_matches_nothing_is_a_slip(include: list[str], exclude: list[str]) -> None:
     with pytest.raises(UsageError, match="matches no tensor"):
         keep(NAMES, include, exclude)
+
+
+@pytest.mark.parametrize("include", [(), ("a*",)])
+def test_globs_that_leave_nothing_are_refused(include: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match=r"--exclude leaves? nothing"):
+        keep(["a.w", "b.w"], include, ("*",))
+    assert keep([], (), ()) == []
