@@ -321,9 +321,10 @@ def _names_by_shape(keyed: _Keyed, model: Mapping[str, Shape]) -> dict[Key, str]
     for group in keyed.groups:
         params = group.get("params")
         wanted = list(params) if isinstance(params, (list, tuple)) else []
-        match = unique_match(
-            [shapes.get(p) for p in wanted], [(n, s) for n, s in model.items() if n not in names.values()]
-        )
+        if not all(type(p) in (int, str) for p in wanted):
+            raise FormatError("a param group's `params` is no list of names or ids", found=params)
+        taken = set(names.values())
+        match = unique_match([shapes.get(p) for p in wanted], [(n, s) for n, s in model.items() if n not in taken])
         if match is None:
             raise AmbiguousError(
                 f"the optimizer's {len(wanted)} ids match the model's {len(model)} names in no way, or in several",

@@ -36,6 +36,10 @@ class TestByName:
         assert slots(found) == {"a.w/exp_avg": ("state", "a.w", "exp_avg")}
         assert found.groups == [{"params": ["a.w"]}]
 
+    def test_params_that_are_no_ids_are_refused(self) -> None:
+        with pytest.raises(FormatError, match="no list of names or ids"):
+            by_name(nested({0: (2, 3)}, [{"params": [0, {}]}]), MODEL)
+
     def test_a_tensor_in_place_of_the_optimizer_is_refused(self) -> None:
         with pytest.raises(FormatError, match="not a place for optimizer state"):
             by_name(raw({(): (2, 3)}), MODEL)
