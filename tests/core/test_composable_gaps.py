@@ -459,11 +459,11 @@ def test_buffers_of_collectives_come_from_the_groups_allocator(monkeypatch: pyte
         for each in (model, *model.blocks):
             each.set_allocate_memory_from_process_group_for_comm(True)
         same(trained(model, rank), expected)
-        assert Backend.made == 21 + 12
+        assert Backend.made == 14 + 8
         for each in (model, *model.blocks):
             each.set_allocate_memory_from_process_group_for_comm(False)
         model(batch(0, rank)).sum().backward()
-        assert Backend.made == 21 + 12
+        assert Backend.made == 14 + 8
 
     harness.run(2, body)
 
