@@ -193,7 +193,7 @@ def test_moments_of_other_lengths_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "src", SMALL, 2, 1)
     file = tmp_path / "src" / "optim_rank1.pt"
     state = torch.load(file)
-    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:-1].clone()
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:-2].clone()
     torch.save(state, file)
     with pytest.raises(FormatError, match=r"what rank 1 holds of .* does not fit '_flat_param'"):
         opened(tmp_path / "src", shapes_of(SMALL, ids={0: "_flat_param", 1: "a._flat_param"}))
