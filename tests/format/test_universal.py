@@ -34,7 +34,7 @@ def test_it_is_told_from_the_folder_that_it_was_made_of(tmp_path: Path) -> None:
 
 def test_both_hold_the_same(tmp_path: Path) -> None:
     source, made = write(tmp_path / "zero", RUN, 3, 3), write_universal(tmp_path / "universal", RUN, 2, 1)
-    assert shardckpt.diff(str(source), str(made)).same
+    assert shardckpt.diff(source, made, exclude=["dp_world_size"]).same
 
 
 def test_no_model_file_is_said(tmp_path: Path) -> None:
