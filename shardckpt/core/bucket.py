@@ -316,6 +316,27 @@ class Bucket:
         self._full, self._exact_before = self._made(trains), None
         self._filled = self.aliased
 
+    def select(self, kind: type[Bucket], indices: Sequence[int]) -> Bucket:
+        """Return a bucket of some of the members that has no values yet, and gathers and reduces as this one.
+
+        Args:
+            kind: Class of the new bucket.
+            indices: The members.
+        """
+        placed = tuple(self._placed[index] for index in indices)
+        for index in indices:
+            full, leaf = self.fulls[index], self.leaves[index]
+            empty = torch.empty_strided(full.shape, full.stride(), dtype=self.dtype, device="meta")
+            stand_in = nn.Parameter(placed[0].full(empty) if placed else empty, requires_grad=leaf.requires_grad)
+            stand_in.__dict__.update(leaf.__dict__)
+            self.members[index].replace(stand_in)
+        slices = None if self._slices is None else self._slices.shard
+        cut = Cut(keeps_full=self.keeps_full, placed=placed, slices=slices)
+        members = [self.members[index] for index in indices]
+        made = kind(members, self.group, self.name, cut, self._precision, self._offload)
+        made.use(hook=self.hook, comms=self._comms, group=self._reducer.group)
+        return made
+
     def compute_on(self, device: torch.device) -> None:
         """Compute on another device than the one the shard is on."""
         if device != self.compute_device:
@@ -465,6 +486,11 @@ class Bucket:
         gradients = self.gradients
         self.drop_gradients()
         self._reducer.begin(gradients, Averaging(dtype, self.compute_device, factor, split, all_reduce))
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Tell whether there are gradients that have not been handed over."""
+        return self._reducer.holds_gradients or any(grad is not None for grad in self.gradients)
 
     @property
     def reduced(self) -> bool:

@@ -278,9 +278,10 @@ class FSDPModule:
         self.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         unit = self._sharded.unit
-        for exposure in () if unit.lent else unit.exposures:
-            exposure.adopt()
-            exposure.show_sharded()
+        if not unit.lent:
+            unit.adopt()
+            for exposure in unit.exposures:
+                exposure.show_sharded()
         return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,8 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.bucket import Bucket, Placed
-from shardckpt.core.exposure import PartsExposure
+from shardckpt.core.exposure import Exposure, PartsExposure
+from shardckpt.core.extension import ExtensionBucket, is_extended, is_possibly_extended, move_functions
 from shardckpt.core.gradients import add_gradient_to, assign_gradient, copy_gradient
+from shardckpt.core.packing import apart
 from shardckpt.core.places import given_instead, register
 from shardckpt.core.reduction import Reduced
 from shardckpt.core.traverse import Name
@@ -94,11 +96,45 @@ class DTensorExposure(PartsExposure):
 
     def adopt(self) -> None:
         """Take the parameters that a user registered in the places of ours, and what is in them."""
+        self._take_given()
+        super().adopt()
+
+    def _take_given(self) -> None:
         for index, member in enumerate(self.bucket.members):
             given = given_instead(member, self._parameters[index], self.bucket.leaves[index])
             if given is not None:
                 self._parameters[index] = given
-        super().adopt()
+
+    @property
+    def has_unbound_extensions(self) -> bool:
+        """Tell whether a local tensor has all-gather extensions, unless full parameters that were gathered stay."""
+        if self.bucket.holds_full and not self.bucket.aliased:
+            return False
+        self._take_given()
+        return bool(self._extended())
+
+    def _extended(self) -> list[int]:
+        locals_ = map(_stored, self._parameters)
+        return [index for index, local in enumerate(locals_) if is_possibly_extended(local) and is_extended(local)]
+
+    def bind_extensions(self) -> tuple[Exposure, ...]:
+        """Return one exposure for each parameter that has all-gather extensions, behind one for the others."""
+        extended = self._extended()
+        if not extended:
+            return (self,)
+        self._let_in()
+        others = [index for index in range(len(self._parameters)) if index not in extended]
+        kept = [self._selected(DTensorExposure, Bucket, others)] if others else []
+        return (*kept, *(self._selected(ExtensionExposure, ExtensionBucket, [index]) for index in extended))
+
+    def _selected(self, kind: type[DTensorExposure], of: type[Bucket], indices: Sequence[int]) -> DTensorExposure:
+        device = self.bucket.compute_device
+        made = kind(self.bucket.select(of, indices), self._unit, [self._placed[index] for index in indices])
+        made._parameters = [self._parameters[index] for index in indices]
+        made.show_sharded()
+        made.adopt()
+        made.bucket.compute_on(device)
+        return made
 
     def add_gradient(self, reduced: Reduced) -> None:
         """Add each parameter's part to its gradient; nothing for what no rank used."""
@@ -141,6 +177,73 @@ class DTensorExposure(PartsExposure):
 
     def take_held(self) -> None:
         """Nothing to do: the reduction adds them."""
+
+
+class ExtensionExposure(DTensorExposure):
+    """One parameter whose local tensor says what is gathered of it; that tensor is asked as long as it is there.
+
+    Args:
+        bucket: The bucket.
+        unit: Name of the unit, for messages.
+        placed: How the parameter lies over the mesh.
+    """
+
+    _known: torch.Tensor | None = None
+
+    def __init__(self, bucket: Bucket, unit: Name, placed: Sequence[Placed]) -> None:
+        super().__init__(bucket, unit, placed)
+        self._ask()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exposure:
+        """Return what a copy of the model shows; its local tensor has only those functions that its class has."""
+        aside, self._known = self._known, None
+        try:
+            return super().__deepcopy__(memo)
+        finally:
+            self._known = aside
+
+    @property
+    def has_unbound_extensions(self) -> bool:
+        """Return False: `adopt` takes over other local tensors."""
+        return False
+
+    def bind_extensions(self) -> tuple[Exposure, ...]:
+        """Return this exposure."""
+        return (self,)
+
+    def _is_moved(self, data: torch.Tensor, view: torch.Tensor) -> bool:
+        return _stored(self._parameters[0]) is not self._known or super()._is_moved(data, view)
+
+    def _current(self) -> list[torch.Tensor]:
+        local = _stored(self._parameters[0]).detach()
+        return [local.as_subclass(torch.Tensor) if _is_dense(local) else local]
+
+    def _reset_data(self) -> None:
+        """Let the local tensor be the part of the shard; one that has the functions stays the object, if it can."""
+        local = _stored(self._parameters[0])
+        view = self._views[0]
+        if _is_dense(local) and is_extended(local):
+            local.data = apart(view)
+        else:
+            super()._reset_data()
+            move_functions(local, _stored(self._parameters[0]))
+        self._ask()
+
+    def _ask(self) -> None:
+        bucket = self.bucket
+        assert isinstance(bucket, ExtensionBucket), "its local tensor says what is gathered"
+        self._known = _stored(self._parameters[0])
+        bucket.ask(self._known)
+
+
+def _is_dense(local: torch.Tensor) -> bool:
+    """Tell whether a tensor has memory itself, rather than tensors that it is made of."""
+    return type(local).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def _stored(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the local tensor itself, where `to_local` returns a view; functions that a user put on it are here."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

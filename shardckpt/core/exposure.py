@@ -127,6 +127,15 @@ class Exposure(ABC):
     def adopt(self) -> None:
         """Take over what a user did to the exposed parameters: other storage, dtype, device, requires_grad."""
 
+    @property
+    def has_unbound_extensions(self) -> bool:
+        """Tell whether a local tensor has all-gather extensions that the bucket does not gather by."""
+        return False
+
+    def bind_extensions(self) -> tuple[Exposure, ...]:
+        """Return exposures of the same parameters whose buckets gather by these extensions."""
+        return (self,)
+
     @abstractmethod
     def add_gradient(self, reduced: Reduced) -> None:
         """Add an averaged gradient to what the optimizer sees."""
@@ -309,7 +318,7 @@ class PartsExposure(Exposure):
         """Copy what a user put in place of the views into the shard, and alias it again."""
         current = self._current()
         pairs = list(zip(current, self._views, strict=True))
-        moved = [(data, view) for data, view in pairs if _parted(data, view)]
+        moved = [(data, view) for data, view in pairs if self._is_moved(data, view)]
         for member, (data, view) in zip(self.bucket.members, pairs, strict=True):
             if data.shape != view.shape:
                 raise StateError(
@@ -326,6 +335,10 @@ class PartsExposure(Exposure):
         for index, (exposed, leaf) in enumerate(both):
             if exposed.requires_grad != leaf.requires_grad:
                 self.bucket.train(index, exposed.requires_grad)
+
+    def _is_moved(self, data: torch.Tensor, view: torch.Tensor) -> bool:
+        """Tell whether a user put other memory in place of a view."""
+        return _parted(data, view)
 
     def _take(self, current: list[torch.Tensor], moved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         like = moved[0][0]

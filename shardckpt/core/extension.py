@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardckpt.core.bucket import Bucket, Cut
 from shardckpt.core.comm import Pending
@@ -54,6 +56,37 @@ def is_extended(local: torch.Tensor) -> bool:
     return True
 
 
+def needs_extension(local: torch.Tensor) -> bool:
+    """Tell whether a tensor can be gathered only by functions of its own, which it may be given later.
+
+    Args:
+        local: The tensor that is cut.
+    """
+    return is_extended(local) or is_traceable_wrapper_subclass(local)
+
+
+def is_possibly_extended(local: torch.Tensor) -> bool:
+    """Tell, at little cost, whether `is_extended` has to be asked: a dense tensor that nobody set anything on is not.
+
+    Args:
+        local: The local tensor of a sharded parameter.
+    """
+    return type(local) is not torch.Tensor or bool(local.__dict__)
+
+
+def move_functions(before: torch.Tensor, after: torch.Tensor) -> None:
+    """Bind functions that a user put on one tensor to another one that takes its place; only bound methods can be.
+
+    Args:
+        before: The tensor that has them.
+        after: The other one.
+    """
+    for name in (_BEFORE, _BEHIND):
+        function = before.__dict__.get(name)
+        if isinstance(function, MethodType) and function.__self__ is before:
+            setattr(after, name, MethodType(function.__func__, after))
+
+
 class _Outputs:
     """What was gathered, and what was made of it: storages that are freed and filled again together."""
 
@@ -90,6 +123,28 @@ class ExtensionBucket(Bucket):
     _is_watched = False
     _inputs: tuple[torch.Tensor, ...] = ()
     _metadata: Any = None
+    _local: torch.Tensor | None = None
+
+    def ask(self, local: torch.Tensor) -> None:
+        """Gather from now on by the functions of a tensor around this rank's part: its class's, or its own.
+
+        Args:
+            local: The tensor.
+        """
+        self._local = local
+
+    @property
+    def _asked(self) -> Any:
+        local = self.parts[0] if self._local is None else self._local
+        if not is_extended(local):
+            raise ExtensionError(
+                f"the local tensor of a parameter has no {_BEFORE} and {_BEHIND}, by which it was to be gathered",
+                where=f"{self.name}, {self.members[0].fqn}",
+                found=type(local).__name__,
+                fix="Put them on the new local tensor after whatever replaced it: to, to_empty, load_state_dict with "
+                "assign, a copy of the model.",
+            )
+        return local
 
     def _packed(self, values: Sequence[torch.Tensor], cut: Cut) -> Packing:
         if [place.dim for place in cut.placed] != [0]:
@@ -187,7 +242,7 @@ class ExtensionBucket(Bucket):
 
     def _said(self) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Ask this rank's part what travels; rows that other ranks have more of are added."""
-        part: Any = self.parts[0]
+        part = self._asked
         before = getattr(part, _BEFORE)
         if len(inspect.signature(before).parameters) == 1:
             inputs, metadata = before(self._at.ring)
@@ -217,7 +272,7 @@ class ExtensionBucket(Bucket):
         assert self._outputs is not None, "a gather has been begun"
         pairs = zip(self._outputs.gathered, self._inputs, strict=True)
         gathered = tuple(out.tensor.view(-1, *each.shape[1:]) for out, each in pairs)
-        behind = getattr(self.parts[0], _BEHIND)
+        behind = getattr(self._asked, _BEHIND)
         with torch.no_grad():
             if self._shown is None:
                 made, inner = behind(gathered, self._metadata, self.compute_dtype)
@@ -251,12 +306,12 @@ class ExtensionBucket(Bucket):
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
         """Return a bucket of the copied parameter, which has not been gathered yet."""
         self.free()
-        aside = self._outputs, self._shown
-        self._outputs, self._shown = None, None
+        aside = self._outputs, self._shown, self._local
+        self._outputs, self._shown, self._local = None, None, None
         try:
             return super().__deepcopy__(memo)
         finally:
-            self._outputs, self._shown = aside
+            self._outputs, self._shown, self._local = aside
 
 
 class _All(Pending):

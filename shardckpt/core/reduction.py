@@ -106,6 +106,16 @@ class Reducer:
         """What averages in the engine's place."""
         return self._hook
 
+    @property
+    def group(self) -> ShardGroup:
+        """The ranks, with the channels that gradients travel on."""
+        return self._group
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Tell whether a reduction is under way, or gradients wait for the next one."""
+        return self._under_way is not None or self._partial is not None or bool(self._held)
+
     def use(self, *, hook: CommHook | None = None, comms: Comms | None = None, group: ShardGroup | None = None) -> None:
         """Average in another way from now on.
 

@@ -17,11 +17,11 @@ from shardckpt.core.bucket import Bucket, Cut
 from shardckpt.core.comm import Comms, ShardGroup
 from shardckpt.core.config import UnitConfig
 from shardckpt.core.context import Context
-from shardckpt.core.dtensor_exposure import DTensorExposure
+from shardckpt.core.dtensor_exposure import DTensorExposure, ExtensionExposure
 from shardckpt.core.eager import around, hidden
 from shardckpt.core.errors import ArgumentError, StateError
 from shardckpt.core.exposure import Exposure
-from shardckpt.core.extension import ExtensionBucket, is_extended
+from shardckpt.core.extension import ExtensionBucket, needs_extension
 from shardckpt.core.placement import DataParallelMeshInfo, Placed, ShardPlacementFn, place
 from shardckpt.core.traverse import (
     Managed,
@@ -135,7 +135,7 @@ class Sharded:
         sets: dict[tuple[Any, ...], list[tuple[Managed, Placed]]] = {}
         for each in managed:
             placed = place(each.fqn, each.parameter, self._options.info, self._options.choose)
-            alone = id(each) if is_extended(placed.local(each.parameter)) else None
+            alone = id(each) if needs_extension(placed.local(each.parameter)) else None
             key = (each.parameter.dtype, each.parameter.requires_grad, id(placed.info), placed.dim is None, alone)
             sets.setdefault(key, []).append((each, placed))
         _check_meshes([placed for members in sets.values() for _, placed in members])
@@ -178,9 +178,10 @@ class Sharded:
             group = ShardGroup(None, _everyone(info))
         slices = _neighbours(group, self._options.slices) if self._options.slices and group.shard else None
         cut = Cut(keeps_full=placed[0].dim is None, placed=placed, slices=slices)
-        kind = ExtensionBucket if is_extended(placed[0].local(members[0][0].parameter)) else Bucket
+        kind = ExtensionBucket if needs_extension(placed[0].local(members[0][0].parameter)) else Bucket
         bucket = kind([each for each, _ in members], group, name, cut, config.precision, config.offload)
-        return DTensorExposure(bucket, name, placed)
+        exposure = ExtensionExposure if isinstance(bucket, ExtensionBucket) else DTensorExposure
+        return exposure(bucket, name, placed)
 
     def configure(self, **changes: Any) -> None:
         """Change settings of the unit, also for when it has to be made again."""
@@ -319,6 +320,7 @@ class Sharded:
         for exposure in self.unit.exposures:
             if exposure.bucket.compute_device.type == "meta":
                 _leave_meta(exposure)
+        self.unit.bind_extensions()
         exposed = [
             (member.fqn, parameter)
             for exposure in self.unit.exposures

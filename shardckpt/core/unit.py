@@ -17,6 +17,7 @@ from shardckpt.core.bucket import Bucket
 from shardckpt.core.config import UnitConfig
 from shardckpt.core.eager import hidden, hide
 from shardckpt.core.exposure import Exposure
+from shardckpt.core.extension import ExtensionError
 from shardckpt.core.precision import Buffers
 from shardckpt.core.traverse import Managed, Name
 from shardckpt.core.tree import mapped, tensors
@@ -302,6 +303,7 @@ class Unit:
         Returns:
             Whether something was started.
         """
+        self.bind_extensions()
         if all(each.bucket.holds_full for each in self._active):
             return False
         self._root.admit(self)
@@ -360,13 +362,37 @@ class Unit:
         self.recover()
         if self.attached:
             self.free()
-        for each in self.exposures:
-            each.adopt()
+        self.adopt()
         self._lending = True
         try:
             yield self.exposures
         finally:
             self._lending = False
+
+    def adopt(self) -> None:
+        """Take over what a user did to the exposed parameters: values, dtypes, all-gather extensions."""
+        self.bind_extensions()
+        for each in self._active:
+            each.adopt()
+
+    def bind_extensions(self) -> None:
+        """Gather from now on by the all-gather extensions that a user has put on local tensors.
+
+        Raises:
+            ExtensionError: They cannot be followed, or gradients for the parameters of before are still to come.
+        """
+        late = [each for each in self._active if each.has_unbound_extensions]
+        if not late:
+            return
+        if self._owed or any(each.bucket.holds_gradients for each in late):
+            raise ExtensionError(
+                "all-gather extensions were put on local tensors while gradients are still to come",
+                where=self.name,
+                found=[member.fqn for each in late for member in each.bucket.members],
+                fix="Put them there before the first forward, or after a backward that reduces gradients.",
+            )
+        self.exposures = tuple(made for each in self.exposures for made in each.bind_extensions())
+        self._watch_gradients()
 
     def recover(self) -> None:
         """After a backward that raised: be as before it."""

@@ -152,6 +152,7 @@ class _Walk:
         self._attributes: dict[int, list[str]] = {}
         self._exposed: set[int] = set()
         for unit in self._units:
+            unit.bind_extensions()
             for exposure in unit.exposures:
                 self._note(exposure)
         self._flats: dict[int, str] = {}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -10,10 +13,14 @@ import pytest
 import torch
 from test_composable import averaged, batch, full, line
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from under_test import TORCH, core, torch_is_wrong
+
+if not TORCH:
+    import shardckpt
+    from shardckpt.core import extension as core_errors
 
 KEPT = {
     torch.ops.aten.empty_like.default,
@@ -248,3 +255,262 @@ def test_parts_of_a_subclass_on_meta_are_of_the_subclass_once_they_have_memory()
         return bool((out.one == 4).all() and (out.other == 4).all())
 
     assert harness.run(2, body) == [True, True]
+
+
+def before_gather(self: torch.Tensor, mesh: Any) -> Any:
+    Halved.asked += 1
+    return (self.to(torch.bfloat16),), None
+
+
+def after_gather(
+    self: torch.Tensor, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+) -> Any:
+    return Halved.fsdp_post_all_gather(self, outputs, metadata, param_dtype, out=out)  # type: ignore[arg-type]
+
+
+def put_functions(layer: nn.Linear) -> None:
+    """Put functions of its own on the dense local tensor."""
+    local = layer.weight._local_tensor
+    local.fsdp_pre_all_gather = functools.partial(before_gather, local)
+    local.fsdp_post_all_gather = after_gather.__get__(local)
+
+
+class Dense(torch.Tensor):
+    """A subclass that has memory itself."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return before_gather(self.as_subclass(torch.Tensor), mesh)
+
+    fsdp_post_all_gather = after_gather
+
+
+def put_dense(layer: nn.Linear) -> None:
+    """Put a subclass with memory in the place of the local tensor."""
+    layer.weight._local_tensor = layer.weight._local_tensor.as_subclass(Dense)
+
+
+def put_subclass(layer: nn.Linear) -> None:
+    """Put a subclass in the place of the local tensor."""
+    layer.weight._local_tensor = Halved(layer.weight._local_tensor)
+
+
+def put_parameter(layer: nn.Linear) -> None:
+    """Register another parameter around a subclass."""
+    layer.weight = nn.Parameter(around(layer.weight))
+
+
+def assign_state(layer: nn.Linear) -> None:
+    """Load a state dict by assignment whose tensor is around a subclass."""
+    layer.load_state_dict({"weight": around(layer.weight), "bias": layer.bias.detach()}, assign=True)
+
+
+def around(weight: Any) -> DTensor:
+    local = Halved(weight._local_tensor.detach())
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def materialised(rows: int = 8, **settings: Any) -> Any:
+    """A sharded layer that was on the meta device, with the values of `extended`."""
+    with torch.device("meta"):
+        model = nn.Linear(6, rows)
+    core.fully_shard(model, mesh=line(), **settings)
+    model.to_empty(device="cpu")
+    values = extended(Halved, rows)
+    with torch.no_grad():
+        for mine, value in ((model.weight, values.weight.data_), (model.bias, values.bias)):
+            mine.copy_(distribute_tensor(value.detach(), line(), [Shard(0)]))
+    return model
+
+
+def train(model: Any, rank: int, rows: int = 8) -> None:
+    """Three steps beside a plain layer; what is gathered of the weight is in bfloat16, what is trained is not."""
+    plain = nn.Linear(6, rows)
+    torch.manual_seed(0)
+    plain.reset_parameters()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        asked = Halved.asked
+        rounded = plain.weight + (plain.weight.bfloat16().float() - plain.weight).detach()
+        expected = nn.functional.linear(batch(step, rank), rounded, plain.bias)
+        found = model(batch(step, rank))
+        torch.testing.assert_close(found, expected)
+        assert Halved.asked > asked
+        for output in (expected, found):
+            output.sum().backward()
+        averaged(plain)
+        torch.testing.assert_close(full(model.weight.grad), plain.weight.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("put", [put_functions, put_dense])
+def test_functions_put_on_local_tensors_say_what_is_gathered(put: Callable[[nn.Linear], None]) -> None:
+    def body(rank: int, world: int) -> None:
+        model = materialised()
+        put(model)
+        train(model, rank)
+
+    harness.run(2, body)
+
+
+@torch_is_wrong("a tensor that is made of others cannot take the place of a dense one")
+@pytest.mark.parametrize("put", [put_subclass, put_parameter, assign_state])
+def test_subclasses_put_in_place_of_local_tensors_say_what_is_gathered(put: Callable[[nn.Linear], None]) -> None:
+    def body(rank: int, world: int) -> None:
+        model = materialised()
+        put(model)
+        train(model, rank)
+
+    harness.run(2, body)
+
+
+class Twofold(torch.Tensor):
+    """Two tensors that say nothing about gathers."""
+
+    @staticmethod
+    def __new__(cls, one: torch.Tensor, other: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, one.size(), strides=one.stride(), dtype=one.dtype)
+
+    def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        self.one, self.other = one, other
+
+    def __tensor_flatten__(self) -> Any:
+        return ["one", "other"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return Twofold(inner["one"], inner["other"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sides = []
+        for side in ("one", "other"):
+            mine = pytree.tree_map_only(Twofold, lambda t, side=side: getattr(t, side), (args, kwargs or {}))
+            sides.append(func(*mine[0], **mine[1]))
+        out = pytree.tree_map(lambda a, b: cls(a, b) if isinstance(a, torch.Tensor) else a, *sides)
+        return return_and_correct_aliasing(func, args, kwargs or {}, out)
+
+
+@pytest.mark.parametrize("is_given_functions", [True, False])
+def test_a_tensor_made_of_others_is_gathered_by_functions_that_it_is_given_later(is_given_functions: bool) -> None:
+    def before(self: Any, mesh: Any) -> Any:
+        return (self.one, self.other), None
+
+    def behind(self: Any, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (Twofold(*outputs), outputs)
+
+    def body(rank: int, world: int) -> bool:
+        layer = nn.Linear(4, 4, bias=False)
+        layer.weight = nn.Parameter(Twofold(torch.ones(4, 4), torch.full((4, 4), 2.0)))
+        core.fully_shard(layer)
+        local = layer.weight._local_tensor
+        if not is_given_functions:
+            refused = (
+                contextlib.nullcontext() if TORCH else pytest.raises(core_errors.ExtensionError, match="has no fsdp")
+            )
+            with refused:
+                layer(torch.ones(2, 4))  # torch computes with one of the two and says nothing
+            return True
+        local.fsdp_pre_all_gather = before.__get__(local)
+        local.fsdp_post_all_gather = behind.__get__(local)
+        for _ in range(2):
+            out = layer(torch.ones(2, 4))
+            out.sum().backward()
+        return bool((out.one == 4).all() and (out.other == 8).all())
+
+    assert harness.run(2, body) == [True, True]
+
+
+@torch_is_wrong("rows that are missing have to be added by the subclass")
+@pytest.mark.parametrize("put", [put_functions, put_dense, put_subclass])
+def test_late_extensions_of_ranks_with_fewer_rows_are_kept(put: Callable[[nn.Linear], None]) -> None:
+    def body(rank: int, world: int) -> None:
+        model = materialised(7)
+        put(model)
+        train(model, rank, 7)
+
+    harness.run(3, body)
+
+
+@torch_is_wrong("AttributeError: it looks for extensions before the first forward, and not again")
+def test_an_optimizer_and_a_unit_that_ran_before_know_late_extensions() -> None:
+    def body(rank: int, world: int) -> None:
+        model = materialised()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch(0, rank)).sum().backward()
+        optimizer.zero_grad()
+        put_functions(model)
+        before = Halved.asked
+        model(batch(0, rank)).sum().backward()
+        weight, gradient = full(model.weight), full(model.weight.grad)
+        optimizer.step()
+        torch.testing.assert_close(full(model.weight), weight - 0.1 * gradient)
+        with torch.no_grad():
+            found = model(batch(0, rank))
+        rounded = full(model.weight).bfloat16().float()
+        torch.testing.assert_close(found, nn.functional.linear(batch(0, rank), rounded, full(model.bias)))
+        assert Halved.asked > before
+
+    harness.run(2, body)
+
+
+@pytest.mark.skipif(TORCH, reason="these are our own functions")
+@pytest.mark.parametrize("put", [put_functions, put_dense, put_subclass])
+def test_states_are_taken_of_late_extensions_and_loaded_beneath_them(put: Callable[[nn.Linear], None]) -> None:
+    def body(rank: int, world: int) -> None:
+        model, other = materialised(), materialised()
+        with torch.no_grad():
+            other.weight.zero_()
+        put(model)
+        put(other)
+        state = shardckpt.model_state_dict(model)
+        torch.testing.assert_close(torch.as_tensor(state["weight"]), extended(Halved).weight.data_)
+        shardckpt.load_model_state_dict(other, state)
+        train(other, rank)
+
+    harness.run(2, body)
+
+
+@torch_is_wrong("it gathers without them and says nothing")
+@pytest.mark.parametrize("lose", [lambda model: model.double(), copy.deepcopy], ids=["to", "deepcopy"])
+def test_functions_that_are_lost_with_their_tensor_are_missed(lose: Callable[[Any], Any]) -> None:
+    def body(rank: int, world: int) -> None:
+        model = materialised()
+        put_functions(model)
+        model(batch(0, rank)).sum().backward()
+        other = lose(model)
+        with pytest.raises(core_errors.ExtensionError, match=r"weight.*has no fsdp_pre_all_gather"):
+            other(batch(0, rank).to(other.bias.dtype))
+
+    harness.run(2, body)
+
+
+@torch_is_wrong("it gathers by them for the backward, whose forward did not know them")
+def test_extensions_put_between_forward_and_backward_are_refused() -> None:
+    def body(rank: int, world: int) -> None:
+        model = materialised()
+        loss = model(batch(0, rank)).sum()
+        model.reshard()
+        put_functions(model)
+        with pytest.raises(core_errors.ExtensionError, match="while gradients are still to come"):
+            model(batch(0, rank))
+        del loss
+
+    harness.run(2, body)
+
+
+@torch_is_wrong("it looks for the other half when that is needed")
+def test_half_a_pair_that_comes_late_is_refused_by_the_next_forward() -> None:
+    def body(rank: int, world: int) -> None:
+        model = materialised()
+        with torch.no_grad():
+            model(batch(0, rank))
+        model.reshard()
+        model.weight._local_tensor.fsdp_pre_all_gather = before_gather
+        with pytest.raises(AssertionError, match="Both fsdp_pre_all_gather and fsdp_post_all_gather"), torch.no_grad():
+            model(batch(0, rank))
+
+    harness.run(2, body)
