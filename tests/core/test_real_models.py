@@ -317,7 +317,9 @@ MODULES = [
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("which", MODULES, ids=str)
 def test_modules_train_as_unsharded_ones(which, world):
-    differences(which, world, SETTINGS)
+    # A batch norm takes away most of a gradient in front of it: what is left is rounding, which Adam makes larger.
+    how = Training(adamw, close=lambda a, b: torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5))
+    differences(which, world, SETTINGS, how if which.build is Normed else None)
 
 
 @pytest.mark.parametrize("which", MODULES, ids=str)
