@@ -5,6 +5,9 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
+# Tests start the command a hundred times: each would compile the whole package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-repeat test-slow check format clean
 
 demo: $(STAMP)

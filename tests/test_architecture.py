@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -97,10 +98,16 @@ def imports(sources: Mapping[str, str]) -> list[Import]:
     packages = {name for name in sources if any(other.startswith(f"{name}.") for other in sources)} | set(PACKAGES)
     found = []
     for name, text in sources.items():
-        for node, late, for_types in _import_nodes(ast.parse(text), late=False, for_types=False):
+        for node, late, for_types in _import_nodes_of(text):
             for target in _targets(node, name, name in packages, sources):
                 found.append(Import(name, target, node.lineno, late, for_types))
     return found
+
+
+@cache
+def _import_nodes_of(text: str) -> list[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+    """Return the import statements of a source, whether each is in a function, and whether for type checkers only."""
+    return list(_import_nodes(ast.parse(text), late=False, for_types=False))
 
 
 def _import_nodes(
@@ -160,7 +167,7 @@ def private_names(sources: Mapping[str, str]) -> list[str]:
     """Return the private names that a module imports from another module of the house."""
     faults = []
     for name, text in sources.items():
-        for node, _, _ in _import_nodes(ast.parse(text), late=False, for_types=False):
+        for node, _, _ in _import_nodes_of(text):
             if isinstance(node, ast.ImportFrom) and (node.level or is_ours(node.module or "")):
                 words = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
                 faults += [f"{name}:{node.lineno} imports {w}" for w in words if w.startswith("_") and w[:2] != "__"]
@@ -204,7 +211,12 @@ def loaded_by(statement: str) -> set[str]:
 
 
 SOURCES = read_sources()
-IMPORTS = imports(SOURCES)
+
+
+@cache
+def all_imports() -> list[Import]:
+    """Return every import of the tree."""
+    return imports(SOURCES)
 
 
 class TestRooms:
@@ -212,22 +224,22 @@ class TestRooms:
         assert {room(name) for name in SOURCES} <= set(ARROWS)
 
     def test_arrows_go_only_where_the_table_says(self) -> None:
-        assert forbidden_arrows(IMPORTS) == []
+        assert forbidden_arrows(all_imports()) == []
 
     def test_third_party_libraries_are_known_to_their_rooms_only(self) -> None:
-        assert forbidden_libraries(IMPORTS) == []
+        assert forbidden_libraries(all_imports()) == []
 
     def test_no_private_name_crosses_a_module(self) -> None:
         assert private_names(SOURCES) == []
 
     def test_no_modules_import_each_other_in_a_ring(self) -> None:
-        assert cycles(IMPORTS) == []
+        assert cycles(all_imports()) == []
 
     def test_function_level_imports_are_on_the_list(self) -> None:
-        assert unlisted_late_imports(IMPORTS) == []
+        assert unlisted_late_imports(all_imports()) == []
 
     def test_the_list_of_function_level_imports_names_only_those_that_exist(self) -> None:
-        assert set(LATE_IMPORTS) <= {(each.by, each.target) for each in IMPORTS if each.late}
+        assert set(LATE_IMPORTS) <= {(each.by, each.target) for each in all_imports() if each.late}
 
     def test_the_folder_of_the_command_is_no_package_itself(self) -> None:
         assert not (ROOT / "cli" / "__init__.py").exists()
