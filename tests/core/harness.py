@@ -29,7 +29,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.profiler._cupti_monitor
 import torch.utils.serialization
-from stepping import step_local_tensors
+from stepping import keep_known_shapes, step_local_tensors
 from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -262,9 +262,8 @@ def _rank(
     _TRACE = (folder / f"trace.{rank}").open("wb", buffering=0)
     _LOG.clear()
     try:
-        _watch_collectives()
         _join(rank, world, folder, timeout)
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # to note a seed for other devices takes 2 ms
         step_local_tensors()
         report = ("gave", pickle.dumps(body(rank, world, *args)))
     except BaseException as error:  # noqa: BLE001
@@ -346,6 +345,8 @@ def warm_up() -> None:
 
     A rank is forked with it: its first training step takes half the time.
     """
+    _watch_collectives()
+    keep_known_shapes()
     state = torch.get_rng_state()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     for shard in (core.FullyShardedDataParallel, core.fully_shard):
