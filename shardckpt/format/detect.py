@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from shardckpt.errors import SourceNotFoundError, StorageError, UnknownFormatError, UsageError, escape
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import zip_longest
+
+from shardckpt.errors import CheckpointError, SourceNotFoundError, StorageError, UnknownFormatError, UsageError, escape
 from shardckpt.format import (
     accelerate,
     composer,
@@ -20,8 +24,12 @@ from shardckpt.format import (
 from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX
 from shardckpt.format.native_references import NamedBases
 from shardckpt.format.reader import Evidence, Format, Reader, Source
+from shardckpt.format.steps import is_step_name
+from shardckpt.storage.local import LocalStore
 from shardckpt.storage.open_store import kind, open_store, split
+from shardckpt.storage.store import Listed, Store
 from shardckpt.storage.within import Within
+from shardckpt.storage.wrapped import WrappedStore
 
 FORMATS: tuple[Format, ...] = (
     native.FORMAT,
@@ -68,8 +76,13 @@ _FOREIGN = (
 """Names that tell what a folder is, what that is, and what to do with it."""
 
 _SHOWN = 8
-_LOOKED_INTO = 8
-"""Folders of a folder that are looked into where it is no checkpoint itself: the last ones, by name."""
+_AT_ONCE = 8
+_LEVELS = 4
+"""How deep a folder is looked into that is not a checkpoint itself: Lightning puts three folders around its files."""
+_FOLDERS = {True: 500, False: 64}
+"""How many folders are looked into, on this machine and elsewhere."""
+_NAMES = 100_000
+"""How many names in these folders are looked at."""
 
 
 def open_source(url: str, bases: NamedBases = "") -> Source:
@@ -116,14 +129,14 @@ def _recognised(source: Source) -> Format:
     raise (_around(source) if fix == _HOLDER else None) or _unknown(source, what, fix)
 
 
-def _asked(source: Source) -> Format | None:
+def _asked(source: Source, least: Evidence = Evidence.NAME) -> Format | None:
     """Return the format that takes a source for its own, by structure if any does; None where none does."""
     named: Format | None = None
     for candidate in FORMATS:
         evidence = candidate.recognise(source)
         if evidence is Evidence.STRUCTURE:
             return candidate
-        if evidence is Evidence.NAME and named is None:
+        if evidence is least and named is None:
             named = candidate
     return named
 
@@ -140,17 +153,75 @@ def _around(source: Source) -> UnknownFormatError | None:
             found=f"{source.store.url} ({form.name})",
             fix="Point at that folder.",
         )
-    names = [name for name in source.folders if not name.startswith(".")][-_LOOKED_INTO:]
-    below = [(name, _asked_nearby(Source(Within(source.store, name)))) for name in names]
-    found = ", ".join(f"{name} ({form.name})" for name, form in below if form is not None)
-    if not found:
+    below = _checkpoints_below(source)
+    if not below:
         return None
     return UnknownFormatError(
         "this folder is no checkpoint itself, and holds some",
         where=source.url,
-        found=found,
+        found=_cut([f"{path} ({form.name})" for path, form in below]),
         fix="Point at one of them.",
     )
+
+
+def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:
+    """Return the checkpoints in a folder that are nearest to it, by path: those of one level, at most `_SHOWN` and one.
+
+    The look goes no deeper than `_LEVELS`, and into no more than `_FOLDERS` folders and `_NAMES` names.
+    """
+    store = _FirstNames(source.store, _NAMES)
+    left = _FOLDERS[store.traits.is_local]
+    level = [name for name in reversed(source.folders) if not name.startswith(".")]
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-look") as pool:
+        for depth in range(1, _LEVELS + 1):
+            level, left = level[:left], left - len(level)
+            found: list[tuple[str, Format]] = []
+            deeper: list[list[str]] = []
+            look = partial(_look_into, store, depth)
+            for start in range(0, len(level), _AT_ONCE):
+                looks = pool.map(look, level[start : start + _AT_ONCE])
+                for path, (form, folders) in zip(level[start:], looks, strict=False):
+                    deeper.append(folders)
+                    found += [(path, form)] if form is not None else []
+                if len(found) > _SHOWN:
+                    break
+            if found:
+                return sorted(found[: _SHOWN + 1], key=lambda each: each[0])
+            level = [path for paths in zip_longest(*deeper) for path in paths if path is not None]
+            if not level or left <= 0:
+                break
+    return []
+
+
+def _look_into(store: Store, depth: int, path: str) -> tuple[Format | None, list[str]]:
+    """Return the format of a folder that nobody pointed at, and its folders, the last by name first.
+
+    Where it lies directly in the folder that somebody pointed at, names of files are enough.
+    """
+    source = Source(Within(store, path))
+    try:
+        form = _asked(source, Evidence.NAME if depth == 1 else Evidence.STRUCTURE)
+        return form, [f"{path}/{name}" for name in reversed(source.folders) if not name.startswith(".")]
+    except (StorageError, CheckpointError):  # it cannot be looked at, or a link leads elsewhere
+        return None, []
+
+
+class _FirstNames(WrappedStore):
+    """A store that lists only so many names in all its folders together."""
+
+    def __init__(self, store: Store, most: int) -> None:
+        super().__init__(store)
+        self._left = most
+
+    def list(self, folder: str = "") -> list[Listed]:
+        """Return what lies in `folder`, or the first names of it."""
+        most = max(self._left, 0)
+        if isinstance(self._store, LocalStore):
+            found = list(self._store.list_first(folder, most))
+        else:
+            found = self._store.list(folder)[:most]
+        self._left -= len(found)
+        return found
 
 
 def _asked_nearby(source: Source) -> Format | None:
@@ -179,8 +250,19 @@ def checkpoint_in(url: str) -> str:
     what, _ = _explanation(source)
     if what:
         return what.removeprefix(": this looks like ")
-    around = _around(source)
-    return str(around.found) if around is not None else ""
+    below = _checkpoints_below(source)
+    return _cut(list(dict.fromkeys(_as_run(path) or f"{path} ({form.name})" for path, form in below)))
+
+
+def _as_run(path: str) -> str:
+    """Return how the run is called that a folder is a step of; empty where it is not a step of one."""
+    run, _, name = path.rpartition("/")
+    return f"{run} (a run)" if run and is_step_name(name) else ""
+
+
+def _cut(shown: list[str]) -> str:
+    """Return the first of several texts in one, with a mark where there are more."""
+    return ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")
 
 
 def _unknown(source: Source, what: str, fix: str) -> UnknownFormatError:

@@ -45,6 +45,11 @@ def step_name(number: int) -> str:
     return f"step-{number:08d}"
 
 
+def is_step_name(name: str) -> bool:
+    """Tell whether a folder is called like a step."""
+    return _STEP.fullmatch(name) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One folder of a run that is called like a step.

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from uuid import uuid4
 
 import boto3
 import fsspec
@@ -35,6 +36,7 @@ from shardckpt.errors import (
     SourceNotFoundError,
     StorageError,
     TargetExistsError,
+    UnknownFormatError,
     UnsupportedError,
     UsageError,
 )
@@ -195,6 +197,20 @@ def one_step(root: Path) -> None:
     folder(root.parent / "of", 1).rename(root)
 
 
+def several_runs(root: Path) -> None:
+    saved(Checkpointer(root / "a"), 1)
+    saved(Checkpointer(root / "b"), 7)
+
+
+def lightning_root(root: Path) -> None:
+    lightning_folder(make_folder(root / "lightning_logs" / "version_0" / "checkpoints"))
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
+
+
 class TestOtherFolders:
     """`latest() or 0` must not start over because somebody named the wrong folder."""
 
@@ -204,6 +220,8 @@ class TestOtherFolders:
             (trainer_folder, "checkpoint-100"),
             (lightning_folder, "ckpt|Lightning|torch"),
             (one_step, "shardckpt"),
+            (several_runs, r"found a \(a run\), b \(a run\)"),
+            (lightning_root, "lightning_logs/version_0/checkpoints"),
         ],
     )
     def test_a_checkpoint_that_is_no_step_is_told(self, lay_out, says, tmp_path):
@@ -214,6 +232,13 @@ class TestOtherFolders:
             with pytest.raises(UsageError, match=f"({says})|this is a step"):
                 call()
         assert run_here("ls", root).code == 2
+
+    def test_runs_below_a_url_are_told(self):
+        root = f"memory://{uuid4().hex}"
+        saved(Checkpointer(f"{root}/team/a"), 1)
+        with pytest.raises(UnknownFormatError, match=r"no step of a run lies here; found team/a \(a run\)"):
+            Checkpointer(root).restore(state())
+        assert Checkpointer(f"{root}/team/c").restore(state()) is None
 
     def test_logs_and_settings_may_lie_there_before_the_first_step(self, tmp_path):
         (tmp_path / "logs").mkdir()

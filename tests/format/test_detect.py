@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from samples import MODEL, SAMPLES
 
 from shardckpt.errors import CheckpointError, SourceNotFoundError, StorageError, UnknownFormatError, UsageError
-from shardckpt.format.detect import FORMATS, detect, open_checkpoint, open_source
+from shardckpt.format import detect as detect_module
+from shardckpt.format.detect import FORMATS, checkpoint_in, detect, open_checkpoint, open_source
 from shardckpt.format.reader import Evidence, Source
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Listed
@@ -133,8 +134,37 @@ def test_a_level_too_high_names_the_checkpoints_below_and_nothing_else(tmp_path:
     ) as caught:
         open_checkpoint(str(tmp_path / "run"))
     assert "logs" not in str(caught.value) and ".cache" not in str(caught.value)
-    with pytest.raises(UnknownFormatError, match="no reader recognises this; found run"):
+    with pytest.raises(UnknownFormatError, match=r"holds some; found run/step-8 \(dcp\)\. Point at"):
         open_checkpoint(str(tmp_path))
+
+
+def test_the_look_below_a_folder_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / "a" / "b" / "c" / "d" / "e"
+    SAMPLES["dcp"]["torch"](deep)
+    assert checkpoint_in(str(tmp_path)) == "", "five levels down"
+    assert checkpoint_in(str(tmp_path / "a")) == "b/c/d/e (dcp)"
+    monkeypatch.setattr(detect_module, "_NAMES", 10)
+    for name in ("a0", "a1", "a2"):
+        (tmp_path / name).mkdir()
+        for i in range(20):
+            (tmp_path / name / f"{i}.png").touch()
+    looked_at: list[int] = []
+    listed = LocalStore.list_first
+
+    def counting(self: LocalStore, folder: str, most: int | None) -> Sequence[Listed]:
+        found = listed(self, folder, most)
+        looked_at.append(len(found) if folder else 0)
+        return found
+
+    monkeypatch.setattr(LocalStore, "list_first", counting)
+    assert checkpoint_in(str(tmp_path)) == ""
+    assert sum(looked_at) <= 10 * 8, "threads that list at once may each take what is left"
+
+
+def test_a_name_alone_is_not_a_checkpoint_two_levels_down(tmp_path: Path) -> None:
+    (tmp_path / "data" / "tokens").mkdir(parents=True)
+    (tmp_path / "data" / "tokens" / "train.bin").write_bytes(b"\x01\x02" * 50)
+    assert checkpoint_in(str(tmp_path)) == ""
 
 
 def test_what_is_known_and_not_read_says_so_and_points_nowhere_else(tmp_path: Path) -> None:
@@ -157,14 +187,14 @@ def test_a_file_beside_a_checkpoint_names_the_folder(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_looked_into_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "step-8").mkdir()
-    listed = LocalStore.list
+    listed = LocalStore.list_first
 
-    def refusing(self: LocalStore, folder: str = "") -> list[Listed]:
+    def refusing(self: LocalStore, folder: str, most: int | None) -> Sequence[Listed]:
         if folder:
             raise StorageError("permission denied", where=folder)
-        return listed(self, folder)
+        return listed(self, folder, most)
 
-    monkeypatch.setattr(LocalStore, "list", refusing)
+    monkeypatch.setattr(LocalStore, "list_first", refusing)
     with pytest.raises(UnknownFormatError, match="no reader recognises this; found step-8"):
         open_checkpoint(str(tmp_path))
 
