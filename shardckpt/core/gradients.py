@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
@@ -11,10 +12,24 @@ def add_gradient_to(parameter: nn.Parameter, grad: torch.Tensor) -> None:
     if parameter.grad is None:
         assign_gradient(parameter, grad)
     else:
-        parameter.grad.add_(grad)
+        _add(parameter.grad, grad)
     for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(parameter)
     _step_in_backward(parameter)
+
+
+def _add(held: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add in place; of DTensors that are placed alike the local tensors, as torch does: it takes far less time."""
+    if isinstance(held, DTensor) and isinstance(grad, DTensor) and _is_placed_like(held, grad):
+        with torch.no_grad():
+            held.to_local().add_(grad.to_local())
+    else:
+        held.add_(grad)
+
+
+def _is_placed_like(one: DTensor, other: DTensor) -> bool:
+    meshes = one.device_mesh == other.device_mesh
+    return meshes and one.placements == other.placements and one.shape == other.shape
 
 
 def _step_in_backward(parameter: nn.Parameter) -> None:
