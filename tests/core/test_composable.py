@@ -77,10 +77,13 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def averaged(model: nn.Module) -> None:
     """What the unsharded model does instead: average its gradients by hand."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad.div_(dist.get_world_size())
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for dtype in dict.fromkeys(each.dtype for each in gradients):
+        alike = [each for each in gradients if each.dtype is dtype]
+        total = torch.cat([each.reshape(-1) for each in alike])
+        dist.all_reduce(total)
+        for each, mean in zip(alike, total.div_(dist.get_world_size()).split([g.numel() for g in alike]), strict=True):
+            each.copy_(mean.view(each.shape))
 
 
 def trained(
