@@ -39,6 +39,7 @@ from shardckpt.state import (
 )
 
 KINDS = ("FULL", "first", "SHARDED", "LOCAL")
+HALVES = (("FULL", "SHARDED"), ("first", "LOCAL"))
 LOW = ours.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 POLICY = ours.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 PRECISIONS = ("whole", "mixed", "low")
@@ -79,23 +80,32 @@ class Way:
 
 
 def product(*, every: bool = False) -> list[Way]:
-    """Return every strategy in every precision, both faces in turn or `every` time; optimizers take turns too."""
+    """Return every strategy in every precision; faces and halves of the kinds in turn, or all `every` time.
+
+    Each kind comes together with each strategy, precision and face. Optimizers take turns too.
+    """
     ways = []
     for (turn, strategy), orig, precision in itertools.product(enumerate(STRATEGIES), (False, True), PRECISIONS):
-        if not every and (turn + PRECISIONS.index(precision)) % 2 != orig:
+        both = turn + PRECISIONS.index(precision)
+        if not every and both % 2 != orig:
             continue
         settings = {"use_orig_params": orig, "sharding_strategy": ours.ShardingStrategy[strategy]}
         settings |= {"mixed_precision": LOW} if precision == "mixed" else {}
         name = f"{'orig' if orig else 'flat'} {strategy} {precision}"
-        ways.append(Way(name, wrapper(ours, **settings), turns(turn + orig, precision), low_or_not(precision)))
+        optimizer, dtype = turns(turn + orig, precision), low_or_not(precision)
+        kinds = KINDS if every or optimizer == "AdamW" else HALVES[both % 3 == 0]
+        ways.append(Way(name, wrapper(ours, **settings), optimizer, dtype, kinds=kinds))
     for frees, precision in itertools.product((True, False), PRECISIONS):
         settings = {"reshard_after_forward": frees, **({"mp_policy": POLICY} if precision == "mixed" else {})}
         shard, name = in_place(ours, **settings), f"in place {frees} {precision}"
         optimizer = {(True, "whole"): "AdamW", (False, "low"): "NAdam"}.get((frees, precision), "momentum")
-        ways.append(Way(name, shard, optimizer, low_or_not(precision)))  # DTensors are slow with all but momentum
+        is_alone = every or optimizer != "momentum"
+        kinds = KINDS if is_alone else HALVES[(frees + PRECISIONS.index(precision)) % 2]
+        ways.append(Way(name, shard, optimizer, low_or_not(precision), kinds=kinds))
     return [
         *ways,
-        *(Way(name, FACES[name], "momentum") for name in ("plain", "ddp", "torch in place", "offloaded")),
+        *(Way(name, FACES[name], "momentum", kinds=HALVES[1]) for name in ("plain", "ddp")),
+        *(Way(name, FACES[name], "momentum") for name in ("torch in place", "offloaded")),
         Way("wrapped inside", FACES["wrapped inside"], "momentum", kinds=("SHARDED",)),  # it takes long to compile
     ]
 
@@ -109,18 +119,27 @@ def low_or_not(precision: str) -> torch.dtype:
 
 
 def ways(world: int) -> list[Way]:
-    """All on two ranks; elsewhere each face, with meshes of two dimensions on four. Momentum is quick with DTensors."""
+    """All on two ranks; elsewhere each face, with meshes of two dimensions on four. Momentum is quick with DTensors.
+
+    On three ranks, where pieces are of unequal sizes, all kinds; on one and on four the halves.
+    """
     if world == 2:
         return product()
     one = ("flat", "orig", "in place", "torch in place", "whole") if world != 4 else ("flat", "in place")
-    found = [Way(name, FACES[name], "momentum" if "in place" in name else "NAdam") for name in one]
+    kinds = {True: KINDS, False: HALVES[world == 4]}
+    found = [
+        Way(name, FACES[name], "momentum" if "in place" in name else "NAdam", kinds=kinds[world == 3]) for name in one
+    ]
     if world == 4:
-        both = {"optimizer": "momentum", "mesh": (2, 2), "kinds": ("first", "SHARDED")}
+        both = {"optimizer": "momentum", "mesh": (2, 2)}
         hybrid = {**both, "axes": ("copies", "cut")}
-        for name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        for name, turns_round in (("HYBRID_SHARD", 1), ("_HYBRID_SHARD_ZERO2", -1)):
             strategy = {"sharding_strategy": ours.ShardingStrategy[name]}
-            found.append(Way(f"flat {name}", wrapper(ours, **strategy), **hybrid))
-            found.append(Way(f"orig {name}", wrapper(ours, use_orig_params=True, **strategy), **hybrid))
+            flat_kind, orig_kind = (("first",), ("SHARDED",))[::turns_round]
+            found.append(Way(f"flat {name}", wrapper(ours, **strategy), **hybrid, kinds=flat_kind))
+            original = wrapper(ours, use_orig_params=True, **strategy)
+            found.append(Way(f"orig {name}", original, **hybrid, kinds=orig_kind))
+        hybrid["kinds"] = both["kinds"] = ("first", "SHARDED")
         found.append(Way("in place copies", in_place(ours), **hybrid))
         found.append(Way("torch in place copies", in_place(theirs), **hybrid))
         for name, shard in PARALLEL.items():
@@ -170,13 +189,12 @@ def goes_round(way: Way, mesh, rank: int) -> list[str]:
     load_optim_state_dict(model, optim, expected[1])
     states = {kind: taken(model, optim, kind) for kind in way.kinds}
     step(model, optim, 2 + rank)
-    wrong = []
+    wrong, other = [], way.sharded(mesh)
     for kind, found in states.items():
         if kind == "first" and rank:
             wrong += [] if not found[0] and not found[1]["state"] else ["first: not the first rank's alone"]
         elif kind != "LOCAL":
             wrong += [f"{kind} {each}" for each in compared(found, expected)]
-        other = way.sharded(mesh)
         again = way.optim(other)
         again.param_groups[0]["lr"] = 7.0
         with torch.no_grad():
