@@ -109,12 +109,28 @@ def check_tensor(value: torch.Tensor, path: Path) -> None:
         )
 
 
+def check_array(value: np.ndarray[Any, Any], path: Path) -> None:
+    """Refuse arrays of a class of their own, such as `MaskedArray`: their elements are not all that they are.
+
+    Raises:
+        UnsupportedError: It is one; a memory map is not.
+    """
+    if type(value) not in (np.ndarray, np.memmap):
+        raise UnsupportedError(
+            f"an array of the class {type(value).__name__} can be neither saved nor filled",
+            where=dotted(path),
+            expected="a numpy.ndarray",
+            fix="Save what it consists of: `numpy.asarray(it)`, and the mask of a MaskedArray beside it.",
+        )
+
+
 def array_of(value: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
     """Return a numpy array as a tensor of the same elements.
 
     Raises:
-        UnsupportedError: It holds something that is no number.
+        UnsupportedError: It holds something that is no number, or it is of a class that keeps more than elements.
     """
+    check_array(value, path)
     if not dtypes.is_known(value.dtype.name):
         raise UnsupportedError(f"a numpy array of type {value.dtype} cannot be saved", where=dotted(path))
     native = value.astype(value.dtype.newbyteorder("="), copy=False)  # torch knows no other byte order

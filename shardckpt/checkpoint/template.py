@@ -13,9 +13,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardckpt.checkpoint.capture import Models, as_rows, require_model_of, require_no_flat_shard
-from shardckpt.checkpoint.holdings import PerRank, Stateful, check_tensor, dtype_name, is_optimizer, is_stateful
-from shardckpt.checkpoint.nests import arrays_in
+from shardckpt import dtypes
+from shardckpt.boxes import Box
+from shardckpt.checkpoint.capture import ArrayAt, Models, as_rows, require_model_of, require_no_flat_shard
+from shardckpt.checkpoint.holdings import (
+    PerRank,
+    Stateful,
+    check_array,
+    check_tensor,
+    dtype_name,
+    is_optimizer,
+    is_stateful,
+)
+from shardckpt.checkpoint.nests import ForeignValue, arrays_in
 from shardckpt.checkpoint.saved import Saved, torch_dtype
 from shardckpt.checkpoint.stateful import hand_over
 from shardckpt.checkpoint.variant import EXTRAS, Variant
@@ -30,7 +40,7 @@ from shardckpt.state.description import Description
 from shardckpt.state.flat_shards import FlatShards
 from shardckpt.state.kinds import is_sharded_tensor
 from shardckpt.state.optim_pieces import Room, Slot, parameter_names, room_for
-from shardckpt.state.pieces import LocalArray, local_array
+from shardckpt.state.pieces import LocalArray, Portion, local_array
 from shardckpt.state.slots import LARGEST_TOLD, UnequalSteps
 
 Put = Callable[[Any], None]
@@ -164,7 +174,18 @@ def fit(state: Any, saved: Saved, policy: Policy, rank: int, world: int, models:
 
 
 def _refuse(value: Any) -> None:
-    raise UsageError("a plain value cannot be loaded in place", found=type(value).__name__, fix="Load without a state.")
+    """Stand for the place of a value that nothing can be put into the place of."""
+    kind = type(value).__name__
+    raise UsageError(
+        "a plain value cannot be loaded in place",
+        found="None"
+        if value is None
+        else f"an empty {kind}"
+        if type(value) in (dict, list, tuple) and not value
+        else f"a value of type {kind}",
+        expected="a state that holds models, optimizers, tensors or values by name",
+        fix="Leave the state away to get what was saved: load(path).",
+    )
 
 
 class _Fit:
@@ -230,10 +251,30 @@ class _Fit:
                 self.visit(each, (*path, path_key(key)), _setter(value, key))
         elif type(value) in (list, tuple) and _holds_objects(value):
             self._sequence(value, path, put)
-        elif isinstance(value, np.ndarray) and value.flags.writeable and value.size and value.dtype.isnative:
-            self._array(path, path, local_array(torch.from_numpy(value)))
+        elif isinstance(value, np.ndarray):
+            self._numpy_array(value, path, put)
         else:
-            self._value(path, put)
+            self._value(path, put, value)
+
+    def _numpy_array(self, value: np.ndarray[Any, Any], path: Path, put: Put) -> None:
+        """Want an array: in place where the saved one fits it, else in its stead where that can be."""
+        check_array(value, path)
+        is_fillable = (
+            value.flags.writeable and value.size and value.dtype.isnative and dtypes.is_known(value.dtype.name)
+        )
+        entry = self._saved.arrays.get(path)
+        if is_fillable and (put is _refuse or entry is None or self._fits(value, entry)):
+            self._array(path, path, local_array(torch.from_numpy(value)))
+        elif entry is not None and self._policy.is_own_only and self._saved.lies_elsewhere(entry):
+            self.fitting.taken.add(path)
+        else:
+            self._value(path, put, value)
+
+    def _fits(self, value: np.ndarray[Any, Any], entry: TensorEntry) -> bool:
+        """Tell whether an array is filled in place: with a saved array of its form, or a tensor, which is not one."""
+        saved = self._saved.find(entry.path)[0]
+        has_form = entry.shape == value.shape and (entry.dtype == value.dtype.name or self._policy.cast)
+        return has_form or not (isinstance(saved, ArrayAt) and saved.kind == "numpy")
 
     def _sequence(self, value: Any, path: Path, put: Put) -> None:
         self._opened.add(path)
@@ -242,9 +283,9 @@ class _Fit:
             self._problem(path, f"size mismatch for {dotted(path)}: found {len(found)} entries, expected {len(value)}")
         held = value if isinstance(value, list) else list(value)
         for at, each in enumerate(value):
-            self.visit(each, (*path, at), _setter(held, at))
-        if isinstance(value, tuple):
-            self.fitting.after.append(lambda: put(tuple(held)) if put is not _refuse else None)
+            self.visit(each, (*path, at), put if held is not value and put is _refuse else _setter(held, at))
+        if isinstance(value, tuple) and put is not _refuse:
+            self.fitting.values.append(Taker(path, None, lambda _: put(tuple(held))))
 
     def _problem(self, path: Path, text: str) -> None:
         if self._wants(path):
@@ -255,13 +296,20 @@ class _Fit:
         if self._policy.strict:
             self._problem(path, f"missing: {dotted(path)}")
 
-    def _value(self, path: Path, put: Put) -> None:
+    def _value(self, path: Path, put: Put, given: Any = None) -> None:
+        """Want a value, or whatever an object takes.
+
+        Args:
+            path: What the user calls it.
+            put: Takes it.
+            given: What is in the state now.
+        """
+        if put is _refuse:
+            put(given)
         found, is_there = self._saved.find(path)
         if not is_there:
             self._missing(path)
             return
-        if put is _refuse:
-            put(found)
         self.fitting.taken.add(path)
         if self._wants(path):
             self.fitting.values.append(Taker(path, found, put))
@@ -298,13 +346,19 @@ class _Fit:
         """
         entry = self._saved.arrays.get(source)
         if entry is None:
-            self._missing(path)
-            if self._saved.find(source)[1]:
-                self._problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no tensor there")
+            found, is_there = self._saved.find(source)
+            if not is_there:
+                self._missing(path)
+                return
+            self.fitting.taken.add(source)
+            kind = "" if isinstance(found, ForeignValue) else f", but a value of type {type(found).__name__}"
+            self._problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no tensor there{kind}")
             return
         self.fitting.taken.add(source)
         if not self._wants(path) or (self._policy.is_own_only and self._saved.lies_elsewhere(entry)):
             return
+        if any(_repeats(portion.tensor) for portion in array.portions) and entry.shape == array.shape:
+            array = self._without_repeats(path, entry, array)
         if any(portion.tensor.is_meta for portion in array.portions):
             text = f"no memory for {dotted(path)}: it is on the meta device"
             self.fitting.problems.append(f"{text} (`to_empty` gives some)")
@@ -315,6 +369,24 @@ class _Fit:
             text = f"dtype mismatch for {dotted(path)}: found {entry.dtype}, expected {dtype_name(array.dtype)}"
             self.fitting.problems.append(f"{text} (cast=True converts)")
         self.fitting.arrays.append(Wanted(path, entry, array))
+
+    def _without_repeats(self, path: Path, entry: TensorEntry, array: LocalArray) -> LocalArray:
+        """Return the places of an expanded tensor, each once, if the saved values are alike where it repeats itself."""
+        portions = []
+        for portion in array.portions:
+            size, at = portion.tensor.shape, _once(portion.tensor)
+            values = torch.empty(size, dtype=torch_dtype(entry))
+            if not portion.tensor.is_meta:
+                self._saved.fill([(entry, array._replace(portions=(Portion(portion.box, values),)))])
+                if not _are_alike(values, values[at].expand(size)):
+                    self._problem(
+                        path,
+                        f"{dotted(path)} is an expanded tensor, whose elements share memory, and the saved values"
+                        " differ where it repeats itself (make it contiguous: `tensor.expand(...).clone()`)",
+                    )
+            place = portion.tensor.detach()[at]
+            portions.append(Portion(Box(portion.box.offset, tuple(place.shape)), place))
+        return array._replace(portions=tuple(portions))
 
     def _variant(self, variant: Variant, path: Path) -> None:
         if variant.module is not None:
@@ -506,6 +578,20 @@ class _Fit:
                 )
 
         return take
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Tell whether elements of a tensor share memory, as `expand` makes them."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _once(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Return the index that takes each element of an expanded tensor once."""
+    return tuple(slice(0, 1) if not stride else slice(None) for stride in tensor.stride())
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124  (NaN)
 
 
 def _names_by_number(live: Sequence[Sequence[str]], groups: Any) -> dict[int, str] | None:

@@ -189,8 +189,8 @@ def _disagreement(array: _Array, rank: int, other: Spec) -> UsageError:
         where=dotted(other.path),
         found=f"rank {rank}: {other.dtype} {list(other.shape)}",
         expected=f"rank {array.first}: {array.spec.dtype} {list(array.spec.shape)}",
-        fix="A part of a sharded module is given: pass the module that its wrapper returned (Lightning:"
-        " `trainer.strategy.model`). To keep each rank's own, use shardckpt.PerRank.",
+        fix="To keep each rank's own, wrap it in shardckpt.PerRank. If it is a part of a sharded module, pass the"
+        " module that its wrapper returned (Lightning: `trainer.strategy.model`).",
     )
 
 

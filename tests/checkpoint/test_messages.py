@@ -36,7 +36,10 @@ def test_what_differs_is_named_with_its_place_and_both_ways_out(tmp_path: Path) 
         "`seed` is in the state of rank 1 and not in that of rank 0": ({"a": 1}, {"a": 1, "seed": 2}),
         "`size` (Size) differs between rank 0 and rank 1": ({"size": torch.Size([1])}, {"size": torch.Size([2])}),
         "`w` (tensor) differs between rank 0 and rank 1. To keep": ({"w": torch.ones(2)}, {"w": torch.zeros(2)}),
-        "`trainer.strategy.model`": ({"w": torch.ones(2)}, {"w": torch.ones(3)}),
+        "To keep each rank's own, wrap it in shardckpt.PerRank. If it is a part of a sharded module, pass": (
+            {"w": torch.ones(2)},
+            {"w": torch.ones(3)},
+        ),
     }
 
     def body(rank: int, world: int) -> list[str]:

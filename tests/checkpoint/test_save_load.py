@@ -160,6 +160,8 @@ class TestValues:
             (torch.empty(2, device="meta"), "meta"),
             (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "qint8"),
             (np.array(["a"]), "numpy array"),
+            (np.ma.array([1.0, 2.0], mask=[0, 1]), "MaskedArray"),
+            (np.ones(2).view(type("Unit", (np.ndarray,), {})), "Unit"),
             (lambda: 0, "function"),
         ],
     )
@@ -167,6 +169,60 @@ class TestValues:
         with pytest.raises(UnsupportedError, match=rf"(?s)run\.0\.odd.*{kind}|{kind}.*run\.0\.odd"):
             shardckpt.save({"run": [{"odd": value}]}, tmp_path / "c")
         assert os.listdir(tmp_path) == []
+
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_an_array_of_a_class_of_its_own_is_not_filled(self, tmp_path: Path, size: int) -> None:
+        shardckpt.save({"stats": np.ones(2)}, tmp_path / "c")
+        state = {"stats": np.ma.array(np.zeros(size), mask=np.ones(size))}
+        with pytest.raises(UnsupportedError, match=r"stats: an array of the class MaskedArray"):
+            shardckpt.load(state, tmp_path / "c")
+        assert state["stats"].mask.all()
+
+    def test_an_array_is_filled_where_the_saved_one_fits_and_replaced_where_it_does_not(self, tmp_path: Path) -> None:
+        shardckpt.save({"fits": np.ones(3), "log": [np.ones(5)], "kind": np.ones(2, np.float32)}, tmp_path / "c")
+        fits = np.zeros(3)
+        state = {"fits": fits, "log": [np.zeros(2)], "kind": np.zeros(2, np.int64)}
+        shardckpt.load(state, tmp_path / "c")
+        assert state["fits"] is fits and (fits == 1).all()
+        assert equal(state["log"], [np.ones(5)]) and equal(state["kind"], np.ones(2, np.float32))
+        state["kind"] = kind = np.zeros(2, np.int64)
+        shardckpt.load(state, tmp_path / "c", cast=True)
+        assert state["kind"] is kind and (kind == 1).all()
+
+    def test_values_beside_tensors_in_a_tuple_come_back(self, tmp_path: Path) -> None:
+        shardckpt.save({"t": (torch.ones(2), 5, (torch.ones(1), "new"))}, tmp_path / "c")
+        tensor = torch.zeros(2)
+        state = {"t": (tensor, 0, (torch.zeros(1), "old"))}
+        shardckpt.load(state, tmp_path / "c")
+        assert equal(state["t"], (torch.ones(2), 5, (torch.ones(1), "new"))) and state["t"][0] is tensor
+
+    def test_an_expanded_tensor_is_filled_where_the_saved_values_repeat(self, tmp_path: Path) -> None:
+        shardckpt.save({"mask": torch.arange(4.0).expand(3, 4), "nan": torch.tensor(float("nan"))}, tmp_path / "c")
+        row = torch.zeros(4)
+        state = {"mask": row.expand(3, 4), "nan": torch.zeros(())}
+        shardckpt.load(state, tmp_path / "c")
+        assert torch.equal(row, torch.arange(4.0)) and state["mask"].stride() == (0, 1)
+
+    def test_an_expanded_buffer_that_cannot_hold_what_was_saved_is_told_before_anything_changes(
+        self, tmp_path: Path
+    ) -> None:
+        class Masked(nn.Linear):
+            def __init__(self, mask: torch.Tensor) -> None:
+                super().__init__(2, 2)
+                self.register_buffer("mask", mask)
+
+        shardckpt.save({"m": Masked(torch.arange(8.0).reshape(2, 4))}, tmp_path / "c")
+        model = Masked(torch.zeros(4).expand(2, 4))
+        before = model.weight.clone()
+        with pytest.raises(shardckpt.MismatchError, match=r"m\.mask is an expanded tensor.*clone"):
+            shardckpt.load({"m": model}, tmp_path / "c")
+        assert torch.equal(before, model.weight) and not model.mask.any()
+
+    def test_a_value_in_the_place_of_a_tensor_is_one_fault(self, tmp_path: Path) -> None:
+        shardckpt.save({"w": 5, "n": 1}, tmp_path / "c")
+        with pytest.raises(shardckpt.MismatchError, match=r"in 1 place: kind mismatch for w: .* of type int") as caught:
+            shardckpt.load({"w": torch.ones(2), "n": 0}, tmp_path / "c")
+        assert len(caught.value.problems) == 1 and "partial" not in str(caught.value)
 
     def test_a_state_that_holds_itself_is_refused(self, tmp_path: Path) -> None:
         state: dict = {}
@@ -388,9 +444,13 @@ class TestRefusals:
         shardckpt.load(state, self.saved(tmp_path), strict=False)
         assert state == {"more": {"step": 1, "other": 7}}
 
-    @pytest.mark.parametrize("state", [{}, 5, "text"], ids=repr)
-    def test_a_state_that_holds_nothing_to_fill_is_refused(self, tmp_path: Path, state) -> None:
-        with pytest.raises(UsageError, match="cannot be loaded in place") as caught:
+    @pytest.mark.parametrize(
+        ("state", "found"),
+        [({}, "an empty dict"), (5, "a value of type int"), ("text", "a value of type str"), (None, "None")],
+        ids=repr,
+    )
+    def test_a_state_that_holds_nothing_to_fill_is_refused(self, tmp_path: Path, state, found) -> None:
+        with pytest.raises(UsageError, match=f"cannot be loaded in place; found {found};") as caught:
             shardckpt.load(state, self.saved(tmp_path))
         assert "filled in part" not in str(caught.value)
 
