@@ -187,17 +187,31 @@ TRAPS = [
 ]
 
 
-@pytest.mark.parametrize("name", TRAPS)
-@FACE
-def test_ranks_that_differ_inside_units_are_no_difference(name, face):
+def assert_no_difference(name: str, rows: list[tuple[str, bool]]) -> None:
+    """The case trains as its unsharded twin in each row: a face, and whether it frees between the passes."""
+
     def body(rank, world):
         found = []
-        for frees in (True, False):
+        for face, frees in rows:
             plain, made = twins(case(name), face, frees=frees)
-            found += train(case(name), made, plain, Training(sgd, steps=2, micro=2, no_sync=True), face)
+            wrong = train(case(name), made, plain, Training(sgd, steps=2, micro=2, no_sync=True), face)
+            found += [f"{face} {'frees' if frees else 'keeps'}: {each}" for each in wrong]
         return found
 
     assert run(2, body) == [[], []]
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_ranks_that_differ_inside_units_are_no_difference(name):
+    """On each face; each face frees and keeps over the names."""
+    assert_no_difference(name, [(face, (TRAPS.index(name) + i) % 2 == 0) for i, face in enumerate(FACES)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAPS)
+@FACE
+def test_ranks_that_differ_inside_units_that_are_freed_or_kept_are_no_difference(name, face):
+    assert_no_difference(name, [(face, True), (face, False)])
 
 
 def test_outside_debug_mode_nothing_is_compared(monkeypatch):
