@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -85,21 +86,36 @@ def names(cases: list[Case]) -> str:
     return ", ".join(map(str, cases))
 
 
-@pytest.mark.parametrize("cases", [CASES[start : start + 4] for start in range(0, len(CASES), 4)], ids=names)
+@pytest.mark.parametrize("cases", [CASES[start : start + 7] for start in range(0, len(CASES), 7)], ids=names)
 def test_every_case_on_two_ranks(cases):
+    """Each case with each style, each strategy and each kind of accumulation; over all cases these meet each other."""
+    rows = [(which, row) for which in cases for row in turns(which, 2, STRATEGIES)]
+    optimizers = ({"optimizer": sgd}, {"optimizer": adamw})
+    table(2, [(which, once_accumulated({**row, **optimizers[i % 2]})) for i, (which, row) in enumerate(rows)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [CASES[start : start + 4] for start in range(0, len(CASES), 4)], ids=names)
+def test_every_case_with_every_style_and_strategy_on_two_ranks(cases):
     """Each style with each strategy, and each of both with each kind of accumulation."""
     places = product(style=enumerate(Style), strategy=enumerate(STRATEGIES))
     rows = [
-        {
-            "style": style,
-            "strategy": strategy,
-            "accumulation": ACCUMULATION[(i + j) % 3],
-            "optimizer": (sgd, adamw)[(i + j) % 2],
-            "steps": 2 if (i + j) % 3 == 0 else 1,  # with accumulation one: other numbers of ranks go on after it
-        }
+        once_accumulated(
+            {
+                "style": style,
+                "strategy": strategy,
+                "accumulation": ACCUMULATION[(i + j) % 3],
+                "optimizer": (sgd, adamw)[(i + j) % 2],
+            }
+        )
         for (i, style), (j, strategy) in (place.values() for place in places)
     ]
     table(2, [row for which in cases for row in of(which, rows)])
+
+
+def once_accumulated(row: dict) -> dict:
+    """A row of one step if it accumulates, of two if not; one and three ranks go on after they accumulated."""
+    return {**row, "steps": 2 if row["accumulation"] == (1, False) else 1}
 
 
 BOTH = (False, True)
@@ -171,20 +187,46 @@ def test_every_case_on_one_rank(part):
     table(1, [(which, row) for which in CASES[part::2] for row in turns(which, 1, STRATEGIES)])
 
 
+DIVIDED = (
+    "mlp",
+    "one unit",
+    "tied in the root",
+    "tied across units",
+    "frozen unit and frozen part",
+    "unused everywhere",
+    "used on some ranks",
+    "nested",
+    "called three times",
+    "part of the outputs by rank",
+    "mixed dtypes",
+    "scalars and strides",
+)
+"""Cases in which the number of ranks changes the shards and reductions; the others are about order and containers."""
+
+
+def on_more_ranks(world: int, strategies: tuple[Strategy, ...], is_wanted: Callable[[Case], bool]) -> list[Row]:
+    """A row a case; with the number of ranks the style moves on."""
+    rows = [(which, turns(which, world, strategies)[(i + world) % 3]) for i, which in enumerate(CASES)]
+    return [row for row in rows if is_wanted(row[0])]
+
+
+@pytest.mark.parametrize(("world", "strategies"), [(3, STRATEGIES), (4, HYBRID)], ids=["three", "replicas"])
+def test_cases_on_more_ranks(world, strategies):
+    """Three ranks divide no size evenly; four are replicas of groups."""
+    rows = on_more_ranks(world, strategies, lambda which: which.name in DIVIDED)
+    assert len(rows) == len(DIVIDED)
+    table(world, [(which, row if world == 3 else once_accumulated(row)) for which, row in rows])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
-@pytest.mark.parametrize("world", [3, 4])
-def test_every_case_on_more_ranks(world, part):
-    table(world, [(which, turns(which, world, STRATEGIES)[(i + world) % 3]) for i, which in own_part(part)])
-
-
-@pytest.mark.parametrize("part", range(2))
-def test_every_case_on_replicas_of_groups(part):
-    table(4, [(which, turns(which, 4, HYBRID)[(i + 2) % 3]) for i, which in own_part(part)])
-
-
-def own_part(part: int) -> list[tuple[int, Case]]:
-    """Every other case, numbered; with the number of ranks the style moves on."""
-    return list(enumerate(CASES))[part::2]
+@pytest.mark.parametrize(
+    ("world", "strategies"),
+    [(3, STRATEGIES), (4, STRATEGIES), (4, HYBRID)],
+    ids=["three", "four", "replicas"],
+)
+def test_every_case_on_more_ranks(world, strategies, part):
+    table(world, on_more_ranks(world, strategies, lambda which: CASES.index(which) % 2 == part))
 
 
 def turns(which: Case, world: int, strategies: tuple[Strategy, ...]) -> list[dict]:
@@ -215,8 +257,17 @@ def test_full_parameters_of_the_root_freed_after_forward_too():
     table(2, [(which, {**told, "accumulation": kind}) for which, kind in zip(cases, ACCUMULATION, strict=True)])
 
 
+OPTIMIZERS = product(style=Style, strategy=STRATEGIES, optimizer=(adamw, sgd), steps=[3], by_pieces=[False])
+
+
 def test_both_optimizers_with_every_strategy_on_two_ranks():
-    table(2, of(PLAIN, product(style=Style, strategy=STRATEGIES, optimizer=(adamw, sgd), steps=[3], by_pieces=[False])))
+    """Each optimizer with each style and each strategy: every other row of the product."""
+    table(2, of(PLAIN, OPTIMIZERS[::2] if len(OPTIMIZERS) % 2 else OPTIMIZERS[::4] + OPTIMIZERS[3::4]))
+
+
+@pytest.mark.slow
+def test_both_optimizers_with_every_style_and_strategy_on_two_ranks():
+    table(2, of(PLAIN, OPTIMIZERS))
 
 
 def test_two_ranks_give_the_bits_of_the_unsharded_model():

@@ -30,7 +30,6 @@ from under_test import FSDP, STYLES, TORCH, Strategy, Style, core, no_sync, shar
 FULL, GRAD_OP, NONE = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD
 SLACK = 16_000  # bytes of activations, paddings and small tensors that the counts leave out
 HYBRID = Strategy.HYBRID_SHARD
-WRAPPERS = [Style.FLAT, Style.ORIGINAL]
 
 
 def wide(strategy: Strategy, style: Style, probe=lambda _: None, **more):
@@ -53,9 +52,16 @@ def fitted(found: int, wanted: int) -> bool:
 # -------------------------------------------------------------------------------------------------- bytes
 
 
-@STYLES
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
+SHARES = [
+    pytest.param(strategy, world, style, marks=pytest.mark.slow if world == 4 and (i + 2) % 3 != j else ())
+    for i, strategy in enumerate((FULL, GRAD_OP, NONE))
+    for world in (2, 4)
+    for j, style in enumerate(Style)
+]
+"""Each strategy with each style on two ranks; on four that are not slow, each strategy once and each style once."""
+
+
+@pytest.mark.parametrize(("strategy", "world", "style"), SHARES)
 def test_a_rank_holds_its_share_between_iterations(strategy, world, style):
     if TORCH and strategy is NONE and style is Style.FLAT:
         pytest.skip("torch is wrong: a unit's bytes stay twice")
@@ -251,7 +257,7 @@ def test_replicas_of_groups_gather_and_scatter_inside_and_reduce_across(style):
 
 
 @STYLES
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_sizes_are_those_of_the_units(world, style):
     def body(rank, world):
         model, sizes = wide(FULL, style)
@@ -300,17 +306,12 @@ def test_low_precision_gathers_half_the_bytes_and_reduces_in_full(style):
         assert low == pytest.approx(full, abs=16), "as many elements, but for what alignment takes"
 
 
-HELD_BACK = [
-    *((style, *counts) for style in WRAPPERS for counts in [(FULL, 9, 9), (GRAD_OP, 5, 0), (NONE, 0, 0)]),
-    *((Style.EACH, *counts) for counts in [(FULL, 9, 9), (GRAD_OP, 5, 5), (NONE, 0, 0)]),
-]
-
-
-@pytest.mark.parametrize(("style", "strategy", "first", "second"), HELD_BACK)
-def test_no_sync_reduces_nothing_and_the_next_backward_once(style, strategy, first, second):
+@STYLES
+def test_no_sync_reduces_nothing_and_the_next_backward_once(style):
     """The wrapper's SHARD_GRAD_OP keeps parameters while reductions are held back; `fully_shard` frees them."""
+    gathers = {FULL: (9, 9), GRAD_OP: (5, 0 if style.wraps else 5), NONE: (0, 0)}
 
-    def body(rank, world):
+    def parts(rank, strategy):
         model, _ = wide(strategy, style)
         logged(model, rank, 1)
         starts = []
@@ -323,11 +324,12 @@ def test_no_sync_reduces_nothing_and_the_next_backward_once(style, strategy, fir
         parts = [since(start)[: end - start] for start, end in zip(starts, [*starts[1:], mark()], strict=True)]
         return [[call for call in part if call.ranks > 1] for part in parts]
 
-    for one, two, three in run(2, body):
-        assert (count(one, "all_gather"), len(one)) == (first, first)
-        assert (count(two, "all_gather"), len(two)) == (second, second)
-        assert count(three, "reduce_scatter") + count(three, "all_reduce") == 5
-        assert count(three, "all_gather") == second
+    for found in run(2, lambda rank, world: [parts(rank, strategy) for strategy in gathers]):
+        for (strategy, (first, second)), (one, two, three) in zip(gathers.items(), found, strict=True):
+            assert (count(one, "all_gather"), len(one)) == (first, first), strategy
+            assert (count(two, "all_gather"), len(two)) == (second, second), strategy
+            assert count(three, "reduce_scatter") + count(three, "all_reduce") == 5, strategy
+            assert count(three, "all_gather") == second, strategy
 
 
 @STYLES
@@ -356,13 +358,13 @@ def test_a_frozen_unit_is_never_reduced(style):
         assert count(calls, "reduce_scatter") == 3
 
 
-@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedReentrant, UnitOfCheckpoint, UnitOfCheckpointReentrant])
 @STYLES
-def test_recomputing_gathers_no_more_than_backward_does(kind, style):
-    if TORCH and kind is CheckpointedReentrant:
-        pytest.skip("torch is wrong: it gathers for the forward that is repeated and again for its backward")
+def test_recomputing_gathers_no_more_than_backward_does(style):
+    kinds = [Checkpointed, CheckpointedReentrant, UnitOfCheckpoint, UnitOfCheckpointReentrant]
+    if TORCH:  # is wrong: it gathers for the forward that is repeated and again for its backward
+        kinds.remove(CheckpointedReentrant)
 
-    def body(rank, world):
+    def counted(rank, kind):
         torch.manual_seed(0)
         model, ran = kind(), []
         for block in model.blocks:
@@ -372,7 +374,8 @@ def test_recomputing_gathers_no_more_than_backward_does(kind, style):
         calls = logged(model, rank)
         return count(calls, "all_gather"), count(calls, "reduce_scatter"), len(calls), len(ran)
 
-    assert run(2, body) == [(7, 4, 11, 12)] * 2
+    found = run(2, lambda rank, world: {kind.__name__: counted(rank, kind) for kind in kinds})
+    assert found == [{kind.__name__: (7, 4, 11, 12) for kind in kinds}] * 2
 
 
 # ------------------------------------------------------------------------------------------------ prefetch

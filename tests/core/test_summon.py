@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -48,6 +48,16 @@ KINDS_AND_WORLDS = pytest.mark.parametrize(
     [*((each, 2) for each in KINDS), *((case(name), world) for name in FEW for world in (1, 3))],
     ids=str,
 )
+
+
+Combination = tuple[Strategy, bool]
+EVERY: list[Combination] = [(strategy, orig) for strategy in STRATEGIES for orig in (False, True)]
+
+
+def paired(which: Case) -> list[Combination]:
+    """Each strategy, and with and without original parameters; over the cases each strategy is with both."""
+    turn = [each.name for each in KINDS].index(which.name)
+    return [(strategy, (turn + i) % 2 == 0) for i, strategy in enumerate(STRATEGIES)]
 
 
 def can(which: Case, orig: bool) -> bool:
@@ -108,10 +118,22 @@ def reference_gradients(which: Case, model: nn.Module, plain: nn.Module, rank: i
 
 @KINDS_AND_WORLDS
 def test_values_names_and_gradients_are_the_unsharded_models(which, world):
+    assert_inside_is_the_unsharded_model(which, world, paired(which))
+
+
+@pytest.mark.slow
+@KINDS_AND_WORLDS
+def test_values_names_and_gradients_in_every_combination(which, world):
+    assert_inside_is_the_unsharded_model(which, world, EVERY)
+
+
+def assert_inside_is_the_unsharded_model(which: Case, world: int, combinations: list[Combination]) -> None:
+    """Values, names and gradients are those of the unsharded model; nothing stays whole."""
+
     def body(rank, world):
         warnings.simplefilter("ignore")
         wrong = []
-        for strategy, orig in itertools.product(STRATEGIES, (False, True)):
+        for strategy, orig in combinations:
             if not can(which, orig):
                 continue
             plain, model = cut(which, sharding_strategy=strategy, use_orig_params=orig)
@@ -172,6 +194,19 @@ def edits(model: nn.Module, rank: int, rank0_only: bool, with_grads: bool) -> li
     return []
 
 
+def values_to_restore(*models: nn.Module) -> Callable[[], None]:
+    """A function that writes the present values and gradients of the models back into what they hold."""
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    held = [(value, value.detach().clone()) for p in parameters for value in (p.detach(), p.grad) if value is not None]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for value, before in held:
+            value.copy_(before)
+
+    return restore
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 @BOTH
 @pytest.mark.parametrize("world", [1, 3])
@@ -184,9 +219,11 @@ def test_every_combination_keeps_edits_or_discards_them(world, orig, strategy):
     def body(rank, world):
         warnings.simplefilter("ignore")
         wrong = []
+        plain, model = cut(PLAIN, use_orig_params=orig, sharding_strategy=strategy)
+        reference_gradients(PLAIN, model, plain, rank, orig)
+        begin = values_to_restore(plain, model)
         for row in rows:
-            plain, model = cut(PLAIN, use_orig_params=orig, sharding_strategy=strategy)
-            reference_gradients(PLAIN, model, plain, rank, orig)
+            begin()
             with FSDP.summon_full_params(model, **row):
                 seen = edits(model, rank, row["rank0_only"], row["with_grads"])
             if seen and strategy is not Strategy.NO_SHARD:
@@ -568,10 +605,23 @@ def test_a_parameter_of_another_shape_is_refused_by_name_and_the_others_are_kept
 @torch_is_wrong("there is none")
 @KINDS_AND_WORLDS
 def test_iteration_gives_every_parameter_once_with_its_clean_name(which, world):
+    assert_iteration_gives_every_parameter(which, world, paired(which))
+
+
+@pytest.mark.slow
+@torch_is_wrong("there is none")
+@KINDS_AND_WORLDS
+def test_iteration_gives_every_parameter_once_in_every_combination(which, world):
+    assert_iteration_gives_every_parameter(which, world, EVERY)
+
+
+def assert_iteration_gives_every_parameter(which: Case, world: int, combinations: list[Combination]) -> None:
+    """Each parameter comes once, with its clean name and full value; nothing stays whole."""
+
     def body(rank, world):
         warnings.simplefilter("ignore")
         wrong = []
-        for strategy, orig in itertools.product(STRATEGIES, (False, True)):
+        for strategy, orig in combinations:
             plain, model = cut(which, sharding_strategy=strategy, use_orig_params=orig)
             before = held()
             names = []
@@ -652,8 +702,9 @@ IN_PLACE = [each for each in KINDS if each.name not in ("nested", "unused everyw
 
 
 @torch_is_wrong("summon_full_params knows the wrapper only")
-@pytest.mark.parametrize("which", IN_PLACE, ids=str)
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    ("which", "world"), [*((each, 3) for each in IN_PLACE), *((case(name), 1) for name in FEW)], ids=str
+)
 def test_fully_shard_is_summoned_and_iterated_too(which, world):
     def body(rank, world):
         warnings.simplefilter("ignore")
@@ -680,9 +731,11 @@ def test_every_combination_with_fully_shard(which):
     def body(rank, world):
         warnings.simplefilter("ignore")
         wrong = []
+        plain, model = in_place(which)
+        reference_gradients(which, model, plain, rank, True)
+        begin = values_to_restore(plain, model)
         for row in rows:
-            plain, model = in_place(which)
-            reference_gradients(which, model, plain, rank, True)
+            begin()
             with FSDP.summon_full_params(model, **row):
                 if not rank or not row["rank0_only"]:
                     edits(model, rank, False, row["with_grads"])
@@ -690,8 +743,6 @@ def test_every_combination_with_fully_shard(which):
                 edits(plain, rank, False, row["with_grads"])
             with FSDP.summon_full_params(model, writeback=False, with_grads=True):
                 wrong += [f"{row}: {each}" for each in differences(model, plain, grads=True)]
-            for net in (model, plain):
-                net.zero_grad()
         return wrong
 
     assert run(3, body, timeout=60) == [[]] * 3
