@@ -57,6 +57,8 @@ def prune(
         print(f"{verb} {step.number}, {output.size(step.nbytes)}")
     for name in done.leftovers:
         print(f"{verb} {escape(name)}, which was never finished")
+    for name in done.other_content:
+        print(f"{'would leave' if dry_run else 'left'} {escape(name)}, which no save wrote")
     stay = "would keep" if dry_run else "kept"
     print(
         f"{stay} {len(done.kept)}, the newest {done.kept[-1].number}" if done.kept else f"{stay} none: none is complete"

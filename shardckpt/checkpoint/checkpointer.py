@@ -33,6 +33,7 @@ from shardckpt.errors import (
     UnknownFormatError,
     UnsupportedError,
     UsageError,
+    escape,
 )
 from shardckpt.format.native_commit import BRANCH
 from shardckpt.format.run_place import require_start_of_run
@@ -404,7 +405,10 @@ class Checkpointer:
         ]
         gone = set(doomed(with_trusted_times(facts, now), self._rules, now=now, spared={saved}))
         removed = {step.name for step in run.steps if step.number in gone and (self._is_good(step) or step.is_double)}
-        delete_steps(store, run, removed)
+        stay = delete_steps(store, run, removed)
+        if stay:
+            shown = ", ".join(map(escape, stay[:_SHOWN])) + (", ..." if len(stay) > _SHOWN else "")
+            warnings.warn(f"removed steps hold content that no save wrote, which was left there: {shown}", stacklevel=4)
         kept = replace(run, steps=tuple(step for step in run.steps if step.name not in removed))
         for left in leftovers(store, kept):
             if is_dead(left.changed_at, now):
@@ -476,7 +480,7 @@ class Checkpointer:
         found = next((step for step in reversed(run.complete) if step in matching), None)
         faulty = [step for step in reversed(matching) if not step.is_complete]
         newer = [step for step in faulty if found is None or step.number > found.number]
-        faults = [step.fault for step in newer]
+        faults = [step.fault for step in newer if found is None or not step.is_foreign]
         unreadable = next((step.fault for step in newer if step.is_newer), "")
         if found is None or unreadable:
             return _Found(faults, unreadable=unreadable)

@@ -20,6 +20,7 @@ from shardckpt.format.steps import (
     delete_steps,
     leftovers,
     manifest_fault,
+    other_content,
     read_metrics,
     read_run,
     read_run_to_remove,
@@ -76,6 +77,7 @@ class Pruned:
         kept: Complete steps that stay.
         incomplete: Steps that count for nothing and stay.
         leftovers: Names of folders that dead saves and removals had left.
+        other_content: Names of what lies in the removed steps and no save wrote, below the root: it stays.
     """
 
     root: str
@@ -83,6 +85,7 @@ class Pruned:
     kept: tuple[StepInfo, ...]
     incomplete: tuple[StepInfo, ...]
     leftovers: tuple[str, ...]
+    other_content: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -108,8 +111,7 @@ def ls(root: str | os.PathLike[str]) -> StepList:
     run = read_run(store)
     if not run.steps:
         _require_empty(root, store)
-    incomplete = [step for step in run.steps if not (step.is_complete or step.is_base)]
-    return StepList(root, _infos(store, run.complete), _infos(store, incomplete))
+    return StepList(root, _infos(store, run.complete), _infos(store, run.incomplete))
 
 
 def prune(
@@ -172,15 +174,18 @@ def prune(
     gone = set(doomed(facts, rules, now=now))
     removed = [step for step in run.complete if step.number in gone]
     dead = [left.name for left in leftovers(store, run) if is_dead(left.changed_at, now)]
+    going = [step for step in run.steps if step.number in gone and (step.is_complete or step.is_double)]
+    left = other_content(going)
     if not dry_run:
-        delete_steps(store, run, [s.name for s in run.steps if s.number in gone and (s.is_complete or s.is_double)])
+        left = delete_steps(store, run, [step.name for step in going])
         dead = [name for name in dead if delete_leftover(store, name)]
     return Pruned(
         root,
         removed=_infos(store, removed),
         kept=_infos(store, [step for step in run.complete if step.number not in gone]),
-        incomplete=_infos(store, [s for s in run.steps if not _is_accounted_for(s, gone) and s.name not in dead]),
+        incomplete=_infos(store, [s for s in run.incomplete if not (_goes_along(s, gone) or s.name in dead)]),
         leftovers=tuple(dead),
+        other_content=tuple(left),
     )
 
 
@@ -198,9 +203,9 @@ def _sound_run(store: Store, *, verify: bool) -> Run:
             return sound
 
 
-def _is_accounted_for(step: Step, removed: Collection[int]) -> bool:
-    """Tell whether a step is complete, a base of others, or removed with the step that it doubles."""
-    return step.is_complete or step.is_base or (step.is_double and step.number in removed)
+def _goes_along(step: Step, removed: Collection[int]) -> bool:
+    """Tell whether a step is removed with the one that it doubles."""
+    return step.is_double and step.number in removed
 
 
 def _damage(store: Store, step: Step) -> str:

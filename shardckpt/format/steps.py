@@ -26,6 +26,7 @@ from shardckpt.format.native_references import is_same_folder, resolved
 from shardckpt.format.native_step import read_commit, read_contents
 from shardckpt.storage.leftovers import PARTIAL, is_partial, remove_abandoned
 from shardckpt.storage.open_store import local_path, open_store, split
+from shardckpt.storage.replaceable import is_ignored
 from shardckpt.storage.store import Listed, Store, read_bytes
 from shardckpt.storage.within import Within
 
@@ -67,6 +68,7 @@ class Step:
         is_double: It is complete, and another folder stands for the same number.
         is_newer: A newer version of shardckpt wrote it, so that nobody here can tell what it holds or refers to.
         held: Name and size of the files that lie there.
+        others: Names of what lies there and no save wrote; of folders with a slash at their end. It is never removed.
         own: Names of the files that were committed.
         refers: Folders beside it that it refers to, to name and size of the files there.
     """
@@ -83,6 +85,7 @@ class Step:
     is_double: bool = False
     is_newer: bool = False
     held: Mapping[str, int] = field(default_factory=dict, hash=False)
+    others: tuple[str, ...] = ()
     own: frozenset[str] = frozenset()
     refers: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
@@ -95,6 +98,21 @@ class Step:
     def is_unfinished(self) -> bool:
         """Whether a save or a removal did not get to its end here."""
         return self.is_ours and not self.is_committed
+
+    @property
+    def saved(self) -> frozenset[str]:
+        """Names of the files that lie there and that saves wrote."""
+        return frozenset(self.held).difference(self.others)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether other content lies there and no file of a save, so that it is not a step, or not one any more."""
+        return bool(self.others) and all(map(is_ignored, self.saved))
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Names of the folders that lie there."""
+        return tuple(name[:-1] for name in self.others if name.endswith("/"))
 
     @property
     def saved_at(self) -> float | None:
@@ -139,6 +157,14 @@ class Run:
     def complete(self) -> tuple[Step, ...]:
         """The steps that can be loaded, the oldest first: by branch, then by number."""
         return tuple(sorted((s for s in self.steps if s.is_complete), key=lambda s: (s.branch, s.number)))
+
+    @property
+    def incomplete(self) -> tuple[Step, ...]:
+        """The steps that cannot be loaded: no bases, nor folders of other content beside complete steps."""
+        has_complete = any(step.is_complete for step in self.steps)
+        return tuple(
+            step for step in self.steps if not (step.is_complete or step.is_base or (step.is_foreign and has_complete))
+        )
 
     def referred(self, but: Collection[str] = ()) -> dict[str, frozenset[str]]:
         """Return which files are referred to, by the name of their folder.
@@ -212,7 +238,7 @@ def read_run_to_remove(store: Store) -> Run:
     folders = _folders(store)
     for _ in range(_LOOKS):
         run = read_run(store)
-        others = (*_other_folders(store, folders), *_saves_under_way(store, run.steps))
+        others = (*_other_folders(store, folders, run.steps), *_saves_under_way(store, run.steps))
         store = open_store(store.url)
         now = _folders(store)
         if now == folders:
@@ -227,9 +253,10 @@ def _folders(store: Store) -> list[str]:
     return [entry.name for entry in store.list() if entry.is_folder]
 
 
-def _other_folders(store: Store, folders: Sequence[str]) -> list[Step]:
-    """Return what refers to others in folders that are not called like steps, and one level below them."""
+def _other_folders(store: Store, folders: Sequence[str], steps: Iterable[Step]) -> list[Step]:
+    """Return what refers to others in folders that are not called like steps or lie in steps, and one level below."""
     names = [name for name in folders if not _STEP.fullmatch(name)]
+    names += [f"{step.name}/{folder}" for step in steps for folder in step.folders]
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
         return [step for found in pool.map(lambda name: _referring(store, name, depth=2), names) for step in found]
 
@@ -242,7 +269,7 @@ def _referring(store: Store, name: str, depth: int) -> list[Step]:
         return []
     sizes = {name: size for name, size in _sizes(entries).items() if name == COMMIT or name.endswith(MANIFEST_SUFFIX)}
     found = [_reference(store, name, each, sizes) for each in sorted(sizes)]
-    if not sizes and depth > 1:
+    if depth > 1:
         below = [f"{name}/{entry.name}" for entry in entries if entry.is_folder]
         found += [step for each in below for step in _referring(store, each, depth - 1)]
     return found
@@ -328,7 +355,7 @@ def _with_bases(store: Store, steps: Sequence[Step], others: Sequence[Step] = ()
 
 
 def _with_base(store: Store, step: Step, known: Mapping[str, Mapping[str, int]], needed: Set[str]) -> Step:
-    if step.is_unfinished and step.held and step.held.keys() <= needed:
+    if not step.is_committed and step.saved and step.saved <= needed:
         return replace(step, is_base=True, fault=f"{step.name} was removed, but for what other steps refer to")
     for folder, files in step.refers.items():
         gone = [name for name, size in files.items() if folder in known and known[folder].get(name, -1) < size]
@@ -392,8 +419,8 @@ def _read_step(store: Store, number: int, name: str) -> Step:
         entries = inside.list()
     except CheckpointError as error:  # a link that leads out of the run
         return Step(number, name, fault=str(error))
-    sizes = _sizes(entries)
-    step = Step(number, name, is_committed=COMMIT in sizes, is_ours=_is_ours(entries), held=sizes)
+    sizes, others = _sizes(entries), _others(entries)
+    step = Step(number, name, is_committed=COMMIT in sizes, is_ours=_is_ours(sizes, others), held=sizes, others=others)
     try:
         commit = read_commit(inside, sizes)
     except UnsupportedError as error:
@@ -401,13 +428,15 @@ def _read_step(store: Store, number: int, name: str) -> Step:
     except (CheckpointError, MissingFileError) as error:  # missing: somebody removes it meanwhile
         return replace(step, fault=str(error))
     nbytes = commit.manifest_bytes + sum(commit.files.values())
+    own = frozenset((*commit.files, commit.manifest, COMMIT))
     return replace(
         step,
         save=commit.save,
         branch=commit.branch,
         nbytes=nbytes,
         fault=_missing(inside.url, commit, sizes),
-        own=frozenset((*commit.files, commit.manifest, COMMIT)),
+        own=own,
+        others=tuple(each for each in others if each not in own),
         refers=_folders_of(store, inside.url, commit.bases),
     )
 
@@ -416,11 +445,19 @@ def _sizes(entries: Sequence[Listed]) -> dict[str, int]:
     return {entry.name: entry.size for entry in entries if not entry.is_folder}
 
 
-def _is_ours(entries: Sequence[Listed]) -> bool:
-    """Tell whether a folder holds files of saves alone: other things are somebody else's, whatever it is called."""
-    names = {_final(entry.name) for entry in entries}
-    saved = {name for name in names if WRITTEN.fullmatch(name)}
-    return names <= saved | {HF_INDEX, COMMIT} and (bool(saved) or not names)
+def _others(entries: Sequence[Listed]) -> tuple[str, ...]:
+    """Return the names of what no save wrote: it is somebody else's, whatever the folder is called."""
+    folders = [f"{entry.name}/" for entry in entries if entry.is_folder]
+    return (*folders, *(entry.name for entry in entries if not (entry.is_folder or _is_saved(entry.name))))
+
+
+def _is_saved(name: str) -> bool:
+    return is_ignored(name) or name in (HF_INDEX, COMMIT) or WRITTEN.fullmatch(name) is not None
+
+
+def _is_ours(sizes: Mapping[str, int], others: Sequence[str]) -> bool:
+    """Tell whether a folder holds files of saves alone."""
+    return not others and (not sizes or any(WRITTEN.fullmatch(_final(name)) for name in sizes))
 
 
 def _final(name: str) -> str:
@@ -531,15 +568,19 @@ def with_sound_newest(run: Run, fault_of: Callable[[Step], str]) -> Run:
     return run
 
 
-def delete_steps(store: Store, run: Run, doomed: Collection[str]) -> None:
+def delete_steps(store: Store, run: Run, doomed: Collection[str]) -> list[str]:
     """Remove steps, each with its `COMMIT` first, so that from then on it does not exist.
 
     Files that other steps refer to stay, until nothing refers to them any more: then they go with the last that does.
+    What no save wrote stays too, with the folder.
 
     Args:
         store: Rooted at the run.
         run: As read.
         doomed: Names of the folders of the steps that go.
+
+    Returns:
+        Names of what no save wrote, below the run.
 
     Raises:
         UnsupportedError: A newer version wrote a step of the run.
@@ -548,18 +589,35 @@ def delete_steps(store: Store, run: Run, doomed: Collection[str]) -> None:
     run.require_readable()
     gone = sorted((step for step in run.steps if step.name in doomed), key=lambda step: not step.is_double)
     if not gone:
-        return
+        return []
     for step in gone:
         _delete_mark(store, step.name)
     now = read_run_to_remove(open_store(store.url))
     now.require_readable()
     needed = now.referred(but=doomed)
-    for step in gone:
-        _delete_rest(store, step.name, needed.get(step.name, frozenset()))
+    left = {step.name: step for step in now.steps}
+    rests = [_without(left[step.name], step.own) for step in gone if step.name in left]  # a link is gone already
+    for rest in rests:
+        _delete_saved(store, rest, needed.get(rest.name, frozenset()))
     others = {step.name: step for step in now.steps if step.name not in doomed}
     for folder, files in referred(gone).items():
         if folder in others:
             _delete_unneeded(store, others[folder], files - needed.get(folder, frozenset()))
+    return other_content(rests)
+
+
+def other_content(steps: Iterable[Step]) -> list[str]:
+    """Return the names of what lies in steps and no save wrote, below their run.
+
+    Args:
+        steps: Where to look.
+    """
+    return [f"{step.name}/{name}" for step in steps for name in step.others]
+
+
+def _without(step: Step, own: Set[str]) -> Step:
+    """Return a step that knows which files its `COMMIT` named while it had one."""
+    return replace(step, others=tuple(name for name in step.others if name not in own))
 
 
 def _delete_mark(store: Store, name: str) -> None:
@@ -573,7 +631,7 @@ def _is_link(store: Store, name: str) -> bool:
 
 
 def delete_step(store: Store, name: str, kept: Set[str] = frozenset()) -> None:
-    """Remove a step: `COMMIT` first, so that from then on it does not exist, then everything else.
+    """Remove a step: `COMMIT` first, so that from then on it does not exist, then the files that saves wrote.
 
     Args:
         store: Rooted at the run.
@@ -584,29 +642,21 @@ def delete_step(store: Store, name: str, kept: Set[str] = frozenset()) -> None:
         StorageError: The store failed; where `COMMIT` is gone, what is left counts for nothing.
     """
     _delete_mark(store, name)
-    _delete_rest(store, name, kept)
+    _delete_saved(store, _read_step(store, -1, name), kept)
 
 
-def _delete_rest(store: Store, name: str, kept: Set[str]) -> None:
-    """Remove what is left of a step without its mark; nothing is left of a link."""
-    if not kept:
-        store.delete_folder(name)
+def _delete_saved(store: Store, step: Step, kept: Set[str]) -> None:
+    """Remove the files of a step without its mark; the folder too, where nothing else lies there."""
+    if not kept and not step.others:
+        store.delete_folder(step.name)
         return
-    for entry in Within(store, name).list():
-        if entry.name not in kept:
-            _delete_entry(store, name, entry)
-
-
-def _delete_entry(store: Store, folder: str, entry: Listed) -> None:
-    if entry.is_folder:
-        store.delete_folder(f"{folder}/{entry.name}")
-    else:
-        store.delete(f"{folder}/{entry.name}")
+    for name in sorted(step.saved - kept):
+        store.delete(f"{step.name}/{name}")
 
 
 def _delete_unneeded(store: Store, step: Step, files: Set[str]) -> None:
     """Remove files that a step was kept for, or that it keeps beside its own."""
-    if step.is_base and step.held.keys() <= files:
+    if step.is_base and not step.others and step.saved <= files:
         store.delete_folder(step.name)
         return
     for name in sorted(files - step.own):

@@ -42,9 +42,11 @@ from shardckpt.errors import (
 )
 from shardckpt.format import steps
 from shardckpt.format.steps import delete_step, read_about, read_run, step_name
+from shardckpt.plan import retention
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore, LocalWriter
+from shardckpt.storage.open_store import open_store
 
 DAY = 24 * 3600.0
 
@@ -585,6 +587,45 @@ class TestRetention:
         ck = saved(Checkpointer(tmp_path, keep_last=1), 1, 2)
         assert ck.steps() == (2,)
         assert sorted(os.listdir(tmp_path)) == [step_name(2), "step-1"]
+
+    @pytest.mark.parametrize("store", ["disk", "memory", "bucket"])
+    def test_what_no_save_wrote_stays_in_a_removed_step_and_is_named_once(self, store, tmp_path, monkeypatch):
+        Bucket.reset()
+        root = {"disk": str(tmp_path), "memory": f"memory://{tmp_path.name}", "bucket": "bucket://b/run"}[store]
+        ck = saved(Checkpointer(root, keep_last=1), 1)
+        saved(Checkpointer(f"{ck.path(1)}/finetune"), 7)
+        with open_store(ck.path(1)).create("thesis.txt") as writer:
+            writer.write(b"mine")
+        with pytest.warns(UserWarning, match=r"left there: step-00000001/finetune/, step-00000001/thesis.txt"):
+            saved(ck, 2)
+        assert [entry.name for entry in open_store(ck.path(1)).list()] == ["finetune", "thesis.txt"]
+        monkeypatch.setattr(retention, "DEAD_AFTER_S", -1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            saved(ck, 3)
+            assert restored(Checkpointer(root)) == (3, 3)
+        assert shardckpt.prune(root, keep_last=1).other_content == ()
+        found = shardckpt.ls(root)
+        assert ([step.number for step in found.complete], found.incomplete) == ([3], ())
+        assert restored(Checkpointer(f"{ck.path(1)}/finetune")) == (7, 7)
+        with pytest.raises(TargetExistsError, match="other content"):
+            ck.save(1, state(), overwrite=True)
+
+    def test_an_older_branch_that_left_other_content_is_no_newer_step_that_cannot_be_loaded(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 9)
+        (folder(tmp_path, 9) / "thesis.txt").write_text("mine")
+        saved(Checkpointer(tmp_path), 3)
+        ck.restore(state(), step=3)
+        with pytest.warns(UserWarning, match="no save wrote"):
+            saved(ck, 4)
+        assert os.listdir(folder(tmp_path, 9)) == ["thesis.txt"]
+        assert restored(Checkpointer(tmp_path)) == (4, 4)
+
+    def test_files_of_the_operating_system_do_not_keep_a_removed_step(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
+        (folder(tmp_path, 1) / ".DS_Store").write_bytes(b"folder view")
+        saved(ck, 2)
+        assert os.listdir(tmp_path) == [step_name(2)]
 
     def test_a_failure_to_remove_is_a_warning_for_the_step_is_saved(self, tmp_path, monkeypatch):
         ck = saved(Checkpointer(tmp_path, keep_last=1), 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -340,6 +341,22 @@ class TestWhatOtherFoldersOfTheRunReferTo:
         assert values(tmp_path / name) == (0, 1, 0)
         shutil.rmtree(tmp_path / name)
         assert shardckpt.prune(str(tmp_path)).leftovers == (step_name(1),)
+
+    @pytest.mark.parametrize("name", ["best/ema", f"{step_name(2)}/ema", f"{step_name(1)}/ema"])
+    @pytest.mark.parametrize("store", ["disk", "memory", "bucket"])
+    def test_a_checkpoint_inside_another_one_keeps_its_base(self, store: str, name: str, tmp_path: Path) -> None:
+        Bucket.reset()
+        root = {"disk": str(tmp_path), "memory": f"memory://{tmp_path.name}/{len(name)}", "bucket": "bucket://b/run"}
+        ck = Checkpointer(root[store], keep_last=2)
+        ck.save(1, state(0, 1, 0), digests=True)
+        ck.save(2, state(5, 5, 5))
+        shardckpt.save(state(9, 9, 9), f"{ck.root}/best")
+        shardckpt.save(state(0, 1, 0), f"{ck.root}/{name}", base=ck.path(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ck.save(3, state(6, 6, 6))
+            ck.save(4, state(6, 6, 6))
+        assert (ck.steps(), values(f"{ck.root}/{name}")) == ((3, 4), (0, 1, 0))
 
     def test_of_a_step_that_is_a_link_the_link_goes(self, tmp_path: Path) -> None:
         ck = saved(Checkpointer(tmp_path, keep_last=1), 1)

@@ -216,8 +216,8 @@ def test_so_it_is_of_one_on_s3(s3: Faulty, s3_bucket: str) -> None:
 
 class TestMutants:
     def test_removing_all_of_a_step_turns_it_red(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        whole_delete = steps._delete_rest
-        monkeypatch.setattr(steps, "_delete_rest", lambda store, name, _: whole_delete(store, name, frozenset()))
+        whole_delete = steps._delete_saved
+        monkeypatch.setattr(steps, "_delete_saved", lambda store, step, _: whole_delete(store, step, frozenset()))
         with pytest.raises((AssertionError, ShardckptError)):
             kill_matrix(tmp_path, save, {2, 3, 4}, 3)
 

@@ -63,6 +63,18 @@ def test_prune_knows_the_rules_that_a_checkpointer_has(tmp_path: Path) -> None:
     assert "this is no time; found 'soon'" in wrong.err
 
 
+def test_prune_says_what_it_leaves_in_a_removed_step(root: Path) -> None:
+    (root / step_name(5) / "thesis.txt").write_text("mine")
+    dry = run_here("prune", root, "--keep-last", 2, "--dry-run")
+    assert f"would leave {step_name(5)}/thesis.txt, which no save wrote" in dry.out
+    done = run_here("prune", root, "--keep-last", 2)
+    assert (done.code, done.out.splitlines()[1]) == (0, f"left {step_name(5)}/thesis.txt, which no save wrote")
+    assert os.listdir(root / step_name(5)) == ["thesis.txt"]
+    again = run_here("prune", root, "--keep-last", 2)
+    assert (again.code, again.out) == (0, "kept 2, the newest 15\n")
+    assert step_name(5) not in again.err
+
+
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
 def test_prune_by_a_metric_that_no_step_has_removes_nothing(dry: tuple[str, ...], tmp_path: Path) -> None:
     ck = Checkpointer(tmp_path)

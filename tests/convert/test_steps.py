@@ -277,13 +277,13 @@ def test_a_prune_that_is_killed_at_any_operation_leaves_every_step_whole_or_not_
 
 
 def test_the_matrix_is_red_where_the_commit_does_not_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def last(store: Store, name: str, kept: object) -> None:
-        for entry in sorted(store.list(name), key=lambda entry: entry.name.endswith("COMMIT")):
+    def last(store: Store, step: format_steps.Step, kept: object) -> None:
+        for entry in sorted(store.list(step.name), key=lambda entry: entry.name.endswith("COMMIT")):
             store.delete(entry.name)
-        store.delete_folder(name)
+        store.delete_folder(step.name)
 
     monkeypatch.setattr(format_steps, "_delete_mark", lambda *_: None)
-    monkeypatch.setattr(format_steps, "_delete_rest", last)
+    monkeypatch.setattr(format_steps, "_delete_saved", last)
     with pytest.raises(AssertionError, match="is committed and damaged"):
         kill_matrix(tmp_path)
 
