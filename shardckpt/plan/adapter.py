@@ -9,15 +9,14 @@ from math import sqrt
 from typing import Any
 
 from shardckpt.boxes import Shape
-from shardckpt.errors import FormatError, UnsafeError, UnsupportedError, UsageError
-from shardckpt.plan.module_patterns import ModulePattern
+from shardckpt.errors import FormatError, UnsupportedError, UsageError
+from shardckpt.plan.module_patterns import ModulePattern, Steps
 
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(
     r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(\.(?P<adapter>(?!weight$)[^.]+))?(\.weight)?"
 )
 _OTHERS = re.compile(r"\.(modules_to_save|original_module|base_layer)(\.default)?(?=\.)")
-_FREE_TRIALS = 500_000
 _LARGEST_ALPHA = 1e30
 _REFUSED = {
     "use_dora": "DoRA, which scales what it adds by the norm of the result",
@@ -168,19 +167,23 @@ class _Settings:
 
     Args:
         config: The adapter's `adapter_config.json`.
-        characters: Those of all names of the adapter: with them grows how often patterns are tried.
+        characters: Those of all names of the adapter: with them grows what matching patterns may cost.
         where: The adapter, for messages.
 
     Raises:
         FormatError: A setting is none.
         UnsupportedError: A pattern is of a form that is not matched in linear time.
+        UnsafeError: The patterns cost more than any adapter of this size needs.
     """
 
     def __init__(self, config: Mapping[str, Any], characters: int, where: str) -> None:
         self.is_stabilised = bool(config.get("use_rslora"))
         self._where, self._config = where, config
-        self._ranks, self._alphas = self._patterns("rank_pattern"), self._patterns("alpha_pattern")
-        self._trials = _FREE_TRIALS + characters
+        ranks, alphas = self._numbers_by_pattern("rank_pattern"), self._numbers_by_pattern("alpha_pattern")
+        characters += sum(len(pattern) for pattern in (*ranks, *alphas) if isinstance(pattern, str))
+        steps = Steps(characters, where)
+        self._ranks = self._patterns("rank_pattern", ranks, steps)
+        self._alphas = self._patterns("alpha_pattern", alphas, steps)
 
     def rank(self, module: str) -> int:
         """Return the rank of a module's factors."""
@@ -196,24 +199,21 @@ class _Settings:
             raise FormatError("lora_alpha is not a finite number", where=self._where, found=alpha)
         return float(alpha)
 
-    def _patterns(self, key: str) -> list[tuple[ModulePattern, object]]:
-        told = self._config.get(key) or {}
-        if not isinstance(told, dict):
-            raise FormatError(f"{key} does not map patterns to numbers", where=self._where, found=told)
-        return [(ModulePattern(pattern, f"{self._where}: {key}"), value) for pattern, value in told.items()]
+    def _numbers_by_pattern(self, key: str) -> Mapping[object, object]:
+        """Return the numbers of patterns that the adapter has under a key."""
+        numbers = self._config.get(key) or {}
+        if not isinstance(numbers, dict):
+            raise FormatError(f"{key} does not map patterns to numbers", where=self._where, found=numbers)
+        return numbers
+
+    def _patterns(self, key: str, numbers: Mapping[object, object], steps: Steps) -> list[tuple[ModulePattern, object]]:
+        where = f"{self._where}: {key}"
+        return [(ModulePattern(pattern, where, steps), value) for pattern, value in numbers.items()]
 
     def _found(self, patterns: list[tuple[ModulePattern, object]], default: str, module: str) -> Any:
         """Return a module's own setting, or the one of all."""
         name = module.removeprefix(_PREFIX)
         for pattern, value in patterns:
-            self._trials -= 1
-            if self._trials < 0:
-                raise UnsafeError(
-                    "the adapter has more patterns and modules than any",
-                    where=self._where,
-                    found=f"{len(patterns)} patterns",
-                    fix="They would take hours; do not trust where it came from.",
-                )
             if pattern.fits(name):
                 return value
         return self._config.get(default)

@@ -2,38 +2,87 @@ r"""Patterns for names of modules that a file brings along, matched in linear ti
 
 `re` takes exponential time for some patterns, and these come from strangers. Known here are characters, `.`, classes
 such as `[0-9]`, `\d`, `\w` and escaped characters, each with or without `*`, `+` or `?`, and alternatives in groups
-that nothing repeats, such as `layers\.(0|1)\.mlp`. A match keeps the set of places in the pattern as bits of a number.
+that nothing repeats, such as `layers\.(0|1)\.mlp`. A name is compared with a pattern without any of these part by part.
+Others become an automaton whose states are made when a name first needs them. `Steps` bounds the work of all patterns.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from shardckpt.errors import FormatError, UnsupportedError
+from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
 
 _LONGEST = 1000
-_MOST_ALTERNATIVES = 64
-_ESCAPES = {"d": r"\d", "w": r"\w", "s": r"\s", "D": r"\D", "W": r"\W", "S": r"\S"}
+_DEEPEST = 64
+_ESCAPES = {letter: re.compile(rf"\{letter}") for letter in "dwsDWS"}
 _REPEATS = "*+?"
+_PLAIN = re.compile(r"(?:[^\\^$*+?{}\[\]|()\n]|\\[^\w\n])*", re.ASCII)
+_PLAIN_PART = re.compile(r"\\(.)|\.")
+_TAIL = re.compile(r"\w*\Z", re.ASCII)
+
+_FREE_STEPS = 3_000_000
+_STEPS_PER_CHARACTER = 2
+_PATTERN_STEPS, _PART_STEPS, _NODE_STEPS, _CLASS_STEPS = 60, 2, 25, 1200
+_STATE_STEPS, _ARC_STEPS = 120, 25
+"""What a pattern and its parts cost: a step is a quarter of a microsecond, or four bytes that stay."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class Steps:
+    """Counts what matching may still cost, in proportion to the names and the patterns.
+
+    Args:
+        characters: Those of all names and of all patterns.
+        where: The file that has the patterns, for messages.
+    """
+
+    __slots__ = ("_left", "_where")
+
+    def __init__(self, characters: int, where: str) -> None:
+        self._left = _FREE_STEPS + _STEPS_PER_CHARACTER * characters
+        self._where = where
+
+    def spend(self, count: int) -> None:
+        """Count steps.
+
+        Raises:
+            UnsafeError: They are more than such names and patterns need.
+        """
+        self._left -= count
+        if self._left < 0:
+            raise UnsafeError(
+                "matching the patterns of the adapter would cost more than any adapter of its size needs",
+                where=self._where,
+                fix="They look made to take hours; do not trust where they came from.",
+            )
+
+
+class _Place(NamedTuple):
     """One place of a pattern.
 
     Attributes:
-        kind: A regular expression for one character.
+        test: What fits: this character, what this expression matches, or anything but the end of a line where None.
         repeats: Whether several may follow each other.
         is_optional: Whether there may be none.
     """
 
-    kind: re.Pattern[str]
+    test: str | re.Pattern[str] | None
     repeats: bool = False
     is_optional: bool = False
 
+    def fits(self, character: str) -> bool:
+        if self.test is None:
+            return character != "\n"
+        return self.test == character if isinstance(self.test, str) else self.test.match(character) is not None
 
-_Sequence = tuple[_Place, ...]
+
+class _Branch(NamedTuple):
+    """Where a match goes on without a character: places behind it, all of them at once."""
+
+    targets: tuple[int, ...]
+
+
+_Nodes = list[_Place | _Branch]
 
 
 class ModulePattern:
@@ -42,121 +91,185 @@ class ModulePattern:
     Args:
         text: The pattern, as peft writes it.
         where: The file, for messages.
+        steps: What matching may cost.
 
     Raises:
         FormatError: It is no regular expression.
         UnsupportedError: It is one of a form that is not matched in linear time here.
+        UnsafeError: There are more or larger patterns than `steps` allows.
     """
 
-    def __init__(self, text: object, where: str) -> None:
+    __slots__ = ("_automaton", "_parts", "_steps", "_tail")
+
+    def __init__(self, text: object, where: str, steps: Steps) -> None:
         if not isinstance(text, str):
             raise FormatError("a pattern of modules is not text", where=where, found=text)
         if len(text) > _LONGEST:
             raise UnsupportedError(
                 "a pattern of modules is too long", where=where, found=f"{len(text)} characters", expected=_LONGEST
             )
-        found = _Parser(text.removeprefix("^").removesuffix("$"), text, where).parse()
-        self._sequences = [_Matcher(sequence) for sequence in found]
+        steps.spend(_PATTERN_STEPS)
+        self._steps = steps
+        self._automaton: _Automaton | None = None
+        self._parts = ""
+        inner = text.removeprefix("^").removesuffix("$")
+        if _PLAIN.fullmatch(inner):
+            self._parts = _PLAIN_PART.sub(lambda found: found[1] or "\n", inner)  # "\n" stands for any character
+            self._tail = self._parts.rpartition("\n")[2]
+            return
+        self._tail = _literal_tail(inner)
+        self._automaton = _Automaton(_Parser(inner, text, where, steps).parse(), steps)
 
     def fits(self, name: str) -> bool:
         """Tell whether the end of a name is as the pattern says."""
-        return any(sequence.fits(name) for sequence in self._sequences)
+        self._steps.spend(1)
+        if not name.endswith(self._tail):
+            return False
+        return self._automaton.fits(name) if self._automaton is not None else self._fits_parts(name)
+
+    def _fits_parts(self, name: str) -> bool:
+        """Compare the parts between dots, each of which stands for any character, with the end of a name."""
+        at = len(name) - len(self._parts)
+        if at < 0 or (at and name[at - 1] != "."):
+            return False
+        for part in self._parts.split("\n"):
+            self._steps.spend(_PART_STEPS)
+            if not name.startswith(part, at) or name[at + len(part) : at + len(part) + 1] == "\n":
+                return False
+            at += len(part) + 1
+        return True
 
 
-class _Matcher:
-    def __init__(self, places: _Sequence) -> None:
-        self._places = places
-        self._repeating = sum(1 << i for i, place in enumerate(places) if place.repeats)
-        self._optional = sum(1 << i for i, place in enumerate(places) if place.is_optional)
-        self._masks: dict[str, int] = {}
+def _literal_tail(text: str) -> str:
+    """Return characters that a fitting name ends with; nothing where that depends on the name."""
+    found = _TAIL.search(text)
+    assert found is not None
+    is_escaped = text.endswith("\\", 0, found.start())
+    return "" if "|" in text else found[0][1:] if is_escaped else found[0]
+
+
+class _Automaton:
+    """Matches a pattern one character at a time; its states are the sets of nodes that a match may be at.
+
+    Args:
+        nodes: The pattern: each goes on at the next one, and branches go forward.
+        steps: What matching may cost; each new state is counted.
+    """
+
+    def __init__(self, nodes: _Nodes, steps: Steps) -> None:
+        self._nodes, self._steps = nodes, steps
+        self._numbers: dict[frozenset[int], int] = {}
+        self._states: list[frozenset[int]] = []
+        self._arcs: list[dict[str, int]] = []
+        self._start = self._number(self._closure([0]))
 
     def fits(self, name: str) -> bool:
-        if not self._repeating | self._optional:  # of one length, so that only one place is a start
-            start = len(name) - len(self._places)
-            if start < 0 or (start and name[start - 1] != "."):
-                return False
-            return all(place.kind.match(c) for place, c in zip(self._places, name[start:], strict=True))
-        waiting = 0  # the places that the next character may be at
-        before = "."
+        self._steps.spend(len(name) // 4 + 1)
+        state = self._start
         for character in name:
-            if before == ".":
-                waiting |= 1
-            waiting = self._skipped(waiting)
-            at = waiting & self._mask(character)
-            waiting = (at << 1) | (at & self._repeating)
-            before = character
-        return bool(self._skipped(waiting | (1 if before == "." else 0)) >> len(self._places) & 1)
+            following = self._arcs[state].get(character)
+            state = self._add_arc(state, character) if following is None else following
+        return len(self._nodes) in self._states[state]
 
-    def _skipped(self, waiting: int) -> int:
-        """Return places with those behind optional ones."""
-        more = waiting & self._optional
-        while more:
-            waiting |= more << 1
-            more = (more << 1) & self._optional
-        return waiting
+    def _add_arc(self, state: int, character: str) -> int:
+        """Find the state behind a character."""
+        starts = [0] if character == "." else []
+        for at in self._states[state]:
+            node = self._nodes[at] if at < len(self._nodes) else None
+            if isinstance(node, _Place) and node.fits(character):
+                starts += [at, at + 1] if node.repeats else [at + 1]
+        self._steps.spend(_ARC_STEPS + len(self._states[state]))
+        following = self._number(self._closure(starts))
+        self._arcs[state][character] = following
+        return following
 
-    def _mask(self, character: str) -> int:
-        """Return the places that a character fits."""
-        mask = self._masks.get(character)
-        if mask is None:
-            mask = sum(1 << i for i, place in enumerate(self._places) if place.kind.match(character))
-            self._masks[character] = mask
-        return mask
+    def _number(self, nodes: frozenset[int]) -> int:
+        """Return the number of a state; make it if it is new."""
+        number = self._numbers.get(nodes)
+        if number is None:
+            self._steps.spend(_STATE_STEPS + 16 * len(nodes))
+            number = self._numbers[nodes] = len(self._states)
+            self._states.append(nodes)
+            self._arcs.append({})
+        return number
+
+    def _closure(self, starts: list[int]) -> frozenset[int]:
+        """Return nodes with all that is reached from them without a character."""
+        reached: set[int] = set()
+        while starts:
+            at = starts.pop()
+            if at in reached:
+                continue
+            reached.add(at)
+            node = self._nodes[at] if at < len(self._nodes) else None
+            if isinstance(node, _Branch):
+                starts += node.targets
+            elif node is not None and node.is_optional:
+                starts.append(at + 1)
+        self._steps.spend(len(reached))
+        return frozenset(reached)
 
 
 class _Parser:
-    """Takes a pattern apart into sequences without alternatives.
+    """Takes a pattern apart into nodes.
 
     Args:
         text: What is left of the pattern without its anchors.
         whole: The pattern, for messages.
         where: The file, for messages.
+        steps: What matching may cost.
     """
 
-    def __init__(self, text: str, whole: str, where: str) -> None:
-        self._text, self._whole, self._where = text, whole, where
+    def __init__(self, text: str, whole: str, where: str, steps: Steps) -> None:
+        self._text, self._whole, self._where, self._steps = text, whole, where, steps
+        self._nodes: _Nodes = []
         self._at = 0
 
-    def parse(self) -> list[_Sequence]:
-        found = self._alternatives(0)
+    def parse(self) -> _Nodes:
+        self._steps.spend(_NODE_STEPS * len(self._text))
+        self._parse_alternatives(0)
         if self._at < len(self._text):
             raise self._malformed()
-        return found
+        return self._nodes
 
-    def _alternatives(self, depth: int) -> list[_Sequence]:
-        if depth > _MOST_ALTERNATIVES:
+    def _parse_alternatives(self, depth: int) -> None:
+        if depth > _DEEPEST:
             raise self._refused()
-        found = self._concatenated(depth)
+        nodes = self._nodes
+        split, ends = len(nodes), []
+        nodes.append(_Branch(()))
+        targets = [len(nodes)]
+        self._parse_sequence(depth)
         while self._peek() == "|":
             self._at += 1
-            found += self._concatenated(depth)
-            if len(found) > _MOST_ALTERNATIVES:
-                raise self._refused()
-        return found
+            ends.append(len(nodes))
+            nodes.append(_Branch(()))
+            targets.append(len(nodes))
+            self._parse_sequence(depth)
+        nodes[split] = _Branch(tuple(targets))
+        for end in ends:
+            nodes[end] = _Branch((len(nodes),))
 
-    def _concatenated(self, depth: int) -> list[_Sequence]:
-        found: list[_Sequence] = [()]
+    def _parse_sequence(self, depth: int) -> None:
         while self._peek() not in ("", "|", ")"):
-            parts = self._group(depth) if self._peek() == "(" else [(self._place(),)]
-            if len(found) * len(parts) > _MOST_ALTERNATIVES:
-                raise self._refused()
-            found = [(*head, *tail) for head in found for tail in parts]
-        return found
+            if self._peek() == "(":
+                self._parse_group(depth)
+            else:
+                self._nodes.append(self._place())
 
-    def _group(self, depth: int) -> list[_Sequence]:
+    def _parse_group(self, depth: int) -> None:
         self._at += 3 if self._text.startswith("(?:", self._at) else 1
         if self._peek() in ("?", *_REPEATS):
             raise self._refused()
-        found = self._alternatives(depth + 1)
+        self._parse_alternatives(depth + 1)
         if self._peek() != ")":
             raise self._malformed()
         self._at += 1
         if self._peek() in (*_REPEATS, "{") and self._peek():
             raise self._refused()
-        return found
 
     def _place(self) -> _Place:
-        source = self._one()
+        test = self._one()
         repeat = self._peek()
         if repeat == "{":
             raise self._refused()
@@ -166,23 +279,14 @@ class _Parser:
                 raise self._refused()
         else:
             repeat = ""
-        try:
-            return _Place(re.compile(source), repeat in ("*", "+"), repeat in ("*", "?"))
-        except re.error:
-            raise self._malformed() from None
+        return _Place(test, repeat in ("*", "+"), repeat in ("*", "?"))
 
-    def _one(self) -> str:
-        """Return the regular expression of the one character that follows."""
+    def _one(self) -> str | re.Pattern[str] | None:
+        """Return what the one character that follows has to be."""
         character = self._peek()
         self._at += 1
         if character == "[":
-            end = self._text.find("]", self._at + (2 if self._text.startswith("^", self._at) else 1))
-            if end < 0:
-                raise self._malformed()
-            source, self._at = self._text[self._at - 1 : end + 1], end + 1
-            if "[" in source[1:] or "\\" in source:
-                raise self._refused()
-            return source
+            return self._character_class()
         if character == "\\":
             escaped = self._peek()
             self._at += 1
@@ -190,12 +294,25 @@ class _Parser:
                 return _ESCAPES[escaped]
             if not escaped or escaped.isalnum():
                 raise self._refused() if escaped else self._malformed()
-            return re.escape(escaped)
+            return escaped
         if character in _REPEATS:
             raise self._malformed()
         if character in ("^", "$"):
             raise self._refused()
-        return "." if character == "." else re.escape(character)
+        return None if character == "." else character
+
+    def _character_class(self) -> re.Pattern[str]:
+        end = self._text.find("]", self._at + (2 if self._text.startswith("^", self._at) else 1))
+        if end < 0:
+            raise self._malformed()
+        source, self._at = self._text[self._at - 1 : end + 1], end + 1
+        if "[" in source[1:] or "\\" in source:
+            raise self._refused()
+        self._steps.spend(_CLASS_STEPS + 4 * len(source))
+        try:
+            return re.compile(source)
+        except re.error:
+            raise self._malformed() from None
 
     def _peek(self) -> str:
         return self._text[self._at : self._at + 1]

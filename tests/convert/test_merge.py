@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from math import sqrt
 from pathlib import Path
@@ -14,7 +15,7 @@ from cases import same_bits
 from safetensors.torch import load_file, save_file
 
 import shardckpt
-from shardckpt.errors import FormatError, ShardckptError, UnsupportedError, UsageError
+from shardckpt.errors import FormatError, ShardckptError, UnsafeError, UnsupportedError, UsageError
 from shardckpt.plan import adapter as plans
 
 PREFIX = "base_model.model."
@@ -215,6 +216,17 @@ def test_a_pattern_is_the_end_of_a_modules_name(pattern: str, module: str, fits:
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "rank_pattern": {pattern: 4}}
     [found] = plans.plan_merge(config, shapes, {f"{module}.weight": (5, 3)}, "x").added
     assert found.scale == (0.5 if fits else 1.0)
+
+
+def test_patterns_of_very_many_alternatives_are_refused_in_time() -> None:
+    names = [f"model.layers.{i}.self_attn.{kind}_proj" for i in range(8) for kind in "qkvo"]
+    shapes = {f"{PREFIX}{name}.lora_{side}.weight": (2, 2) for name in names for side in "AB"}
+    patterns = {f"{'(.|x)' * 6}.*z{i}": 2 for i in range(1000)}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "rank_pattern": patterns}
+    started = time.process_time()
+    with pytest.raises(UnsafeError, match="patterns of the adapter"):
+        plans.plan_merge(config, shapes, {f"{name}.weight": (2, 2) for name in names}, "x")
+    assert time.process_time() - started < 2
 
 
 def _peft(folder: Path, change: Callable[[Any], None]) -> Path:
