@@ -8,7 +8,7 @@ from typing import Any
 
 from shardckpt.checkpoint.capture import ArrayAt, Captured, encoded
 from shardckpt.checkpoint.draft import Plan
-from shardckpt.checkpoint.report import Report
+from shardckpt.checkpoint.report import Report, sort_keys
 from shardckpt.errors import UsageError
 from shardckpt.format.native_manifest import Contents
 from shardckpt.format.native_payload import canonical
@@ -76,7 +76,7 @@ def _loose(reports: Iterable[Report]) -> dict[Path, Any]:
     told: dict[Path, tuple[int, bytes]] = {}
     for rank, report in enumerate(reports):
         for path, each in report.loose.items():
-            data = canonical([each.json, [list(p) for p in each.arrays]])
+            data = canonical([sort_keys(each.json), [list(p) for p in each.arrays]])
             first, known = told.setdefault(path, (rank, data))
             if known != data:
                 raise UsageError(

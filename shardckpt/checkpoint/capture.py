@@ -223,6 +223,12 @@ class _Capture:
         if kind is list or kind is tuple:
             self._check_depth(path)
             return kind(self._visit(each, (*path, at)) for at, each in enumerate(value))
+        if self._is_own and isinstance(value, (nn.Module, torch.optim.Optimizer, Variant, PerRank)):
+            raise UnsupportedError(
+                f"an object of the class {type(value).__name__} cannot be inside PerRank with other things",
+                where=dotted(path),
+                fix="Wrap it alone: PerRank(it); or wrap its `state_dict()`.",
+            )
         if isinstance(value, nn.Module):
             return self._module(value, path)
         if isinstance(value, Variant):

@@ -509,7 +509,8 @@ def _unequal(plan: Plan, digests: Sequence[Mapping[str, str]]) -> bool:
 
 
 def _raise_values(told: list[bytes]) -> list[bytes]:
-    raise differing([json.loads(each) for each in told])
+    values, containers = zip(*map(json.loads, told), strict=True)
+    raise differing(values, containers)
 
 
 def _raise_replicas(told: list[bytes]) -> list[bytes]:

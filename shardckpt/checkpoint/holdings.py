@@ -29,22 +29,29 @@ class Stateful(Protocol):
 
 
 class PerRank:
-    """Marks an object of which every rank has its own: each saves its state, and gets its own back.
+    """Marks a value or an object of which every rank has its own: each saves its own, and gets it back.
+
+    A load fills `held` in place as far as what was saved fits: tensors and arrays of the saved shape and type, the
+    entries of dicts and lists. Anything else is replaced, so that `held` is what was saved.
 
     Args:
-        held: An object with `state_dict` and `load_state_dict`.
+        held: An object with `state_dict` and `load_state_dict`, a tensor, an array, a plain value, or dicts and lists
+            of them.
+
+    Attributes:
+        held: As given; after a load, this rank's own.
     """
 
-    def __init__(self, held: Stateful) -> None:
+    def __init__(self, held: Any) -> None:
         self.held = held
 
     def state_dict(self) -> Any:
         """Return this rank's state."""
-        return self.held.state_dict()
+        return self.held.state_dict() if _takes_state(self.held) else self.held
 
     def load_state_dict(self, state: Any) -> None:
         """Take this rank's state back."""
-        self.held.load_state_dict(state)
+        self.held = _given_back(self.held, state)
 
     def load_other_world(self, states: list[Any], rank: int, world: int) -> bool:
         """Take what another number of ranks saved, if there is a rule for that.
@@ -59,6 +66,35 @@ class PerRank:
         """
         del states, rank, world
         return False
+
+
+def _takes_state(held: object) -> bool:
+    return isinstance(held, Stateful) and not isinstance(held, type)
+
+
+def _given_back(held: Any, saved: Any) -> Any:
+    """Return what was saved, in the memory and the containers that are there as far as it fits them."""
+    if _takes_state(held):
+        held.load_state_dict(saved)
+    elif isinstance(held, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if held.shape != saved.shape or held.dtype != saved.dtype:
+            return saved.to(held.device)
+        with torch.no_grad():
+            held.copy_(saved)
+    elif type(held) is np.ndarray and isinstance(saved, np.ndarray):
+        if held.shape != saved.shape or held.dtype != saved.dtype or not held.flags.writeable:
+            return saved
+        held[...] = saved
+    elif isinstance(held, dict) and isinstance(saved, dict):
+        given = {key: _given_back(held.get(key), each) for key, each in saved.items()}
+        held.clear()
+        held.update(given)
+    elif type(held) is list and type(saved) is list:
+        rest = [None] * (len(saved) - len(held))
+        held[:] = [_given_back(own, each) for own, each in zip((*held, *rest), saved, strict=False)]
+    else:
+        return saved
+    return held
 
 
 def is_optimizer(value: object) -> bool:

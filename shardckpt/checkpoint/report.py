@@ -132,14 +132,34 @@ def values_digest(captured: Captured) -> str:
 
 
 def _digest(content: object) -> str:
-    return hashlib.blake2b(canonical(content), digest_size=16).hexdigest()
+    return hashlib.blake2b(canonical(sort_keys(content)), digest_size=16).hexdigest()
+
+
+def sort_keys(content: Any) -> Any:
+    """Return tagged JSON with dicts and sets in one order: equal ones are in different orders on different ranks.
+
+    Args:
+        content: As `encoded` returned it.
+    """
+    if type(content) is list:
+        return [sort_keys(each) for each in content]
+    if type(content) is not dict:
+        return content
+    if len(content) == 1:
+        ((key, value),) = content.items()
+        if key in ("$dict", "$ordered"):
+            return {key: sorted(([each, sort_keys(its)] for each, its in value), key=lambda pair: canonical(pair[0]))}
+        if key in ("$set", "$frozenset"):
+            return {key: sorted(map(sort_keys, value), key=canonical)}
+    return {key: sort_keys(content[key]) for key in sorted(content)}
 
 
 def value_digests(captured: Captured) -> bytes:
-    """Return what tells each plain value from another, by its dotted path, for finding the one that differs."""
-    found: dict[str, Told] = {}
-    _collect(captured.nest, (), found)
-    return json.dumps(found).encode()
+    """Return what tells each plain value, and each container, from another, for finding the one that differs."""
+    values: dict[str, Told] = {}
+    containers: dict[str, Told] = {}
+    _collect(captured.nest, (), values, containers)
+    return json.dumps([values, containers]).encode()
 
 
 Told = tuple[str, str, str]
@@ -149,36 +169,47 @@ _TEXT_CHARACTERS = 1 << 16
 """Of a value's text that is sent where ranks differ; what differs behind that is told without its place."""
 
 
-def _collect(nest: Any, path: Path, found: dict[str, Told]) -> None:
+def _collect(nest: Any, path: Path, values: dict[str, Told], containers: dict[str, Told]) -> None:
     if isinstance(nest, dict) and nest:
+        keys = ", ".join(sorted(map(repr, nest)))
+        containers[dotted(path)] = _digest([type(nest).__name__, keys]), type(nest).__name__, keys[:_KEYS_CHARACTERS]
         for key, value in nest.items():
-            _collect(value, (*path, tagged.path_key(key)), found)
+            _collect(value, (*path, tagged.path_key(key)), values, containers)
     elif type(nest) in (list, tuple) and nest:
+        containers[dotted(path)] = _digest([type(nest).__name__]), type(nest).__name__, ""
         for at, value in enumerate(nest):
-            _collect(value, (*path, at), found)
+            _collect(value, (*path, at), values, containers)
     else:
         digest = _digest(encoded(nest, lambda _: 0, path))
         kind = "tensor" if isinstance(nest, ArrayAt) else type(nest).__name__
         text = nest if isinstance(nest, str) else repr(nest) if isinstance(nest, _SHOWN_TYPES) else ""
-        found[dotted(path)] = digest, kind, text[:_TEXT_CHARACTERS]
+        values[dotted(path)] = digest, kind, text[:_TEXT_CHARACTERS]
 
 
+_KEYS_CHARACTERS = 200
 _SHOWN_TYPES = (bool, int, float)
 
 
-def differing(told: Sequence[Mapping[str, Sequence[str]]]) -> UsageError:
+def differing(
+    values: Sequence[Mapping[str, Sequence[str]]], containers: Sequence[Mapping[str, Sequence[str]]] = ()
+) -> UsageError:
     """Return the error for values that claim to be the same on every rank and are not.
 
     Args:
-        told: For each rank that has a say, names to what tells the values apart.
+        values: For each rank that has a say, names to what tells the values apart.
+        containers: The same of what they are in: where all values are alike, these differ.
     """
-    names = dict.fromkeys(name for each in told for name in each)
-    wrong = [text for name in names if (text := _difference(name, [each.get(name) for each in told]))]
+    wrong = _differences(values) or _differences(containers) or ["what the ranks hold is put together in other ways"]
     more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     return UsageError(
         "; ".join(wrong[:SHOWN]) + more,
         fix="To keep rank 0's, broadcast it; to keep each rank's own, use shardckpt.PerRank.",
     )
+
+
+def _differences(told: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
+    names = dict.fromkeys(name for each in told for name in each)
+    return [text for name in names if (text := _difference(name, [each.get(name) for each in told]))]
 
 
 def _difference(name: str, told: Sequence[Sequence[str] | None]) -> str:
@@ -187,6 +218,7 @@ def _difference(name: str, told: Sequence[Sequence[str] | None]) -> str:
     if odd is None:
         return ""
     one, other = told[0], told[odd]
+    name = name or "the state"
     if one is None or other is None:
         has, lacks = (odd, 0) if one is None else (0, odd)
         return f"`{name}` is in the state of rank {has} and not in that of rank {lacks}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,10 @@ def test_what_differs_is_named_with_its_place_and_both_ways_out(tmp_path: Path) 
         "`seed` is in the state of rank 1 and not in that of rank 0": ({"a": 1}, {"a": 1, "seed": 2}),
         "`size` (Size) differs between rank 0 and rank 1": ({"size": torch.Size([1])}, {"size": torch.Size([2])}),
         "`w` (tensor) differs between rank 0 and rank 1. To keep": ({"w": torch.ones(2)}, {"w": torch.zeros(2)}),
+        "`d` is dict on rank 0 and OrderedDict on rank 1": ({"d": {"a": 1}}, {"d": OrderedDict(a=1)}),
+        "`t` is tuple on rank 0 and list on rank 1": ({"t": (1, 2)}, {"t": [1, 2]}),
+        "`k` (dict) differs between rank 0 (1) and rank 1 ('1')": ({"k": {1: 5}}, {"k": {"1": 5}}),
+        "`the state` (dict) differs between rank 0 ('a') and rank 1 ('a.b')": ({"a": {"b": 5}}, {"a.b": 5}),
         "To keep each rank's own, wrap it in shardckpt.PerRank. If it is a part of a sharded module, pass": (
             {"w": torch.ones(2)},
             {"w": torch.ones(3)},
@@ -47,6 +52,30 @@ def test_what_differs_is_named_with_its_place_and_both_ways_out(tmp_path: Path) 
         return [told for wanted, told in zip(cases, found, strict=True) if wanted not in told]
 
     assert run(2, body) == [[], []]
+
+
+def test_equal_values_in_another_order_are_saved_in_the_order_of_the_first_rank(tmp_path: Path) -> None:
+    def body(rank: int, world: int) -> None:
+        order = (lambda pairs: pairs) if rank == 0 else (lambda pairs: pairs[::-1])
+        rows = order([("loss", 0.5), ("x", torch.ones(2)), (3, "three"), ("acc", torch.zeros(1))])
+        names = {f"{n}" for n in order(list(range(0, 800, 8)))}
+        state = {
+            "plain": {str(key): value for key, value in rows},
+            "keyed": dict(rows),
+            "ordered": OrderedDict(rows),
+            "names": names,
+        }
+        shardckpt.save(dict(order(list(state.items()))), tmp_path / "c")
+
+    run(2, body)
+    found = shardckpt.load(tmp_path / "c")
+    assert list(found["keyed"]) == list(found["ordered"]) == ["loss", "x", 3, "acc"]
+    assert torch.equal(found["plain"]["x"], torch.ones(2)) and len(found["names"]) == 100
+
+
+def test_no_way_to_differ_has_an_empty_message() -> None:
+    alike = {"v": ("0", "int", "1")}
+    assert str(differing([alike, alike])).startswith("what the ranks hold")
 
 
 def test_many_differences_are_counted() -> None:

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from harness import mark, outcomes, raised_everywhere, run, since
@@ -232,6 +233,39 @@ class TestTensors:
         with pytest.raises(shardckpt.MismatchError, match="loader, and there are more or fewer ranks") as caught:
             shardckpt.load(state, tmp_path / "c")
         assert state["n"] == 0 and "filled in part" not in str(caught.value)
+
+    def test_plain_values_that_are_marked_come_back_to_their_own_rank(self, tmp_path: Path) -> None:
+        def state(value: int, length: int) -> dict:
+            held = {
+                "int": value,
+                "dict": {"r": value, "log": [np.full(length, value)]},
+                "tensor": torch.full((length,), value),
+                "array": np.full(2, value),
+            }
+            return {name: shardckpt.PerRank(each) for name, each in held.items()}
+
+        def body(rank: int, world: int):
+            shardckpt.save(state(rank, rank + 1), tmp_path / "c")
+            into = state(9, 1)
+            held = {name: each.held for name, each in into.items()}
+            shardckpt.load(into, tmp_path / "c")
+            assert into["dict"].held is held["dict"] and into["array"].held is held["array"]
+            assert (into["tensor"].held is held["tensor"]) == (rank == 0), "filled in place where it fits"
+            found = {name: each.held for name, each in into.items()}
+            log = found["dict"]["log"][0].tolist()
+            return found["int"], found["dict"]["r"], log, found["tensor"].tolist(), found["array"].tolist()
+
+        assert run(2, body) == [(0, 0, [0], [0], [0, 0]), (1, 1, [1, 1], [1, 1], [1, 1])]
+        assert shardckpt.load(tmp_path / "c")["int"] == [0, 1]
+
+    def test_a_model_among_other_things_that_are_marked_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(shardckpt.errors.UnsupportedError, match=r"own\.0\.net: .*Linear.*PerRank\(it\)"):
+            shardckpt.save({"own": shardckpt.PerRank({"net": torch.nn.Linear(1, 1)})}, tmp_path / "c")
+        net = torch.nn.Linear(1, 1)
+        shardckpt.save({"own": shardckpt.PerRank(net)}, tmp_path / "c")
+        other = torch.nn.Linear(1, 1)
+        shardckpt.load({"own": shardckpt.PerRank(other)}, tmp_path / "c")
+        assert torch.equal(net.weight, other.weight)
 
     def test_random_numbers_go_on_on_each_rank_or_begin_anew_on_all(self, tmp_path: Path) -> None:
         def body(rank: int, world: int):
