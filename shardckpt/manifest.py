@@ -168,6 +168,9 @@ class Manifest:
         has_shapes: Whether global shapes are stored. Where not, they are the hulls of the boxes that are there, and
             nothing shows that the last rows of an array are gone.
         unread: Files and values beside that the reader passes over, a phrase each; `warnings` tell of them too.
+        keeps_order: Whether `tensors` are in the order of the state dict that was saved. Where not, such as sorted by
+            name, their order says nothing about an optimizer's ids.
+        by_order: Optimizers whose ids the reader itself named by the order of the model's state dict.
     """
 
     format: str
@@ -183,6 +186,8 @@ class Manifest:
     closed: Mapping[str, Exception] = field(default_factory=dict)
     variants: Mapping[str, tuple[Path, Path | None]] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    keeps_order: bool = False
+    by_order: frozenset[Path] = frozenset()
 
 
 def dotted(path: Path) -> str:

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Segments that torch.compile, FSDP1 and activation checkpointing put into names, at any depth."""
+
+
+GIVE_NAMES = (
+    "Give --param-names FILE: a JSON array of names, such as [n for n, _ in model.named_parameters()] if the"
+    " optimizer was built over model.parameters(), or an object from id to name."
+)
+"""What to do where nothing says which name an optimizer's id stands for."""
+
+BY_ORDER = (
+    "the optimizer's ids were taken in the order of the model's state dict, since shapes alone do not tell them apart:"
+    " where the optimizer was built in another order, give --param-names"
+)
+"""What to tell whoever gets names that the order of the model decided."""
 
 
 def unwrapped(name: str) -> str:
@@ -13,27 +28,78 @@ def unwrapped(name: str) -> str:
     return ".".join(s for s in name.split(".") if s not in WRAPPERS) or name
 
 
-def unique_match(wanted: Sequence[object], offered: Sequence[tuple[str, object]]) -> list[str] | None:
-    """Return the names that match what is wanted in order, if exactly one choice of names does; None fits anything.
-
-    Counts the ways from the back (dynamic programming), in `len(wanted) * len(offered)` steps.
+def match_by_kind(wanted: Sequence[object], offered: Sequence[tuple[str, object]]) -> list[str] | None:
+    """Return the names that match what is wanted, if only one choice does whatever the order; None fits anything.
 
     Args:
         wanted: What is known of each number, such as a shape.
         offered: Names, and the same of each.
     """
-    rows, columns = len(wanted), len(offered)
-    ways = [[0] * (columns + 1) for _ in range(rows)] + [[1] * (columns + 1)]
-    for i in range(rows - 1, -1, -1):
-        for j in range(columns - 1, -1, -1):
-            fits = wanted[i] is None or wanted[i] == offered[j][1]
-            ways[i][j] = min(ways[i][j + 1] + (ways[i + 1][j + 1] if fits else 0), 2)
-    if ways[0][0] != 1:
+    asked = Counter(kind for kind in wanted if kind is not None)
+    held = Counter(kind for _, kind in offered)
+    unknown, unclaimed = len(wanted) - asked.total(), len(offered) - asked.total()
+    if any(count > 1 or held[kind] != 1 for kind, count in asked.items()) or unknown > 1:
         return None
-    match, j = [], 0
-    for i in range(rows):
-        while ways[i][j + 1] == 1:
-            j += 1
-        match.append(offered[j][0])
-        j += 1
+    if unknown == 1 and unclaimed != 1:
+        return None
+    names = {kind: name for name, kind in offered if kind in asked}
+    left = next((name for name, kind in offered if kind not in asked), "")
+    return [left if kind is None else names[kind] for kind in wanted]
+
+
+def match_in_order(groups: Sequence[Sequence[object]], offered: Sequence[tuple[str, object]]) -> list[list[str]] | None:
+    """Return the names that match each group in order, if only one choice does; None fits anything.
+
+    A group takes its names before the next one does. The choice is the only one if the leftmost and the rightmost one
+    are the same, so that two passes over a group decide.
+
+    Args:
+        groups: Of each group, what is known of each number, such as a shape.
+        offered: Names in order, and the same of each.
+    """
+    free: dict[object, list[int]] = {None: list(range(len(offered)))}
+    for position, (_, kind) in enumerate(offered):
+        free.setdefault(kind, []).append(position)
+    match: list[list[str]] = []
+    for wanted in groups:
+        chosen = _leftmost(wanted, free)
+        if chosen is None or chosen != _rightmost(wanted, free, len(offered)):
+            return None
+        for position in chosen:
+            for kind in (None, offered[position][1]):
+                positions = free[kind]
+                del positions[bisect_left(positions, position)]
+        match.append([offered[position][0] for position in chosen])
     return match
+
+
+def has_match(wanted: Sequence[object], offered: Sequence[tuple[str, object]]) -> bool:
+    """Tell whether any choice of names matches what is wanted, in whatever order; None fits anything."""
+    held = Counter(kind for _, kind in offered)
+    asked = Counter(kind for kind in wanted if kind is not None)
+    return len(wanted) <= len(offered) and all(count <= held[kind] for kind, count in asked.items())
+
+
+def _leftmost(wanted: Sequence[object], free: Mapping[object, Sequence[int]]) -> list[int] | None:
+    chosen: list[int] = []
+    last = -1
+    for kind in wanted:
+        positions = free.get(kind, ())
+        at = bisect_left(positions, last + 1)
+        if at == len(positions):
+            return None
+        last = positions[at]
+        chosen.append(last)
+    return chosen
+
+
+def _rightmost(wanted: Sequence[object], free: Mapping[object, Sequence[int]], following: int) -> list[int] | None:
+    chosen: list[int] = []
+    for kind in reversed(wanted):
+        positions = free.get(kind, ())
+        at = bisect_left(positions, following)
+        if at == 0:
+            return None
+        following = positions[at - 1]
+        chosen.append(following)
+    return chosen[::-1]

@@ -22,9 +22,7 @@ Weights = Annotated[str, typer.Option("--weights", help="live, or master, ema, a
 ModelKey = Annotated[str, typer.Option("--model-key", help="Where the model is, if not where the rules look.")]
 OptimKey = Annotated[str, typer.Option("--optim-key", help="Where the optimizer is: KEY, FILE or FILE:KEY.")]
 OptimKeys = Annotated[str, typer.Option("--optim-keys", help="Keys of the optimizer written: names, ids or flat.")]
-ParamNames = Annotated[
-    str, typer.Option("--param-names", help="JSON file: object from optimizer id to name, or array.")
-]
+ParamNames = Annotated[str, typer.Option("--param-names", help="JSON file: names by optimizer id, array or object.")]
 ShapesFrom = Annotated[str, typer.Option("--shapes-from", help="Checkpoint of the same model, for whole shapes.")]
 FlatShapesFrom = Annotated[
     str, typer.Option("--shapes-from", help="Checkpoint of the same model, for flat parameters of FSDP1.")

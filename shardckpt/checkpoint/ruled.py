@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from shardckpt.format.hf_files import read_json
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
+from shardckpt.parameter_names import BY_ORDER
 from shardckpt.plan import optimizer
 from shardckpt.plan.coverage import require_complete
 from shardckpt.plan.model_names import Named, name_model
@@ -113,6 +115,8 @@ def _state(reader: Reader, manifest: Manifest, root: Path, model: Named) -> opti
     }
     shapes = {name: entry.shape for name, entry in model.tensors.items()}
     state = optimizer.by_name(optimizer.below(manifest, root, values), shapes, clean=model.clean)
+    if state.is_by_order:
+        warnings.warn(f"{dotted(root)}: {BY_ORDER} to `shardckpt convert`, and load that", stacklevel=2)
     located = _located(reader, manifest, list(state.tensors.values()))
     return replace(state, tensors=dict(zip(state.tensors, located, strict=True)))
 

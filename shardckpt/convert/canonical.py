@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Literal
 
 from shardckpt.convert.aligned_groups import Groups, groups_of
 from shardckpt.convert.options import Part
@@ -23,6 +24,29 @@ _KNOWN = ("state", "param_groups", "units", "originals")
 """What `by_name` takes of an optimizer, or what only says how its files are laid out."""
 
 
+Naming = Literal["names", "order", "ids"]
+"""`names` of the parameters, names that a reader took in the `order` of the model, or an optimizer's own `ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """How one optimizer's parameters are called.
+
+    Attributes:
+        root: Dotted path of the optimizer.
+        naming: What its parameters are called by.
+        has_ids: Whether it is stored by ids.
+        tensors: Names of its tensors.
+        values: Paths of its values.
+    """
+
+    root: str
+    naming: Naming
+    has_ids: bool
+    tensors: frozenset[str]
+    values: frozenset[Path]
+
+
 @dataclass(slots=True)
 class Canonical:
     """What a checkpoint holds of the part that was asked for.
@@ -34,6 +58,7 @@ class Canonical:
         groups: What stands in front of an optimizer's names, to its groups; empty for the only optimizer.
         refused: Name to the reason why what lies there cannot be read.
         sources: Dotted path of a value to where it lies, for those that were read from a file.
+        optimizers: What stands in front of an optimizer's names, to what they are.
         left_out: Dotted paths of what was not asked for.
         warnings: What is odd, one sentence each.
     """
@@ -43,28 +68,30 @@ class Canonical:
     groups: dict[str, Groups] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     sources: dict[str, ObjectEntry] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     warnings: list[str] = field(default_factory=list)
 
 
-def read_canonical(reader: Reader, part: Part, rules: Sequence[Rule] = ()) -> Canonical:
+def read_canonical(reader: Reader, part: Part, rules: Sequence[Rule] = (), *, by_ids: bool = False) -> Canonical:
     """Return what a checkpoint holds, under one name each that does not depend on its format.
 
     Args:
         reader: The open checkpoint.
         part: Which part; `all` is the whole checkpoint.
         rules: Make other names and shapes of the model's, and of its optimizers'.
+        by_ids: Call the parameters of optimizers that are stored by ids by those, even where names are known.
 
     Raises:
         CheckpointError: Optimizer values cannot be read.
         StorageError: The store failed.
     """
-    return _Naming(reader, rules).run(part)
+    return _Naming(reader, rules, by_ids=by_ids).run(part)
 
 
 class _Naming:
-    def __init__(self, reader: Reader, rules: Sequence[Rule]) -> None:
-        self._reader, self._rules = reader, rules
+    def __init__(self, reader: Reader, rules: Sequence[Rule], *, by_ids: bool) -> None:
+        self._reader, self._rules, self._by_ids = reader, rules, by_ids
         self._manifest: Manifest = split_flat_names(reader.manifest)
         self._found: Parts = find_parts(self._manifest)
         self._model: Named = name_model(self._manifest, self._found)
@@ -102,34 +129,40 @@ class _Naming:
 
     def _add_optimizer(self, root: Path) -> None:
         raw = optimizer.below(self._manifest, root, load_values(self._reader, self._manifest, root))
-        state = self._by_name(raw, root)
         prefix = "" if len(self._found.optimizers) == 1 else f"{dotted(root)}:"
-        made = self._made
-        if state is None:
-            made.tensors.update({dotted((*root, *path)): entry for path, entry in raw.tensors.items()})
-            made.values.update({(*root, *path): value for path, value in raw.values.items()})
-            return
-        made.tensors.update({f"{prefix}{key}": entry for key, entry in state.tensors.items()})
+        state, naming = self._named(raw, root)
+        tensors = {f"{prefix}{key}": entry for key, entry in state.tensors.items()}
+        values: dict[Path, object] = {}
         for name, slots in state.scalars.items():
-            made.values.update({(f"{prefix}{name}/{slot}",): value for slot, value in slots.items()})
-        made.values.update({(*root, *path): v for path, v in raw.values.items() if not _is_known(path)})
+            values.update({(f"{prefix}{name}/{slot}",): value for slot, value in slots.items()})
+        values.update({(*root, *path): v for path, v in raw.values.items() if not _is_known(path)})
+        made = self._made
+        made.tensors.update(tensors)
+        made.values.update(values)
         if state.groups:
             made.groups[prefix] = groups_of(state.groups, are_stored=state.has_groups)
+        made.optimizers[prefix] = Optimizer(
+            dotted(root), naming, optimizer.has_ids(raw), frozenset(tensors), frozenset(values)
+        )
 
-    def _by_name(self, raw: RawOptim, root: Path) -> OptimState | None:
-        """Return an optimizer by the names of its parameters; None where nothing says which number is which."""
+    def _named(self, raw: RawOptim, root: Path) -> tuple[OptimState, Naming]:
+        """Return an optimizer by the names of its parameters, or by its ids where these have no certain names."""
+        if self._by_ids and optimizer.has_ids(raw):
+            return optimizer.by_number(raw), "ids"
         tensors = self._model.tensors
         shapes = {name: entry.shape for name, entry in tensors.items()}
         try:
-            state = optimizer.by_name(raw, shapes, clean=self._model.clean)
-        except (AmbiguousError, UsageError) as error:
-            words = f"{dotted(root) or 'the optimizer'} is compared by its own numbers, not by names: {error.what}"
+            state: OptimState | None = optimizer.by_name(raw, shapes, clean=self._model.clean)
+        except (AmbiguousError, UsageError):
+            state = None
+        if state is None or state.is_by_order:
+            words = f"{dotted(root) or 'the optimizer'} is compared by its own ids, which have no certain names"
             self._made.warnings.append(f"{self._reader.store.url}: {words}")
-            return None
+            return optimizer.by_number(raw), "ids"
         if self._rules:
             plan = decide(self._rules, tensors, state, {}).plan
             state = located_state(self._reader, self._manifest, plan, state)
-        return state
+        return state, "order" if root in self._manifest.by_order else "names"
 
     def _add_others(self) -> None:
         known = {entry.path for entry in self._model.tensors.values()}

@@ -38,6 +38,10 @@ from shardckpt.storage.store import read_bytes
 
 _BLOCK_BYTES = 1 << 21
 _LEAST_VALUES = 1 << 16
+_UNNAMED = (
+    "one checkpoint has its parameters by name, the other by ids, and nothing says for sure which name an id"
+    " stands for: convert it with --param-names, and compare the result"
+)
 
 
 def diff(
@@ -91,7 +95,28 @@ def diff(
     for_a, for_b = _named(a, b, base)
     found_rules = (rules, rename) if rules or rename else None
     first, second = _open(a, b, for_a, asked, found_rules), _open(b, a, for_b, asked, None)
+    if _differently_named(first, second):
+        first, second = (_Side(side.reader, side.rules, side.read(asked, by_ids=True)) for side in (first, second))
+    for prefix in _differently_named(first, second):
+        _refuse_optimizer(prefix, first.held, second.held)
     return _compared(a, b, first, second, asked)
+
+
+def _differently_named(a: _Side, b: _Side) -> list[str]:
+    """Return the prefixes of optimizers whose parameters have certain names on one side alone."""
+    in_a, in_b = a.held.optimizers, b.held.optimizers
+    return [prefix for prefix in in_a if prefix in in_b and in_a[prefix].naming != in_b[prefix].naming]
+
+
+def _refuse_optimizer(prefix: str, *sides: Canonical) -> None:
+    """Leave an optimizer out of the comparison, and say why."""
+    for held in sides:
+        found = held.optimizers[prefix]
+        held.tensors = {name: entry for name, entry in held.tensors.items() if name not in found.tensors}
+        held.values = {path: value for path, value in held.values.items() if path not in found.values}
+        held.groups.pop(prefix, None)
+    names = sorted({held.optimizers[prefix].root or "optimizer" for held in sides})
+    sides[0].refused[" / ".join(names)] = _UNNAMED
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +155,12 @@ class _Side:
     """One of the two checkpoints, under canonical names."""
 
     reader: Reader
+    rules: Sequence[Rule]
     held: Canonical
+
+    def read(self, asked: _Asked, *, by_ids: bool) -> Canonical:
+        """Read it once more, optimizers by ids or by names."""
+        return read_canonical(self.reader, asked.part, self.rules, by_ids=by_ids)
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
@@ -144,7 +174,7 @@ def _open(url: str, other: str, base: NamedBases, asked: _Asked, ruled: tuple[st
     if reader.lacks_shapes:
         reader = with_whole_shapes(reader, other)
     found: Sequence[Rule] = read_rules(*ruled, find_carried(source).config) if ruled else ()
-    return _Side(reader, read_canonical(reader, asked.part, found))
+    return _Side(reader, found, read_canonical(reader, asked.part, found))
 
 
 def _named(a: str, b: str, base: NamedBases) -> tuple[NamedBases, NamedBases]:

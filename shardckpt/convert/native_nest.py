@@ -13,6 +13,7 @@ from shardckpt.convert.optimizer_nest import by_path
 from shardckpt.convert.selection import Selection
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.native import NativeReader
+from shardckpt.format.native_manifest import KEEPS_ORDER
 from shardckpt.format.reader import Reader
 from shardckpt.format.tagged import ArrayRef, encode
 from shardckpt.manifest import UNREAD, Path, dotted
@@ -66,7 +67,10 @@ def whole_nest(reader: Reader, *, allow_loss: bool) -> Nest:
     require_allowed(lost, "native", allow_loss=allow_loss)
     notes = [f"left out: {what}" for what in lost]
     nest = encode(nested({**refs, **values}, reader.store.url))
-    return Nest(arrays, nest, ties, {"source": manifest.format}, (*manifest.warnings, *notes))
+    topology: dict[str, object] = {"source": manifest.format}
+    if not manifest.keeps_order:
+        topology[KEEPS_ORDER] = False
+    return Nest(arrays, nest, ties, topology, (*manifest.warnings, *notes))
 
 
 def selected_nest(selection: Selection) -> Nest:

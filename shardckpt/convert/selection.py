@@ -29,6 +29,7 @@ from shardckpt.format.reader import Reader
 from shardckpt.format.safetensors import parse_json
 from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
+from shardckpt.parameter_names import BY_ORDER
 from shardckpt.plan import names, optimizer, parts, ties, weights
 from shardckpt.plan.coverage import faults
 from shardckpt.plan.model_names import Named, name_model
@@ -110,6 +111,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
             *manifest.warnings,
             *(() if manifest.has_shapes or options.shapes_from else (NO_SHAPES,)),
             *chosen.warnings,
+            *((BY_ORDER,) if state is not None and state.is_by_order else ()),
             *_unneeded_faults(manifest, chosen.used or wanted),
         ),
     )

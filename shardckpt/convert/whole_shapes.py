@@ -11,9 +11,6 @@ from shardckpt.manifest import Manifest, TensorEntry, dotted
 from shardckpt.plan import parts
 from shardckpt.plan.model_names import name_model
 
-_ORDERED = frozenset({"torch", "torch-folder", "hf-torch", "ranks", "local"})
-"""Formats of files in which a state dict is a dict, and stays in its order."""
-
 
 def with_whole_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] | None = None) -> Reader:
     """Return a reader that knows what lies in its flat parameters; the same one where it holds none.
@@ -60,11 +57,11 @@ def with_whole_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
 
 
 def _keeps_order(manifest: Manifest, entries: Sequence[TensorEntry]) -> bool:
-    """Tell whether a checkpoint's tensors stand in the order of the model: torch's own files keep it.
+    """Tell whether a checkpoint's tensors stand in the order of the model, by its format or by their places.
 
     safetensors files are mostly sorted by name, and in DCP folders of replicated tensors ranks took turns.
     """
-    if manifest.format in _ORDERED:
+    if manifest.keeps_order:
         return True
     by_file: dict[str, list[str]] = {}
     for entry in entries:

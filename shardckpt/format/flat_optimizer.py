@@ -12,10 +12,9 @@ from shardckpt.format.rank_contents import GROUPS, STATE, Made, RankContent, Ran
 from shardckpt.format.reader import WholeShapes
 from shardckpt.format.torch_nest import Refused
 from shardckpt.manifest import Lazy, ObjectEntry, Path, dotted
-from shardckpt.parameter_names import unique_match, unwrapped
+from shardckpt.parameter_names import BY_ORDER, GIVE_NAMES, match_by_kind, match_in_order, unwrapped
 
 UNITS = "units"
-_GIVE_NAMES = "Give --param-names FILE, a JSON object from id to name or an array of names."
 
 
 class FlatOptimizer:
@@ -65,24 +64,37 @@ class FlatOptimizer:
         told = self._told(lists, known)
         if told:
             return {**found, **told}
-        for ids in lists:
-            left = [(name, how) for name, how in offered if name not in found.values()]
-            wanted = [self._signature(i) for i in ids]
-            match = unique_match(wanted, left) or self._units_in_order(wanted, left)
-            if match is None:
-                if self._known is not None and ids:
-                    self._made.warnings.append(
-                        f"the numbers of {dotted((*self._group.root, *self._root)) or 'the optimizer'} fit the"
-                        f" parameters in no way, or in several. {_GIVE_NAMES}"
-                    )
-                return {}
-            found.update(zip(ids, match, strict=True))
-        return found
+        match = self._match(lists, offered)
+        if match is None:
+            if self._known is not None and any(lists):
+                self._made.warnings.append(
+                    f"the numbers of {self._title} fit the parameters in no way, or in several. {GIVE_NAMES}"
+                )
+            return {}
+        numbers = [number for ids in lists for number in ids]
+        return {**found, **dict(zip(numbers, match, strict=True))}
 
-    def _units_in_order(self, wanted: Sequence[object], offered: Sequence[tuple[str, object]]) -> list[str] | None:
-        """Return the units for as many numbers: a buffer as long as a chunk may look like one of them."""
-        units = [(name, how) for name, how in offered if name in self._model.units]
-        return unique_match(wanted, units) if len(units) == len(wanted) else None
+    @property
+    def _title(self) -> str:
+        return dotted((*self._group.root, *self._root)) or "the optimizer"
+
+    def _match(self, lists: Sequence[Sequence[int]], offered: Sequence[tuple[str, object]]) -> list[str] | None:
+        """Return a name for each number: by how its state lies where that decides, else in the order of the model."""
+        wanted = [[self._signature(number) for number in ids] for ids in lists]
+        every = [kind for kinds in wanted for kind in kinds]
+        match = match_by_kind(every, offered)
+        if match is not None:
+            return match
+        in_order = match_in_order(wanted, offered)
+        if in_order is None:
+            # A buffer as long as a chunk may look like a unit.
+            units = [(name, how) for name, how in offered if name in self._model.units]
+            in_order = match_in_order(wanted, units) if len(units) == len(every) else None
+        if in_order is None:
+            return None
+        self._made.warnings.append(f"{self._title}: {BY_ORDER}")
+        self._made.by_order.add((*self._group.root, *self._root))
+        return [name for names in in_order for name in names]
 
     def _id_lists(self) -> list[list[int]]:
         lists = []
@@ -200,7 +212,7 @@ class FlatOptimizer:
             self._made.put(entry._replace(path=whole))
             return
         kind = "the state of flat shards, and nothing tells of which parameter"
-        fix = _GIVE_NAMES if self._known is not None else GIVE_SHAPES
+        fix = GIVE_NAMES if self._known is not None else GIVE_SHAPES
         lost = entry.pieces[0]._replace(layout=Lazy(0, 0, Refused(whole, kind, fix)))
         self._made.put(entry._replace(path=whole, pieces=(lost,)))
 

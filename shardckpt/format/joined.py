@@ -136,7 +136,21 @@ def join(
     noted = (*chain.from_iterable(part.reader.manifest.warnings for part in parts), *warnings)
     missing = tuple(chain.from_iterable(part.reader.manifest.missing for part in parts))
     passed_over = (*chain.from_iterable(part.reader.manifest.unread for part in parts), *unread)
-    manifest = Manifest(format_name, files, tensors, objects, aliases, metadata, noted, missing, unread=passed_over)
+    by_order = frozenset(part.move(root) for part in parts for root in part.reader.manifest.by_order)
+    keeps_order = all(part.reader.manifest.keeps_order for part in parts)
+    manifest = Manifest(
+        format_name,
+        files,
+        tensors,
+        objects,
+        aliases,
+        metadata,
+        noted,
+        missing,
+        unread=passed_over,
+        keeps_order=keeps_order,
+        by_order=by_order,
+    )
 
     def again(changed: Sequence[Part]) -> JoinedReader:
         return join(format_name, store, changed, beside, warnings, unread)

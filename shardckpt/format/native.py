@@ -12,7 +12,7 @@ from shardckpt.format.collector import collector_paused
 from shardckpt.format.native_bases import BasedStore, Found, find_bases
 from shardckpt.format.native_blocks import Hashed, VerifiedStore
 from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX, Commit
-from shardckpt.format.native_manifest import Contents
+from shardckpt.format.native_manifest import KEEPS_ORDER, Contents
 from shardckpt.format.native_payload import BLOCK_BYTES, KEY
 from shardckpt.format.native_records import ArrayRecord
 from shardckpt.format.native_step import read_commit, read_contents
@@ -206,6 +206,7 @@ def manifest_of(store: Store, contents: Contents, sizes: Mapping[str, int], base
         variants={dotted(path): (path, of) for path, of in contents.variants.items()},
         aliases={path: contents.arrays[index].path for path, index in contents.ties.items()},
         warnings=tuple(notes),
+        keeps_order=contents.topology.get(KEEPS_ORDER) is not False,
     )
 
 

@@ -34,6 +34,9 @@ from shardckpt.format.native_references import Base
 from shardckpt.format.safetensors import parse_json, require_affordable
 from shardckpt.manifest import Path, dotted
 
+KEEPS_ORDER = "keeps_order"
+"""Key of `topology`: false where arrays were taken over in another order than that of the state dicts saved."""
+
 _MANIFEST_FIELDS: Mapping[str, type] = {
     "format": str,
     "version": list,

@@ -136,6 +136,7 @@ class Made:
         absent: Names for files that should be there, as in `Manifest.files`.
         warnings: What is odd.
         missing: Files that are gone, and with them nobody knows what.
+        by_order: Optimizers whose ids got names by the order of the model's state dict.
     """
 
     url: str
@@ -145,6 +146,7 @@ class Made:
     absent: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    by_order: set[Path] = field(default_factory=set)
 
     def put(self, entry: TensorEntry) -> None:
         """Add an array.

@@ -86,6 +86,7 @@ def join_ranks(
         aliases={**made.aliases, **aliases},
         warnings=(*_without_repeats(manifest.warnings, files), *made.warnings),
         missing=(*manifest.missing, *made.missing),
+        by_order=frozenset(made.by_order),
     )
 
 

@@ -391,7 +391,13 @@ def open_files(
     if nest.shares and (nest.notes or not takes_shares):
         raise _one_ranks(store, nest)
     manifest = Manifest(
-        format_name, dict(sizes), nest.tensors, nest.objects, nest.aliases, warnings=tuple(nest.warnings)
+        format_name,
+        dict(sizes),
+        nest.tensors,
+        nest.objects,
+        nest.aliases,
+        warnings=tuple(nest.warnings),
+        keeps_order=True,
     )
     return TorchReader(store, manifest, opened.archives, nest.notes, nest.shares)
 

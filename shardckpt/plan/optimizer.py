@@ -1,7 +1,7 @@
 """Optimizer state by name: nested, flattened or id-keyed in, `(fqn, slot)` and groups with names out.
 
-State belongs to a parameter by its FQN, never by position; ids become names only by a list that says so, or by the one
-way in which shapes match.
+State belongs to a parameter by its FQN. Ids become names by a list that says so, by shapes where only one assignment
+fits, or, where the files keep the order of the model's state dict, by that order: then the result says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardckpt.boxes import Shape
 from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, UsageError
 from shardckpt.layout import FlatLayout, from_json
 from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
-from shardckpt.parameter_names import unique_match
+from shardckpt.parameter_names import GIVE_NAMES, has_match, match_by_kind, match_in_order
 
 _STATE, _GROUPS = "state", "param_groups"
 _UNITS = "units"
@@ -37,6 +37,7 @@ class OptimState:
         groups: Parameter groups as the optimizer held them, `params` as FQNs.
         units: Flat parameters in which they lay, where the checkpoint tells.
         has_groups: Whether the groups are stored as groups; otherwise parameters with equal settings make one.
+        is_by_order: Whether ids got their names by the order of the model's state dict.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -44,6 +45,7 @@ class OptimState:
     groups: Sequence[Mapping[str, object]]
     units: Mapping[str, FlatLayout] = field(default_factory=dict)
     has_groups: bool = True
+    is_by_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,26 @@ class RawOptim:
         tensors: Path below the optimizer's root to the array.
         values: Path below the optimizer's root to the value.
         has_lists: Whether numbers in paths count the items of lists, and are never keys of dicts.
+        keeps_order: Whether the model's tensors are in the order of its state dict.
     """
 
     tensors: Mapping[Path, TensorEntry]
     values: Mapping[Path, object]
     has_lists: bool = False
+    keeps_order: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What ids are called.
+
+    Attributes:
+        of_ids: Id to name.
+        is_by_order: Whether the order of the model's state dict decided.
+    """
+
+    of_ids: Mapping[Key, str] = field(default_factory=dict)
+    is_by_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +98,7 @@ def below(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawO
         {path[n:]: entry for path, entry in manifest.tensors.items() if path[:n] == root},
         {path[n:]: value for path, value in values.items() if path[:n] == root},
         has_lists=manifest.format in _LISTING,
+        keeps_order=manifest.keeps_order,
     )
 
 
@@ -100,15 +118,16 @@ def by_name(
 
     Raises:
         UsageError: Ids, and nothing that says which name each one is.
-        AmbiguousError: Shapes match the names in more than one way.
+        AmbiguousError: Shapes match the names in no way, or in more than one.
         FormatError: The subtree is no optimizer state.
         NameCollisionError: Two keys become one name.
     """
     is_flattened = _is_flattened(raw)
     keyed = _flattened(raw, model, clean) if is_flattened else _nested(raw)
     _require_keys({key for key, _ in (*keyed.tensors, *keyed.scalars)}, "state")
-    ids = sorted({k for k, _ in (*keyed.tensors, *keyed.scalars) if isinstance(k, int)} | set(_group_ids(keyed.groups)))
-    names = _names_of_ids(ids, keyed, model, param_names) if ids else {}
+    ids = _ids(keyed)
+    found = _names_of_ids(ids, keyed, model, param_names, keeps_order=raw.keeps_order) if ids else _Names()
+    names = found.of_ids
     if param_names and model:
         _require_known({i: clean(names[i]) for i in ids}, keyed, model)
 
@@ -125,7 +144,30 @@ def by_name(
     for (key, slot), value in keyed.scalars.items():
         scalars.setdefault(name(key), {})[slot] = value
     groups = [_named_group(group, name) for group in keyed.groups]
-    return OptimState(tensors, scalars, groups, _units(raw, clean), has_groups=not is_flattened)
+    units = _units(raw, clean)
+    return OptimState(tensors, scalars, groups, units, has_groups=not is_flattened, is_by_order=found.is_by_order)
+
+
+def by_number(raw: RawOptim) -> OptimState:
+    """Bring an optimizer to its own ids, as text, where nothing says which names they stand for.
+
+    Raises:
+        FormatError: The subtree is no optimizer state.
+        NameCollisionError: Two keys become one name.
+    """
+    keyed = _Keyed({}, {}, []) if _is_flattened(raw) else _nested(raw)
+    return by_name(raw, {}, {number: str(number) for number in _ids(keyed)})
+
+
+def has_ids(raw: RawOptim) -> bool:
+    """Tell whether an optimizer holds any of its parameters under an id."""
+    return not _is_flattened(raw) and bool(_ids(_nested(raw)))
+
+
+def _ids(keyed: _Keyed) -> list[int]:
+    return sorted(
+        {k for k, _ in (*keyed.tensors, *keyed.scalars) if isinstance(k, int)} | set(_group_ids(keyed.groups))
+    )
 
 
 def _units(raw: RawOptim, clean: Callable[[str], str]) -> dict[str, FlatLayout]:
@@ -262,20 +304,25 @@ def _group_ids(groups: Sequence[Mapping[str, object]]) -> list[int]:
 
 
 def _names_of_ids(
-    ids: Sequence[int], keyed: _Keyed, model: Mapping[str, Shape], given: Mapping[int, str] | None
-) -> dict[Key, str]:
+    ids: Sequence[int],
+    keyed: _Keyed,
+    model: Mapping[str, Shape],
+    given: Mapping[int, str] | None,
+    *,
+    keeps_order: bool,
+) -> _Names:
     names: dict[Key, str] = {}
     names.update((given if given is not None else _names_in_groups(keyed.groups)).items())
-    if not names:
-        names = _names_by_shape(keyed, model)
+    found = _Names(names) if names else _match_names(keyed, model, keeps_order=keeps_order)
+    names = dict(found.of_ids)
     unnamed = [i for i in ids if i not in names]
     if unnamed:
         raise UsageError(
             f"optimizer ids {unnamed[:6]} have no name",
             found=f"{len(names)} names for {len(ids)} ids",
-            fix="Give --param-names FILE, a JSON object from id to name or an array of names.",
+            fix=GIVE_NAMES,
         )
-    return names
+    return found
 
 
 def _require_known(names: Mapping[Key, str], keyed: _Keyed, model: Mapping[str, Shape]) -> None:
@@ -307,28 +354,57 @@ def _names_in_groups(groups: Sequence[Mapping[str, object]]) -> dict[int, str]:
     return names
 
 
-def _names_by_shape(keyed: _Keyed, model: Mapping[str, Shape]) -> dict[Key, str]:
-    """Name ids by the one way in which, group by group, their shapes appear in the model in order.
+def _match_names(keyed: _Keyed, model: Mapping[str, Shape], *, keeps_order: bool) -> _Names:
+    """Name ids by the only way in which their shapes match the model's, in any order, else in the model's order.
 
     Raises:
         AmbiguousError: There is no such way, or more than one.
     """
-    shapes: dict[Key, Shape] = {}
-    for (key, _), entry in keyed.tensors.items():
-        if entry.shape:
-            shapes.setdefault(key, entry.shape)
-    names: dict[Key, str] = {}
-    for group in keyed.groups:
-        params = group.get("params")
-        wanted = list(params) if isinstance(params, (list, tuple)) else []
-        if not all(type(p) in (int, str) for p in wanted):
-            raise FormatError("a param group's `params` is no list of names or ids", found=params)
-        taken = set(names.values())
-        match = unique_match([shapes.get(p) for p in wanted], [(n, s) for n, s in model.items() if n not in taken])
-        if match is None:
-            raise AmbiguousError(
-                f"the optimizer's {len(wanted)} ids match the model's {len(model)} names in no way, or in several",
-                fix="Give --param-names FILE, a JSON object from id to name or an array of names.",
-            )
-        names |= dict(zip(wanted, match, strict=True))
-    return names
+    shapes = _parameter_shapes(keyed.tensors)
+    lists = [_members(group) for group in keyed.groups]
+    ids = [key for keys in lists for key in keys]
+    wanted = [[shapes.get(key) for key in keys] for keys in lists]
+    every = [shape for known in wanted for shape in known]
+    offered = list(model.items())
+    match = match_by_kind(every, offered)
+    if match is not None:
+        return _Names(dict(zip(ids, match, strict=True)))
+    in_order = match_in_order(wanted, offered) if keeps_order else None
+    if in_order is None:
+        raise _no_match(every, offered, keeps_order=keeps_order)
+    names = dict(zip(ids, (name for chosen in in_order for name in chosen), strict=True))
+    return _Names(names, is_by_order=True)
+
+
+def _parameter_shapes(tensors: Mapping[tuple[Key, str], TensorEntry]) -> dict[Key, Shape]:
+    """Return the shape of each id's parameter, where its slots tell: one of torch's own, or all of one shape."""
+    alike: dict[Key, Shape] = {}
+    others: dict[Key, set[Shape]] = {}
+    for (key, slot), entry in tensors.items():
+        if slot in _ALIKE:
+            alike.setdefault(key, entry.shape)
+        elif entry.shape:
+            others.setdefault(key, set()).add(entry.shape)
+    return {key: next(iter(found)) for key, found in others.items() if len(found) == 1} | alike
+
+
+def _members(group: Mapping[str, object]) -> list[Key]:
+    params = group.get("params")
+    members = list(params) if isinstance(params, (list, tuple)) else []
+    if not all(type(p) in (int, str) for p in members):
+        raise FormatError("a param group's `params` is no list of names or ids", found=params)
+    return members
+
+
+def _no_match(wanted: Sequence[object], offered: Sequence[tuple[str, object]], *, keeps_order: bool) -> AmbiguousError:
+    if not offered:
+        problem = f"the optimizer has {len(wanted)} ids, and the checkpoint holds no model that names them"
+    elif not has_match(wanted, offered):
+        problem = f"the shapes of the optimizer's {len(wanted)} ids match the model's {len(offered)} names in no way"
+    else:
+        order = "not even in the order of the model's state dict" if keeps_order else "and the files keep no order"
+        problem = (
+            f"the shapes of the optimizer's {len(wanted)} ids match the model's {len(offered)} names in several ways"
+            f", {order}"
+        )
+    return AmbiguousError(problem, fix=GIVE_NAMES)

@@ -62,7 +62,8 @@ def ruled_state(plan: Plan, state: OptimState, same: Same) -> OptimState:
             raise UsageError("parts of a tensor differ in what it has only once", where=name, found=values[:2])
         if values[0]:
             scalars[name] = values[0]
-    return OptimState(tensors, scalars, _groups(plan, state.groups), has_groups=state.has_groups)
+    groups = _groups(plan, state.groups)
+    return OptimState(tensors, scalars, groups, has_groups=state.has_groups, is_by_order=state.is_by_order)
 
 
 def _slots(name: str, parts: Sequence[str], rows: _Rows) -> list[str]:

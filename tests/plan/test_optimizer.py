@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardckpt.boxes import whole
 from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, UsageError
@@ -25,9 +29,9 @@ def slots(state: OptimState) -> dict[str, Path]:
     return {name: entry.path for name, entry in state.tensors.items()}
 
 
-def nested(ids: dict[int, tuple[int, ...]], groups: list[dict[str, object]]) -> RawOptim:
+def nested(ids: dict[int, tuple[int, ...]], groups: list[dict[str, object]], *, keeps_order: bool = False) -> RawOptim:
     values = {("param_groups", i, k): v for i, g in enumerate(groups) for k, v in g.items()}
-    return raw({("state", i, "exp_avg"): s for i, s in ids.items()}, values)
+    return replace(raw({("state", i, "exp_avg"): s for i, s in ids.items()}, values), keeps_order=keeps_order)
 
 
 class TestByName:
@@ -133,8 +137,16 @@ class TestIds:
         with pytest.raises(UsageError, match=r"ids \[1\] have no name.*--param-names"):
             by_name(nested({0: (5,), 1: (2, 3)}, [{"params": [0, 1]}]), MODEL, {0: "c"})
 
-    def test_shapes_name_ids_where_only_one_way_fits(self) -> None:
-        found = by_name(nested({0: (2, 3), 1: (3,), 2: (5,)}, [{"params": [0, 1]}, {"params": [2]}]), MODEL)
+    @pytest.mark.parametrize("keeps_order", [True, False])
+    def test_shapes_name_ids_where_only_one_way_fits(self, keeps_order: bool) -> None:
+        groups: list[dict[str, object]] = [{"params": [0, 1]}, {"params": [2]}]
+        source = nested({0: (2, 3), 1: (3,), 2: (5,)}, groups, keeps_order=keeps_order)
+        found = by_name(source, MODEL)
+        assert list(found.tensors) == ["a.w/exp_avg", "a.b/exp_avg", "c/exp_avg"]
+        assert not found.is_by_order
+
+    def test_different_shapes_name_ids_whatever_the_order(self) -> None:
+        found = by_name(nested({0: (2, 3), 1: (3,), 2: (5,)}, [{"params": [0, 1, 2]}]), dict(sorted(MODEL.items())))
         assert list(found.tensors) == ["a.w/exp_avg", "a.b/exp_avg", "c/exp_avg"]
 
     def test_buffers_between_parameters_are_passed_over(self) -> None:
@@ -142,15 +154,56 @@ class TestIds:
         found = by_name(nested({0: (2,), 1: (3,)}, [{"params": [0, 1]}]), model)
         assert list(found.tensors) == ["a/exp_avg", "b/exp_avg"]
 
-    @pytest.mark.parametrize("model", [{"a": (2,), "b": (2,)}, {"a": (9,)}])
-    def test_several_ways_or_none_need_help(self, model: dict[str, tuple[int, ...]]) -> None:
-        with pytest.raises(AmbiguousError, match="--param-names"):
-            by_name(nested({0: (2,)}, [{"params": [0]}]), model)
+    @pytest.mark.parametrize("keeps_order", [True, False])
+    @pytest.mark.parametrize(
+        ("model", "problem"),
+        [({"a": (2,), "b": (2,)}, "in several ways"), ({"a": (9,)}, "in no way"), ({}, "holds no model")],
+    )
+    def test_several_ways_or_none_need_help(
+        self, model: dict[str, tuple[int, ...]], problem: str, keeps_order: bool
+    ) -> None:
+        with pytest.raises(AmbiguousError, match=f"{problem}.*--param-names"):
+            by_name(nested({0: (2,)}, [{"params": [0]}], keeps_order=keeps_order), model)
 
-    def test_equal_shapes_in_equal_number_are_one_way(self) -> None:
+    def test_the_ids_of_all_groups_are_counted(self) -> None:
+        with pytest.raises(AmbiguousError, match="2 ids"):
+            by_name(nested({0: (2,), 1: (2,)}, [{"params": [0]}, {"params": [1]}]), {})
+
+    def test_equal_shapes_are_named_in_order_only_where_it_is_kept_and_this_is_told(self) -> None:
         model = {"a": (2,), "b": (2,)}
-        found = by_name(nested({0: (2,), 1: (2,)}, [{"params": [0, 1]}]), model)
+        state, groups = {0: (2,), 1: (2,)}, [{"params": [0, 1]}]
+        found = by_name(nested(state, groups, keeps_order=True), model)
         assert list(found.tensors) == ["a/exp_avg", "b/exp_avg"]
+        assert found.is_by_order
+        with pytest.raises(AmbiguousError, match=r"keep no order.*--param-names"):
+            by_name(nested(state, groups), model)
+
+    def test_slots_of_other_shapes_than_the_parameter_name_nothing(self) -> None:
+        factored = {("state", 0, "exp_avg_sq_row"): (4,), ("state", 0, "exp_avg_sq_col"): (6,)}
+        with pytest.raises(AmbiguousError, match="--param-names"):
+            by_name(raw(factored, {("param_groups",): [{"params": [0]}]}), {"w": (4, 6), "b": (4,)})
+
+    @given(data=st.data(), keeps_order=st.booleans())
+    def test_an_id_is_named_rightly_or_refused_or_the_order_is_announced(
+        self, data: st.DataObject, keeps_order: bool
+    ) -> None:
+        kinds = data.draw(st.lists(st.sampled_from([(2,), (3,), (2, 2), (4,), (5,)]), min_size=1, max_size=5))
+        model = {f"p{i}": shape for i, shape in enumerate(kinds)}
+        stored = dict(data.draw(st.permutations(list(model.items()))))
+        order = data.draw(st.permutations(list(model)))
+        order = order[: data.draw(st.integers(1, len(order)), label="parameters, the rest are buffers")]
+        cut = data.draw(st.integers(0, len(order)))
+        trained = data.draw(st.sets(st.sampled_from(range(len(order)))), label="those that have state")
+        groups: list[dict[str, object]] = [{"params": list(range(cut))}, {"params": list(range(cut, len(order)))}]
+        source = nested({i: model[order[i]] for i in trained}, groups, keeps_order=keeps_order)
+        try:
+            found = by_name(source, stored)
+        except AmbiguousError:
+            return
+        members = [name for group in found.groups for name in group["params"]]  # type: ignore[attr-defined]
+        ids = {f"{order[i]}/exp_avg": ("state", i, "exp_avg") for i in trained}
+        assert found.is_by_order or (members == order and slots(found) == ids)
+        assert keeps_order or not found.is_by_order
 
     def test_an_empty_group_stays(self) -> None:
         found = by_name(nested({0: (5,)}, [{"params": [0]}, {"params": [], "lr": 9}]), MODEL, {0: "c"})

@@ -1,0 +1,130 @@
+"""Ids of an optimizer get the right names, or none: shapes, kept orders and `--param-names` decide."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shardckpt
+from shardckpt.errors import AmbiguousError
+
+
+def trained(count: int = 3, *, is_reversed: bool = False) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return layers of one shape, whose names sort in another order, and their optimizer's state."""
+    names = ["z", "a", "m"][:count]
+    net = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in names})
+    for i, layer in enumerate(net.values()):
+        layer.weight.grad = torch.full((2, 2), float(i + 1))
+    parameters = list(net.parameters())
+    optim = torch.optim.AdamW(parameters[::-1] if is_reversed else parameters)
+    optim.step()
+    return net, optim.state_dict()
+
+
+def accelerate_folder(folder: Path, net: torch.nn.Module, state: dict[str, Any]) -> str:
+    folder.mkdir()
+    save_file(net.state_dict(), folder / "model.safetensors")
+    torch.save(state, folder / "optimizer.bin")
+    torch.save({"step": 1}, folder / "random_states_0.pkl")
+    return str(folder)
+
+
+def torch_file(path: Path, net: torch.nn.Module, state: dict[str, Any]) -> str:
+    torch.save({"model": net.state_dict(), "optim": state}, path)
+    return str(path)
+
+
+def names_file(folder: Path) -> str:
+    path = folder / "names.json"
+    path.write_text(json.dumps(["z.weight", "a.weight", "m.weight"]))
+    return str(path)
+
+
+def moments(folder: Path) -> dict[str, float]:
+    tensors = load_file(folder / "optimizer.safetensors")
+    return {key: float(value[0, 0]) for key, value in tensors.items() if key.endswith("exp_avg")}
+
+
+RIGHT = {"z.weight/exp_avg": 0.1, "a.weight/exp_avg": 0.2, "m.weight/exp_avg": 0.3}
+
+
+def test_sorted_names_of_equal_shapes_need_a_list_of_names(tmp_path: Path) -> None:
+    source = accelerate_folder(tmp_path / "acc", *trained())
+    with pytest.raises(AmbiguousError, match=r"3 ids.*several ways.*--param-names"):
+        shardckpt.consolidate(source, tmp_path / "out", part="all")
+    assert not (tmp_path / "out").exists()
+    report = shardckpt.consolidate(source, tmp_path / "out", part="all", param_names=names_file(tmp_path))
+    assert moments(tmp_path / "out") == pytest.approx(RIGHT)
+    assert not any("order" in line for line in report.warnings)
+
+
+@pytest.mark.parametrize("verb", [shardckpt.rekey, shardckpt.convert])
+def test_other_verbs_refuse_to_guess_too(verb: Any, tmp_path: Path) -> None:
+    source = accelerate_folder(tmp_path / "acc", *trained())
+    options = {"to": "names"} if verb is shardckpt.rekey else {"part": "all"}
+    with pytest.raises(AmbiguousError, match="--param-names"):
+        verb(source, tmp_path / "out", **options)
+
+
+def test_different_shapes_decide_under_sorted_names(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 4))
+    optim = torch.optim.AdamW(list(net.parameters())[::-1])
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, float(parameter.numel()))
+    optim.step()
+    source = accelerate_folder(tmp_path / "acc", net, optim.state_dict())
+    report = shardckpt.consolidate(source, tmp_path / "out", part="all")
+    found = load_file(tmp_path / "out" / "optimizer.safetensors")
+    for name, parameter in net.named_parameters():
+        assert torch.equal(found[f"{name}/exp_avg"], optim.state[parameter]["exp_avg"])
+    assert not any("order" in line for line in report.warnings)
+
+
+def test_the_order_of_a_state_dict_is_taken_and_this_is_told(tmp_path: Path) -> None:
+    report = shardckpt.consolidate(torch_file(tmp_path / "a.pt", *trained()), tmp_path / "out", part="all")
+    assert moments(tmp_path / "out") == pytest.approx(RIGHT)
+    assert any("in the order of the model's state dict" in line and "--param-names" in line for line in report.warnings)
+
+
+def test_a_step_made_of_a_sorted_folder_does_not_claim_its_order(tmp_path: Path) -> None:
+    source = accelerate_folder(tmp_path / "acc", *trained())
+    shardckpt.reshard(source, tmp_path / "step", world_size=1, allow_loss=True)
+    with pytest.raises(AmbiguousError, match="--param-names"):
+        shardckpt.consolidate(tmp_path / "step", tmp_path / "out", part="all")
+
+
+class TestDiff:
+    def test_names_and_ids_without_certain_names_are_not_compared(self, tmp_path: Path) -> None:
+        net, state = trained(is_reversed=True)
+        source = torch_file(tmp_path / "a.pt", net, state)
+        shardckpt.consolidate(source, tmp_path / "wrong", part="all")
+        found = shardckpt.diff(source, tmp_path / "wrong", part="optim")
+        assert not found.same
+        assert (found.compared, found.differences, found.value_differences) == (0, (), ())
+        [(name, why)] = found.not_compared.items()
+        assert name.startswith("optim")
+        assert "--param-names" in why
+
+    def test_ids_are_compared_with_ids(self, tmp_path: Path) -> None:
+        net, state = trained()
+        first = torch_file(tmp_path / "a.pt", net, state)
+        second = accelerate_folder(tmp_path / "acc", net, state)
+        found = shardckpt.diff(first, second, part="optim")
+        assert found.same
+        assert found.compared == 9
+        state["state"][1]["exp_avg"][0, 0] += 1
+        changed = torch_file(tmp_path / "b.pt", net, state)
+        [difference] = shardckpt.diff(changed, second, part="optim").differences
+        assert difference.name == "1/exp_avg"
+
+    def test_an_optimizer_alone_is_compared_by_its_ids(self, tmp_path: Path) -> None:
+        net, state = trained(1)
+        torch.save(state, tmp_path / "optimizer.pt")
+        found = shardckpt.diff(torch_file(tmp_path / "a.pt", net, state), tmp_path / "optimizer.pt", part="optim")
+        assert found.same
+        assert found.compared == 3
