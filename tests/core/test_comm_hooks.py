@@ -38,6 +38,21 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: None if p.grad is None else p.grad.detach().clone() for name, p in exposed(model).items()}
 
 
+def in_each(body, **axes) -> list[list]:
+    """What `body(rank, **row)` gives on each of two forked ranks, under every row of the settings."""
+
+    def every(rank, world):
+        found = []
+        for row in product(**axes):
+            try:
+                found.append(body(rank, **row))
+            except Exception as error:
+                raise AssertionError(f"under {row}") from error
+        return found
+
+    return run(2, every)
+
+
 class Recorder:
     """Averages as the engine does and keeps what it was given."""
 
@@ -108,10 +123,8 @@ def test_compressing_hooks_reduce_in_their_type_and_give_back_the_parameters(nam
 # ------------------------------------------------------------------------------------------ training with them
 
 
-@pytest.mark.parametrize("orig", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_default_hooks_give_the_gradients_of_the_engine(strategy, orig):
-    def body(rank, world):
+def test_the_default_hooks_give_the_gradients_of_the_engine():
+    def body(rank, strategy, orig):
         model, plain = (model_of(sharding_strategy=strategy, use_orig_params=orig) for _ in range(2))
         model.register_comm_hook(hooks.DefaultState(dist.group.WORLD), default_hook(strategy))
         for step in range(3):
@@ -122,12 +135,11 @@ def test_the_default_hooks_give_the_gradients_of_the_engine(strategy, orig):
             for name, found in gradients(model).items():
                 torch.testing.assert_close(found, expected[name], msg=name)
 
-    run(2, body)
+    in_each(body, strategy=STRATEGIES, orig=(False, True))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_torchs_own_default_hooks_are_welcome(strategy):
-    def body(rank, world):
+def test_torchs_own_default_hooks_are_welcome():
+    def body(rank, strategy):
         model, plain = model_of(sharding_strategy=strategy), model_of(sharding_strategy=strategy)
         hook = torchs.allreduce_hook if strategy is Strategy.NO_SHARD else torchs.reduce_scatter_hook
         model.register_comm_hook(torchs.DefaultState(dist.group.WORLD), hook)
@@ -137,14 +149,12 @@ def test_torchs_own_default_hooks_are_welcome(strategy):
         for name, found in gradients(model).items():
             torch.testing.assert_close(found, expected[name], msg=name)
 
-    run(2, body)
+    in_each(body, strategy=STRATEGIES)
 
 
 @torch_is_wrong("its hooks want a stream that a CPU does not have")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
-def test_compressed_gradients_are_near_and_have_the_parameters_type(name, strategy):
-    def body(rank, world):
+def test_compressed_gradients_are_near_and_have_the_parameters_type():
+    def body(rank, name, strategy):
         model, plain = model_of(sharding_strategy=strategy), model_of(sharding_strategy=strategy)
         model.register_comm_hook(hooks.LowPrecisionState(dist.group.WORLD), getattr(hooks, name))
         assert model._low_precision_hook_enabled()
@@ -157,13 +167,12 @@ def test_compressed_gradients_are_near_and_have_the_parameters_type(name, strate
             differs |= not torch.equal(found, expected[key])
         return differs
 
-    assert any(run(2, body))
+    found = in_each(body, name=["fp16_compress_hook", "bf16_compress_hook"], strategy=STRATEGIES)
+    assert all(any(differ) for differ in zip(*found, strict=True)), found
 
 
-@pytest.mark.parametrize("orig", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_hook_sees_one_padded_gradient_a_unit_and_its_state(strategy, orig):
-    def body(rank, world):
+def test_a_hook_sees_one_padded_gradient_a_unit_and_its_state():
+    def body(rank, strategy, orig):
         recorder, model = Recorder(), model_of(sharding_strategy=strategy, use_orig_params=orig)
         plain = built(PLAIN)
         model.register_comm_hook("the state", recorder.of(strategy))
@@ -175,22 +184,20 @@ def test_a_hook_sees_one_padded_gradient_a_unit_and_its_state(strategy, orig):
         close = lambda a, b: torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-6)  # noqa: E731
         return recorder.seen, mismatches(model, plain, shared, strategy is Strategy.NO_SHARD, close)
 
-    seen, wrong = run(2, body)[0]
-    assert wrong == []
-    assert len(seen) == 4
-    for state, size, out, contiguous, dtype in seen:
-        assert state == "the state"
-        assert contiguous
-        assert dtype == torch.float32
-        assert len(size) == 1
-        assert out is None or (2 * out[0],) == size
+    axes = {"strategy": STRATEGIES, "orig": (False, True)}
+    for row, (seen, wrong) in zip(product(**axes), in_each(body, **axes)[0], strict=True):
+        assert wrong == [], row
+        assert len(seen) == 4, row
+        for state, size, out, contiguous, dtype in seen:
+            assert state == "the state", row
+            assert contiguous, row
+            assert dtype == torch.float32, row
+            assert len(size) == 1, row
+            assert out is None or (2 * out[0],) == size, row
 
 
-@pytest.mark.parametrize("orig", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_under_mixed_precision_a_hook_sees_the_type_that_gradients_are_reduced_in(strategy, orig, reduce_dtype):
-    def body(rank, world):
+def test_under_mixed_precision_a_hook_sees_the_type_that_gradients_are_reduced_in():
+    def body(rank, strategy, orig, reduce_dtype):
         mixed = core.MixedPrecision(torch.bfloat16, reduce_dtype)
         settings = {"sharding_strategy": strategy, "use_orig_params": orig, "mixed_precision": mixed}
         recorder, model, plain = Recorder(), model_of(**settings), model_of(**settings)
@@ -203,9 +210,10 @@ def test_under_mixed_precision_a_hook_sees_the_type_that_gradients_are_reduced_i
             if found is not None:
                 assert found.dtype == torch.float32
                 torch.testing.assert_close(found, expected[name], rtol=2e-2, atol=2e-3, msg=name)
-        return {dtype for *_, dtype in recorder.seen}
+        return {dtype for *_, dtype in recorder.seen}, {reduce_dtype or torch.bfloat16}
 
-    assert run(2, body)[0] == {reduce_dtype or torch.bfloat16}
+    found = in_each(body, strategy=STRATEGIES, orig=(False, True), reduce_dtype=(None, torch.float32))
+    assert all(seen == expected for seen, expected in found[0]), found[0]
 
 
 @torch_is_wrong("its hooks want a stream that a CPU does not have")

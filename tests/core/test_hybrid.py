@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import count, recorded, run
 from models import Block, Stack, blocks_and_root, floats, square
+from test_composable import averaged
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from under_test import FSDP, TORCH, Strategy, shard, torch_is_wrong, wrap
@@ -43,12 +44,12 @@ def built(how: str, strategy: str, **more) -> nn.Module:
     return blocks_and_root(Stack(), lambda m: shard(m, **told))
 
 
-def whole(local: torch.Tensor) -> torch.Tensor:
-    """The flat tensor of which ranks 0 and 1, or 2 and 3, hold a piece each."""
+def whole(held: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The flat tensors of which ranks 0 and 1, or 2 and 3, hold a piece each."""
     pieces: list = [None] * 4
-    dist.all_gather_object(pieces, local.flatten())
+    dist.all_gather_object(pieces, [each.flatten() for each in held])
     first = dist.get_rank() // 2 * 2
-    return torch.cat(pieces[first : first + 2])
+    return [torch.cat(each) for each in zip(*pieces[first : first + 2], strict=True)]
 
 
 def reference_step(plain: nn.Module, optim: torch.optim.Optimizer, batches: list[torch.Tensor]) -> float:
@@ -56,9 +57,7 @@ def reference_step(plain: nn.Module, optim: torch.optim.Optimizer, batches: list
     optim.zero_grad()
     loss = sum(square(plain(each)) for each in batches)
     loss.backward()
-    for parameter in plain.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
+    averaged(plain)
     optim.step()
     return loss.item()
 
@@ -82,11 +81,12 @@ def train(model: nn.Module, steps: int, *, accumulate: bool = False) -> list[boo
         part.backward()
         loss += float(part)
         expected = reference_step(plain, optims[1], batches)
-        pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
-        grads = [(torch.zeros_like(p) if p.grad is None else p.grad, q.grad) for p, q in pairs]
-        close = [torch.allclose(whole(p), q.flatten(), rtol=1e-4, atol=1e-6) for p, q in grads]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
         optims[0].step()
-        close += [torch.allclose(whole(p.detach()), q.flatten(), rtol=1e-4, atol=1e-6) for p, q in pairs]
+        found = whole([*grads, *(p.detach() for p in model.parameters())])
+        wanted = [*(q.grad for q in plain.parameters()), *plain.parameters()]
+        rows = zip(found, wanted, strict=True)
+        close = [torch.allclose(p, q.flatten(), rtol=1e-4, atol=1e-6) for p, q in rows]
         same.append(all(close) and abs(loss - expected) < 1e-4 * abs(expected))
     return same
 
