@@ -104,7 +104,10 @@ def test_sharded_states_lie_over_both_meshes_and_come_back(tmp_path: Path, origi
             shardckpt.save({"m": model, "o": optim}, tmp_path / "objects")
             shardckpt.load({"m": other, "o": again}, tmp_path / "objects")
 
-        for load in (directly, by_the_wrapper, by_dcp, by_shardckpt, by_objects):
+        loads = (directly, by_the_wrapper, by_dcp, by_shardckpt, by_objects)
+        for load in (
+            loads if hidden == 6 else loads[1 - original :: 2]
+        ):  # unequal pieces in each way, equal ones in turn
             before = len(wrong)
             back(load)
             wrong[before:] = [f"{load.__name__}: {each}" for each in wrong[before:]]

@@ -55,12 +55,12 @@ def whole(state):
     return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
 
 
-def other(plain: nn.Module) -> nn.Module:
-    made = copy.deepcopy(plain)
-    with torch.no_grad():
-        for tensor in [*made.parameters(), *made.buffers()]:
-            tensor.copy_(torch.zeros_like(tensor))
-    return made
+@torch.no_grad()
+def zero(model: nn.Module) -> None:
+    """Let nothing be left of what a model was or was given."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        held.copy_(torch.zeros_like(held))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -83,8 +83,9 @@ def test_every_form_holds_the_unsharded_state_and_goes_back(style, world):
                 lying_copy = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in lying.items()}
                 noted = type(lying)(lying_copy)
                 noted._metadata = lying._metadata
+                fresh = sharded(which, plain, style, strategy)
                 for kind, state in (("FULL", expected), ("first", first), ("SHARDED", pieces), ("LOCAL", noted)):
-                    fresh = sharded(which, other(plain), style, strategy)
+                    zero(fresh)
                     load_model_state_dict(fresh, state)
                     found += [f"after {kind} {w}" for w in same(model_state_dict(fresh), expected)]
                 if found:
