@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -76,9 +77,11 @@ MIXED = {
 
 
 @pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
-@pytest.mark.parametrize("mixed", MIXED.values(), ids=MIXED)
-def test_mixed_precision_gives_torchs_numbers(mixed, orig):
+def test_mixed_precision_gives_torchs_numbers(orig):
     def body(rank, world):
+        return {name: compared(rank, mixed) for name, mixed in MIXED.items()}
+
+    def compared(rank, mixed):
         torch.manual_seed(0)
         net = Net()
         keeps = mixed.get("keep_low_precision_grads")
@@ -94,7 +97,7 @@ def test_mixed_precision_gives_torchs_numbers(mixed, orig):
         return [_near(a, b) for a, b in zip(*found, strict=True)], found[0][0]
 
     results = run(2, body)
-    assert all(near for rank in results for near in rank[0]), results
+    assert all(near for rank in results for nears, _ in rank.values() for near in nears), results
 
 
 def _near(a, b) -> bool:
@@ -105,20 +108,23 @@ def _near(a, b) -> bool:
     return abs(a - b) < 1e-2 if isinstance(a, float) else a == b
 
 
-@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
-@pytest.mark.parametrize("mixed", [{}, MIXED["parameters"]], ids=["plain", "mixed"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_g7_offloading_changes_no_number_also_when_gradients_accumulate(mixed, orig, strategy):
+def test_g7_offloading_changes_no_number_also_when_gradients_accumulate():
+    kinds = {"plain": {}, "mixed": MIXED["parameters"]}
+    rows = list(itertools.product(kinds, ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True)))
+
     def body(rank, world):
+        return [row for row in rows if not is_the_same(rank, *row)]
+
+    def is_the_same(rank, kind, strategy, orig):
         torch.manual_seed(0)
         net = Net()
         found = []
         for offload in (True, False):
             settings = {"cpu_offload": ours.CPUOffload(offload), "sharding_strategy": ours.ShardingStrategy[strategy]}
-            found.append(trained(wrapped(ours, copy.deepcopy(net), mixed, orig, **settings), rank, micro=2))
+            found.append(trained(wrapped(ours, copy.deepcopy(net), kinds[kind], orig, **settings), rank, micro=2))
         return str(found[0]) == str(found[1])
 
-    assert run(2, body) == [True, True]
+    assert run(2, body) == [[], []]
 
 
 @pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])

@@ -7,7 +7,7 @@ import copy
 import torch
 import torch.distributed as dist
 from harness import run
-from states import FACES, Block, differing, flat, in_place, quiet, step, whole, wrapper
+from states import FACES, Block, differing, flat, in_place, local, quiet, step, whole, wrapper
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,13 +52,15 @@ def goes_round(shard, mesh: DeviceMesh, stage: int, first: bool) -> list[str]:
     weights = {name: whole(value) for name, value in model_state_dict(model, "SHARDED").items()}
     moments = flat(optim_state_dict(model, optim, "SHARDED"))
     wrong = [] if list(weights) == list(plain.state_dict()) else [f"names {list(weights)}"]
+    other = shard(Stage(stage + 1), mesh)
     for kind in ("FULL", "first", "SHARDED", "LOCAL"):
         how = {"rank0_only": True} if kind == "first" else {}
         told = "FULL" if kind == "first" else kind
         taken, kept = model_state_dict(model, told, **how), optim_state_dict(model, optim, told, **how)
         if kind == "first":
             wrong += [] if first == bool(taken) == bool(kept["state"]) else ["not the stage's first rank alone"]
-        other = shard(Stage(stage + 1), mesh)
+        for parameter in other.parameters():
+            local(parameter.detach()).zero_()
         again = optimizer_of(other, lr=7.0)
         load_model_state_dict(other, taken)
         load_optim_state_dict(other, again, kept)
