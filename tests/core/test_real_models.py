@@ -72,7 +72,7 @@ def llama(tied: bool) -> nn.Module:
         vocab_size=37,
         hidden_size=20,
         intermediate_size=27,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=6,
@@ -88,7 +88,7 @@ def gpt2(tied: bool) -> nn.Module:
         vocab_size=37,
         n_positions=16,
         n_embd=18,
-        n_layer=3,
+        n_layer=2,
         n_head=3,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -130,12 +130,28 @@ SETTINGS = product(frees=(True, False), face=FACES)
 FREEING = product(frees=(True,), face=FACES)
 
 
-@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpointed", "reentrant"])
+def alternating(turn: int) -> list[dict]:
+    """Each face once; whether full parameters are freed in turn, so that two turns have all of `SETTINGS`."""
+    return [row for row in SETTINGS if (FACES.index(row["face"]) + row["frees"] + turn) % 2]
+
+
+CHECKPOINTING = {"plain": None, "checkpointed": False, "reentrant": True}
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("build", [llama, gpt2], ids=["llama", "gpt2"])
 def test_language_models_train_as_the_unsharded_ones(build, tied, checkpointing):
-    rows = SETTINGS if tied else FREEING
-    differences(language(build, tied, checkpointing), 2, rows)
+    turn = tied + (build is llama) + list(CHECKPOINTING).index(checkpointing)
+    differences(language(build, tied, CHECKPOINTING[checkpointing]), 2, alternating(turn))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("build", [llama, gpt2], ids=["llama", "gpt2"])
+def test_language_models_train_as_the_unsharded_ones_in_every_setting(build, tied, checkpointing):
+    differences(language(build, tied, CHECKPOINTING[checkpointing]), 2, SETTINGS)
 
 
 @pytest.mark.parametrize("build", [llama, gpt2], ids=["llama", "gpt2"])
@@ -317,17 +333,38 @@ MODULES = [
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("which", MODULES, ids=str)
 def test_modules_train_as_unsharded_ones(which, world):
+    trains_as_unsharded(which, world, alternating(world))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("which", MODULES, ids=str)
+def test_modules_train_as_unsharded_ones_in_every_setting(which, world):
+    trains_as_unsharded(which, world, SETTINGS)
+
+
+def trains_as_unsharded(which: Case, world: int, rows: list[dict]) -> None:
     # A batch norm takes away most of a gradient in front of it: what is left is rounding, which Adam makes larger.
     how = Training(adamw, close=lambda a, b: torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5))
-    differences(which, world, SETTINGS, how if which.build is Normed else None)
+    differences(which, world, rows, how if which.build is Normed else None)
 
 
 @pytest.mark.parametrize("which", MODULES, ids=str)
 def test_modules_answer_in_eval_as_unsharded_ones(which):
+    answers_as_unsharded(which, alternating(MODULES.index(which)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", MODULES, ids=str)
+def test_modules_answer_in_eval_as_unsharded_ones_in_every_setting(which):
+    answers_as_unsharded(which, SETTINGS)
+
+
+def answers_as_unsharded(which: Case, rows: list[dict]) -> None:
     """Without gradients some of them run as one fused call; their buffers are those of the rank."""
 
     def body(rank, world):
-        for row in SETTINGS:
+        for row in rows:
             plain, model = twins(which, **row)
             for step in range(2):
                 square(model.train()(which.batch(rank, step))).backward()
@@ -361,7 +398,7 @@ OPTIMIZERS = {
 def test_optimizers_step_as_on_whole_parameters(name):
     """Those that treat each element on its own; pieces may be empty."""
     rows = [row for row in FREEING if not (name == "sgd fused" and row["face"] == "in place")]  # DTensor has none
-    differences(Case("mlp", Stack), 3, rows, Training(OPTIMIZERS[name], steps=3, by_pieces=False))
+    differences(Case("mlp", Stack), 3, rows, Training(OPTIMIZERS[name], steps=2, by_pieces=False))
 
 
 # ---------------------------------------------------------------------------------------------------- compiling
@@ -386,6 +423,15 @@ def compiled_whole(model: nn.Module, sharder: Sharder) -> nn.Module:
     return compiled(blocks_and_root(model, sharder))
 
 
-@pytest.mark.parametrize("cut", [compiled_units, units_of_compiled, compiled_whole], ids=lambda cut: cut.__name__)
+COMPILED = [compiled_units, units_of_compiled, compiled_whole]
+
+
+@pytest.mark.parametrize("cut", COMPILED, ids=lambda cut: cut.__name__)
 def test_compiled_models_train_as_plain_ones(cut):
+    differences(Case("compiled", Stack, cut=cut), 2, alternating(COMPILED.index(cut)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", COMPILED, ids=lambda cut: cut.__name__)
+def test_compiled_models_train_as_plain_ones_in_every_setting(cut):
     differences(Case("compiled", Stack, cut=cut), 2, SETTINGS)
