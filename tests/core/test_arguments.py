@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import pathlib
 import re
@@ -499,12 +500,18 @@ def test_every_argument_and_method_has_a_test_and_no_other_is_listed():
 @pytest.mark.parametrize("name", sorted(COVERED))
 def test_the_test_of_an_argument_exists_and_uses_it(name):
     file, _, test = COVERED[name].partition("::")
-    source = (HERE / file).read_text()
-    functions = {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+    source, functions = parsed(HERE / file)
     assert test in functions, f"{COVERED[name]} is gone"
     assert mentions(name.rpartition(".")[2].removesuffix("()"), test, functions, source), (
         f"{COVERED[name]} does not use {name}"
     )
+
+
+@functools.cache
+def parsed(path: pathlib.Path) -> tuple[str, dict[str, ast.FunctionDef]]:
+    """The text of a file and its functions by name."""
+    source = path.read_text()
+    return source, {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
 
 
 def mentions(word: str, start: str, functions: dict[str, ast.FunctionDef], source: str) -> bool:

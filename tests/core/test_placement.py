@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import harness
@@ -103,33 +104,33 @@ def test_hybrid_meshes_replicate_over_the_first_dimension_and_cut_over_the_secon
     harness.run(4, body)
 
 
-@pytest.mark.parametrize("tp_dim", [0, 1])
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("shape", [(8, 8), (8, 6), (4, 12)])
-def test_tensor_parallel_parameters_are_cut_further(tp_dim: int, dim: int, shape: tuple[int, int]) -> None:
+def test_tensor_parallel_parameters_are_cut_further() -> None:
     def body(rank: int, world: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        tp = distribute_tensor(whole(shape), mesh["tp"], [Shard(tp_dim)])
-        made, full = joined(nn.Parameter(tp), placement.mesh_info(mesh["dp"]), dim)
-        assert made.device_mesh == mesh
-        assert made.shape == torch.Size(shape)
-        assert made.placements[1] == Shard(tp_dim)
-        assert (type(made.placements[0]) is Shard) is (tp_dim != dim)
-        assert torch.equal(full, whole(shape))
+        for tp_dim, dim, shape in itertools.product((0, 1), (0, 1), [(8, 8), (8, 6), (4, 12)]):
+            case = (tp_dim, dim, shape)
+            tp = distribute_tensor(whole(shape), mesh["tp"], [Shard(tp_dim)])
+            made, full = joined(nn.Parameter(tp), placement.mesh_info(mesh["dp"]), dim)
+            assert made.device_mesh == mesh, case
+            assert made.shape == torch.Size(shape), case
+            assert made.placements[1] == Shard(tp_dim), case
+            assert (type(made.placements[0]) is Shard) is (tp_dim != dim), case
+            assert torch.equal(full, whole(shape)), case
 
     harness.run(4, body)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2), (2, 2, 1)])
-@pytest.mark.parametrize("tp_dim", [0, 1])
-def test_tensor_parallel_parameters_lie_over_hybrid_meshes(sizes: tuple[int, ...], tp_dim: int) -> None:
+def test_tensor_parallel_parameters_lie_over_hybrid_meshes() -> None:
     def body(rank: int, world: int) -> None:
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("rep", "dp", "tp"))
-        tp = distribute_tensor(whole((8, 6)), mesh["tp"], [Shard(tp_dim)])
-        made, full = joined(nn.Parameter(tp), placement.mesh_info(mesh["rep", "dp"]))
-        assert made.device_mesh == mesh
-        assert made.placements[0] == Replicate()
-        assert torch.equal(full, whole((8, 6)))
+        for sizes in [(1, 2, 2), (2, 1, 2), (2, 2, 1)]:
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("rep", "dp", "tp"))
+            for tp_dim in (0, 1):
+                case = (sizes, tp_dim)
+                tp = distribute_tensor(whole((8, 6)), mesh["tp"], [Shard(tp_dim)])
+                made, full = joined(nn.Parameter(tp), placement.mesh_info(mesh["rep", "dp"]))
+                assert made.device_mesh == mesh, case
+                assert made.placements[0] == Replicate(), case
+                assert torch.equal(full, whole((8, 6))), case
 
     harness.run(4, body)
 
