@@ -10,8 +10,9 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import reduce
 from types import FrameType
 from typing import Any, Literal, NamedTuple, SupportsFloat
 
@@ -138,6 +139,7 @@ class Checkpointer:
         self._branch: int | None = None
         self._is_tidy = False
         self._signals = _Signals()
+        self._background: _InBackground | None = None
 
     def path(self, step: int) -> str:
         """Return where a step is saved.
@@ -285,15 +287,17 @@ class Checkpointer:
         """
         number, branch, unranked, given = self._begun(step, metrics, overwrite, options)
         told, is_first = given.pop("on_event", None), star_of(self._group).rank == 0
+        background = _InBackground()
 
         def on_event(event: SaveEvent) -> None:
+            background.has_failed = event.phase == "failed"
             if event.phase == "done" and is_first and not unranked:
                 self._tidy(number)
             if told is not None:
                 told(event)
 
         handle = async_save(state, self.path(number), on_event=on_event, **given)
-        self._has_saved(number, branch)
+        self._has_saved(number, branch, background)
         if unranked:
             handle.result()
             raise UsageError(unranked)
@@ -331,9 +335,15 @@ class Checkpointer:
                 return self._place(step.name)
         return None
 
-    def _has_saved(self, number: int, branch: int) -> None:
+    def _has_saved(self, number: int, branch: int, background: _InBackground | None = None) -> None:
         self._held, self._restored, self._branch = number, None, branch
+        self._background = background
         self._signals.is_due = False
+
+    def _has_failed(self) -> None:
+        """Take back that a step was saved, on every rank: its save in the background failed."""
+        self._held = self._background = None
+        self._signals.is_due = self._signals.is_agreed
 
     def _prepared(self, told: list[bytes], names: list[str], overwrite: bool) -> list[bytes]:
         """Look at what lies where the step goes. On the first rank."""
@@ -525,7 +535,9 @@ class Checkpointer:
     def should_save(self, step: int) -> bool:
         """Tell whether this is a step to save: one that `save_every` divides, or the first after a signal.
 
-        Collective within `save_on_signal`: there it costs a message to the first rank and back.
+        Collective within `save_on_signal`: there it costs a message to the first rank and back. A background save
+        that has failed counts for nothing: its step, or the last one after a signal, is to be saved again. Several
+        ranks learn of the failure within `save_on_signal`.
 
         Args:
             step: Its number; a step that was just restored or saved is not saved again.
@@ -534,10 +546,14 @@ class Checkpointer:
             RankError: Another rank is gone.
         """
         number = _number(step)
-        if self._signals.is_watching:
-            said = b"1" if self._signals.has_come else b""
-            told = star_of(self._group).consult("agreeing whether to save", said, _any)
-            self._signals.heed(bool(told))
+        star = star_of(self._group)
+        if self._signals.is_watching or star.size == 1:
+            has_failed = self._background is not None and self._background.has_failed
+            said = bytes([(_SIGNAL if self._signals.has_come else 0) | (_FAILURE if has_failed else 0)])
+            (told,) = star.consult("agreeing whether to save", said, _any)
+            self._signals.heed(bool(told & _SIGNAL))
+            if told & _FAILURE:
+                self._has_failed()
         is_turn = self._save_every is not None and number > 0 and number % self._save_every == 0
         return number != self._held and (is_turn or self._signals.is_due)
 
@@ -572,6 +588,17 @@ class _Begun(NamedTuple):
     branch: int
     unranked: str
     options: dict[str, Any]
+
+
+@dataclass
+class _InBackground:
+    """The last save in the background.
+
+    Attributes:
+        has_failed: It is over, and nothing was saved.
+    """
+
+    has_failed: bool = False
 
 
 class _Found(NamedTuple):
@@ -637,8 +664,12 @@ def _taken(number: int, handler: Callable[[int, FrameType | None], None]) -> Any
         raise UsageError("this signal cannot be heeded here", found=error, expected="the main thread") from error
 
 
+_SIGNAL, _FAILURE = 1, 2
+
+
 def _any(told: list[bytes]) -> list[bytes]:
-    return [b"1" if any(told) else b""] * len(told)
+    """Return what some rank told: that a signal came, that a save in the background failed."""
+    return [bytes([reduce(operator.or_, (each[0] for each in told))])] * len(told)
 
 
 def _number(step: int) -> int:

@@ -838,6 +838,27 @@ class TestInTheBackground:
         saved(ck, 2)
         assert ck.steps() == (2,)
 
+    @pytest.mark.parametrize("is_signalled", [True, False])
+    def test_one_that_fails_is_due_again(self, is_signalled, tmp_path, monkeypatch):
+        def full(*_: object) -> None:
+            raise StorageError("full")
+
+        ck = Checkpointer(tmp_path, save_every=4)
+        with ck.save_on_signal():
+            if is_signalled:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert ck.should_save(4)
+            monkeypatch.setattr(LocalWriter, "write", full)
+            handle = ck.async_save(4, state(4.0))
+            with pytest.raises(StorageError, match="full"):
+                handle.result()
+            monkeypatch.undo()
+            assert ck.should_save(5) == is_signalled, "the last save is still to come"
+            assert ck.should_save(4), "the step was not saved"
+            ck.async_save(4, state(4.0)).result()
+            assert not ck.should_save(4) and not ck.should_save(5)
+        assert ck.steps() == (4,)
+
 
 @pytest.fixture
 def memory() -> Iterator[str]:
@@ -929,7 +950,32 @@ def one_is_asked_to_end(rank: int, world: int, root: Path) -> tuple:
     return number, seen, ck.steps()
 
 
+def background_fails(rank: int, world: int, root: Path) -> list[bool]:
+    ck = Checkpointer(root, save_every=4)
+    write = LocalWriter.write
+
+    def full(self: LocalWriter, data: bytes) -> None:
+        raise StorageError("full")
+
+    with ck.save_on_signal():
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        seen = [ck.should_save(3)]
+        LocalWriter.write = full if rank == 1 else write
+        handle = ck.async_save(3, {"w": torch.full((2, 300), 1.0), "own": shardckpt.PerRank(torch.ones(rank + 1))})
+        with suppress(StorageError, RankError):
+            handle.result()
+        LocalWriter.write = write
+        seen += [ck.should_save(3), ck.should_save(5)]
+        ck.save(5, state(5.0))
+        seen.append(ck.should_save(6))
+    return seen
+
+
 class TestRanks:
+    def test_a_save_in_the_background_that_fails_on_one_rank_is_due_again_on_all(self, tmp_path):
+        assert run(2, background_fails, tmp_path) == [[True, True, True, False]] * 2
+
     def test_a_metric_that_no_step_has_is_told_to_all_once_the_step_is_saved(self, tmp_path):
         def body(rank: int, world: int) -> object:
             ck = Checkpointer(tmp_path, keep_best=1, metric="acc")
