@@ -15,13 +15,15 @@ from shardckpt.format.native_commit import COMMIT, MAX_MANIFEST_BYTES, branch_of
 from shardckpt.format.native_headers import Described, read_described, rebuild
 from shardckpt.format.native_manifest import Contents, decode_manifest, encode_manifest
 from shardckpt.format.native_payload import BLOCK_BYTES, HF_INDEX, BlockHasher
-from shardckpt.format.native_records import ArrayRecord, files_of_bases, record_of
+from shardckpt.format.native_records import ArrayRecord, FileRecord, files_of_bases, record_of
 from shardckpt.format.native_references import NamedBases
 from shardckpt.format.native_step import read_commit, read_contents
 from shardckpt.format.reader import Source
 from shardckpt.manifest import Span
 from shardckpt.plan.coverage import require_complete
 from shardckpt.storage.store import Read, Store, read_bytes
+
+_UNCHECKED = "checksums were made anew: nobody can tell whether bytes have changed since the save"
 
 _PAYLOAD = re.compile(r"(?P<save>[0-9a-z]+)-\d{5,}-\d{2,}\.safetensors")
 
@@ -57,12 +59,13 @@ def repair(
 ) -> Repair:
     """Write the manifest and `COMMIT` of a native step anew, from what its payload files say of themselves.
 
-    Nothing is written where the step is whole already, and nothing where tensors are missing: no file can be made up.
+    All bytes are read. Nothing is written where the step is whole already, and nothing where tensors are missing: no
+    file can be made up.
 
     Args:
         src: The step's folder: a path or URL.
         save: Id of the save, where the folder holds several whole ones.
-        rehash: Accept bytes that do not match the checksums of an old manifest.
+        rehash: Accept bytes that do not match the checksums of the manifest, and files of other sizes.
         base: Where a folder lies that the checkpoint refers to, as `load` takes it.
         dry_run: Check everything; write nothing.
 
@@ -72,7 +75,7 @@ def repair(
     Raises:
         UsageError: There is no such folder, or no payload files in it.
         AmbiguousError: The folder holds several whole saves.
-        CheckpointError: Tensors are missing, or files are damaged.
+        CheckpointError: Tensors are missing, or files are damaged: without `rehash` also where checksums show it.
         StorageError: Reading or writing failed.
 
     Example:
@@ -84,9 +87,9 @@ def repair(
         raise UsageError("this is a file", where=src, fix="Name the step's folder.")
     store, sizes = source.store, _sizes(source)
     whole = _open_whole(store, sizes, base)
-    if whole is not None:
+    if whole is not None and not _differing(store, sizes, whole):
         return _report(src, whole, (), ())
-    contents, notes = _choose(store, sizes, save, base)
+    contents, notes = (whole, ()) if whole is not None else _choose(store, sizes, save, base)
     content, hash_notes = _with_hashes(store, sizes, contents, rehash)
     data = encode_manifest(content)
     written = (manifest_name(content.save), COMMIT)
@@ -123,6 +126,17 @@ def _open_whole(store: Store, sizes: Mapping[str, int], base: NamedBases) -> Con
         return None
     _require_complete(store, contents, sizes, base)
     return contents
+
+
+def _differing(store: Store, sizes: Mapping[str, int], contents: Contents) -> list[str]:
+    """Return the files of a step that have other sizes than its manifest says, or bytes that its checksums deny."""
+    own = [file for file in contents.files if not file.base]
+    return [
+        file.name
+        for file in own
+        if sizes[file.name] != file.nbytes
+        or (file.hashes is not None and tuple(_hash(store, file.name, file.nbytes)) != file.hashes)
+    ]
 
 
 def _require_complete(store: Store, contents: Contents, sizes: Mapping[str, int], base: NamedBases) -> None:
@@ -175,7 +189,7 @@ def _with_hashes(
         ChecksumError: The bytes are not those that the old manifest was written for.
     """
     hashed = [
-        f if f.base else f._replace(hashes=tuple(_hash(store, f.name, f.nbytes)))
+        f if f.base else f._replace(nbytes=sizes[f.name], hashes=tuple(_hash(store, f.name, sizes[f.name])))
         for f in contents.files
         if f.name != HF_INDEX
     ]
@@ -184,18 +198,25 @@ def _with_hashes(
     full = replace(contents, files=tuple(hashed))
     old = _old_manifest(store, sizes, contents.save)
     same = old is not None and [_bare(a) for a in old.arrays] == [_bare(a) for a in contents.arrays]
-    if old is None or not same or all(file.hashes is None for file in old.files):
-        return full, ("checksums were made anew: nobody can tell whether bytes have changed since the save",)
-    full = replace(full, arrays=old.arrays)
+    if old is None or not same:
+        return full, (_UNCHECKED,)
     known = {file.name: file for file in old.files}
-    differing = [file.name for file in full.files if file.name in known and known[file.name] != file]
+    differing = [file.name for file in full.files if file.name in known and not _agrees(known[file.name], file)]
+    more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
     if differing and not rehash:
         raise ChecksumError(
-            f"{len(differing)} files do not match the old manifest, the first is {differing[0]}",
+            f"{differing[0]}{more}: size or bytes are not those of the step's manifest",
             where=store.url,
             fix="Restore the file from another copy, or pass --rehash to take the bytes as they are.",
         )
-    return full, tuple(f"{name} did not match its old checksums" for name in differing)
+    if not differing:
+        full = replace(full, arrays=old.arrays)
+    unchecked = [_UNCHECKED] if all(file.hashes is None for file in old.files) else []
+    return full, (*unchecked, *(f"{name} did not match its old size or checksums" for name in differing))
+
+
+def _agrees(old: FileRecord, found: FileRecord) -> bool:
+    return old.nbytes == found.nbytes and old.hashes in (None, found.hashes)
 
 
 def _bare(record: ArrayRecord) -> ArrayRecord:

@@ -152,6 +152,32 @@ def test_bytes_that_changed_are_not_blessed_unless_asked(tmp_path: Path) -> None
     assert shardckpt.verify(str(folder)).ok
 
 
+@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize("damage", ["flipped", "longer"])
+def test_a_committed_step_of_other_bytes_is_not_whole(tmp_path: Path, damage: str, checksums: bool) -> None:
+    folder = tmp_path / "s"
+    shardckpt.save({"w": torch.arange(9.0), "v": torch.ones(3)}, folder, checksums=checksums)
+    [payload] = folder.glob("*-00.safetensors")
+    if damage == "flipped":
+        flip(payload.name, -5)(folder)
+    else:
+        payload.write_bytes(payload.read_bytes() + b"hi\n")
+    before = files(folder)
+    if damage == "flipped" and not checksums:
+        assert shardckpt.repair(folder).written == ()
+        return
+    with pytest.raises(ChecksumError, match=rf"{payload.name}.*--rehash"):
+        shardckpt.repair(folder)
+    assert shardckpt.repair(folder, rehash=True, dry_run=True).written
+    assert files(folder) == before
+    found = shardckpt.repair(folder, rehash=True)
+    assert any(payload.name in warning for warning in found.warnings)
+    assert shardckpt.repair(folder).written == ()
+    if damage == "flipped":
+        assert shardckpt.verify(folder).ok
+        assert len(shardckpt.load(folder)["w"]) == 9
+
+
 def test_lost_checksums_are_told(tmp_path: Path) -> None:
     folder = write_step(tmp_path / "s", state(), BOXES)
     gone(COMMIT, MANIFEST)(folder)
