@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from shardckpt.dtypes import FLOATS
@@ -42,11 +43,13 @@ class Carried:
         store: Where they lie; None where there are none.
         files: Name to size in bytes.
         config: The parsed `config.json`, empty where there is none.
+        kept: Name to content of config files of the checkpoint that is replaced, where no new ones take their place.
     """
 
     store: Store | None
     files: dict[str, int]
     config: dict[str, object]
+    kept: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def find_carried(source: Source, config_from: str = "") -> Carried:
@@ -78,6 +81,34 @@ def find_carried(source: Source, config_from: str = "") -> Carried:
         return carried
     found = _carried(above)
     return found if "model_type" in found.config or "architectures" in found.config else carried
+
+
+def with_kept(carried: Carried, target: str, is_config: re.Pattern[str]) -> Carried:
+    """Return what to carry, with the config files of a checkpoint that is replaced.
+
+    Args:
+        carried: Files from beside the source, or from where the user says: they come first.
+        target: Folder that is replaced; it need not be there.
+        is_config: Names of config files that belong to such a checkpoint.
+
+    Raises:
+        FormatError: Its `config.json` is no JSON object, or a config file is too large.
+        StorageError: The store failed.
+    """
+    if kind(target) != "folder":
+        return carried
+    store = open_store(target)
+    sizes = {
+        e.name: e.size
+        for e in store.list()
+        if not e.is_folder and is_config.fullmatch(e.name) and e.name not in carried.files
+    }
+    for name, size in sizes.items():
+        if size > _MAX_CONFIG_BYTES:
+            raise FormatError("too large for a model's config", where=f"{target}/{name}", found=f"{size} bytes")
+    kept = {name: read_bytes(store, name, 0, size) for name, size in sizes.items()}
+    config = carried.config or read_config(store, sizes.get(CONFIG, -1))
+    return replace(carried, kept=kept, config=config)
 
 
 def _carried(store: Store) -> Carried:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardckpt.convert.carried import CONFIG, Carried, find_carried, with_dtype
+from shardckpt.convert.carried import CONFIG, Carried, find_carried, with_dtype, with_kept
 from shardckpt.convert.dcp_target import metadata_of, plan_as_stored, plan_ranks, selected_content
 from shardckpt.convert.group_values import as_json
+from shardckpt.convert.kinds import CONFIG as OF_CONFIG
 from shardckpt.convert.kinds import kind_of_file, kind_of_folder
 from shardckpt.convert.losses import expressible
 from shardckpt.convert.native_nest import selected_nest
@@ -47,6 +48,8 @@ from shardckpt.storage.replaceable import Kind
 _TORCH_FILES = (".pt", ".pth", ".bin")
 _FOLDERS = {"native": "a step", "dcp": "a DCP checkpoint", UNIVERSAL: "a universal checkpoint"}
 _MASTERS = "masters"
+_WITH_CONFIG = frozenset({"safetensors", "torch"})
+"""Formats of models that have their config beside them."""
 _CONFIGS = frozenset({CONFIG, "adapter_config.json"})
 _NO_CONFIG = (
     "no config.json was found to go with the model: give --config-from FOLDER (config_from=) where transformers is to"
@@ -224,6 +227,8 @@ def export(
     ids = read_param_names(options.param_names) if options.param_names else None
     reader = with_whole_shapes(detect(source).open(source), options.shapes_from, ids)
     carried = find_carried(source, options.config_from)
+    if options.overwrite and options.to in _WITH_CONFIG and not is_file(dst):
+        carried = with_kept(carried, dst, OF_CONFIG)
     watch.lap("open")
     selection = expressible(select(reader, options, carried.config), options.to, allow_loss=options.allow_loss)
     selection = _with_keys(change(selection), options)
@@ -428,10 +433,11 @@ def _lay_out_step(job: Job, save: str) -> Layout:
 
 
 def _config(job: Job) -> dict[str, bytes]:
-    """Return the model's config, where it changes with the type of the tensors."""
+    """Return config files that are kept, and the model's, if it changes with the type of the tensors."""
+    kept = dict(job.carried.kept)
     if not (job.options.dtype and job.carried.config):
-        return {}
-    return {CONFIG: _json(with_dtype(job.carried.config, parse_dtype(job.options.dtype)))}
+        return kept
+    return {**kept, CONFIG: _json(with_dtype(job.carried.config, parse_dtype(job.options.dtype)))}
 
 
 def _json(content: Mapping[str, object]) -> bytes:
@@ -461,6 +467,11 @@ def _write_rest(job: Job, layout: Layout, hashes: Hashes, publication: Publicati
     layout.write_rest(hashes, publication)
 
 
+def _kept_words(job: Job) -> list[str]:
+    names = ", ".join(job.carried.kept)
+    return [f"{names} of the checkpoint that is replaced: kept for the new one"] if names else []
+
+
 def _report(job: Job, layout: Layout, watch: Stopwatch) -> Report:
     tensors = [*job.selection.model, *job.selection.optim]
     return Report(
@@ -475,7 +486,7 @@ def _report(job: Job, layout: Layout, watch: Stopwatch) -> Report:
         ties=job.selection.ties,
         cast=dict(Counter(f"{t.entry.stored} -> {t.dtype}" for t in tensors if t.is_cast)),
         left_out=job.selection.left_out,
-        warnings=job.selection.warnings,
+        warnings=(*job.selection.warnings, *_kept_words(job)),
         seconds=watch.seconds,
         dry_run=job.options.dry_run,
     )

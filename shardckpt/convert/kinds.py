@@ -15,7 +15,7 @@ from shardckpt.format.torch_file import looks_like_torch
 from shardckpt.storage.replaceable import FileKind, FolderKind, Kind
 
 _FRESH = "(-[0-9a-f]{8})?"
-_CONFIG = r"(generation_|adapter_)?config\.json"
+CONFIG = re.compile(r"(generation_|adapter_)?config\.json")
 """A model's config belongs to its weights; a tokenizer and whatever else lies beside them is somebody's work."""
 
 _SHARD = rf"{_FRESH}(-\d{{5}}-of-\d{{5}})?"
@@ -25,7 +25,7 @@ def _safetensors(stem: str) -> FolderKind:
     return FolderKind(
         "one checkpoint of safetensors files",
         payload=re.compile(rf"({stem}|optimizer){_SHARD}\.safetensors"),
-        beside=re.compile(rf"({stem}|optimizer)\.safetensors\.index\.json|param_groups{_FRESH}\.json|{_CONFIG}"),
+        beside=re.compile(rf"({stem}|optimizer)\.safetensors\.index\.json|param_groups{_FRESH}\.json|{CONFIG.pattern}"),
     )
 
 
@@ -33,7 +33,7 @@ def _torch(stem: str) -> FolderKind:
     return FolderKind(
         "one checkpoint of torch files",
         payload=re.compile(rf"{stem}{_SHARD}\.bin|optimizer\.bin"),
-        beside=re.compile(rf"{stem}\.bin\.index\.json|{_CONFIG}"),
+        beside=re.compile(rf"{stem}\.bin\.index\.json|{CONFIG.pattern}"),
     )
 
 

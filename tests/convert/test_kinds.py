@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -113,14 +114,31 @@ def test_config_files_that_are_written_again_are_replaced(source: Path, config: 
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_the_config_of_an_earlier_run_goes_with_its_weights(
-    to: str, source: Path, config: Path, tmp_path: Path
+def test_config_files_of_the_checkpoint_that_is_replaced_are_kept(to: str, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shardckpt.consolidate(source, out, to=to)
+    (out / "config.json").write_text('{"dtype": "float32", "mine": 1}')
+    (out / "generation_config.json").write_text('{"top_k":  3}')
+    report = shardckpt.consolidate(source, out, to=to, overwrite=True)
+    assert files(out)["config.json"] == b'{"dtype": "float32", "mine": 1}'
+    assert any("config.json, generation_config.json" in line and "kept" in line for line in report.warnings)
+    assert not any("no config.json" in line for line in report.warnings)
+    shardckpt.consolidate(source, out, to=to, overwrite=True, dtype="bf16")
+    assert json.loads(files(out)["config.json"]) == {"dtype": "bfloat16", "mine": 1}
+    assert files(out)["generation_config.json"] == b'{"top_k":  3}'
+
+
+def test_a_config_that_is_given_comes_before_the_one_that_lies_there(
+    source: Path, config: Path, tmp_path: Path
 ) -> None:
     for name in CARRIED[1:]:
         (config / name).unlink()
-    shardckpt.consolidate(source, tmp_path / "out", to=to, config_from=config)
-    shardckpt.consolidate(source, tmp_path / "out", to=to, overwrite=True)
-    assert "config.json" not in files(tmp_path / "out")
+    shardckpt.consolidate(source, tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text('{"old": 1}')
+    (tmp_path / "out" / "generation_config.json").write_text("{}")
+    shardckpt.consolidate(source, tmp_path / "out", overwrite=True, config_from=config)
+    assert files(tmp_path / "out")["config.json"] == b"{}"
+    assert files(tmp_path / "out")["generation_config.json"] == b"{}"
 
 
 def test_a_tokenizer_that_a_user_added_is_not_removed(source: Path, tmp_path: Path) -> None:
