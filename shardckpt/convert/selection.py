@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -106,7 +106,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         units=state.units if state else {},
         ties=chosen.ties if options.part != "optim" else {},
         order=tuple(chosen.names),
-        left_out=tuple(dotted(p) for p in (*unasked, *found.others)) + chosen.dropped,
+        left_out=(*map(dotted, (*unasked, *_unwritten(manifest, found, options), *found.others)), *chosen.dropped),
         warnings=(
             *manifest.warnings,
             *(() if manifest.has_shapes or options.shapes_from else (NO_SHAPES,)),
@@ -115,6 +115,12 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
             *_unneeded_faults(manifest, chosen.used or wanted),
         ),
     )
+
+
+def _unwritten(manifest: Manifest, found: parts.Parts, options: Options) -> Iterator[Path]:
+    """Yield the model's values that are not tensors, which no target holds, where the model is asked for."""
+    if options.part != "optim":
+        yield from parts.model_values(manifest, found)
 
 
 @dataclass(frozen=True, slots=True)

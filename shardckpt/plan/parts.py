@@ -77,6 +77,15 @@ def model_paths(manifest: Manifest, found: Parts) -> Iterator[Path]:
             yield path
 
 
+def model_values(manifest: Manifest, found: Parts) -> Iterator[Path]:
+    """Yield the paths in the model's subtree that hold no tensor, such as a module's extra state, in saved order."""
+    depth = len(found.model)
+    if depth:
+        for path in manifest.objects:
+            if path[:depth] == found.model and not _below_any(path, found.optimizers):
+                yield path
+
+
 def find_key(manifest: Manifest, key: str, option: str) -> Path:
     """Return the path that a person means by `key`: keys joined by dots, `file`, or `file:keys`.
 

@@ -226,11 +226,12 @@ class TestWherePeersFail:
     def test_a8_values_that_are_no_tensors_do_not_break_a_file(
         self, named: Callable[[str], Case], tmp_path: Path
     ) -> None:
-        """A number in the state dict goes where numbers go; the tensors beside it are written as ever."""
-        torch.save({"model": {"w": torch.ones(3), "lr": 0.5}, "step": 7}, tmp_path / "a.pt")
+        """What is not a tensor in the state dict is named as left out; the tensors beside it are written as ever."""
+        model = {"w": torch.ones(3), "lr": 0.5, "block._extra_state": {"scale": 2.0}}
+        torch.save({"model": model, "step": 7}, tmp_path / "a.pt")
         report = shardckpt.consolidate(str(tmp_path / "a.pt"), str(tmp_path / "out"))
         assert_same(load_folder(tmp_path / "out"), {"w": torch.ones(3)})
-        assert any("step" in left for left in report.left_out)
+        assert report.left_out == ("model.lr", "model.block._extra_state.scale", "step")
 
     def test_a9_headers_are_aligned_and_name_their_format(self, case: Case, tmp_path: Path) -> None:
         shardckpt.consolidate(str(case.source), str(tmp_path / "out"), part="all", **case.options)
