@@ -110,18 +110,34 @@ def using(*sets: set[int]):
     return lambda rank, step: (rows(rank, step), sets[rank])
 
 
-@torch_is_wrong("ranks reduce in different orders or hang")
-@pytest.mark.parametrize(
-    "sets",
-    [({0}, set()), ({1}, {2}), ({3}, set()), ({0, 1, 2, 3}, set()), ({0, 3}, {1, 2}), (set(), set())],
-    ids=["first", "middle", "last", "all or none", "crosswise", "nobody"],
-)
-def test_parameters_used_on_some_ranks_only(sets):
-    same_order_and_right(Case("ranked", Ranked, using(*sets)), 2)
+USED = {
+    "first": ({0}, set()),
+    "middle": ({1}, {2}),
+    "last": ({3}, set()),
+    "all or none": ({0, 1, 2, 3}, set()),
+    "crosswise": ({0, 3}, {1, 2}),
+    "nobody": (set(), set()),
+}
+"""The blocks whose extra parts each of two ranks uses."""
 
 
 @torch_is_wrong("ranks reduce in different orders or hang")
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("name", USED)
+def test_parameters_used_on_some_ranks_only(name):
+    """In two styles; each style has four of the six."""
+    left_out = list(Style)[list(USED).index(name) % 3]
+    same_order_and_right(Case("ranked", Ranked, using(*USED[name])), 2, [s for s in Style if s is not left_out])
+
+
+@pytest.mark.slow
+@torch_is_wrong("ranks reduce in different orders or hang")
+@pytest.mark.parametrize("name", USED)
+def test_parameters_used_on_some_ranks_only_in_each_style(name):
+    same_order_and_right(Case("ranked", Ranked, using(*USED[name])), 2)
+
+
+@torch_is_wrong("ranks reduce in different orders or hang")
+@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_parameters_used_on_some_of_many_ranks(world):
     same_order_and_right(Case("ranked", Ranked, using({0, 1}, {2}, set(), {3, 0})), world, EXACT)
 
@@ -231,7 +247,7 @@ def test_order_is_equal_on_all_ranks_in_each_style_with_each_strategy(name):
 
 
 @torch_is_wrong("a unit used several times under reentrant checkpointing gets wrong gradients, or hangs")
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_unit_used_several_times_under_reentrant_checkpointing(world):
     same_order_and_right(Case("twice", TwiceCheckpointedReentrant), world)
 
@@ -261,10 +277,12 @@ def test_reentrant_checkpointing_where_ranks_differ():
 # ------------------------------------------------------------------------- trap 2, 3: saved tensors and their hooks
 
 
+@pytest.mark.parametrize("strategy", [FULL, pytest.param(GRAD_OP, marks=pytest.mark.slow)], ids=["full", "grad_op"])
 @pytest.mark.parametrize("name", ["view changed in place", "escaped tensor", "unknown containers"])
 @torch_is_wrong("the gather before backward hangs on the output object (G8, G9)")
-def test_gradients_do_not_depend_on_the_output_object(name):
-    same_order_and_right(case(name), 2, strategies=(FULL, GRAD_OP))
+def test_gradients_do_not_depend_on_the_output_object(name, strategy):
+    """`test_gaps` has parameters that are kept between the passes."""
+    same_order_and_right(case(name), 2, strategies=(strategy,))
 
 
 @torch_is_wrong("parameters saved for backward are freed before they are needed")
@@ -502,9 +520,8 @@ def test_no_sync_is_left_even_when_its_body_raises(style):
 
 @torch_is_wrong("the second backward finds parameters freed or reduces them twice")
 @STYLES
-@STRATEGIES
-def test_two_backwards_through_one_graph(strategy, style):
-    def body(rank, world):
+def test_two_backwards_through_one_graph(style):
+    def found(rank, strategy):
         plain, model = cut(PLAIN, style, strategy)
         for net in (model, plain):
             loss = square(net(floats(rank, 0)))
@@ -512,7 +529,8 @@ def test_two_backwards_through_one_graph(strategy, style):
             loss.backward()
         return differing(model, plain, style)
 
-    assert run(2, body)[0] == []
+    strategies = (FULL, GRAD_OP)
+    assert run(2, lambda rank, world: [found(rank, strategy) for strategy in strategies])[0] == [[], []], strategies
 
 
 @STYLES
