@@ -47,6 +47,21 @@ def reference(steps: int, lr: float, batches: int = 1) -> list[float]:
     return losses
 
 
+def both(body) -> list[list]:
+    """What `body(rank, orig)` gives on each of four forked ranks, without and with original parameters."""
+
+    def every(rank, world):
+        found = []
+        for orig in (False, True):
+            try:
+                found.append(body(rank, orig))
+            except Exception as error:
+                raise AssertionError(f"use_orig_params={orig}") from error
+        return found
+
+    return run(4, every)
+
+
 STRATEGIES = [Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD]
 SETTINGS = [(policy, strategy) for policy in (None, wrap.ModuleWrapPolicy({nn.Sequential})) for strategy in STRATEGIES]
 
@@ -67,24 +82,28 @@ def trained(steps: int, **settings) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("orig", [False, True])
-def test_losses_are_those_of_the_plain_model(orig):
+def test_losses_are_those_of_the_plain_model():
     # torch says of NO_SHARD with original parameters that their shape changed
-    possible = [each for each in SETTINGS if not (TORCH and orig and each[1] is Strategy.NO_SHARD)]
-
-    def body(rank, world):
-        return [trained(3, auto_wrap_policy=p, sharding_strategy=s, use_orig_params=orig) for p, s in possible]
+    def body(rank, orig):
+        possible = [each for each in SETTINGS if not (TORCH and orig and each[1] is Strategy.NO_SHARD)]
+        return {
+            f"{s} {p}": trained(3, auto_wrap_policy=p, sharding_strategy=s, use_orig_params=orig) for p, s in possible
+        }
 
     expected = torch.tensor(reference(3, 0.1))
-    for found in run(4, body):
-        for losses in found:
-            torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-4, atol=1e-6)
+    for found in both(body):
+        for orig, every in enumerate(found):
+            for setting, losses in every.items():
+                told = f"original parameters {bool(orig)}, {setting}: "
+                found_losses = torch.tensor(losses)
+                torch.testing.assert_close(
+                    found_losses, expected, rtol=1e-4, atol=1e-6, msg=lambda m, told=told: told + m
+                )
 
 
 @torch_is_wrong("it does not take held gradients of DTensors back")
-@pytest.mark.parametrize("orig", [False, True])
-def test_gradients_may_be_held_back(orig):
-    def body(rank, world):
+def test_gradients_may_be_held_back():
+    def body(rank, orig):
         model = parallel(use_orig_params=orig)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
@@ -101,13 +120,12 @@ def test_gradients_may_be_held_back(orig):
             losses.append(total.item() / 4)
         return losses
 
-    for losses in run(4, body):
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference(2, 0.1, 2)), rtol=1e-4, atol=1e-6)
+    for losses in both(body):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor([reference(2, 0.1, 2)] * 2), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("orig", [False, True])
-def test_what_an_optimizer_sees_is_plain_and_what_computes_is_a_dtensor(orig):
-    def body(rank, world):
+def test_what_an_optimizer_sees_is_plain_and_what_computes_is_a_dtensor():
+    def body(rank, orig):
         model = parallel(use_orig_params=orig)
         seen = []
         model.module[0][0].register_forward_pre_hook(lambda module, _: seen.append(isinstance(module.weight, DTensor)))
@@ -117,10 +135,9 @@ def test_what_an_optimizer_sees_is_plain_and_what_computes_is_a_dtensor(orig):
         return seen, set(exposed) == {nn.Parameter}, held
 
     total = sum(each.numel() for each in two_layers().parameters())
-    for computes, plain, held in run(4, body):
-        assert computes == [True]
-        assert plain
-        assert held < total * 0.5
+    for found in both(body):
+        assert [(computes, plain) for computes, plain, _ in found] == [([True], True)] * 2
+        assert all(held < total * 0.5 for *_, held in found)
 
 
 def test_units_are_of_the_data_parallel_ranks():
@@ -131,9 +148,8 @@ def test_units_are_of_the_data_parallel_ranks():
 
 
 @torch_is_wrong("it takes no ties")
-@pytest.mark.parametrize("orig", [False, True])
-def test_a_tied_parameter_goes_to_the_unit_above_as_it_was(orig):
-    def body(rank, world):
+def test_a_tied_parameter_goes_to_the_unit_above_as_it_was():
+    def body(rank, orig):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         model[1].weight = model[0].weight
@@ -144,12 +160,11 @@ def test_a_tied_parameter_goes_to_the_unit_above_as_it_was(orig):
         weights = {len(each.bucket.members) for unit in (sharded, model[0]) for each in unit._unit.exposures}
         return sorted(weights)
 
-    assert run(4, body) == [[1, 2]] * 4
+    assert both(body) == [[[1, 2]] * 2] * 4
 
 
-@pytest.mark.parametrize("orig", [False, True])
-def test_summoned_parameters_are_dtensors_and_changes_are_kept(orig):
-    def body(rank, world):
+def test_summoned_parameters_are_dtensors_and_changes_are_kept():
+    def body(rank, orig):
         model = parallel(use_orig_params=orig)
         with FSDP.summon_full_params(model):
             layer = model.module[0][0]
@@ -159,13 +174,12 @@ def test_summoned_parameters_are_dtensors_and_changes_are_kept(orig):
         with FSDP.summon_full_params(model):
             return shown, model.module[0][0].weight.to_local().unique().tolist()
 
-    assert run(4, body) == [((True, (8, 6)), [0.5])] * 4
+    assert both(body) == [[((True, (8, 6)), [0.5])] * 2] * 4
 
 
 @torch_is_wrong("it refuses tensors on the CPU")
-@pytest.mark.parametrize("orig", [False, True])
-def test_states_are_made_equal_over_the_data_parallel_ranks_alone(orig):
-    def body(rank, world):
+def test_states_are_made_equal_over_the_data_parallel_ranks_alone():
+    def body(rank, orig):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         module = nn.Module()
         for kind in (nn.Parameter, nn.Buffer):
@@ -176,14 +190,13 @@ def test_states_are_made_equal_over_the_data_parallel_ranks_alone(orig):
         with FSDP.summon_full_params(model):
             return [each.to_local().mean().item() for each in (model.Parameter, model.Buffer)]
 
-    assert run(4, body) == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+    assert both(body) == [[[rank % 2, rank % 2]] * 2 for rank in range(4)]
 
 
 @torch_is_wrong("ranks of tensor parallelism scale by different norms")
-@pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize("order", [2.0, float("inf")])
-def test_g3_gradients_are_clipped_by_the_norm_of_the_plain_model(order, orig):
-    def body(rank, world):
+def test_g3_gradients_are_clipped_by_the_norm_of_the_plain_model(order):
+    def body(rank, orig):
         model = parallel(use_orig_params=orig, auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Sequential}))
         square(model(batch(rank, 0))).backward()
         norm = model.clip_grad_norm_(0.01, order)
@@ -193,6 +206,6 @@ def test_g3_gradients_are_clipped_by_the_norm_of_the_plain_model(order, orig):
     plain = two_layers()
     (sum(square(plain(batch(rank, 0))) for rank in (0, 2)) / 2).backward()
     expected = nn.utils.get_total_norm([each.grad for each in plain.parameters()], order).item()
-    found = run(4, body)
-    assert len(set(found)) == 1
-    assert found[0] == pytest.approx((expected, 0.01), rel=1e-3)
+    for found in zip(*both(body), strict=True):
+        assert len(set(found)) == 1
+        assert found[0] == pytest.approx((expected, 0.01), rel=1e-3)
