@@ -398,7 +398,7 @@ OPTIMIZERS = {
 def test_optimizers_step_as_on_whole_parameters(name):
     """Those that treat each element on its own; pieces may be empty."""
     rows = [row for row in FREEING if not (name == "sgd fused" and row["face"] == "in place")]  # DTensor has none
-    differences(Case("mlp", Stack), 3, rows, Training(OPTIMIZERS[name], steps=2, by_pieces=False))
+    differences(Case("two blocks", lambda: Stack(2)), 3, rows, Training(OPTIMIZERS[name], steps=2, by_pieces=False))
 
 
 # ---------------------------------------------------------------------------------------------------- compiling
@@ -428,10 +428,10 @@ COMPILED = [compiled_units, units_of_compiled, compiled_whole]
 
 @pytest.mark.parametrize("cut", COMPILED, ids=lambda cut: cut.__name__)
 def test_compiled_models_train_as_plain_ones(cut):
-    differences(Case("compiled", Stack, cut=cut), 2, alternating(COMPILED.index(cut)))
+    differences(Case("compiled", lambda: Stack(2), cut=cut), 2, alternating(COMPILED.index(cut)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", COMPILED, ids=lambda cut: cut.__name__)
 def test_compiled_models_train_as_plain_ones_in_every_setting(cut):
-    differences(Case("compiled", Stack, cut=cut), 2, SETTINGS)
+    differences(Case("compiled", lambda: Stack(2), cut=cut), 2, SETTINGS)
