@@ -176,7 +176,18 @@ class _Naming:
         for path in self._manifest.objects:
             if not self._is_of_optimizer(path) and not (depth and path[:depth] == self._found.model):
                 self._add_object(path, path)
-        self._made.refused.update(dict.fromkeys(self._manifest.unread, "this is not read"))
+        self._add_unread()
+
+    def _add_unread(self) -> None:
+        """Name what the reader passes over, and where it lies if it is a file: it may be compared byte for byte."""
+        unread = self._manifest.unread
+        if not unread:
+            return
+        self._made.refused.update(dict.fromkeys(unread, "this is not read"))
+        sizes = {entry.name: entry.size for entry in self._reader.store.list() if not entry.is_folder}
+        for name in unread:
+            if name in sizes:
+                self._made.sources[name] = ObjectEntry((name,), UNREAD, name, Span(0, sizes[name]))
 
     def _is_read(self, root: Path, path: Path) -> bool:
         """Tell whether an optimizer's array is there already, as its state or as a number of its groups."""

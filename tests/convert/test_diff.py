@@ -358,3 +358,21 @@ def test_numbers_of_an_optimizer_that_nothing_names_are_compared_as_numbers(tmp_
     found = shardckpt.diff(tmp_path / "a.pt", tmp_path / "b.pt", part="optim")
     assert [d.name for d in found.value_differences] == ["param_groups.0.lr"]
     assert "numbers" in found.warnings[0]
+
+
+def test_files_that_are_not_read_are_equal_if_their_bytes_are(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    save_file({"w": torch.ones(2)}, first / "model.safetensors")
+    torch.save({"x": 1}, first / "optimizer.pt")
+    torch.save({"x": 2}, first / "scheduler.pt")
+    shutil.copytree(first, second)
+    found = shardckpt.diff(first, second)
+    assert found.same
+    assert found.not_compared == {}
+    torch.save({"x": 3}, second / "scheduler.pt")
+    found = shardckpt.diff(first, second)
+    assert not found.same
+    assert list(found.not_compared) == ["scheduler.pt"]
+    (second / "optimizer.pt").unlink()
+    assert list(shardckpt.diff(first, second).not_compared) == ["optimizer.pt", "scheduler.pt"]
