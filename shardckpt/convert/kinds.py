@@ -26,6 +26,7 @@ def _safetensors(stem: str) -> FolderKind:
         "one checkpoint of safetensors files",
         payload=re.compile(rf"({stem}|optimizer){_SHARD}\.safetensors"),
         beside=re.compile(rf"({stem}|optimizer)\.safetensors\.index\.json|param_groups{_FRESH}\.json|{CONFIG.pattern}"),
+        is_one=looks_like_safetensors,
     )
 
 
@@ -34,6 +35,7 @@ def _torch(stem: str) -> FolderKind:
         "one checkpoint of torch files",
         payload=re.compile(rf"{stem}{_SHARD}\.bin|optimizer\.bin"),
         beside=re.compile(rf"{stem}\.bin\.index\.json|{CONFIG.pattern}"),
+        is_one=looks_like_torch,
     )
 
 

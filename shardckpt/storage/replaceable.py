@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardckpt.errors import TargetExistsError
 from shardckpt.storage.leftovers import is_partial
-from shardckpt.storage.store import Listed, Store, read_bytes
+from shardckpt.storage.store import Listed, Read, Store, read_bytes
 
 _HEAD_BYTES = 512
 """First bytes of a file by which its kind is told."""
@@ -40,6 +40,7 @@ class FolderKind:
         renewed: Names of files that the new result has too, whoever wrote the old ones.
         members: Given the folder and the sizes of the files directly in it, returns names that the checkpoint itself
             lists. Raises ShardckptError where the checkpoint must not be replaced.
+        is_one: Tells a payload file by its first 512 bytes, where other files may have its name.
     """
 
     title: str
@@ -47,6 +48,7 @@ class FolderKind:
     beside: re.Pattern[str] = re.compile(r"(?!)")
     renewed: frozenset[str] = field(default=frozenset())
     members: Callable[[Store, Mapping[str, int]], Collection[str]] = _no_names
+    is_one: Callable[[bytes], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ def files_of_one(kind: FolderKind, store: Store, list_folder: ListFolder, where:
     counting = [name for name in sizes if not is_ignored(name)]
     listed = frozenset(kind.members(store, sizes)) if counting else frozenset()
     others = [name for name in counting if not _belongs(name, kind, listed)]
+    others += _of_other_content(kind, store, {name: sizes[name] for name in counting})
     folders = [entry.name for entry in top if entry.is_folder]
     if others:
         raise _other_content(kind, [*others, *_as_folders(folders)], where)
@@ -159,6 +162,17 @@ def require_file(kind: FileKind, store: Store, name: str, where: str) -> None:
             where=where,
             fix="Choose another target, or move that file away first.",
         )
+
+
+def _of_other_content(kind: FolderKind, store: Store, sizes: Mapping[str, int]) -> list[str]:
+    """Return payload files by name whose first bytes are those of something else; an empty one is a payload file."""
+    if kind.is_one is None:
+        return []
+    heads = {
+        name: bytearray(min(size, _HEAD_BYTES)) for name, size in sizes.items() if size and kind.payload.fullmatch(name)
+    }
+    store.read([Read(name, 0, memoryview(head)) for name, head in heads.items()])
+    return [name for name, head in heads.items() if not kind.is_one(bytes(head))]
 
 
 def _belongs(name: str, kind: FolderKind, listed: Collection[str]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -148,6 +149,25 @@ def test_a_tokenizer_that_a_user_added_is_not_removed(source: Path, tmp_path: Pa
     with pytest.raises(TargetExistsError, match=r"found tokenizer\.json"):
         shardckpt.consolidate(source, out, overwrite=True)
     assert (out / "tokenizer.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("to", "name"), [("safetensors", "model.safetensors"), ("torch", "pytorch_model.bin")])
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_text_under_the_name_of_a_payload_file_is_not_removed(
+    to: str, name: str, place: str, source: Path, tmp_path: Path
+) -> None:
+    files = fsspec.filesystem("memory") if place == "memory" else fsspec.filesystem("file")
+    folder = f"memory://text-{to}" if place == "memory" else str(tmp_path / "out")
+    files.makedirs(folder, exist_ok=True)
+    for content, is_replaced in ((b"my notes", False), (b"", True)):
+        files.pipe(f"{folder}/{name}", content)
+        if is_replaced:
+            shardckpt.consolidate(source, folder, to=to, overwrite=True)
+        else:
+            with pytest.raises(TargetExistsError, match=f"found {name}"):
+                shardckpt.consolidate(source, folder, to=to, overwrite=True)
+            assert files.cat(f"{folder}/{name}") == content
+    files.rm(folder, recursive=True)
 
 
 def test_a_folder_of_config_files_alone_is_no_checkpoint(source: Path, config: Path) -> None:
