@@ -7,8 +7,9 @@ again ends as well.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
+from array import array
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import Any
 
 from shardckpt.errors import FormatError, UnsafeError
 from shardckpt.manifest import Path
@@ -91,15 +92,89 @@ class Budget:
 _MOST_ALIKE = 64
 """Keys of one dict that may have one hash: of floats up to 34 can by accident, and a chosen thousand costs a second."""
 
-_KEY_PARTS = 64
-"""Values in one tuple used as a key; the paths and names that writers use have a handful."""
+_MOST_MET = 1024
+"""Taken places where one key is looked for: powers of two meet up to 400, and this many take three microseconds."""
+
+_USUALLY_MET = 64
+"""The same for the keys of one table on average: honest ones meet 2, multiples of powers of two 20, these powers 40."""
+
+_FEW = 64
+"""Keys of a container that are not counted: those cost next to nothing."""
 
 _LARGEST_DISTINCT = 2**61 - 2
 """Whole numbers from 0 to here hash to themselves, so that no two are alike."""
 
+_WORD = 2**64 - 1
+
+_KEY_PARTS = 64
+"""Values in one tuple used as a key; the paths and names that writers use have a handful."""
+
+
+class _Table:
+    """Follows where CPython puts keys in the table of a dict or of a set, and counts the taken places that they meet.
+
+    Keys of one hash meet in every place. Others meet where their hashes were chosen so: the places that are tried
+    one after another depend on the hash and the size of the table alone.
+
+    Args:
+        is_set: Whether the table is that of a set, which tries several places beside each other.
+    """
+
+    __slots__ = ("_allowed", "_hashes", "_is_set", "_taken")
+
+    def __init__(self, is_set: bool) -> None:
+        self._is_set = is_set
+        self._hashes = array("Q")
+        self._resize(8)
+
+    def add(self, value: int, count: int) -> None:
+        """Put the hash of a new key into the table.
+
+        Args:
+            value: The hash.
+            count: Keys in the container with this one; those whose hashes cannot be chosen need not have been added.
+
+        Raises:
+            UnsafeError: It meets very many others.
+        """
+        size = len(self._taken)
+        while (5 * (count - 1) >= 3 * (size - 1)) if self._is_set else (count > 2 * size // 3):
+            size *= 2 if not self._is_set or count > 50_000 else 4
+        if size != len(self._taken):
+            self._resize(size)
+        self._hashes.append(value & _WORD)
+        self._place(value & _WORD)
+
+    def _resize(self, size: int) -> None:
+        self._taken = bytearray(size)
+        self._allowed = _USUALLY_MET * _MOST_MET
+        for value in self._hashes:
+            self._place(value)
+
+    def _place(self, value: int) -> None:
+        taken, mask = self._taken, len(self._taken) - 1
+        at, left, met = value & mask, value, 0
+        while taken[at]:
+            met += 1
+            if self._is_set and at + _SET_RUN <= mask:
+                free = taken.find(0, at, at + _SET_RUN + 1)
+                if free >= 0:
+                    at = free
+                    break
+            left >>= 5
+            at = (5 * at + left + 1) & mask
+        taken[at] = 1
+        self._allowed += _USUALLY_MET - met
+        if met > _MOST_MET or self._allowed < 0:
+            raise _alike()
+
+
+_SET_RUN = 9
+"""Places behind the first that a set tries before it jumps."""
+
 
 class Keys:
-    """Refuses keys that were chosen to have one hash: each would be compared with all before it.
+    """Refuses keys that were chosen to meet in a dict or a set: each would be compared with many before it.
 
     Python salts the hashes of text, and those of numbers and of tuples of them anybody can choose.
 
@@ -107,14 +182,15 @@ class Keys:
         plain: Types besides numbers and tuples that may be keys: their hashes cannot be chosen.
     """
 
-    __slots__ = ("_plain", "_seen")
+    __slots__ = ("_plain", "_seen", "_tables")
 
     def __init__(self, plain: frozenset[type]) -> None:
         self._plain = plain
         self._seen: dict[tuple[int, int], int] = {}
+        self._tables: dict[int, tuple[object, _Table]] = {}  # the container is kept, so that its id stays its own
 
-    def check(self, key: object, container: object) -> None:
-        """Refuse a key whose hash is undefined, costly, or that of many others.
+    def check(self, key: object, container: dict[Any, Any] | set[Any]) -> None:
+        """Refuse a key whose hash is undefined, costly, or chosen to meet many others; it is put there at once.
 
         Args:
             key: The key.
@@ -125,17 +201,39 @@ class Keys:
             UnsafeError: Its size or its hash could exhaust this machine.
         """
         kind = type(key)
-        if kind in self._plain or (kind is int and 0 <= key <= _LARGEST_DISTINCT):  # type: ignore[operator]
+        if kind in self._plain:
             return
-        if kind is tuple:
+        if kind is not int:
+            self._check_kind(key)
+        if not (kind is int and 0 <= key <= _LARGEST_DISTINCT):  # type: ignore[operator]
+            place = id(container), hash(key)
+            self._seen[place] = self._seen.get(place, 0) + 1
+            if self._seen[place] > _MOST_ALIKE:
+                raise _alike()
+        count = len(container)
+        if count < _FEW:
+            return
+        known = self._tables.get(id(container))
+        if known is None:
+            if kind is int and 0 <= key <= count:  # type: ignore[operator]
+                return  # such numbers alone have a place each
+            known = self._tables[id(container)] = container, _table_of(container, type(container) is set)
+        if key not in container:
+            known[1].add(hash(key), count + 1)
+
+    def check_all(self, keys: Sequence[object]) -> None:
+        """Refuse keys of a container that is made of them at once, as `check` does."""
+        for key in keys:
+            if type(key) is not int and type(key) not in self._plain:
+                self._check_kind(key)
+        check_hashes([key for key in keys if type(key) not in self._plain])
+
+    def _check_kind(self, key: object) -> None:
+        if type(key) is tuple:
             assert isinstance(key, tuple)
             self._check_parts(key, _KEY_PARTS)
-        elif kind is not int and kind is not float:
-            raise FormatError(f"the pickle uses a value of type {kind.__name__} as a key")
-        place = id(container), hash(key)
-        count = self._seen[place] = self._seen.get(place, 0) + 1
-        if count > _MOST_ALIKE:
-            raise _alike()
+        elif type(key) is not float:
+            raise FormatError(f"the pickle uses a value of type {type(key).__name__} as a key")
 
     def _check_parts(self, key: tuple[object, ...], left: int) -> int:
         """Return how many more values the tuple around may hold."""
@@ -152,31 +250,53 @@ class Keys:
         return left
 
 
-def check_hashes(keys: Iterable[Hashable], where: object = "") -> None:
-    """Refuse keys of one dict, or values of one set, of which many were chosen to have one hash.
+def _table_of(keys: Iterable[Hashable], is_set: bool) -> _Table:
+    table = _Table(is_set)
+    for count, key in enumerate(keys, 1):
+        if type(key) is not str:  # their hashes are salted
+            table.add(hash(key), count)
+    return table
+
+
+def check_hashes(keys: Sequence[Hashable], where: object = "") -> None:
+    """Refuse keys of one dict, or values of one set, that were chosen to meet in one place of it.
 
     Raises:
         UnsafeError: They were.
     """
-    counts = Counter(map(hash, keys))
-    if counts and max(counts.values()) > _MOST_ALIKE:
+    if len(keys) <= _FEW or all(type(key) is str or (type(key) is int and 0 <= key <= i) for i, key in enumerate(keys)):
+        return
+    try:
+        _table_of(keys, is_set=False)
+        _table_of(keys, is_set=True)
+    except UnsafeError:
+        raise _alike(where) from None
+    hashes = sorted(hash(key) for key in keys if type(key) is not str)
+    if any(hashes[i] == hashes[i - _MOST_ALIKE] for i in range(_MOST_ALIKE, len(hashes))):
         raise _alike(where)
 
 
 def check_paths(paths: Collection[Path], where: object = "") -> None:
-    """Refuse paths of which many have one hash, or of whose keys many have.
+    """Refuse paths that were chosen to meet, or of whose keys many were.
 
     Raises:
-        UnsafeError: They were chosen so.
+        UnsafeError: They were.
     """
-    check_hashes(paths, where)
+    check_hashes(list(paths), where)
     large = {f"{key:x}" for path in paths for key in path if type(key) is int and not 0 <= key <= _LARGEST_DISTINCT}
     check_hashes([int(digits, 16) for digits in large], where)
+    numbers: dict[Path, dict[str, None]] = {}
+    for path in paths:
+        for i, key in enumerate(path):
+            if type(key) is int:
+                numbers.setdefault(("in", *path[:i]), {})[f"{key:x}"] = None
+    for known in numbers.values():
+        check_hashes([int(digits, 16) for digits in known], where)
 
 
 def _alike(where: object = "") -> UnsafeError:
     return UnsafeError(
-        "very many keys have one hash",
+        "very many keys have one hash, or hashes that meet in one place",
         where=where,
         fix="They were chosen to take hours; do not trust where they came from.",
     )

@@ -343,8 +343,8 @@ class _Machine:
     def check_copies(self, what: Global, args: tuple[object, ...]) -> None:
         """Count what a call copies of its arguments, and check the keys that it hashes."""
         self.spend(what.copied * (len(args) + sum(len(a) for a in args if isinstance(a, _SIZED))))
-        for key in what.hashed(args) if what.hashed is not None else ():
-            self.keys.check(key, args)
+        if what.hashed is not None:
+            self.keys.check_all(what.hashed(args))
 
 
 def _described(value: object) -> str:
@@ -702,10 +702,10 @@ def _filled(machine: _Machine, target: object, keys: list[object], values: list[
     if len(keys) != len(values):
         raise FormatError("the pickle has a key without a value")
     machine.spend(_ITEM * len(keys))
-    for key in keys:
+    for key, value in zip(keys, values, strict=True):
         if type(key) is not str:
             machine.keys.check(key, target)
-    target.update(zip(keys, values, strict=True))
+        target[key] = value
 
 
 def _dict(machine: _Machine, pos: int) -> int:
@@ -766,15 +766,14 @@ def _add_items(machine: _Machine, pos: int) -> int:
     machine.spend(_ITEM * len(items))
     for item in items:
         machine.keys.check(item, target)
-    target.update(items)
+        target.add(item)
     return pos
 
 
 def _frozen_set(machine: _Machine, pos: int) -> int:
     items = machine.above_mark()
     machine.spend(_SET + _ITEM * len(items))
-    for item in items:
-        machine.keys.check(item, items)
+    machine.keys.check_all(items)
     machine.stack.append(frozenset(items))
     return pos
 

@@ -18,7 +18,7 @@ from test_pickles import pairs_of_one_hash
 
 from shardckpt.errors import CheckpointError, FormatError, TruncatedError, UnsafeError, UnsupportedError, show
 from shardckpt.format import budget as budget_module
-from shardckpt.format.budget import FILE_FACTOR, FREE_BYTES, Budget, check_paths
+from shardckpt.format.budget import FILE_FACTOR, FREE_BYTES, Budget, check_hashes, check_paths
 from shardckpt.format.detect import detect
 from shardckpt.format.native_commit import COMMIT
 from shardckpt.format.native_headers import read_described
@@ -208,6 +208,56 @@ def step(nest: object, arrays: list[object]) -> dict[str, bytes]:
 def test_keys_of_a_step_that_hash_alike_are_refused(files: dict[str, bytes]) -> None:
     with pytest.raises(UnsafeError, match="one hash"):
         opened(files)
+
+
+def orbit_keys() -> list[int]:
+    """Return numbers of different hashes, of which the last ones meet thousands of the others in a dict."""
+    size = 1 << 13
+    orbit = [0]
+    while len(orbit) < size:
+        orbit.append((5 * orbit[-1] + 1) % size)
+    run = orbit[:3500]
+    place = {slot: i for i, slot in enumerate(orbit)}
+    chosen = []
+    for key in range(size, 1 << 18):
+        slot, left = key % size, key
+        while left and place[slot] < len(run):
+            left >>= 5
+            slot = (5 * slot + left + 1) % size
+        if place[slot] < len(run) // 4 and not left:
+            chosen.append(key)
+    return run + chosen[:1500]
+
+
+ORBIT = orbit_keys()
+
+
+@pytest.mark.parametrize("made", [dict.fromkeys(ORBIT), {key: {key: 0} for key in ORBIT}, {-1: dict.fromkeys(ORBIT)}])
+def test_numbers_that_fill_the_places_where_others_are_looked_for_are_refused(made: object) -> None:
+    assert len(set(map(hash, ORBIT))) == len(ORBIT)
+    with pytest.raises(UnsafeError, match="meet in one place"):
+        load(pickle.dumps(made), where="x")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        step({"x": {"$dict": [[key, 0] for key in ORBIT]}}, []),
+        step(None, [[["a", key], "float32", [0], []] for key in ORBIT]),
+        step(None, [[[key, "a"], "float32", [0], []] for key in ORBIT]),
+    ],
+    ids=["dict", "paths", "first keys"],
+)
+def test_numbers_of_a_step_that_fill_the_places_of_others_are_refused(files: dict[str, bytes]) -> None:
+    with pytest.raises(UnsafeError, match="meet in one place"):
+        opened(files)
+
+
+@pytest.mark.parametrize("shift", range(0, 60, 4))
+def test_multiples_of_powers_of_two_are_read(shift: int) -> None:
+    keys = [n << shift for n in range(3000)]
+    check_hashes(keys)
+    load(pickle.dumps((dict.fromkeys(keys), set(keys))), where="x")
 
 
 def test_paths_with_large_numbers_are_read() -> None:
