@@ -370,21 +370,39 @@ def ended(path: Path, end: str = "", fault: str = "") -> subprocess.CompletedPro
 
 
 class TestProcess:
-    def test_a_process_ends_whose_call_was_ended_by_a_signal_when_the_thread_had_started(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("first", ["thread", "call"])
+    def test_a_process_ends_whose_call_was_ended_by_a_signal_when_the_thread_had_started(
+        self, tmp_path: Path, first: str
+    ) -> None:
+        """A thread that was started may not run yet: then the call takes the save back, and the thread does nothing."""
         script = """
 import signal, sys, threading, torch, shardckpt
-start = threading.Thread.start
+from shardckpt.checkpoint.handle import Course
+claim, start, turns = Course.claim, threading.Thread.start, {True: threading.Event(), False: threading.Event()}
+def is_thread():
+    return threading.current_thread().name == "shardckpt-save"
+def claim_in_turn(self):
+    if is_thread() == (sys.argv[2] == "call"):
+        assert turns[not is_thread()].wait(120)
+    won = claim(self)
+    turns[is_thread()].set()
+    return won
 def start_and_signal(self):
     start(self)
     if self.name == "shardckpt-save":
         signal.raise_signal(signal.SIGINT)
-threading.Thread.start = start_and_signal
+Course.claim, threading.Thread.start = claim_in_turn, start_and_signal
 shardckpt.async_save({"t": torch.rand(9000)}, sys.argv[1])
 """
         done = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path / "c")], capture_output=True, text=True, check=False, timeout=60
+            [sys.executable, "-c", script, str(tmp_path / "c"), first],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
         )
-        assert "KeyboardInterrupt" in done.stderr and "the copy of the state was interrupted" in done.stderr
+        assert "KeyboardInterrupt" in done.stderr and "AssertionError" not in done.stderr
+        assert ("the copy of the state was interrupted" in done.stderr) == (first == "thread")
         assert os.listdir(tmp_path) == []
 
     def test_a_process_that_ends_waits_for_its_save(self, tmp_path: Path) -> None:
