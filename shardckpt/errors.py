@@ -18,6 +18,7 @@ ShardckptError
 │   ├── NameCollisionError                    two tensors would get one name
 │   ├── UnknownNameError (KeyError)           nothing of that name in the checkpoint
 │   └── AmbiguousError (LookupError)          more than one answer; the message says which option decides
+├── StateDictError (RuntimeError)             an object's own method failed            exit code 1
 ├── RankError (RuntimeError)                  another rank failed or is gone           exit code 3
 └── StorageError (OSError)                    the storage is at fault                  exit code 3
     ├── MissingFileError (FileNotFoundError)  a file that was asked for is not there
@@ -171,6 +172,10 @@ class UnknownNameError(UsageError, KeyError):
 
 class AmbiguousError(UsageError, LookupError):
     """The checkpoint allows more than one reading; an option decides."""
+
+
+class StateDictError(ShardckptError, RuntimeError):
+    """The `state_dict` or `load_state_dict` of an object raised an exception, which is the cause of this one."""
 
 
 class StorageError(ShardckptError, OSError):

@@ -15,7 +15,13 @@ CLASSES = sorted(
     (c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, ShardckptError)),
     key=lambda c: c.__name__,
 )
-EXIT_CODES = {errors.CheckpointError: 1, errors.UsageError: 2, errors.StorageError: 3, errors.RankError: 3}
+EXIT_CODES = {
+    errors.CheckpointError: 1,
+    errors.StateDictError: 1,
+    errors.UsageError: 2,
+    errors.StorageError: 3,
+    errors.RankError: 3,
+}
 BUILTINS = {
     errors.TruncatedError: EOFError,
     errors.UnsupportedError: TypeError,
@@ -31,6 +37,7 @@ BUILTINS = {
     errors.CheckpointError: ValueError,
     errors.UsageError: ValueError,
     errors.RankError: RuntimeError,
+    errors.StateDictError: RuntimeError,
 }
 
 

@@ -310,12 +310,12 @@ class Checkpointer:
         about = dict(options.get("about") or {})
         said: bytes | Exception
         try:
-            about |= {f"{METRIC}{name}": repr(float(value)) for name, value in dict(metrics or {}).items()}
+            about |= _metrics_about(metrics)
             said = json.dumps([_number(step), self._signals.has_come]).encode()
-        except (TypeError, ValueError, UsageError) as error:
-            said = error if isinstance(error, UsageError) else UsageError("a metric is no number", found=error)
+        except UsageError as error:
+            said = error
         what = f"preparing to save into {self.root}"
-        names = list(metrics or {})
+        names = [] if isinstance(said, Exception) else list(metrics or {})
         answer = star_of(self._group).consult(what, said, lambda told: self._prepared(told, names, overwrite))
         replaces, is_asked, unranked, branch = json.loads(answer)
         self._signals.heed(is_asked)
@@ -662,6 +662,27 @@ def _taken(number: int, handler: Callable[[int, FrameType | None], None]) -> Any
         return signal.signal(number, handler)
     except (ValueError, OSError) as error:
         raise UsageError("this signal cannot be heeded here", found=error, expected="the main thread") from error
+
+
+def _metrics_about(metrics: Any) -> dict[str, str]:
+    """Return metrics as they are kept with a step.
+
+    Raises:
+        UsageError: They are not numbers by name.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise UsageError(
+            "`metrics` must be numbers by name", found=repr(metrics), expected='a dict such as {"loss": 0.5}'
+        )
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[f"{METRIC}{name}"] = repr(float(value))
+        except (TypeError, ValueError) as error:
+            raise UsageError("a metric is no number", where=name, found=repr(value), expected="a number") from error
+    return found
 
 
 _SIGNAL, _FAILURE = 1, 2

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt import dtypes
-from shardckpt.errors import UnsupportedError
+from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError
 from shardckpt.format.tagged import SCALARS, Named
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.kinds import tensors
@@ -113,6 +113,35 @@ def _keeps_state_elsewhere(optim: torch.optim.Optimizer) -> bool:
 def is_stateful(value: object) -> bool:
     """Tell whether an object gives and takes its state itself."""
     return not isinstance(value, (type, nn.Module)) and isinstance(value, Stateful)
+
+
+def state_of(value: Any, path: Path) -> Any:
+    """Return what the `state_dict` of an object returns.
+
+    Args:
+        value: The object.
+        path: Where it is in the state.
+
+    Raises:
+        StateDictError: It raised an exception.
+    """
+    try:
+        return value.state_dict()
+    except ShardckptError:
+        raise
+    except Exception as error:
+        raise failed_call("state_dict", path, error) from error
+
+
+def failed_call(method: str, path: Path, error: Exception) -> StateDictError:
+    """Return the error for a method of an object in the state that raised an exception.
+
+    Args:
+        method: Its name.
+        path: Where the object is in the state.
+        error: What it raised.
+    """
+    return StateDictError(f"`{method}` failed", where=dotted(path), found=f"{type(error).__name__}: {error}")
 
 
 @cache

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardckpt.checkpoint.capture import Models
 from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.fan_out import FanOut
+from shardckpt.checkpoint.holdings import failed_call
 from shardckpt.checkpoint.model_shapes import shapes_of
 from shardckpt.checkpoint.reading import Delivery, Wish, as_deliveries
 from shardckpt.checkpoint.save import star_of
@@ -117,6 +118,7 @@ def load(
         StateMismatchError: The checkpoint does not fit; the message lists everything that is wrong.
         SourceNotFoundError: Nothing lies there.
         CheckpointError: It is damaged, incomplete, or cannot be read.
+        StateDictError: The `load_state_dict` of an object raised an exception: the message names the object.
         RankError: Another rank failed or is gone.
         StorageError: The storage failed.
     """
@@ -261,19 +263,29 @@ def _filled(errand: _Errand, star: Star, circles: Sequence[Circle]) -> bytes | E
         for at, each in enumerate(values):
             try:
                 each.put(each.nest)  # from here, so that what is warned of on the way points at the caller of `load`
-            except Exception as error:
-                _name_taker(error, each, values[at + 1 :])
+            except ShardckptError as error:
+                _name_taker(error, values, at)
                 raise
+            except Exception as error:
+                failure = failed_call("load_state_dict", each.path, error)
+                _name_taker(failure, values, at)
+                raise failure from error
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         return error
     return b""
 
 
-def _name_taker(error: Exception, failed: Taker, rest: Sequence[Taker]) -> None:
-    """Say in an error which object did not take what was read for it, and who has got nothing yet."""
-    waiting = [dotted(each.path) for each in rest]
-    left = f", and {', '.join(waiting[:_SHOWN_NAMES])} got nothing yet" if waiting else ""
-    _add_note(error, f"{dotted(failed.path)} did not take what was loaded{left}.")
+def _name_taker(error: ShardckptError, takers: Sequence[Taker], at: int) -> None:
+    """Say in an error which object did not take what was read for it, which ones did, and which got nothing yet."""
+    before, after = (_listed(each.path for each in some) for some in (takers[:at], takers[at + 1 :]))
+    text = f"{dotted(takers[at].path) or 'the state'} did not take what was loaded"
+    text += (f", {before} did" if before else "") + (f", and {after} got nothing yet" if after else "")
+    _add_note(error, f"{text}.")
+
+
+def _listed(paths: Iterable[Path]) -> str:
+    names = [dotted(path) for path in paths]
+    return ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
 
 
 def _shared(told: list[bytes]) -> list[bytes]:

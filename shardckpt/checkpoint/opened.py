@@ -165,9 +165,8 @@ class Opened(Mapping[Any, Any]):
         found, is_there = saved.find(path)
         if not is_there:
             raise UnknownNameError(
-                "the checkpoint holds nothing of this name",
+                f"the checkpoint holds nothing called {name!r}",
                 where=saved.url,
-                found=name,
                 fix="`list(opened)` gives every name.",
             )
         if isinstance(found, ArrayAt):

@@ -24,6 +24,7 @@ from shardckpt.checkpoint.holdings import (
     dtype_name,
     is_optimizer,
     is_stateful,
+    state_of,
 )
 from shardckpt.checkpoint.nests import ForeignValue, arrays_in
 from shardckpt.checkpoint.saved import Saved, torch_dtype
@@ -321,7 +322,7 @@ class _Fit:
             self._value(path, value.load_state_dict)
             return
         self.fitting.taken.add(path)
-        handover = hand_over(found, value.state_dict(), path, self._saved.arrays)
+        handover = hand_over(found, state_of(value, path), path, self._saved.arrays)
         for fill in handover.fills:
             require_no_flat_shard(fill.tensor, fill.path, self._shards)
             self._array(fill.path, fill.source, local_array(fill.tensor))

@@ -73,7 +73,7 @@ class Retention:
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"`{name}` is no number of steps", found=repr(value), expected="an integer from 1")
         if self.keep_for_s is not None and not (isinstance(self.keep_for_s, Real) and self.keep_for_s >= 0):
-            raise UsageError("`keep_for` is no time", found=repr(self.keep_for_s), expected="seconds from 0")
+            raise UsageError("`keep_for` is no time", found=repr(self.keep_for_s), expected="more than 0 seconds")
         if self.mode not in ("min", "max"):
             raise UsageError("there is no such mode", found=self.mode, expected="min or max")
 
@@ -97,6 +97,13 @@ def seconds_of(time: timedelta | float | str | None) -> float | None:
     Raises:
         UsageError: It is no time.
     """
+    seconds = _seconds(time)
+    if seconds == 0:
+        raise UsageError("`keep_for` must be longer than nothing", found=repr(time), expected="a time such as 7d")
+    return seconds
+
+
+def _seconds(time: timedelta | float | str | None) -> float | None:
     if isinstance(time, timedelta):
         return time.total_seconds()
     if not isinstance(time, str):

@@ -132,7 +132,7 @@ class TestSaveAndRestore:
 
     @pytest.mark.parametrize("metrics", [[1], {"loss": "high"}, {"loss": None}], ids=repr)
     def test_a_metric_that_is_no_number_is_refused(self, metrics, tmp_path):
-        with pytest.raises(UsageError, match="a metric is no number"):
+        with pytest.raises(UsageError, match=r"a metric is no number|must be numbers by name"):
             Checkpointer(tmp_path).save(1, state(), metrics=metrics)
 
     def test_a_file_is_no_run(self, tmp_path):
@@ -155,7 +155,14 @@ class TestSaveAndRestore:
 
     @pytest.mark.parametrize(
         "wrong",
-        [{"keep_last": 0}, {"save_every": 0}, {"keep_for": -1}, {"keep_for": [1]}, {"mode": "most"}],
+        [
+            {"keep_last": 0},
+            {"save_every": 0},
+            {"keep_for": -1},
+            {"keep_for": "0d"},
+            {"keep_for": [1]},
+            {"mode": "most"},
+        ],
         ids=repr,
     )
     def test_a_rule_that_means_nothing_is_refused(self, wrong, tmp_path):
@@ -174,8 +181,10 @@ class TestSaveAndRestore:
         ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
         with pytest.raises(TypeError, match="thing"):
             ck.save(2, {"thing": object()})
-        with pytest.raises(UsageError, match="no number"):
+        with pytest.raises(UsageError, match="loss: a metric is no number; found 'low'"):
             ck.save(2, state(), metrics={"loss": "low"})
+        with pytest.raises(UsageError, match=r"`metrics` must be numbers by name; found \[0\.5\]"):
+            ck.save(2, state(), metrics=[0.5])
         assert os.listdir(ck.root) == [step_name(1)]
 
 

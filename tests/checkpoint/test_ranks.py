@@ -383,7 +383,7 @@ class TestFailures:
 
         for rank, raised in enumerate(raised_everywhere(3, body)):
             assert "in the middle" in raised.message
-            assert raised.name == ("ZeroDivisionError" if rank == failing else "RankError")
+            assert raised.name == ("StateDictError" if rank == failing else "RankError")
             assert rank == failing or f"rank {failing}" in raised.message
         self.after(tmp_path)
 

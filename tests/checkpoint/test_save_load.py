@@ -16,7 +16,14 @@ from torch import nn
 
 import shardckpt
 from shardckpt.dtypes import SAFETENSORS_NAMES
-from shardckpt.errors import AmbiguousError, ChecksumError, TargetExistsError, UnsupportedError, UsageError
+from shardckpt.errors import (
+    AmbiguousError,
+    ChecksumError,
+    StateDictError,
+    TargetExistsError,
+    UnsupportedError,
+    UsageError,
+)
 from shardckpt.storage.local import LocalStore
 
 
@@ -678,7 +685,7 @@ class TestReading:
         with pytest.raises(AmbiguousError):
             opened["a.b"]
         assert (opened["a.b",], opened["a", "b"], set(opened)) == (1, 2, {"deep.t", "a.b"})
-        with pytest.raises(KeyError, match=r"nothing of this name.*found deep\.u"):
+        with pytest.raises(KeyError, match=r"holds nothing called 'deep\.u'\. `list"):
             opened["deep.u"]
         assert opened.get("deep.u") is None and "deep.u" not in opened
 
@@ -723,10 +730,25 @@ class TestReading:
             def load_state_dict(self, state: dict) -> None:
                 raise ZeroDivisionError("refused")
 
-        shardckpt.save({"counter": Counter()}, tmp_path / "c")
-        with pytest.raises(ZeroDivisionError, match="refused") as caught:
-            shardckpt.load({"counter": Counter()}, tmp_path / "c")
-        assert any("in part" in note for note in getattr(caught.value, "__notes__", ["in part"]))
+        shardckpt.save({"a": Counted(1), "counter": Counter(), "z": 2}, tmp_path / "c")
+        with pytest.raises(StateDictError) as caught:
+            shardckpt.load({"a": Counted(0), "counter": Counter(), "z": 0}, tmp_path / "c")
+        told = (
+            "counter: `load_state_dict` failed; found ZeroDivisionError: refused. counter did not take what was loaded"
+        )
+        assert str(caught.value).startswith(f"{told}, a did, and z got nothing yet. What was loaded into may be filled")
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+    def test_an_object_that_gives_no_state_is_named(self, tmp_path: Path) -> None:
+        class Broken(Counted):
+            def state_dict(self) -> dict:
+                raise ZeroDivisionError("boom")
+
+        with pytest.raises(
+            StateDictError, match=r"^deep\.0: `state_dict` failed; found ZeroDivisionError: boom$"
+        ) as caught:
+            shardckpt.save({"deep": [Broken(1)]}, tmp_path / "c")
+        assert isinstance(caught.value.__cause__, ZeroDivisionError) and os.listdir(tmp_path) == []
 
     @pytest.mark.parametrize("lost", ["*.manifest.json", "COMMIT"])
     def test_marks_that_are_lost_are_told_with_the_way_to_make_them_anew(self, tmp_path: Path, lost: str) -> None:
