@@ -22,6 +22,7 @@ from shardckpt.errors import (
     AmbiguousError,
     FormatError,
     IncompleteError,
+    UnsupportedError,
     UsageError,
 )
 from shardckpt.format.detect import open_checkpoint
@@ -274,6 +275,15 @@ def _optimizer(
                 found=_tops(manifest),
                 expected="a subtree with `state` and `param_groups`",
                 fix="Name it with --optim-key if it is somewhere else.",
+            )
+        unread = [name for name in manifest.unread if name.startswith("optim")]
+        if unread:
+            raise UnsupportedError(
+                "the optimizer lies in a file that is not read together with this model",
+                where=reader.store.url,
+                found=", ".join(unread),
+                fix="Write the model with --part model; for the optimizer name its file, with --part optim and"
+                " --param-names FILE.",
             )
         return None
     if len(found.optimizers) > 1:

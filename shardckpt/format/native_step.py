@@ -11,7 +11,6 @@ from shardckpt.format.native_manifest import Contents, decode_manifest
 from shardckpt.format.native_records import files_of_bases
 from shardckpt.storage.store import Store, read_bytes
 
-_RESTORE = "Restore the step from another copy, or load the step before it."
 _REPAIR = "Load the step before it, restore this one from another copy, or rebuild its marks with `shardckpt repair`."
 
 
@@ -58,7 +57,7 @@ def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Con
             where=where,
             found=f"{sizes[commit.manifest]} bytes",
             expected=commit.manifest_bytes,
-            fix=_RESTORE,
+            fix=_REPAIR,
         )
     data = read_bytes(store, commit.manifest, 0, commit.manifest_bytes)
     digest = hashlib.sha256(data).hexdigest()
@@ -68,7 +67,7 @@ def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Con
             where=where,
             found=digest,
             expected=commit.manifest_sha256,
-            fix=_RESTORE,
+            fix=_REPAIR,
         )
     contents = decode_manifest(data, where=where)
     listed = {file.name: file.nbytes for file in contents.files if not file.base}

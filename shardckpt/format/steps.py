@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from shardckpt.errors import (
     CheckpointError,
-    FormatError,
     IncompleteError,
     MissingFileError,
     StorageError,
@@ -472,8 +471,15 @@ def _missing(where: str, commit: Commit, sizes: Mapping[str, int]) -> str:
     if not short:
         return ""
     more = f" and {len(short) - _SHOWN} more" if len(short) > _SHOWN else ""
+    fix = "Restore them from another copy."
+    if short == [commit.manifest]:
+        fix = "Restore it from another copy, or write it anew with `shardckpt repair`."
     return str(
-        FormatError("committed files are missing or cut short", where=where, found=", ".join(short[:_SHOWN]) + more)
+        IncompleteError(
+            f"files that were committed are missing or cut short: {', '.join(short[:_SHOWN])}{more}",
+            where=where,
+            fix=fix,
+        )
     )
 
 

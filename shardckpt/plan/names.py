@@ -108,5 +108,5 @@ def require_matches(globs: Iterable[str], names: Sequence[str]) -> None:
             raise UsageError(
                 f"the glob {glob!r} matches no tensor",
                 found=f"{len(names)} names such as {', '.join(names[:2])}" if names else "no names at all",
-                fix="Globs match final names; `shardckpt inspect` lists them.",
+                fix="Globs match names as they are written: a model's without the key that it lies under in the file.",
             )

@@ -21,32 +21,40 @@ _REMEDIES = {
 }
 
 
-def storage_error(error: OSError, what: str, where: str) -> StorageError:
+_NO_PLACE = "No folder can be made there: choose another target."
+
+
+def storage_error(error: OSError, what: str, where: str, *, is_target: bool = False) -> StorageError:
     """Return a StorageError for an OSError, as specific as its errno allows.
 
     Args:
         error: What the system raised; becomes the cause once the result is raised `from` it.
         what: What could not be done, e.g. "cannot read".
         where: The file or folder.
+        is_target: Whether it is one that is made: then nothing can be missing from it.
     """
     kind: type[StorageError] = StorageError
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         kind = NoSpaceError
+    elif is_target:
+        pass
     elif error.errno in {errno.ENOENT, errno.ENOTDIR} or isinstance(error, FileNotFoundError):
         kind = MissingFileError
     reason = error.strerror or str(error) or type(error).__name__
-    result = kind(what, where=where, found=reason, fix=_REMEDIES.get(error.errno or 0, ""))
+    is_placeless = is_target and error.errno == errno.ENOENT
+    fix = _NO_PLACE if is_placeless else _REMEDIES.get(error.errno or 0, "")
+    result = kind(what, where=where, found=reason, fix=fix)
     result.errno = error.errno
     result.strerror = error.strerror
     return result
 
 
 @contextmanager
-def failing(what: str, where: str) -> Iterator[None]:
+def failing(what: str, where: str, *, is_target: bool = False) -> Iterator[None]:
     """Let an OSError out of the block as a StorageError; our own errors pass as they are."""
     try:
         yield
     except ShardckptError:  # some of ours are OSErrors too
         raise
     except OSError as error:
-        raise storage_error(error, what, where) from error
+        raise storage_error(error, what, where, is_target=is_target) from error

@@ -61,7 +61,7 @@ class LocalPublication(Publication):
         self._made: list[str] = []
         self._old = ""
         self._is_doubtful = False
-        with failing("cannot prepare the target", self._target):
+        with failing("cannot prepare the target", self._target, is_target=True):
             _restore(self._target)
             self._require_replaceable()
             sweep(self._target, PARTIAL)

@@ -77,7 +77,9 @@ def test_what_was_committed_is_there_again_byte_for_byte(tmp_path: Path, loss: s
     folder = write_step(tmp_path / "s", state(), None if alone else BOXES, alone=alone)
     before = files(folder)
     LOSSES[loss](folder)
-    assert not shardckpt.verify(str(folder)).ok
+    report = shardckpt.verify(str(folder))
+    assert not report.ok
+    assert "shardckpt repair" in str(report)
     found = shardckpt.repair(str(folder))
     assert found.written == (MANIFEST, COMMIT)
     assert (found.save, found.tensors, found.files) == (SAVE, 4, 2)

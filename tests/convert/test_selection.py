@@ -12,7 +12,7 @@ from cases import assert_same, load_folder, same_bits
 from safetensors.torch import save_file
 
 import shardckpt
-from shardckpt.errors import AmbiguousError, IncompleteError, NameCollisionError, UsageError
+from shardckpt.errors import AmbiguousError, IncompleteError, NameCollisionError, UnsupportedError, UsageError
 
 
 def saved(folder: Path, content: object, name: str = "a.pt") -> str:
@@ -242,3 +242,24 @@ def test_a_learning_rate_that_is_a_tensor_is_written_as_a_number(tmp_path: Path)
     shardckpt.consolidate(src, str(tmp_path / "out"), part="all")
     groups = json.loads((tmp_path / "out" / "param_groups.json").read_text())
     assert groups["param_groups"][0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("verb", [shardckpt.consolidate, shardckpt.convert])
+def test_an_optimizer_beside_that_is_not_read_is_not_left_out_in_silence(verb: Any, tmp_path: Path) -> None:
+    net, state = trained()
+    (tmp_path / "src").mkdir()
+    save_file(net.state_dict(), tmp_path / "src" / "model.safetensors")
+    saved(tmp_path / "src", state, "optimizer.pt")
+    with pytest.raises(UnsupportedError, match=r"found optimizer\.pt.*--part model.*--param-names"):
+        verb(tmp_path / "src", tmp_path / "out", part="all")
+    verb(tmp_path / "src", tmp_path / "out", part="model")
+    names = tmp_path / "names.json"
+    names.write_text(json.dumps([name for name, _ in net.named_parameters()]))
+    verb(tmp_path / "src" / "optimizer.pt", tmp_path / "optim", part="optim", param_names=str(names))
+    assert "1.bias/exp_avg" in load_folder(tmp_path / "optim")
+
+
+def test_a_glob_with_the_models_key_is_explained(tmp_path: Path) -> None:
+    src = saved(tmp_path, {"model": {"w": torch.ones(2)}})
+    with pytest.raises(UsageError, match=r"found 1 names such as w.*without the key"):
+        shardckpt.consolidate(src, tmp_path / "out", include=["model.*"])

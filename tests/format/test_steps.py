@@ -15,6 +15,7 @@ import torch
 from bucket import Bucket
 from native_writer import write_step
 
+import shardckpt
 from shardckpt.errors import StorageError
 from shardckpt.format import steps as steps_module
 from shardckpt.format.native_payload import new_save_id
@@ -318,3 +319,16 @@ def test_a_run_in_a_bucket_is_read_alike(tmp_path: Path) -> None:
     assert [left.name for left in leftovers(store, run)] == [step_name(3)]
     delete_step(store, step_name(1))
     assert [step.number for step in read_run(FsspecStore("memory://runs/a")).steps] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fix"), [("*.manifest.json", "shardckpt repair"), ("*.safetensors", "another copy")]
+)
+def test_a_missing_file_is_said_to_be_missing(pattern: str, fix: str, tmp_path: Path) -> None:
+    shardckpt.save({"w": torch.ones(2)}, tmp_path / step_name(1))
+    [file] = (tmp_path / step_name(1)).glob(pattern)
+    file.unlink()
+    [step] = read_run(LocalStore(str(tmp_path))).steps
+    assert f"missing or cut short: {file.name}" in step.fault
+    assert fix in step.fault
+    assert "found" not in step.fault

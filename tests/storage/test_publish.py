@@ -12,7 +12,7 @@ from bucket import Bucket
 from disk import watched
 from kinds import FILE, FOLDER
 
-from shardckpt.errors import NoSpaceError, StorageError, TargetExistsError, UsageError
+from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage import leftovers, local_publication, retry
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.open_store import open_store
@@ -635,3 +635,11 @@ def test_a_local_store_is_what_a_local_publication_writes_to(tmp_path):
 def test_a_folder_that_cannot_be_made_is_named_with_the_systems_reason():
     with pytest.raises(StorageError, match=r"^/proc/nothing: cannot make this folder; found No such file or directory"):
         publish_files("/proc/nothing/run/step-1", NEW)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that makes no folders")
+def test_a_place_without_room_for_folders_is_no_missing_checkpoint() -> None:
+    with pytest.raises(StorageError, match="choose another target") as caught:
+        publish("/proc/no-such-target", FOLDER, overwrite=False, needed_bytes=0).__enter__()
+    assert not isinstance(caught.value, MissingFileError)
+    assert "incomplete" not in str(caught.value)
