@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.corridor import Cargo, Corridor, attempted
 from shardckpt.checkpoint.handle import BACKGROUND, Course, OnEvent, SaveHandle
-from shardckpt.checkpoint.save import BaseOf, how_to, saver_of
+from shardckpt.checkpoint.save import BaseOf, checked_how, saver_of
 from shardckpt.checkpoint.staging import Pool, Stage, block_size, make_block
 from shardckpt.errors import UsageError
 from shardckpt.plan.sizes import parse_size
@@ -77,15 +77,17 @@ def async_save(
         RankError: Another rank failed or is gone; the message names it.
         StorageError: The storage failed.
     """
-    how = how_to(path, overwrite, checksums, about, base, digests, trainable_only, base_rules)
-    most = None if budget is None else parse_size(budget)
-    block_size(most)
-    if on_busy not in ("wait", "raise"):
-        raise UsageError("no way to deal with a save under way", found=repr(on_busy), expected="'wait' or 'raise'")
+    how, fault = checked_how(path, overwrite, checksums, about, base, digests, trainable_only, base_rules)
+    most = None
+    try:
+        most = _most_staged(budget)
+        _require_way_when_busy(on_busy)
+    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+        fault = fault or error
     course = Course(how.path, on_event)
     with BACKGROUND.entry, collector_at_rest():
         with course.phase("waiting"):
-            refusal = _refusal(on_busy)
+            refusal = fault or _refusal(on_busy)
         with course.phase("capture"):
             saver = saver_of(group, refusal)
             copy = _Copy(course, Corridor(saver, how, saver.behind(group)), most)
@@ -93,6 +95,18 @@ def async_save(
             copy.agree(state, refusal)
         copy.make()
     return SaveHandle(course)
+
+
+def _most_staged(budget: int | str | None) -> int | None:
+    """Return how many bytes the copy may take, None for no limit. Raises UsageError."""
+    most = None if budget is None else parse_size(budget)
+    block_size(most)
+    return most
+
+
+def _require_way_when_busy(on_busy: Any) -> None:
+    if on_busy not in ("wait", "raise"):
+        raise UsageError("no way to deal with a save under way", found=repr(on_busy), expected="'wait' or 'raise'")
 
 
 def _refusal(on_busy: OnBusy) -> Exception | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import operator
 import os
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from shardckpt.checkpoint.async_save import async_save
 from shardckpt.checkpoint.handle import SaveEvent, SaveHandle
 from shardckpt.checkpoint.load import MIXED, load
-from shardckpt.checkpoint.save import save, star_of
+from shardckpt.checkpoint.save import RunNotes, read_notes, save, star_of
 from shardckpt.errors import (
     CheckpointError,
     MissingFileError,
@@ -210,11 +211,13 @@ class Checkpointer:
             raise UsageError("a file lies where the folder of a run would be", where=self.root, fix="Choose another.")
         return open_store(self.root)
 
-    def _asked(self, what: str, answer: Callable[[], Any]) -> Any:
-        """Return on every rank what the first one finds."""
+    def _asked(self, what: str, answer: Callable[[], Any], fault: Exception | None = None) -> Any:
+        """Return on every rank what the first one finds; or raise on every rank what is wrong with this one's call."""
         star = star_of(self._group)
         return json.loads(
-            star.consult(f"{what} of {self.root}", b"", lambda told: [json.dumps(answer()).encode()] * len(told))
+            star.consult(
+                f"{what} of {self.root}", fault or b"", lambda told: [json.dumps(answer()).encode()] * len(told)
+            )
         )
 
     # Saving
@@ -249,7 +252,7 @@ class Checkpointer:
         Warns:
             UserWarning: The step is saved, but old ones could not be removed.
         """
-        number, branch, unranked, given = self._begun(step, metrics, overwrite, options)
+        number, branch, unranked, given = self._begun(save, step, metrics, overwrite, options)
         save(state, self.path(number), **given)
         self._has_saved(number, branch)
         if unranked:
@@ -285,7 +288,7 @@ class Checkpointer:
             UsageError: As for `save`; where no step has the metric, the save is waited for.
             ShardckptError: As for `shardckpt.async_save`.
         """
-        number, branch, unranked, given = self._begun(step, metrics, overwrite, options)
+        number, branch, unranked, given = self._begun(async_save, step, metrics, overwrite, options)
         told, is_first = given.pop("on_event", None), star_of(self._group).rank == 0
         background = _InBackground()
 
@@ -304,18 +307,26 @@ class Checkpointer:
         return handle
 
     def _begun(
-        self, step: int, metrics: Mapping[str, SupportsFloat] | None, overwrite: bool, options: Mapping[str, Any]
+        self,
+        verb: Callable[..., Any],
+        step: int,
+        metrics: Mapping[str, SupportsFloat] | None,
+        overwrite: bool,
+        options: Mapping[str, Any],
     ) -> _Begun:
         """Agree on what is saved."""
-        about = dict(options.get("about") or {})
+        about, names = RunNotes(), list[str]()
         said: bytes | Exception
         try:
-            about |= _metrics_about(metrics)
+            _require_options(verb, options)
+            numbers = _read_metrics(metrics)
+            about.update(read_notes(options.get("about")))
+            about.update({f"{METRIC}{name}": repr(value) for name, value in numbers.items()})
+            names.extend(numbers)
             said = json.dumps([_number(step), self._signals.has_come]).encode()
-        except UsageError as error:
+        except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
             said = error
         what = f"preparing to save into {self.root}"
-        names = [] if isinstance(said, Exception) else list(metrics or {})
         answer = star_of(self._group).consult(what, said, lambda told: self._prepared(told, names, overwrite))
         replaces, is_asked, unranked, branch = json.loads(answer)
         self._signals.heed(is_asked)
@@ -455,11 +466,16 @@ class Checkpointer:
         Warns:
             UserWarning: Newer steps are damaged, with what is wrong with them.
         """
-        wanted = None if step is None else _number(step)
+        wanted, fault = None, None
+        try:
+            _require_options(load, options)
+            wanted = None if step is None else _number(step)
+        except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+            fault = error
         damages: dict[str, str] = {}
         removed_meanwhile = 0
         while removed_meanwhile < _LOOKS:
-            found = self._find(wanted, damages)
+            found = self._find(wanted, damages, fault)
             if found.unreadable:
                 raise self._unreadable(found.unreadable)
             if found.save is None:
@@ -479,9 +495,9 @@ class Checkpointer:
             return None
         raise self._nothing(wanted, [*damages.values(), *found.faults], is_mixed=bool(damages))
 
-    def _find(self, wanted: int | None, passed: Collection[str]) -> _Found:
+    def _find(self, wanted: int | None, passed: Collection[str], fault: Exception | None) -> _Found:
         """Return the step to load next, the same on every rank. Collective."""
-        return _Found(*self._asked("looking for a step", lambda: self._look(wanted, passed)))
+        return _Found(*self._asked("looking for a step", lambda: self._look(wanted, passed), fault))
 
     def _look(self, wanted: int | None, passed: Collection[str]) -> _Found:
         """Return the newest step that may be loaded. On the first rank."""
@@ -545,15 +561,21 @@ class Checkpointer:
         Raises:
             RankError: Another rank is gone.
         """
-        number = _number(step)
+        number, fault = 0, None
+        try:
+            number = _number(step)
+        except UsageError as error:
+            fault = error
         star = star_of(self._group)
         if self._signals.is_watching or star.size == 1:
             has_failed = self._background is not None and self._background.has_failed
             said = bytes([(_SIGNAL if self._signals.has_come else 0) | (_FAILURE if has_failed else 0)])
-            (told,) = star.consult("agreeing whether to save", said, _any)
+            (told,) = star.consult("agreeing whether to save", fault or said, _any)
             self._signals.heed(bool(told & _SIGNAL))
             if told & _FAILURE:
                 self._has_failed()
+        elif fault is not None:
+            raise fault
         is_turn = self._save_every is not None and number > 0 and number % self._save_every == 0
         return number != self._held and (is_turn or self._signals.is_due)
 
@@ -664,11 +686,19 @@ def _taken(number: int, handler: Callable[[int, FrameType | None], None]) -> Any
         raise UsageError("this signal cannot be heeded here", found=error, expected="the main thread") from error
 
 
-def _metrics_about(metrics: Any) -> dict[str, str]:
-    """Return metrics as they are kept with a step.
+def _require_options(verb: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse options that a function does not take. Raises UsageError."""
+    known = inspect.signature(verb).parameters
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise UsageError(f"`{verb.__name__}` does not take this option", found=", ".join(unknown))
+
+
+def _read_metrics(metrics: Any) -> dict[str, float]:
+    """Return metrics as numbers; none for None.
 
     Raises:
-        UsageError: They are not numbers by name.
+        UsageError: They are not a mapping of text to numbers.
     """
     if metrics is None:
         return {}
@@ -678,10 +708,12 @@ def _metrics_about(metrics: Any) -> dict[str, str]:
         )
     found = {}
     for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise UsageError("the name of a metric must be text", found=repr(name))
         try:
-            found[f"{METRIC}{name}"] = repr(float(value))
-        except (TypeError, ValueError) as error:
-            raise UsageError("a metric is no number", where=name, found=repr(value), expected="a number") from error
+            found[name] = float(value)
+        except Exception as error:  # a value of any type, with a __float__ of its own
+            raise UsageError("a metric is no number", where=name, found=error, expected="a number") from error
     return found
 
 
@@ -701,7 +733,7 @@ def _number(step: int) -> int:
     """
     try:
         number = operator.index(step)
-    except TypeError:
+    except Exception:  # noqa: BLE001  (a value of any type, with an __index__ of its own)
         number = -1
     if isinstance(step, bool) or not 0 <= number < _MOST:
         raise UsageError("this is no number of a step", found=repr(step), expected="an integer from 0")

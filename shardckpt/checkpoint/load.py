@@ -122,12 +122,16 @@ def load(
         RankError: Another rank failed or is gone.
         StorageError: The storage failed.
     """
-    _require_bools(strict=strict, cast=cast, fan_out=False if fan_out is None else fan_out)
-    require_way_to_verify(verify)
-    require_way_with_steps(unequal_steps)
-    compiled(rules)
-    globs = globs_of(partial)
+
+    def checked_globs() -> tuple[str, ...] | None:
+        _require_bools(strict=strict, cast=cast, fan_out=False if fan_out is None else fan_out)
+        require_way_to_verify(verify)
+        require_way_with_steps(unequal_steps)
+        compiled(rules)
+        return globs_of(partial)
+
     if path is None:
+        globs = checked_globs()
         if globs is not None or cast:
             name = "cast" if cast else "partial"
             raise UsageError(f"`{name}` is for loads into a state", fix="Give the state first: load(state, path, ...).")
@@ -142,11 +146,15 @@ def load(
             names = ", ".join(map(dotted, skipped[:_SHOWN_NAMES])) + (", ..." if len(skipped) > _SHOWN_NAMES else "")
             warnings.warn(f"left out, since they can only be read by what wrote them: {names}", stacklevel=2)
         return nest
-    policy = Policy(strict, globs, cast, is_own_only=base is False, unequal_steps=unequal_steps)
-    source = _Source(url_of(path), verify, rules, _named(base))
+    order: _Order | Exception
+    try:
+        policy = Policy(strict, checked_globs(), cast, is_own_only=base is False, unequal_steps=unequal_steps)
+        order = _Order(_Source(url_of(path), verify, rules, _named(base)), policy, fan_out)
+    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+        order = error
     star = star_of(group)
     with collector_at_rest(), star.in_step():
-        _load_into(state, source, policy, star, fan_out)
+        _load_into(state, path, order, star)
     return state
 
 
@@ -167,6 +175,14 @@ class _Source(NamedTuple):
     verify: Verify
     rules: Rules
     bases: NamedBases
+
+
+class _Order(NamedTuple):
+    """What a caller asked for: from where, what fits, and whether ranks share what they read."""
+
+    source: _Source
+    policy: Policy
+    fan_out: bool | None
 
 
 @dataclass
@@ -214,26 +230,29 @@ class _Errand:
             self.saved.elements.read([*self.wanted, *sharing.alone])
 
 
-def _load_into(state: Any, source: _Source, policy: Policy, star: Star, fan_out: bool | None) -> None:
+def _load_into(state: Any, path: Any, order: _Order | Exception, star: Star) -> None:
     errand = None
     said: bytes | Exception
     try:
-        errand = _errand(state, source, policy, star, fan_out)
+        if isinstance(order, Exception):
+            raise order
+        errand = _errand(state, order, star)
         said = errand.told()
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         said = error
-    answer = star.consult(f"fitting {source.path}", said, _shared)
+    answer = star.consult(f"fitting {path}", said, _shared)
     assert errand is not None, "what failed was raised by all"
     said = _filled(errand, star, decode_circles(answer))
     try:
-        star.consult(f"loading {source.path}", said, _silent)
+        star.consult(f"loading {path}", said, _silent)
     except Exception as error:
         _add_note(error, MIXED)
         raise
 
 
-def _errand(state: Any, source: _Source, policy: Policy, star: Star, fan_out: bool | None) -> _Errand:
+def _errand(state: Any, order: _Order, star: Star) -> _Errand:
     """Find out what is to be read, and that it is there and fits; nothing is changed."""
+    source, policy, fan_out = order
     models = cache(lambda: Models(state))
     saved = Saved(*source, tell=lambda: shapes_of(models()))
     if policy.partial is None:

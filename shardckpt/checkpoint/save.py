@@ -11,7 +11,10 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.corridor import How, Saver
 from shardckpt.checkpoint.handle import BACKGROUND
+from shardckpt.checkpoint.saved import compiled
 from shardckpt.errors import UsageError
+from shardckpt.format.native_commit import BRANCH
+from shardckpt.format.steps import METRIC
 from shardckpt.groups import Star, new_star
 from shardckpt.storage.open_store import url_of
 
@@ -41,7 +44,8 @@ def save(
         overwrite: Replace a checkpoint that lies there.
         checksums: Store a hash of every 4 MiB block, and make sure that what several ranks hold is the same.
         group: The ranks that save; all where None.
-        about: Free text by name, kept in the manifest.
+        about: Free text by name, kept in the manifest. Reserved for `Checkpointer`: `run.branch` and names that begin
+            with `metric.`.
         base: A checkpoint to refer to for what has not changed since, which is then not written again: one that was
             saved with `digests` or a base of its own. It has to stay where it is. Or a function that returns it, called
             on the first rank when the save begins.
@@ -59,10 +63,10 @@ def save(
         RankError: Another rank failed or is gone; the message names it.
         StorageError: The storage failed. Whatever was written is gone again.
     """
-    how = how_to(path, overwrite, checksums, about, base, digests, trainable_only, base_rules)
+    how, fault = checked_how(path, overwrite, checksums, about, base, digests, trainable_only, base_rules)
     with BACKGROUND.entry:
         BACKGROUND.wait()
-        refusal = BACKGROUND.unheard()
+        refusal = fault or BACKGROUND.unheard()
         saver_of(group, refusal).save(state, how, refusal)
 
 
@@ -89,11 +93,63 @@ def how_to(
         raise UsageError("trainable_only needs a base", fix="Pass base=PATH of what holds the frozen parameters.")
     if (digests or base is not None) and not checksums:
         raise UsageError("a save with a base or digests needs checksums", found="checksums=False")
-    url = None if base is None or callable(base) else os.fspath(base)
+    url = None if base is None or callable(base) else url_of(base)
     ask: BaseOf = base if callable(base) else lambda: url
-    told = dict(about or {})
+    rules = _require_texts("base_rules", base_rules)
+    compiled(rules)
     wants_digests = digests or base is not None
-    return How(url_of(path), overwrite, checksums, told, ask, wants_digests, trainable_only, dict(base_rules or {}))
+    return How(url_of(path), overwrite, checksums, read_notes(about), ask, wants_digests, trainable_only, rules)
+
+
+def checked_how(path: object, *arguments: Any) -> tuple[How, Exception | None]:
+    """Return the way to save, or what is wrong with the arguments: the first message tells the other ranks.
+
+    Args:
+        path: As for `how_to`.
+        *arguments: As for `how_to`.
+    """
+    try:
+        return how_to(path, *arguments), None
+    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+        shown = str(path) if isinstance(path, (str, os.PathLike)) else ""
+        return How(shown, overwrite=False, checksums=False, about={}), error
+
+
+class RunNotes(dict[str, str]):
+    """The `about` of a `Checkpointer`, which may have the reserved names."""
+
+
+def read_notes(about: Mapping[str, str] | None) -> dict[str, str]:
+    """Return a copy of what a caller gave as `about`.
+
+    Args:
+        about: As given.
+
+    Raises:
+        UsageError: It is not a mapping of names to text, or has a name that is reserved for `Checkpointer`.
+    """
+    notes = _require_texts("about", about)
+    reserved = [name for name in notes if name == BRANCH or name.startswith(METRIC)]
+    if reserved and not isinstance(about, RunNotes):
+        raise UsageError(
+            "`about` must not have names that are reserved for `Checkpointer`",
+            found=reserved[0],
+            fix="Choose another name; give metrics with Checkpointer.save(..., metrics={...}).",
+        )
+    return notes
+
+
+def _require_texts(argument: str, given: Any) -> dict[str, str]:
+    """Return a copy of a mapping of text to text; None is an empty one. Raises UsageError."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise UsageError(f"`{argument}` must be a mapping of text to text", found=f"type {type(given).__name__}")
+    texts = dict(given)
+    for name, text in texts.items():
+        if not (isinstance(name, str) and isinstance(text, str)):
+            raise UsageError(f"`{argument}` must be a mapping of text to text", found=f"{name!r}: {text!r}")
+    return texts
 
 
 _SAVERS: WeakKeyDictionary[dist.ProcessGroup, Saver] = WeakKeyDictionary()

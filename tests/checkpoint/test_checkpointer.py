@@ -664,6 +664,87 @@ class TestRetention:
         assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (2, 3, 4)]
 
 
+class Unreadable:
+    """A number that cannot be had, as of a tensor on the meta device."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("no data")
+
+    def __index__(self) -> int:
+        raise RuntimeError("no data")
+
+
+class TestArgumentsThatAreWrong:
+    @pytest.mark.parametrize("name", ["run.branch", "metric.loss"])
+    @pytest.mark.parametrize("verb", ["Checkpointer", "save", "async_save"])
+    def test_names_that_a_run_is_ordered_by_are_refused_in_about(self, verb, name, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=2), 1)
+        with pytest.raises(UsageError, match=f"reserved for `Checkpointer`; found {name}"):
+            if verb == "Checkpointer":
+                saved(ck, 2, about={name: "3"})
+            else:
+                getattr(shardckpt, verb)(state(), ck.path(2), about={name: "3"})
+        assert saved(ck, 2, 3, about={"runs": "a"}, metrics={"loss": 1.0}).steps() == (2, 3)
+
+    @pytest.mark.parametrize("about", [5, {"a": 3}, {4: "b"}, "ab"])
+    def test_about_is_text_by_name(self, about, tmp_path):
+        ck = Checkpointer(tmp_path)
+        for save in (lambda: saved(ck, 1, about=about), lambda: shardckpt.save(state(), ck.path(1), about=about)):
+            with pytest.raises(UsageError, match="`about` must be a mapping of text to text"):
+                save()
+        assert ck.steps() == ()
+
+    @pytest.mark.parametrize(
+        "metrics",
+        [{"loss": 10**400}, {"loss": Unreadable()}, {"loss": 1j}, {1: 0.5}, 5, torch.ones(3)],
+        ids=["too large", "unreadable", "complex", "name", "number", "tensor"],
+    )
+    def test_metrics_are_numbers_by_name(self, metrics, tmp_path):
+        ck = Checkpointer(tmp_path, keep_best=1)
+        with pytest.raises(UsageError, match="metric"):
+            saved(ck, 1, metrics=metrics)
+        assert saved(ck, 1, metrics={"loss": 1}).steps() == (1,)
+
+    def test_one_rank_alone_has_them_and_all_raise_before_the_timeout(self, tmp_path):
+        """Rank 1 gives a wrong argument; every rank hears of it in the first message, and the next call works."""
+        ck = Checkpointer(tmp_path / "run", save_every=1)
+        one, other = tmp_path / "run" / step_name(1), tmp_path / "other"
+        savings = [{"base": 5}, {"base_rules": 3}, {"trainable_only": True}, {"about": 5}]
+        backgrounds = [{"about": 5}, {"budget": "much"}, {"on_busy": "never"}]
+        loads = [{"partial": 5}, {"verify": "x"}, {"rules": 3}, {"strict": "x"}, {"unequal_steps": 3}]
+        metered = [{"metrics": {"a": 10**400}}, {"metrics": {"a": Unreadable()}}, {"bogus": 1}]
+        calls = {
+            shardckpt.save: [((state(), other), each) for each in savings],
+            shardckpt.async_save: [((state(), other), each) for each in backgrounds],
+            shardckpt.load: [((state(), one), each) for each in loads],
+            ck.save: [((2, state()), each) for each in [*metered, {"base": 5}, {"about": 5}]],
+            ck.async_save: [((2, state()), each) for each in [*backgrounds, *metered]],
+            ck.restore: [((state(),), each) for each in [*loads[:2], {"bogus": 1}, {"step": Unreadable()}]],
+        }
+
+        def body(rank: int, world: int) -> list[str]:
+            saved(ck, 1)
+            told = []
+            for call, arguments in calls.items():
+                for given, wrong in arguments:
+                    try:
+                        call(*given, **(wrong if rank == 1 else {}))
+                    except UsageError as error:
+                        told += [] if rank == 1 or "failed on rank 1" in str(error) else [str(error)]
+                    else:
+                        told.append(f"{call} raised nothing for {wrong}")
+            with ck.save_on_signal():
+                with pytest.raises(UsageError):
+                    ck.should_save("x" if rank == 1 else 2)
+                told.append(str(ck.should_save(2)))
+            with pytest.raises(UsageError):
+                ck.save("x" if rank == 1 else 2, state())
+            saved(ck, 2)
+            return [*told, str(ck.steps()), str(other.exists())]
+
+        assert run(2, body, group_timeout=20) == [["True", "(1, 2)", "False"]] * 2
+
+
 def test_one_clock_that_is_ten_years_ahead_removes_nothing(tmp_path, monkeypatch):
     ck = saved(Checkpointer(tmp_path, keep_for="1h"), 1, 2)
     now = time.time
