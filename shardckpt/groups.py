@@ -379,14 +379,15 @@ class Star:
         try:
             yield
         except RuntimeError as error:
-            known = self._store.find(self._key)
             self.is_lost = True
-            named = re.match(r"rank (\d+)", known)
-            raise (_gone(known, int(named[1])) if named else self._give_up({peer: error})) from error
+            raise self._give_up({peer: error}) from error
 
     def _decided(self, what: str, say: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         """Gather, decide, answer; whatever goes wrong is told to all that are left, then raised."""
         try:
+            if isinstance(say, RankError) and self.is_lost:  # who is left cannot be heard either
+                self._store.leave(self._key, say.what)
+                raise say
             told = [_framed(say), *self._gathered()]
             _raise_failed(what, told)
             answers = [_DONE + answer for answer in decide([each[1:] for each in told])]
@@ -437,8 +438,11 @@ class Star:
         return row.numpy().tobytes()
 
     def _give_up(self, lost: dict[int, RuntimeError]) -> RankError:
-        """Leave word of who is gone for those that are left; once one was late, nobody else can be heard."""
+        """Leave word of who is gone for those that are left, unless somebody has; nobody else can be heard any more."""
         self.is_lost = True
+        known = self._store.find(self._key)
+        if known:
+            return self._named(known)
         rank, error = next(iter(lost.items()))
         text = f"rank {rank} of {self.size} {_IS_GONE}: {' '.join(str(error).split())[:200]}"
         self._store.leave(self._key, text)
@@ -458,8 +462,14 @@ class Star:
             if known is not None:
                 raise known from error
             text = self._store.find(self._key, wait_s=self._FINDS_S) or f"rank 0 of {self.size} {_IS_GONE}: {error}"
-            named = re.match(r"rank (\d+)", text)
-            raise _gone(text, int(named[1]) if named else 0) from error
+            raise self._named(text) from error
+
+    def _named(self, text: str) -> RankError:
+        """Return the error for what a rank has left word of; no rank names itself."""
+        found = re.match(r"rank (\d+) of \d+ ", text)
+        if found is None or int(found[1]) != self.rank:
+            return _gone(text, int(found[1]) if found else -1)
+        return _gone(f"another rank of {self.size} is gone, or has stopped waiting for this one", -1)
 
     @property
     def _store(self) -> BoundedStore:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import shardckpt
 from shardckpt.checkpoint import load as loading
 from shardckpt.checkpoint import reading
-from shardckpt.groups import Star
+from shardckpt.groups import Star, new_star
 from shardckpt.plan import fan_out
 from shardckpt.storage.fsspec_store import FsspecStore
 
@@ -305,6 +305,25 @@ class TestFailures:
         found = outcomes(3, body, group_timeout=1.5, timeout=15.0)
         left = [each for each in found if each.rank != gone]
         assert all(each.value is not None and each.value < 6.0 for each in left), left
+
+    def test_a_rank_that_waited_does_not_name_itself(self) -> None:
+        def body(rank: int, world: int):
+            star = new_star()
+            star.consult("begin", b"", lambda told: told)
+            if rank == 2:
+                time.sleep(5.0)
+                os._exit(1)
+            failure: shardckpt.RankError | None = None
+            if rank == 0:
+                with pytest.raises(shardckpt.RankError) as raised:
+                    star.wait(star.post(torch.zeros(STRETCH, dtype=torch.uint8), 2), 2)
+                failure = raised.value
+            with pytest.raises(shardckpt.RankError) as last:
+                star.consult("the load", failure or b"", lambda told: told)
+            return last.value.rank, last.value.what.split(" is gone")[0]
+
+        found = outcomes(3, body, group_timeout=1.5, timeout=15.0)
+        assert [each.value for each in found if each.rank != 2] == [(2, "rank 2 of 3")] * 2, found
 
     def test_ranks_that_opened_different_checkpoints_are_told_so(self, step: Path, tmp_path: Path) -> None:
         shardckpt.save({"model": values(), "step": 4}, tmp_path / "d")
