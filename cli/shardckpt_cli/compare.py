@@ -70,6 +70,8 @@ def _tensor_row(found: TensorDifference) -> tuple[str, ...]:
     numbers = ""
     if found.max_abs is not None:
         numbers = f"max abs {found.max_abs:.3g}, max rel {found.max_rel:.3g}, NaN {found.nans[0]} / {found.nans[1]}"
+        if found.kind == "values" and found.max_abs == 0:
+            numbers += ": other bits of equal numbers (-0.0, or a NaN)"
     return escape(found.name), found.kind, _both(found.a, found.b), numbers
 
 

@@ -106,6 +106,13 @@ class TestExitCodes:
         assert (found.code, found.err) == (1, "")
         assert "a.w" in found.out
 
+    def test_other_bits_of_equal_numbers_are_explained(self, tmp_path: Path) -> None:
+        for name, zero in (("a", 0.0), ("b", -0.0)):
+            save_file({"w": torch.full((2,), zero)}, tmp_path / f"{name}.safetensors")
+        found = run_here("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+        assert found.code == 1
+        assert "other bits of equal numbers" in found.out
+
     @pytest.mark.parametrize(
         "args",
         [
