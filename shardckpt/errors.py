@@ -144,6 +144,12 @@ class PrecisionError(CheckpointError, OverflowError):
     """A finite value would become infinite in the requested dtype."""
 
 
+class NoMemoryError(ShardckptError, MemoryError):
+    """There is not as much memory as a tensor takes."""
+
+    exit_code = 3
+
+
 class UsageError(ShardckptError, ValueError):
     """The call asks for something that cannot be: another path, key or option is needed."""
 

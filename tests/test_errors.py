@@ -16,6 +16,7 @@ CLASSES = sorted(
     key=lambda c: c.__name__,
 )
 EXIT_CODES = {
+    errors.NoMemoryError: 3,
     errors.CheckpointError: 1,
     errors.StateDictError: 1,
     errors.UsageError: 2,

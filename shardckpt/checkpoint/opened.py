@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.capture import ArrayAt
-from shardckpt.checkpoint.saved import Saved, Verify, torch_dtype
+from shardckpt.checkpoint.saved import Saved, Verify, allocate, torch_dtype
 from shardckpt.errors import AmbiguousError, UnknownNameError, UsageError
 from shardckpt.format.native_references import NamedBases
 from shardckpt.manifest import Path, TensorEntry, dotted
@@ -75,14 +75,17 @@ class SavedTensor:
         Raises:
             IndexError: It lies outside.
             CheckpointError: The elements are missing or damaged.
+            NoMemoryError: They do not fit into memory.
             StorageError: The store failed.
             UsageError: The checkpoint was closed.
         """
         shape = self._entry.shape
         picks = _picks(index if isinstance(index, tuple) else (index,), len(shape))
         box = Box(*map(tuple, zip(*map(_range, picks, shape), strict=True))) if shape else Box((), ())
-        made = torch.empty(box.size, dtype=self.dtype)
-        self._source.saved.fill([(self._entry, LocalArray(shape, made.dtype, (Portion(box, made),)))])
+        saved = self._source.saved
+        (entry,) = saved.located([self._entry])  # before memory is taken for it
+        made = allocate(entry, box.size)
+        saved.elements.read([(entry, LocalArray(shape, made.dtype, (Portion(box, made),)))])
         for dim in reversed(range(len(shape))):
             made = _thinned(made, picks[dim], dim, shape[dim])
         return made
@@ -110,7 +113,7 @@ def _range(pick: int | slice, size: int) -> tuple[int, int]:
     numbers = range(*pick.indices(size))
     if not numbers:
         return 0, 0
-    first, last = min(numbers), max(numbers)
+    first, last = sorted((numbers[0], numbers[-1]))
     return first, last - first + 1
 
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from shardckpt.checkpoint.holdings import revived
 from shardckpt.checkpoint.nests import ForeignValue, arrays_in, filled, find, put, with_lists
 from shardckpt.checkpoint.reading import BATCH_BYTES, ElementReader, Wish
 from shardckpt.checkpoint.ruled import ruled
-from shardckpt.errors import NameCollisionError, UnsupportedError, UsageError
+from shardckpt.errors import NameCollisionError, NoMemoryError, UnsupportedError, UsageError
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.native import NativeReader
 from shardckpt.format.native_payload import BLOCK_BYTES
@@ -183,16 +184,17 @@ class Saved:
 
         Raises:
             CheckpointError: It cannot be read.
+            NoMemoryError: An array does not fit into memory.
         """
+        paths = list(dict.fromkeys(at.path for at in arrays_in(nest)))
+        entries = self.located([self.arrays[path] for path in paths])  # before memory is taken for them
         made: dict[Path, torch.Tensor] = {}
         wanted = []
-        for at in arrays_in(nest):
-            if at.path not in made:
-                entry = self.arrays[at.path]
-                made[at.path] = torch.empty(entry.shape, dtype=torch_dtype(entry))
-                portion = Portion(whole(entry.shape), made[at.path])
-                wanted.append((entry, LocalArray(entry.shape, made[at.path].dtype, (portion,))))
-        self.fill(wanted)
+        for path, entry in zip(paths, entries, strict=True):
+            made[path] = allocate(entry, entry.shape)
+            portion = Portion(whole(entry.shape), made[path])
+            wanted.append((entry, LocalArray(entry.shape, made[path].dtype, (portion,))))
+        self.elements.read(wanted)
         return filled(nest, made, skipped)
 
     def fill(self, wanted: Sequence[Wish]) -> None:
@@ -309,6 +311,29 @@ def compiled(rules: Any) -> list[tuple[re.Pattern[str], str]]:
             ) from error
         found.append((made, new))
     return found
+
+
+def allocate(entry: TensorEntry, size: Sequence[int]) -> torch.Tensor:
+    """Return memory on the CPU for elements of an array.
+
+    Args:
+        entry: The array.
+        size: How many of its elements along each dimension.
+
+    Raises:
+        UnsupportedError: This torch has no such type.
+        NoMemoryError: There is not as much memory.
+    """
+    dtype = torch_dtype(entry)
+    try:
+        return torch.empty(tuple(size), dtype=dtype)
+    except (RuntimeError, MemoryError) as error:
+        raise NoMemoryError(
+            "this array does not fit into the memory of this machine",
+            where=dotted(entry.path),
+            found=f"{prod(size) * dtype.itemsize} bytes for {entry.dtype} {list(size)}",
+            fix="Load it into a sharded model, or a part of it with shardckpt.open(path)[name][rows].",
+        ) from error
 
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:

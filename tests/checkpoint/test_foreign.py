@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  (as everybody calls it)
 
 import shardckpt
+from shardckpt.checkpoint.saved import allocate
+from shardckpt.errors import IncompleteError, NoMemoryError
+from shardckpt.manifest import TensorEntry
 from shardckpt.state import model_state_dict, optim_state_dict
 from shardckpt.state.rekey import flatten, to_names
 
@@ -183,3 +187,20 @@ def test_code_in_a_file_never_runs(tmp_path: Path) -> None:
     with pytest.raises(shardckpt.ShardckptError):
         shardckpt.load(tmp_path / "evil.pt")
     assert not (tmp_path / "ran").exists()
+
+
+class TestShapesThatDoNotFitIntoMemory:
+    @pytest.mark.parametrize("read", [shardckpt.load, lambda path: shardckpt.open(path)["w"][:]], ids=["load", "open"])
+    def test_elements_that_no_file_holds_are_missed_before_memory_is_taken(self, read, tmp_path):
+        dcp.save({"w": torch.zeros(4, 2)}, checkpoint_id=tmp_path)
+        metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+        metadata.state_dict_metadata["w"].size = torch.Size([1 << 40, 4])
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(IncompleteError, match="w"):
+            read(tmp_path)
+
+    def test_memory_that_cannot_be_had_is_told_with_the_name_and_the_bytes(self):
+        with pytest.raises(
+            NoMemoryError, match=r"^model.w: .*found 17592186044416 bytes for float32 \[1099511627776, 4\]"
+        ):
+            allocate(TensorEntry(("model", "w"), (1 << 40, 4), "float32", ()), (1 << 40, 4))
