@@ -1,0 +1,271 @@
+"""The words of the code are the field's (docs/glossary.md): a ratchet over those that are not.
+
+Each ceiling is the count of today, and a count that is below its ceiling fails as well: lower the ceiling with it.
+`python tests/test_vocabulary.py` prints the counts.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = (ROOT / "shardckpt", ROOT / "cli" / "shardckpt_cli")
+
+BANNED: dict[str, int] = {
+    "absent": 80,
+    "beneath": 23,
+    "cargo": 32,
+    "corridor": 30,
+    "cut": 436,
+    "cuts": 85,
+    "deal": 9,
+    "dealing": 2,
+    "deals": 2,
+    "dealt": 7,
+    "draft": 62,
+    "drafts": 37,
+    "exposure": 231,
+    "exposures": 53,
+    "face": 24,
+    "faces": 3,
+    "ground": 23,
+    "grounds": 32,
+    "handed": 51,
+    "heard": 19,
+    "holder": 376,
+    "holders": 128,
+    "inert": 86,
+    "lap": 30,
+    "laps": 27,
+    "laid": 166,
+    "lay": 65,
+    "leftover": 12,
+    "leftovers": 17,
+    "lie": 195,
+    "lies": 375,
+    "losses": 7,
+    "lying": 33,
+    "nest": 322,
+    "nests": 4,
+    "ruled": 44,
+    "said": 190,
+    "star": 103,
+    "tell": 285,
+    "telling": 1,
+    "tells": 80,
+    "template": 14,
+    "told": 487,
+    "whole": 664,
+}
+"""Words that the glossary replaces, with how often sources use them in names, texts and comments."""
+
+PHRASES: dict[str, int] = {
+    r"\bis no\b": 164,
+    r"\bare no\b": 22,
+    r"\bTell whether\b": 158,
+    r"\bLet [a-z]": 89,
+    r"\bwhere there is none\b": 29,
+    r"\bthe first rank\b": 89,
+    r"\bwhat several\b": 7,
+    r"\bdef \w+_of\(": 80,
+}
+"""Patterns of phrases that plain English replaces, with how often sources have them."""
+
+CLASSES_TWICE: dict[str, int] = {
+    "AllGather": 2,
+    "Archive": 2,
+    "Budget": 2,
+    "Call": 2,
+    "Chunk": 2,
+    "Comparison": 2,
+    "Contents": 2,
+    "Entry": 2,
+    "FlatUnit": 2,
+    "Held": 2,
+    "Keys": 2,
+    "Made": 3,
+    "Named": 2,
+    "Nest": 2,
+    "Opened": 2,
+    "OptimState": 2,
+    "Options": 2,
+    "Part": 4,
+    "Payload": 2,
+    "Place": 3,
+    "Placed": 3,
+    "Plan": 2,
+    "RankFile": 2,
+    "ReduceScatter": 2,
+    "Report": 2,
+    "Run": 3,
+    "Sharded": 2,
+    "Slice": 2,
+    "Slot": 2,
+    "Source": 2,
+    "Span": 3,
+    "Step": 2,
+    "Task": 2,
+    "Wanted": 2,
+    "_Asked": 2,
+    "_Given": 2,
+    "_Joiner": 3,
+    "_Names": 2,
+    "_Part": 2,
+    "_Source": 3,
+    "_Sum": 2,
+    "_Walk": 3,
+}
+"""Names of classes that several modules define, with how many do."""
+
+MODULES_TWICE: dict[str, int] = {
+    "blocks": 2,
+    "casts": 2,
+    "compare": 2,
+    "errors": 2,
+    "exchange": 2,
+    "fan_out": 2,
+    "groups": 2,
+    "handle": 2,
+    "inspect": 2,
+    "kinds": 2,
+    "merge": 2,
+    "names": 2,
+    "optimizer": 2,
+    "options": 2,
+    "pieces": 2,
+    "rekey": 4,
+    "repair": 2,
+    "report": 2,
+    "reshard": 2,
+    "ruled": 3,
+    "steps": 2,
+    "ties": 2,
+    "verify": 2,
+}
+"""Names of modules that several packages have, with how many do."""
+
+MODULES_IN_A_FOLDER: dict[str, int] = {
+    "shardckpt/checkpoint": 29,
+    "shardckpt/convert": 34,
+    "shardckpt/core": 52,
+    "shardckpt/format": 61,
+    "shardckpt/plan": 23,
+    "shardckpt/state": 33,
+    "shardckpt/storage": 24,
+}
+"""Folders of more than `MOST_MODULES` modules, with how many they hold."""
+
+MOST_MODULES = 12
+MOST_IN_STORAGE = 20
+MAY_REPEAT = {"__init__", "base", "reader", "writer"}
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def read_sources() -> dict[str, str]:
+    """Return the text of every module by its path below the root."""
+    return {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for package in PACKAGES
+        for path in sorted(package.rglob("*.py"))
+    }
+
+
+def count_words(texts: Mapping[str, str], words: Iterator[str] | Mapping[str, int]) -> dict[str, int]:
+    """Count whole words; identifiers are split at underscores and capitals."""
+    found = Counter(word.lower() for text in texts.values() for word in WORD.findall(text))
+    return {word: found[word] for word in words}
+
+
+def count_phrases(texts: Mapping[str, str], patterns: Mapping[str, int]) -> dict[str, int]:
+    """Count the matches of patterns."""
+    return {pattern: sum(len(re.findall(pattern, text)) for text in texts.values()) for pattern in patterns}
+
+
+def count_classes_twice(texts: Mapping[str, str]) -> dict[str, int]:
+    """Count the modules that define a class, for classes that several define."""
+    where: dict[str, set[str]] = defaultdict(set)
+    for path, text in texts.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef):
+                where[node.name].add(path)
+    return {name: len(paths) for name, paths in sorted(where.items()) if len(paths) > 1}
+
+
+def count_modules_twice(paths: Iterator[str] | Mapping[str, str]) -> dict[str, int]:
+    """Count the modules of one name, for names that occur more than once."""
+    found = Counter(Path(path).stem for path in paths)
+    return {name: number for name, number in sorted(found.items()) if number > 1 and name not in MAY_REPEAT}
+
+
+def count_crowded_folders(paths: Iterator[str] | Mapping[str, str]) -> dict[str, int]:
+    """Count the modules of each folder that holds too many; the command has one module a verb."""
+    found = Counter(str(Path(path).parent) for path in paths if Path(path).stem != "__init__")
+    most = {"shardckpt/storage": MOST_IN_STORAGE, "cli/shardckpt_cli": MOST_IN_STORAGE}
+    return {folder: number for folder, number in sorted(found.items()) if number > most.get(folder, MOST_MODULES)}
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, str]:
+    return read_sources()
+
+
+@pytest.mark.parametrize(
+    ("table", "count"),
+    [
+        ("BANNED", lambda texts: count_words(texts, BANNED)),
+        ("PHRASES", lambda texts: count_phrases(texts, PHRASES)),
+        ("CLASSES_TWICE", count_classes_twice),
+        ("MODULES_TWICE", count_modules_twice),
+        ("MODULES_IN_A_FOLDER", count_crowded_folders),
+    ],
+)
+def test_counts_are_at_their_ceilings_and_only_fall(table: str, count, sources: dict[str, str]) -> None:
+    ceilings, found = globals()[table], count(sources)
+    risen = {name: number for name, number in found.items() if number > ceilings.get(name, 0)}
+    assert not risen, f"{table}: more than before; use the words of docs/glossary.md"
+    fallen = {name: number for name, number in found.items() if number < ceilings[name]}
+    assert not fallen | dict.fromkeys(ceilings.keys() - found.keys(), 0), f"{table}: fewer; lower the ceilings"
+
+
+PLAIN = ("handed", "heard", "laid", "lay", "lie", "lying", "said", "tell", "told")
+"""Banned words that stand for nothing of the field: plain English uses the noun or the verb that is meant."""
+
+
+def test_every_banned_word_is_in_the_glossary_with_what_replaces_it() -> None:
+    rows = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").splitlines()
+    replaced = {word.lower() for row in rows if row.startswith("| ") for word in WORD.findall(row.split("|")[-2])}
+    assert [word for word in BANNED if not word.startswith((*PLAIN, *replaced))] == []
+
+
+class TestTheCountsCanFail:
+    def test_words_are_found_in_names_texts_and_comments(self) -> None:
+        text = {"a.py": '_told_of = "was told"  # Told\nToldThing = untold'}
+        assert count_words(text, {"told": 0}) == {"told": 4}
+
+    def test_classes_of_one_name_are_found(self) -> None:
+        texts = {"a.py": "class Part: ...", "b.py": "class Part: ...", "c.py": "class Other: ..."}
+        assert count_classes_twice(texts) == {"Part": 2}
+
+    def test_modules_of_one_name_are_found(self) -> None:
+        assert count_modules_twice(dict.fromkeys(["a/x.py", "b/x.py", "a/base.py", "b/base.py"], "")) == {"x": 2}
+
+    def test_crowded_folders_are_found(self) -> None:
+        assert count_crowded_folders({f"shardckpt/core/m{n}.py": "" for n in range(13)}) == {"shardckpt/core": 13}
+
+
+if __name__ == "__main__":
+    texts = read_sources()
+    for name, counts in [
+        ("BANNED", count_words(texts, BANNED)),
+        ("PHRASES", count_phrases(texts, PHRASES)),
+        ("CLASSES_TWICE", count_classes_twice(texts)),
+        ("MODULES_TWICE", count_modules_twice(texts)),
+        ("MODULES_IN_A_FOLDER", count_crowded_folders(texts)),
+    ]:
+        print(f"{name} = {counts}")
