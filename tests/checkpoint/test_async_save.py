@@ -392,6 +392,7 @@ def start_and_signal(self):
     if self.name == "shardckpt-save":
         signal.raise_signal(signal.SIGINT)
 Course.claim, threading.Thread.start = claim_in_turn, start_and_signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a suite in the background of a shell ignores
 shardckpt.async_save({"t": torch.rand(9000)}, sys.argv[1])
 """
         done = subprocess.run(
