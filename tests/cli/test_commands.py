@@ -306,12 +306,13 @@ class TestSignals:
     def test_what_lay_at_the_target_survives_a_signal(self, tmp_path: Path) -> None:
         folder = many(tmp_path / "src")
         (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "model.safetensors").write_text("old")
+        save_file({"old": torch.ones(3)}, tmp_path / "out" / "model.safetensors")
+        before = (tmp_path / "out" / "model.safetensors").read_bytes()
         process = start_slow("consolidate", folder, tmp_path / "out", "--overwrite", *SHARDED)
         begun(tmp_path)
         process.send_signal(signal.SIGTERM)
         assert finish(process).code == 143
-        assert [(p.name, p.read_text()) for p in (tmp_path / "out").iterdir()] == [("model.safetensors", "old")]
+        assert [(p.name, p.read_bytes()) for p in (tmp_path / "out").iterdir()] == [("model.safetensors", before)]
         assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "src"]
 
     def test_a_single_file_is_not_left_half_written(self, tmp_path: Path) -> None:
