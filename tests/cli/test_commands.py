@@ -155,7 +155,7 @@ class TestExitCodes:
 
     def test_a_target_that_is_taken_is_2(self, src: Path, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "model.safetensors").write_text("model.safetensors")
+        save_file({"old": torch.ones(3)}, tmp_path / "out" / "model.safetensors")
         found = run_here("consolidate", src, tmp_path / "out")
         assert found.code == 2
         assert "--overwrite" in one_line(found)

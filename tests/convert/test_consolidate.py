@@ -326,7 +326,7 @@ class TestTargets:
     def test_overwriting_replaces_all_of_it(self, named: Callable[[str], Case], tmp_path: Path) -> None:
         out = tmp_path / "out"
         out.mkdir()
-        (out / "adapter_model-00001-of-00001.safetensors").write_text("old")
+        save_file({"old": torch.ones(3)}, out / "adapter_model-00001-of-00001.safetensors")
         shardckpt.consolidate(str(named("peft_lora_llama").source), str(out), overwrite=True)
         assert sorted(p.name for p in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
         assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]

@@ -42,7 +42,8 @@ def test_every_tensor_is_shown_with_its_type_and_shape(name: str, fixtures: Path
     if not name.startswith("hf_pretrained"):
         stored = sorted((t.dtype, t.shape) for t in shown.values())
         assert not [kind for kind in kinds if kind not in stored]
-    assert found.warnings == ()
+    ids_by_order = [warning for warning in found.warnings if "--param-names" in warning]
+    assert (list(found.warnings), bool(ids_by_order)) == (ids_by_order, name == "fsdp1_local_gpt2_w2")
     json.dumps(found.parts)
 
 
