@@ -20,7 +20,7 @@ ShardckptError
 │   └── AmbiguousError (LookupError)          more than one answer; the message says which option decides
 ├── StateDictError (RuntimeError)             an object's own method failed            exit code 1
 ├── RankError (RuntimeError)                  another rank failed or is gone           exit code 3
-├── NoMemoryError (MemoryError)              a tensor does not fit into memory       exit code 3
+├── NoMemoryError (MemoryError)               a tensor does not fit into memory        exit code 3
 └── StorageError (OSError)                    the storage is at fault                  exit code 3
     ├── MissingFileError (FileNotFoundError)  a file that was asked for is not there
     └── NoSpaceError                          the target cannot hold the result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from itertools import combinations, permutations
 
 import pytest
@@ -29,25 +30,26 @@ def test_wrappers_leave_no_trace(name: str, clean: str) -> None:
 KINDS = st.sampled_from([None, 1, 2])
 
 
+def list_matches(wanted: list[int | None], choices: Iterable[tuple[tuple[str, int], ...]]) -> list[list[str]]:
+    """Return the names of the choices that fit what is wanted, one by one."""
+    return [
+        [name for name, _ in chosen]
+        for chosen in choices
+        if all(want in (None, kind) for want, (_, kind) in zip(wanted, chosen, strict=True))
+    ]
+
+
 @given(wanted=st.lists(KINDS, max_size=4), offered=st.lists(st.sampled_from([1, 2, 3]), max_size=6))
 def test_a_match_in_order_is_given_only_where_it_is_the_only_one(wanted: list[int | None], offered: list[int]) -> None:
     named = [(f"n{i}", kind) for i, kind in enumerate(offered)]
-    ways = [
-        [name for name, _ in chosen]
-        for chosen in combinations(named, len(wanted))
-        if all(want in (None, kind) for want, (_, kind) in zip(wanted, chosen, strict=True))
-    ]
+    ways = list_matches(wanted, combinations(named, len(wanted)))
     assert match_in_order([wanted], named) == (ways if len(ways) == 1 else None)
 
 
 @given(wanted=st.lists(KINDS, max_size=4), offered=st.lists(st.sampled_from([1, 2, 3]), max_size=5))
 def test_a_match_by_kind_is_the_only_one_in_any_order(wanted: list[int | None], offered: list[int]) -> None:
     named = [(f"n{i}", kind) for i, kind in enumerate(offered)]
-    ways = [
-        [name for name, _ in chosen]
-        for chosen in permutations(named, len(wanted))
-        if all(want in (None, kind) for want, (_, kind) in zip(wanted, chosen, strict=True))
-    ]
+    ways = list_matches(wanted, permutations(named, len(wanted)))
     assert match_by_kind(wanted, named) == (ways[0] if len(ways) == 1 else None)
     if None not in wanted:
         assert has_match(wanted, named) == bool(ways)

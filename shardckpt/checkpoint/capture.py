@@ -16,10 +16,10 @@ from shardckpt.checkpoint.holdings import (
     PerRank,
     array_of,
     check_tensor,
+    get_state_dict,
     is_optimizer,
     is_stateful,
     named,
-    state_of,
 )
 from shardckpt.checkpoint.variant import Variant
 from shardckpt.errors import UnsupportedError, UsageError
@@ -246,7 +246,7 @@ class _Capture:
         if isinstance(value, PerRank):
             return self._per_rank(value, path)
         if is_stateful(value):
-            return self._visit(state_of(value, path), path)
+            return self._visit(get_state_dict(value, path), path)
         if isinstance(value, np.ndarray):
             return self._tensor(array_of(value, path), path, "numpy")
         return value
@@ -333,7 +333,7 @@ class _Capture:
             if model is None:
                 if not self._is_own:
                     require_model_of(optim, path, self._shards)
-                return self._visit(state_of(optim, path), path)
+                return self._visit(get_state_dict(optim, path), path)
             return self._visit(foreign.whole_optim_state(model, optim, offload=False, first_only=False), path)
         try:
             taken = local_optimizer(found, optim)
@@ -353,7 +353,7 @@ class _Capture:
 
     def _per_rank(self, value: PerRank, path: Path) -> list[None]:
         was_own, self._is_own = self._is_own, True
-        self._made.own[path] = self._visit(state_of(value, path), (*path, self._rank))
+        self._made.own[path] = self._visit(get_state_dict(value, path), (*path, self._rank))
         self._is_own = was_own
         return [None] * self._world
 

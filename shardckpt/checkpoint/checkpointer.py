@@ -140,7 +140,7 @@ class Checkpointer:
         self._branch: int | None = None
         self._is_tidy = False
         self._signals = _Signals()
-        self._background: _InBackground | None = None
+        self._background: _BackgroundSave | None = None
 
     def path(self, step: int) -> str:
         """Return where a step is saved.
@@ -290,7 +290,7 @@ class Checkpointer:
         """
         number, branch, unranked, given = self._begun(async_save, step, metrics, overwrite, options)
         told, is_first = given.pop("on_event", None), star_of(self._group).rank == 0
-        background = _InBackground()
+        background = _BackgroundSave()
 
         def on_event(event: SaveEvent) -> None:
             background.has_failed = event.phase == "failed"
@@ -346,12 +346,12 @@ class Checkpointer:
                 return self._place(step.name)
         return None
 
-    def _has_saved(self, number: int, branch: int, background: _InBackground | None = None) -> None:
+    def _has_saved(self, number: int, branch: int, background: _BackgroundSave | None = None) -> None:
         self._held, self._restored, self._branch = number, None, branch
         self._background = background
         self._signals.is_due = False
 
-    def _has_failed(self) -> None:
+    def _forget_failed_save(self) -> None:
         """Take back that a step was saved, on every rank: its save in the background failed."""
         self._held = self._background = None
         self._signals.is_due = self._signals.is_agreed
@@ -573,7 +573,7 @@ class Checkpointer:
             (told,) = star.consult("agreeing whether to save", fault or said, _any)
             self._signals.heed(bool(told & _SIGNAL))
             if told & _FAILURE:
-                self._has_failed()
+                self._forget_failed_save()
         elif fault is not None:
             raise fault
         is_turn = self._save_every is not None and number > 0 and number % self._save_every == 0
@@ -613,7 +613,7 @@ class _Begun(NamedTuple):
 
 
 @dataclass
-class _InBackground:
+class _BackgroundSave:
     """The last save in the background.
 
     Attributes:
@@ -713,7 +713,7 @@ def _read_metrics(metrics: Any) -> dict[str, float]:
         try:
             found[name] = float(value)
         except Exception as error:  # a value of any type, with a __float__ of its own
-            raise UsageError("a metric is no number", where=name, found=error, expected="a number") from error
+            raise UsageError("a metric must be a number", where=name, found=error) from error
     return found
 
 

@@ -115,7 +115,7 @@ def is_stateful(value: object) -> bool:
     return not isinstance(value, (type, nn.Module)) and isinstance(value, Stateful)
 
 
-def state_of(value: Any, path: Path) -> Any:
+def get_state_dict(value: Any, path: Path) -> Any:
     """Return what the `state_dict` of an object returns.
 
     Args:
@@ -130,10 +130,10 @@ def state_of(value: Any, path: Path) -> Any:
     except ShardckptError:
         raise
     except Exception as error:
-        raise failed_call("state_dict", path, error) from error
+        raise build_call_error("state_dict", path, error) from error
 
 
-def failed_call(method: str, path: Path, error: Exception) -> StateDictError:
+def build_call_error(method: str, path: Path, error: Exception) -> StateDictError:
     """Return the error for a method of an object in the state that raised an exception.
 
     Args:

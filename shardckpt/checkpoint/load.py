@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardckpt.checkpoint.capture import Models
 from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.fan_out import FanOut
-from shardckpt.checkpoint.holdings import failed_call
+from shardckpt.checkpoint.holdings import build_call_error
 from shardckpt.checkpoint.model_shapes import shapes_of
 from shardckpt.checkpoint.reading import Delivery, Wish, as_deliveries
 from shardckpt.checkpoint.save import star_of
@@ -286,7 +286,7 @@ def _filled(errand: _Errand, star: Star, circles: Sequence[Circle]) -> bytes | E
                 _name_taker(error, values, at)
                 raise
             except Exception as error:
-                failure = failed_call("load_state_dict", each.path, error)
+                failure = build_call_error("load_state_dict", each.path, error)
                 _name_taker(failure, values, at)
                 raise failure from error
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)

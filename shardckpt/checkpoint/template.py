@@ -22,12 +22,12 @@ from shardckpt.checkpoint.holdings import (
     check_array,
     check_tensor,
     dtype_name,
+    get_state_dict,
     is_optimizer,
     is_stateful,
-    state_of,
 )
 from shardckpt.checkpoint.nests import ForeignValue, arrays_in
-from shardckpt.checkpoint.saved import Saved, torch_dtype
+from shardckpt.checkpoint.saved import Saved, allocate, torch_dtype
 from shardckpt.checkpoint.stateful import hand_over
 from shardckpt.checkpoint.variant import EXTRAS, Variant
 from shardckpt.errors import ShardckptError, UsageError
@@ -322,7 +322,7 @@ class _Fit:
             self._value(path, value.load_state_dict)
             return
         self.fitting.taken.add(path)
-        handover = hand_over(found, state_of(value, path), path, self._saved.arrays)
+        handover = hand_over(found, get_state_dict(value, path), path, self._saved.arrays)
         for fill in handover.fills:
             require_no_flat_shard(fill.tensor, fill.path, self._shards)
             self._array(fill.path, fill.source, local_array(fill.tensor))
@@ -376,9 +376,10 @@ class _Fit:
         portions = []
         for portion in array.portions:
             size, at = portion.tensor.shape, _once(portion.tensor)
-            values = torch.empty(size, dtype=torch_dtype(entry))
             if not portion.tensor.is_meta:
-                self._saved.fill([(entry, array._replace(portions=(Portion(portion.box, values),)))])
+                (found,) = self._saved.located([entry])  # before memory is taken for it
+                values = allocate(found, size)
+                self._saved.elements.read([(found, array._replace(portions=(Portion(portion.box, values),)))])
                 if not _are_alike(values, values[at].expand(size)):
                     self._problem(
                         path,

@@ -35,14 +35,12 @@ class Optimizer:
     Attributes:
         root: Dotted path of the optimizer.
         naming: What its parameters are called by.
-        has_ids: Whether it is stored by ids.
         tensors: Names of its tensors.
         values: Paths of its values.
     """
 
     root: str
     naming: Naming
-    has_ids: bool
     tensors: frozenset[str]
     values: frozenset[Path]
 
@@ -141,9 +139,7 @@ class _Naming:
         made.values.update(values)
         if state.groups:
             made.groups[prefix] = groups_of(state.groups, are_stored=state.has_groups)
-        made.optimizers[prefix] = Optimizer(
-            dotted(root), naming, optimizer.has_ids(raw), frozenset(tensors), frozenset(values)
-        )
+        made.optimizers[prefix] = Optimizer(dotted(root), naming, frozenset(tensors), frozenset(values))
 
     def _named(self, raw: RawOptim, root: Path) -> tuple[OptimState, Naming]:
         """Return an optimizer by the names of its parameters, or by its ids where these have no certain names."""

@@ -467,7 +467,7 @@ def _write_rest(job: Job, layout: Layout, hashes: Hashes, publication: Publicati
     layout.write_rest(hashes, publication)
 
 
-def _kept_words(job: Job) -> list[str]:
+def _describe_kept(job: Job) -> list[str]:
     names = ", ".join(job.carried.kept)
     return [f"{names} of the checkpoint that is replaced: kept for the new one"] if names else []
 
@@ -486,7 +486,7 @@ def _report(job: Job, layout: Layout, watch: Stopwatch) -> Report:
         ties=job.selection.ties,
         cast=dict(Counter(f"{t.entry.stored} -> {t.dtype}" for t in tensors if t.is_cast)),
         left_out=job.selection.left_out,
-        warnings=(*job.selection.warnings, *_kept_words(job)),
+        warnings=(*job.selection.warnings, *_describe_kept(job)),
         seconds=watch.seconds,
         dry_run=job.options.dry_run,
     )

@@ -159,7 +159,7 @@ def _around(source: Source) -> UnknownFormatError | None:
     return UnknownFormatError(
         "this folder is no checkpoint itself, and holds some",
         where=source.url,
-        found=_cut([f"{path} ({form.name})" for path, form in below]),
+        found=_shorten([f"{path} ({form.name})" for path, form in below]),
         fix="Point at one of them.",
     )
 
@@ -251,7 +251,7 @@ def checkpoint_in(url: str) -> str:
     if what:
         return what.removeprefix(": this looks like ")
     below = _checkpoints_below(source)
-    return _cut(list(dict.fromkeys(_as_run(path) or f"{path} ({form.name})" for path, form in below)))
+    return _shorten(list(dict.fromkeys(_as_run(path) or f"{path} ({form.name})" for path, form in below)))
 
 
 def _as_run(path: str) -> str:
@@ -260,7 +260,7 @@ def _as_run(path: str) -> str:
     return f"{run} (a run)" if run and is_step_name(name) else ""
 
 
-def _cut(shown: list[str]) -> str:
+def _shorten(shown: list[str]) -> str:
     """Return the first of several texts in one, with a mark where there are more."""
     return ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")
 

@@ -132,7 +132,7 @@ class TestSaveAndRestore:
 
     @pytest.mark.parametrize("metrics", [[1], {"loss": "high"}, {"loss": None}], ids=repr)
     def test_a_metric_that_is_no_number_is_refused(self, metrics, tmp_path):
-        with pytest.raises(UsageError, match=r"a metric is no number|must be numbers by name"):
+        with pytest.raises(UsageError, match=r"a metric must be a number|must be numbers by name"):
             Checkpointer(tmp_path).save(1, state(), metrics=metrics)
 
     def test_a_file_is_no_run(self, tmp_path):
@@ -181,7 +181,7 @@ class TestSaveAndRestore:
         ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
         with pytest.raises(TypeError, match="thing"):
             ck.save(2, {"thing": object()})
-        with pytest.raises(UsageError, match=r"loss: a metric is no number; found .*'low'"):
+        with pytest.raises(UsageError, match=r"loss: a metric must be a number; found .*'low'"):
             ck.save(2, state(), metrics={"loss": "low"})
         with pytest.raises(UsageError, match=r"`metrics` must be numbers by name; found \[0\.5\]"):
             ck.save(2, state(), metrics=[0.5])

@@ -196,8 +196,8 @@ def test_half_a_pair_is_refused() -> None:
     harness.run(1, body)
 
 
-class Paired(torch.Tensor):
-    """Two tensors that go through every operation side by side, in what is stored and in what computes."""
+class Twofold(torch.Tensor):
+    """Two tensors that go through every operation side by side, and say nothing about gathers."""
 
     @staticmethod
     def __new__(cls, one: torch.Tensor, other: torch.Tensor) -> Any:
@@ -208,14 +208,25 @@ class Paired(torch.Tensor):
     def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
         self.one, self.other = one, other
 
+    def __tensor_flatten__(self) -> Any:
+        return ["one", "other"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return Twofold(inner["one"], inner["other"])
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sides = []
         for side in ("one", "other"):
-            mine = pytree.tree_map_only(Paired, lambda t, side=side: getattr(t, side), (args, kwargs or {}))
+            mine = pytree.tree_map_only(Twofold, lambda t, side=side: getattr(t, side), (args, kwargs or {}))
             sides.append(func(*mine[0], **mine[1]))
         out = pytree.tree_map(lambda a, b: cls(a, b) if isinstance(a, torch.Tensor) else a, *sides)
         return return_and_correct_aliasing(func, args, kwargs or {}, out)
+
+
+class Paired(Twofold):
+    """Two tensors that are stored and gathered, and compute, side by side."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return (self.one, self.other), None
@@ -365,33 +376,6 @@ def test_subclasses_put_in_place_of_local_tensors_say_what_is_gathered(put: Call
         train(model, rank)
 
     harness.run(2, body)
-
-
-class Twofold(torch.Tensor):
-    """Two tensors that say nothing about gathers."""
-
-    @staticmethod
-    def __new__(cls, one: torch.Tensor, other: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, one.size(), strides=one.stride(), dtype=one.dtype)
-
-    def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        self.one, self.other = one, other
-
-    def __tensor_flatten__(self) -> Any:
-        return ["one", "other"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
-        return Twofold(inner["one"], inner["other"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        sides = []
-        for side in ("one", "other"):
-            mine = pytree.tree_map_only(Twofold, lambda t, side=side: getattr(t, side), (args, kwargs or {}))
-            sides.append(func(*mine[0], **mine[1]))
-        out = pytree.tree_map(lambda a, b: cls(a, b) if isinstance(a, torch.Tensor) else a, *sides)
-        return return_and_correct_aliasing(func, args, kwargs or {}, out)
 
 
 @pytest.mark.parametrize("is_given_functions", [True, False])
