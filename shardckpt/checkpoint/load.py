@@ -21,7 +21,7 @@ from shardckpt.checkpoint.save import star_of
 from shardckpt.checkpoint.saved import Rules, Saved, Verify, compiled, require_way_to_verify
 from shardckpt.checkpoint.template import Fitting, Policy, Taker, fit
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
-from shardckpt.format.native_references import NamedBases
+from shardckpt.format.reader import NamedBases
 from shardckpt.groups import Star
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.fan_out import Circle, Stretches, decode_circles, encode_circles, share_out

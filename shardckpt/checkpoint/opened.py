@@ -13,7 +13,7 @@ from shardckpt.boxes import Box
 from shardckpt.checkpoint.capture import ArrayAt
 from shardckpt.checkpoint.saved import Saved, Verify, allocate, torch_dtype
 from shardckpt.errors import AmbiguousError, UnknownNameError, UsageError
-from shardckpt.format.native_references import NamedBases
+from shardckpt.format.reader import NamedBases
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.pieces import LocalArray, Portion
 from shardckpt.storage.open_store import url_of

@@ -22,8 +22,7 @@ from shardckpt.errors import NameCollisionError, NoMemoryError, UnsupportedError
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.native import NativeReader
 from shardckpt.format.native_payload import BLOCK_BYTES
-from shardckpt.format.native_references import NamedBases
-from shardckpt.format.reader import Reader, WholeShapes
+from shardckpt.format.reader import NamedBases, Reader, WholeShapes
 from shardckpt.format.tagged import ArrayRef, Named
 from shardckpt.manifest import UNREAD, Lazy, Path, TensorEntry, dotted
 from shardckpt.plan.coverage import require_complete

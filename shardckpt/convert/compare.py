@@ -29,8 +29,7 @@ from shardckpt.errors import UsageError
 from shardckpt.format.detect import detect, open_checkpoint, open_source
 from shardckpt.format.native import NativeReader
 from shardckpt.format.native_bases import named_for
-from shardckpt.format.native_references import NamedBases
-from shardckpt.format.reader import Reader
+from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.manifest import ObjectEntry, Path, Span, TensorEntry, dotted
 from shardckpt.plan import names
 from shardckpt.plan.rules import Rule

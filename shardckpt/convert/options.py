@@ -7,7 +7,7 @@ from typing import Literal
 
 from shardckpt.dtypes import FLOATS, SHORT_NAMES
 from shardckpt.errors import UsageError
-from shardckpt.format.native_references import NamedBases
+from shardckpt.format.reader import NamedBases
 from shardckpt.plan.sizes import parse_size
 from shardckpt.plan.weights import Weights
 

@@ -16,9 +16,8 @@ from shardckpt.format.native_headers import Described, read_described, rebuild
 from shardckpt.format.native_manifest import Contents, decode_manifest, encode_manifest
 from shardckpt.format.native_payload import BLOCK_BYTES, HF_INDEX, BlockHasher
 from shardckpt.format.native_records import ArrayRecord, FileRecord, files_of_bases, record_of
-from shardckpt.format.native_references import NamedBases
 from shardckpt.format.native_step import read_commit, read_contents
-from shardckpt.format.reader import Source
+from shardckpt.format.reader import NamedBases, Source
 from shardckpt.manifest import Span
 from shardckpt.plan.coverage import require_complete
 from shardckpt.storage.store import Read, Store, read_bytes

@@ -22,8 +22,7 @@ from shardckpt.format.dcp_writer import METADATA
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.native_commit import COMMIT
 from shardckpt.format.native_payload import new_save_id
-from shardckpt.format.native_references import NamedBases
-from shardckpt.format.reader import Reader
+from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.format.steps import files_of_others
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.outputs import OutTensor

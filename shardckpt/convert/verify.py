@@ -13,8 +13,7 @@ from shardckpt.convert.report import NO_SHAPES, Verification
 from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.errors import CheckpointError, ChecksumError, escape
 from shardckpt.format.detect import open_checkpoint
-from shardckpt.format.native_references import NamedBases
-from shardckpt.format.reader import Checksum, Reader
+from shardckpt.format.reader import Checksum, NamedBases, Reader
 from shardckpt.manifest import Lazy, Manifest, dotted
 from shardckpt.plan.coverage import faults
 from shardckpt.storage.store import Read

@@ -22,8 +22,7 @@ from shardckpt.format import (
     universal,
 )
 from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX
-from shardckpt.format.native_references import NamedBases
-from shardckpt.format.reader import Evidence, Format, Reader, Source
+from shardckpt.format.reader import Evidence, Format, NamedBases, Reader, Source
 from shardckpt.format.steps import is_step_name
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.open_store import kind, open_store, split

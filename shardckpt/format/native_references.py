@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardckpt.errors import UnsafeError, UsageError
 from shardckpt.storage.open_store import local_path
-
-PathText = str | os.PathLike[str]
-NamedBases = PathText | Sequence[PathText] | Mapping[str, PathText]
-"""Folders that the caller names of those that a step refers to: where the one lies that is not beside the step. Or, for
-several, what the step calls each to where it lies; `CALLED=PLACE` says that too, and `CALLED` that it lies there."""
 
 FEATURE = "bases"
 """What `COMMIT` asks of a reader where files of the step lie in other folders."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -10,9 +11,13 @@ from typing import NamedTuple
 
 from shardckpt.boxes import Shape
 from shardckpt.errors import TruncatedError
-from shardckpt.format.native_references import NamedBases
 from shardckpt.manifest import Manifest, ObjectEntry, Piece
 from shardckpt.storage.store import Listed, Store, read_bytes
+
+PathText = str | os.PathLike[str]
+NamedBases = PathText | Sequence[PathText] | Mapping[str, PathText]
+"""Folders that the caller names of those that a step refers to: where the one lies that is not beside the step. Or, for
+several, what the step calls each to where it lies; `CALLED=PLACE` says that too, and `CALLED` that it lies there."""
 
 
 class Source:
