@@ -23,8 +23,7 @@ from shardckpt.checkpoint.plan_cache import PlanCache, TaskCache, collect_drafts
 from shardckpt.checkpoint.report import Report, differing, own_report, require_one_path, value_digests, values_digest
 from shardckpt.checkpoint.transfer import Source, contents, tensor_bytes, write_payloads
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
-from shardckpt.format.native_commit import COMMIT, branch_of, encode_commit, manifest_name
-from shardckpt.format.native_kind import STEP
+from shardckpt.format.native_commit import COMMIT, STEP, branch_of, encode_commit, manifest_name
 from shardckpt.format.native_manifest import Contents, encode_manifest
 from shardckpt.format.native_part import Part, decode_part, encode_part, join, part_of
 from shardckpt.format.native_payload import HF_INDEX, Payload, hf_index, lay_out, new_save_id

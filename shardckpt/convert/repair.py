@@ -11,12 +11,19 @@ from shardckpt.errors import AmbiguousError, CheckpointError, ChecksumError, Uns
 from shardckpt.format.detect import open_source
 from shardckpt.format.native import manifest_of
 from shardckpt.format.native_bases import find_bases
-from shardckpt.format.native_commit import COMMIT, MAX_MANIFEST_BYTES, branch_of, encode_commit, manifest_name
+from shardckpt.format.native_commit import (
+    COMMIT,
+    MAX_MANIFEST_BYTES,
+    branch_of,
+    encode_commit,
+    manifest_name,
+    read_commit,
+    read_contents,
+)
 from shardckpt.format.native_headers import Described, read_described, rebuild
 from shardckpt.format.native_manifest import Contents, decode_manifest, encode_manifest
 from shardckpt.format.native_payload import BLOCK_BYTES, HF_INDEX, BlockHasher
 from shardckpt.format.native_records import ArrayRecord, FileRecord, files_of_bases, record_of
-from shardckpt.format.native_step import read_commit, read_contents
 from shardckpt.format.reader import NamedBases, Source
 from shardckpt.manifest import Span
 from shardckpt.plan.coverage import require_complete

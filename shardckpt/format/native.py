@@ -11,11 +11,10 @@ from shardckpt.format import tagged
 from shardckpt.format.collector import collector_paused
 from shardckpt.format.native_bases import BasedStore, Found, find_bases
 from shardckpt.format.native_blocks import Hashed, VerifiedStore
-from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX, Commit
+from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX, Commit, read_commit, read_contents
 from shardckpt.format.native_manifest import KEEPS_ORDER, Contents
 from shardckpt.format.native_payload import BLOCK_BYTES, KEY
 from shardckpt.format.native_records import ArrayRecord
-from shardckpt.format.native_step import read_commit, read_contents
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
 from shardckpt.format.tagged import ArrayRef
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, dotted

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardckpt.errors import CheckpointError, ShardckptError, UsageError
-from shardckpt.format.native_commit import COMMIT
+from shardckpt.format.native_commit import COMMIT, read_commit
 from shardckpt.format.native_references import Base, may_open, resolved, sibling
-from shardckpt.format.native_step import read_commit
 from shardckpt.format.reader import NamedBases, PathText
 from shardckpt.storage.open_store import open_store
 from shardckpt.storage.store import Read, Store, Traits

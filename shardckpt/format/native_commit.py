@@ -1,13 +1,27 @@
-"""`COMMIT`, which makes a native step exist: a line of JSON, and a line with that line's SHA-256."""
+"""`COMMIT`, which makes a native step exist: written, read, checked, and replaced.
+
+It is a line of JSON, and a line with that line's SHA-256. It names the manifest, which is checked against it, and the
+files that a save may replace.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardckpt.errors import ChecksumError, FormatError, TruncatedError, UnsafeError, UnsupportedError
+from shardckpt.errors import (
+    CheckpointError,
+    ChecksumError,
+    FormatError,
+    IncompleteError,
+    MissingFileError,
+    TargetExistsError,
+    TruncatedError,
+    UnsafeError,
+    UnsupportedError,
+)
 from shardckpt.format import native_references
 from shardckpt.format.native_fields import (
     MAX_BYTES,
@@ -23,9 +37,12 @@ from shardckpt.format.native_fields import (
     read_sha256,
     read_version,
 )
-from shardckpt.format.native_payload import VERSION, canonical
+from shardckpt.format.native_manifest import Contents, decode_manifest
+from shardckpt.format.native_payload import HF_INDEX, VERSION, canonical
 from shardckpt.format.native_records import FileRecord, files_of_bases
 from shardckpt.format.safetensors import parse_json
+from shardckpt.storage.replaceable import FolderKind
+from shardckpt.storage.store import Store, read_bytes
 
 COMMIT = "COMMIT"
 MANIFEST_SUFFIX = ".manifest.json"
@@ -44,6 +61,7 @@ MAX_BASES = 4096
 """Folders that a step may refer to: each of them is looked into when it is opened."""
 
 _REPAIR = "Restore the step from another copy, or rebuild its marks with `shardckpt repair`."
+_RESTORE = "Load the step before it, restore this one from another copy, or rebuild its marks with `shardckpt repair`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,3 +209,97 @@ def _features(value: object, version: tuple[int, int], where: object) -> tuple[s
                 fix=NEWER,
             )
     return tuple(features)
+
+
+def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
+    """Read and check the mark that makes a step exist.
+
+    Args:
+        store: Rooted at the step.
+        sizes: Of the files in the folder.
+
+    Raises:
+        IncompleteError: There is none.
+        CheckpointError: It is damaged, or of a newer format.
+        StorageError: The store failed.
+    """
+    if COMMIT not in sizes:
+        raise IncompleteError(
+            "this step was never committed",
+            where=store.url,
+            found=f"{len(sizes)} files",
+            expected=f"a file {COMMIT}",
+            fix="The save was interrupted: load the step before it, or try `shardckpt repair`.",
+        )
+    where = f"{store.url}/{COMMIT}"
+    if sizes[COMMIT] > MAX_COMMIT_BYTES:
+        raise UnsafeError("the commit mark is too large", where=where, found=sizes[COMMIT], expected=MAX_COMMIT_BYTES)
+    return decode_commit(read_bytes(store, COMMIT, 0, sizes[COMMIT]), where=where)
+
+
+def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Contents:
+    """Read the manifest that a commit mark names, and check it against that mark.
+
+    Raises:
+        IncompleteError: It is not there.
+        CheckpointError: It is not the one that was committed, or does not follow the format.
+        StorageError: The store failed.
+    """
+    where = f"{store.url}/{commit.manifest}"
+    if commit.manifest not in sizes:
+        raise IncompleteError("the step's manifest is not there", where=where, fix=_RESTORE)
+    if sizes[commit.manifest] != commit.manifest_bytes:
+        raise TruncatedError(
+            "the manifest has another size than was committed",
+            where=where,
+            found=f"{sizes[commit.manifest]} bytes",
+            expected=commit.manifest_bytes,
+            fix=_RESTORE,
+        )
+    data = read_bytes(store, commit.manifest, 0, commit.manifest_bytes)
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != commit.manifest_sha256:
+        raise ChecksumError(
+            "the manifest is not the one that was committed",
+            where=where,
+            found=digest,
+            expected=commit.manifest_sha256,
+            fix=_RESTORE,
+        )
+    contents = decode_manifest(data, where=where)
+    listed = {file.name: file.nbytes for file in contents.files if not file.base}
+    if contents.save != commit.save or listed != commit.files or files_of_bases(contents.files) != commit.bases:
+        raise FormatError("the manifest and the commit mark disagree", where=where, found=contents.save)
+    return contents
+
+
+def _committed_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:
+    """Return the names that the step's `COMMIT` lists; none where it is damaged.
+
+    Raises:
+        TargetExistsError: A newer version wrote it, and nobody here knows what it holds.
+        StorageError: The store failed.
+    """
+    if COMMIT not in sizes:
+        return ()
+    try:
+        commit = read_commit(store, sizes)
+    except UnsupportedError as error:
+        raise TargetExistsError(
+            "this version cannot read the step that lies here, so it does not replace it",
+            where=store.url,
+            found=error,
+            fix="Update shardckpt, choose another target, or remove the step yourself.",
+        ) from error
+    except (CheckpointError, MissingFileError):  # missing: somebody replaces the step meanwhile
+        return ()
+    return (*commit.files, commit.manifest)
+
+
+STEP = FolderKind(
+    "one shardckpt checkpoint",
+    payload=WRITTEN,
+    beside=re.compile(f"{re.escape(COMMIT)}|{re.escape(HF_INDEX)}"),
+    members=_committed_names,
+)
+"""What `save`, and everything else that writes this format, replaces."""

@@ -17,12 +17,11 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX, WRITTEN, Commit
+from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX, WRITTEN, Commit, read_commit, read_contents
 from shardckpt.format.native_manifest import decode_manifest
 from shardckpt.format.native_payload import HF_INDEX
 from shardckpt.format.native_records import files_of_bases
 from shardckpt.format.native_references import is_same_folder, resolved
-from shardckpt.format.native_step import read_commit, read_contents
 from shardckpt.storage.leftovers import PARTIAL, is_partial, remove_abandoned
 from shardckpt.storage.open_store import local_path, open_store, split
 from shardckpt.storage.replaceable import is_ignored
