@@ -27,7 +27,6 @@ from shardckpt.core.config import (
     StateDictType,
 )
 from shardckpt.core.flat_parameter import FlatParameter
-from shardckpt.core.handle import UnshardHandle
 from shardckpt.core.materialize import sync_module_states
 from shardckpt.core.placement import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from shardckpt.core.policies import AllGather, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
@@ -35,6 +34,7 @@ from shardckpt.core.protocol import StateProviderMissing
 from shardckpt.core.scaler import ShardedGradScaler
 from shardckpt.core.summon import iter_full_params
 from shardckpt.core.traverse import mark_incompatible
+from shardckpt.core.unit import UnshardHandle
 from shardckpt.core.wrapper import FullyShardedDataParallel
 
 __all__ = [

@@ -18,7 +18,6 @@ from shardckpt.core.composable_registry import register_fully_shard
 from shardckpt.core.config import UnitConfig
 from shardckpt.core.eager import around
 from shardckpt.core.errors import ArgumentError, StateError
-from shardckpt.core.handle import UnshardHandle
 from shardckpt.core.placement import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -29,7 +28,7 @@ from shardckpt.core.placement import (
 from shardckpt.core.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
 from shardckpt.core.queries import ShardedModule
 from shardckpt.core.sharded import Options, Sharded, all_sharded, sharded
-from shardckpt.core.unit import Unit
+from shardckpt.core.unit import Unit, UnshardHandle
 from shardckpt.core.wrapper import FullyShardedDataParallel
 from shardckpt.errors import ShardckptError
 

@@ -1,9 +1,9 @@
-"""One module's buckets, and what happens to them around its forward and backward."""
+"""One module's buckets around forward and backward, and the unshard handle."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
@@ -727,3 +727,20 @@ class Unit:
         finally:
             self._hide()
             self.phase = Phase.IDLE
+
+
+class UnshardHandle:
+    """What an asynchronous `unshard` returns.
+
+    Args:
+        fill: Waits for the parameters and registers them.
+    """
+
+    def __init__(self, fill: Callable[[], None]) -> None:
+        self._fill: Callable[[], None] | None = fill
+
+    def wait(self) -> None:
+        """Return when the full parameters are there and registered; nothing when that was waited for before."""
+        fill, self._fill = self._fill, None
+        if fill is not None:
+            fill()

@@ -33,14 +33,13 @@ from shardckpt.core.eager import around, hidden
 from shardckpt.core.errors import ArgumentError, BusyError, SettingsDifferError, StateError
 from shardckpt.core.exposure import Exposure
 from shardckpt.core.flat_exposure import FlatExposure
-from shardckpt.core.handle import UnshardHandle
 from shardckpt.core.ignored import Ignored
 from shardckpt.core.original_exposure import OriginalExposure
 from shardckpt.core.precision import Buffers
 from shardckpt.core.queries import ShardedModule
 from shardckpt.core.statics import StateStatics
 from shardckpt.core.traverse import WRAPPED, Managed, Name, clean, is_incompatible, managed_parameters, ties_below
-from shardckpt.core.unit import Phase, Unit
+from shardckpt.core.unit import Phase, Unit, UnshardHandle
 from shardckpt.core.wrap import Policy, auto_wrap
 
 FLAT_PARAM = "_flat_param"
