@@ -1,8 +1,8 @@
-"""What all units below one root share: their order, prefetching, the end of backward, recovery after failures."""
+"""Order, prefetching and recovery of the units below a root; one call of a unit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -343,3 +343,31 @@ class Context:
             return self._owners.get(tensor.untyped_storage().data_ptr())
         except (RuntimeError, NotImplementedError):  # tensors without a storage of their own
             return None
+
+
+def compute(
+    context: Context, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return what a function gives with the unit's parameters there. Collective.
+
+    Args:
+        context: The root's.
+        unit: The unit.
+        function: What computes: a module's forward, or another method.
+        args: Its arguments.
+        kwargs: And those by name.
+    """
+    is_root = context.root is unit
+    if is_root:
+        context.forward_starts()
+    with context.computing():
+        try:
+            args, named = unit.before_forward(args, dict(kwargs))
+            with unit.computing():
+                output = function(*args, **named)
+            return unit.after_forward(output)
+        except BaseException:
+            unit.forward_failed()
+            if is_root:
+                context.forward_failed()
+            raise

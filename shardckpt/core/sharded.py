@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardckpt.core import materialize, precision, running, ties
+from shardckpt.core import materialize, precision, ties
 from shardckpt.core.bucket import Bucket, Cut
 from shardckpt.core.comm import Comms, ShardGroup
 from shardckpt.core.config import UnitConfig
-from shardckpt.core.context import Context
+from shardckpt.core.context import Context, compute
 from shardckpt.core.dtensor_exposure import DTensorExposure, ExtensionExposure
 from shardckpt.core.eager import around, hidden
 from shardckpt.core.errors import ArgumentError, StateError
@@ -371,7 +371,7 @@ class Sharded:
         context = self.ensure_root()
         if context.root is self.unit and not self.unit.exposures:  # without parameters it does not know where it is
             args, kwargs = precision.moved((args, dict(kwargs)), self.device)
-        return running.compute(context, self.unit, function, args, kwargs)
+        return compute(context, self.unit, function, args, kwargs)
 
 
 def _check_meshes(placed: Sequence[Placed]) -> None:

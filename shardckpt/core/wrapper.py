@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardckpt.core import beneath, clip, comm_hooks, flat_view, groups, materialize, protocol, running, summon, ties
+from shardckpt.core import beneath, clip, comm_hooks, flat_view, groups, materialize, protocol, summon, ties
 from shardckpt.core.bucket import Bucket, Cut
 from shardckpt.core.comm import CommHook
 from shardckpt.core.config import (
@@ -28,7 +28,7 @@ from shardckpt.core.config import (
     TrainingState,
     UnitConfig,
 )
-from shardckpt.core.context import Context
+from shardckpt.core.context import Context, compute
 from shardckpt.core.eager import around, hidden
 from shardckpt.core.errors import ArgumentError, BusyError, SettingsDifferError, StateError
 from shardckpt.core.exposure import Exposure
@@ -294,7 +294,7 @@ class FullyShardedDataParallel(StateStatics):
     @around
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
-        return running.compute(self._ensure_root(), self._unit, self._fsdp_wrapped_module, args, kwargs)
+        return compute(self._ensure_root(), self._unit, self._fsdp_wrapped_module, args, kwargs)
 
     def gathers_for(self, method_name: str) -> None:
         """Let a method of the wrapped module run with its parameters gathered, when it is called on the wrapper.
@@ -306,7 +306,7 @@ class FullyShardedDataParallel(StateStatics):
         @functools.wraps(getattr(self._fsdp_wrapped_module, method_name))
         def gathered(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
             method = getattr(self._fsdp_wrapped_module, method_name)
-            return running.compute(self._ensure_root(), self._unit, method, args, kwargs)
+            return compute(self._ensure_root(), self._unit, method, args, kwargs)
 
         setattr(self, method_name, MethodType(gathered, self))
 
