@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.corridor import Cargo, Corridor, attempted
 from shardckpt.checkpoint.handle import BACKGROUND, Course, OnEvent, SaveHandle
 from shardckpt.checkpoint.save import BaseOf, checked_how, saver_of
 from shardckpt.checkpoint.staging import Pool, Stage, block_size, make_block
 from shardckpt.errors import UsageError
+from shardckpt.gc_pause import gc_paused
 from shardckpt.plan.sizes import parse_size
 
 OnBusy = Literal["wait", "raise"]
@@ -85,7 +85,7 @@ def async_save(
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         fault = fault or error
     course = Course(how.path, on_event)
-    with BACKGROUND.entry, collector_at_rest():
+    with BACKGROUND.entry, gc_paused():
         with course.phase("waiting"):
             refusal = fault or _refusal(on_busy)
         with course.phase("capture"):

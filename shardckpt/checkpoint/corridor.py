@@ -16,7 +16,6 @@ from shardckpt.boxes import Box
 from shardckpt.checkpoint.assemble import contents_of
 from shardckpt.checkpoint.base import BaseRemovedError
 from shardckpt.checkpoint.capture import Captured, capture
-from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.draft import Draft, Plan, Task, draft_of, plan_alone, plan_of
 from shardckpt.checkpoint.ground import NO_GROUNDS, Compared, Ground, Grounds, ground_of
 from shardckpt.checkpoint.plan_cache import PlanCache, TaskCache, collect_drafts, is_cached
@@ -29,6 +28,7 @@ from shardckpt.format.native_part import Part, decode_part, encode_part, join, p
 from shardckpt.format.native_payload import HF_INDEX, Payload, hf_index, lay_out, new_save_id
 from shardckpt.format.native_records import FileRecord, record_of
 from shardckpt.format.steps import files_of_others
+from shardckpt.gc_pause import gc_paused
 from shardckpt.groups import Star, new_star
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.pieces import LocalArray
@@ -144,7 +144,7 @@ class Saver:
 
     def _save(self, state: Any, how: How, refusal: Exception | None) -> None:
         corridor = Corridor(self, how, self.star)
-        with collector_at_rest(), self.star.in_step(), corridor.taken_back():
+        with gc_paused(), self.star.in_step(), corridor.taken_back():
             corridor.agree(state, refusal)
             corridor.finish(attempted(lambda: corridor.transfer(corridor.cargo(), corridor.contents)))
 

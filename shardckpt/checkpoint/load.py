@@ -12,7 +12,6 @@ import numpy as np
 import torch.distributed as dist
 
 from shardckpt.checkpoint.capture import Models
-from shardckpt.checkpoint.collecting import collector_at_rest
 from shardckpt.checkpoint.fan_out import FanOut
 from shardckpt.checkpoint.holdings import build_call_error
 from shardckpt.checkpoint.model_shapes import shapes_of
@@ -22,6 +21,7 @@ from shardckpt.checkpoint.saved import Rules, Saved, Verify, compiled, require_w
 from shardckpt.checkpoint.template import Fitting, Policy, Taker, fit
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
 from shardckpt.format.reader import NamedBases
+from shardckpt.gc_pause import gc_paused
 from shardckpt.groups import Star
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.fan_out import Circle, Stretches, decode_circles, encode_circles, share_out
@@ -135,7 +135,7 @@ def load(
         if globs is not None or cast:
             name = "cast" if cast else "partial"
             raise UsageError(f"`{name}` is for loads into a state", fix="Give the state first: load(state, path, ...).")
-        with collector_at_rest():
+        with gc_paused():
             saved = Saved(url_of(state), verify, rules, _named(base))
             saved.expect_most()
             if verify == "full":
@@ -153,7 +153,7 @@ def load(
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         order = error
     star = star_of(group)
-    with collector_at_rest(), star.in_step():
+    with gc_paused(), star.in_step():
         _load_into(state, path, order, star)
     return state
 

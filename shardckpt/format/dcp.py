@@ -18,11 +18,11 @@ from shardckpt.dtypes import is_known
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
 from shardckpt.format import pickles
 from shardckpt.format.budget import CHUNK_BYTES, Budget, check_paths
-from shardckpt.format.collector import collector_paused
 from shardckpt.format.dcp_slices import Blobs, Slice, require_bytes, resolve_slices, slice_checksums
 from shardckpt.format.pickles import Dtype, Inert
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
 from shardckpt.format.torch_object import read_object
+from shardckpt.gc_pause import gc_paused
 from shardckpt.manifest import UNREAD, Encoded, Lazy, Manifest, ObjectEntry, Path, Piece, Span, TensorEntry, dotted
 from shardckpt.storage.names import check_name
 from shardckpt.storage.store import Store, read_bytes
@@ -99,7 +99,7 @@ def open_folder(store: Store, folder: str = "") -> Reader:
         )
     found = _Union()
     budget = Budget(sum(sizes.values()), sum(sizes[name] for name in names), where=f"{store.url}/{folder}")
-    with collector_paused():
+    with gc_paused():
         for name in names:
             where = f"{store.url}/{prefix}{name}"
             root = _load(store, prefix + name, sizes[name], where, budget)

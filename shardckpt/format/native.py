@@ -8,7 +8,6 @@ from contextlib import suppress
 
 from shardckpt.errors import FormatError, ShardckptError
 from shardckpt.format import tagged
-from shardckpt.format.collector import collector_paused
 from shardckpt.format.native_bases import BasedStore, Found, find_bases
 from shardckpt.format.native_blocks import Hashed, VerifiedStore
 from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX, Commit, read_commit, read_contents
@@ -17,6 +16,7 @@ from shardckpt.format.native_payload import BLOCK_BYTES, KEY
 from shardckpt.format.native_records import ArrayRecord
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
 from shardckpt.format.tagged import ArrayRef
+from shardckpt.gc_pause import gc_paused
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, dotted
 from shardckpt.storage.store import Store
 
@@ -62,7 +62,7 @@ def open_source(source: Source) -> NativeReader:
     entries = source.listing.values() if source.file is None else store.list()
     sizes = {entry.name: entry.size for entry in entries if not entry.is_folder}
     commit = read_commit(store, sizes)
-    with collector_paused():
+    with gc_paused():
         contents = read_contents(store, sizes, commit)
         is_based = bool(commit.bases or source.bases)
         bases = find_bases(store.url, commit.bases, source.bases, contents.bases) if is_based else None
@@ -160,7 +160,7 @@ class _Entries(Mapping[Path, TensorEntry]):
 
     def _build(self) -> None:
         if len(self._built) < len(self._records):
-            with collector_paused():
+            with gc_paused():
                 for path in self._records:
                     self[path]
 

@@ -13,7 +13,6 @@ from math import prod
 
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
 from shardckpt.format.budget import Budget
-from shardckpt.format.collector import collector_paused
 from shardckpt.format.flat_model import has_flat_parameters
 from shardckpt.format.pickles import Limits, load, load_at
 from shardckpt.format.rank_contents import RankFile, named_ranks
@@ -44,6 +43,7 @@ from shardckpt.format.zip_archive import (
     read_entries,
     require_known_method,
 )
+from shardckpt.gc_pause import gc_paused
 from shardckpt.manifest import Encoded, Lazy, Manifest, Path, Piece, Span, Strided, dotted
 from shardckpt.storage.store import Read, Store, read_bytes
 
@@ -372,7 +372,7 @@ def open_files(
     opened = _Opened()
     zips = _zips(store, sizes)
     pickles = _zip_pickles(store, {f: sizes[f] for f in zips}, opened)
-    with collector_paused():
+    with gc_paused():
         for file, size in sizes.items():
             where = f"{store.url}/{file}"
             if file in opened.archives:
