@@ -14,9 +14,8 @@ from shardckpt.core.exposure import Exposure, PartsExposure
 from shardckpt.core.extension import ExtensionBucket, is_extended, is_possibly_extended, move_functions
 from shardckpt.core.gradients import add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.packing import apart
-from shardckpt.core.places import given_instead, register
 from shardckpt.core.reduction import Reduced
-from shardckpt.core.traverse import Name
+from shardckpt.core.traverse import Name, given_instead, register
 
 
 class DTensorExposure(PartsExposure):

@@ -13,9 +13,8 @@ from shardckpt.core.errors import StateError
 from shardckpt.core.exposure import ShowingExposure
 from shardckpt.core.flat_parameter import mark
 from shardckpt.core.gradients import add_gradient_to, assign_gradient, copy_gradient
-from shardckpt.core.places import put, register
 from shardckpt.core.reduction import Reduced
-from shardckpt.core.traverse import Name, Place
+from shardckpt.core.traverse import Name, Place, put, register
 from shardckpt.errors import ShardckptError
 
 

@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 from shardckpt.core.bucket import Bucket
 from shardckpt.core.exposure import PartsExposure, ShowingExposure
 from shardckpt.core.gradients import add_gradient_to, assign_gradient, copy_gradient, restore_gradient
-from shardckpt.core.places import given_instead, register
 from shardckpt.core.reduction import Reduced
-from shardckpt.core.traverse import Name
+from shardckpt.core.traverse import Name, given_instead, register
 
 
 class OriginalExposure(PartsExposure, ShowingExposure):
