@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardckpt.core.absent import AbsentParameter
 from shardckpt.core.bucket import Bucket
 from shardckpt.core.errors import StateError
 from shardckpt.core.exposure import ShowingExposure
 from shardckpt.core.flat_parameter import mark
+from shardckpt.core.gate import AbsentParameter
 from shardckpt.core.gradients import add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.reduction import Reduced
 from shardckpt.core.traverse import Name, Place, put, register

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core import autograd
-from shardckpt.core.absent import AbsentParameter
 from shardckpt.core.errors import BusyError, StateError
 from shardckpt.core.exposure import Exposure
 from shardckpt.core.full import Full, cut, gather, gather_some, scatter
+from shardckpt.core.gate import AbsentParameter
 from shardckpt.core.queries import ShardedModule
 from shardckpt.core.traverse import Managed, clean, is_held
 from shardckpt.core.unit import Phase, Unit
