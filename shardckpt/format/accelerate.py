@@ -17,6 +17,7 @@ from shardckpt.errors import AmbiguousError, UnsupportedError
 from shardckpt.format import dcp, hf
 from shardckpt.format.flat_notes import read_notes
 from shardckpt.format.joined import Part, join
+from shardckpt.format.merged_reader import JoinedTorchReader, merge_rank_files
 from shardckpt.format.rank_contents import RankFile
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torch_file import open_files
@@ -86,7 +87,7 @@ def _of_ranks(source: Source, slots: Mapping[str, str], sizes: Mapping[str, int]
     prefixes: dict[str, Path] = {name: (name,) for name in sizes}
     reader = open_files(source.store, sizes, prefixes, FORMAT.name, takes_shares=True)
     if reader.notes:
-        return reader.joined()
+        return merge_rank_files(reader)
     shared = {path[0] for path in reader.shares}
     for slot in dict.fromkeys(slots[name] for name in sizes):
         names = [name for name in sizes if slots[name] == slot]
@@ -98,7 +99,7 @@ def _of_ranks(source: Source, slots: Mapping[str, str], sizes: Mapping[str, int]
                 expected="DTensors, ShardedTensors or flat parameters",
                 fix="Load it in training and save with another state_dict_type.",
             )
-    return reader.of_ranks(files, notes)
+    return JoinedTorchReader(reader, files, notes)
 
 
 def _parts(

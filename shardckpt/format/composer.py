@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from shardckpt.errors import FormatError, IncompleteError
-from shardckpt.format import dcp, torch_file
+from shardckpt.format import dcp, torch_folder
 from shardckpt.format.joined import Part, join
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torch_file import open_files
@@ -91,7 +91,7 @@ def _followed(source: Source, pointer: str) -> Reader:
         )
     if names[name].is_folder:
         return dcp.open_folder(source.store, name)
-    return torch_file.open_source(Source(source.store, name))
+    return torch_folder.open_file(Source(source.store, name))
 
 
 FORMAT = Format(

@@ -17,7 +17,6 @@ from shardckpt.format import (
     megatron,
     native,
     torch_checkpointing,
-    torch_file,
     torch_folder,
     universal,
 )
@@ -43,7 +42,7 @@ FORMATS: tuple[Format, ...] = (
     hf.FORMAT,
     torch_folder.HF_FORMAT,
     torch_folder.LOOSE_FORMAT,
-    torch_file.FORMAT,
+    torch_folder.FILE_FORMAT,
 )
 """Every format that can be read. Those that contain others stand before them."""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from shardckpt.errors import FormatError, IncompleteError, UnsafeError, UnsupportedError
+from shardckpt.format.merged_reader import JoinedTorchReader
 from shardckpt.format.pickles import Limits, load
 from shardckpt.format.rank_contents import RankFile
 from shardckpt.format.reader import Evidence, Format, Reader, Source
@@ -65,7 +66,7 @@ def open_source(source: Source) -> Reader:
     prefixes: dict[str, Path] = {file.name: file.prefix for file in ranked}
     prefixes |= {name: (item,) for name, item in alone.items()}
     sizes = {name: source.listing[name].size for name in prefixes}
-    reader = open_files(source.store, sizes, prefixes, FORMAT.name, takes_shares=True).of_ranks(ranked)
+    reader = JoinedTorchReader(open_files(source.store, sizes, prefixes, FORMAT.name, takes_shares=True), ranked)
     _check_shapes(reader.manifest, items, where)
     others = [name for name, match in beside.items() if match and int(match["rank"]) > 0]
     note = (f"{others[0]} and {len(others) - 1} more are other ranks' own and are not read",) if others else ()

@@ -8,17 +8,13 @@ its count of elements in 8 bytes, and its bytes. Tensors are only named where th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
 from shardckpt.format.budget import Budget
-from shardckpt.format.flat_model import has_flat_parameters
 from shardckpt.format.pickles import Limits, load, load_at
-from shardckpt.format.rank_contents import RankFile, named_ranks
-from shardckpt.format.rank_files import put_together
-from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source, WholeShapes
-from shardckpt.format.sharded_files import join_ranks
+from shardckpt.format.reader import Checksum, Reader
 from shardckpt.format.sharded_values import Share
 from shardckpt.format.torch_nest import (
     LegacyView,
@@ -48,18 +44,14 @@ from shardckpt.manifest import Encoded, Lazy, Manifest, Path, Piece, Span, Strid
 from shardckpt.storage.store import Read, Store, read_bytes
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-CONFIGURATION = frozenset({"training_args.bin"})
-"""Files of a `transformers` folder that hold a live configuration object and nothing else."""
 """Endings of names that people give to files of `torch.save`."""
 
-_PICKLE_SUFFIXES = (*SUFFIXES, ".pkl")
-_SLICES_SUFFIX = ".distcp"
-"""Ending of files that hold many archives in a row, for which `torch.distributed.checkpoint` has an index."""
+CONFIGURATION = frozenset({"training_args.bin"})
+"""Files of a `transformers` folder that hold a live configuration object and nothing else."""
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _MAGIC = b"\x8a\n" + _MAGIC_NUMBER.to_bytes(10, "little") + b"."
 _LEGACY_VERSION = 1001
-_HEAD_BYTES = 512
 _LIMITS = Limits(nbytes=1 << 29)
 _FIRST_FRONT_BYTES = {True: 1 << 12, False: 1 << 16}
 """Bytes read first of a file whose pickles have no known end, on this machine and from elsewhere."""
@@ -164,41 +156,14 @@ class TorchReader(Reader):
         """Paths at which one rank's share of an array lies."""
         return self._shares
 
+    @property
+    def archives(self) -> Mapping[str, Archive]:
+        """File to its open archive, for those that are zip containers."""
+        return self._archives
+
     def restated(self, manifest: Manifest) -> TorchReader:
         """Return a reader of the same files with another manifest."""
         return TorchReader(self.store, manifest, self._archives)
-
-    def joined(self, known: WholeShapes | None = None) -> TorchReader:
-        """Return a reader of the whole tensors that rank files hold together; itself where nothing is one rank's.
-
-        Args:
-            known: Whole shapes, which flat parameters of FSDP1 need.
-
-        Raises:
-            CheckpointError: What the ranks say of themselves does not fit together, or to what they hold.
-            UsageError: The shapes do not fit.
-        """
-        if self._notes:
-            return self.restated(put_together(self.manifest, self._notes, self.store.url))
-        if not self._shares:
-            return self
-        names = list(self.manifest.files)
-        if len(names) == 1:
-            return self.of_ranks([RankFile(names[0], (), (), 0)], known)
-        return self.of_ranks(named_ranks(names, {str(path[0]) for path in self._shares}), known)
-
-    def of_ranks(self, files: Sequence[RankFile], known: WholeShapes | None = None) -> TorchReader:
-        """Return a reader of the whole tensors that some of the files hold together, one of each rank.
-
-        Args:
-            files: Those that are one rank's.
-            known: Whole shapes, which flat parameters of FSDP1 need.
-
-        Raises:
-            CheckpointError: The files do not fit together.
-            UsageError: The shapes do not fit.
-        """
-        return JoinedTorchReader(self, self._archives, self._shares, files, known)
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Find where the storages of the pieces lie, all in one batch of reads."""
@@ -271,52 +236,6 @@ class TorchReader(Reader):
             return piece._replace(layout=_placed(view, start, entry.size, piece))
         inner = _placed(view, 0, entry.size, piece)
         return piece._replace(layout=Encoded("deflate", start, entry.compressed, inner))
-
-
-class JoinedTorchReader(TorchReader):
-    """Rank files put together, and able to do so again once more is known.
-
-    Args:
-        apart: The files as they are.
-        archives: File to its open archive, for those that are zip containers.
-        shares: Path to the rank's share that lies there.
-        files: Those that are one rank's.
-        known: Whole shapes, which flat parameters of FSDP1 need.
-    """
-
-    def __init__(
-        self,
-        apart: TorchReader,
-        archives: Mapping[str, Archive],
-        shares: Mapping[Path, Share],
-        files: Sequence[RankFile],
-        known: WholeShapes | None,
-    ) -> None:
-        super().__init__(apart.store, join_ranks(apart.manifest, shares, files, apart.store.url, known), archives)
-        self._again = (apart, archives, shares, files)
-        self._known = known
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether there are flat parameters in the files."""
-        return has_flat_parameters(self._again[2])
-
-    @property
-    def lacks_shapes(self) -> bool:
-        """Whether there are flat parameters, and nothing told yet what they hold."""
-        return self.is_flat and self._known is None
-
-    def with_shapes(self, known: WholeShapes) -> Reader:
-        """Return a reader that knows more; notes beside the files tell shapes better than anything else.
-
-        Raises:
-            UsageError: The shapes do not fit the flat parameters.
-        """
-        if self._known is not None:
-            known = replace(self._known, ids=known.ids or self._known.ids)
-        if not self.is_flat or not known.shapes:
-            return self
-        return JoinedTorchReader(*self._again, known)
 
 
 def _placed(view: View, start: int, nbytes: int, piece: Piece) -> Span | Strided:
@@ -530,33 +449,3 @@ def _starts(keys: object, storages: Storages, at: int, where: str) -> tuple[dict
         ref = storages.found[key]
         at += 8 + ref.count * element_bytes(ref.dtype)
     return starts, at
-
-
-def recognise(source: Source) -> Evidence:
-    """Recognise one file, by its first bytes, or by its name."""
-    if source.file is None or source.file.endswith(_SLICES_SUFFIX):
-        return Evidence.NONE
-    if looks_like_torch(source.head(source.file, _HEAD_BYTES)):
-        return Evidence.STRUCTURE
-    return Evidence.NAME if source.file.endswith(_PICKLE_SUFFIXES) else Evidence.NONE
-
-
-def open_source(source: Source) -> Reader:
-    """Open a recognised file.
-
-    Raises:
-        CheckpointError: It is damaged, refused, or of a kind that is not read.
-        StorageError: The store failed.
-    """
-    assert source.file is not None, "only single files are recognised"
-    sizes = {source.file: source.listing[source.file].size}
-    return open_files(source.store, sizes, {source.file: ()}, FORMAT.name, takes_shares=True).joined()
-
-
-FORMAT = Format(
-    name="torch",
-    title="a file of torch.save",
-    looks_for="a zip archive with */data.pkl, or a file named *.pt, *.pth, *.bin, *.ckpt",
-    recognise=recognise,
-    open=open_source,
-)

@@ -1,4 +1,4 @@
-"""Folders of `torch.save` files: Hugging Face's `pytorch_model*.bin` with or without an index, and loose files."""
+"""Files of `torch.save` as checkpoints: Hugging Face's `pytorch_model*.bin`, loose files in a folder, one file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from shardckpt.errors import FormatError, IncompleteError, UnsafeError
 from shardckpt.format.flat_notes import read_notes
+from shardckpt.format.merged_reader import merge_rank_files
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.safetensors import parse_json
 from shardckpt.format.torch_file import CONFIGURATION, SUFFIXES, TorchReader, looks_like_torch, open_files
@@ -20,6 +21,10 @@ _OPTIMIZER = "optimizer.bin"
 
 _MAX_INDEX_BYTES = 200_000_000
 _HEAD_BYTES = 512
+_PICKLE_SUFFIXES = (*SUFFIXES, ".pkl")
+_SLICES_SUFFIX = ".distcp"
+"""Ending of files that hold many archives in a row, for which `torch.distributed.checkpoint` has an index."""
+
 _WHOLE = re.compile(r"(pytorch_model|adapter_model)\.bin")
 _SHARD = re.compile(r"(?P<stem>pytorch_model)-(?P<i>\d{5})-of-(?P<n>\d{5})\.bin")
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
@@ -52,6 +57,15 @@ def recognise_loose(source: Source) -> Evidence:
     if not names:
         return Evidence.NONE
     return Evidence.STRUCTURE if _any_torch(source, names) else Evidence.NAME
+
+
+def recognise_file(source: Source) -> Evidence:
+    """Recognise one file, by its first bytes, or by its name."""
+    if source.file is None or source.file.endswith(_SLICES_SUFFIX):
+        return Evidence.NONE
+    if looks_like_torch(source.head(source.file, _HEAD_BYTES)):
+        return Evidence.STRUCTURE
+    return Evidence.NAME if source.file.endswith(_PICKLE_SUFFIXES) else Evidence.NONE
 
 
 def _any_torch(source: Source, names: Sequence[str]) -> bool:
@@ -182,12 +196,25 @@ def open_loose(source: Source) -> Reader:
     sizes = {name: source.listing[name].size for name in names}
     prefixes: dict[str, Path] = {name: (name,) if len(names) > 1 else () for name in names}
     notes = read_notes(source.store, {name: source.listing[name].size for name in source.files})
-    reader = open_files(source.store, sizes, prefixes, LOOSE_FORMAT.name, takes_shares=True).joined(notes)
+    files = open_files(source.store, sizes, prefixes, LOOSE_FORMAT.name, takes_shares=True)
+    reader = merge_rank_files(files, notes)
     skipped = sorted(CONFIGURATION & set(source.files))
     if skipped:
         warnings = (*reader.manifest.warnings, f"{skipped[0]} holds a live configuration object and is not read")
         reader.manifest = replace(reader.manifest, warnings=warnings)
     return reader
+
+
+def open_file(source: Source) -> Reader:
+    """Open a recognised file.
+
+    Raises:
+        CheckpointError: It is damaged, refused, or of a kind that is not read.
+        StorageError: The store failed.
+    """
+    assert source.file is not None, "only single files are recognised"
+    sizes = {source.file: source.listing[source.file].size}
+    return merge_rank_files(open_files(source.store, sizes, {source.file: ()}, FILE_FORMAT.name, takes_shares=True))
 
 
 HF_FORMAT = Format(
@@ -203,4 +230,11 @@ LOOSE_FORMAT = Format(
     looks_for="files of torch.save named *.pt, *.pth, *.bin, *.ckpt",
     recognise=recognise_loose,
     open=open_loose,
+)
+FILE_FORMAT = Format(
+    name="torch",
+    title="a file of torch.save",
+    looks_for="a zip archive with */data.pkl, or a file named *.pt, *.pth, *.bin, *.ckpt",
+    recognise=recognise_file,
+    open=open_file,
 )

@@ -25,7 +25,7 @@ from shardckpt.errors import (
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.pickles import Inert
 from shardckpt.format.reader import Evidence, Reader, Source
-from shardckpt.format.torch_file import FORMAT, open_source, recognise
+from shardckpt.format.torch_folder import FILE_FORMAT, open_file, recognise_file
 from shardckpt.manifest import Encoded, Lazy, Span, Strided
 from shardckpt.plan.coverage import require_complete
 from shardckpt.storage.local import LocalStore
@@ -45,8 +45,8 @@ class CountingStore(LocalStore):
 
 def opened(file: Path) -> Reader:
     source = Source(LocalStore(str(file.parent)), file.name)
-    assert recognise(source)
-    return open_source(source)
+    assert recognise_file(source)
+    return open_file(source)
 
 
 def written(folder: Path, raw: bytes, name: str = "x.pt") -> Path:
@@ -367,7 +367,7 @@ def test_torchscript_tar_and_big_endian_files_are_refused_by_name(tmp_path: Path
 def test_files_are_recognised_by_their_first_bytes_and_else_by_name(tmp_path: Path) -> None:
     def evidence(raw: bytes, name: str) -> Evidence:
         file = written(tmp_path, raw, name)
-        return FORMAT.recognise(Source(LocalStore(str(tmp_path)), file.name))
+        return FILE_FORMAT.recognise(Source(LocalStore(str(tmp_path)), file.name))
 
     value = {"a": torch.ones(1)}
     assert evidence(saved(value), "weights") is Evidence.STRUCTURE
@@ -377,7 +377,7 @@ def test_files_are_recognised_by_their_first_bytes_and_else_by_name(tmp_path: Pa
     assert evidence(b"PK\x03\x04", "x.bin") is Evidence.NAME
     assert evidence(b"anything", "readme.md") is Evidence.NONE
     assert evidence(saved(value), "__0_0.distcp") is Evidence.NONE
-    assert FORMAT.recognise(Source(LocalStore(str(tmp_path)))) is Evidence.NONE
+    assert FILE_FORMAT.recognise(Source(LocalStore(str(tmp_path)))) is Evidence.NONE
 
 
 @pytest.mark.parametrize("container", [ZIP, LEGACY])
@@ -385,7 +385,7 @@ def test_opening_reads_no_tensor(tmp_path: Path, container: bool) -> None:
     value = {f"layer.{i}": torch.zeros(100_000) for i in range(20)}
     file = written(tmp_path, saved(value, container=container))
     store = CountingStore(str(tmp_path))
-    reader = open_source(Source(store, file.name))
+    reader = open_file(Source(store, file.name))
     assert store.nbytes < 16_000
     assert len(reader.manifest.tensors) == 20
     assert all(isinstance(e.pieces[0].layout, Lazy) for e in reader.manifest.tensors.values())
