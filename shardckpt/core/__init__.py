@@ -26,7 +26,7 @@ from shardckpt.core.config import (
     StateDictSettings,
     StateDictType,
 )
-from shardckpt.core.flat_parameter import FlatParameter
+from shardckpt.core.exposure import FlatParameter
 from shardckpt.core.materialize import sync_module_states
 from shardckpt.core.placement import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from shardckpt.core.policies import AllGather, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter

@@ -1,4 +1,4 @@
-"""What is registered while a bucket is sharded, and what the user and the optimizer see of it: what all forms share."""
+"""What is registered of a sharded bucket: what all forms share, and FlatParameter."""
 
 from __future__ import annotations
 
@@ -356,3 +356,24 @@ def _parted(data: torch.Tensor, view: torch.Tensor) -> bool:
     if data.dtype != view.dtype or data.device != view.device or data.shape != view.shape:
         return True
     return data.numel() > 0 and data.data_ptr() != view.data_ptr()
+
+
+_ParameterMeta: Any = type(nn.Parameter)  # which has no public name
+
+
+class _MarkedMeta(_ParameterMeta):  # type: ignore[misc]
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, nn.Parameter) and getattr(instance, "_is_flat_param", False) is True
+
+
+class FlatParameter(nn.Parameter, metaclass=_MarkedMeta):
+    """The 1-D parameter that a sharded bucket is registered as; never made by users.
+
+    It is an ordinary `torch.nn.Parameter` with a mark: a subclass would cost a detour in every operation on it.
+    """
+
+
+def mark_flat(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the parameter as one that is an instance of `FlatParameter`."""
+    parameter._is_flat_param = True  # type: ignore[attr-defined]
+    return parameter

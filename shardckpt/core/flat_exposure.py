@@ -9,8 +9,7 @@ from torch import nn
 
 from shardckpt.core.bucket import Bucket
 from shardckpt.core.errors import StateError
-from shardckpt.core.exposure import ShowingExposure
-from shardckpt.core.flat_parameter import mark
+from shardckpt.core.exposure import ShowingExposure, mark_flat
 from shardckpt.core.gate import AbsentParameter
 from shardckpt.core.gradients import add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.reduction import Reduced
@@ -30,7 +29,7 @@ class FlatExposure(ShowingExposure):
 
     def __init__(self, bucket: Bucket, unit: Name, module: nn.Module, attribute: str) -> None:
         super().__init__(bucket, unit)
-        self.flat = mark(nn.Parameter(bucket.shard.data, requires_grad=bucket.trainable))
+        self.flat = mark_flat(nn.Parameter(bucket.shard.data, requires_grad=bucket.trainable))
         self._home = Place(module, attribute, attribute)
         self._absent = self._stand_ins()
         for member in bucket.members:
@@ -89,7 +88,7 @@ class FlatExposure(ShowingExposure):
         """Take what a user registered in the places of ours, and the flat parameter's data where they have parted."""
         registered = self._home.module._parameters.get(self._home.attribute)
         if registered is not None and registered is not self.flat:
-            self.flat = mark(registered)
+            self.flat = mark_flat(registered)
         self._adopt_data()
         for index, member in enumerate(self.bucket.members):
             for place in member.places:

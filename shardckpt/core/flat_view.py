@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from shardckpt.core.flat_parameter import mark
+from shardckpt.core.exposure import mark_flat
 from shardckpt.core.unit import Unit
 
 
@@ -30,18 +30,18 @@ def flat_instead(units: Sequence[tuple[nn.Module, Unit]], name: str) -> Generato
         place.module._parameters.pop(place.attribute, None)
     flats = []
     for home, exposures in homes.items():
-        for index, exposure in enumerate(exposures):
-            bucket = exposure.bucket
-            flat = mark(nn.Parameter(bucket.shard.data, requires_grad=bucket.trainable))
+        for index, each in enumerate(exposures):
+            bucket = each.bucket
+            flat = mark_flat(nn.Parameter(bucket.shard.data, requires_grad=bucket.trainable))
             home._parameters[f"{name}_{index}" if index else name] = flat
-            flats.append((flat, exposure))
+            flats.append((flat, each))
     try:
         yield
     finally:
         for module, registered in before.items():
             module._parameters.clear()
             module._parameters.update(registered)
-        for flat, exposure in flats:
-            if flat.data_ptr() != exposure.bucket.shard.data_ptr():
-                exposure.bucket.shard.data.copy_(flat.data)
-            exposure.show_sharded()
+        for flat, each in flats:
+            if flat.data_ptr() != each.bucket.shard.data_ptr():
+                each.bucket.shard.data.copy_(flat.data)
+            each.show_sharded()

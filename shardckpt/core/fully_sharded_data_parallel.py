@@ -20,7 +20,7 @@ from shardckpt.core.config import (
     StateDictType,
     TrainingState,
 )
-from shardckpt.core.flat_parameter import FlatParameter
+from shardckpt.core.exposure import FlatParameter
 from shardckpt.core.wrap import CustomPolicy, ModuleWrapPolicy
 from shardckpt.core.wrapper import FLAT_PARAM, FullyShardedDataParallel
 

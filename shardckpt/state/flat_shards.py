@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.bucket import Bucket
-from shardckpt.core.flat_parameter import FlatParameter
+from shardckpt.core.exposure import FlatParameter
 from shardckpt.core.traverse import clean, is_held
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout
