@@ -90,7 +90,7 @@ def async_save(
             refusal = fault or _refusal(on_busy)
         with course.phase("capture"):
             saver = saver_of(group, refusal)
-            copy = _Copy(course, Corridor(saver, how, saver.behind(group)), most)
+            copy = _Copy(course, Corridor(saver, how, saver.channels.background(group)), most)
             BACKGROUND.begin(course, copy.abandon)
             copy.agree(state, refusal)
         copy.make()

@@ -20,9 +20,10 @@ from typing import Any, Literal, NamedTuple, SupportsFloat
 import torch.distributed as dist
 
 from shardckpt.checkpoint.async_save import async_save
+from shardckpt.checkpoint.channels import get_channels
 from shardckpt.checkpoint.handle import SaveEvent, SaveHandle
 from shardckpt.checkpoint.load import MIXED, load
-from shardckpt.checkpoint.save import RunNotes, read_notes, save, star_of
+from shardckpt.checkpoint.save import RunNotes, read_notes, save
 from shardckpt.errors import (
     CheckpointError,
     MissingFileError,
@@ -213,7 +214,7 @@ class Checkpointer:
 
     def _asked(self, what: str, answer: Callable[[], Any], fault: Exception | None = None) -> Any:
         """Return on every rank what the first one finds; or raise on every rank what is wrong with this one's call."""
-        star = star_of(self._group)
+        star = get_channels(self._group).main
         return json.loads(
             star.consult(
                 f"{what} of {self.root}", fault or b"", lambda told: [json.dumps(answer()).encode()] * len(told)
@@ -257,7 +258,7 @@ class Checkpointer:
         self._has_saved(number, branch)
         if unranked:
             raise UsageError(unranked)
-        if star_of(self._group).rank == 0:
+        if get_channels(self._group).main.rank == 0:
             self._tidy(number)
 
     def async_save(
@@ -289,7 +290,7 @@ class Checkpointer:
             ShardckptError: As for `shardckpt.async_save`.
         """
         number, branch, unranked, given = self._begun(async_save, step, metrics, overwrite, options)
-        told, is_first = given.pop("on_event", None), star_of(self._group).rank == 0
+        told, is_first = given.pop("on_event", None), get_channels(self._group).main.rank == 0
         background = _BackgroundSave()
 
         def on_event(event: SaveEvent) -> None:
@@ -327,7 +328,7 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
             said = error
         what = f"preparing to save into {self.root}"
-        answer = star_of(self._group).consult(what, said, lambda told: self._prepared(told, names, overwrite))
+        answer = get_channels(self._group).main.consult(what, said, lambda told: self._prepared(told, names, overwrite))
         replaces, is_asked, unranked, branch = json.loads(answer)
         self._signals.heed(is_asked)
         if branch:
@@ -521,14 +522,14 @@ class Checkpointer:
         try:
             load(state, self._place(name), group=self._group, **options)
         except Exception as error:
-            star = star_of(self._group)
+            star = get_channels(self._group).main
             if is_last or star.is_lost:
                 raise
             return _agreed(star, name, error)
         return ""
 
     def _tell(self, restored: int, faults: list[str]) -> None:
-        if faults and star_of(self._group).rank == 0:
+        if faults and get_channels(self._group).main.rank == 0:
             shown = "; ".join(faults[:_SHOWN])
             warnings.warn(f"newer steps cannot be loaded, restored step {restored}: {shown}", stacklevel=4)
 
@@ -566,7 +567,7 @@ class Checkpointer:
             number = _number(step)
         except UsageError as error:
             fault = error
-        star = star_of(self._group)
+        star = get_channels(self._group).main
         if self._signals.is_watching or star.size == 1:
             has_failed = self._background is not None and self._background.has_failed
             said = bytes([(_SIGNAL if self._signals.has_come else 0) | (_FAILURE if has_failed else 0)])

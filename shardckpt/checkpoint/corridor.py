@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 import xxhash
 
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.assemble import contents_of
 from shardckpt.checkpoint.base import BaseRemovedError
 from shardckpt.checkpoint.capture import Captured, capture
+from shardckpt.checkpoint.channels import Channels
 from shardckpt.checkpoint.draft import Draft, Plan, Task, draft_of, plan_alone, plan_of
 from shardckpt.checkpoint.ground import NO_GROUNDS, Compared, Ground, Grounds, ground_of
 from shardckpt.checkpoint.plan_cache import PlanCache, TaskCache, collect_drafts, is_cached
@@ -29,7 +29,7 @@ from shardckpt.format.native_payload import HF_INDEX, Payload, hf_index, lay_out
 from shardckpt.format.native_records import FileRecord, record_of
 from shardckpt.format.steps import files_of_others
 from shardckpt.gc_pause import gc_paused
-from shardckpt.groups import Star, new_star
+from shardckpt.groups import Star
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.pieces import LocalArray
 from shardckpt.storage.joined_publication import JoinedPublication
@@ -97,35 +97,20 @@ class Saver:
     """Saves of one group of ranks; it keeps the last committed plan, since most saves are like the one before.
 
     Args:
-        star: The ranks.
+        channels: Through which the ranks send messages.
 
     Attributes:
+        channels: As given.
         task_cache: What this rank keeps of the last committed plan.
         plan_cache: What the first rank keeps of it; None on the others.
         compared: What this rank found out about the bases of committed saves.
     """
 
-    def __init__(self, star: Star) -> None:
-        self.star = star
-        self._behind: Star | None = None
+    def __init__(self, channels: Channels) -> None:
+        self.channels = channels
         self.task_cache: TaskCache | None = None
         self.plan_cache: PlanCache | None = None
         self.compared = Compared()
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether a rank is gone: nobody may be consulted any more."""
-        return self.star.is_lost or (self._behind is not None and self._behind.is_lost)
-
-    def behind(self, group: dist.ProcessGroup | None) -> Star:
-        """Return the channels that threads behind the training loop speak through. Collective at the first call.
-
-        Args:
-            group: Whose saver this is.
-        """
-        if self._behind is None:
-            self._behind = new_star(group)
-        return self._behind
 
     def save(self, state: Any, how: How, refusal: Exception | None = None) -> None:
         """Save a state.
@@ -143,8 +128,8 @@ class Saver:
             self._save(state, replace(how, base=lambda: None), refusal)
 
     def _save(self, state: Any, how: How, refusal: Exception | None) -> None:
-        corridor = Corridor(self, how, self.star)
-        with gc_paused(), self.star.in_step(), corridor.taken_back():
+        corridor = Corridor(self, how, self.channels.main)
+        with gc_paused(), self.channels.main.in_step(), corridor.taken_back():
             corridor.agree(state, refusal)
             corridor.finish(attempted(lambda: corridor.transfer(corridor.cargo(), corridor.contents)))
 
@@ -217,7 +202,7 @@ class Corridor:
     """
 
     def __init__(self, saver: Saver, how: How, last: Star) -> None:
-        self._saver, self._star, self._how, self._last = saver, saver.star, how, last
+        self._saver, self._star, self._how, self._last = saver, saver.channels.main, how, last
         self._compared = saver.compared.copy()
         self._publication: Publication | None = None
         self._contents: Contents | None = None

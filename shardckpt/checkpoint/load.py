@@ -12,11 +12,11 @@ import numpy as np
 import torch.distributed as dist
 
 from shardckpt.checkpoint.capture import Models
+from shardckpt.checkpoint.channels import get_channels
 from shardckpt.checkpoint.fan_out import FanOut
 from shardckpt.checkpoint.holdings import build_call_error
 from shardckpt.checkpoint.model_shapes import shapes_of
 from shardckpt.checkpoint.reading import Delivery, Wish, as_deliveries
-from shardckpt.checkpoint.save import star_of
 from shardckpt.checkpoint.saved import Rules, Saved, Verify, compiled, require_way_to_verify
 from shardckpt.checkpoint.template import Fitting, Policy, Taker, fit
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
@@ -152,7 +152,7 @@ def load(
         order = _Order(_Source(url_of(path), verify, rules, _named(base)), policy, fan_out)
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         order = error
-    star = star_of(group)
+    star = get_channels(group).main
     with gc_paused(), star.in_step():
         _load_into(state, path, order, star)
     return state

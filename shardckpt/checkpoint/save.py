@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from shardckpt.checkpoint.channels import ALONE, get_channels, process_group
 from shardckpt.checkpoint.corridor import How, Saver
 from shardckpt.checkpoint.handle import BACKGROUND
 from shardckpt.checkpoint.saved import compiled
 from shardckpt.errors import UsageError
 from shardckpt.format.native_commit import BRANCH
 from shardckpt.format.steps import METRIC
-from shardckpt.groups import Star, new_star
 from shardckpt.storage.open_store import url_of
 
 
@@ -153,28 +153,20 @@ def _require_texts(argument: str, given: Any) -> dict[str, str]:
 
 
 _SAVERS: WeakKeyDictionary[dist.ProcessGroup, Saver] = WeakKeyDictionary()
-_ALONE = Saver(Star(None))
+_ALONE = Saver(ALONE)
 
 
 def saver_of(group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:
-    """Return the saver of a group; its ranks get channels of their own at their first save. Collective then.
+    """Return the saver of a group; its ranks get channels of their own at the first call. Collective then.
 
     Args:
         group: The ranks; all where None.
         refusal: Raised where a rank is gone, since nobody can be told.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    channels, key = get_channels(group, refusal), process_group(group)
+    if key is None:
         return _ALONE
-    given = dist.group.WORLD if group is None else group
-    assert given is not None
-    known = _SAVERS.get(given)
-    if known is not None and known.is_lost and refusal is not None:
-        raise refusal
-    if known is None or known.is_lost:
-        known = _SAVERS[given] = Saver(new_star(group))
+    known = _SAVERS.get(key)
+    if known is None or known.channels is not channels:
+        known = _SAVERS[key] = Saver(channels)
     return known
-
-
-def star_of(group: dist.ProcessGroup | None) -> Star:
-    """Return the channels that a group's saves and loads speak through. Collective at the first call."""
-    return saver_of(group).star

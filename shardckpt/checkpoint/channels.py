@@ -1,0 +1,71 @@
+"""The channels through which the ranks of a process group send messages in saves and loads."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from shardckpt.groups import Star, new_star
+
+
+class Channels:
+    """What the ranks of one process group send messages through: this process's calls, and threads in the background.
+
+    Args:
+        main: For calls of the training loop.
+
+    Attributes:
+        main: As given.
+    """
+
+    def __init__(self, main: Star) -> None:
+        self.main = main
+        self._background: Star | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank is gone: no more messages may be sent."""
+        return self.main.is_lost or (self._background is not None and self._background.is_lost)
+
+    def background(self, group: dist.ProcessGroup | None) -> Star:
+        """Return what threads behind the training loop send messages through. Collective at the first call.
+
+        Args:
+            group: The process group of these channels.
+        """
+        if self._background is None:
+            self._background = new_star(group)
+        return self._background
+
+
+_CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channels] = WeakKeyDictionary()
+ALONE = Channels(Star(None))
+"""Of a process without others."""
+
+
+def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return a process group, all ranks for None; None without `torch.distributed`, where this process is alone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    given = dist.group.WORLD if group is None else group
+    assert given is not None
+    return given
+
+
+def get_channels(group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Channels:
+    """Return the channels of a process group: made by the first call, and anew where a rank is gone. Collective then.
+
+    Args:
+        group: The ranks; all where None.
+        refusal: Raised where a rank is gone, since no other rank can receive it.
+    """
+    key = process_group(group)
+    if key is None:
+        return ALONE
+    known = _CHANNELS.get(key)
+    if known is not None and known.is_lost and refusal is not None:
+        raise refusal
+    if known is None or known.is_lost:
+        known = _CHANNELS[key] = Channels(new_star(group))
+    return known
