@@ -20,7 +20,8 @@ from shardckpt.checkpoint.draft import Draft, Plan, Task, draft_of, plan_alone, 
 from shardckpt.checkpoint.ground import NO_GROUNDS, Compared, Ground, Grounds, ground_of
 from shardckpt.checkpoint.plan_cache import PlanCache, TaskCache, collect_drafts, is_cached
 from shardckpt.checkpoint.report import Report, differing, own_report, require_one_path, value_digests, values_digest
-from shardckpt.checkpoint.transfer import Source, contents, tensor_bytes, write_payloads
+from shardckpt.checkpoint.tensor_bytes import tensor_bytes
+from shardckpt.checkpoint.transfer import Source, contents, write_payloads
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
 from shardckpt.format.native_commit import COMMIT, STEP, branch_of, encode_commit, manifest_name
 from shardckpt.format.native_manifest import Contents, encode_manifest

@@ -13,7 +13,7 @@ from shardckpt.boxes import Box
 from shardckpt.checkpoint.base import OpenBase, References, are_there, joined_blocks
 from shardckpt.checkpoint.capture import Captured
 from shardckpt.checkpoint.draft import Plan, Task
-from shardckpt.checkpoint.transfer import held, tensor_bytes
+from shardckpt.checkpoint.tensor_bytes import held, tensor_bytes
 from shardckpt.errors import UsageError
 from shardckpt.format.native_commit import MAX_BASES
 from shardckpt.format.native_part import Part

@@ -12,7 +12,7 @@ import torch
 
 from shardckpt.boxes import Box, contiguous_blocks, shift
 from shardckpt.checkpoint import casts
-from shardckpt.checkpoint.transfer import flat_bytes, lies_flat, narrowed
+from shardckpt.checkpoint.tensor_bytes import flat_bytes, lies_flat, narrowed
 from shardckpt.dtypes import nbytes
 from shardckpt.format.pieces import PieceReader, Want, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from shardckpt.boxes import contiguous_blocks, whole
-from shardckpt.checkpoint.transfer import copied_bytes, flat, held, is_flat, lies_flat, narrowed
+from shardckpt.checkpoint.tensor_bytes import SMALL_BYTES, copied_bytes, flat, held, is_flat, lies_flat, narrowed
 from shardckpt.errors import UsageError
 from shardckpt.format.native_payload import Payload
 from shardckpt.manifest import Path
@@ -25,7 +25,6 @@ _LEAST_BLOCKS = 4
 """Buffers in a small budget: some are filled while others are written."""
 
 _PAGE_BYTES = 4096
-_SMALL_BYTES = 64 << 10
 _PART_BYTES = 1 << 20
 """Bytes of what does not lie in one piece that are put in order at a time, besides the budget."""
 
@@ -220,7 +219,7 @@ class Stage:
             self._devices.add(tensor.device)
         if not tensor.numel():
             return
-        if tensor.nbytes <= _SMALL_BYTES and lies_flat(tensor):
+        if tensor.nbytes <= SMALL_BYTES and lies_flat(tensor):
             self._put_bytes(copied_bytes(tensor))
             return
         if is_flat(tensor):
