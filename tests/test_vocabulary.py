@@ -60,7 +60,7 @@ BANNED: dict[str, int] = {
     "telling": 1,
     "tells": 80,
     "template": 14,
-    "told": 486,
+    "told": 485,
     "whole": 662,
 }
 """Words that the glossary replaces, with how often sources use them in names, texts and comments."""
@@ -152,7 +152,7 @@ MODULES_TWICE: dict[str, int] = {
 MODULES_IN_A_FOLDER: dict[str, int] = {
     "shardckpt/checkpoint": 30,
     "shardckpt/convert": 34,
-    "shardckpt/core": 47,
+    "shardckpt/core": 46,
     "shardckpt/format": 59,
     "shardckpt/plan": 23,
     "shardckpt/state": 33,

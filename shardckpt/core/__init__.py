@@ -30,8 +30,8 @@ from shardckpt.core.exposure import FlatParameter
 from shardckpt.core.materialize import sync_module_states
 from shardckpt.core.placement import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from shardckpt.core.policies import AllGather, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
-from shardckpt.core.protocol import StateProviderMissing
 from shardckpt.core.scaler import ShardedGradScaler
+from shardckpt.core.statics import StateProviderMissing
 from shardckpt.core.summon import iter_full_params
 from shardckpt.core.traverse import mark_incompatible
 from shardckpt.core.unit import UnshardHandle

@@ -1,17 +1,18 @@
-"""State dicts of the wrapper: what they are told to hold, and the calls that the provider of state dicts answers."""
+"""State dicts of the wrapper: their settings, and the late call of their provider."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardckpt.core import protocol
 from shardckpt.core.config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -26,6 +27,47 @@ from shardckpt.core.config import (
     StateDictType,
 )
 from shardckpt.core.errors import SettingsDifferError, StateError
+from shardckpt.errors import ShardckptError
+
+PROVIDER = "shardckpt.state.provider"
+"""The module that provides state dicts: this arrow of the house is bound late."""
+
+
+class StateProviderMissing(ShardckptError, NotImplementedError):  # noqa: N818  (a name that users catch)
+    """A state dict was asked for, and the part of the package that makes them is not there."""
+
+
+INTRODUCER = "shardckpt.state.torch_functions"
+"""The module that lets torch's own functions for state dicts know of wrappers."""
+
+
+def announce_wrappers() -> None:
+    """Let those who may be asked for the state dict of a wrapper know that there are some."""
+    if _is_there(INTRODUCER):
+        import_module(INTRODUCER).introduce()
+
+
+def _is_there(module: str) -> bool:
+    return find_spec(module.rpartition(".")[0]) is not None and find_spec(module) is not None
+
+
+def _call_provider(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of the provider.
+
+    Args:
+        name: The provider's function.
+        args: Passed on.
+        kwargs: Passed on.
+
+    Raises:
+        StateProviderMissing: There is no provider in this installation.
+    """
+    if not _is_there(PROVIDER):
+        raise StateProviderMissing(
+            f"{name} needs {PROVIDER}, which this version does not have yet",
+            fix="Train with this version; save with a later one.",
+        )
+    return getattr(import_module(PROVIDER), name)(*args, **kwargs)
 
 
 class StateStatics(nn.Module):
@@ -58,14 +100,14 @@ class StateStatics(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state as the settings of `state_dict_type` say, from the provider of state dicts."""
-        return protocol.call("module_state_dict", self, *args, **kwargs)
+        return _call_provider("module_state_dict", self, *args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load a state as `torch.nn.Module` does, as the settings of `state_dict_type` say."""
         try:
             return super().load_state_dict(*args, **kwargs)
         except BaseException:
-            protocol.call("abandon_load", self)
+            _call_provider("abandon_load", self)
             raise
 
     @staticmethod
@@ -143,14 +185,14 @@ class StateStatics(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return the whole optimizer state, by the provider of state dicts."""
-        return protocol.call("full_optim_state_dict", model, optim, optim_input, rank0_only, group)  # type: ignore[no-any-return]
+        return _call_provider("full_optim_state_dict", model, optim, optim_input, rank0_only, group)  # type: ignore[no-any-return]
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
         """Return this rank's part of the optimizer state, by the provider of state dicts."""
-        return protocol.call("sharded_optim_state_dict", model, optim, group)  # type: ignore[no-any-return]
+        return _call_provider("sharded_optim_state_dict", model, optim, group)  # type: ignore[no-any-return]
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -160,14 +202,14 @@ class StateStatics(nn.Module):
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """Return this rank's part of a whole optimizer state, by the provider of state dicts."""
-        return protocol.call("shard_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim)  # type: ignore[no-any-return]
+        return _call_provider("shard_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim)  # type: ignore[no-any-return]
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """Return a sharded optimizer state for flat parameters, by the provider of state dicts."""
-        return protocol.call("flatten_sharded_optim_state_dict", sharded_optim_state_dict, model, optim)  # type: ignore[no-any-return]
+        return _call_provider("flatten_sharded_optim_state_dict", sharded_optim_state_dict, model, optim)  # type: ignore[no-any-return]
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -178,7 +220,7 @@ class StateStatics(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return this rank's part of rank 0's optimizer state, by the provider of state dicts."""
-        return protocol.call("scatter_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, group)  # type: ignore[no-any-return]
+        return _call_provider("scatter_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, group)  # type: ignore[no-any-return]
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -189,7 +231,7 @@ class StateStatics(nn.Module):
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """Return an optimizer state with other keys, by the provider of state dicts."""
-        return protocol.call(  # type: ignore[no-any-return]
+        return _call_provider(  # type: ignore[no-any-return]
             "rekey_optim_state_dict", optim_state_dict, optim_state_key_type, model, optim_input, optim
         )
 
@@ -201,7 +243,7 @@ class StateStatics(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return the optimizer state as the settings say, by the provider of state dicts."""
-        return protocol.call("optim_state_dict", model, optim, optim_state_dict, group)  # type: ignore[no-any-return]
+        return _call_provider("optim_state_dict", model, optim, optim_state_dict, group)  # type: ignore[no-any-return]
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -213,7 +255,7 @@ class StateStatics(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return what `optim.load_state_dict` takes, by the provider of state dicts."""
-        return protocol.call(  # type: ignore[no-any-return]
+        return _call_provider(  # type: ignore[no-any-return]
             "optim_state_dict_to_load", model, optim, optim_state_dict, is_named_optimizer, load_directly, group
         )
 
@@ -243,8 +285,8 @@ def _settings(
 
 
 def _before_load(module: StateStatics, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    protocol.call("before_load", module, state_dict, prefix)
+    _call_provider("before_load", module, state_dict, prefix)
 
 
 def _after_load(module: StateStatics, incompatible_keys: Any) -> None:
-    protocol.call("after_load", module, incompatible_keys)
+    _call_provider("after_load", module, incompatible_keys)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardckpt.core import beneath, clip, comm_hooks, flat_view, groups, materialize, protocol, summon, ties
+from shardckpt.core import beneath, clip, comm_hooks, flat_view, groups, materialize, summon, ties
 from shardckpt.core.bucket import Bucket, Cut
 from shardckpt.core.comm import CommHook
 from shardckpt.core.config import (
@@ -37,7 +37,7 @@ from shardckpt.core.ignored import Ignored
 from shardckpt.core.original_exposure import OriginalExposure
 from shardckpt.core.precision import Buffers
 from shardckpt.core.queries import ShardedModule
-from shardckpt.core.statics import StateStatics
+from shardckpt.core.statics import StateStatics, announce_wrappers
 from shardckpt.core.traverse import WRAPPED, Managed, Name, clean, is_incompatible, managed_parameters, ties_below
 from shardckpt.core.unit import Phase, Unit, UnshardHandle
 from shardckpt.core.wrap import Policy, auto_wrap
@@ -102,7 +102,7 @@ class FullyShardedDataParallel(StateStatics):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        protocol.announce()
+        announce_wrappers()
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         _warn_of_containers(module)
         ignored = Ignored.of(module, ignored_modules, ignored_states, FullyShardedDataParallel)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core import protocol
 from shardckpt.core.full import Staging
+from shardckpt.core.statics import announce_wrappers
 from shardckpt.errors import UsageError
 from shardckpt.groups import Group, LocalGroup, TorchGroup
 from shardckpt.state import customs, foreign
@@ -185,7 +185,7 @@ def noted(made: OrderedDict[str, Any], kind: StateKind, found: Description) -> O
     """
     note: dict[str, Any] = {"version": VERSION, "kind": kind.name, "aliases": dict(found.aliases)}
     if kind is StateKind.LOCAL:
-        protocol.announce()  # what saves states of all ranks together has to know LOCAL ones, whatever the face
+        announce_wrappers()  # what saves states of all ranks together has to know LOCAL ones, whatever the face
         note |= {**local_note(), "names": list(found.names), "units": units_note(found)}
     made._metadata = OrderedDict({KEY: note})  # type: ignore[attr-defined]
     return made
