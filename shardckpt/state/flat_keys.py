@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec, from_json
-from shardckpt.state.kinds import KEY, note_of
-from shardckpt.state.model import VERSION
+from shardckpt.state.kinds import KEY, VERSION, note_of
 from shardckpt.state.param_groups import settings, wanted
 from shardckpt.state.rekey import to_names
 from shardckpt.state.slots import OpaqueStateError, copied

@@ -14,6 +14,8 @@ from shardckpt.errors import UsageError
 KEY = "shardckpt"
 """Under this key of a state dict's `_metadata` stands what is known of how it was taken."""
 
+VERSION = 1
+"""Version of what stands under `KEY`."""
 
 _FLAT = "_flat_param"
 """How torch's wrapper calls flat parameters."""

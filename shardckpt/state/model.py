@@ -19,10 +19,7 @@ from shardckpt.state import customs, foreign
 from shardckpt.state.description import Description, describe_whole, settle
 from shardckpt.state.flat_holder import FlatHolder
 from shardckpt.state.holders import Holder, local
-from shardckpt.state.kinds import KEY, StateKind
-
-VERSION = 1
-"""Of the note that a LOCAL state carries."""
+from shardckpt.state.kinds import KEY, VERSION, StateKind
 
 
 def world() -> Group:
