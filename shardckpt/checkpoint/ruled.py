@@ -16,7 +16,7 @@ from shardckpt.manifest import UNREAD, Lazy, Manifest, ObjectEntry, Path, Piece,
 from shardckpt.parameter_names import BY_ORDER
 from shardckpt.plan import optimizer
 from shardckpt.plan.coverage import require_complete
-from shardckpt.plan.model_names import Named, name_model
+from shardckpt.plan.names import Named, name_model
 from shardckpt.plan.parts import find_parts, split_flat_names
 from shardckpt.plan.rule_files import parse_rules, rules_text
 from shardckpt.plan.ruled import ruled_state, shapes_of

@@ -15,7 +15,7 @@ from shardckpt.errors import AmbiguousError, CheckpointError, UsageError
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Span, TensorEntry, dotted
 from shardckpt.plan import optimizer
-from shardckpt.plan.model_names import Named, name_model
+from shardckpt.plan.names import Named, name_model
 from shardckpt.plan.optimizer import OptimState, RawOptim
 from shardckpt.plan.parts import Parts, find_parts, split_flat_names
 from shardckpt.plan.rules import Rule

@@ -33,7 +33,7 @@ from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
 from shardckpt.parameter_names import BY_ORDER
 from shardckpt.plan import names, optimizer, parts, ties, weights
 from shardckpt.plan.coverage import faults
-from shardckpt.plan.model_names import Named, name_model
+from shardckpt.plan.names import Named, name_model
 from shardckpt.plan.outputs import OutTensor
 from shardckpt.plan.rules import Rule
 from shardckpt.storage.open_store import open_store, split

@@ -9,7 +9,7 @@ from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import Reader, WholeShapes
 from shardckpt.manifest import Manifest, TensorEntry, dotted
 from shardckpt.plan import parts
-from shardckpt.plan.model_names import name_model
+from shardckpt.plan.names import name_model
 
 
 def with_whole_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] | None = None) -> Reader:

@@ -1,12 +1,15 @@
-"""Canonical names: wrapper segments removed, prefixes and globs applied, collisions refused."""
+"""Canonical names: of a model's tensors without wrapper segments; globs that select; collisions refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shardckpt.errors import NameCollisionError, UsageError
+from shardckpt.manifest import Manifest, TensorEntry, dotted
 from shardckpt.parameter_names import WRAPPERS, unwrapped
+from shardckpt.plan.parts import Parts, model_paths
 
 _LEADING = "module"
 """DDP and DeepSpeed put this before every name; inside a name it may be somebody's own."""
@@ -53,6 +56,33 @@ def cleaner(names: Iterable[str]) -> Callable[[str], str]:
 def _leading_depth(name: str) -> int:
     segments = [s for s in name.split(".") if s not in WRAPPERS]
     return next((i for i, s in enumerate(segments) if s != _LEADING), len(segments))
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A checkpoint's tensors under canonical names.
+
+    Attributes:
+        tensors: Name to array, in saved order.
+        clean: Cleans further names as these were.
+    """
+
+    tensors: dict[str, TensorEntry]
+    clean: Callable[[str], str]
+
+
+def name_model(manifest: Manifest, found: Parts) -> Named:
+    """Return the model's tensors under the names of the unwrapped model.
+
+    Raises:
+        NameCollisionError: Two tensors would get one name.
+    """
+    depth = len(found.model)
+    paths = list(model_paths(manifest, found))
+    stored = {path: dotted(path[depth:]) or dotted(path) for path in paths}
+    require_unique({str(path): name for path, name in stored.items()})
+    cleaned = clean(stored.values())
+    return Named({cleaned[stored[path]]: manifest.tensors[path] for path in paths}, cleaner(stored.values()))
 
 
 def require_unique(renamed: Mapping[str, str]) -> None:
