@@ -1,4 +1,4 @@
-"""Pause Python's garbage collector while hundreds of thousands of small objects are created."""
+"""Pause Python's garbage collector while very many small objects are created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The elements of tensors as bytes in row-major order: views of memory where possible, else staged copies."""
+"""Bytes of tensors in row-major order: views where possible, else staged copies."""
 
 from __future__ import annotations
 

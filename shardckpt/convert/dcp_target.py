@@ -9,7 +9,7 @@ from typing import Any
 from shardckpt.boxes import Box, whole
 from shardckpt.convert.arrays import rows_of
 from shardckpt.convert.content import Content
-from shardckpt.convert.optimizer_nest import STATE, by_path
+from shardckpt.convert.group_values import STATE, by_path
 from shardckpt.convert.report import Meter
 from shardckpt.convert.selection import Selection
 from shardckpt.convert.stream import Budget, Part, write_parts

@@ -1,21 +1,29 @@
-"""An optimizer's groups and values as `param_groups.json` holds them: plain, and exact where plain JSON is not."""
+"""Param groups and values of an optimizer, as JSON and by path.
+
+In `param_groups.json` they are plain, with what plain JSON does not keep exactly beside them; by path they are the nest
+that `torch.optim` and `torch.distributed` know.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import isfinite
 from typing import Any
 
-from shardckpt.errors import CheckpointError, UnsupportedError
+from shardckpt.errors import CheckpointError, UnsupportedError, UsageError
 from shardckpt.format.inert import Dtype, Ordered
 from shardckpt.format.optimizer_keys import EXACT
 from shardckpt.format.tagged import Named, encode
 from shardckpt.manifest import Path
 from shardckpt.plan.optimizer import OptimState
+from shardckpt.plan.outputs import OutTensor
+from shardckpt.plan.rekey import KEYS
 
 GROUPS, VALUES = "param_groups", "non_tensor_state"
+STATE = "state"
+_FLATTENED = "flattened"
 
 
 def content_of(state: OptimState) -> dict[str, Any]:
@@ -105,3 +113,42 @@ def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     return str(value)
+
+
+def by_path(
+    tensors: Iterable[OutTensor], content: Mapping[str, Any]
+) -> tuple[dict[Path, OutTensor], dict[Path, object]]:
+    """Return tensors and values by their paths below the optimizer.
+
+    By names and by numbers: `("state", parameter, slot)` and `("param_groups",)`, a list of dicts. Flattened: one key
+    each, `("state.<parameter>.<slot>",)` and `("param_groups.<parameter>.<setting>",)`.
+
+    Args:
+        tensors: As selected, under the keys that `content` says.
+        content: Groups and values.
+
+    Raises:
+        UsageError: By flat parameters, which say elsewhere what lies in them.
+    """
+    keys = content.get(KEYS, "names")
+    if keys == "flat":
+        return {(tensor.name,): tensor for tensor in tensors}, {(k,): v for k, v in content[_FLATTENED].items()}
+    if keys == "flat-parameters":
+        raise UsageError("only safetensors folders say what lies in flat parameters", fix="Choose names or ids.")
+    arrays: dict[Path, OutTensor] = {}
+    for tensor in tensors:
+        name, _, slot = tensor.name.rpartition("/")
+        arrays[STATE, _key(name, keys), slot] = tensor
+    values: dict[Path, object] = {
+        (STATE, _key(name, keys), slot): value
+        for name, slots in content[VALUES].items()
+        for slot, value in slots.items()
+    }
+    if not arrays and not values:
+        values[STATE,] = {}
+    values[GROUPS,] = content[GROUPS]
+    return arrays, values
+
+
+def _key(name: str, keys: str) -> str | int:
+    return int(name) if keys == "ids" else name

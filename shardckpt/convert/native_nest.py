@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardckpt.convert.arrays import resolve
-from shardckpt.convert.group_values import plain_value
+from shardckpt.convert.group_values import by_path, plain_value
 from shardckpt.convert.losses import require_allowed
-from shardckpt.convert.optimizer_nest import by_path
 from shardckpt.convert.selection import Selection
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.native import NativeReader

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from shardckpt.convert.optimizer_nest import by_path
+from shardckpt.convert.group_values import by_path
 from shardckpt.convert.report import Meter
 from shardckpt.convert.selection import Selection
 from shardckpt.convert.stream import Budget, parts_of, write_parts

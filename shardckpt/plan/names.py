@@ -1,4 +1,4 @@
-"""Canonical names: of a model's tensors without wrapper segments; globs that select; collisions refused."""
+"""Canonical names of tensors, without wrapper segments; select them by globs."""
 
 from __future__ import annotations
 
