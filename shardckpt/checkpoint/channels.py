@@ -1,4 +1,4 @@
-"""The channels through which the ranks of a process group send messages in saves and loads."""
+"""Channels through which the ranks of a process group send messages."""
 
 from __future__ import annotations
 

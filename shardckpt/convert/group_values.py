@@ -1,7 +1,7 @@
 """Param groups and values of an optimizer, as JSON and by path.
 
-In `param_groups.json` they are plain, with what plain JSON does not keep exactly beside them; by path they are the nest
-that `torch.optim` and `torch.distributed` know.
+In `param_groups.json` they are plain, with what plain JSON does not keep exactly beside them; by path they are as
+`torch.optim` and `torch.distributed` know them.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from itertools import islice
 from shardckpt.errors import MissingFileError, TruncatedError, UnsafeError
 from shardckpt.storage.failures import failing, storage_error
 from shardckpt.storage.leftovers import PARTIAL, beside, close, hold, release
+from shardckpt.storage.linux_syscalls import STEP_BYTES, start_writeback
 from shardckpt.storage.names import check_name
 from shardckpt.storage.store import ClosingWriter, Listed, Read, Store, Traits
-from shardckpt.storage.writeback import STEP_BYTES, start_writeback
 
 _OPEN_FILES = 64
 """File descriptors one store keeps open; a checkpoint may have thousands of files."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardckpt.storage.exchange import exchange
+from shardckpt.storage.linux_syscalls import exchange
 
 
 def test_two_names_are_swapped_whatever_they_are(tmp_path):
