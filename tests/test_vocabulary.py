@@ -155,7 +155,7 @@ MODULES_IN_A_FOLDER: dict[str, int] = {
     "shardckpt/format": 59,
     "shardckpt/plan": 22,
     "shardckpt/state": 33,
-    "shardckpt/storage": 23,
+    "shardckpt/storage": 22,
 }
 """Folders of more than `MOST_MODULES` modules, with how many they hold."""
 

@@ -33,10 +33,9 @@ from shardckpt.gc_pause import gc_paused
 from shardckpt.groups import Star
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.pieces import LocalArray
-from shardckpt.storage.joined_publication import JoinedPublication
 from shardckpt.storage.presence import require_files
 from shardckpt.storage.publication import Publication
-from shardckpt.storage.publish import begin
+from shardckpt.storage.publish import JoinedPublication, begin
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from heapq import heapify, heapreplace
 from shardckpt.convert.stream import Payload
 from shardckpt.convert.writing import Hashes, Layout
 from shardckpt.groups import Group, joined_ranks
-from shardckpt.storage.joined_publication import JoinedPublication
 from shardckpt.storage.presence import require_files
 from shardckpt.storage.publication import Publication
+from shardckpt.storage.publish import JoinedPublication
 
 _SEPARATOR = "\0"
 

@@ -19,7 +19,7 @@ import shardckpt
 from shardckpt.checkpoint import corridor
 from shardckpt.checkpoint.transfer import write_payloads
 from shardckpt.convert import parallel
-from shardckpt.storage.joined_publication import JoinedPublication
+from shardckpt.storage.publish import JoinedPublication
 
 Verb = Callable[[Any, str], object]
 

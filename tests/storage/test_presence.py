@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardckpt.errors import StorageError
-from shardckpt.storage.joined_publication import JoinedPublication
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.presence import missing_files, named_ranks, require_files
+from shardckpt.storage.publish import JoinedPublication
 
 
 def test_a_listing_that_lags_behind_is_no_loss(tmp_path: Path, monkeypatch) -> None:
