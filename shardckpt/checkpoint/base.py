@@ -27,8 +27,8 @@ from shardckpt.format.native_references import Base, is_same_folder, reference, 
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
 from shardckpt.storage.open_store import open_store
+from shardckpt.storage.presence import file_version
 from shardckpt.storage.store import Read
-from shardckpt.storage.versions import file_version
 
 _BATCH_BYTES = 64 << 20
 _ADAPTED = ((re.compile(r"^base_model\.model\."), ""), (re.compile(r"\.base_layer(?=\.|$)"), ""))

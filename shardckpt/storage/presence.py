@@ -1,12 +1,17 @@
-"""Whether what several processes wrote to one place lies there: they may see different places under one name."""
+"""Check stored files: whether this process sees them whole, and in which version.
+
+Several processes may see different places under one name, and a file may be replaced by another one of the same size.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from shardckpt.errors import MissingFileError, StorageError
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.failures import failing
+from shardckpt.storage.open_store import local_path, open_remote, open_store
 
 _SHOWN = 3
 
@@ -76,3 +81,26 @@ def _size(url: str, name: str) -> int | None:
     with suppress(MissingFileError):
         return open_store(url).size(name)
     return None
+
+
+def file_version(folder: str, name: str) -> str:
+    """Return a text that is another one once a file is replaced; empty where the store does not tell.
+
+    Args:
+        folder: Path or URL of the folder.
+        name: Of the file.
+
+    Raises:
+        MissingFileError: No such file.
+        StorageError: The store failed.
+    """
+    path = local_path(folder)
+    if path is None:
+        return open_remote(folder).version(name)
+    where = os.path.join(path, name)
+    with failing("cannot look at it", where):
+        try:
+            found = os.stat(where)
+        except FileNotFoundError as error:
+            raise MissingFileError("no such file", where=where) from error
+    return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
