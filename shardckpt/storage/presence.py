@@ -1,4 +1,4 @@
-"""Check stored files: whether this process sees them whole, and in which version.
+"""Check stored files: what other processes wrote is here, or was replaced since.
 
 Several processes may see different places under one name, and a file may be replaced by another one of the same size.
 """
