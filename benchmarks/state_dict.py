@@ -57,7 +57,7 @@ from torch.distributed.tensor import DTensor
 
 import shardckpt
 from shardckpt import core as ours
-from shardckpt.core.queries import buckets
+from shardckpt.core.runtime.traversal import buckets
 from shardckpt.state.exchange import exchange
 
 Act = Callable[[], Any]

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from shardckpt.core.clip import clip_grad_norm_
-from shardckpt.core.composable import (
-    FSDPModule,
-    fully_shard,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
 from shardckpt.core.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -26,16 +19,18 @@ from shardckpt.core.config import (
     StateDictSettings,
     StateDictType,
 )
-from shardckpt.core.exposure import FlatParameter
-from shardckpt.core.materialize import sync_module_states
-from shardckpt.core.placement import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from shardckpt.core.fsdp1.state_dict_api import StateProviderMissing
+from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
+from shardckpt.core.fsdp2.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from shardckpt.core.modules.fqn_and_params import mark_incompatible
+from shardckpt.core.params.mesh_placement import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from shardckpt.core.policies import AllGather, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
-from shardckpt.core.scaler import ShardedGradScaler
-from shardckpt.core.statics import StateProviderMissing
-from shardckpt.core.summon import iter_full_params
-from shardckpt.core.traverse import mark_incompatible
-from shardckpt.core.unit import UnshardHandle
-from shardckpt.core.wrapper import FullyShardedDataParallel
+from shardckpt.core.registration.base import FlatParameter
+from shardckpt.core.runtime.fsdp_unit import UnshardHandle
+from shardckpt.core.setup.materialize import sync_module_states
+from shardckpt.core.tools.clip_grad_norm import clip_grad_norm_
+from shardckpt.core.tools.grad_scaler import ShardedGradScaler
+from shardckpt.core.tools.summon_full_params import iter_full_params
 
 __all__ = [
     "AllGather",

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from shardckpt.core.comm import ShardGroup
+from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.core.config import ShardingStrategy
 from shardckpt.core.errors import ArgumentError
-from shardckpt.core.unit import Phase, Unit
+from shardckpt.core.runtime.fsdp_unit import Phase, Unit
 from shardckpt.errors import ShardckptError
 
 _LOW_PRECISION = frozenset({"fp16_compress_hook", "bf16_compress_hook"})

@@ -20,9 +20,9 @@ from shardckpt.core.config import (
     StateDictType,
     TrainingState,
 )
-from shardckpt.core.exposure import FlatParameter
+from shardckpt.core.fsdp1.wrapper import FLAT_PARAM, FullyShardedDataParallel
+from shardckpt.core.registration.base import FlatParameter
 from shardckpt.core.wrap import CustomPolicy, ModuleWrapPolicy
-from shardckpt.core.wrapper import FLAT_PARAM, FullyShardedDataParallel
 
 __all__ = [
     "FLAT_PARAM",

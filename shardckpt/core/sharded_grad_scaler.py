@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shardckpt.core.scaler import ShardedGradScaler
+from shardckpt.core.tools.grad_scaler import ShardedGradScaler
 
 __all__ = ["ShardedGradScaler"]

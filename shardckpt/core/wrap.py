@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardckpt.core.queries import ShardedModule
-from shardckpt.core.traverse import clean, is_incompatible, walk
-from shardckpt.core.tree import mapped
+from shardckpt.core.modules.fqn_and_params import clean, is_incompatible, walk
+from shardckpt.core.modules.pytree import mapped
+from shardckpt.core.runtime.traversal import ShardedModule
 from shardckpt.errors import ShardckptError
 
 CallablePolicy = Callable[..., bool]

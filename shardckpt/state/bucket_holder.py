@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardckpt.core.bucket import Bucket
-from shardckpt.core.exposure import Exposure
-from shardckpt.core.full import Staging, copies, join
+from shardckpt.core.params.full_params import Staging, copies, join
+from shardckpt.core.params.param_bucket import Bucket
+from shardckpt.core.registration.base import Exposure
 from shardckpt.state.dealing import deal
 from shardckpt.state.holders import Entry, Holder, from_first, local
 from shardckpt.state.ranks import Ranks

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardckpt.core.traverse import clean
+from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.state.description import Description, below
 
 _SEEN_TO = ("torch.", "shardckpt.")

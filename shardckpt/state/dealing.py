@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardckpt.core.full import Staging
+from shardckpt.core.params.full_params import Staging
 from shardckpt.state.ranks import Ranks
 from shardckpt.state.transport import all_to_all, pack, unpack
 

@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardckpt.core.bucket import Bucket
-from shardckpt.core.dtensor_exposure import DTensorExposure
-from shardckpt.core.exposure import Exposure
-from shardckpt.core.flat_exposure import FlatExposure
-from shardckpt.core.original_exposure import OriginalExposure
-from shardckpt.core.queries import ShardedModule, units
-from shardckpt.core.traverse import clean, is_incompatible
-from shardckpt.core.unit import Unit
+from shardckpt.core.modules.fqn_and_params import clean, is_incompatible
+from shardckpt.core.params.param_bucket import Bucket
+from shardckpt.core.registration.base import Exposure
+from shardckpt.core.registration.dtensor_params import DTensorExposure
+from shardckpt.core.registration.flat_param import FlatExposure
+from shardckpt.core.registration.orig_params import OriginalExposure
+from shardckpt.core.runtime.fsdp_unit import Unit
+from shardckpt.core.runtime.traversal import ShardedModule, units
 from shardckpt.state.dtensor_holder import DTensorHolder
 from shardckpt.state.flat_holder import FlatHolder
 from shardckpt.state.flat_shards import FlatShards

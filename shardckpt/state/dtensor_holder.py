@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardckpt.core.full import Staging
+from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import DimLayout, ParamSpec
 from shardckpt.state import dtensor_rows
 from shardckpt.state.dtensor_rows import chunks, has_rows_everywhere

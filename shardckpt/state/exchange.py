@@ -10,8 +10,8 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from shardckpt.core.full import Staging
-from shardckpt.core.packing import ordered
+from shardckpt.core.params.buffer_layout import ordered
+from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import FlatLayout, ParamSpec, Run
 from shardckpt.state.transport import all_to_all, pack, unpack
 

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardckpt.core.flat_exposure import FlatExposure
-from shardckpt.core.full import Staging, gather
-from shardckpt.core.original_exposure import OriginalExposure
-from shardckpt.core.packing import apart
-from shardckpt.core.placement import cut_over_both
+from shardckpt.core.params.buffer_layout import apart
+from shardckpt.core.params.full_params import Staging, gather
+from shardckpt.core.params.mesh_placement import cut_over_both
+from shardckpt.core.registration.flat_param import FlatExposure
+from shardckpt.core.registration.orig_params import OriginalExposure
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.state.bucket_holder import BucketHolder
 from shardckpt.state.exchange import first_owners, from_rows, row_dim, rows_to_come, strides

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.bucket import Bucket
-from shardckpt.core.exposure import FlatParameter
-from shardckpt.core.traverse import clean, is_held
+from shardckpt.core.modules.fqn_and_params import clean, is_held
+from shardckpt.core.params.param_bucket import Bucket
+from shardckpt.core.registration.base import FlatParameter
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.traverse import clean
+from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.errors import ShardckptError
 from shardckpt.state.agreement import StateMismatchError, check_form, digest, handed
 from shardckpt.state.flat_shards import FlatShards

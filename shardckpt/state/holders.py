@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from shardckpt.core.full import Staging
+from shardckpt.core.params.full_params import Staging
 from shardckpt.state.ranks import Ranks
 
 Cut = tuple[DeviceMesh, tuple[Placement, ...]]

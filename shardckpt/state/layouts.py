@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardckpt.core.traverse import clean
+from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.state.description import Description
 from shardckpt.state.kinds import StateKind
 from shardckpt.state.model import units_note, world

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardckpt.core.full import Staging
-from shardckpt.core.traverse import clean
+from shardckpt.core.modules.fqn_and_params import clean
+from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group
 from shardckpt.state import customs, foreign, sharded_tensors

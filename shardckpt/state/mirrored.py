@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.boxes import whole
-from shardckpt.core.traverse import clean
+from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.errors import UnsupportedError
 from shardckpt.state.holders import Entry, local
 from shardckpt.state.pieces import LocalArray, LocalModel, Portion, local_array

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.full import Staging
-from shardckpt.core.statics import announce_wrappers
+from shardckpt.core.fsdp1.state_dict_api import announce_wrappers
+from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import UsageError
 from shardckpt.groups import Group, LocalGroup, TorchGroup
 from shardckpt.state import customs, foreign

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.full import Staging
-from shardckpt.core.traverse import clean
+from shardckpt.core.modules.fqn_and_params import clean
+from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.state import foreign
 from shardckpt.state.agreement import StateMismatchError, check_form, digest, handed

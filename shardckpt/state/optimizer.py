@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.full import Staging
+from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.groups import Group, TorchGroup
 from shardckpt.state import foreign

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.boxes import Box, Shape, shift, whole
-from shardckpt.core.packing import ordered
+from shardckpt.core.params.buffer_layout import ordered
 from shardckpt.errors import UnsupportedError
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.state import foreign

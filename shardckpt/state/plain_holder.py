@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from shardckpt.core.full import Staging
+from shardckpt.core.params.full_params import Staging
 from shardckpt.state.holders import Cut, Entry, Holder, from_first
 from shardckpt.state.ranks import Ranks
 

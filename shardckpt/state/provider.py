@@ -18,9 +18,9 @@ from shardckpt.core.config import (
     StateDictSettings,
     StateDictType,
 )
-from shardckpt.core.statics import StateStatics
-from shardckpt.core.traverse import clean
-from shardckpt.core.wrapper import FullyShardedDataParallel
+from shardckpt.core.fsdp1.state_dict_api import StateStatics
+from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
+from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.errors import ShardckptError
 from shardckpt.state import optim_loading, optimizer, recursion, rekey, sharded_tensors
 from shardckpt.state.description import describe

@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.config import FullStateDictConfig, StateDictSettings, StateDictType
-from shardckpt.core.flat_exposure import FlatExposure
-from shardckpt.core.full import Staging
-from shardckpt.core.original_exposure import OriginalExposure
-from shardckpt.core.statics import StateStatics
-from shardckpt.core.traverse import WRAPPED, clean
-from shardckpt.core.unit import Unit
+from shardckpt.core.fsdp1.state_dict_api import StateStatics
+from shardckpt.core.modules.fqn_and_params import WRAPPED, clean
+from shardckpt.core.params.full_params import Staging
+from shardckpt.core.registration.flat_param import FlatExposure
+from shardckpt.core.registration.orig_params import OriginalExposure
+from shardckpt.core.runtime.fsdp_unit import Unit
 from shardckpt.state import customs
 from shardckpt.state.description import groups_of, mesh_of_bucket
 from shardckpt.state.flat_holder import FlatHolder

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardckpt.core.dtensor_exposure import DTensorExposure
-from shardckpt.core.full import Staging
+from shardckpt.core.params.full_params import Staging
+from shardckpt.core.registration.dtensor_params import DTensorExposure
 from shardckpt.state.bucket_holder import BucketHolder
 from shardckpt.state.dtensor_rows import chunks, has_rows_everywhere
 from shardckpt.state.holders import Cut, local, placing_of

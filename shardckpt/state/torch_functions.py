@@ -18,9 +18,9 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.fsdp import api as theirs
 
 from shardckpt.core import config
-from shardckpt.core.flat_exposure import FlatExposure
-from shardckpt.core.traverse import clean
-from shardckpt.core.wrapper import FLAT_PARAM, FullyShardedDataParallel
+from shardckpt.core.fsdp1.wrapper import FLAT_PARAM, FullyShardedDataParallel
+from shardckpt.core.modules.fqn_and_params import clean
+from shardckpt.core.registration.flat_param import FlatExposure
 from shardckpt.state.description import EXTRA
 from shardckpt.state.flat_shards import has_peers
 from shardckpt.state.foreign import find_torch_wrapper

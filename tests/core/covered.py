@@ -46,9 +46,11 @@ COVERED = {
     "FullyShardedDataParallel.get_state_dict_type()": ("test_config.py::test_settings_are_given_back_and_asked_for"),
     "FullyShardedDataParallel.state_dict_type()": "test_config.py::test_g2_settings_come_back_after_an_exception",
     "FullyShardedDataParallel.summon_full_params()": (
-        "test_summon.py::test_values_names_and_gradients_are_the_unsharded_models"
+        "tools/test_summon_full_params.py::test_values_names_and_gradients_are_the_unsharded_models"
     ),
-    "FullyShardedDataParallel.named_buffers()": ("test_summon.py::test_names_lose_the_wrappers_segment_only_inside"),
+    "FullyShardedDataParallel.named_buffers()": (
+        "tools/test_summon_full_params.py::test_names_lose_the_wrappers_segment_only_inside"
+    ),
     "FullyShardedDataParallel.named_parameters()": (
         "test_arguments.py::test_use_orig_params_says_what_an_optimizer_sees"
     ),
@@ -56,7 +58,7 @@ COVERED = {
         "test_comm_hooks.py::test_accumulation_in_and_out_of_no_sync_calls_the_hook_once_a_reduction"
     ),
     "FullyShardedDataParallel.clip_grad_norm_()": (
-        "test_clip.py::test_norm_and_clipped_gradients_are_those_of_the_unsharded_model"
+        "tools/test_clip_grad_norm.py::test_norm_and_clipped_gradients_are_those_of_the_unsharded_model"
     ),
     "FullyShardedDataParallel.register_comm_hook()": ("test_comm_hooks.py::test_what_a_hook_writes_is_the_gradient"),
     "FullyShardedDataParallel._unshard()": "test_config.py::test_parameters_can_be_gathered_ahead_of_forward",
@@ -76,49 +78,59 @@ COVERED = {
     "fully_shard.mp_policy": "test_arguments.py::test_mp_policy_says_what_types_compute_and_come_out",
     "fully_shard.offload_policy": "test_arguments.py::test_offload_policy_keeps_shards_and_gradients_on_the_cpu",
     "fully_shard.ignored_params": "test_arguments.py::test_ignored_params_stay_plain_and_are_not_averaged",
-    "fully_shard.dp_mesh_dims": ("test_composable.py::test_dtensors_on_the_mesh_of_everything_train_as_whole_ones"),
+    "fully_shard.dp_mesh_dims": (
+        "fsdp2/test_fully_shard.py::test_dtensors_on_the_mesh_of_everything_train_as_whole_ones"
+    ),
     "FSDPModule._apply": "test_arguments.py::test_moving_to_another_type_moves_the_shards",
     "FSDPModule.named_parameters": (
         "test_arguments.py::test_after_a_failed_backward_named_parameters_are_the_sharded_ones"
     ),
-    "FSDPModule.state_dict": "test_composable.py::test_state_dicts_hold_dtensors_that_load_again",
-    "FSDPModule.unshard": "test_composable.py::test_unshard_gathers_one_module_and_reshard_frees_it",
-    "FSDPModule.reshard": "test_composable.py::test_unshard_gathers_one_module_and_reshard_frees_it",
-    "FSDPModule.reset_iter_state": "test_composable.py::test_after_an_exception_the_next_iteration_works",
-    "FSDPModule.set_reshard_after_forward": ("test_composable.py::test_parameters_are_kept_between_passes_as_was_set"),
-    "FSDPModule.set_reshard_after_backward": ("test_composable.py::test_parameters_are_kept_between_passes_as_was_set"),
+    "FSDPModule.state_dict": "fsdp2/test_fully_shard.py::test_state_dicts_hold_dtensors_that_load_again",
+    "FSDPModule.unshard": "fsdp2/test_fully_shard.py::test_unshard_gathers_one_module_and_reshard_frees_it",
+    "FSDPModule.reshard": "fsdp2/test_fully_shard.py::test_unshard_gathers_one_module_and_reshard_frees_it",
+    "FSDPModule.reset_iter_state": "fsdp2/test_fully_shard.py::test_after_an_exception_the_next_iteration_works",
+    "FSDPModule.set_reshard_after_forward": (
+        "fsdp2/test_fully_shard.py::test_parameters_are_kept_between_passes_as_was_set"
+    ),
+    "FSDPModule.set_reshard_after_backward": (
+        "fsdp2/test_fully_shard.py::test_parameters_are_kept_between_passes_as_was_set"
+    ),
     "FSDPModule.set_unshard_in_backward": (
-        "test_composable.py::test_backward_does_without_parameters_that_it_is_told_it_does_not_need"
+        "fsdp2/test_fully_shard.py::test_backward_does_without_parameters_that_it_is_told_it_does_not_need"
     ),
     "FSDPModule.set_modules_to_forward_prefetch": (
-        "test_composable.py::test_prefetching_follows_the_lists_that_were_set"
+        "fsdp2/test_fully_shard.py::test_prefetching_follows_the_lists_that_were_set"
     ),
     "FSDPModule.set_modules_to_backward_prefetch": (
-        "test_composable.py::test_prefetching_follows_the_lists_that_were_set"
+        "fsdp2/test_fully_shard.py::test_prefetching_follows_the_lists_that_were_set"
     ),
     "FSDPModule.set_requires_gradient_sync": (
-        "test_composable.py::test_gradients_accumulate_without_reduction_until_it_is_required"
+        "fsdp2/test_fully_shard.py::test_gradients_accumulate_without_reduction_until_it_is_required"
     ),
     "FSDPModule.set_requires_all_reduce": (
-        "test_composable.py::test_replicas_are_summed_over_only_when_that_is_required"
+        "fsdp2/test_fully_shard.py::test_replicas_are_summed_over_only_when_that_is_required"
     ),
-    "FSDPModule.set_is_last_backward": ("test_composable.py::test_microbatches_may_say_which_backward_is_the_last"),
+    "FSDPModule.set_is_last_backward": (
+        "fsdp2/test_fully_shard.py::test_microbatches_may_say_which_backward_is_the_last"
+    ),
     "FSDPModule.set_gradient_divide_factor": (
-        "test_composable.py::test_gradients_are_divided_by_the_factor_that_was_set"
+        "fsdp2/test_fully_shard.py::test_gradients_are_divided_by_the_factor_that_was_set"
     ),
     "FSDPModule.set_reduce_scatter_divide_factor": (
         "test_arguments.py::test_the_old_name_of_the_divisor_is_deprecated_and_works"
     ),
     "FSDPModule.set_force_sum_reduction_for_comms": "test_arguments.py::test_sums_only_give_the_same_mean",
     "FSDPModule.set_reduce_scatter_unused_params": (
-        "test_composable.py::test_parameters_unused_on_some_ranks_get_the_mean_and_those_unused_on_all_zeros_if_wanted"
+        "fsdp2/test_fully_shard.py::test_parameters_unused_on_some_ranks_get_the_mean_and_those_unused_on_all_zeros_if_wanted"
     ),
-    "FSDPModule.set_reduce_scatter_max_input_buffers": ("test_composable.py::test_more_reductions_may_be_under_way"),
-    "FSDPModule.set_custom_all_gather": "test_composable.py::test_collectives_of_ones_own_are_used",
-    "FSDPModule.set_custom_reduce_scatter": "test_composable.py::test_collectives_of_ones_own_are_used",
-    "FSDPModule.set_all_reduce_hook": "test_composable.py::test_a_hook_changes_averaged_gradients",
+    "FSDPModule.set_reduce_scatter_max_input_buffers": (
+        "fsdp2/test_fully_shard.py::test_more_reductions_may_be_under_way"
+    ),
+    "FSDPModule.set_custom_all_gather": "fsdp2/test_fully_shard.py::test_collectives_of_ones_own_are_used",
+    "FSDPModule.set_custom_reduce_scatter": "fsdp2/test_fully_shard.py::test_collectives_of_ones_own_are_used",
+    "FSDPModule.set_all_reduce_hook": "fsdp2/test_fully_shard.py::test_a_hook_changes_averaged_gradients",
     "FSDPModule.set_separate_reduce_scatter_group": (
-        "test_composable.py::test_reductions_can_have_a_group_of_their_own"
+        "fsdp2/test_fully_shard.py::test_reductions_can_have_a_group_of_their_own"
     ),
     "FSDPModule.set_allocate_memory_from_process_group_for_comm": (
         "test_arguments.py::test_options_of_nccl_are_refused_by_name"

@@ -149,7 +149,7 @@ def test_importing_the_engine_imports_nothing_of_torchs():
 def test_no_source_file_of_the_engine_names_a_private_module_of_torchs_engines():
     banned = ("distributed.fsdp", "_composable", "distributed._shard")
     found = []
-    for path in sorted(pathlib.Path(core.__file__).parent.glob("*.py")):
+    for path in sorted(pathlib.Path(core.__file__).parent.rglob("*.py")):
         lines = path.read_text().splitlines()
         imports = [line for line in lines if line.lstrip().startswith(("import ", "from "))]
         found += [f"{path.name}: {line}" for line in imports if any(each in line for each in banned)]

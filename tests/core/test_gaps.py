@@ -28,7 +28,7 @@ CLOSE = Training(sgd).close
 
 def test_every_gap_has_a_test_of_its_name():
     """The others (G21 to G26, G30, G31) are those of state dicts."""
-    text = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    text = "\n".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
     named = {number for name in re.findall(r"def test_\w+", text) for number in re.findall(r"_(g\d+)(?=_)", name)}
     assert [gap for gap in ENGINE if gap.lower() not in named] == []
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import count, recorded, run
 from models import Block, Stack, blocks_and_root, floats, square
-from test_composable import averaged
+from test_fully_shard import averaged
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from under_test import FSDP, TORCH, Strategy, shard, torch_is_wrong, wrap
@@ -194,7 +194,7 @@ def test_without_groups_the_ranks_of_a_node_share():
 
 @pytest.mark.skipif(TORCH, reason="our reading of the environment")
 def test_how_many_ranks_a_node_has(monkeypatch):
-    from shardckpt.core.groups import ranks_per_node
+    from shardckpt.core.comm.process_groups import ranks_per_node
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert ranks_per_node(8) == 4

@@ -15,11 +15,11 @@ from under_test import STYLES, TORCH, Strategy, Style
 
 pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own parts are replaced")
 if not TORCH:
-    from shardckpt.core.autograd import GradientWatch
-    from shardckpt.core.bucket import Bucket
-    from shardckpt.core.comm import ShardGroup
-    from shardckpt.core.device import Resizable
-    from shardckpt.core.reduction import Averaging
+    from shardckpt.core.comm.collectives import ShardGroup
+    from shardckpt.core.comm.streams import Resizable
+    from shardckpt.core.modules.autograd_hooks import GradientWatch
+    from shardckpt.core.params.gradient_reduction import Averaging
+    from shardckpt.core.params.param_bucket import Bucket
 
 FULL, GRAD_OP = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP
 Check = Callable[[Style], None]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from under_test import FSDP, TORCH, Strategy, core, shard, torch_is_wrong
 
 if not TORCH:
-    from shardckpt.core.summon import iter_full_params
+    from shardckpt.core.tools.summon_full_params import iter_full_params
 
 STRATEGIES = pytest.mark.parametrize("strategy", [Strategy.FULL_SHARD, Strategy.NO_SHARD], ids=lambda s: s.name)
 

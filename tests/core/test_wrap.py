@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from under_test import FSDP, TORCH, core, shard, torch_is_wrong, wrap
 
 if not TORCH:
-    from shardckpt.core import queries
+    from shardckpt.core.runtime import traversal
 
 CPU = torch.device("cpu")
 POLICY = wrap.ModuleWrapPolicy({Block})
@@ -198,7 +198,7 @@ def test_a_custom_policy_changes_what_fully_shard_is_told():
         )
         model = Stack()
         wrap.auto_wrap(model, policy, core.fully_shard, {"reshard_after_forward": True})
-        return [unit.config.frees_after_forward for unit in queries.units(model)]
+        return [unit.config.frees_after_forward for unit in traversal.units(model)]
 
     assert run(2, body)[0].count(False) == 3
 
@@ -258,15 +258,15 @@ def test_units_come_depth_first_each_once(face):
             core.fully_shard(model.blocks[2])
             core.fully_shard(model)
         parent = nn.Sequential(model, nn.Linear(2, 2))
-        before = len(queries.roots(parent))
+        before = len(traversal.roots(parent))
         model(floats(0, 0))
-        units, modules = queries.units_with_modules(parent)
+        units, modules = traversal.units_with_modules(parent)
         found = [name for name, each in parent.named_modules() if each in modules]
         return (
             [re.sub(r"\.?_fsdp_wrapped_module", "", n) for n in found],
             len(units),
             before,
-            queries.roots(parent) == [model],
+            traversal.roots(parent) == [model],
         )
 
     blocks = ["0.blocks.0", "0.blocks.1", "0.blocks.2"] if face == "wrapper" else ["0.blocks.0", "0.blocks.2"]
@@ -277,7 +277,11 @@ def test_units_come_depth_first_each_once(face):
 def test_units_without_parameters_have_no_bucket():
     def body(rank, world):
         model = shard(nn.Sequential(shard(nn.Linear(2, 2)), shard(nn.ReLU())))
-        return len(queries.units(model)), len(queries.buckets(model)), [m._has_params for m in FSDP.fsdp_modules(model)]
+        return (
+            len(traversal.units(model)),
+            len(traversal.buckets(model)),
+            [m._has_params for m in FSDP.fsdp_modules(model)],
+        )
 
     assert run(1, body) == [(3, 1, [False, True, False])]
 
@@ -292,7 +296,7 @@ def test_what_is_left_alone_is_not_looked_into(how):
         else:
             outer = nn.Sequential(inner)
             core.mark_incompatible(outer)
-        return len(queries.units(nn.Sequential(outer, shard(nn.Linear(2, 2)))))
+        return len(traversal.units(nn.Sequential(outer, shard(nn.Linear(2, 2)))))
 
     assert run(1, body) == [1]
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardckpt.core.device import FULL_BYTES
-from shardckpt.core.queries import buckets
+from shardckpt.core.comm.streams import FULL_BYTES
+from shardckpt.core.runtime.traversal import buckets
 from shardckpt.state import (
     iter_full_state_dict,
     load_model_state_dict,

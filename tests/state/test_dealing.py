@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from harness import run
 
-from shardckpt.core.device import FULL_BYTES
-from shardckpt.core.full import Staging
+from shardckpt.core.comm.streams import FULL_BYTES
+from shardckpt.core.params.full_params import Staging
 from shardckpt.state.dealing import deal
 from shardckpt.state.ranks import Ranks
 

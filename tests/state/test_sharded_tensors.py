@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardckpt.core import FullyShardedDataParallel as Ours
 from shardckpt.core import StateDictType
-from shardckpt.core.traverse import clean
+from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.state import (
     StateKind,
     load_model_state_dict,

@@ -1,0 +1,1 @@
+"""Collectives, process groups, streams and memory."""

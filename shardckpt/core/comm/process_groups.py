@@ -1,0 +1,127 @@
+"""Which ranks share the parameters of a wrapper: said by a group, a pair of groups, a mesh, or the ranks' nodes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardckpt.core.comm.collectives import ShardGroup
+from shardckpt.core.config import ShardingStrategy
+from shardckpt.core.errors import ArgumentError, ArgumentTypeError
+
+
+def resolve(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, by_hand: bool) -> ShardGroup:
+    """Return the groups that a strategy shards and replicates over.
+
+    Args:
+        strategy: The strategy.
+        given: A process group, for hybrid strategies a pair of them; None for all ranks.
+        mesh: A mesh instead, of one dimension, for hybrid strategies of two.
+        by_hand: Whether no policy wraps the children: then a hybrid strategy has to be told its groups.
+
+    Raises:
+        ArgumentError: They do not fit the strategy, or nobody initialised `torch.distributed`.
+        ArgumentTypeError: The group is none.
+    """
+    if given is not None and mesh is not None:
+        raise ArgumentError(
+            "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them"
+        )
+    if strategy.is_hybrid:
+        return _hybrid(strategy, given, mesh, by_hand=by_hand)
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ArgumentError(
+                "a mesh of one dimension is needed",
+                where=strategy.name,
+                found=f"{mesh.ndim} dimensions",
+                fix="Give one of its dimensions (mesh['NAME']), or use HYBRID_SHARD for a mesh of (replicate, shard).",
+            )
+        given = mesh.get_group()
+    group = given if given is not None else _world()
+    if isinstance(group, (tuple, list)) or not (hasattr(group, "rank") and hasattr(group, "size")):
+        raise ArgumentTypeError(
+            f"{strategy} expects process_group to be one process group but got {type(group)}",
+            fix="Pairs of groups are for hybrid strategies.",
+        )
+    if strategy is ShardingStrategy.NO_SHARD:
+        if group.size() > 1:
+            warnings.warn(
+                "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use "
+                "`DistributedDataParallel` instead",
+                FutureWarning,
+                stacklevel=4,
+            )
+        return ShardGroup(None, group)
+    return ShardGroup(group, mesh=mesh)
+
+
+def _hybrid(strategy: ShardingStrategy, given: Any, mesh: DeviceMesh | None, *, by_hand: bool) -> ShardGroup:
+    if mesh is not None:
+        if mesh.ndim != 2:
+            raise ArgumentError(
+                f"Expected device_mesh to have ndim=2 but got {mesh.ndim}", fix="Give a mesh of (replicate, shard)."
+            )
+        return ShardGroup(mesh.get_group(1), mesh.get_group(0), mesh=mesh)
+    if given is None:
+        if by_hand:
+            raise ArgumentError(
+                f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh",
+                fix="Units of one model have to have the same groups: make them once, and give them to each.",
+            )
+        return _of_nodes()
+    if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(g, dist.ProcessGroup) for g in given)):
+        raise ArgumentError(
+            "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, dist.ProcessGroup] "
+            f"but got {type(given)}",
+            fix="Give (ranks that share, ranks that hold copies).",
+        )
+    return ShardGroup(given[0], given[1])
+
+
+def ranks_per_node(world: int) -> int:
+    """Return how many ranks of a world share a node.
+
+    `LOCAL_WORLD_SIZE`, as torchrun sets it; without it one rank for each accelerator of this node; without those all.
+
+    Args:
+        world: Ranks in all.
+
+    Raises:
+        ArgumentError: The nodes cannot have that many ranks each.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    size = int(told) if told.isdigit() else torch.accelerator.device_count() or world
+    if not 0 < size <= world or world % size:
+        raise ArgumentError(
+            "hybrid strategies need nodes that have equally many ranks",
+            found=f"{world} ranks, LOCAL_WORLD_SIZE={told or 'not set'}, {size} to a node",
+            fix="Set LOCAL_WORLD_SIZE, or give a device_mesh of (replicate, shard).",
+        )
+    return size
+
+
+def _of_nodes() -> ShardGroup:
+    """Make groups of the ranks of one node, which share, and of the ranks at one place of all nodes, which copy."""
+    world = _world()
+    count = dist.get_world_size(world)
+    size = ranks_per_node(count)
+    nodes = [list(range(first, first + size)) for first in range(0, count, size)]
+    copies = [list(same) for same in zip(*nodes, strict=True)]
+    shard, _ = dist.new_subgroups_by_enumeration(nodes)  # type: ignore[no-untyped-call]
+    replicate, _ = dist.new_subgroups_by_enumeration(copies)  # type: ignore[no-untyped-call]
+    return ShardGroup(shard, replicate)
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    if world is None:
+        raise ArgumentError(
+            "Default process group has not been initialized", fix="Call torch.distributed.init_process_group first."
+        )
+    return world

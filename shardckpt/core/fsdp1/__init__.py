@@ -1,0 +1,1 @@
+"""`FullyShardedDataParallel`: the wrapper and its state-dict statics."""

@@ -1,0 +1,666 @@
+"""The flat-parameter face of the engine: `FullyShardedDataParallel`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardckpt.core import comm_hooks
+from shardckpt.core.comm import process_groups
+from shardckpt.core.comm.collectives import CommHook
+from shardckpt.core.config import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    Offload,
+    Precision,
+    ShardingStrategy,
+    TrainingState,
+    UnitConfig,
+)
+from shardckpt.core.errors import ArgumentError, BusyError, SettingsDifferError, StateError
+from shardckpt.core.fsdp1.state_dict_api import StateStatics, announce_wrappers
+from shardckpt.core.modules.compile_guard import around, hidden
+from shardckpt.core.modules.fqn_and_params import (
+    WRAPPED,
+    Managed,
+    Name,
+    clean,
+    is_incompatible,
+    managed_parameters,
+    ties_below,
+)
+from shardckpt.core.params import tensor_parallel
+from shardckpt.core.params.param_bucket import Bucket, Cut
+from shardckpt.core.registration.base import Exposure
+from shardckpt.core.registration.flat_param import FlatExposure
+from shardckpt.core.registration.orig_params import OriginalExposure
+from shardckpt.core.runtime.fsdp_unit import Phase, Unit, UnshardHandle
+from shardckpt.core.runtime.mixed_precision import Buffers
+from shardckpt.core.runtime.root_state import Context, compute
+from shardckpt.core.runtime.traversal import ShardedModule
+from shardckpt.core.setup import materialize, shared_params
+from shardckpt.core.setup.ignored import Ignored
+from shardckpt.core.tools import clip_grad_norm, flat_param_view
+from shardckpt.core.tools import summon_full_params as summon
+from shardckpt.core.wrap import Policy, auto_wrap
+
+FLAT_PARAM = "_flat_param"
+
+_ProcessGroup = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+
+
+def _precision(given: MixedPrecision) -> Precision:
+    return Precision(
+        param_dtype=given.param_dtype,
+        reduce_dtype=given.reduce_dtype,
+        buffer_dtype=given.buffer_dtype,
+        cast_inputs=given.cast_forward_inputs,
+        cast_root_inputs=given.cast_root_forward_inputs,
+        keep_low_precision_grads=given.keep_low_precision_grads,
+    )
+
+
+class FullyShardedDataParallel(StateStatics):
+    """Shards a module's parameters across ranks; they are whole only while the module computes.
+
+    Arguments, defaults and members are those of `torch.distributed.fsdp.FullyShardedDataParallel`.
+
+    Args:
+        module: The module to wrap.
+        process_group: Ranks that share parameters; for hybrid strategies a pair, those and the replicas.
+        sharding_strategy: What is sharded; FULL_SHARD where None.
+        cpu_offload: Whether shards live on the CPU.
+        auto_wrap_policy: Which submodules become units of their own.
+        backward_prefetch: When the next unit is gathered in backward; None for not ahead of time.
+        mixed_precision: Dtypes of computation and reduction.
+        ignored_modules: Modules whose parameters are left alone.
+        param_init_fn: How to initialise modules on the meta device.
+        device_id: Where to compute; the module is moved there.
+        sync_module_states: Let all ranks begin with the parameters and buffers of rank 0.
+        forward_prefetch: Gather the next unit while this one computes forward.
+        limit_all_gathers: Hold back gathers that computation is far behind of.
+        use_orig_params: Keep the module's own parameters registered, instead of one flat one.
+        ignored_states: Parameters, or modules, that are left alone.
+        device_mesh: The ranks as a mesh, instead of `process_group`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: _ProcessGroup = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Policy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        announce_wrappers()
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        _warn_of_containers(module)
+        ignored = Ignored.of(module, ignored_modules, ignored_states, FullyShardedDataParallel)
+        self._group = process_groups.resolve(strategy, process_group, device_mesh, by_hand=auto_wrap_policy is None)
+        self._device_mesh = device_mesh
+        self._inter_node_pg = self._group.replicate if strategy.is_hybrid else None
+        self.process_group = self._group.shard or self._group.replicate
+        assert self.process_group is not None
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+        self.sharding_strategy = strategy
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self._use_orig_params = use_orig_params
+        self._ignored_params = ignored.parameters - _exposed(module)
+        self._context: Context | None = None
+        self._hook: CommHook | None = None
+        self._synchronised = sync_module_states
+        self._device = materialize.device_of(device_id, self.rank) or self._offloaded_from()
+        own = {"mixed_precision": mixed_precision, "param_init_fn": param_init_fn, "device_id": device_id}
+        self._buffer_types, managed = self._prepared(module, ignored, auto_wrap_policy, own)
+        self._unit = self._make_unit(module, managed)
+        self._fsdp_wrapped_module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        """Return a wrapper of a copy of the module, over the same ranks; it belongs to no root yet."""
+        if self._unit.attached:
+            self._unit.free()
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        for name, value in self.__dict__.items():
+            shared = isinstance(value, (dist.ProcessGroup, DeviceMesh))
+            made.__dict__[name] = value if shared else copy.deepcopy(value, memo) if name != "_context" else None
+        return made
+
+    # ----------------------------------------------------------------------------------------- construction
+
+    def _prepared(
+        self, module: nn.Module, ignored: Ignored, policy: Policy | None, own: Mapping[str, Any]
+    ) -> tuple[Buffers, list[Managed]]:
+        """Wrap what is below, give states memory, values and a place; return those that are this unit's. Collective."""
+        initializer = self._initializer(own["param_init_fn"])
+        initializer.run_early(self._scope(module, ignored))
+        reopened = self._reopen_ties(module)
+        with ties_below(module):
+            for each in reopened:
+                each._remake()
+            if policy is not None:
+                self._wrap_children(module, policy, ignored, own)
+            scope = self._scope(module, ignored)
+            initializer.run(scope)
+            materialize.move(scope, self._device)
+            managed = managed_parameters(module, self._exempt(module))
+        if self._synchronised:
+            self._broadcast(module, managed)
+        return Buffers(scope.modules), managed
+
+    def _exempt(self, module: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters below a module that are not this unit's: ignored ones, and those of nested units."""
+        nested = (each._ignored_params for each in _instances(module))
+        return self._ignored_params.union(_exposed(module), *nested)
+
+    def _scope(self, module: nn.Module, ignored: Ignored) -> materialize.Scope:
+        """Return the modules whose states this instance initialises and moves: down to ignored and sharded ones."""
+
+        def left_alone(each: nn.Module) -> bool:
+            return each in ignored.modules or isinstance(each, FullyShardedDataParallel) or is_incompatible(each)
+
+        return materialize.Scope.of(module, left_alone, self._exempt(module))
+
+    def _offloaded_from(self) -> torch.device | None:
+        """Return where to compute with parameters that live on the CPU, when nobody said where."""
+        assert self.process_group is not None
+        return materialize.default_device(self.process_group) if self.cpu_offload.offload_params else None
+
+    def _initializer(self, function: Callable[[nn.Module], None] | None) -> materialize.Initializer:
+        assert self.process_group is not None
+        sends = self._group.rank == 0 and (self._group.replicate is None or self._group.replicate.rank() == 0)
+        return materialize.Initializer(
+            function,
+            self._device or materialize.default_device(self.process_group),
+            values_matter=sends or not self._synchronised,
+        )
+
+    def _broadcast(self, module: nn.Module, managed: list[Managed]) -> None:
+        """Let all ranks begin with the first one's values, where a nested instance has not seen to that. Collective."""
+        done = {id(b) for each in _instances(module) if each._synchronised for b in each.buffers()}
+        buffers = [buffer for buffer in module.buffers() if id(buffer) not in done]
+        materialize.broadcast([*(each.parameter for each in managed), *buffers], self._group)
+
+    def _wrap_children(self, module: nn.Module, policy: Policy, ignored: Ignored, own: Mapping[str, Any]) -> None:
+        """Let a policy wrap what is below, with the groups and the settings of this instance."""
+        pair = (self._group.shard, self._group.replicate)
+        settings = {
+            "process_group": pair if self.sharding_strategy.is_hybrid else self.process_group,
+            "device_mesh": None,
+            "sharding_strategy": self.sharding_strategy,
+            "cpu_offload": self.cpu_offload,
+            "backward_prefetch": self.backward_prefetch,
+            "sync_module_states": self._synchronised,
+            "forward_prefetch": self.forward_prefetch,
+            "limit_all_gathers": self.limit_all_gathers,
+            "use_orig_params": self._use_orig_params,
+            "ignored_states": ignored.parameters,
+            **own,
+        }
+        if self._device_mesh is not None:
+            settings |= {"process_group": None, "device_mesh": self._device_mesh}
+        auto_wrap(module, policy, type(self), settings, ignored.modules, ignored.parameters)
+
+    @staticmethod
+    def _reopen_ties(module: nn.Module) -> list[FullyShardedDataParallel]:
+        """Return the instances below that have to be sharded again, since others use parameters of theirs too."""
+        owners = {each._unit: each for each in _instances(module)}
+        return [owners[unit] for unit in shared_params.reopen(module, list(owners))]
+
+    def _remake(self) -> None:
+        module = self._fsdp_wrapped_module
+        self._unit = self._make_unit(module, managed_parameters(module, self._exempt(module)))
+
+    def _make_unit(self, module: nn.Module, managed: list[Managed]) -> Unit:
+        strategy = self.sharding_strategy
+        config = UnitConfig(
+            frees_after_forward=strategy.frees_after_forward,
+            keeps_full=strategy is ShardingStrategy.NO_SHARD,
+            original_params=self._use_orig_params,
+            backward_prefetch=self.backward_prefetch,
+            forward_prefetch=self.forward_prefetch,
+            limit_gathers=self.limit_all_gathers,
+            precision=_precision(self.mixed_precision),
+            offload=Offload(self.cpu_offload.offload_params),
+        )
+        name = Name(type(module).__name__)
+        sets: dict[tuple[torch.dtype, bool], list[Managed]] = {}
+        for each in managed:
+            sets.setdefault((each.parameter.dtype, each.parameter.requires_grad), []).append(each)
+        exposures = [self._expose(module, name, members, i, config) for i, members in enumerate(sets.values())]
+        return Unit(name, [module], exposures, config, self._buffer_types)
+
+    def _expose(
+        self, module: nn.Module, name: Name, members: list[Managed], index: int, config: UnitConfig
+    ) -> Exposure:
+        placed = tensor_parallel.placed(members)
+        cut = Cut(aligned=self._use_orig_params, keeps_full=config.keeps_full, placed=placed, flat=True)
+        bucket = Bucket(members, self._group, name, cut, config.precision, config.offload)
+        if self._use_orig_params:
+            tensor_parallel.expose_plain(members)
+            return OriginalExposure(bucket, name)
+        return FlatExposure(bucket, name, module, f"{FLAT_PARAM}_{index}" if index else FLAT_PARAM)
+
+    # ---------------------------------------------------------------------------------------------- running
+
+    @hidden
+    def _ensure_root(self) -> Context:
+        """Make this instance the root, unless it has one."""
+        if self._context is None:
+            named = [(n, m) for n, m in self.named_modules() if isinstance(m, FullyShardedDataParallel)]
+            roots = [clean(name) for name, each in named if each.is_sharding_root]
+            if roots:
+                raise StateError(
+                    "a unit below this one ran before it and took itself for the root",
+                    where=roots[0],
+                    fix="Run the outermost FullyShardedDataParallel first.",
+                )
+            _agree(named)
+            self._leave_roots([each for _, each in named])
+            units = [(clean(name) or type(self.module).__name__, each._unit) for name, each in named]
+            context = Context(self._unit, units)
+            for _, each in named:
+                each._join(context)
+                if each.mixed_precision.buffer_dtype is not None:
+                    each._buffer_types.cast(each.mixed_precision.buffer_dtype)
+        assert self._context is not None
+        return self._context
+
+    def _leave_roots(self, instances: list[FullyShardedDataParallel]) -> None:
+        """Let instances that ran below a root of before, whose module was wrapped again, be as if they never had."""
+        if any(each._context is not None for each in instances):
+            for each in instances:
+                each._unit.recover()
+                each._unit.free()
+            self._reset_lazy_init()
+
+    def _join(self, context: Context) -> None:
+        self._context = context
+
+    @around
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with its parameters gathered."""
+        return compute(self._ensure_root(), self._unit, self._fsdp_wrapped_module, args, kwargs)
+
+    def gathers_for(self, method_name: str) -> None:
+        """Let a method of the wrapped module run with its parameters gathered, when it is called on the wrapper.
+
+        Args:
+            method_name: The method.
+        """
+
+        @functools.wraps(getattr(self._fsdp_wrapped_module, method_name))
+        def gathered(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            method = getattr(self._fsdp_wrapped_module, method_name)
+            return compute(self._ensure_root(), self._unit, method, args, kwargs)
+
+        setattr(self, method_name, MethodType(gathered, self))
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Inside, gradients are held back unsharded instead of being reduced.
+
+        Raises:
+            StateError: This instance is not the root.
+            BusyError: It computes at the moment.
+        """
+        context = self._ensure_root()
+        if context.root is not self._unit:
+            raise StateError(
+                "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module",
+                where=self._unit.name,
+            )
+        self._assert_state(TrainingState.IDLE)
+        before = [unit.sync_gradients for unit in context.units]
+        for unit in context.units:
+            unit.synchronise(False)
+        try:
+            yield
+        finally:
+            for unit, on in zip(context.units, before, strict=True):
+                unit.synchronise(on)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients below so that their norm over all ranks is at most `max_norm`. Collective.
+
+        Gradients of ignored parameters, which differ between ranks, are neither counted nor scaled.
+
+        Args:
+            max_norm: The norm that is allowed.
+            norm_type: Order of the norm, infinity for the largest absolute value.
+            error_if_nonfinite: Refuse a norm that is infinite or no number, rather than scale by it.
+
+        Returns:
+            The norm before, of the same bits on every rank.
+
+        Raises:
+            StateError: This instance is not the root, or the norm is not finite and that was to be refused.
+        """
+        context = self._ensure_root()
+        if context.root is not self._unit:
+            raise StateError(
+                "`clip_grad_norm_()` should only be called on the root FSDP instance", where=self._unit.name
+            )
+        return clip_grad_norm.clip(
+            context.units,
+            self._group,
+            self.compute_device,
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let a hook average gradients in the engine's place, in this instance and all below.
+
+        Args:
+            state: Given to the hook each time.
+            hook: `hook(state, gradient, out)` where parameters are sharded, `hook(state, gradient)` with NO_SHARD; see
+                `shardckpt.core.comm_hooks`.
+
+        Raises:
+            HookError: This instance is not the root, a unit is hybrid, has a hook, or is between forward and backward.
+            ArgumentError: The hook cannot be called.
+        """
+        root = self.check_is_root()
+        found = _instances(self)
+        comm_hooks.check(hook, root, [(each._unit, each.sharding_strategy, each._comm_hook) for each in found])
+        for each in found:
+            each._take_hook(state, hook)
+
+    def _take_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        self._hook = CommHook(state, hook)
+        for bucket in self._unit.buckets:
+            bucket.use(hook=self._hook)
+
+    @property
+    def _comm_hook(self) -> Callable[..., Any] | None:
+        return self._hook.call if self._hook is not None else None
+
+    @_comm_hook.setter
+    def _comm_hook(self, hook: Callable[..., Any]) -> None:
+        self._take_hook(self._comm_hook_state, hook)
+
+    @property
+    def _comm_hook_state(self) -> object:
+        return self._hook.state if self._hook is not None else None
+
+    def _low_precision_hook_enabled(self) -> bool:
+        return comm_hooks.is_low_precision(self._comm_hook)
+
+    # --------------------------------------------------------------------------------------------- the module
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters as `torch.nn.Module` does, after a failed backward those of before it."""
+        if self._context is not None:
+            self._context.recover()
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield self._shown_name(name), parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and buffers as `torch.nn.Module` does."""
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield self._shown_name(name), buffer
+
+    def _shown_name(self, name: str) -> str:
+        """Return a name without the wrapper's segment where full parameters were summoned, as torch does."""
+        return name.replace(f"{WRAPPED}.", "") if self._unit.lent else name
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Generator[None, None, None]:
+        """Inside, the modules have their full parameters, in the types that they are stored in. Collective.
+
+        All combinations work. Inside, units compute as plain modules would, and `named_parameters` and `named_buffers`
+        give the names of the model that was not wrapped.
+
+        Args:
+            module: An instance, or a module with instances below.
+            recurse: Those of instances below as well; all are gathered at once.
+            writeback: Changes are kept, also where an exception leaves the context. Without it they are lost, unless
+                nothing is sharded (NO_SHARD).
+            rank0_only: Only the first rank has them; with `writeback` its changes are given to all.
+            offload_to_cpu: They are in the memory of the CPU.
+            with_grads: Gradients are full as well, and with `writeback` changes to them are kept.
+
+        Raises:
+            BusyError: In a forward, in a backward, or inside another one for the same instance.
+            SummonShapeError: On exit: a parameter was replaced by one of another shape.
+        """
+        wanted = summon.Summons(writeback, rank0_only, offload_to_cpu, with_grads)
+        with summon.summoned(module, wanted, recurse=recurse):
+            yield
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, looked for through a checkpointing wrapper."""
+        inner = self._fsdp_wrapped_module
+        found = inner._modules.get("_checkpoint_wrapped_module")
+        return found if found is not None else inner
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._unit.exposures)
+
+    @property
+    def _flat_param(self) -> nn.Parameter | None:
+        found = self._unit.exposures[0] if self._unit.exposures else None
+        return found.flat if isinstance(found, FlatExposure) else None
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """What an optimizer sees of this instance alone."""
+        return [parameter for exposure in self._unit.exposures for parameter in exposure.parameters]
+
+    @property
+    def _is_root(self) -> bool | None:
+        return None if self._context is None else self.is_sharding_root
+
+    def _mixed_precision_enabled_for_buffers(self) -> bool:
+        return self.mixed_precision.buffer_dtype is not None
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the module computes."""
+        return next((bucket.compute_device for bucket in self._unit.buckets), self._device or torch.device("cpu"))
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this instance's parameters. Collective.
+
+        Args:
+            async_op: Return while they are under way; the forward waits for them.
+
+        Returns:
+            What waits for them; None where they are there.
+        """
+        self._ensure_root()
+        handle = UnshardHandle(self._unit.fill)
+        if async_op:
+            self._unit.prefetch()
+            return handle
+        handle.wait()
+        return None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Nothing: what a gather gives is waited for where it is used, by the stream that uses it."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Ask the wrapped module for what the wrapper does not have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED:
+                raise
+            return getattr(super().__getattr__(WRAPPED), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Ask the wrapped module."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    @property
+    def sharding_unit(self) -> Unit:
+        """The unit of this instance."""
+        return self._unit
+
+    @property
+    def is_sharding_root(self) -> bool:
+        """Tell whether this instance ran first of all around it."""
+        return self._context is not None and self._context.root is self._unit
+
+    def check_is_root(self) -> bool:
+        """Tell whether this is the outermost instance; the tree is fixed by the question."""
+        return self._ensure_root().root is self._unit
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """Return the instances in a module.
+
+        Args:
+            module: Where to look.
+            root_only: Leave out those that know a root above them.
+        """
+        found = _instances(module)
+        return [each for each in found if each.check_is_root()] if root_only else found
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FullyShardedDataParallel:
+        self._unit.free()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._unit.lent:
+            return self
+        for exposure in self._unit.exposures:
+            exposure.adopt()
+            exposure.show_sharded()
+        return self
+
+    @contextmanager
+    def _deregister_orig_params_ctx(self) -> Generator[None, None, None]:
+        """Inside, flat parameters are registered instead of the original ones, here and below.
+
+        Raises:
+            SettingsDifferError: Original parameters are not used.
+            BusyError: A unit computes at the moment, or its full parameters were summoned.
+        """
+        found = _instances(self)
+        for each in found:
+            if not each._use_orig_params:
+                raise SettingsDifferError(
+                    "`_deregister_orig_params_ctx()` should only be called when `_use_orig_params=True`",
+                    where=each._unit.name,
+                )
+            each._assert_state(TrainingState.IDLE)
+        self._ensure_root()
+        with flat_param_view.flat_instead([(each._fsdp_wrapped_module, each._unit) for each in found], FLAT_PARAM):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Apply a function to every module below, with this unit's parameters gathered; changes are kept. Collective.
+
+        Raises:
+            BusyError: The unit computes at the moment, or its full parameters were summoned.
+        """
+        self._assert_state(TrainingState.IDLE)
+        with summon.summoned(self, summon.Summons(), recurse=False):
+            super().apply(fn)
+        return self
+
+    def _reset_lazy_init(self) -> None:
+        """Forget the root: the next call that needs one finds it anew."""
+        for each in _instances(self):
+            each._context = None
+            each._unit.attach(None)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What this instance is in the middle of."""
+        if self._unit.lent:
+            return TrainingState.SUMMON_FULL_PARAMS
+        return TrainingState.IDLE if self._unit.phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
+
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """Refuse a call in another state than one of these.
+
+        Raises:
+            BusyError: It is in another.
+        """
+        states = state if isinstance(state, list) else [state]
+        if self.training_state not in states:
+            raise BusyError(
+                f"expected to be in states {states} but current state is {self.training_state}",
+                where=self._unit.name,
+                fix="Call it outside the forward and the backward of the unit.",
+            )
+
+
+ShardedModule.register(FullyShardedDataParallel)
+
+
+def _instances(module: nn.Module) -> list[FullyShardedDataParallel]:
+    return [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+
+
+def _exposed(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of the instances in a module."""
+    return {parameter for each in _instances(module) for parameter in each.params}
+
+
+def _agree(named: Iterable[tuple[str, FullyShardedDataParallel]]) -> None:
+    """Refuse a tree whose units were told different things where one iteration needs one answer."""
+    named = list(named)
+    for setting in ("_use_orig_params", "limit_all_gathers"):
+        told: dict[object, list[str]] = {}
+        for name, each in named:
+            told.setdefault(getattr(each, setting), []).append(clean(name) or "the root")
+        if len(told) > 1:
+            raise ArgumentError(
+                f"Expects one homogeneous value for {setting} among all units of one tree",
+                found="; ".join(f"{value} in {', '.join(names)}" for value, names in told.items()),
+                fix="Give all of them the same.",
+            )
+
+
+def _warn_of_containers(module: nn.Module) -> None:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        warnings.warn(
+            f"FSDP will not all-gather parameters for containers that do not implement forward: {type(module)}",
+            stacklevel=3,
+        )

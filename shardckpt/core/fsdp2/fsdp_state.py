@@ -1,0 +1,432 @@
+"""What one call of `fully_shard` made: the unit of its modules, how to make it again, the root it belongs to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardckpt.core.comm.collectives import Comms, ShardGroup
+from shardckpt.core.config import UnitConfig
+from shardckpt.core.errors import ArgumentError, StateError
+from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
+from shardckpt.core.modules.compile_guard import around, hidden
+from shardckpt.core.modules.fqn_and_params import (
+    Managed,
+    Name,
+    clean,
+    identity,
+    is_held,
+    is_incompatible,
+    managed_parameters,
+    ties_below,
+    walk,
+)
+from shardckpt.core.params.mesh_placement import DataParallelMeshInfo, Placed, ShardPlacementFn, place
+from shardckpt.core.params.param_bucket import Bucket, Cut
+from shardckpt.core.params.tensor_extension import ExtensionBucket, needs_extension
+from shardckpt.core.registration.base import Exposure
+from shardckpt.core.registration.dtensor_params import DTensorExposure, ExtensionExposure
+from shardckpt.core.runtime import mixed_precision
+from shardckpt.core.runtime.fsdp_unit import Unit
+from shardckpt.core.runtime.root_state import Context, compute
+from shardckpt.core.setup import materialize, shared_params
+
+_STATE = "_shardckpt_sharded"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the unit was told when it was made.
+
+    Attributes:
+        info: The mesh.
+        choose: Decides how each parameter lies; None for the first dimension, over that mesh.
+        slices: Ranks among which what is kept after forward is gathered again; 0 for none.
+        ignored: Parameters that are left alone.
+        config: The unit's settings.
+    """
+
+    info: DataParallelMeshInfo
+    choose: ShardPlacementFn | None
+    slices: int
+    ignored: frozenset[nn.Parameter]
+    config: UnitConfig
+
+
+def sharded(module: nn.Module) -> Sharded | None:
+    """Return what `fully_shard` made of a module; None where it was not applied."""
+    found: Sharded | None = module.__dict__.get(_STATE)
+    return found
+
+
+def all_sharded(module: nn.Module) -> list[Sharded]:
+    """Return what is in a module, outer ones first, each once."""
+    found = [sharded(each) for each in module.modules()]
+    return list(dict.fromkeys(each for each in found if each is not None))
+
+
+class Sharded:
+    """The unit of the modules of one `fully_shard`, which computes whenever one of them does.
+
+    Args:
+        modules: The modules.
+        options: What was told.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], options: Options) -> None:
+        self.unit: Unit
+        self.modules = tuple(modules)
+        self._options = options
+        self._comms = Comms()
+        self._separate = False
+        self._context: Context | None = None
+        self._waits = True
+        whole = self._whole
+        owners: dict[Unit, Sharded] = {each.unit: each for each in all_sharded(whole)}
+        reopened = [owners[unit] for unit in shared_params.reopen(whole, list(owners))]
+        with ties_below(whole):
+            for each in reopened:
+                each._make_again()
+            self.unit = self._made()
+        for module in self.modules:
+            module.__dict__[_STATE] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        """Copy what is sharded; the copy belongs to no root yet."""
+        made = object.__new__(Sharded)
+        memo[id(self)] = made
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = None if name == "_context" else copy.deepcopy(value, memo)
+        return made
+
+    # ------------------------------------------------------------------------------------------------- the unit
+
+    @property
+    def _whole(self) -> nn.Module:
+        """The module; of several, something that has all of them."""
+        return self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
+
+    @property
+    def _exempt(self) -> set[nn.Parameter]:
+        exempt = set(self._options.ignored)
+        for each in all_sharded(self._whole):
+            if each is not self:
+                exempt |= {p for exposure in each.unit.exposures for p in exposure.parameters} | each._options.ignored
+        for instance in FullyShardedDataParallel.fsdp_modules(self._whole):
+            exempt.update(instance.parameters())
+        return exempt
+
+    def _make_again(self) -> None:
+        self.unit = self._made()
+        if self._comms != Comms():
+            self.use()
+        if self._separate:
+            self.separate(True)
+
+    def _made(self) -> Unit:
+        managed = managed_parameters(self._whole, self._exempt)
+        name = Name(", ".join(type(module).__name__ for module in self.modules))
+        sets: dict[tuple[Any, ...], list[tuple[Managed, Placed]]] = {}
+        for each in managed:
+            placed = place(each.fqn, each.parameter, self._options.info, self._options.choose)
+            alone = id(each) if needs_extension(placed.local(each.parameter)) else None
+            key = (each.parameter.dtype, each.parameter.requires_grad, id(placed.info), placed.dim is None, alone)
+            sets.setdefault(key, []).append((each, placed))
+        _check_meshes([placed for members in sets.values() for _, placed in members])
+        self._move(managed)
+        exposures = [self._exposed(name, members) for members in sets.values()]
+        return Unit(name, self.modules, exposures, self._options.config, mixed_precision.Buffers(self._own_modules()))
+
+    def _own_modules(self) -> list[nn.Module]:
+        """Return the modules below that no nested unit has, each once."""
+        nested = {module for each in all_sharded(self._whole) if each is not self for module in each.modules}
+        below = walk(self._whole, lambda module: module in nested or is_incompatible(module))
+        return list(dict.fromkeys(module for _, module in below))
+
+    def with_stored_types(self, state: MutableMapping[str, Any], module: nn.Module, prefix: str) -> None:
+        """Give the buffers in a state dict the types that they had before they were cast.
+
+        Args:
+            state: The state dict.
+            module: The one of these modules that it is of.
+            prefix: What names in it begin with.
+        """
+        for name, owner in module.named_modules():
+            for attribute in owner._buffers:
+                key = prefix + (f"{name}.{attribute}" if name else attribute)
+                dtype = self.unit.buffers.original(owner, attribute)
+                if dtype is not None and key in state:
+                    state[key] = state[key].to(dtype)
+
+    def _move(self, managed: Sequence[Managed]) -> None:
+        device = self._options.info.device
+        buffers = [each for module in self._own_modules() for each in module._buffers.values() if each is not None]
+        materialize.move_states([each.parameter for each in managed], device)
+        materialize.move_states(buffers, device)
+
+    def _exposed(self, name: Name, members: Sequence[tuple[Managed, Placed]]) -> DTensorExposure:
+        placed = tuple(each for _, each in members)
+        info, config = placed[0].info, self._options.config
+        group = info.group
+        if placed[0].dim is None:
+            group = ShardGroup(None, _everyone(info))
+        slices = _neighbours(group, self._options.slices) if self._options.slices and group.shard else None
+        cut = Cut(keeps_full=placed[0].dim is None, placed=placed, slices=slices)
+        kind = ExtensionBucket if needs_extension(placed[0].local(members[0][0].parameter)) else Bucket
+        bucket = kind([each for each, _ in members], group, name, cut, config.precision, config.offload)
+        exposure = ExtensionExposure if isinstance(bucket, ExtensionBucket) else DTensorExposure
+        return exposure(bucket, name, placed)
+
+    def configure(self, **changes: Any) -> None:
+        """Change settings of the unit, also for when it has to be made again."""
+        self._options = replace(self._options, config=replace(self._options.config, **changes))
+        self.unit.configure(**changes)
+
+    # --------------------------------------------------------------------------------------------- collectives
+
+    @property
+    def groups(self) -> list[ShardGroup]:
+        """The different groups of its buckets; what is whole on every rank aside."""
+        return list(dict.fromkeys(bucket.group for bucket in self.unit.buckets if bucket.group.shard is not None))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._options.info.device
+
+    @property
+    def backends(self) -> list[str]:
+        """The backends of these groups."""
+        return sorted({dist.get_backend(group.shard) for group in self.groups})
+
+    @property
+    def comms(self) -> Comms:
+        """What the user put in place of collectives."""
+        return self._comms
+
+    def use(self, **changes: Any) -> None:
+        """Put something of the user's in place of collectives."""
+        self._comms = replace(self._comms, **changes)
+        for bucket in self.unit.buckets:
+            bucket.use(comms=self._comms)
+
+    def separate(self, on: bool) -> None:
+        """Reduce on channels of its own, or on those that gather. Collective when it is asked for first."""
+        self._separate = on
+        for bucket in self.unit.buckets:
+            if bucket.group.shard is not None:
+                scatter = _again(bucket.group.shard) if on else None
+                bucket.use(group=replace(bucket.group, scatter=scatter))
+
+    # ------------------------------------------------------------------------------------------------- running
+
+    @property
+    def context(self) -> Context | None:
+        """The root's; None before the first forward."""
+        return self._context
+
+    @hidden
+    def ensure_root(self) -> Context:
+        """Let these modules be the root, unless they have one.
+
+        Raises:
+            StateError: They are several, or something below was the root of a forward before.
+        """
+        if self._context is None:
+            self._become_root()
+        assert self._context is not None
+        return self._context
+
+    def _become_root(self) -> None:
+        if len(self.modules) > 1:
+            raise StateError(
+                f"FSDP requires a single root module but got {[type(each).__name__ for each in self.modules]}",
+                fix="Apply fully_shard to a module above them as well, and run that.",
+            )
+        names: dict[Sharded, list[str]] = {}
+        for name, module in self.modules[0].named_modules():
+            each = sharded(module)
+            if each is not None:
+                names.setdefault(each, []).append(clean(name))
+        ran = [", ".join(name) for each, name in names.items() if each._context is not None]
+        if ran:
+            raise StateError(
+                f"FSDP state has already been lazily initialized for {ran[0]}; "
+                "FSDP requires running forward through the root module first",
+                where=ran[0],
+                fix="Run the outermost module that fully_shard was applied to before those below it.",
+            )
+        self._refuse_strangers(names)
+        units = [
+            (", ".join(filter(None, name)) or type(each.modules[0]).__name__, each) for each, name in names.items()
+        ]
+        for name, each in units:
+            each.check(name, names[each][0])
+        context = Context(self.unit, [(name, each.unit) for name, each in units])
+        context.awaits_reductions(self._waits)
+        for each in names:
+            each._context = context
+
+    def awaits_reductions(self, on: bool) -> None:
+        """Say whether a backward ends with all its reductions done; of the root it counts.
+
+        Args:
+            on: Whether it does.
+        """
+        self._waits = on
+        if self._context is not None:
+            self._context.awaits_reductions(on)
+
+    def optimized(self, event: Any) -> None:
+        """Let the next iteration's gathers wait for an event only; before the first iteration there is none.
+
+        Args:
+            event: Recorded behind the optimizer's step.
+        """
+        if self._context is not None:
+            self._context.optimized(event)
+
+    def _refuse_strangers(self, known: Iterable[Sharded]) -> None:
+        """Refuse to compute with a parameter that a unit elsewhere has: it would be trained twice, differently."""
+        units = [each.unit for each in known]
+        units += [each.sharding_unit for each in FullyShardedDataParallel.fsdp_modules(self.modules[0])]
+        ours = {member.identity for unit in units for member in unit.members}  # also of what is gathered already
+        held = [(name, identity(p)) for name, p in self.modules[0].named_parameters() if is_held(p)]
+        strange = [name for name, each in held if each not in ours]
+        if strange:
+            raise StateError(
+                "parameters are shared with a module elsewhere, whose unit has sharded them",
+                where=type(self.modules[0]).__name__,
+                found=[clean(name) for name in strange],
+                fix="Apply fully_shard to a module above all that use them, and run that.",
+            )
+
+    def check(self, name: str, below: str = "") -> None:
+        """Refuse to train with what has no memory, or lies elsewhere than it was to.
+
+        Args:
+            name: What the message calls the unit.
+            below: The name of its first module below the root, empty for the root.
+
+        Raises:
+            StateError: Something is on the meta device, or not on the CPU though it is offloaded.
+        """
+        for exposure in self.unit.exposures:
+            if exposure.bucket.compute_device.type == "meta":
+                _leave_meta(exposure)
+        self.unit.bind_extensions()
+        exposed = [
+            (member.fqn, parameter)
+            for exposure in self.unit.exposures
+            for member, parameter in zip(exposure.bucket.members, exposure.parameters, strict=True)
+        ]
+        scope = materialize.Scope.of(self._whole, self._is_elsewhere, self._options.ignored)
+        materialize.refuse_meta(scope, name, below)
+        away = [(fqn, parameter.device) for fqn, parameter in exposed if parameter.device.type != "cpu"]
+        if away and self._options.config.offload.enabled:
+            raise StateError(
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading",
+                where=name,
+                found=[(fqn, str(device)) for fqn, device in away],
+                fix='Load a CPU state dict, or call module.to_empty(device="cpu").',
+            )
+
+    def _is_elsewhere(self, module: nn.Module) -> bool:
+        return is_incompatible(module) or sharded(module) not in (None, self)
+
+    def prefetch(self) -> None:
+        """Start to gather, also before there is a root. Collective."""
+        self._attach()
+        self.unit.prefetch()
+
+    def fill(self) -> None:
+        """Gather, also before there is a root. Collective."""
+        self._attach()
+        self.unit.fill()
+
+    def free(self) -> None:
+        """Give up the full parameters."""
+        if self.unit.attached:
+            self.unit.free()
+
+    def _attach(self) -> None:
+        if not self.unit.attached:
+            Context(self.unit, [(self.unit.name, self.unit)])
+
+    @around
+    def compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a function of one of the modules gives with the parameters there. Collective.
+
+        Args:
+            function: The module's forward, or another method.
+            args: Arguments.
+            kwargs: And those by name.
+        """
+        context = self.ensure_root()
+        if context.root is self.unit and not self.unit.exposures:  # without parameters it does not know where it is
+            args, kwargs = mixed_precision.moved((args, dict(kwargs)), self.device)
+        return compute(context, self.unit, function, args, kwargs)
+
+
+def _check_meshes(placed: Sequence[Placed]) -> None:
+    """Refuse two descriptions of the same ranks: one of them would be cut into a unit of its own by mistake."""
+    seen: dict[ShardGroup, DataParallelMeshInfo] = {}
+    for each in placed:
+        first = seen.setdefault(each.info.group, each.info)
+        if first is not each.info:
+            raise ArgumentError(
+                "Params sharing the same process group must use the same FSDPMeshInfo object, "
+                f"but got different objects: {first} vs {each.info}"
+            )
+
+
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+
+
+def _group(purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return a process group of some ranks, one a purpose. Collective among them when it is asked for first."""
+    world = dist.group.WORLD
+    assert world is not None, "a mesh has been made, so there is a world"
+    made = _GROUPS.setdefault(world, {})
+    if (purpose, ranks) not in made:
+        made[purpose, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return made[purpose, ranks]
+
+
+def _neighbours(group: ShardGroup, count: int) -> dist.ProcessGroup | None:
+    """Return the ranks among which a slice is gathered again; None where that is everyone."""
+    if group.shard is None or count in (0, group.size):
+        return None
+    ranks = dist.get_process_group_ranks(group.shard)
+    first = group.rank // count * count
+    return _group("slices", tuple(ranks[first : first + count]))
+
+
+def _again(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return _group("reduce", tuple(dist.get_process_group_ranks(group)))
+
+
+def _everyone(info: DataParallelMeshInfo) -> dist.ProcessGroup | None:
+    """Return the ranks that a parameter which is whole on each of them is averaged over."""
+    group = info.group
+    if group.shard is None or group.replicate is None:
+        return group.shard or group.replicate
+    return _group("everyone", tuple(info.mesh.mesh.flatten().tolist()))
+
+
+def _leave_meta(exposure: Exposure) -> None:
+    """Compute where this rank's parameters are, if a load that assigns brought them from the meta device."""
+    exposure.adopt()  # what a load assigned is not the exposure's yet
+    bucket = exposure.bucket
+    if not bucket.shard.is_meta:
+        ranks = bucket.group.shard or bucket.group.replicate
+        bucket.compute_on(materialize.default_device(ranks) if ranks is not None else bucket.shard.device)

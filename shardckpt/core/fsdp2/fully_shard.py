@@ -1,0 +1,661 @@
+"""The face of the engine that shards in place: `fully_shard`, and what a module can do once it is sharded."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import MethodType
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardckpt.core.comm.allocator import PooledAllGather, PooledReduceScatter, allocator
+from shardckpt.core.config import UnitConfig
+from shardckpt.core.errors import ArgumentError, StateError
+from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
+from shardckpt.core.fsdp2.composable_registry import register_fully_shard
+from shardckpt.core.fsdp2.fsdp_state import Options, Sharded, all_sharded, sharded
+from shardckpt.core.modules.compile_guard import around
+from shardckpt.core.params.mesh_placement import (
+    DataParallelMeshDims,
+    DataParallelMeshInfo,
+    ShardPlacementFn,
+    default_mesh,
+    mesh_info,
+)
+from shardckpt.core.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
+from shardckpt.core.runtime.fsdp_unit import Unit, UnshardHandle
+from shardckpt.core.runtime.traversal import ShardedModule
+from shardckpt.errors import ShardckptError
+
+
+class MisuseError(ShardckptError, AssertionError):
+    """A call that contradicts an earlier one: a second `fully_shard`, a second owner of a collective."""
+
+
+class UnsupportedArgumentError(ShardckptError, NotImplementedError):
+    """Arguments that do not go together."""
+
+
+class SettingTypeError(ShardckptError, TypeError):
+    """A setting of another type than its own."""
+
+
+class BackendError(ShardckptError, RuntimeError):
+    """A setting that only another backend of process groups has."""
+
+
+_AS_STORED = MixedPrecisionPolicy()
+_ON_DEVICE = OffloadPolicy()
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = _AS_STORED,
+    offload_policy: OffloadPolicy = _ON_DEVICE,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Shard a module's parameters across ranks, in place; they are whole only while the module computes.
+
+    Parameters that a nested `fully_shard` has are left to it, so it is applied from the inside out. Parameters become
+    DTensors; the module's class becomes one that is also an `FSDPModule`.
+
+    Args:
+        module: The module, or several that are gathered and freed together.
+        mesh: One dimension to cut over, or two, (replicate, shard); all ranks where None. With `dp_mesh_dims` the mesh
+            of everything, on which parameters are DTensors.
+        reshard_after_forward: Free the parameters between forward and backward; a number of ranks to keep them whole
+            among so many; None to free them unless the module is the root.
+        shard_placement_fn: Given a parameter, says along which dimension it is cut and over which mesh.
+        mp_policy: Dtypes of computation and reduction.
+        offload_policy: Whether shards live on the CPU.
+        ignored_params: Parameters that are neither sharded nor moved nor reduced.
+        dp_mesh_dims: Names of the mesh's data-parallel dimensions.
+
+    Returns:
+        What was passed.
+
+    Raises:
+        MisuseError: A module has been sharded already.
+        ArgumentError: A container without a forward, a mesh or a setting that does not fit.
+    """
+    modules = _outermost(module)
+    _check_modules(modules)
+    info = mesh_info(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
+    slices, kept = _kept(reshard_after_forward, info)
+    config = UnitConfig(
+        precision=mp_policy.precision,
+        offload=offload_policy.offload,
+        keeps_full=info.shard_mesh_dim is None,
+        keeps_while_held=False,
+        **kept,
+    )
+    Sharded(modules, Options(info, shard_placement_fn, slices, frozenset(ignored_params or ()), config))
+    for each in modules:
+        each.__class__ = _sharded_class(type(each))
+        register_fully_shard(each)
+    return module
+
+
+def _outermost(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are in none of the others."""
+    if isinstance(module, nn.Module):
+        return [module]
+    given = list(dict.fromkeys(module))
+    if not given:
+        raise ArgumentError("fully_shard was given no module")
+    below = {inner for each in given for inner in each.modules() if inner is not each}
+    return [each for each in given if each not in below]
+
+
+def _check_modules(modules: Sequence[nn.Module]) -> None:
+    for each in modules:
+        if sharded(each) is not None:
+            raise MisuseError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"fully_shard has already been applied to the following module:\n{each}"
+            )
+        if isinstance(each, FullyShardedDataParallel):
+            raise ArgumentError(
+                "fully_shard was given a FullyShardedDataParallel", fix="Use one or the other for a module."
+            )
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ArgumentError(f"fully_shard does not support containers that do not implement forward: {each}")
+
+
+def _kept(answer: bool | int | None, info: DataParallelMeshInfo) -> tuple[int, dict[str, Any]]:
+    """Return among how many ranks slices are kept after forward, and what the unit is told."""
+    if answer is None:
+        return 0, {}
+    if not isinstance(answer, int):
+        raise ArgumentError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {answer}"
+        )
+    if info.shard_mesh_dim is None:
+        return 0, {}
+    size = info.mesh.size(info.shard_mesh_dim)
+    if not isinstance(answer, bool):
+        if info.is_spmd_mesh:
+            raise UnsupportedArgumentError(
+                "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
+            )
+        if answer < 1 or answer > size or size % answer:
+            raise ArgumentError(
+                f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {answer}"
+            )
+        if answer == 1:
+            warnings.warn(
+                "reshard_after_forward=1 (int) means resharding parameters to world size 1, "
+                "instead of reshard_after_forward=True (bool)",
+                stacklevel=3,
+            )
+        if 1 < answer < size:
+            return answer, {"keeps_slice": answer, "keeps_as_root": False}
+        answer = answer == size
+    return 0, {"frees_after_forward": answer, "keeps_without_grad": not answer, "keeps_as_root": False}
+
+
+def _state(module: nn.Module) -> Sharded | None:
+    return sharded(module)
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def _sharded_class(original: type) -> type:
+    """Return the class that a module of some class has once it is sharded."""
+    if original not in _CLASSES:
+        body = {"__module__": original.__module__}
+        _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), body)
+    return _CLASSES[original]
+
+
+class FSDPModule:
+    """What a sharded module can do; its own class comes right behind this one."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the original class: what a sharded container gives for a slice of it is not sharded."""
+        original: Any = cls.__mro__[2]
+        made = original.__new__(original)
+        made.__init__(*args, **kwargs)  # it is no instance of cls, so Python would not call it
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a sharded module of its own, over the same ranks."""
+        self.reshard()
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        copy.deepcopy(self._sharded, memo)
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = copy.deepcopy(value, memo)
+        return made
+
+    @around
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute with the parameters gathered."""
+        return self._sharded.compute(super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters as `torch.nn.Module` does, after a failed backward those of before it."""
+        context = self._sharded.context
+        if context is not None:
+            context.recover()
+        yield from super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+
+    # -------------------------------------------------------------------------------------------------- inside
+
+    @property
+    def _as_module(self) -> nn.Module:
+        assert isinstance(self, nn.Module), "the generated class has the original one behind this"
+        return self
+
+    @property
+    def _sharded(self) -> Sharded:
+        found = sharded(self._as_module)
+        if found is None:
+            raise MisuseError(f"No FSDP state found on {type(self).__name__}")
+        return found
+
+    def _get_fsdp_state(self) -> Sharded:
+        return self._sharded
+
+    @property
+    def sharding_unit(self) -> Unit:
+        """The unit that this module has, or shares with others."""
+        return self._sharded.unit
+
+    @property
+    def is_sharding_root(self) -> bool:
+        """Tell whether this module ran first of all that is sharded around it."""
+        state = self._sharded
+        return state.context is not None and state.context.root is state.unit
+
+    def _each(self, recurse: bool) -> list[Sharded]:
+        return all_sharded(self._as_module) if recurse else [self._sharded]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.reshard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        unit = self._sharded.unit
+        if not unit.lent:
+            unit.adopt()
+            for exposure in unit.exposures:
+                exposure.show_sharded()
+        return result
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the sharded state: DTensors."""
+        self.reshard()
+        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        self._sharded.with_stored_types(state, self._as_module, prefix)
+        return state
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.reshard()
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    # ---------------------------------------------------------------------------------------- full parameters
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters, not those of sharded modules below it. Collective.
+
+        Args:
+            async_op: Return while they are under way; the module's forward waits for them.
+
+        Returns:
+            What waits for them; None where they are there.
+        """
+        state = self._sharded
+        handle = UnshardHandle(state.fill)
+        if async_op:
+            state.prefetch()
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Give up this module's full parameters, not those of sharded modules below it."""
+        self._sharded.free()
+
+    def reset_iter_state(self) -> None:
+        """After an exception, be as before the iteration, without its gradients; the next one works without this too.
+
+        Raises:
+            StateError: This is not the root.
+        """
+        context, unit = self._sharded.context, self._sharded.unit
+        if context is None:
+            return
+        if context.root is not unit:
+            raise StateError("reset_iter_state must be called on the root FSDP module", where=unit.name)
+        context.abandon()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Say whether full parameters go between forward and backward, those of the root too.
+
+        Args:
+            reshard_after_forward: Whether they go.
+            recurse: Say it to the sharded modules below as well.
+
+        Raises:
+            ArgumentError: It is no bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ArgumentError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for each in self._each(recurse):
+            each.configure(
+                frees_after_forward=reshard_after_forward,
+                keeps_without_grad=not reshard_after_forward,
+                keeps_slice=0,
+                keeps_as_root=False,
+            )
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Say whether full parameters go after backward, or stay for the next forward.
+
+        Args:
+            reshard_after_backward: Whether they go.
+            recurse: Say it to the sharded modules below as well.
+        """
+        for each in self._each(recurse):
+            each.configure(frees_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Say whether backward needs this module's full parameters; that of an embedding does not.
+
+        Args:
+            unshard_in_backward: Whether they are gathered in backward.
+        """
+        self._sharded.configure(gathers_in_backward=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Say what is gathered while this module computes forward.
+
+        Args:
+            modules: Sharded modules, in order.
+
+        Raises:
+            ArgumentError: One is not sharded.
+        """
+        self._sharded.unit.prefetches(forward=[each.unit for each in _all_of(modules)])
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Say what is gathered while this module's gradients are computed, instead of what came before it in forward.
+
+        Args:
+            modules: Sharded modules, in order.
+
+        Raises:
+            ArgumentError: One is not sharded.
+        """
+        self._sharded.unit.prefetches(backward=[each.unit for each in _all_of(modules)])
+
+    # ---------------------------------------------------------------------------------------------- gradients
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Say whether the next backward reduces gradients, or keeps them for a later one.
+
+        Args:
+            requires_gradient_sync: Whether it does.
+            recurse: Say it to the sharded modules below as well.
+        """
+        for each in self._each(recurse):
+            each.unit.synchronise(requires_gradient_sync)
+            each.unit.all_reduces(requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Say whether gradients are summed over replicas too, or kept once they are summed over shards.
+
+        Args:
+            requires_all_reduce: Whether they are.
+            recurse: Say it to the sharded modules below as well.
+        """
+        for each in self._each(recurse):
+            each.unit.all_reduces(requires_all_reduce)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward is the last before the optimizer's step; only that one waits for reductions.
+
+        Args:
+            is_last_backward: Whether it is.
+        """
+        self._sharded.awaits_reductions(is_last_backward)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Say what summed gradients are divided by, instead of the number of ranks.
+
+        Args:
+            factor: The divisor.
+        """
+        self._sharded.configure(divide_factor=factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do what `set_gradient_divide_factor` does, which is to be used instead."""
+        warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Say whether collectives sum only, with division apart.
+
+        Args:
+            enable: Whether they do.
+        """
+        self._sharded.configure(force_sum=enable)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Say whether a parameter that no rank used gets a gradient of zeros, rather than none.
+
+        One that some ranks used gets the mean either way, zeros counted for the others.
+
+        Args:
+            reduce_scatter_unused_params: Whether it does.
+            recurse: Say it to the sharded modules below as well.
+        """
+        for each in self._each(recurse):
+            each.configure(zeros_for_unused=reduce_scatter_unused_params)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Say how many reductions may be under way at once, each of which holds a buffer.
+
+        Args:
+            max_input_buffers: How many, at least 1.
+            recurse: Say it to the sharded modules below as well.
+
+        Raises:
+            SettingTypeError: It is no int.
+            ArgumentError: It is below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise SettingTypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ArgumentError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for each in self._each(recurse):
+            each.configure(reductions_under_way=max_input_buffers)
+
+    # -------------------------------------------------------------------------------------------- collectives
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather with a collective of the user's own.
+
+        Args:
+            comm: The collective.
+
+        Raises:
+            ArgumentError: The module's parameters lie over several meshes.
+        """
+        self._one_group("set_custom_all_gather").use(all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce with a collective of the user's own.
+
+        Args:
+            comm: The collective.
+
+        Raises:
+            ArgumentError: The module's parameters lie over several meshes.
+        """
+        self._one_group("set_custom_reduce_scatter").use(reduce_scatter=comm)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Let a function change averaged gradients before they are handed over.
+
+        Args:
+            hook: Given this rank's part of the gradient, 1-D, changes it in place.
+            stream: Where it runs; None for where the reduction does.
+
+        Raises:
+            ArgumentError: The parameters lie over several meshes, or a stream is given where replicas are averaged.
+        """
+        state = self._one_group("set_all_reduce_hook")
+        if stream is not None and any(group.replicas > 1 for group in state.groups):
+            raise ArgumentError("stream cannot be set when using native HSDP")
+        state.use(all_reduce_hook=hook if stream is None else _on(stream, hook))
+
+    def _one_group(self, called: str) -> Sharded:
+        state = self._sharded
+        if len(state.groups) > 1:
+            raise ArgumentError(
+                f"{called} is not supported with multiple param groups (from per-param mesh via shard_placement_fn): "
+                "it would be ambiguous across groups with different meshes",
+                where=state.unit.name,
+            )
+        return state
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Say whether gradients are reduced on channels of their own, beside gathers. Collective when first enabled.
+
+        Args:
+            enable: Whether they are.
+            recurse: Say it to the sharded modules below as well.
+        """
+        for each in self._each(recurse):
+            each.separate(enable)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Say whether buffers of collectives come from the process group's allocator, which only NCCL has.
+
+        Args:
+            enable: Whether they do.
+
+        Raises:
+            MisuseError: Collectives of the user's own are set, which allocate themselves.
+            BackendError: The backend has no allocator.
+        """
+        self._refuse_own_comms("set_allocate_memory_from_process_group()")
+        state = self._sharded
+        if not enable:
+            state.use(all_gather=None, reduce_scatter=None)
+            return
+        groups = [group.shard for group in state.groups if group.shard is not None]
+        if len(groups) != 1 or allocator(groups[0], state.device) is None:
+            self._refuse_backend("an allocator of the process group")
+        state.use(all_gather=PooledAllGather(groups[0]), reduce_scatter=PooledReduceScatter(groups[0]))
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Let gathers use symmetric memory, which only NCCL has.
+
+        Args:
+            backend: Whose.
+
+        Raises:
+            MisuseError: Collectives of the user's own are set, which allocate themselves.
+            BackendError: The backend has no such memory.
+        """
+        self._refuse_own_comms("set_symm_mem()")
+        self._refuse_backend(f"symmetric memory of {backend}, which this version gathers without,")
+
+    def _refuse_own_comms(self, called: str) -> None:
+        comms = self._sharded.comms
+        for kind, own in (("all gather", comms.all_gather), ("reduce scatter", comms.reduce_scatter)):
+            if own is not None and not isinstance(own, (PooledAllGather, PooledReduceScatter)):
+                raise MisuseError(f"cannot call {called} when {kind} comm is custom: {type(own).__name__}")
+
+    def _refuse_backend(self, wanted: str) -> None:
+        raise BackendError(
+            f"{wanted} is not there",
+            where=self._sharded.unit.name,
+            found=self._sharded.backends,
+            expected="nccl",
+            fix="Leave the setting out; it changes speed only.",
+        )
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the root's next gathers wait for an event, not for everything that was queued before its forward.
+
+        Args:
+            event: Recorded behind the optimizer's step; used once.
+        """
+        self._sharded.optimized(event)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Gathers are asynchronous always; this is here for the name."""
+
+
+ShardedModule.register(FSDPModule)
+
+
+def _on(stream: torch.cuda.Stream, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that runs on a stream."""
+
+    def run(gradient: torch.Tensor) -> None:
+        here = torch.cuda.current_stream(gradient.device)
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            hook(gradient)
+        here.wait_stream(stream)
+
+    return run
+
+
+def _all_of(modules: Iterable[Any]) -> list[Sharded]:
+    found = []
+    for each in modules:
+        if not isinstance(each, FSDPModule):
+            raise ArgumentError(f"Expects FSDPModule but got {type(each)}: {each}")
+        found.append(each._sharded)
+    return found
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method be one that a unit's parameters are gathered for, as its forward is; on either face.
+
+    Args:
+        module: The module; nothing is done where it is not sharded.
+        method_name: The method.
+
+    Raises:
+        ArgumentError: There is no such method.
+    """
+    if not isinstance(module, (FSDPModule, FullyShardedDataParallel)):
+        return
+    if not hasattr(module, method_name):
+        raise ArgumentError(f"{type(module)} does not have a method {method_name}")
+    if isinstance(module, FullyShardedDataParallel):
+        module.gathers_for(method_name)
+        return
+    bound = getattr(module, method_name)
+    method = getattr(bound, "__func__", None)
+
+    @functools.wraps(bound)
+    def gathered(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        function = bound if method is None else functools.partial(method, self)  # a copy's own, not the original's
+        return self._sharded.compute(function, args, kwargs)
+
+    setattr(module, method_name, MethodType(gathered, module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots share the streams of their collectives: all roots of a device do anyway.
+
+    Args:
+        modules: Sharded modules.
+
+    Raises:
+        ArgumentError: One is not sharded.
+    """
+    for each in modules:
+        if not isinstance(each, FSDPModule):
+            raise ArgumentError(f"Expects list of FSDPModules but got {each}")

@@ -1,0 +1,1 @@
+"""Names and parameters of modules, pytrees, autograd hooks, a guard around compilation."""

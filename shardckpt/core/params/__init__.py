@@ -1,0 +1,1 @@
+"""Buckets of parameters: layout of buffers, gathering, reduction, extensions."""

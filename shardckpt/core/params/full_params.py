@@ -1,0 +1,204 @@
+"""Full values of what lies as a shard does, parameters or gradients: gathered, cut again, sent by the first rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardckpt.core.comm.streams import Resizable
+from shardckpt.core.params.param_bucket import Bucket
+
+
+@dataclass
+class Full:
+    """Full values in memory of their own, unless nothing is sharded: then they may be what is stored.
+
+    Attributes:
+        values: For each parameter of a bucket its value, where the unit computes.
+        buffer: The memory, which is counted; None where it is not their own.
+    """
+
+    values: list[torch.Tensor]
+    buffer: Resizable | None = None
+
+    def free(self) -> None:
+        """Give up the memory of their own; the values cannot be read after that."""
+        if self.buffer is not None:
+            self.buffer.free()
+
+
+def gather(bucket: Bucket, shard: torch.Tensor) -> Full:
+    """Gather the full values of something that lies as a bucket's shard does. Collective.
+
+    Args:
+        bucket: The bucket.
+        shard: This rank's part, 1-D: the stored parameters, a gradient.
+    """
+    own = shard.to(bucket.compute_device)
+    if bucket.keeps_full:
+        return Full(bucket.packing.views(own))
+    incoming = Resizable(bucket.packing.gathered, own.dtype, own.device)
+    bucket.group.all_gather(incoming.tensor, own, f"gather {bucket.name}").wait()
+    return _unpacked(bucket, incoming)
+
+
+class Staging:
+    """Memory that one unit after the other passes through: given once for the largest, and kept until this is gone."""
+
+    def __init__(self) -> None:
+        self._held: Resizable | None = None
+
+    def place(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory, 1-D: that of the last call again where it is as large, any other with any content.
+
+        Args:
+            numel: Elements.
+            dtype: Their type.
+            device: Where it is.
+        """
+        nbytes = numel * dtype.itemsize
+        held = self._held
+        if held is None or held.tensor.device != device or held.tensor.numel() < nbytes:
+            if held is not None:
+                held.free()  # before there is more; a thread of the backend may hold the tensor for a moment yet
+            held = self._held = Resizable(nbytes, torch.uint8, device)
+        return held.tensor[:nbytes].view(dtype)
+
+
+def copies(
+    bucket: Bucket, shard: torch.Tensor, staging: Staging, *, first_only: bool = False
+) -> Iterator[torch.Tensor] | None:
+    """Gather as `gather` does, into memory of each parameter's own. Collective.
+
+    Args:
+        bucket: The bucket.
+        shard: This rank's part, 1-D.
+        staging: What was gathered lies there, and has to until all is taken.
+        first_only: Gather to the first rank of all that share the bucket or have copies.
+
+    Returns:
+        For each parameter the full value; with `first_only` None elsewhere than on the first rank, or on the first of
+        those that share one with each part of a tensor-parallel one.
+    """
+    own, group, what = shard.to(bucket.compute_device), bucket.group, f"gather {bucket.name}"
+    wanted = group.is_first or not first_only
+    if group.size == 1 or bucket.keeps_full:
+        return bucket.packing.copies(own) if wanted else None
+    incoming = staging.place(bucket.packing.gathered, own.dtype, own.device) if wanted else None
+    if first_only:
+        group.collect(incoming, own, what)
+    elif incoming is not None:
+        group.all_gather(incoming, own, what).wait()
+    return None if incoming is None else bucket.packing.copies(incoming)
+
+
+def _unpacked(bucket: Bucket, incoming: Resizable) -> Full:
+    packing = bucket.packing
+    if packing.direct:
+        return Full(packing.views(incoming.tensor), incoming)
+    buffer = Resizable(packing.whole, incoming.tensor.dtype, incoming.tensor.device)
+    packing.unpack(incoming.tensor, buffer.tensor)
+    incoming.free()
+    return Full(packing.views(buffer.tensor), buffer)
+
+
+def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """Gather the full values of parameters' parts, of which some are missing. Collective.
+
+    Args:
+        bucket: The bucket.
+        parts: For each parameter this rank's part, None where there is none.
+        dtype: Their type, the same on all ranks.
+
+    Returns:
+        For each parameter the full value, missing parts as zeros; None where no rank has a part.
+    """
+    chunk, world = bucket.packing.layout.chunk, bucket.packing.layout.world
+    flags = torch.tensor([float(part is not None) for part in parts]).to(dtype)
+    if bucket.keeps_full:
+        return list(parts)
+    row = torch.cat([join(bucket, parts, dtype), flags.to(bucket.compute_device)])
+    rows = row.new_empty(world * row.numel())
+    bucket.group.all_gather(rows, row, f"gather gradients of {bucket.name}").wait()
+    table = rows.view(world, -1)
+    incoming = Resizable(world * chunk, dtype, row.device)
+    incoming.tensor.view(world, chunk).copy_(table[:, :chunk])
+    has = (table[:, chunk:] != 0).any(0).tolist()
+    values = _unpacked(bucket, incoming).values
+    return [value if there else None for value, there in zip(values, has, strict=True)]
+
+
+def join(
+    bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
+) -> torch.Tensor:
+    """Return parameters' parts as one tensor that lies as the shard does, zeros for what is missing.
+
+    Args:
+        bucket: The bucket.
+        parts: For each parameter this rank's part, None where there is none.
+        dtype: Their type.
+        staging: Lay them out where `copies` gathers through the same staging, with any content in the padding; None for
+            new memory with zeros there.
+    """
+    size, device = bucket.packing.layout.chunk, bucket.compute_device
+    if staging is None:
+        made = torch.zeros(size, dtype=dtype, device=device)
+    else:
+        made = staging.place(bucket.packing.gathered, dtype, device)[bucket.rank * size :][:size]
+    for place, part in zip(bucket.of_shard(made), parts, strict=True):
+        if part is not None:
+            place.copy_(part)
+        elif staging is not None:
+            place.zero_()
+    return made
+
+
+def cut(bucket: Bucket, values: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Copy this rank's part of full values to where a shard lies; values may be views of `out` if nothing is sharded.
+
+    Args:
+        bucket: The bucket.
+        values: For each parameter its full value.
+        out: 1-D, as long as the shard.
+    """
+    if not bucket.keeps_full:
+        bucket.packing.own(values, bucket.rank, out)
+        return
+    for place, value in zip(bucket.packing.views(out), values, strict=True):
+        if place.data_ptr() != value.data_ptr():
+            place.copy_(value)
+
+
+def scatter(bucket: Bucket, values: Sequence[torch.Tensor | None] | None, out: torch.Tensor) -> list[bool]:
+    """Give every rank its part of the first one's full values. Collective.
+
+    Args:
+        bucket: The bucket.
+        values: For each parameter its full value on the first rank, None for one that is missing; None elsewhere.
+        out: 1-D, as long as the shard: what is filled, missing values with zeros.
+
+    Returns:
+        For each parameter whether the first rank had a value.
+    """
+    chunk, count = bucket.packing.layout.chunk, len(bucket.members)
+    row = torch.zeros(chunk + count, dtype=out.dtype, device=bucket.compute_device)
+    rows: torch.Tensor | None = None
+    if values is not None:
+        rows = row.new_zeros(bucket.packing.layout.world, chunk + count)
+        rows[:, chunk:] = torch.tensor([float(value is not None) for value in values]).to(rows)
+        _pack(bucket, values, rows)
+    bucket.group.deal(row, rows, f"write back {bucket.name}")
+    out.copy_(row[:chunk])
+    return (row[chunk:] != 0).tolist()
+
+
+def _pack(bucket: Bucket, values: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
+    chunk = bucket.packing.layout.chunk
+    if not bucket.keeps_full:
+        bucket.packing.pack(values, rows[:, :chunk])
+        return
+    for place, value in zip(bucket.packing.views(rows[0, :chunk]), values, strict=True):
+        if value is not None:
+            place.copy_(value)

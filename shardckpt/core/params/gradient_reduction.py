@@ -1,0 +1,248 @@
+"""How one bucket's gradients become the averaged gradient of this rank's shard."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardckpt.core.comm.collectives import CommHook, Comms, Pending, ShardGroup
+from shardckpt.core.modules.fqn_and_params import Name
+from shardckpt.core.params.buffer_layout import Packing
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How one reduction is done.
+
+    Attributes:
+        dtype: Type to sum in.
+        device: Where.
+        factor: What the sum is divided by; the number of ranks where None.
+        split: Divide in two steps, before and after the sum, so that neither overflows.
+        all_reduce: Sum over replicas too; otherwise this rank's part of the sum waits for the next reduction.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    factor: float | None = None
+    split: bool = False
+    all_reduce: bool = True
+
+    def divisors(self, world: int) -> tuple[float, float]:
+        """Return what gradients are divided by before and after they are summed.
+
+        Args:
+            world: Ranks whose gradients are summed.
+        """
+        if self.factor is not None:
+            return 1.0, self.factor
+        if not (self.split or self.dtype is torch.float16):
+            return 1.0, float(world)
+        before = 1
+        while world % before == 0 and world / before > before:
+            before *= 2
+        return float(before), world / before
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What a reduction gives a rank.
+
+    Attributes:
+        gradient: The mean over ranks of this rank's shard of the gradient, 1-D, padding included.
+        used: For each parameter, whether any rank had a gradient for it.
+    """
+
+    gradient: torch.Tensor
+    used: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    how: Averaging
+    out: torch.Tensor
+    source: torch.Tensor | None  # kept where what is queued still reads it; threads keep what they read themselves
+    used: tuple[bool, ...] | None
+    pending: Pending
+
+
+class Reducer:
+    """Averages the gradients of one bucket over ranks; one reduction at a time.
+
+    The sizes that travel depend on the layout and the number of ranks alone: parameters without a gradient count as
+    zeros, and a flag for each, behind every rank's part, tells who had one.
+
+    Args:
+        packing: Where the parameters lie.
+        group: The ranks.
+        name: What messages call the bucket.
+        whole: Every rank keeps everything.
+    """
+
+    def __init__(self, packing: Packing, group: ShardGroup, name: Name, *, whole: bool) -> None:
+        self._packing = packing
+        self._group = group
+        self._name = name
+        self._whole = whole
+        self._hook: CommHook | None = None
+        self._comms = Comms()
+        self._under_way: _Reduction | None = None
+        self._partial: torch.Tensor | None = None
+        self._held: list[torch.Tensor | None] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reducer:
+        """Return one for a copy of the bucket, without the gradients of this one."""
+        made = Reducer(self._packing, self._group, copy.deepcopy(self._name, memo), whole=self._whole)
+        memo[id(self)] = made
+        made.use(hook=self._hook, comms=self._comms)
+        return made
+
+    @property
+    def hook(self) -> CommHook | None:
+        """What averages in the engine's place."""
+        return self._hook
+
+    @property
+    def group(self) -> ShardGroup:
+        """The ranks, with the channels that gradients travel on."""
+        return self._group
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Tell whether a reduction is under way, or gradients wait for the next one."""
+        return self._under_way is not None or self._partial is not None or bool(self._held)
+
+    def use(self, *, hook: CommHook | None = None, comms: Comms | None = None, group: ShardGroup | None = None) -> None:
+        """Average in another way from now on.
+
+        Args:
+            hook: Does all of it.
+            comms: Collectives of a user's own.
+            group: The same ranks on other channels.
+        """
+        self._hook = hook or self._hook
+        self._comms = comms or self._comms
+        self._group = group or self._group
+
+    def hold(self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype) -> None:
+        """Keep gradients for the next reduction, added to those that are kept already.
+
+        Args:
+            gradients: For each parameter its full gradient, or None.
+            dtype: Type to add them in.
+        """
+        before = self._held or [None] * len(gradients)
+        self._held = [_sum(kept, new, dtype) for kept, new in zip(before, gradients, strict=True)]
+
+    @property
+    def done(self) -> bool:
+        """Tell whether `finish` would neither wait for anything nor start another collective."""
+        under_way = self._under_way
+        alone = self._group.replicas == 1 and self._comms.all_reduce_hook is None
+        return under_way is None or (alone and under_way.pending.done)
+
+    def begin(self, gradients: list[torch.Tensor | None], how: Averaging) -> None:
+        """Start to average. Collective.
+
+        Args:
+            gradients: For each parameter its full gradient on this rank, or None; the list is emptied, so that those
+                held by nobody else make room on the way.
+            how: How to.
+        """
+        if self._held:
+            self.hold(gradients, how.dtype)
+            gradients, self._held = self._held, []
+        self._under_way = self._hooked(gradients, how) if self._hook is not None else self._started(gradients, how)
+
+    def _started(self, gradients: list[torch.Tensor | None], how: Averaging) -> _Reduction:
+        chunk, size, count = self._packing.layout.chunk, self._group.size, len(gradients)
+        row = chunk + count
+        device = how.device
+        own = self._comms.reduce_scatter
+        if own is None:
+            source = torch.empty(size * row, dtype=how.dtype, device=device)
+        else:
+            source = own.allocate((size * row,), dtype=how.dtype, device=device)
+        rows = source.view(size, row)
+        has = [gradient is not None for gradient in gradients]
+        self._packing.pack(_given_up(gradients), rows)
+        rows[:, chunk:] = torch.tensor(has, dtype=how.dtype).to(device)
+        before, _ = how.divisors(self._group.world)
+        if before != 1:
+            source.div_(before)
+        used = tuple(has) if all(has) else None
+        if size == 1 and own is None:
+            return _Reduction(how, source, source, used, Pending(None, ""))
+        out = torch.empty(row, dtype=how.dtype, device=device)
+        pending = self._group.reduce_scatter(out, source, f"reduce {self._name}", own)
+        return _Reduction(how, out, None if source.is_cpu and own is None else source, used, pending)
+
+    def _hooked(self, gradients: list[torch.Tensor | None], how: Averaging) -> _Reduction:
+        """Let a user's hook do it; who had a gradient travels by itself."""
+        assert self._hook is not None
+        chunk, size = self._packing.layout.chunk, self._group.size
+        source = torch.empty(size * chunk, dtype=how.dtype, device=how.device)
+        flags = torch.tensor([float(gradient is not None) for gradient in gradients], device=source.device)
+        self._packing.pack(_given_up(gradients), source.view(size, chunk))
+        self._group.count(flags, f"count the gradients of {self._name}")
+        if self._whole:
+            out = source
+            self._hook.call(self._hook.state, source)
+        else:
+            out = torch.zeros(chunk, dtype=how.dtype, device=source.device)
+            self._hook.call(self._hook.state, source, out)
+        return _Reduction(how, out, source, tuple((flags > 0).tolist()), Pending(None, ""))
+
+    def finish(self) -> Reduced | None:
+        """Return the averaged gradient; None when no reduction is under way, or when its rest waits for another."""
+        reduction, self._under_way = self._under_way, None
+        if reduction is None:
+            return None
+        reduction.pending.wait()
+        chunk = self._packing.layout.chunk
+        if self._hook is not None and reduction.used is not None:
+            return Reduced(reduction.out[:chunk], reduction.used)
+        if not (reduction.how.all_reduce or self._whole) and self._group.replicas > 1:
+            self._keep(reduction.out)
+            return None
+        out = self._joined(reduction.out)
+        if self._group.replicas > 1:
+            self._group.all_reduce(out, f"reduce {self._name} over replicas").wait()
+        used = reduction.used or tuple((out[chunk:] > 0).tolist())
+        gradient = out[:chunk]
+        _, after = reduction.how.divisors(self._group.world)
+        if after != 1:
+            gradient.div_(after)
+        if self._comms.all_reduce_hook is not None:
+            self._comms.all_reduce_hook(gradient)
+        return Reduced(gradient, used)
+
+    def _keep(self, out: torch.Tensor) -> None:
+        self._partial = self._joined(out)
+
+    def _joined(self, out: torch.Tensor) -> torch.Tensor:
+        partial, self._partial = self._partial, None
+        return out if partial is None else out.add_(partial)
+
+    def abandon(self) -> None:
+        """After a failure: wait for what is under way, forget everything."""
+        reduction, self._under_way = self._under_way, None
+        self._partial, self._held = None, []
+        if reduction is not None:
+            reduction.pending.wait()
+
+
+def _given_up(values: list[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+    values.reverse()
+    while values:
+        yield values.pop()
+
+
+def _sum(kept: torch.Tensor | None, new: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    if new is None or kept is None:
+        return new.to(dtype) if new is not None else kept
+    return kept.add_(new)

@@ -1,0 +1,511 @@
+"""How one parameter of `fully_shard` lies over its mesh: which ranks cut it, and what DTensor its box is part of.
+
+Buckets see plain local tensors. A parameter that is a DTensor already (tensor parallel, or on the mesh of everything)
+is cut further: what is cut is its local part, and the placements of both meshes are joined in the sharded DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardckpt.core.comm.collectives import ShardGroup
+from shardckpt.core.errors import ArgumentError
+from shardckpt.core.params.buffer_layout import apart
+from shardckpt.errors import ShardckptError
+
+
+class PlacementError(ShardckptError, AssertionError):
+    """A mesh or a dimension with which a parameter cannot be placed."""
+
+
+class PlacementMissingError(ShardckptError, NotImplementedError):
+    """A combination of meshes that is not provided for."""
+
+
+@dataclass
+class DataParallelMeshDims:
+    """Which dimensions of a mesh of everything are data parallel.
+
+    Attributes:
+        shard: Name or names of those that parameters are cut over; several are flattened into one.
+        replicate: And of those that hold copies.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ArgumentError("At least one of shard or replicate must be set in DataParallelMeshDims")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The names in `shard`."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The names in `replicate`."""
+        return _names(self.replicate)
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+# ------------------------------------------------------------------------------------------------------ meshes
+
+
+@dataclass(eq=False)
+class DataParallelMeshInfo:
+    """A mesh of which one dimension cuts, one holds copies, or both.
+
+    Attributes:
+        mesh: The data-parallel mesh.
+        shard_mesh_dim: Which of its dimensions cuts; None for none.
+        replicate_mesh_dim: Which holds copies; None for none.
+        dp_mesh_dims: Where these dimensions are in the mesh of everything.
+        spmd_mesh: The mesh of everything, on which parameters are DTensors already.
+    """
+
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None = None
+    replicate_mesh_dim: int | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
+            raise PlacementError("At least one of shard_mesh_dim and replicate_mesh_dim must not be None")
+
+    @cached_property
+    def group(self) -> ShardGroup:
+        """The ranks that cut, and those that hold copies."""
+        shard = None if self.shard_mesh_dim is None else self.mesh.get_group(self.shard_mesh_dim)
+        replicate = None if self.replicate_mesh_dim is None else self.mesh.get_group(self.replicate_mesh_dim)
+        return ShardGroup(shard, replicate)
+
+    @property
+    def is_spmd_mesh(self) -> bool:
+        """Tell whether parameters are DTensors on the mesh of everything."""
+        return self.dp_mesh_dims is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        kind = self.mesh.device_type
+        if kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+    @property
+    def ring(self) -> DeviceMesh:
+        """The mesh of the ranks that share a parameter."""
+        names = self.mesh.mesh_dim_names
+        if self.mesh.ndim == 1 or self.shard_mesh_dim is None or names is None:
+            return self.mesh
+        return self.mesh[names[self.shard_mesh_dim]]
+
+    def over(self, cut: Placement) -> tuple[Placement, ...]:
+        """Return placements on `mesh` of what is cut in one way and copied otherwise."""
+        return tuple(cut if dim == self.shard_mesh_dim else Replicate() for dim in range(self.mesh.ndim))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelMeshInfo:
+        """Ranks are shared, not copied."""
+        return self
+
+
+@dataclass(eq=False)
+class FSDPMeshInfo(DataParallelMeshInfo):
+    """A mesh that cuts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard_mesh_dim is None:
+            raise PlacementError("Expects non-None shard_mesh_dim")
+
+    @property
+    def shard_mesh_size(self) -> int:
+        """Ranks that share a parameter."""
+        return self.mesh.size(self.shard_mesh_dim)
+
+    @property
+    def shard_mesh_rank(self) -> int:
+        """This rank's place among them."""
+        return self.mesh.get_local_rank(self.shard_mesh_dim)
+
+
+@dataclass(eq=False)
+class DDPMeshInfo(DataParallelMeshInfo):
+    """A mesh that holds copies."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.replicate_mesh_dim is None:
+            raise PlacementError("Expects non-None replicate_mesh_dim")
+
+
+@dataclass(eq=False)
+class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
+    """A mesh that does both."""
+
+
+def default_mesh() -> DeviceMesh:
+    """Return a mesh of all ranks; the process group is made where there is none yet. Collective."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return init_device_mesh(accelerator.type if accelerator else "cpu", mesh_shape=(dist.get_world_size(),))
+
+
+def mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
+    """Return what the dimensions of a mesh are for.
+
+    Args:
+        mesh: One dimension to cut over, or two, (replicate, shard); or any mesh, with `dims`.
+        dims: The names of its data-parallel dimensions.
+
+    Raises:
+        ArgumentError: The mesh is of another shape, or has no such names.
+        PlacementError: The mesh has two dimensions without names.
+    """
+    if dims is not None:
+        _check_names(mesh, dims)
+        return _named(mesh, dims)
+    if mesh.ndim not in (1, 2):
+        raise ArgumentError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    if mesh.mesh_dim_names is None:
+        raise PlacementError("Please init the 2D mesh for HSDP with mesh_dim_names specified", found=mesh)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def _check_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
+    if mesh.mesh_dim_names is None:
+        raise ArgumentError("mesh must have mesh_dim_names when dp_mesh_dims is provided", found=mesh)
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in mesh.mesh_dim_names:
+            raise ArgumentError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
+
+
+def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
+    if not dims.shard_names:
+        return DDPMeshInfo(_flat(mesh, dims.replicate_names), None, 0, dims, mesh)
+    shard = _flat(mesh, dims.shard_names)
+    if not dims.replicate_names:
+        return FSDPMeshInfo(shard, 0, None, dims, mesh)
+    return HSDPMeshInfo(_joined([_flat(mesh, dims.replicate_names), shard]), 1, 0, dims, mesh)
+
+
+# What DeviceMesh has no public name for; a mesh made otherwise would be equal to none that the user has.
+
+
+def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return the submesh of some dimensions as one dimension. Collective when it is asked for first."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def _joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return a mesh of the dimensions of several submeshes of one mesh."""
+    if len(meshes) == 1:
+        return meshes[0]
+    if any(each.mesh_dim_names is None for each in meshes):
+        raise PlacementError(
+            "a parameter's mesh and the data-parallel mesh are joined by the names of their dimensions",
+            found=[each.mesh_dim_names for each in meshes],
+            fix="Give mesh_dim_names to init_device_mesh, and take both meshes from one.",
+        )
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def cut_over_both(
+    mesh: DeviceMesh, dim: int, inner: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """Return how a tensor lies that tensor parallelism has cut, and whose part is cut again over data-parallel ranks.
+
+    Args:
+        mesh: The data-parallel mesh, with shards along its last dimension and copies along the others.
+        dim: The dimension of the part that is cut.
+        inner: The mesh of the tensor parallelism.
+        placements: How the tensor lies there.
+
+    Returns:
+        The mesh of both and the placements on it; None if the meshes are not parts of one mesh with names.
+    """
+    try:
+        both = _joined([mesh, inner])
+    except (PlacementError, RuntimeError, ValueError):
+        return None
+    cut = _cut(dim, [(each, inner.size(at)) for at, each in enumerate(placements)])
+    return both, (*[Replicate()] * (mesh.ndim - 1), cut, *placements)
+
+
+# -------------------------------------------------------------------------------------------------- parameters
+
+
+@dataclass
+class ShardPlacementResult:
+    """What a `shard_placement_fn` may return: how a parameter is cut, and over which mesh.
+
+    Attributes:
+        placement: The dimension; the first where None.
+        mesh_info: The mesh.
+    """
+
+    placement: Shard | None
+    mesh_info: FSDPMeshInfo
+
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """What a parameter was before it was cut: a DTensor on a mesh of its own."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    data_parallel: frozenset[int] = frozenset()
+
+    def around(self, local: torch.Tensor) -> DTensor:
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def local(self, grad: DTensor) -> torch.Tensor:
+        """Return the local part of a gradient, laid as the parameter is; data parallelism is the bucket's business."""
+        wanted = [
+            found if dim in self.data_parallel else own
+            for dim, (own, found) in enumerate(zip(self.placements, grad.placements, strict=True))
+        ]
+        if list(grad.placements) != wanted:
+            grad = grad.redistribute(placements=wanted)
+        return grad.to_local()
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """One parameter over its mesh.
+
+    Attributes:
+        info: Which ranks cut it, which hold copies.
+        dim: The dimension of its local tensor that is cut; None where every rank has all of it.
+        mesh: The mesh of the sharded DTensor.
+        placements: And how it lies there.
+        shape: Its shape as the user knows it.
+        stride: And its strides.
+    """
+
+    info: DataParallelMeshInfo
+    dim: int | None
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    _inner: _Inner | None = None
+
+    @property
+    def is_dtensor(self) -> bool:
+        """Tell whether the module computes with a DTensor."""
+        return self._inner is not None
+
+    @property
+    def ring(self) -> DeviceMesh:
+        """The mesh of the ranks that share it."""
+        return self.info.ring
+
+    def local(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the plain tensor that is cut."""
+        plain = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return plain.detach()
+
+    def sharded(self, local: torch.Tensor) -> DTensor:
+        """Return the DTensor of which `local`, this rank's box, is a part; it is aliased."""
+        with torch.no_grad():
+            return DTensor.from_local(
+                apart(local), self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+            )
+
+    def full(self, local: torch.Tensor) -> torch.Tensor:
+        """Return what the module computes with, given all that was cut; it is aliased."""
+        if self._inner is None:
+            return local
+        with torch.no_grad():
+            return self._inner.around(local)
+
+    def gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the plain gradient of what was cut. Collective where a DTensor's gradient lies otherwise than it."""
+        if self._inner is None or not isinstance(grad, DTensor):
+            return grad
+        with torch.no_grad():
+            return self._inner.local(grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
+        """Meshes are shared, not copied."""
+        return self
+
+
+def place(name: str, parameter: nn.Parameter, info: DataParallelMeshInfo, choose: ShardPlacementFn | None) -> Placed:
+    """Decide how a parameter lies.
+
+    Args:
+        name: What messages call it.
+        parameter: The parameter, whole or a DTensor.
+        info: The mesh, unless `choose` names another.
+        choose: Asked for the dimension, and the mesh.
+
+    Raises:
+        ArgumentError: `choose` returned something else, or a DTensor does not go with the mesh.
+        PlacementError: There is no such dimension.
+        PlacementMissingError: A DTensor lies on more than two dimensions of a mesh of its own.
+    """
+    wanted, info = _chosen(name, parameter, info, choose)
+    local_dims = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).dim()
+    dim = _dimension(name, parameter, wanted, local_dims) if info.shard_mesh_dim is not None else None
+    if isinstance(parameter, DTensor):
+        return _place_dtensor(name, parameter, info, dim)
+    if info.is_spmd_mesh:
+        raise ArgumentError(
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
+            f"(e.g. via distribute_module). Got plain tensor for parameter '{name}'.",
+        )
+    cut = Replicate() if dim is None else Shard(dim)
+    return Placed(info, dim, info.mesh, info.over(cut), parameter.size(), _steps(parameter.size()))
+
+
+def _chosen(
+    name: str, parameter: nn.Parameter, info: DataParallelMeshInfo, choose: ShardPlacementFn | None
+) -> tuple[Shard | None, DataParallelMeshInfo]:
+    answer: Any = choose(parameter) if choose is not None else None
+    if answer is None or isinstance(answer, Shard):
+        return answer, info
+    if not isinstance(answer, ShardPlacementResult):
+        raise ArgumentError(
+            f"Invalid shard_placement_fn result: {answer}",
+            where=name,
+            expected="None, Shard or ShardPlacementResult",
+        )
+    if not isinstance(info, FSDPMeshInfo):
+        raise ArgumentError(
+            f"Per-param mesh via shard_placement_fn is not supported with {type(info).__name__}; "
+            "it requires FSDPMeshInfo (or subclass)",
+            where=name,
+        )
+    return answer.placement, answer.mesh_info
+
+
+def _dimension(name: str, parameter: nn.Parameter, wanted: Shard | None, dims: int) -> int | None:
+    """Return the dimension to cut; None for a tensor without dimensions, which every rank has whole."""
+    if not dims:
+        return None
+    if wanted is None:
+        return 0
+    dim = wanted.dim + dims if wanted.dim < 0 else wanted.dim
+    if not 0 <= dim < dims:
+        raise PlacementError(
+            f"Shard dim {wanted.dim} is invalid for {dims}D tensor: {parameter.shape}",
+            where=name,
+            fix="Let shard_placement_fn return a dimension that the parameter has.",
+        )
+    return dim
+
+
+def _steps(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor."""
+    return tuple(prod(max(n, 1) for n in shape[at + 1 :]) for at in range(len(shape)))
+
+
+def _cut(dim: int | None, inner: Sequence[tuple[Placement, int]]) -> Placement:
+    """Return how a dimension lies over the data-parallel ranks, inside what `(placement, ranks)` cut before."""
+    if dim is None:
+        return Replicate()
+    pieces = prod(ranks for each, ranks in inner if isinstance(each, (Shard, _StridedShard)) and each.dim == dim)
+    return _StridedShard(dim, split_factor=pieces) if pieces > 1 else Shard(dim)
+
+
+def _place_dtensor(name: str, parameter: DTensor, info: DataParallelMeshInfo, dim: int | None) -> Placed:
+    own = parameter.device_mesh
+    if own.device_type != info.mesh.device_type:
+        raise ArgumentError(
+            "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+            f"{own.device_type} for DTensor and {info.mesh.device_type} for FSDP",
+            where=name,
+        )
+    if info.is_spmd_mesh:
+        return _place_on_everything(name, parameter, info, dim)
+    if len(parameter.placements) > 2:
+        raise PlacementMissingError(
+            f"FSDP only supports 1D TP/EP or 2D EP+TP, not {parameter.placements}",
+            where=name,
+            fix="Pass the mesh of everything with dp_mesh_dims.",
+        )
+    inner = _Inner(own, tuple(parameter.placements), parameter.size(), parameter.stride())
+    cut = _cut(dim, [(each, own.size(at)) for at, each in enumerate(parameter.placements)])
+    placements = (*info.over(cut), *parameter.placements)
+    return Placed(info, dim, _joined([info.mesh, own]), placements, parameter.size(), parameter.stride(), inner)
+
+
+def _place_on_everything(name: str, parameter: DTensor, info: DataParallelMeshInfo, dim: int | None) -> Placed:
+    mesh, dims = parameter.device_mesh, info.dp_mesh_dims
+    assert dims is not None and mesh.mesh_dim_names is not None
+    if mesh is not info.spmd_mesh:
+        raise ArgumentError(
+            "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got different mesh objects",
+            where=name,
+            found=mesh,
+            expected=info.spmd_mesh,
+        )
+    shard = [mesh.mesh_dim_names.index(each) for each in dims.shard_names]
+    copies = [mesh.mesh_dim_names.index(each) for each in dims.replicate_names]
+    for at, role in [*((at, "shard") for at in shard), *((at, "replicate") for at in copies)]:
+        if not isinstance(parameter.placements[at], Replicate):
+            raise ArgumentError(
+                f"Expected Replicate() on DP {role} dim '{mesh.mesh_dim_names[at]}' (index {at}) "
+                f"but got {parameter.placements[at]}",
+                where=name,
+            )
+    inner = _Inner(
+        mesh, tuple(parameter.placements), parameter.size(), parameter.stride(), frozenset((*shard, *copies))
+    )
+    placed_on, placements = _sharded_on_everything(parameter, info, dim, shard, copies)
+    return Placed(info, dim, placed_on, placements, parameter.size(), parameter.stride(), inner)
+
+
+def _sharded_on_everything(
+    parameter: DTensor, info: DataParallelMeshInfo, dim: int | None, shard: list[int], copies: list[int]
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return the mesh and placements once it is cut; several dimensions that cut appear as one."""
+    mesh, found = parameter.device_mesh, list(parameter.placements)
+    assert mesh.mesh_dim_names is not None
+    if not shard:
+        return mesh, tuple(found)
+    cut = _cut(dim, [(found[at], mesh.size(at)) for at in range(shard[0] + 1, mesh.ndim)])
+    if len(shard) == 1:
+        found[shard[0]] = cut
+        return mesh, tuple(found)
+    meshes: list[DeviceMesh] = []
+    placements: list[Placement] = []
+    for at, name in enumerate(mesh.mesh_dim_names):
+        if at == shard[0]:
+            meshes.append(info.mesh)
+            placements.extend(info.over(cut))
+        elif at not in shard and at not in copies:
+            meshes.append(mesh[name])
+            placements.append(found[at])
+    return _joined(meshes), tuple(placements)

@@ -1,0 +1,341 @@
+"""Parameters that say themselves what is gathered of them: tensor subclasses with `fsdp_pre_all_gather` and its other.
+
+Such a parameter is cut like any other, its subclass kept. Before a gather its part gives the tensors that travel, in
+any type; behind it, everyone's tensors become what the module computes with.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardckpt.core.comm.collectives import Pending
+from shardckpt.core.comm.streams import Resizable, await_gather, gathering
+from shardckpt.core.params.buffer_layout import Packing
+from shardckpt.core.params.mesh_placement import Placed
+from shardckpt.core.params.param_bucket import Bucket, Cut
+from shardckpt.core.policies import MixedPrecisionPolicy
+from shardckpt.errors import ShardckptError
+
+_BEFORE, _BEHIND = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+class ExtensionError(ShardckptError, AssertionError):
+    """A tensor subclass that says what is gathered of it in a way that cannot be followed."""
+
+
+def is_extended(local: torch.Tensor) -> bool:
+    """Tell whether a tensor says itself what is gathered of it.
+
+    Args:
+        local: The tensor that is cut.
+
+    Raises:
+        ExtensionError: It has one half of the pair, or one that takes other arguments.
+    """
+    has = [hasattr(local, name) for name in (_BEFORE, _BEHIND)]
+    if not any(has):
+        return False
+    if not all(has):
+        raise ExtensionError(
+            f"Both {_BEFORE} and {_BEHIND} should be defined if using all-gather extensions",
+            found=type(local).__name__,
+        )
+    if len(inspect.signature(getattr(local, _BEFORE)).parameters) not in (1, 5):
+        raise ExtensionError(
+            f"Invalid {_BEFORE}: {inspect.signature(getattr(local, _BEFORE))}",
+            where=type(local).__name__,
+            expected="(self, mesh, outer_size, outer_stride, module, mp_policy)",
+        )
+    return True
+
+
+def needs_extension(local: torch.Tensor) -> bool:
+    """Tell whether a tensor can be gathered only by functions of its own, which it may be given later.
+
+    Args:
+        local: The tensor that is cut.
+    """
+    return is_extended(local) or is_traceable_wrapper_subclass(local)
+
+
+def is_possibly_extended(local: torch.Tensor) -> bool:
+    """Tell, at little cost, whether `is_extended` has to be asked: a dense tensor that nobody set anything on is not.
+
+    Args:
+        local: The local tensor of a sharded parameter.
+    """
+    return type(local) is not torch.Tensor or bool(local.__dict__)
+
+
+def move_functions(before: torch.Tensor, after: torch.Tensor) -> None:
+    """Bind functions that a user put on one tensor to another one that takes its place; only bound methods can be.
+
+    Args:
+        before: The tensor that has them.
+        after: The other one.
+    """
+    for name in (_BEFORE, _BEHIND):
+        function = before.__dict__.get(name)
+        if isinstance(function, MethodType) and function.__self__ is before:
+            setattr(after, name, MethodType(function.__func__, after))
+
+
+class _Outputs:
+    """What was gathered, and what was made of it: storages that are freed and filled again together."""
+
+    def __init__(self, buffers: Sequence[Resizable]) -> None:
+        self.gathered = tuple(buffers)
+        self.buffers = list(buffers)
+
+    def add(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Free these too, unless they are views of what is known."""
+        for tensor in tensors:
+            known = {each.tensor.untyped_storage().data_ptr() for each in self.buffers}
+            if tensor.untyped_storage().data_ptr() not in known:
+                self.buffers.append(Resizable.of(tensor))
+
+    def allocate(self) -> None:
+        """Give all of them memory."""
+        for each in self.buffers:
+            each.allocate()
+
+    def free(self) -> None:
+        """Take their memory."""
+        for each in self.buffers:
+            each.free()
+
+
+class ExtensionBucket(Bucket):
+    """One parameter that says itself what is gathered of it.
+
+    Its full form exists from the first gather on; until then something without memory stands for it.
+    """
+
+    _outputs: _Outputs | None = None
+    _shown: nn.Parameter | None = None
+    _is_watched = False
+    _inputs: tuple[torch.Tensor, ...] = ()
+    _metadata: Any = None
+    _local: torch.Tensor | None = None
+
+    def ask(self, local: torch.Tensor) -> None:
+        """Gather from now on by the functions of a tensor around this rank's part: its class's, or its own.
+
+        Args:
+            local: The tensor.
+        """
+        self._local = local
+
+    @property
+    def _asked(self) -> Any:
+        local = self.parts[0] if self._local is None else self._local
+        if not is_extended(local):
+            raise ExtensionError(
+                f"the local tensor of a parameter has no {_BEFORE} and {_BEHIND}, by which it was to be gathered",
+                where=f"{self.name}, {self.members[0].fqn}",
+                found=type(local).__name__,
+                fix="Put them on the new local tensor after whatever replaced it: to, to_empty, load_state_dict with "
+                "assign, a copy of the model.",
+            )
+        return local
+
+    def _packed(self, values: Sequence[torch.Tensor], cut: Cut) -> Packing:
+        if [place.dim for place in cut.placed] != [0]:
+            raise ExtensionError(
+                "a tensor subclass that says what is gathered of it is cut along its first dimension only",
+                where=self.members[0].fqn,
+                found=cut.placed[0].dim,
+            )
+        return super()._packed(values, cut)
+
+    def _blank(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+        return like.new_zeros(numel)
+
+    @property
+    def aliased(self) -> bool:
+        """The full parameter is something else than the shard, always."""
+        return False
+
+    @property
+    def exact(self) -> bool:
+        """There is one full form of the parameter."""
+        return True
+
+    @property
+    def leaves(self) -> tuple[nn.Parameter, ...]:
+        """The full parameter; readable while the bucket is filled."""
+        return (self._shown,) if self._shown is not None else self._full.leaves
+
+    @property
+    def fulls(self) -> list[torch.Tensor]:
+        """The full parameter."""
+        return [leaf.detach() for leaf in self.leaves]
+
+    @property
+    def holds_full(self) -> bool:
+        """Tell whether there is memory for the full parameter."""
+        return self._gathering is not None or self._filled
+
+    @property
+    def address(self) -> int:
+        """Where what was gathered lies; 0 while it is gone."""
+        outputs = self._outputs
+        return outputs.gathered[0].tensor.untyped_storage().data_ptr() if outputs is not None and self._filled else 0
+
+    @property
+    def gradients(self) -> list[torch.Tensor | None]:
+        """The leaf's gradient as a plain tensor."""
+        return [None if leaf.grad is None else self._at.gradient(leaf.grad) for leaf in self.leaves]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Tell whether the full parameter takes part in gradients."""
+        return self.leaves[0].requires_grad
+
+    def drop_gradients(self) -> None:
+        """Forget the leaf's gradient."""
+        self.leaves[0].grad = None
+
+    def train(self, index: int, on: bool) -> None:
+        """Let the full parameter take part in gradients, or not."""
+        super().train(index, on)
+        if self._shown is not None and self._shown.requires_grad != on:
+            self._shown.requires_grad_(on)
+            self._watch_shown()
+
+    def _watch_shown(self) -> None:
+        """Watch the full parameter, once, from when it first requires gradients."""
+        if self._shown is not None and self._shown.requires_grad and not self._is_watched:
+            self._is_watched = True
+            self.watch.watch(self._shown)
+
+    @property
+    def _at(self) -> Placed:
+        placed = self._placed[0]
+        assert isinstance(placed, Placed), "fully_shard places parameters"
+        return placed
+
+    def begin_gather(self, *, exact: bool = False) -> bool:
+        """Start to gather what the parameter says. Collective."""
+        del exact
+        if self._filled or self._gathering is not None:
+            return False
+        with gathering(self.compute_device):
+            self._inputs, self._metadata = self._said()
+            if self._outputs is None:
+                made = [Resizable(each.numel() * self.group.size, each.dtype, each.device) for each in self._inputs]
+                self._outputs = _Outputs(made)
+            self._outputs.allocate()
+            pairs = zip(self._outputs.gathered, self._inputs, strict=True)
+            what = f"gather {self.name}"
+            own = self._comms.all_gather
+            works = [self.group.all_gather(out.tensor, each.reshape(-1), what, own) for out, each in pairs]
+            self._gathering = _All(works, what)
+        return True
+
+    def _said(self) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Ask this rank's part what travels; rows that other ranks have more of are added."""
+        part = self._asked
+        before = getattr(part, _BEFORE)
+        if len(inspect.signature(before).parameters) == 1:
+            inputs, metadata = before(self._at.ring)
+        else:
+            known = self._precision
+            policy = MixedPrecisionPolicy(known.param_dtype, known.reduce_dtype, known.output_dtype, known.cast_inputs)
+            shape = torch.Size(self.layout.specs[0].shape)
+            module = self.members[0].places[0].module
+            inputs, metadata = before(self._at.ring, shape, _steps(shape), module, policy)
+        rows = self._rows
+        return tuple(_padded(each.to(self.compute_device), part.shape, rows) for each in inputs), metadata
+
+    @property
+    def _rows(self) -> int:
+        """Rows that every rank sends: those of the first."""
+        shape = self.layout.specs[0].shape
+        return -(-shape[0] // self.group.size)
+
+    def finish_gather(self, *, keeps_slice: bool = False) -> None:
+        """Make the full parameter of what was gathered."""
+        del keeps_slice
+        if self._gathering is None:
+            return
+        pending, self._gathering = self._gathering, None
+        pending.wait()
+        await_gather(self.compute_device)
+        assert self._outputs is not None, "a gather has been begun"
+        pairs = zip(self._outputs.gathered, self._inputs, strict=True)
+        gathered = tuple(out.tensor.view(-1, *each.shape[1:]) for out, each in pairs)
+        behind = getattr(self._asked, _BEHIND)
+        with torch.no_grad():
+            if self._shown is None:
+                made, inner = behind(gathered, self._metadata, self.compute_dtype)
+                self._outputs.add(inner)
+                self._shown = self._leaf(made)
+                self._is_watched = False
+                self._watch_shown()
+            else:
+                # by way of `data`, which does not count as a change of what autograd has saved
+                behind(gathered, self._metadata, self.compute_dtype, out=self._shown.data)
+        self._inputs, self._metadata = (), None
+        self._filled = True
+
+    def _leaf(self, made: torch.Tensor) -> nn.Parameter:
+        stood = self._full.leaves[0]
+        shape = self.layout.specs[0].shape
+        whole = torch.as_strided(made, shape, _steps(shape), storage_offset=0)
+        leaf = nn.Parameter(self._at.full(whole), requires_grad=stood.requires_grad)
+        # a user's attributes, not what a subclass keeps its content in
+        leaf.__dict__.update({name: value for name, value in stood.__dict__.items() if name not in leaf.__dict__})
+        return leaf
+
+    def free(self, *, keeps_slice: bool = False) -> None:
+        """Give up the full parameter."""
+        del keeps_slice
+        self.finish_gather()
+        if self._outputs is not None:
+            self._outputs.free()
+        self._filled = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
+        """Return a bucket of the copied parameter, which has not been gathered yet."""
+        self.free()
+        aside = self._outputs, self._shown, self._local
+        self._outputs, self._shown, self._local = None, None, None
+        try:
+            return super().__deepcopy__(memo)
+        finally:
+            self._outputs, self._shown, self._local = aside
+
+
+class _All(Pending):
+    """Several collectives."""
+
+    def __init__(self, parts: Sequence[Pending], what: str) -> None:
+        super().__init__(None, what)
+        self._parts = tuple(parts)
+
+    def wait(self) -> None:
+        """Return when all results can be read."""
+        for each in self._parts:
+            each.wait()
+
+
+def _padded(tensor: torch.Tensor, part: torch.Size, rows: int) -> torch.Tensor:
+    """Return a tensor that has a row for each of a part's with rows of zeros up to a number; others as they are."""
+    if tensor.shape[:1] != part[:1] or tensor.shape[0] == rows:
+        return tensor.contiguous()
+    whole = tensor.new_zeros(rows, *tensor.shape[1:])
+    whole[: tensor.shape[0]].copy_(tensor)
+    return whole
+
+
+def _steps(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor."""
+    return torch.empty(shape, device="meta").stride()

@@ -1,0 +1,204 @@
+"""One flat parameter a bucket, registered on the unit's module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardckpt.core.errors import StateError
+from shardckpt.core.modules.fqn_and_params import Name, Place, put, register
+from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient
+from shardckpt.core.params.gradient_reduction import Reduced
+from shardckpt.core.params.param_bucket import Bucket
+from shardckpt.core.registration.base import ShowingExposure, mark_flat
+from shardckpt.core.registration.placeholders import AbsentParameter
+from shardckpt.errors import ShardckptError
+
+
+class FlatExposure(ShowingExposure):
+    """One flat parameter is registered on the unit's module; the submodules hold full ones as plain attributes.
+
+    Args:
+        bucket: The bucket.
+        unit: Name of the unit, for messages.
+        module: The unit's module.
+        attribute: Name of the flat parameter there.
+    """
+
+    def __init__(self, bucket: Bucket, unit: Name, module: nn.Module, attribute: str) -> None:
+        super().__init__(bucket, unit)
+        self.flat = mark_flat(nn.Parameter(bucket.shard.data, requires_grad=bucket.trainable))
+        self._home = Place(module, attribute, attribute)
+        self._absent = self._stand_ins()
+        for member in bucket.members:
+            for place in member.places:
+                place.module._parameters.pop(place.attribute, None)
+            member.forget()
+        module.register_parameter(attribute, self.flat)
+        self.show_sharded()
+
+    def restore(self) -> None:
+        """Undo the sharding, and take the flat parameter away. Collective."""
+        super().restore()
+        module, attribute = self._home.module, self._home.attribute
+        module._parameters.pop(attribute)
+
+    def alias(self) -> None:
+        """Let the flat parameter be the shard."""
+        self._reset_data()
+
+    @property
+    def home(self) -> Place:
+        """Where the flat parameter is registered."""
+        return self._home
+
+    def _stand_ins(self) -> list[AbsentParameter]:
+        pairs = zip(self.bucket.leaves, self.bucket.layout.specs, strict=True)
+        return [AbsentParameter(leaf, self._unit, spec.name) for leaf, spec in pairs]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The flat parameter."""
+        return [self.flat]
+
+    def show_full(self) -> None:
+        """Put the leaves into the modules."""
+        self._refuse_changes()
+        for member, leaf in zip(self.bucket.members, self.bucket.leaves, strict=True):
+            for place in member.places:
+                put(place, leaf)
+
+    def show_kept(self) -> None:
+        """Leave the leaves where they are."""
+        self._watch(self.bucket.leaves)
+
+    def show_sharded(self) -> None:
+        """Put stand-ins into the modules, since reading freed memory would end the process."""
+        if self.bucket.aliased:
+            self.show_full()
+            return
+        self._take_changes()
+        for member, absent in zip(self.bucket.members, self._absent, strict=True):
+            for place in member.places:
+                put(place, absent)
+
+    def adopt(self) -> None:
+        """Take what a user registered in the places of ours, and the flat parameter's data where they have parted."""
+        registered = self._home.module._parameters.get(self._home.attribute)
+        if registered is not None and registered is not self.flat:
+            self.flat = mark_flat(registered)
+        self._adopt_data()
+        for index, member in enumerate(self.bucket.members):
+            for place in member.places:
+                given = place.module._parameters.get(place.attribute)
+                if given is not None:
+                    self._adopt_full(index, place, given)
+
+    @torch.no_grad()
+    def _adopt_full(self, index: int, place: Place, given: nn.Parameter) -> None:
+        """Take this rank's part of a full parameter that was registered while its unit is sharded."""
+        packing, specs = self.bucket.packing, self.bucket.layout.specs
+        if tuple(given.shape) != specs[index].shape:
+            raise StateError(
+                f"Cannot writeback when the parameter shape changes: {specs[index].name} was replaced",
+                where=self._unit,
+                found=tuple(given.shape),
+                expected=specs[index].shape,
+                fix="Give it the shape that it had.",
+            )
+        part: torch.Tensor | None = given
+        if not self.bucket.keeps_full:
+            nothing = given.new_zeros(())
+            values = [given if i == index else nothing.expand(spec.shape) for i, spec in enumerate(specs)]
+            part = packing.cut(values, self.bucket.rank)[index]
+        if part is not None:
+            self.bucket.parts[index].copy_(part)
+        place.module._parameters.pop(place.attribute)
+
+    def _adopt_data(self) -> None:
+        bucket, data = self.bucket, self.flat.data
+        if data.data_ptr() != bucket.shard.data_ptr() or data.dtype != bucket.dtype:
+            if data.numel() != bucket.shard.numel():
+                raise ShardckptError(
+                    "the flat parameter was replaced by one of another size",
+                    where=self._unit,
+                    found=tuple(data.shape),
+                    expected=tuple(bucket.shard.shape),
+                )
+            bucket.replace_shard(data.reshape(-1))
+            self.flat.data = bucket.shard.data
+            self._absent = self._stand_ins()
+        for index, leaf in enumerate(bucket.leaves):
+            if leaf.requires_grad != self.flat.requires_grad:
+                bucket.train(index, self.flat.requires_grad)
+
+    def add_gradient(self, reduced: Reduced) -> None:
+        """Add it to the flat parameter's gradient; nothing when no rank used any of its parameters."""
+        if any(reduced.used):
+            add_gradient_to(self.flat, reduced.gradient)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return this rank's part of each parameter's gradient; all of it where it is held back."""
+        grad, bucket = self.flat.grad, self.bucket
+        if grad is None:
+            return [None] * len(bucket.members)
+        return list(bucket.packing.views(grad) if self.shows_held else bucket.of_shard(grad))
+
+    def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
+        """Set the flat parameter's gradient; parameters without one have zeros in it."""
+        if all(part is None for part in parts):
+            self.flat.grad = None
+            return
+        like = next(part for part in parts if part is not None)
+        whole = torch.zeros(self.flat.shape, dtype=like.dtype, device=self.flat.device)
+        for place, part in zip(self.bucket.of_shard(whole), parts, strict=True):
+            if part is not None:
+                place.copy_(part)
+        copy_gradient(self.flat, whole)
+
+    def show_whole(
+        self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
+    ) -> list[nn.Parameter]:
+        """Register full parameters at their own places; the flat one is not registered meanwhile."""
+        module, attribute = self._home.module, self._home.attribute
+        module._parameters[attribute] = None  # it comes back to its position
+        pairs = zip(values, self.bucket.leaves, strict=True)
+        made = [
+            nn.Parameter(self.computed(index, value), requires_grad=leaf.requires_grad)
+            for index, (value, leaf) in enumerate(pairs)
+        ]
+        for index, (member, parameter) in enumerate(zip(self.bucket.members, made, strict=True)):
+            grad = gradients[index] if gradients is not None else None
+            assign_gradient(parameter, None if grad is None else self.computed(index, grad))
+            for place in member.places:
+                place.module.__dict__.pop(place.attribute, None)
+                register(place, parameter)
+        return made
+
+    def hide_whole(self) -> None:
+        """Register the flat parameter again."""
+        module, attribute = self._home.module, self._home.attribute
+        for member in self.bucket.members:
+            for place in member.places:
+                place.module._parameters.pop(place.attribute, None)
+        module._parameters[attribute] = self.flat
+        self.show_sharded()
+
+    def _unsharded(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        bucket = self.bucket
+        if all(leaf.grad is None for leaf in bucket.leaves):
+            return []
+        whole = torch.zeros(bucket.packing.gathered, dtype=bucket.compute_dtype, device=bucket.compute_device)
+        for index, (view, grad) in enumerate(zip(bucket.packing.views(whole), bucket.gradients, strict=True)):
+            if grad is not None:
+                view.copy_(grad)
+                bucket.leaves[index].grad = bucket.computed(index, view)
+        return [(self.flat, whole)]
+
+    def _reset_data(self) -> None:
+        self.flat.data = self.bucket.shard.data
+
+    def _forget(self, parameter: nn.Parameter) -> None:  # noqa: ARG002  (there is one only)
+        self.bucket.drop_gradients()

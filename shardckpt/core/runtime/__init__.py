@@ -1,0 +1,1 @@
+"""Forward and backward of FSDP units: order, prefetch, precision."""

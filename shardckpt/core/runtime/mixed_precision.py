@@ -1,0 +1,77 @@
+"""Casts of what goes into a unit, what comes out, and of its buffers; moves of inputs to where the unit computes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from shardckpt.core.modules.pytree import mapped
+
+FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+"""Set to 1, this environment variable lets units that are in eval mode compute in the stored types."""
+
+
+def full_in_eval() -> bool:
+    """Tell whether units in eval mode compute in the stored types."""
+    return os.environ.get(FULL_IN_EVAL, "") == "1"
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return a value with its floating tensors, wherever they are in it, in another type."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return mapped(value, change)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return a value with its tensors on a device; nothing changes where the device is the CPU."""
+    if device.type in ("cpu", "meta"):
+        return value
+    return mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+class Buffers:
+    """Buffers of some modules in a type to compute with, and the types they had.
+
+    Args:
+        modules: The modules; their own buffers only.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = tuple(modules)
+        self._original: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffers:
+        """Return those of the copied modules."""
+        made = memo[id(self)] = Buffers(copy.deepcopy(self._modules, memo))
+        for module, types in self._original.items():
+            made._original[copy.deepcopy(module, memo)] = dict(types)
+        return made
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Cast floating buffers; the types they have at the first call are the original ones."""
+        for module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    self._original.setdefault(module, {}).setdefault(name, buffer.dtype)
+                    module._buffers[name] = buffer.to(dtype)
+
+    def original(self, module: nn.Module, name: str) -> torch.dtype | None:
+        """Return the type a buffer had before it was cast; None where it never was."""
+        return self._original.get(module, {}).get(name)
+
+    def restore(self) -> None:
+        """Cast buffers back to the types they had."""
+        for module, types in self._original.items():
+            for name, dtype in types.items():
+                buffer = module._buffers.get(name)
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(dtype)

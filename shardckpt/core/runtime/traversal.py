@@ -1,0 +1,71 @@
+"""What is sharded below a module: its units, their buckets, its roots, whichever face sharded them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from torch import nn
+
+from shardckpt.core.modules.fqn_and_params import is_incompatible
+from shardckpt.core.params.param_bucket import Bucket
+from shardckpt.core.runtime.fsdp_unit import Unit
+
+
+class ShardedModule(ABC):
+    """What modules of both faces are: such a module has a unit of its own, or shares one.
+
+    Classes register for it rather than derive from it, since users look at their bases.
+    """
+
+    @property
+    @abstractmethod
+    def sharding_unit(self) -> Unit:
+        """The unit."""
+
+    @property
+    @abstractmethod
+    def is_sharding_root(self) -> bool:
+        """Tell whether the module ran first of all that is sharded around it; False while nothing has run."""
+
+
+def units_with_modules(module: nn.Module) -> tuple[list[Unit], list[nn.Module]]:
+    """Return the units below a module and the modules that have them, depth first, each unit once.
+
+    Nothing below a module that the engine leaves alone is looked at.
+
+    Args:
+        module: Where to begin; it is included.
+    """
+    found: dict[Unit, nn.Module] = {}
+    for each in _below(module):
+        if isinstance(each, ShardedModule):
+            found.setdefault(each.sharding_unit, each)
+    return list(found), list(found.values())
+
+
+def units(module: nn.Module) -> list[Unit]:
+    """Return the units below a module, depth first."""
+    return units_with_modules(module)[0]
+
+
+def buckets(module: nn.Module) -> list[Bucket]:
+    """Return the buckets of the units below a module; units without parameters have none."""
+    return [bucket for unit in units(module) for bucket in unit.buckets]
+
+
+def roots(module: nn.Module) -> list[nn.Module]:
+    """Return the modules below a module that ran as roots."""
+    return [each for each in _below(module) if isinstance(each, ShardedModule) and each.is_sharding_root]
+
+
+def _below(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield modules depth first, each once, none that the engine leaves alone."""
+    seen: set[nn.Module] = set()
+    waiting = [module]
+    while waiting:
+        each = waiting.pop()
+        if each not in seen and not is_incompatible(each):
+            seen.add(each)
+            yield each
+            waiting.extend(reversed(list(each.children())))

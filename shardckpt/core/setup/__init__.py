@@ -1,0 +1,1 @@
+"""Before sharding: materialization, ignored and shared parameters."""

@@ -1,0 +1,85 @@
+"""What the wrapper leaves alone: whole modules, or parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardckpt.core.errors import ArgumentError, ArgumentTypeError
+from shardckpt.core.modules.fqn_and_params import parameters_below
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What is left alone.
+
+    Attributes:
+        modules: Modules, with everything below them.
+        parameters: Parameters, those of the modules among them.
+    """
+
+    modules: set[nn.Module]
+    parameters: set[nn.Parameter]
+
+    @classmethod
+    def of(
+        cls,
+        root: nn.Module,
+        ignored_modules: Iterable[nn.Module] | None,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+        sharded: type[nn.Module],
+    ) -> Ignored:
+        """Read two arguments of the constructor, of which one may be given.
+
+        Args:
+            root: The module that is wrapped.
+            ignored_modules: Modules.
+            ignored_states: Modules, or parameters.
+            sharded: The class of modules that cannot be ignored.
+
+        Raises:
+            ArgumentError: Both are given, or a state is neither, or some are modules and some parameters.
+            ArgumentTypeError: Something is no module.
+        """
+        if ignored_modules is not None and ignored_states is not None:
+            raise ArgumentError("Cannot pass both ignored_modules and ignored_states at the same time")
+        if ignored_states is None:
+            return cls._of_modules(root, ignored_modules, sharded)
+        states: list[Any] = list(ignored_states)
+        if states and all(isinstance(each, nn.Parameter) for each in states):
+            return cls(set(), set(states))
+        if not all(isinstance(each, nn.Module) for each in states):
+            raise ArgumentError(
+                f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {_types(states)}"
+            )
+        return cls._of_modules(root, states, sharded)
+
+    @classmethod
+    def _of_modules(cls, root: nn.Module, given: Iterable[nn.Module] | None, sharded: type[nn.Module]) -> Ignored:
+        try:
+            modules = list(given or ())
+        except TypeError as error:
+            raise ArgumentTypeError(
+                f"ignored_modules should be an iterable of modules but got {type(given)}"
+            ) from error
+        if not all(isinstance(each, nn.Module) for each in modules):
+            raise ArgumentTypeError(f"ignored_modules expects nn.Module list elements but got types {_types(modules)}")
+        for each in modules:
+            if isinstance(each, sharded):
+                raise ArgumentError("`ignored_modules` should not include FSDP modules")
+            if each is root:
+                warnings.warn(
+                    "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+                    f"parameters being ignored: {type(each).__name__}",
+                    stacklevel=4,
+                )
+        below = {inner for each in modules for inner in each.modules()}
+        return cls(below, parameters_below(modules))
+
+
+def _types(found: Iterable[object]) -> list[type]:
+    return sorted({type(each) for each in found}, key=repr)

@@ -1,0 +1,75 @@
+"""Parameters that units share with modules outside them: taken back, so that the unit above all users has them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from shardckpt.core.modules.fqn_and_params import Identity, Managed, identity, is_incompatible, walk
+from shardckpt.core.runtime.fsdp_unit import Unit
+
+_Users = dict[Identity, set[tuple[int, str]]]
+
+
+def reopen(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Undo the sharding of units below a module that hold a parameter which others below it use too. Collective.
+
+    Args:
+        module: The module.
+        units: The units below it, outer ones first.
+
+    Returns:
+        Those units, inner ones first; each has to be made again.
+    """
+    tied = _tied(units, _users(module, units))
+    if not tied:
+        return []
+    reopened = [unit for unit in reversed(units) if any(member.identity in tied for member in unit.members)]
+    first: dict[Identity, nn.Parameter] = {}
+    for unit in reopened:
+        members = unit.members
+        unit.restore()
+        for member in members:
+            _unify(member, first)
+    _unify_registered(module, first)
+    warnings.warn(
+        f"parameters used by {[type(unit.module).__name__ for unit in reopened]} are also used outside them; "
+        f"the unit of {type(module).__name__} takes them over",
+        stacklevel=4,
+    )
+    return reopened
+
+
+def _users(module: nn.Module, units: Sequence[Unit]) -> _Users:
+    """Return all places of the parameters that units hold: in the units, and registered outside them."""
+    users: _Users = {}
+    for unit in units:
+        for member in unit.members:
+            users.setdefault(member.identity, set()).update((id(p.module), p.attribute) for p in member.places)
+    for _, inner in walk(module, is_incompatible):
+        for name, parameter in inner._parameters.items():
+            if parameter is not None and identity(parameter) in users:
+                users[identity(parameter)].add((id(inner), name))
+    return users
+
+
+def _tied(units: Sequence[Unit], users: Mapping[Identity, set[tuple[int, str]]]) -> set[Identity]:
+    """Return the parameters of which some unit has not all places."""
+    members = [member for unit in units for member in unit.members]
+    return {m.identity for m in members if {(id(p.module), p.attribute) for p in m.places} != users[m.identity]}
+
+
+def _unify(member: Managed, first: dict[Identity, nn.Parameter]) -> None:
+    """Let all places of one identity have one object again."""
+    kept = first.setdefault(member.identity, member.parameter)
+    for place in member.places:
+        setattr(place.module, place.attribute, kept)
+
+
+def _unify_registered(module: nn.Module, first: Mapping[Identity, nn.Parameter]) -> None:
+    for _, each in walk(module, is_incompatible):
+        for name, parameter in list(each._parameters.items()):
+            if parameter is not None and identity(parameter) in first:
+                setattr(each, name, first[identity(parameter)])

@@ -1,0 +1,256 @@
+"""Clipping of gradients by their norm over all ranks: every rank scales by the same bits."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardckpt.core.comm.collectives import ShardGroup
+from shardckpt.core.errors import ArgumentError, StateError
+from shardckpt.core.params.tensor_parallel import copies_beneath, mesh_beneath
+from shardckpt.core.registration.base import Exposure
+from shardckpt.core.runtime import traversal
+from shardckpt.core.runtime.fsdp_unit import Unit
+
+
+def clip_grad_norm_(
+    module: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale the gradients of everything sharded in a module so that their norm over all ranks is at most `max_norm`.
+
+    The same for both faces of the engine, and beside parameters that are not sharded: gradients of those are neither
+    counted nor scaled. Collective.
+
+    Args:
+        module: Where the sharded modules are, itself one or not.
+        max_norm: The norm that is allowed.
+        norm_type: Order of the norm, infinity for the largest absolute value.
+        error_if_nonfinite: Refuse a norm that is infinite or no number, rather than scale by it.
+
+    Returns:
+        The norm before: a plain tensor of the same bits on every rank.
+
+    Raises:
+        ArgumentError: Nothing in the module is sharded, the order is not positive, or some DTensors lie over a part of
+            the ranks of others.
+        StateError: The norm is not finite, and that was to be refused; gradients are as they were. Or they are held
+            back by `no_sync`.
+    """
+    units = traversal.units(module)
+    buckets = traversal.buckets(module)
+    if not buckets:
+        raise ArgumentError("nothing here is sharded", where=type(module).__name__, fix="Use torch.nn.utils.")
+    return clip(
+        units, buckets[0].group, buckets[0].compute_device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+    )
+
+
+@torch.no_grad()
+def clip(
+    units: Sequence[Unit],
+    around: ShardGroup,
+    device: torch.device,
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the sharded gradients of units so that their norm over all ranks is at most `max_norm`. Collective.
+
+    What the ranks have is gathered and added up by each of them in the same order, in float64: so the norm, and with
+    it what gradients are multiplied with, has the same bits everywhere, whatever order a backend reduces in. Gradients
+    of parameters that no unit manages (ignored ones) differ between ranks, as nobody reduces them: they are neither
+    counted nor scaled. A flat unit over a part of the ranks has gradients that the other ranks do not have, as that of
+    an expert: they are counted for all.
+
+    Args:
+        units: The units of one tree.
+        around: The ranks of its root.
+        device: Where collectives find their tensors.
+        max_norm: The norm that is allowed.
+        norm_type: Order of the norm, infinity for the largest absolute value.
+        error_if_nonfinite: Refuse a norm that is infinite or no number, rather than scale by it.
+
+    Returns:
+        The norm before, in the type that the gradients of this rank promote to; float32 where it has none.
+
+    Raises:
+        ArgumentError: The order is not positive, or some DTensors lie over a part of the ranks of others.
+        StateError: The norm is not finite, and that was to be refused; gradients are as they were. Or they are held
+            back by `no_sync`.
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise ArgumentError("the order of a norm is positive", where="clip_grad_norm_", found=norm_type)
+    told = [each for unit in units for exposure in unit.exposures for each in _told(exposure)]
+    _refuse_held([parameter for parameter, _ in told])
+    widest = max([_Ranks.of_group(around), *(ranks for _, ranks in told)], key=lambda ranks: ranks.count)
+    mesh = mesh_beneath(bucket for unit in units for bucket in unit.buckets)
+    if mesh is None:
+        parts = [_Part.of(parameter.grad, ranks.copies) for parameter, ranks in told if parameter.grad is not None]
+    else:
+        parts = [part for unit in units for exposure in unit.exposures for part in _over_mesh(exposure, mesh)]
+        widest = widest.over(mesh)
+    _refuse_submesh(told, widest)
+    total = _over_ranks(_local(parts, order, device), widest, order)
+    norm = total if math.isinf(order) else total.pow(1.0 / order)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise StateError(
+            f"The total norm of order {order} for gradients is non-finite, so it cannot be clipped",
+            found=norm.item(),
+            fix="Skip the step, or call with error_if_nonfinite=False.",
+        )
+    factor = (max_norm / (norm.float() + 1e-6)).clamp(max=1.0)
+    for part in parts:
+        part.grad.mul_(factor.to(part.grad.device))
+    return norm.to(_promoted([part.grad for part in parts]))
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks that a parameter lies over.
+
+    Attributes:
+        groups: One for each dimension that they are arranged in, to be gathered over one after the other.
+        count: Their number.
+        copies: How many of them hold the same part of the parameter.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    count: int
+    copies: int = 1
+
+    @classmethod
+    def of_dtensor(cls, tensor: DTensor) -> _Ranks:
+        mesh = tensor.device_mesh
+        whole = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+        groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+        return cls(groups, mesh.size(), math.prod(whole))
+
+    @classmethod
+    def of_group(cls, group: ShardGroup) -> _Ranks:
+        groups = tuple(each for each in (group.shard, group.replicate) if each is not None)
+        return cls(groups, group.world, group.replicas)
+
+    def over(self, mesh: DeviceMesh) -> _Ranks:
+        """Return these ranks and those of the tensor parallelism below them."""
+        groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+        return _Ranks((*self.groups, *groups), self.count * mesh.size(), self.copies)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What this rank holds of one gradient, as a plain tensor that can be changed in place.
+
+    Attributes:
+        grad: The tensor.
+        copies: How many ranks hold the same.
+    """
+
+    grad: torch.Tensor
+    copies: int
+
+    @classmethod
+    def of(cls, grad: torch.Tensor, copies: int) -> _Part:
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        return cls(local.detach(), copies)
+
+    def norm(self, order: float) -> torch.Tensor:
+        """Return its norm, computed in float32 at least: half precision overflows at the first square."""
+        if self.grad.numel() == 0:
+            return torch.zeros((), device=self.grad.device)
+        dtype = None if self.grad.is_complex() else torch.promote_types(self.grad.dtype, torch.float32)
+        found: torch.Tensor = torch.linalg.vector_norm(self.grad, order, dtype=dtype)
+        return found
+
+
+def _told(exposure: Exposure) -> list[tuple[nn.Parameter, _Ranks]]:
+    """Return the parameters that an optimizer gets, with their ranks."""
+    parameters = exposure.parameters
+    if parameters and isinstance(parameters[0].data, DTensor):
+        return [(each, _Ranks.of_dtensor(cast("DTensor", each.data))) for each in parameters]
+    ranks = _Ranks.of_group(exposure.bucket.group)
+    return [(each, ranks) for each in parameters]
+
+
+def _over_mesh(exposure: Exposure, mesh: DeviceMesh) -> list[_Part]:
+    """Return the gradients of a flat unit, one for each parameter, since tensor parallelism has cut some of them."""
+    replicas = exposure.bucket.group.replicas
+    rows = zip(exposure.gradients(), copies_beneath(exposure.bucket, mesh), strict=True)
+    return [_Part.of(grad, replicas * copies) for grad, copies in rows if grad is not None]
+
+
+def _local(parts: Sequence[_Part], order: float, device: torch.device) -> torch.Tensor:
+    """Return what this rank adds to the sum of powers over all ranks, or takes the maximum with."""
+    norms: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for part in parts:
+        norm = part.norm(order)
+        norms.setdefault((part.copies, norm.device, norm.dtype), []).append(norm)
+    shares = []
+    for (copies, _, _), found in norms.items():
+        together = torch.stack(found).double()
+        share = together.max() if math.isinf(order) else together.pow(order).sum() / copies
+        shares.append(share.view(1).to(device))
+    return _joined(shares, order, device)
+
+
+def _refuse_held(parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse gradients that nobody has reduced: their norm over ranks says nothing."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.numel() != parameter.numel():
+            raise StateError(
+                "gradients are held back unsharded, they have no norm yet",
+                where="clip_grad_norm_",
+                found=f"{parameter.grad.numel()} elements",
+                expected=f"{parameter.numel()}",
+                fix="Clip after a backward outside no_sync().",
+            )
+
+
+def _refuse_submesh(told: Sequence[tuple[nn.Parameter, _Ranks]], widest: _Ranks) -> None:
+    """Refuse DTensors on a mesh that is smaller than that of others: outside it there may be copies, or anything."""
+    for parameter, ranks in told:
+        if isinstance(parameter.data, DTensor) and ranks.count < widest.count:
+            raise ArgumentError(
+                "whether the other ranks hold copies of a parameter cannot be known from its mesh",
+                where="clip_grad_norm_",
+                found=f"a parameter of shape {tuple(parameter.shape)} over {ranks.count} ranks",
+                expected=f"{widest.count} ranks, as for others",
+                fix="Distribute it over all of them with Replicate(), or clip both sets apart.",
+            )
+
+
+def _joined(parts: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
+    together = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *parts])
+    return (together.max() if math.isinf(order) else together.sum()).view(1)
+
+
+def _over_ranks(local: torch.Tensor, ranks: _Ranks, order: float) -> torch.Tensor:
+    """Return what all ranks have together."""
+    for each in ranks.groups:
+        group = ShardGroup(each)
+        everyone = local.new_empty(group.size)
+        group.all_gather(everyone, local, "clip gradients").wait()
+        local = _joined([everyone], order, local.device)
+    return local.squeeze()
+
+
+def _promoted(grads: Sequence[torch.Tensor]) -> torch.dtype:
+    if not grads:
+        warnings.warn(
+            f"Called FSDP.clip_grad_norm_() on rank {dist.get_rank()} with no gradients -- returning the total norm in "
+            f"the default dtype {torch.float32}",
+            stacklevel=5,
+        )
+        return torch.float32
+    return reduce(torch.promote_types, [grad.dtype for grad in grads]).to_real()

@@ -1,0 +1,47 @@
+"""The shards of units with original parameters as the flat parameters that they would be without."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from shardckpt.core.registration.base import mark_flat
+from shardckpt.core.runtime.fsdp_unit import Unit
+
+
+@contextmanager
+def flat_instead(units: Sequence[tuple[nn.Module, Unit]], name: str) -> Generator[None, None, None]:
+    """Inside, modules have flat parameters over their units' shards, and the original ones are not registered.
+
+    What is written to a flat parameter is written to the shard, so that the original ones have it afterwards.
+
+    Args:
+        units: Each unit with the module to register its flat parameters on.
+        name: Name of a flat parameter; further ones of a unit get numbers.
+    """
+    homes = {home: unit.exposures for home, unit in units}
+    places = [p for _, unit in units for member in unit.members for p in member.places]
+    before = {module: dict(module._parameters) for module in [*homes, *(place.module for place in places)]}
+    for _, unit in units:
+        unit.free()
+    for place in places:
+        place.module._parameters.pop(place.attribute, None)
+    flats = []
+    for home, exposures in homes.items():
+        for index, each in enumerate(exposures):
+            bucket = each.bucket
+            flat = mark_flat(nn.Parameter(bucket.shard.data, requires_grad=bucket.trainable))
+            home._parameters[f"{name}_{index}" if index else name] = flat
+            flats.append((flat, each))
+    try:
+        yield
+    finally:
+        for module, registered in before.items():
+            module._parameters.clear()
+            module._parameters.update(registered)
+        for flat, each in flats:
+            if flat.data_ptr() != each.bucket.shard.data_ptr():
+                each.bucket.shard.data.copy_(flat.data)
+            each.show_sharded()

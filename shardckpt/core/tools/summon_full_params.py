@@ -1,0 +1,335 @@
+"""Full parameters for whoever is not the engine: all at once in a context, or one after the other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.core.errors import BusyError, StateError
+from shardckpt.core.modules import autograd_hooks
+from shardckpt.core.modules.fqn_and_params import Managed, clean, is_held
+from shardckpt.core.params.full_params import Full, cut, gather, gather_some, scatter
+from shardckpt.core.registration.base import Exposure
+from shardckpt.core.registration.placeholders import AbsentParameter
+from shardckpt.core.runtime.fsdp_unit import Phase, Unit
+from shardckpt.core.runtime.traversal import ShardedModule
+from shardckpt.errors import ShardckptError
+
+
+class SummonShapeError(ShardckptError, RuntimeError):
+    """A full parameter was replaced by one of another shape."""
+
+
+@dataclass(frozen=True)
+class Summons:
+    """What full parameters are wanted for.
+
+    Attributes:
+        writeback: Changes are kept.
+        rank0_only: Only the first rank that shares a unit sees its full parameters.
+        offload_to_cpu: They are in the memory of the CPU.
+        with_grads: With full gradients.
+    """
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+
+@contextmanager
+def summoned(module: nn.Module, summons: Summons, *, recurse: bool = True) -> Generator[None, None, None]:
+    """Let the modules have their full parameters, of the stored types, inside. Collective.
+
+    They are ordinary parameters: of a flat face with shapes and names of their own, of the others the user's own
+    objects or new ones in place of DTensors. A unit computes inside as a plain module would; gradients of such a
+    computation are this rank's own. Changes are kept on any exit, an exception's included, where `writeback` says so,
+    those to parameters that were put in place of ours too; without it they are lost, unless nothing is sharded.
+    Without `with_grads` gradients stay as they are, sharded.
+
+    Args:
+        module: The module, sharded itself or with sharded ones below.
+        summons: What they are wanted for.
+        recurse: Of the units below as well; all are gathered at once.
+
+    Raises:
+        BusyError: A unit computes at the moment, or its parameters are there already.
+        SummonShapeError: On exit: a parameter was replaced by one of another shape.
+    """
+    units = _units(module, recurse=recurse)
+    if summons.offload_to_cpu and not summons.rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False may result in every rank of a machine having a copy of the "
+            "full parameters in the same CPU memory; rank0_only=True makes one",
+            stacklevel=5,  # the caller's `with`, through two contexts
+        )
+    for unit in units:
+        _check_idle(unit)
+    with ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(_summoned_unit(unit, summons))
+        yield
+
+
+def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
+    modules = module.modules() if recurse else [module]
+    return list(dict.fromkeys(each.sharding_unit for each in modules if isinstance(each, ShardedModule)))
+
+
+def _check_idle(unit: Unit) -> None:
+    unit.recover()
+    if unit.lent:
+        raise BusyError(
+            "Cannot manually unshard parameters when already unsharding parameters",
+            where=unit.name,
+            fix="Use the full parameters that are there; a summon_full_params inside another one adds nothing.",
+        )
+    if unit.phase is not Phase.IDLE or autograd_hooks.in_backward():
+        raise BusyError(
+            "Cannot manually unshard parameters during forward/backward",
+            where=unit.name,
+            found=unit.phase.name,
+            fix="Summon before the forward or after the backward.",
+        )
+
+
+@contextmanager
+def _summoned_unit(unit: Unit, summons: Summons) -> Iterator[None]:
+    with unit.lending() as exposures, ExitStack() as stack:
+        for exposure in exposures:
+            opened = _Summoned(exposure, summons, persists=unit.config.keeps_full)
+            stack.callback(opened.close)
+            opened.open()
+        _reorder(unit)
+        yield
+
+
+def _reorder(unit: Unit) -> None:
+    """Let full parameters have the order in their modules that they had before they were sorted to buckets."""
+    places = [(member.order, place) for member in unit.members for place in member.places]
+    for _, place in sorted(places, key=lambda each: each[0]):
+        registered = place.module._parameters
+        if place.attribute in registered:
+            registered[place.attribute] = registered.pop(place.attribute)
+
+
+class _Summoned:
+    """The full parameters of one bucket.
+
+    Args:
+        exposure: The bucket, as the user sees it.
+        summons: What they are wanted for.
+        persists: Nothing of the unit is sharded: what is changed is what is stored, and stays changed.
+    """
+
+    def __init__(self, exposure: Exposure, summons: Summons, *, persists: bool) -> None:
+        self._exposure = exposure
+        self._bucket = exposure.bucket
+        self._summons = summons
+        self._persists = persists
+        self._full: Full | None = None
+        self._given: list[torch.Tensor] = []
+        self._parameters: list[nn.Parameter] = []
+
+    def open(self) -> None:
+        """Gather and register. Collective."""
+        summons, bucket = self._summons, self._bucket
+        bucket.free()
+        full = gather(bucket, bucket.shard.data)
+        gradients = self._gradients() if summons.with_grads else None
+        if summons.rank0_only and not bucket.group.is_first:
+            return
+        self._given = [self._own(value) for value in full.values]
+        if self._given[0] is full.values[0]:
+            self._full = full  # counted as long as it is here
+        shown = None if gradients is None else [None if grad is None else self._own(grad) for grad in gradients]
+        self._parameters = self._exposure.show_whole(self._given, shown)
+        for parameter in self._parameters:
+            if parameter.requires_grad and not any(parameter is each for each in self._exposure.parameters):
+                parameter.register_hook(self._refuse_late)  # type: ignore[no-untyped-call]
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a full value where it is wanted; a copy of what is stored itself if changes are not to be kept."""
+        moved = tensor.cpu() if self._summons.offload_to_cpu else tensor
+        stored = self._bucket.keeps_full and moved is tensor
+        return moved.clone() if stored and not (self._persists or self._summons.writeback) else moved
+
+    def _refuse_late(self, _: torch.Tensor) -> None:
+        if not self._parameters:
+            raise StateError(
+                "a backward reached full parameters that were summoned for a forward, and are gone",
+                where=str(self._bucket.name),
+                fix="Leave summon_full_params after the backward, or run the forward outside it.",
+            )
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """Return full gradients; those that are held back from reduction as they are on this rank. Collective."""
+        exposure = self._exposure
+        own = exposure.gradients()
+        if not exposure.shows_held:
+            return gather_some(self._bucket, own, self._bucket.gradient_dtype)
+        gather_some(self._bucket, [None] * len(own), self._bucket.gradient_dtype)
+        return [None if grad is None else grad.clone() for grad in own]
+
+    def close(self) -> None:
+        """Register what is registered while sharded, and keep what is to be kept. Collective where rank 0 writes back.
+
+        Raises:
+            SummonShapeError: A parameter was replaced by one of another shape; the others are kept.
+        """
+        summons, bucket, shown = self._summons, self._bucket, bool(self._parameters)
+        values, wrong = self._values() if shown else ([], None)
+        gradients = [None if each.grad is None else _local(each.grad) for each in self._registered()] if shown else []
+        if shown:
+            self._exposure.hide_whole()
+        self._parameters, self._given, self._full = [], [], None
+        with torch.no_grad():
+            if summons.writeback and summons.rank0_only:
+                scatter(bucket, values if shown else None, bucket.shard.data)
+            elif shown and (summons.writeback or self._persists):
+                cut(bucket, values, bucket.shard.data)
+            if summons.writeback and summons.with_grads:
+                self._write_gradients(gradients if shown else None)
+        if wrong is not None:
+            raise wrong
+
+    def _registered(self) -> list[torch.Tensor]:
+        """Return what is registered for each parameter: ours, or what somebody put in its place."""
+        pairs = zip(self._bucket.members, self._parameters, strict=True)
+        return [next(_others(member, ours), ours) for member, ours in pairs]
+
+    def _values(self) -> tuple[list[torch.Tensor], SummonShapeError | None]:
+        """Return the values to keep; where one has another shape than it had, ours, and an error for the end."""
+        wrong = None
+        values = [_local(each) for each in self._registered()]
+        rows = zip(self._bucket.members, self._bucket.packing.layout.specs, strict=True)
+        for index, (member, spec) in enumerate(rows):
+            if tuple(values[index].shape) != spec.shape:
+                wrong = SummonShapeError(
+                    f"Cannot writeback when the parameter shape changes: {member.fqn}",
+                    where=str(self._bucket.name),
+                    found=tuple(values[index].shape),
+                    expected=spec.shape,
+                    fix="Summon gives values; sizes are those of the module that was wrapped.",
+                )
+                values[index] = self._given[index]
+        return values, wrong
+
+    def _write_gradients(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
+        bucket, exposure = self._bucket, self._exposure
+        out = torch.zeros(bucket.shard.shape, dtype=bucket.gradient_dtype, device=bucket.shard.device)
+        if self._summons.rank0_only:
+            there = scatter(bucket, gradients, out)
+        elif gradients is not None:
+            there = [grad is not None for grad in gradients]
+            specs = bucket.packing.layout.specs
+            cut(bucket, [_or_zeros(g, s.shape, out) for g, s in zip(gradients, specs, strict=True)], out)
+        if not exposure.shows_held:
+            parts = bucket.of_shard(out)
+            exposure.set_gradients([part if has else None for part, has in zip(parts, there, strict=True)])
+        elif gradients is not None:
+            for held, grad in zip(exposure.gradients(), gradients, strict=True):
+                if held is not None:
+                    held.copy_(_or_zeros(grad, held.shape, held))
+
+
+def _others(member: Managed, ours: nn.Parameter) -> Iterator[nn.Parameter]:
+    """Yield what is registered for a parameter and is not ours."""
+    for place in member.places:
+        found = place.module._parameters.get(place.attribute)
+        if found is not None and found is not ours:
+            yield found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
+
+
+def _or_zeros(tensor: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor is not None else like.new_zeros(()).expand(*shape)
+
+
+# ------------------------------------------------------------------------------------------------- one at a time
+
+
+def iter_full_params(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and full values of all parameters below a module. Collective: every rank goes through all of it.
+
+    One unit is gathered at a time, and gone before the next one, or when the loop is left. A parameter that has several
+    names comes once, under its first; parameters that no unit has come first, and are not copied.
+
+    Args:
+        module: The module, sharded itself or with sharded ones below, of either face.
+
+    Yields:
+        The name as in the module that was not wrapped, and the value in its stored type, on the device of computation.
+
+    Raises:
+        BusyError: A unit computes at the moment, or its parameters are there already.
+        StateError: The module is a part of a unit.
+    """
+    units = _units(module, recurse=True)
+    for unit in units:
+        _check_idle(unit)
+        with unit.lending():
+            pass  # what a user put in the places of its parameters is its own now
+    _refuse_parts(module, units)
+    yield from _unsharded(module, units)
+    names = {each: clean(name) for name, each in module.named_modules()}
+    for unit in units:
+        with unit.lending() as exposures:
+            for exposure in exposures:
+                yield from _gathered(exposure, names)
+
+
+def _unsharded(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[str, torch.Tensor]]:
+    ours = {parameter for unit in units for exposure in unit.exposures for parameter in exposure.parameters}
+    members = {id(leaf) for unit in units for bucket in unit.buckets for leaf in bucket.leaves}
+    for name, parameter in module.named_parameters():
+        if parameter in ours or id(parameter) in members:
+            continue
+        yield clean(name), _complete(parameter.detach())
+
+
+def _refuse_parts(module: nn.Module, units: Sequence[Unit]) -> None:
+    """Refuse a module whose parameters a unit above it has."""
+    ours = {place.module for unit in units for member in unit.members for place in member.places}
+    for name, each in module.named_modules():
+        if each not in ours and any(map(_is_of_unit, (*each._parameters.values(), *each.__dict__.values()))):
+            raise StateError(
+                "a part of a unit cannot be gone through by itself",
+                where=clean(name),
+                fix="Go through the unit that it is a part of.",
+            )
+
+
+def _is_of_unit(value: object) -> bool:
+    return isinstance(value, AbsentParameter) or (isinstance(value, nn.Parameter) and is_held(value))
+
+
+def _gathered(exposure: Exposure, names: Mapping[nn.Module, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    bucket = exposure.bucket
+    bucket.free()
+    full = gather(bucket, bucket.shard.data)
+    try:
+        for index, member in enumerate(bucket.members):
+            value = exposure.computed(index, full.values[index])
+            yield _name(member, names), _complete(value.clone())  # of its own, so that the unit's can go
+    finally:
+        full.free()
+
+
+def _name(member: Managed, names: Mapping[nn.Module, str]) -> str:
+    place = next((place for place in member.places if place.module in names), member.places[0])
+    prefix = names.get(place.module, "")
+    return f"{prefix}.{place.attribute}" if prefix else place.attribute
+
+
+def _complete(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
