@@ -58,7 +58,7 @@ from torch.distributed.tensor import DTensor
 import shardckpt
 from shardckpt import core as ours
 from shardckpt.core.runtime.traversal import buckets
-from shardckpt.state.exchange import exchange
+from shardckpt.state.redistribute.flat_to_rows import exchange
 
 Act = Callable[[], Any]
 UNIT = 100

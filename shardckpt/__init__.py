@@ -65,11 +65,11 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
-    from shardckpt.state.kinds import StateKind
-    from shardckpt.state.loading import load_model_state_dict
-    from shardckpt.state.model import iter_full_state_dict, model_state_dict
-    from shardckpt.state.optim_loading import load_optim_state_dict
-    from shardckpt.state.optimizer import optim_state_dict
+    from shardckpt.state.keys.kinds import StateKind
+    from shardckpt.state.model.load_model_state_dict import load_model_state_dict
+    from shardckpt.state.model.model_state_dict import iter_full_state_dict, model_state_dict
+    from shardckpt.state.optim.load_optim_state_dict import load_optim_state_dict
+    from shardckpt.state.optim.optim_state_dict import optim_state_dict
 
 _HOMES = {
     "shardckpt.checkpoint.checkpointer": ("Checkpointer",),
@@ -128,11 +128,11 @@ _HOMES = {
         "UnsupportedError",
         "UsageError",
     ),
-    "shardckpt.state.kinds": ("StateKind",),
-    "shardckpt.state.loading": ("load_model_state_dict",),
-    "shardckpt.state.model": ("iter_full_state_dict", "model_state_dict"),
-    "shardckpt.state.optim_loading": ("load_optim_state_dict",),
-    "shardckpt.state.optimizer": ("optim_state_dict",),
+    "shardckpt.state.keys.kinds": ("StateKind",),
+    "shardckpt.state.model.load_model_state_dict": ("load_model_state_dict",),
+    "shardckpt.state.model.model_state_dict": ("iter_full_state_dict", "model_state_dict"),
+    "shardckpt.state.optim.load_optim_state_dict": ("load_optim_state_dict",),
+    "shardckpt.state.optim.optim_state_dict": ("optim_state_dict",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -26,15 +26,15 @@ from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.format import tagged
 from shardckpt.format.tagged import ArrayRef, Named, path_key
 from shardckpt.manifest import Path, dotted
-from shardckpt.state import foreign
-from shardckpt.state.description import Description
-from shardckpt.state.flat_shards import FlatShardError, FlatShards, has_peers
-from shardckpt.state.kinds import is_flat_part, is_sharded_tensor, note_of, require_not_local
-from shardckpt.state.optim_pieces import local_optimizer
-from shardckpt.state.optimizer import ForeignParameterError, optimized
-from shardckpt.state.pieces import LocalArray, LocalModel, local_array, local_model
-from shardckpt.state.sharded_tensors import as_dtensor
-from shardckpt.state.slots import OpaqueStateError
+from shardckpt.state.adapters import torch_fsdp1
+from shardckpt.state.adapters.flat_shard_check import FlatShardError, FlatShards, has_peers
+from shardckpt.state.adapters.model_index import Description
+from shardckpt.state.adapters.sharded_tensor import as_dtensor
+from shardckpt.state.keys.kinds import is_flat_part, is_sharded_tensor, note_of, require_not_local
+from shardckpt.state.keys.slots import OpaqueStateError
+from shardckpt.state.local.local_shards import LocalArray, LocalModel, local_array, local_model
+from shardckpt.state.local.optim_shards import local_optimizer
+from shardckpt.state.optim.optim_state_dict import ForeignParameterError, optimized
 
 
 class ArrayAt(NamedTuple):
@@ -334,7 +334,7 @@ class _Capture:
                 if not self._is_own:
                     require_model_of(optim, path, self._shards)
                 return self._visit(get_state_dict(optim, path), path)
-            return self._visit(foreign.whole_optim_state(model, optim, offload=False, first_only=False), path)
+            return self._visit(torch_fsdp1.whole_optim_state(model, optim, offload=False, first_only=False), path)
         try:
             taken = local_optimizer(found, optim)
         except OpaqueStateError as error:

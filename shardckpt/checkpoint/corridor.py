@@ -32,7 +32,7 @@ from shardckpt.format.steps import files_of_others
 from shardckpt.gc_pause import gc_paused
 from shardckpt.groups import Star
 from shardckpt.manifest import Path, dotted
-from shardckpt.state.pieces import LocalArray
+from shardckpt.state.local.local_shards import LocalArray
 from shardckpt.storage.presence import require_files
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import JoinedPublication, begin

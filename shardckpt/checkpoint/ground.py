@@ -22,7 +22,7 @@ from shardckpt.format.native_records import FileRecord
 from shardckpt.format.native_references import Base
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.saving import Spec
-from shardckpt.state.pieces import LocalArray
+from shardckpt.state.local.local_shards import LocalArray
 
 _HASHERS = 4
 _WORTH_THREADS_BYTES = 64 << 20

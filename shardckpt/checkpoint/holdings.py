@@ -14,7 +14,7 @@ from shardckpt import dtypes
 from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError
 from shardckpt.format.tagged import SCALARS, Named
 from shardckpt.manifest import Path, dotted
-from shardckpt.state.kinds import tensors
+from shardckpt.state.keys.kinds import tensors
 
 
 @runtime_checkable

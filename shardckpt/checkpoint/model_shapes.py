@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from shardckpt.format.reader import WholeShapes
-from shardckpt.state.pieces import LocalModel
+from shardckpt.state.local.local_shards import LocalModel
 
 
 def shapes_of(models: Iterable[LocalModel]) -> WholeShapes | None:

@@ -15,7 +15,7 @@ from shardckpt.checkpoint.saved import Saved, Verify, allocate, torch_dtype
 from shardckpt.errors import AmbiguousError, UnknownNameError, UsageError
 from shardckpt.format.reader import NamedBases
 from shardckpt.manifest import Path, TensorEntry, dotted
-from shardckpt.state.pieces import LocalArray, Portion
+from shardckpt.state.local.local_shards import LocalArray, Portion
 from shardckpt.storage.open_store import url_of
 
 Index = int | slice | EllipsisType

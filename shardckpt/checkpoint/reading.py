@@ -16,7 +16,7 @@ from shardckpt.checkpoint.tensor_bytes import flat_bytes, lies_flat, narrowed
 from shardckpt.dtypes import nbytes
 from shardckpt.format.pieces import PieceReader, Want, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry
-from shardckpt.state.pieces import LocalArray, Portion
+from shardckpt.state.local.local_shards import LocalArray, Portion
 from shardckpt.storage.store import Read, Store
 
 BATCH_BYTES = 64 << 20

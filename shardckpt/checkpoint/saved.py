@@ -27,7 +27,7 @@ from shardckpt.format.tagged import ArrayRef, Named
 from shardckpt.manifest import UNREAD, Lazy, Path, TensorEntry, dotted
 from shardckpt.plan.coverage import require_complete
 from shardckpt.plan.parts import split_flat_names
-from shardckpt.state.pieces import LocalArray, Portion
+from shardckpt.state.local.local_shards import LocalArray, Portion
 from shardckpt.storage.store import Read, Store
 
 Rules = Mapping[str, str] | str | os.PathLike[str] | None

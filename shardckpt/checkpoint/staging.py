@@ -14,7 +14,7 @@ from shardckpt.checkpoint.tensor_bytes import SMALL_BYTES, copied_bytes, flat, h
 from shardckpt.errors import UsageError
 from shardckpt.format.native_payload import Payload
 from shardckpt.manifest import Path
-from shardckpt.state.pieces import LocalArray
+from shardckpt.state.local.local_shards import LocalArray
 
 BLOCK_BYTES = 64 << 20
 """Bytes of a buffer, where the budget is not small: threads that copy meet once a buffer, and wait for each other."""

@@ -18,7 +18,7 @@ from shardckpt.checkpoint.holdings import dtype_name, is_optimizer, is_stateful
 from shardckpt.errors import UsageError
 from shardckpt.format.tagged import MAX_DEPTH, path_key
 from shardckpt.manifest import Path, TensorEntry, dotted
-from shardckpt.state.kinds import is_sharded_tensor
+from shardckpt.state.keys.kinds import is_sharded_tensor
 
 _ABSENT = object()
 

@@ -36,13 +36,13 @@ from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan import optimizer as optimizers
 from shardckpt.plan.names import cleaner
 from shardckpt.plan.parts import find_parts, model_paths
-from shardckpt.state import foreign
-from shardckpt.state.description import Description
-from shardckpt.state.flat_shards import FlatShards
-from shardckpt.state.kinds import is_sharded_tensor
-from shardckpt.state.optim_pieces import Room, Slot, parameter_names, room_for
-from shardckpt.state.pieces import LocalArray, Portion, local_array
-from shardckpt.state.slots import LARGEST_TOLD, UnequalSteps
+from shardckpt.state.adapters import torch_fsdp1
+from shardckpt.state.adapters.flat_shard_check import FlatShards
+from shardckpt.state.adapters.model_index import Description
+from shardckpt.state.keys.kinds import is_sharded_tensor
+from shardckpt.state.keys.slots import LARGEST_TOLD, UnequalSteps
+from shardckpt.state.local.local_shards import LocalArray, Portion, local_array
+from shardckpt.state.local.optim_shards import Room, Slot, parameter_names, room_for
 
 Put = Callable[[Any], None]
 
@@ -471,7 +471,7 @@ class _Fit:
             self.fitting.problems.append(f"{dotted(path)}: it is loaded as a whole, and `partial` names a part of it")
         take: Put = optim.load_state_dict
         if model is not None:
-            take = lambda state: foreign.put_optim_state(model, optim, state)  # noqa: E731
+            take = lambda state: torch_fsdp1.put_optim_state(model, optim, state)  # noqa: E731
         self.fitting.values.append(Taker(path, self._saved.find(root)[0], take))
 
     def _optim_state(self, root: Path, found: Description, optim: torch.optim.Optimizer) -> optimizers.OptimState:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from shardckpt.boxes import Box, contiguous_blocks, intersect, shift, whole
-from shardckpt.state.pieces import LocalArray
+from shardckpt.state.local.local_shards import LocalArray
 
 STAGED_BYTES = 16 << 20
 """Bytes of what does not lie in one piece in this machine's memory that are copied at a time."""

@@ -12,7 +12,7 @@ from shardckpt.checkpoint.tensor_bytes import SMALL_BYTES, held, tensor_bytes
 from shardckpt.format.native_part import Written
 from shardckpt.format.native_payload import FileHasher, Payload
 from shardckpt.manifest import Path
-from shardckpt.state.pieces import LocalArray
+from shardckpt.state.local.local_shards import LocalArray
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from shardckpt.errors import UsageError
-from shardckpt.state.mirrored import mirrored
-from shardckpt.state.pieces import LocalArray, LocalModel
+from shardckpt.state.local.ema_shards import mirrored
+from shardckpt.state.local.local_shards import LocalArray, LocalModel
 
 EXTRAS = ("n_averaged",)
 """Names that lie beside a variant's weights, where an average was saved."""

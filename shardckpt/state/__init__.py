@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from shardckpt.state.agreement import StateMismatchError
-from shardckpt.state.flat_keys import FlatUnit, flat_units, to_flat_parameters, to_original_parameters
-from shardckpt.state.foreign import ForeignShardingError
-from shardckpt.state.kinds import StateKind
-from shardckpt.state.loading import Keys, load_model_state_dict
-from shardckpt.state.model import iter_full_state_dict, model_state_dict
-from shardckpt.state.optim_loading import load_optim_state_dict
-from shardckpt.state.optimizer import ForeignParameterError, optim_state_dict
-from shardckpt.state.param_groups import ConflictError
-from shardckpt.state.rekey import flatten, nest, to_ids, to_names
-from shardckpt.state.slots import OpaqueStateError
+from shardckpt.state.adapters.torch_fsdp1 import ForeignShardingError
+from shardckpt.state.keys.flat_param_keys import FlatUnit, flat_units, to_flat_parameters, to_original_parameters
+from shardckpt.state.keys.kinds import StateKind
+from shardckpt.state.keys.optim_keys import flatten, nest, to_ids, to_names
+from shardckpt.state.keys.param_groups import ConflictError
+from shardckpt.state.keys.slots import OpaqueStateError
+from shardckpt.state.keys.validation import StateMismatchError
+from shardckpt.state.model.load_model_state_dict import Keys, load_model_state_dict
+from shardckpt.state.model.model_state_dict import iter_full_state_dict, model_state_dict
+from shardckpt.state.optim.load_optim_state_dict import load_optim_state_dict
+from shardckpt.state.optim.optim_state_dict import ForeignParameterError, optim_state_dict
 
 __all__ = [
     "ConflictError",

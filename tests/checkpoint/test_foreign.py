@@ -21,7 +21,7 @@ from shardckpt.checkpoint.saved import allocate
 from shardckpt.errors import IncompleteError, NoMemoryError
 from shardckpt.manifest import TensorEntry
 from shardckpt.state import model_state_dict, optim_state_dict
-from shardckpt.state.rekey import flatten, to_names
+from shardckpt.state.keys.optim_keys import flatten, to_names
 
 
 def trained(seed: int = 0, steps: int = 2):

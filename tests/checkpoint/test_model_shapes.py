@@ -25,7 +25,7 @@ from shardckpt import core as ours
 from shardckpt.checkpoint.model_shapes import shapes_of
 from shardckpt.errors import UsageError
 from shardckpt.state import model_state_dict, optim_state_dict
-from shardckpt.state.pieces import local_model
+from shardckpt.state.local.local_shards import local_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SAVED = ("local-flat", "local-orig", "local-orig-bf16", "local-flat-bf16")

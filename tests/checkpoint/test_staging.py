@@ -16,7 +16,7 @@ from shardckpt.checkpoint.staging import BLOCK_BYTES, Pool, Stage, block_size, m
 from shardckpt.checkpoint.transfer import contents
 from shardckpt.errors import UsageError
 from shardckpt.format.native_payload import Chunk, Payload, lay_out
-from shardckpt.state.pieces import LocalArray, local_array
+from shardckpt.state.local.local_shards import LocalArray, local_array
 
 MIB = 1 << 20
 

@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardckpt.checkpoint.checkpointer
-import shardckpt.state.torch_functions  # noqa: F401
+import shardckpt.state.interop.torch_dcp_api  # noqa: F401
 from shardckpt import core
 
 torch.manual_seed(0)  # imports what it tells devices with: here too once for all

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
-from shardckpt.state.kinds import StateKind
-from shardckpt.state.loading import load_model_state_dict
-from shardckpt.state.model import model_state_dict
+from shardckpt.state.keys.kinds import StateKind
+from shardckpt.state.model.load_model_state_dict import load_model_state_dict
+from shardckpt.state.model.model_state_dict import model_state_dict
 
 STYLES = ("flat", "orig", "in place")
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)

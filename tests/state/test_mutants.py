@@ -11,15 +11,15 @@ import test_optimizer_state
 from harness import RanksError
 
 from shardckpt import groups
-from shardckpt.state import optim_loading
+from shardckpt.state.optim import load_optim_state_dict
 
 
 def states_go_by_position(patch: pytest.MonkeyPatch) -> None:
     """The first saved parameter's state is the first live one's, whatever they are called."""
-    original = optim_loading.fit
+    original = load_optim_state_dict.fit
 
     def positional(model, optim, state, **how):
-        of = optim_loading.optimized(optim_loading.describe_whole(model), optim)
+        of = load_optim_state_dict.optimized(load_optim_state_dict.describe_whole(model), optim)
         live = [name for names in of.groups for name in names]
         saved = [name for group in state["param_groups"] for name in group["params"]]
         renamed = dict(zip(saved, live, strict=False))
@@ -27,18 +27,18 @@ def states_go_by_position(patch: pytest.MonkeyPatch) -> None:
         groups = [{**group, "params": [renamed[n] for n in group["params"]]} for group in state["param_groups"]]
         return original(model, optim, {"state": moved, "param_groups": groups}, **how)
 
-    patch.setattr(optim_loading, "fit", positional)
+    patch.setattr(load_optim_state_dict, "fit", positional)
 
 
 def steps_are_shared(patch: pytest.MonkeyPatch) -> None:
     """All parameters count in one tensor."""
-    original = optim_loading._Putter._scalar
+    original = load_optim_state_dict._Putter._scalar
 
     def shared(self, held, index, name, slot):
         kept = self.__dict__.setdefault("kept", {})
         return kept.setdefault(name, original(self, held, index, name, slot))
 
-    patch.setattr(optim_loading._Putter, "_scalar", shared)
+    patch.setattr(load_optim_state_dict._Putter, "_scalar", shared)
 
 
 def errors_stay_at_home(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from states import FACES, Net, over, quiet, refused, step, whole
 import shardckpt
 from shardckpt.errors import UsageError
 from shardckpt.state import load_optim_state_dict, optim_state_dict
-from shardckpt.state.slots import Form, Slot, with_largest
+from shardckpt.state.keys.slots import Form, Slot, with_largest
 
 
 def made(face: str):

@@ -29,7 +29,7 @@ from shardckpt.core.config import (
 from shardckpt.core.errors import SettingsDifferError, StateError
 from shardckpt.errors import ShardckptError
 
-PROVIDER = "shardckpt.state.provider"
+PROVIDER = "shardckpt.state.interop.fsdp_api"
 """The module that provides state dicts: this arrow of the house is bound late."""
 
 
@@ -37,7 +37,7 @@ class StateProviderMissing(ShardckptError, NotImplementedError):  # noqa: N818  
     """A state dict was asked for, and the part of the package that makes them is not there."""
 
 
-INTRODUCER = "shardckpt.state.torch_functions"
+INTRODUCER = "shardckpt.state.interop.torch_dcp_api"
 """The module that lets torch's own functions for state dicts know of wrappers."""
 
 

@@ -1,0 +1,287 @@
+"""Who holds a model's tensors: what every adapter does, whatever sharded the model.
+
+One adapter each: `flat_holder` and `rows_holder` for units of the engine (what they share is in `bucket_holder`),
+`dtensor_holder` for DTensors of any other origin, torch's `fully_shard` among them, `plain_holder` for plain tensors.
+States of models under torch's own wrapper are taken and put as a whole, by `foreign`.
+
+Whatever is laid out as the parameters are (they themselves, a moment of the optimizer) passes through the same
+functions: *laid* is this rank's part of all of them together, a bucket's 1-D shard or a tensor's local part.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from shardckpt.core.params.full_params import Staging
+from shardckpt.state.redistribute.rank_grid import Ranks
+
+Cut = tuple[DeviceMesh, tuple[Placement, ...]]
+"""Over which mesh a DTensor is cut, and where along its directions."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a model, as it is unsharded.
+
+    Attributes:
+        name: Clean fully qualified name.
+        aliases: Its other names.
+        shape: Full shape, in elements.
+        dtype: Stored type.
+        trains: Whether it takes part in gradients.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trains: bool
+
+
+class Holder(ABC):
+    """Tensors that are sharded together.
+
+    Args:
+        entries: What they are, in order.
+        everyone: The ranks that the model is on.
+    """
+
+    def __init__(self, entries: Sequence[Entry], everyone: Ranks) -> None:
+        self.entries = tuple(entries)
+        self.everyone = everyone
+
+    # -------------------------------------------------------------------------------------------------- facts
+
+    @property
+    @abstractmethod
+    def exposed(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer holds: one for all entries, or one for each."""
+
+    @property
+    @abstractmethod
+    def is_sharded(self) -> bool:
+        """Tell whether ranks hold different parts."""
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Tell whether each rank of the model has a part or a copy: not so of an expert that some ranks share."""
+        return True
+
+    @property
+    def all_have(self) -> bool:
+        """Tell whether an optimizer keeps something of each parameter on every rank, if it does on one."""
+        return True
+
+    @property
+    def ranks(self) -> dist.ProcessGroup | None:
+        """The ranks that have different parts; None where it is not one group of them."""
+        return None
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where parts of it travel from and to."""
+
+    @property
+    def lies_as_sharded(self) -> bool:
+        """Tell whether what an optimizer keeps is what `sharded` makes of it, so that nothing has to travel."""
+        return True
+
+    @abstractmethod
+    def cuts(self) -> list[Cut | None]:
+        """Return how `sharded` cuts each entry; None for what is whole."""
+
+    def extents(self, position: int) -> tuple[int, ...] | None:
+        """Return how long each rank's part of a parameter is along the dimension it is cut; None if not along one.
+
+        Args:
+            position: Which of the exposed parameters.
+        """
+        del position
+        return None
+
+    def tells(self, position: int) -> bool:
+        """Tell whether this rank is the one that tells the others what its optimizer keeps of a parameter.
+
+        Args:
+            position: Which of the exposed parameters.
+        """
+        del position
+        return self.everyone.is_first
+
+    def layout_note(self) -> dict[str, Any]:
+        """Return the layout as plain JSON values; nothing where every rank has the whole."""
+        return {}
+
+    # ---------------------------------------------------------------------------------------- what is here, as it lies
+
+    @property
+    @abstractmethod
+    def laid(self) -> torch.Tensor:
+        """The parameters' own values, laid out: what is written there is theirs once `written` was called."""
+
+    @abstractmethod
+    def written(self) -> None:
+        """Give up what was made of the parameters before something was written into `laid`."""
+
+    @abstractmethod
+    def places(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return this rank's part of each entry of what is laid out, as views: 1-D ones where parts are cut flat."""
+
+    @abstractmethod
+    def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return what is laid out as tensors of the exposed parameters' shapes, views where they can be."""
+
+    def lying(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return `parts` as this rank has them: of a DTensor the local part."""
+        return self.parts(laid)
+
+    @abstractmethod
+    def join(
+        self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
+    ) -> torch.Tensor:
+        """Lay out tensors of the exposed parameters' shapes; zeros for those that are None.
+
+        Args:
+            parts: The tensors; what is laid out may share memory with one that is all there is.
+            dtype: The type they are to have.
+            staging: That through which `full` gathers it then; None for new memory.
+        """
+
+    @abstractmethod
+    def blank(self, position: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return new memory for what an optimizer keeps of an exposed parameter: any content, zeros in its padding.
+
+        Args:
+            position: Which of the exposed parameters.
+            dtype: The type it is to have.
+        """
+
+    # --------------------------------------------------------------------------------------------------- out of it
+
+    @abstractmethod
+    def full(self, laid: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
+        """Return the whole of each entry. Collective.
+
+        Args:
+            laid: What to gather.
+            staging: Memory that it passes through, in use until all entries were taken.
+            first_only: Only the first rank gets them.
+
+        Returns:
+            Tensors of their own, but for what is not sharded and may be what is held; None on the ranks that get none.
+        """
+
+    @abstractmethod
+    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:
+        """Return each entry as a DTensor, or plain where nothing is sharded. Collective for flat layouts.
+
+        Args:
+            laid: What to cut; where nothing has to travel for it, the result shares its memory.
+            staging: Memory that it passes through.
+        """
+
+    def sharding(self, laid: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
+        """Begin to do what `sharded` does, while other things are done. Collective.
+
+        Args:
+            laid: As for `sharded`.
+            staging: Memory that it passes through, in use until the end.
+
+        Returns:
+            What ends it and returns the entries, on all ranks in the order of the beginnings.
+        """
+        made = self.sharded(laid, staging)
+        return lambda: made
+
+    # ----------------------------------------------------------------------------------------------------- into it
+
+    @abstractmethod
+    def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
+        """Copy this rank's parts of whole values that every rank has.
+
+        Args:
+            values: For each entry its value, of any type; None for those that are left alone.
+            into: Where they go: `places` of something laid out, or tensors as those are. Of those that are left alone
+                they are not looked at.
+        """
+
+    @abstractmethod
+    def from_first(
+        self,
+        values: Sequence[torch.Tensor | None] | None,
+        into: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        staging: Staging,
+    ) -> None:
+        """Copy this rank's parts of whole values that the first rank has. Collective.
+
+        Args:
+            values: As for `from_full` on the first rank; None elsewhere.
+            into: As for `from_full`; None, on all ranks, for what is left alone.
+            dtype: The type in which they travel: that of where they go.
+            staging: Memory that they pass through.
+        """
+
+    @abstractmethod
+    def from_sharded(
+        self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None], staging: Staging
+    ) -> None:
+        """Copy this rank's parts of what `sharded` returned, on the same ranks. Collective for flat layouts.
+
+        Args:
+            values: As for `from_full`; `takes` tells whether they are cut so.
+            into: As for `from_full`.
+            staging: Memory that they pass through.
+        """
+
+    def takes(self, values: Sequence[torch.Tensor | None]) -> bool:
+        """Tell whether these are cut as `sharded` cuts, so that nothing has to be gathered."""
+        pairs = zip(values, self.cuts(), strict=True)
+        return all(value is None or _alike(value, own) for value, own in pairs)
+
+
+def from_first(
+    everyone: Ranks, shape: Sequence[int], dtype: torch.dtype, device: torch.device, value: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a tensor that the first rank has. Collective.
+
+    Args:
+        everyone: The ranks.
+        shape: Its shape.
+        dtype: The type it is to have.
+        device: Where it is to be.
+        value: The tensor on the first rank; None elsewhere.
+    """
+    made = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if value is not None:
+        made.copy_(value)
+    everyone.tell(made)
+    return made
+
+
+def placing_of(tensor: torch.Tensor) -> Cut | None:
+    """Return how a DTensor is cut; None of a plain tensor."""
+    return (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None
+
+
+def _alike(value: torch.Tensor, cut: Cut | None) -> bool:
+    return placing_of(value) == cut
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, a plain tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()

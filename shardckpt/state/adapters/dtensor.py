@@ -1,0 +1,194 @@
+"""DTensors of any placement that are no unit of the engine: torch's `fully_shard`, tensor parallelism, a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from shardckpt.core.params.full_params import Staging
+from shardckpt.layout import DimLayout, ParamSpec
+from shardckpt.state.adapters.base import Cut, Entry, Holder, from_first, local, placing_of
+from shardckpt.state.redistribute import dtensor_rows
+from shardckpt.state.redistribute.dtensor_rows import chunks, has_rows_everywhere
+from shardckpt.state.redistribute.rank_grid import Ranks
+
+
+class DTensorHolder(Holder):
+    """One parameter that is a DTensor.
+
+    Args:
+        entry: What it is.
+        parameter: The parameter, around a DTensor.
+        everyone: The ranks that the model is on.
+    """
+
+    def __init__(self, entry: Entry, parameter: nn.Parameter, everyone: Ranks) -> None:
+        super().__init__([entry], everyone)
+        self._parameter = parameter
+
+    @property
+    def _kept(self) -> DTensor:
+        kept = self._parameter
+        assert isinstance(kept, DTensor), "other holders have plain parameters"
+        return kept
+
+    @property
+    def exposed(self) -> list[nn.Parameter]:
+        """The parameter."""
+        return [self._parameter]
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Tell whether its mesh has all ranks of the model."""
+        return self._kept.device_mesh.size() == self.everyone.size
+
+    @property
+    def is_sharded(self) -> bool:
+        """Tell whether it is cut."""
+        return not all(placement.is_replicate() for placement in self._kept.placements)
+
+    @property
+    def all_have(self) -> bool:
+        """Tell whether no rank is without rows; of a mesh of several dimensions, whether that is certain."""
+        dims = [each.dim for each in self._kept.placements if isinstance(each, Shard)]
+        return all(has_rows_everywhere(self._kept.shape[dim], self._kept.device_mesh.size()) for dim in dims)
+
+    @property
+    def ranks(self) -> dist.ProcessGroup | None:
+        """The ranks of a mesh of one dimension."""
+        mesh = self._kept.device_mesh
+        return mesh.get_group() if mesh.ndim == 1 else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where its local part is."""
+        return self.laid.device
+
+    def cuts(self) -> list[Cut | None]:
+        """As it is."""
+        return [placing_of(self._kept)]
+
+    def extents(self, position: int) -> tuple[int, ...] | None:
+        """Count rows, on a mesh of one dimension."""
+        del position
+        mesh, placement = self._kept.device_mesh, self._kept.placements[0]
+        if mesh.ndim != 1 or type(placement) is not Shard:
+            return None
+        return chunks(self._kept.shape[placement.dim], mesh.size())
+
+    def layout_note(self) -> dict[str, Any]:
+        """Return the rows that the ranks have, where it is cut along one dimension of one mesh's."""
+        mesh, entry = self._kept.device_mesh, self.entries[0]
+        if mesh.get_coordinate() is None:
+            return {}
+        cuts = [(at, p) for at, p in enumerate(self._kept.placements) if not p.is_replicate()]
+        if len(cuts) != 1 or type(cuts[0][1]) is not Shard:
+            return {}
+        at, placement = cuts[0]
+        assert isinstance(placement, Shard)
+        spec = ParamSpec(entry.name, entry.shape, str(entry.dtype).removeprefix("torch."))
+        layout = DimLayout((spec,), mesh.size(at), (placement.dim % len(entry.shape),))
+        return {"layout": layout.to_json(), "place": mesh.get_local_rank(at)}
+
+    @property
+    def laid(self) -> torch.Tensor:
+        """The local part."""
+        return local(self._parameter.detach())
+
+    def written(self) -> None:
+        """Nothing was made of it."""
+
+    def places(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return the local part."""
+        return [laid]
+
+    def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return a DTensor as the parameter is."""
+        return [self._around(laid)]
+
+    def lying(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return the local part."""
+        return [laid]
+
+    def _around(self, laid: torch.Tensor) -> DTensor:
+        kept = self._kept
+        return DTensor.from_local(
+            laid, kept.device_mesh, kept.placements, run_check=False, shape=kept.shape, stride=kept.stride()
+        )
+
+    def join(
+        self,
+        parts: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        staging: Staging | None = None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Return the local part."""
+        return self.laid.new_zeros(self.laid.shape, dtype=dtype) if parts[0] is None else local(parts[0]).to(dtype)
+
+    def blank(self, position: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
+        """Return a DTensor around new memory."""
+        return self._around(torch.empty_like(self.laid, dtype=dtype))
+
+    def full(
+        self,
+        laid: torch.Tensor,
+        staging: Staging,  # noqa: ARG002
+        *,
+        first_only: bool,
+    ) -> Iterable[torch.Tensor] | None:
+        """Gather to the ranks that get something, where it is cut along one direction of its mesh; else to all."""
+        kept = self._kept
+        at = dtensor_rows.direction(kept) if first_only else None
+        whole = self._around(laid).full_tensor() if at is None else dtensor_rows.collected(kept, at, laid)
+        return None if whole is None or (first_only and not self.everyone.is_first) else [whole]
+
+    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
+        """Return a DTensor around what is there: nothing travels, nothing is copied."""
+        return self.parts(laid)
+
+    def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
+        """Cut this rank's part."""
+        (value,), (place,) = values, into
+        if value is None or place is None:
+            return
+        kept = self._kept
+        cut = distribute_tensor(value.to(self.device), kept.device_mesh, kept.placements, src_data_rank=None)
+        place.copy_(cut.to_local())
+
+    def from_first(
+        self,
+        values: Sequence[torch.Tensor | None] | None,
+        into: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        staging: Staging,
+    ) -> None:
+        """Take the rows that the first rank deals out; where it has no place for that, broadcast from it and cut."""
+        (place,), value = into, None if values is None else values[0]
+        if place is None:
+            return
+        at = dtensor_rows.direction(self._kept)
+        if at is not None and self._is_everywhere(self._kept.device_mesh):
+            dtensor_rows.dealt(self._kept, at, value, place, dtype=dtype, staging=staging)
+            return
+        self.from_full([from_first(self.everyone, self.entries[0].shape, dtype, self.device, value)], into)
+
+    def _is_everywhere(self, mesh: DeviceMesh) -> bool:
+        """Tell whether a mesh has all ranks of the model, and begins with their first; the same on all of them."""
+        ranks = mesh.mesh.flatten()
+        return len(ranks) == self.everyone.size and int(ranks[0]) == int(ranks.min())
+
+    def from_sharded(
+        self,
+        values: Sequence[torch.Tensor | None],
+        into: Sequence[torch.Tensor | None],
+        staging: Staging,  # noqa: ARG002
+    ) -> None:
+        """Copy the local part: nothing travels."""
+        if values[0] is not None and into[0] is not None:
+            into[0].copy_(local(values[0]))

@@ -1,0 +1,168 @@
+"""What holders of the engine's buckets share; how a bucket's parameters are exposed makes the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardckpt.core.params.full_params import Staging, copies, join
+from shardckpt.core.params.param_bucket import Bucket
+from shardckpt.core.registration.base import Exposure
+from shardckpt.state.adapters.base import Entry, Holder, from_first, local
+from shardckpt.state.redistribute.rank_grid import Ranks
+from shardckpt.state.redistribute.scatter_from_rank0 import deal
+
+
+class BucketHolder(Holder):
+    """A bucket of the engine; the ways in which its parameters are exposed are classes of their own.
+
+    Args:
+        exposure: The bucket as the user sees it.
+        names: The names of each member in the model, the first before its aliases.
+        everyone: The ranks that the model is on.
+    """
+
+    def __init__(self, exposure: Exposure, names: Sequence[Sequence[str]], everyone: Ranks) -> None:
+        bucket = exposure.bucket
+        rows = zip(names, bucket.leaves, strict=True)
+        super().__init__(
+            [
+                Entry(first, tuple(others), tuple(leaf.shape), bucket.dtype, leaf.requires_grad)
+                for (first, *others), leaf in rows
+            ],
+            everyone,
+        )
+        self._exposure = exposure
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket."""
+        return self._exposure.bucket
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unit computes."""
+        return self.bucket.compute_device
+
+    @property
+    def exposed(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer holds."""
+        return self._exposure.parameters
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Tell whether each rank of the model has a part or a copy."""
+        return self.bucket.group.world == self.everyone.size
+
+    @property
+    def is_sharded(self) -> bool:
+        """Tell whether ranks hold different parts."""
+        return not self.bucket.keeps_full and self.bucket.group.size > 1
+
+    @property
+    def ranks(self) -> dist.ProcessGroup | None:
+        """The ranks that share the bucket."""
+        return self.bucket.group.shard
+
+    @property
+    def is_parallel(self) -> bool:
+        """Tell whether tensor parallelism has cut parameters before the engine did."""
+        return any(isinstance(leaf, DTensor) for leaf in self.bucket.leaves)
+
+    def layout_note(self) -> dict[str, Any]:
+        """Return the layout, and which of its ranks this one is."""
+        return {"layout": self.bucket.layout.to_json(), "place": self.bucket.rank}
+
+    @property
+    def laid(self) -> torch.Tensor:
+        """The shard."""
+        self._exposure.adopt()
+        return self.bucket.shard.detach()
+
+    def written(self) -> None:
+        """Give up full parameters that are there: they are stale."""
+        self.bucket.free()
+        self._exposure.show_sharded()
+
+    def places(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return each parameter's part as a view."""
+        return self.bucket.of_shard(laid)
+
+    def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return each parameter's part as a view."""
+        return self.bucket.of_shard(laid)
+
+    def join(
+        self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
+    ) -> torch.Tensor:
+        """Lay parts out."""
+        return join(self.bucket, [None if part is None else local(part) for part in parts], dtype, staging)
+
+    def full(self, laid: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
+        """Gather the whole bucket; what tensor parallelism has cut is gathered once more, everywhere."""
+        found = copies(self.bucket, laid, staging, first_only=first_only)
+        if found is None or not self.is_parallel:
+            return found if not first_only or self.everyone.is_first else None
+        values = [self._whole(index, value) for index, value in enumerate(found)]
+        return values if not first_only or self.everyone.is_first else None
+
+    def _whole(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """Return a parameter of which this is all that the bucket has."""
+        seen = self.bucket.computed(index, value)
+        return seen.full_tensor() if isinstance(seen, DTensor) else value
+
+    def _own_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """Return what the bucket has of a whole parameter."""
+        leaf = self.bucket.leaves[index]
+        if not isinstance(leaf, DTensor):
+            return value
+        value = value.to(self.bucket.compute_device)
+        return distribute_tensor(value, leaf.device_mesh, leaf.placements, src_data_rank=None).to_local()
+
+    def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
+        """Cut this rank's part."""
+        own = [None if value is None else self._own_of(index, value) for index, value in enumerate(values)]
+        self._take(own, into)
+
+    def _take(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
+        """Copy this rank's parts of all that the bucket has of some parameters."""
+        for place, part in zip(into, self._cut(values, self.bucket.rank), strict=True):
+            if place is not None and part is not None:
+                place.copy_(part)
+
+    def _cut(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
+        """Return a rank's parts of all that the bucket has of some parameters, as views where they can be."""
+        return list(values) if self.bucket.keeps_full else self.bucket.packing.cut(values, rank)
+
+    def from_first(
+        self,
+        values: Sequence[torch.Tensor | None] | None,
+        into: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        staging: Staging,
+    ) -> None:
+        """Deal out the parts; where parts of a mesh have firsts of their own, tell everyone."""
+        group = self.bucket.group
+        if self.is_parallel or group.world != self.everyone.size:  # the first that share it may not be the first of all
+            self.from_full(self._told(values, into, dtype), into)
+            return
+        rows = None
+        if values is not None and group.is_first:
+            rows = [self._cut(values, rank) for rank in range(group.size)]
+        copies = Ranks(() if group.replicate is None else (group.replicate,))
+        deal(rows, into, group.shard, copies, dtype=dtype, device=self.device, staging=staging)
+
+    def _told(
+        self, values: Sequence[torch.Tensor | None] | None, into: Sequence[torch.Tensor | None], dtype: torch.dtype
+    ) -> list[torch.Tensor | None]:
+        """Return whole values that the first rank has. Collective."""
+        given = [None] * len(self.entries) if values is None else values
+        return [
+            None if place is None else from_first(self.everyone, entry.shape, dtype, self.device, value)
+            for entry, place, value in zip(self.entries, into, given, strict=True)
+        ]

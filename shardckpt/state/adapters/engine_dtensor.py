@@ -1,0 +1,76 @@
+"""Units of `fully_shard`: each parameter is cut along a dimension, and is a DTensor already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardckpt.core.params.full_params import Staging
+from shardckpt.core.registration.dtensor_params import DTensorExposure
+from shardckpt.state.adapters.base import Cut, local, placing_of
+from shardckpt.state.adapters.engine_bucket import BucketHolder
+from shardckpt.state.redistribute.dtensor_rows import chunks, has_rows_everywhere
+from shardckpt.state.redistribute.rank_grid import Ranks
+
+
+class RowsHolder(BucketHolder):
+    """A bucket of `fully_shard`.
+
+    Args:
+        exposure: The bucket as the user sees it.
+        names: The names of each member in the model, the first before its aliases.
+        everyone: The ranks that the model is on.
+    """
+
+    def __init__(self, exposure: DTensorExposure, names: Sequence[Sequence[str]], everyone: Ranks) -> None:
+        super().__init__(exposure, names, everyone)
+        self._placed = exposure.placed
+
+    @property
+    def all_have(self) -> bool:
+        """Tell whether no rank is without rows of a parameter."""
+        rows = [
+            spec.shape[placed.dim]
+            for spec, placed in zip(self.bucket.layout.specs, self._placed, strict=True)
+            if placed.dim is not None
+        ]
+        return all(has_rows_everywhere(each, self.bucket.group.size) for each in rows)
+
+    def extents(self, position: int) -> tuple[int, ...] | None:
+        """Count rows."""
+        dim = self._placed[position].dim
+        return None if dim is None else chunks(self.bucket.layout.specs[position].shape[dim], self.bucket.group.size)
+
+    def cuts(self) -> list[Cut | None]:
+        """As the parameters are."""
+        return [placing_of(parameter) for parameter in self.exposed]
+
+    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
+        """Return DTensors around what is there: nothing travels, nothing is copied."""
+        if laid.numel() and laid.data_ptr() == self.bucket.shard.data_ptr():
+            return [parameter.detach() for parameter in self.exposed]
+        return self.parts(laid)
+
+    def from_sharded(
+        self,
+        values: Sequence[torch.Tensor | None],
+        into: Sequence[torch.Tensor | None],
+        staging: Staging,  # noqa: ARG002
+    ) -> None:
+        """Copy the local parts: nothing travels."""
+        for value, place in zip(values, into, strict=True):
+            if value is not None and place is not None:
+                place.copy_(local(value))
+
+    def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return DTensors around each parameter's part."""
+        return [placed.sharded(part) for placed, part in zip(self._placed, self.lying(laid), strict=True)]
+
+    def lying(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return each parameter's part."""
+        return super().parts(laid)
+
+    def blank(self, position: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a DTensor around new memory."""
+        return self._placed[position].sharded(torch.empty_like(local(self.exposed[position].detach()), dtype=dtype))

@@ -1,0 +1,248 @@
+"""Units of the wrapper: parameters end to end, cut anywhere, as one flat parameter or as 1-D views of the shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardckpt.core.params.buffer_layout import apart
+from shardckpt.core.params.full_params import Staging, gather
+from shardckpt.core.params.mesh_placement import cut_over_both
+from shardckpt.core.registration.flat_param import FlatExposure
+from shardckpt.core.registration.orig_params import OriginalExposure
+from shardckpt.layout import FlatLayout, ParamSpec
+from shardckpt.state.adapters.base import Cut, local, placing_of
+from shardckpt.state.adapters.engine_bucket import BucketHolder
+from shardckpt.state.redistribute.flat_to_rows import first_owners, from_rows, row_dim, rows_to_come, strides
+from shardckpt.state.redistribute.rank_grid import Ranks
+
+
+class FlatHolder(BucketHolder):
+    """A bucket laid out flat: one flat parameter, or original ones as 1-D views.
+
+    Args:
+        exposure: The bucket as the user sees it.
+        names: The names of each member in the model, the first before its aliases.
+        everyone: The ranks that the model is on.
+        mesh: The ranks that share the bucket, with its shards along the last dimension; None where nothing is sharded.
+        flat_name: Name of the flat parameter in the model; None where the original parameters are registered.
+    """
+
+    def __init__(
+        self,
+        exposure: FlatExposure | OriginalExposure,
+        names: Sequence[Sequence[str]],
+        everyone: Ranks,
+        mesh: DeviceMesh | None,
+        flat_name: str | None,
+    ) -> None:
+        super().__init__(exposure, names, everyone)
+        self._mesh = mesh
+        self._flat_name = flat_name
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where each entry lies in every rank's shard."""
+        found = self.bucket.layout
+        assert isinstance(found, FlatLayout), "the wrapper lays out flat"
+        return found
+
+    def show(self, values: Sequence[torch.Tensor], *, lying: bool) -> None:
+        """Register tensors for torch's own recursion to find; `hide` undoes it.
+
+        Args:
+            values: One for each entry, registered where it belongs; or one for the flat parameter.
+            lying: It is the flat parameter's.
+        """
+        home = self._exposure.home if isinstance(self._exposure, FlatExposure) else None
+        if home is not None:
+            home.module._parameters[home.attribute] = values[0] if lying else None  # type: ignore[assignment]
+        if not lying:
+            for member, value in zip(self.bucket.members, values, strict=True):
+                for place in member.places:
+                    place.module.__dict__.pop(place.attribute, None)  # what stands there while the unit is sharded
+                    place.module._parameters[place.attribute] = value  # type: ignore[assignment]
+
+    def registered(self, *, lying: bool) -> list[torch.Tensor]:
+        """Return what is registered in the places that `show` filled: what was shown, or what was put there since."""
+        if lying:
+            assert isinstance(self._exposure, FlatExposure), "only a flat parameter lies by itself"
+            places = [self._exposure.home]
+        else:
+            places = [member.places[0] for member in self.bucket.members]
+        found = [place.module._parameters[place.attribute] for place in places]
+        return [each for each in found if each is not None]
+
+    def hide(self) -> None:
+        """Register what is registered while the bucket is sharded."""
+        if isinstance(self._exposure, FlatExposure):
+            self._exposure.hide_whole()
+        else:
+            self._exposure.show_sharded()
+
+    @property
+    def flat_name(self) -> str | None:
+        """Name of the flat parameter in the model; None where the original parameters are registered."""
+        return self._flat_name
+
+    @property
+    def owned(self) -> int:
+        """Elements of this rank's shard without the padding at its end."""
+        return self.layout.owned(self.bucket.rank)
+
+    @property
+    def all_have(self) -> bool:
+        """Tell whether no rank is without a part of a parameter: of the flat one all have some."""
+        return self._flat_name is not None or self.bucket.keeps_full
+
+    def extents(self, position: int) -> tuple[int, ...] | None:
+        """Count elements: of the flat parameter with padding, as it is exposed."""
+        if self.is_parallel:
+            return None
+        if self._flat_name is not None:
+            return (self.layout.chunk,) * self.layout.world
+        ranks = range(self.layout.world)
+        return tuple(sum(run.stop - run.start for run in self.layout.runs(r) if run.index == position) for r in ranks)
+
+    def tells(self, position: int) -> bool:
+        """Let the first rank that has a part of a parameter tell."""
+        group = self.bucket.group
+        if group.replicate is not None and group.replicate.rank() != 0:
+            return False
+        return first_owners(self.layout).get(position, 0) == group.rank
+
+    @property
+    def lies_as_sharded(self) -> bool:
+        """Tell that rows have to be exchanged for it."""
+        return False
+
+    def layout_note(self) -> dict[str, Any]:
+        """Return the layout, which of its ranks this one is, and the name of the flat parameter."""
+        return {**super().layout_note(), "flat": self._flat_name}
+
+    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:
+        """Exchange flat shards for rows: one all-to-all."""
+        return self.sharding(laid, staging)()
+
+    def sharding(self, laid: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
+        """Begin the exchange: rows travel while the next unit's are put together."""
+        if self.bucket.keeps_full or self._mesh is None:
+            made = [self.bucket.computed(i, view.clone()) for i, view in enumerate(self.bucket.of_shard(laid))]
+            return lambda: made
+        if self.is_parallel and self._both is None:
+            cut = self._parallel(laid)
+            return lambda: cut
+        rows = rows_to_come(laid.to(self.bucket.compute_device), self.layout, self.bucket.group.shard, staging)
+        return lambda: [self._dtensor(part, index) for index, part in enumerate(rows())]
+
+    def _parallel(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return what tensor parallelism cut as it cut it, gathered over the ranks of data parallelism."""
+        values = gather(self.bucket, laid).values
+        return [self.bucket.computed(index, value.clone()) for index, value in enumerate(values)]
+
+    @cached_property
+    def _both(self) -> list[Cut | None] | None:
+        """How entries lie over the meshes of data and tensor parallelism together; None if these are not of one mesh.
+
+        A part of tensor parallelism is cut into rows again. What it left alone lies on all of its ranks.
+        """
+        inner = next(leaf.device_mesh for leaf in self.bucket.leaves if isinstance(leaf, DTensor))
+        found: list[Cut | None] = []
+        for spec, leaf in zip(self.layout.specs, self.bucket.leaves, strict=True):
+            if not spec.shape:
+                found.append(placing_of(leaf))
+                continue
+            own = leaf.placements if isinstance(leaf, DTensor) else (Replicate(),) * inner.ndim
+            cut = None if self._mesh is None else cut_over_both(self._mesh, row_dim(spec), inner, own)
+            if cut is None or (isinstance(leaf, DTensor) and leaf.device_mesh != inner):
+                return None
+            found.append(cut)
+        return found
+
+    def _dtensor(self, part: torch.Tensor, index: int) -> torch.Tensor:
+        assert self._mesh is not None
+        spec = self.layout.specs[index]
+        if not spec.shape:  # a 0-dim tensor has no dimension to be cut along
+            return self.bucket.computed(index, self._scalar(part)) if self.is_parallel else self._scalar(part)
+        if self.is_parallel:
+            both = self._both[index] if self._both is not None else None
+            assert both is not None, "or it is gathered"
+            leaf = self.bucket.leaves[index]
+            return DTensor.from_local(apart(part), *both, run_check=False, shape=leaf.shape, stride=leaf.stride())
+        stride = strides(spec.shape, spec.order)
+        return DTensor.from_local(
+            apart(part),
+            self._mesh,
+            self._placements(spec),
+            run_check=False,
+            shape=torch.Size(spec.shape),
+            stride=stride,
+        )
+
+    def _placements(self, spec: ParamSpec) -> tuple[Placement, ...]:
+        copies = 0 if self._mesh is None else self._mesh.ndim - 1
+        return (*[Replicate()] * copies, Shard(row_dim(spec)))
+
+    def cuts(self) -> list[Cut | None]:
+        """Rows along the dimension that is slowest in memory, also of what tensor parallelism cut."""
+        if self.is_parallel:
+            if self._both is not None and not self.bucket.keeps_full:
+                return self._both
+            return [placing_of(leaf) for leaf in self.bucket.leaves]
+        mesh = None if self.bucket.keeps_full else self._mesh
+        return [
+            (mesh, self._placements(spec)) if mesh is not None and spec.shape else None for spec in self.layout.specs
+        ]
+
+    def _scalar(self, part: torch.Tensor) -> torch.Tensor:
+        """Return a 0-dim value on every rank; the first of those that share has it."""
+        value = part.clone() if part.dim() == 0 else part.new_zeros(())
+        dist.broadcast(value.view(1).view(torch.uint8), group=self.bucket.group.shard, group_src=0)
+        return value
+
+    def from_sharded(
+        self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None], staging: Staging
+    ) -> None:
+        """Exchange rows for flat shards: one all-to-all."""
+        own = [None if value is None else local(value) for value in values]
+        if self.bucket.keeps_full or self._mesh is None or (self.is_parallel and self._both is None):
+            self._take(own, into)
+            return
+        rows = [
+            row if row is None or spec.shape or self.bucket.rank == 0 else row.new_empty(0)
+            for row, spec in zip(own, self.layout.specs, strict=True)
+        ]
+        dtype = next(place.dtype for place in into if place is not None)
+        from_rows(rows, into, self.layout, self.bucket.group.shard, staging, dtype=dtype, device=self.device)
+
+    def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return the flat tensor itself, or each original's part."""
+        return [laid] if self._flat_name is not None else super().parts(laid)
+
+    def join(
+        self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
+    ) -> torch.Tensor:
+        """Lay parts out."""
+        if self._flat_name is None:
+            return super().join(parts, dtype, staging)
+        if parts[0] is None:
+            return torch.zeros(self.layout.chunk, dtype=dtype, device=self.device)
+        return local(parts[0]).to(dtype)
+
+    def blank(self, position: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat parameter's memory with zeros between its members and behind them, or a part's."""
+        made = torch.empty_like(local(self.exposed[position].detach()), dtype=dtype)
+        if self._flat_name is not None:
+            at = 0
+            for run in self.layout.runs(self.bucket.rank):
+                made[at : run.offset].zero_()
+                at = run.offset + run.numel
+            made[at:].zero_()
+        return made

@@ -1,0 +1,284 @@
+"""What a model consists of by the names it has unsharded: holders of its parameters, buffers, extra state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardckpt.core.modules.fqn_and_params import clean, is_incompatible
+from shardckpt.core.params.param_bucket import Bucket
+from shardckpt.core.registration.base import Exposure
+from shardckpt.core.registration.dtensor_params import DTensorExposure
+from shardckpt.core.registration.flat_param import FlatExposure
+from shardckpt.core.registration.orig_params import OriginalExposure
+from shardckpt.core.runtime.fsdp_unit import Unit
+from shardckpt.core.runtime.traversal import ShardedModule, units
+from shardckpt.state.adapters.base import Entry, Holder
+from shardckpt.state.adapters.dtensor import DTensorHolder
+from shardckpt.state.adapters.engine_dtensor import RowsHolder
+from shardckpt.state.adapters.engine_flat import FlatHolder
+from shardckpt.state.adapters.flat_shard_check import FlatShards
+from shardckpt.state.adapters.replicated import PlainHolder
+from shardckpt.state.redistribute.rank_grid import Ranks
+
+EXTRA = "_extra_state"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer of a model.
+
+    Attributes:
+        name: Clean fully qualified name.
+        module: Whose it is.
+        attribute: Its name there.
+        persistent: Whether state dicts have it.
+        dtype: The type it had before the engine cast it.
+    """
+
+    name: str
+    module: nn.Module
+    attribute: str
+    persistent: bool
+    dtype: torch.dtype
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The buffer as it is now."""
+        found = self.module._buffers[self.attribute]
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model, by names.
+
+    Attributes:
+        names: Every name that a state dict of the unsharded model has, in its order.
+        holders: Who holds the parameters.
+        buffers: The buffers, those that are not persistent too.
+        extra: Modules with state of their own making, by the name it has.
+        aliases: Names of parameters that are other names of one, with the first.
+        ranks: Who has it.
+        root: The model.
+        places: Where each name's parameter is an attribute: the module and its name there.
+        flats: Where flat parameters are.
+    """
+
+    names: tuple[str, ...]
+    holders: tuple[Holder, ...]
+    buffers: tuple[Buffer, ...]
+    extra: dict[str, nn.Module]
+    aliases: dict[str, str]
+    ranks: Ranks
+    root: nn.Module
+    places: dict[str, tuple[nn.Module, str]]
+    flats: tuple[tuple[nn.Module, str], ...]
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """The parameters by their first names."""
+        return {entry.name: entry for holder in self.holders for entry in holder.entries}
+
+
+def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules with the clean names they have unsharded, depth first, shared ones under each name."""
+    yield prefix, model
+    wrapped = below(model)
+    for name, child in model._modules.items():
+        if child is not None:
+            yield from modules(child, prefix if name in wrapped else f"{prefix}.{name}" if prefix else name)
+
+
+def below(model: nn.Module) -> set[str]:
+    """Return under which names a wrapper has what it wraps; nothing for a module that is no wrapper."""
+    is_parallel = isinstance(model, DistributedDataParallel)
+    return {name for name in model._modules if not clean(name) or (is_parallel and name == "module")}
+
+
+def describe(model: nn.Module) -> Description:
+    """Describe a model: sharded by either face, by torch's `fully_shard`, with DTensors, replicated or plain."""
+    return _Walk(model).description()
+
+
+def describe_whole(model: nn.Module) -> Description:
+    """Describe a model of which no parameter is a shard of a wrapper around it.
+
+    Args:
+        model: As for `describe`.
+
+    Raises:
+        FlatShardError: One is.
+    """
+    found = describe(model)
+    plain = [each for each in found.holders if isinstance(each, PlainHolder)]
+    FlatShards().require_none((each.entries[0].name, each.exposed[0]) for each in plain)
+    return found
+
+
+def settle(model: nn.Module) -> None:
+    """Give up full parameters that units still have, so that what is registered, read and written is sharded.
+
+    Args:
+        model: As for `describe`.
+    """
+    for unit in units(model):
+        unit.free()
+    for module in model.modules():
+        if not isinstance(module, ShardedModule):
+            reshard = getattr(module, "reshard", None)
+            if reshard is not None and is_incompatible(module):  # torch's fully_shard, which does so itself
+                reshard()
+
+
+class _Walk:
+    """One walk over a model, collecting names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._root = model
+        self._units = units(model)
+        self._of_place: dict[tuple[int, str], tuple[Exposure, int]] = {}
+        self._attributes: dict[int, list[str]] = {}
+        self._exposed: set[int] = set()
+        for unit in self._units:
+            unit.bind_extensions()
+            for exposure in unit.exposures:
+                self._note(exposure)
+        self._flats: dict[int, str] = {}
+        self._homes: list[tuple[nn.Module, str]] = []
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._names: list[str] = []
+        self._known: dict[Any, list[str]] = {}
+        self._plain: dict[int, nn.Parameter] = {}
+        self._buffers: dict[str, Buffer] = {}
+        self._extra: dict[str, nn.Module] = {}
+        self._groups = [group for unit in self._units for group in groups_of(unit)]
+        for prefix, module in modules(model):
+            self._visit(f"{prefix}." if prefix else "", module)
+
+    def _note(self, exposure: Exposure) -> None:
+        self._exposed |= {id(parameter) for parameter in (*exposure.parameters, *exposure.bucket.leaves)}
+        for index, member in enumerate(exposure.bucket.members):
+            for place in member.places:
+                self._of_place[id(place.module), place.attribute] = (exposure, index)
+                self._attributes.setdefault(id(place.module), []).append(place.attribute)
+
+    def _visit(self, prefix: str, module: nn.Module) -> None:
+        if isinstance(module, DistributedDataParallel):
+            self._groups.append(module.process_group)
+        held = self._attributes.get(id(module), [])
+        own = {name: None for name, p in module._parameters.items() if p is not None}
+        for attribute in dict.fromkeys([*own, *held]):
+            parameter = module._parameters.get(attribute)
+            key: Any = self._of_place.get((id(module), attribute))
+            if key is None:
+                if parameter is None:
+                    continue
+                if id(parameter) in self._exposed:  # a flat parameter: its members are named
+                    self._flats[id(parameter)] = prefix + attribute
+                    self._homes.append((module, attribute))
+                    continue
+                self._plain[id(parameter)] = parameter
+                self._groups += _mesh_groups(parameter)
+                key = id(parameter)
+            self._named(key, prefix + attribute)
+            self._places[prefix + attribute] = (module, attribute)
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None:
+                self._buffer(prefix + attribute, module, attribute, buffer)
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            self._extra[prefix + EXTRA] = module
+            self._names.append(prefix + EXTRA)
+
+    def _named(self, key: Any, name: str) -> None:
+        self._names.append(name)
+        self._known.setdefault(key, []).append(name)
+
+    def _buffer(self, name: str, module: nn.Module, attribute: str, buffer: torch.Tensor) -> None:
+        persistent = attribute not in module._non_persistent_buffers_set
+        if persistent:
+            self._names.append(name)
+        found = (unit.buffers.original(module, attribute) for unit in self._units)
+        dtype = next((dtype for dtype in found if dtype is not None), buffer.dtype)
+        self._buffers[name] = Buffer(name, module, attribute, persistent, dtype)
+
+    def description(self) -> Description:
+        """Return what was found."""
+        ranks = Ranks.of(self._groups)
+        holders: list[Holder] = [self._holder(exposure, ranks) for unit in self._units for exposure in unit.exposures]
+        for key, parameter in self._plain.items():
+            first, *others = self._known[key]
+            entry = Entry(first, tuple(others), tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+            adapter = DTensorHolder if isinstance(parameter, DTensor) else PlainHolder
+            holders.append(adapter(entry, parameter, ranks))
+        aliases = {name: names[0] for names in self._known.values() for name in names[1:]}
+        names, buffers = tuple(dict.fromkeys(self._names)), tuple(self._buffers.values())
+        return Description(
+            names,
+            tuple(holders),
+            buffers,
+            self._extra,
+            aliases,
+            ranks,
+            root=self._root,
+            places=self._places,
+            flats=tuple(self._homes),
+        )
+
+    def _holder(self, exposure: Exposure, ranks: Ranks) -> Holder:
+        names = [self._known[exposure, index] for index in range(len(exposure.bucket.members))]
+        if isinstance(exposure, DTensorExposure):
+            return RowsHolder(exposure, names, ranks)
+        assert isinstance(exposure, (FlatExposure, OriginalExposure)), "these are all exposures there are"
+        flat_name = self._flats[id(exposure.flat)] if isinstance(exposure, FlatExposure) else None
+        return FlatHolder(exposure, names, ranks, mesh_of_bucket(exposure.bucket), flat_name)
+
+
+def groups_of(unit: Unit) -> list[dist.ProcessGroup | None]:
+    """Return the groups of ranks that share parts of a unit, or have copies.
+
+    Args:
+        unit: The unit.
+    """
+    found: list[dist.ProcessGroup | None] = []
+    for exposure in unit.exposures:
+        found += [exposure.bucket.group.shard, exposure.bucket.group.replicate]
+        found += [group for leaf in exposure.bucket.leaves for group in _mesh_groups(leaf)]
+    return found
+
+
+def _mesh_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
+    return tensor.device_mesh.get_all_groups() if isinstance(tensor, DTensor) else []
+
+
+_MESHES: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+
+
+def mesh_of_bucket(bucket: Bucket) -> DeviceMesh | None:
+    """Return the ranks of a bucket as a mesh with shards along its last dimension; None where nothing is shared.
+
+    Args:
+        bucket: One of the wrapper. The mesh is the one that a user gave; without one it has the shards alone.
+    """
+    group = bucket.group
+    return group.mesh if group.mesh is not None else mesh_of(group.shard, bucket.compute_device)
+
+
+def mesh_of(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh | None:
+    """Return the ranks that share a bucket as a mesh of one dimension; None where nothing is shared."""
+    if group is None:
+        return None
+    if group not in _MESHES:
+        _MESHES[group] = DeviceMesh.from_group(group, device.type)
+    return _MESHES[group]

@@ -1,0 +1,114 @@
+"""Plain tensors, of which every rank has the whole: replicated by `DistributedDataParallel`, or by nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from shardckpt.core.params.full_params import Staging
+from shardckpt.state.adapters.base import Cut, Entry, Holder, from_first
+from shardckpt.state.redistribute.rank_grid import Ranks
+
+
+class PlainHolder(Holder):
+    """One parameter.
+
+    Args:
+        entry: What it is.
+        parameter: The parameter.
+        everyone: The ranks that the model is on.
+    """
+
+    def __init__(self, entry: Entry, parameter: nn.Parameter, everyone: Ranks) -> None:
+        super().__init__([entry], everyone)
+        self._parameter = parameter
+
+    @property
+    def exposed(self) -> list[nn.Parameter]:
+        """The parameter."""
+        return [self._parameter]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Every rank has all of it."""
+        return False
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._parameter.device
+
+    def cuts(self) -> list[Cut | None]:
+        """It is whole."""
+        return [None]
+
+    @property
+    def laid(self) -> torch.Tensor:
+        """The parameter itself."""
+        return self._parameter.detach()
+
+    def written(self) -> None:
+        """Nothing was made of it."""
+
+    def places(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return it as it is."""
+        return [laid]
+
+    def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+        """Return it as it is."""
+        return [laid]
+
+    def join(
+        self,
+        parts: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        staging: Staging | None = None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Return it as it is."""
+        return torch.zeros_like(self.laid, dtype=dtype) if parts[0] is None else parts[0].to(dtype)
+
+    def blank(self, position: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
+        """Return memory in the parameter's form."""
+        return torch.empty_like(self.laid, dtype=dtype)
+
+    def full(
+        self,
+        laid: torch.Tensor,
+        staging: Staging,  # noqa: ARG002
+        *,
+        first_only: bool,
+    ) -> Iterable[torch.Tensor] | None:
+        """Return it as it is: nothing travels."""
+        return None if first_only and not self.everyone.is_first else [laid]
+
+    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
+        """Return it as it is."""
+        return [laid]
+
+    def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
+        """Copy it."""
+        if values[0] is not None and into[0] is not None:
+            into[0].copy_(values[0])
+
+    def from_first(
+        self,
+        values: Sequence[torch.Tensor | None] | None,
+        into: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        staging: Staging,  # noqa: ARG002
+    ) -> None:
+        """Broadcast it."""
+        if into[0] is not None:
+            value = None if values is None else values[0]
+            into[0].copy_(from_first(self.everyone, self.entries[0].shape, dtype, self.device, value))
+
+    def from_sharded(
+        self,
+        values: Sequence[torch.Tensor | None],
+        into: Sequence[torch.Tensor | None],
+        staging: Staging,  # noqa: ARG002
+    ) -> None:
+        """Copy it: nothing is sharded."""
+        self.from_full(values, into)

@@ -1,0 +1,145 @@
+"""ShardedTensors, which torch's wrapper gives where it has no mesh, taken as the DTensors or parts that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardckpt.errors import ShardckptError
+from shardckpt.state.adapters.engine_flat import FlatHolder
+from shardckpt.state.adapters.model_index import Description, mesh_of
+from shardckpt.state.keys.kinds import is_flat_part, is_sharded_tensor
+
+Cut = tuple[DeviceMesh, tuple[Placement, ...]]
+Rows = dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
+"""For each rank that has some, the offset and the size of its part."""
+
+
+class ShardedTensorError(ShardckptError, ValueError):
+    """A ShardedTensor is cut in a way that no DTensor is."""
+
+
+def part_of(value: Any) -> torch.Tensor:
+    """Return what this rank has of a ShardedTensor; of none, elements of its type.
+
+    Args:
+        value: The ShardedTensor, of one part at most on each rank.
+    """
+    shards = value.local_shards()
+    if shards:
+        found = shards[0].tensor
+        assert isinstance(found, torch.Tensor)
+        return found
+    return torch.empty((0, *value.shape[1:]), dtype=value.dtype)
+
+
+def parts(values: Mapping[str, Any], found: Description) -> dict[str, Any]:
+    """Return a LOCAL state with this rank's parts for ShardedTensors.
+
+    Args:
+        values: Names of the unsharded model, and flat parameters, to whatever was given.
+        found: The model. Where it has no flat parameters, the parts of the originals stand beside torch's.
+    """
+    has_flat = any(isinstance(holder, FlatHolder) and holder.flat_name is not None for holder in found.holders)
+    return {
+        name: part_of(value) if is_flat_part(name, value) else value
+        for name, value in values.items()
+        if has_flat or not is_flat_part(name, value)
+    }
+
+
+def rows(values: Mapping[str, Any], found: Description) -> dict[str, Any]:
+    """Return values with DTensors for ShardedTensors, cut over the mesh of the model's own parameter where that fits.
+
+    Args:
+        values: Names of the unsharded model to whatever was given.
+        found: The model.
+
+    Raises:
+        ShardedTensorError: One is not cut into rows as a DTensor of these ranks would be.
+    """
+    if not any(map(is_sharded_tensor, values.values())):
+        return dict(values)
+    cuts = cuts_of(found)
+    return {
+        name: as_dtensor(name, value, cuts.get(found.aliases.get(name, name))) if is_sharded_tensor(value) else value
+        for name, value in values.items()
+    }
+
+
+def optimizer_rows(state: Mapping[Any, Mapping[str, Any]], found: Description) -> dict[Any, Mapping[str, Any]]:
+    """Return what is kept of parameters with DTensors for ShardedTensors.
+
+    Arguments and errors are those of `rows`.
+    """
+    if not any(is_sharded_tensor(value) for slots in state.values() for value in slots.values()):
+        return dict(state)
+    cuts = cuts_of(found)
+    return {
+        name: {
+            slot: as_dtensor(f"{name}/{slot}", value, cuts.get(name)) if is_sharded_tensor(value) else value
+            for slot, value in slots.items()
+        }
+        for name, slots in state.items()
+    }
+
+
+def cuts_of(found: Description) -> dict[str, Cut]:
+    """Return how the model's parameters are cut that are."""
+    return {
+        entry.name: cut
+        for holder in found.holders
+        for entry, cut in zip(holder.entries, holder.cuts(), strict=True)
+        if cut is not None
+    }
+
+
+def as_dtensor(name: str, value: Any, cut: Cut | None) -> DTensor:
+    """Return a ShardedTensor as a DTensor of rows: over a mesh that it fits, else over all ranks. Nothing travels.
+
+    Args:
+        name: Its name, for the message.
+        value: The ShardedTensor.
+        cut: The mesh and the placements that would be best.
+
+    Raises:
+        ShardedTensorError: It is cut in another way.
+    """
+    told: Rows = {
+        shard.placement.rank(): (tuple(shard.shard_offsets), tuple(shard.shard_sizes))
+        for shard in value.metadata().shards_metadata
+    }
+    own = part_of(value)
+    everyone = mesh_of(dist.group.WORLD, own.device)
+    assert everyone is not None, "there are ranks, or there would be no ShardedTensor"
+    for mesh, placements in [*([cut] if cut else []), (everyone, (Shard(0),))]:
+        if told == _rows(mesh, placements, value.shape):
+            stride = torch.empty(value.shape, device="meta").stride()
+            return DTensor.from_local(
+                own, mesh, placements, run_check=False, shape=torch.Size(value.shape), stride=stride
+            )
+    raise ShardedTensorError(
+        "a ShardedTensor is not cut into rows as these ranks would cut it",
+        where=name,
+        found=", ".join(f"{size} at {at} on rank {rank}" for rank, (at, size) in sorted(told.items())[:4]),
+        fix="Take the state as FULL, or save it with torch.distributed.checkpoint.",
+    )
+
+
+def _rows(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Rows | None:
+    """Return which rows a DTensor's ranks would have that hold it together with this one; None for another cut."""
+    coordinate = mesh.get_coordinate()
+    whole = placements[-1] == Shard(0) and all(each.is_replicate() for each in placements[:-1])
+    if coordinate is None or not whole or not shape:
+        return None
+    ranks = mesh.mesh[tuple(coordinate[:-1])].tolist()
+    step = -(-shape[0] // len(ranks))
+    rows = ((rank, min(at * step, shape[0])) for at, rank in enumerate(ranks))
+    rest, none = tuple(shape[1:]), (0,) * (len(shape) - 1)
+    return {rank: ((first, *none), (min(step, shape[0] - first), *rest)) for rank, first in rows if first < shape[0]}

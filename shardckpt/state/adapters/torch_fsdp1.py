@@ -1,0 +1,279 @@
+"""Models under torch's own FullyShardedDataParallel: their state, taken and put through its public functions."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.core.modules.fqn_and_params import clean
+from shardckpt.errors import ShardckptError
+from shardckpt.state.adapters.flat_shard_check import FlatShards
+from shardckpt.state.adapters.sharded_tensor import as_dtensor
+from shardckpt.state.keys.kinds import StateKind, is_sharded_tensor
+from shardckpt.state.keys.optim_keys import keys_of, nest, to_names
+from shardckpt.state.keys.param_groups import wanted
+from shardckpt.state.keys.slots import copied
+from shardckpt.state.keys.validation import StateMismatchError, check_form, digest, handed
+from shardckpt.state.redistribute.rank_grid import Ranks
+
+
+class ForeignShardingError(ShardckptError, NotImplementedError):
+    """What is asked of a model that something else has sharded can be had of that alone."""
+
+
+NOT_ALONE = "torch's own wrapper takes a state from every rank"
+
+_WRAPPER = "FullyShardedDataParallel"
+_HOME = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+
+def find_torch_wrapper(kind: Any) -> Any:
+    """Return torch's own wrapper among the classes that a class is made of; None where it is not one of them.
+
+    It is known by where it was defined: another class, such as ours, may have been put in its place in torch's modules.
+
+    Args:
+        kind: The class of a module.
+    """
+    found = (base for base in kind.__mro__ if (base.__module__, base.__name__) == (_HOME, _WRAPPER))
+    return next(found, None)
+
+
+def _wrapped(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that are torch's wrappers."""
+    if _HOME not in sys.modules:
+        return []
+    return [each for each in model.modules() if find_torch_wrapper(type(each)) is not None]
+
+
+def is_foreign(model: nn.Module) -> bool:
+    """Tell whether torch's wrapper has sharded a part of a model."""
+    return bool(_wrapped(model))
+
+
+def ranks_of(model: nn.Module) -> Ranks:
+    """Return who has such a model.
+
+    Args:
+        model: The model.
+    """
+    found: list[Any] = _wrapped(model)
+    is_hybrid = any("HYBRID" in each.sharding_strategy.name for each in found)  # its other group is private to it
+    return Ranks.of([dist.group.WORLD] if is_hybrid else [each.process_group for each in found])
+
+
+def shapes_at_first(model: nn.Module) -> dict[str, Any]:
+    """Return what a whole state has, as tensors without memory; on the first rank. Collective: it is gathered there.
+
+    Args:
+        model: The model.
+    """
+    found = whole_state(model, offload=True, first_only=True)
+    return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+
+
+def refuse_local(kind: StateKind) -> None:
+    """Refuse LOCAL: how torch's wrapper lays parameters out is private to it.
+
+    Raises:
+        ForeignShardingError: It is that.
+    """
+    if kind is StateKind.LOCAL:
+        raise ForeignShardingError(
+            "of a model under torch's FullyShardedDataParallel no LOCAL state is taken or put",
+            found=kind.name,
+            expected="FULL or SHARDED",
+            fix="Ask for one of them, or shard the model with shardckpt.",
+        )
+
+
+@contextmanager
+def _told(model: nn.Module, kind: StateKind, *, offload: bool = False, first_only: bool = False) -> Iterator[Any]:
+    """Let torch's state dicts be of a kind inside; on any exit its settings are what they were."""
+    fsdp = sys.modules["torch.distributed.fsdp.api"]  # which defines the settings that torch's wrapper looks for
+    wrapper = find_torch_wrapper(type(_wrapped(model)[0]))
+    _require_wrappers(model, wrapper)
+    is_there = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    config: dict[str, bool] = {"offload_to_cpu": offload and not is_there}  # or torch frees what it returns
+    if kind is StateKind.FULL:
+        configs = fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig
+        config["rank0_only"] = first_only
+    else:
+        configs = fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig
+    wanted_type = fsdp.StateDictType[f"{kind.name}_STATE_DICT"]
+    before = _set(wrapper, model, (wanted_type, configs[0](**config), configs[1](**config)))
+    try:
+        yield wrapper
+    finally:
+        _set(wrapper, model, (before.state_dict_type, before.state_dict_config, before.optim_state_dict_config))
+
+
+def _require_wrappers(model: nn.Module, wrapper: Any) -> None:
+    """Refuse a model that has parameters of a wrapper around it: those inside alone would be gathered.
+
+    Raises:
+        FlatShardError: It has some.
+    """
+    inside = {id(p) for each in model.modules() if isinstance(each, wrapper) for p in each.parameters()}
+    FlatShards().require_none((name, p) for name, p in model.named_parameters() if id(p) not in inside)
+
+
+def _set(wrapper: Any, model: nn.Module, settings: tuple[Any, Any, Any]) -> Any:
+    """Tell torch's wrappers what their state dicts hold, without what it says against that; return what it was."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return wrapper.set_state_dict_type(model, *settings)
+
+
+def whole_state(model: nn.Module, *, offload: bool, first_only: bool) -> dict[str, Any]:
+    """Return the whole state of a model by the names it has unsharded. Collective.
+
+    Args:
+        model: The model.
+        offload: Give tensors on the CPU.
+        first_only: Give them to the first rank alone.
+    """
+    with _told(model, StateKind.FULL, offload=offload, first_only=first_only):
+        return {clean(name): value for name, value in model.state_dict().items()}
+
+
+def sharded_state(model: nn.Module, *, offload: bool) -> dict[str, Any]:
+    """Return the state of a model with a DTensor for everything sharded, by the names it has unsharded. Collective.
+
+    Args:
+        model: The model.
+        offload: Give tensors on the CPU.
+    """
+    with _told(model, StateKind.SHARDED, offload=offload):
+        return {clean(name): _cut(name, value) for name, value in model.state_dict().items()}
+
+
+def _cut(name: str, value: Any) -> Any:
+    return as_dtensor(clean(name), value, None) if is_sharded_tensor(value) else value
+
+
+def _joined(name: str, value: Any) -> Any:
+    """Return the whole of what is sharded. Collective."""
+    found = _cut(name, value)
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+def put_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
+    """Put a state that every rank has into a model, and return the missing and the unexpected names. Collective.
+
+    Args:
+        model: The model.
+        state: It is not changed.
+        strict: Names that differ are errors.
+    """
+    with _told(model, StateKind.FULL):
+        told = model.load_state_dict({clean(name): _joined(name, v) for name, v in state.items()}, strict=strict)
+    return [clean(name) for name in told.missing_keys], [clean(name) for name in told.unexpected_keys]
+
+
+def whole_optim_state(
+    model: nn.Module, optim: torch.optim.Optimizer, *, offload: bool, first_only: bool
+) -> dict[str, Any]:
+    """Return the whole state of an optimizer of such a model. Collective.
+
+    Args:
+        model: The model.
+        optim: The optimizer.
+        offload: Give tensors on the CPU.
+        first_only: Give them to the first rank alone.
+    """
+    with _told(model, StateKind.FULL, offload=offload, first_only=first_only) as wrapper:
+        return _named(wrapper.optim_state_dict(model, optim))
+
+
+def sharded_optim_state(model: nn.Module, optim: torch.optim.Optimizer, *, offload: bool) -> dict[str, Any]:
+    """Return the state of an optimizer of such a model with a DTensor for everything sharded. Collective.
+
+    Args:
+        model: The model.
+        optim: The optimizer.
+        offload: Give tensors on the CPU.
+    """
+    with _told(model, StateKind.SHARDED, offload=offload) as wrapper:
+        return _named(wrapper.optim_state_dict(model, optim))
+
+
+def _named(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state by the names that the model has unsharded, with values of its own."""
+    return {
+        "state": {
+            clean(name): {slot: copied(_cut(f"{name}/{slot}", value)) for slot, value in slots.items()}
+            for name, slots in found.get("state", {}).items()
+        },
+        "param_groups": [
+            {**group, "params": [clean(name) for name in group["params"]]} for group in found.get("param_groups", [])
+        ],
+    }
+
+
+def _refuse_unknown(names: Iterable[str], known: Mapping[str, Any]) -> None:
+    unknown = [name for name in dict.fromkeys(map(clean, names)) if name not in known]
+    if unknown:
+        raise StateMismatchError(
+            "the state does not fit the optimizer: " + "; ".join(f"Unexpected key: {name}" for name in unknown[:50]),
+            fix="Nothing was changed.",
+        )
+
+
+def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+    """Return a state nested, with names for keys."""
+    if state and all(str(key).startswith(("state.", "param_groups.")) for key in state):
+        return nest(state, groups)
+    check_form(state)
+    if keys_of(state) is not int:
+        return state
+    return to_names(state, None if all("param_names" in group for group in state["param_groups"]) else groups)
+
+
+def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Put a state that every rank has into an optimizer of such a model, by name. Collective.
+
+    torch matches groups by their position: it is given groups that are those of the optimizer.
+
+    Args:
+        model: The model.
+        optim: The optimizer.
+        state: As any tool saves it: nested or flattened, with names for keys or numbers; it is not changed.
+
+    Raises:
+        StateMismatchError: It has names that the model has not, or ranks were given different ones.
+        UsageError: Its numbers, or its flattened keys, are not those of the optimizer's parameters.
+        ConflictError: Parameters of one group were saved with different settings.
+    """
+    live = whole_optim_state(model, optim, offload=True, first_only=False)["param_groups"]
+    known = shapes_at_first(model)
+    ranks = ranks_of(model)
+    with handed(ranks, "fit a state to the optimizer", given=bool(state)) as agreed:
+        state = _by_name(state, [group["params"] for group in live])
+        check_form(state)
+        told = state.get("param_groups", [])
+        saved = [{**group, "params": [clean(name) for name in group["params"]]} for group in told]
+        changes = wanted([group["params"] for group in live], saved)
+        states = state.get("state", {})
+        slots = [[n, s, list(getattr(v, "shape", ()))] for n, of in states.items() for s, v in of.items()]
+        agreed.digest = digest([sorted(states), sorted(slots), changes])
+        agreed.not_alone = StateMismatchError(NOT_ALONE, found="one on the first rank alone")
+        if ranks.is_first:
+            _refuse_unknown([*states, *(name for group in saved for name in group["params"])], known)
+    groups = [{**group, **settings} for group, settings in zip(live, changes, strict=True)]
+    names = {name for group in groups for name in group["params"]}
+    kept = {
+        clean(name): {slot: copied(_joined(f"{name}/{slot}", value)) for slot, value in slots.items()}
+        for name, slots in state.get("state", {}).items()
+        if clean(name) in names
+    }
+    with _told(model, StateKind.FULL) as wrapper:
+        optim.load_state_dict(wrapper.optim_state_dict_to_load(model, optim, {"state": kept, "param_groups": groups}))

@@ -1,0 +1,1 @@
+"""State functions under the names of `torch.distributed`."""

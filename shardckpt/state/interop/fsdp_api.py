@@ -1,0 +1,288 @@
+"""State dicts as `torch.distributed.fsdp` names them: what `shardckpt.core` asks for through its protocol."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from shardckpt.core.config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateKeyType,
+    StateDictSettings,
+    StateDictType,
+)
+from shardckpt.core.fsdp1.state_dict_api import StateStatics
+from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
+from shardckpt.core.modules.fqn_and_params import clean
+from shardckpt.errors import ShardckptError
+from shardckpt.state.adapters import sharded_tensor
+from shardckpt.state.adapters.model_index import describe
+from shardckpt.state.keys import optim_keys
+from shardckpt.state.keys.kinds import StateKind, is_sharded_tensor, note_of
+from shardckpt.state.keys.param_groups import settings
+from shardckpt.state.model import nn_module_hooks
+from shardckpt.state.model.load_model_state_dict import refuse_other_layout
+from shardckpt.state.optim import load_optim_state_dict
+from shardckpt.state.optim import optim_state_dict as optimizer
+
+
+class SharedParameterError(ShardckptError, RuntimeError):
+    """A parameter with several names, where one is needed."""
+
+
+# ------------------------------------------------------------------------------------------------------- models
+
+_LOADING: WeakKeyDictionary[nn.Module, nn_module_hooks.Loading] = WeakKeyDictionary()
+
+
+def module_state_dict(module: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> MutableMapping[str, Any]:
+    """Return the state of a wrapped module and of all below. Collective."""
+    return nn_module_hooks.module_state_dict(module, module.sharding_unit, *args, **kwargs)
+
+
+def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any], prefix: str) -> None:
+    """Let torch's recursion find a unit's parameters, and names as the wrapped module has them. Collective.
+
+    Raises:
+        StateMismatchError: It is a LOCAL state of another rank, or of other units.
+        ShardedTensorError: A ShardedTensor is cut in a way that no DTensor is.
+    """
+    stale = _LOADING.pop(module, None)
+    if stale is not None:  # a module above ended its load on the way
+        stale.abandon()
+    kind = nn_module_hooks.KINDS[module.state_dict_settings.state_dict_type]
+    if not prefix and kind is StateKind.LOCAL:
+        refuse_other_layout(note_of(state), module)
+    if any(map(is_sharded_tensor, state.values())):
+        _take_sharded_tensors(module, state, prefix, kind)
+    nn_module_hooks.prepared(state, prefix, module.sharding_unit)
+    _LOADING[module] = nn_module_hooks.Loading(module, module.sharding_unit)
+
+
+def _take_sharded_tensors(module: nn.Module, state: MutableMapping[str, Any], prefix: str, kind: StateKind) -> None:
+    """Replace what torch's wrapper gave without a mesh, in torch's own copy of what a user handed in."""
+    below = {name: clean(name[len(prefix) :]) for name in state if name.startswith(prefix)}
+    taken = sharded_tensor.parts if kind is StateKind.LOCAL else sharded_tensor.rows
+    made = taken({plain: state[name] for name, plain in below.items()}, describe(module))
+    for name, plain in below.items():
+        if plain in made:
+            state[name] = made[plain]
+        else:
+            del state[name]
+
+
+def abandon_load(module: nn.Module) -> None:
+    """Forget loads that an exception ended on the way, so that units have registered what they had."""
+    for each in module.modules():
+        loading = _LOADING.pop(each, None)
+        if loading is not None:
+            loading.abandon()
+
+
+def after_load(module: FullyShardedDataParallel, incompatible: Any) -> None:
+    """Take what was loaded, and report names as the unsharded module has them. Collective for sharded states."""
+    _LOADING.pop(module).finish()
+    for names in (incompatible.missing_keys, incompatible.unexpected_keys):
+        names[:] = [clean(name) for name in names]
+
+
+# --------------------------------------------------------------------------------------------------- optimizers
+
+
+@dataclass
+class _Groups:
+    """What stands for an optimizer where only its parameters, or a state of its own making, were given."""
+
+    param_groups: list[dict[str, Any]]
+    state: dict[nn.Parameter, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, given: Any) -> _Groups:
+        """Take parameters, groups of them, or nothing for all parameters of the model."""
+        items: list[Any] = list(model.parameters() if given is None else given)
+        if items and isinstance(items[0], Mapping):
+            return cls([{**group, "params": list(group["params"])} for group in items])
+        return cls([{"params": items}])
+
+
+def _deprecated(name: str, instead: str = "optim_state_dict") -> None:
+    warnings.warn(
+        f"``FullyShardedDataParallel.{name}`` is being deprecated and is replaced by "
+        f"``FullyShardedDataParallel.{instead}``.",
+        FutureWarning,
+        stacklevel=4,
+    )
+
+
+def _warn_of_input(optim_input: Any) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated: the optimizer itself tells more", FutureWarning, stacklevel=4
+        )
+
+
+def full_optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, optim_input: Any, rank0_only: bool, group: Any
+) -> dict[str, Any]:
+    """Return the whole state of an optimizer, by names, on the CPU. Collective."""
+    del group
+    _deprecated("full_optim_state_dict")
+    _warn_of_input(optim_input)
+    found = optimizer.optim_state_dict(model, optim, StateKind.FULL, offload_to_cpu=True, rank0_only=rank0_only)
+    return dict(found) if found["param_groups"] else {}
+
+
+def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any) -> dict[str, Any]:
+    """Return the state of an optimizer as DTensors, by names. Collective."""
+    del group
+    _deprecated("sharded_optim_state_dict")
+    return dict(optimizer.optim_state_dict(model, optim, StateKind.SHARDED))
+
+
+def shard_full_optim_state_dict(
+    full: Mapping[str, Any], model: nn.Module, optim_input: Any, optim: torch.optim.Optimizer | None
+) -> dict[str, Any]:
+    """Return this rank's part of a whole state that every rank has, for `load_state_dict` of the optimizer."""
+    _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
+    _warn_of_input(optim_input)
+    return _numbered(model, optim or _Groups.of(model, optim_input), full, StateKind.FULL)
+
+
+def flatten_sharded_optim_state_dict(
+    sharded: Mapping[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Return this rank's part of a sharded state, for `load_state_dict` of the optimizer. Collective."""
+    _deprecated("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+    return _numbered(model, optim, sharded, StateKind.SHARDED)
+
+
+def scatter_full_optim_state_dict(
+    full: Mapping[str, Any] | None, model: nn.Module, optim_input: Any, optim: Any, group: Any
+) -> dict[str, Any]:
+    """Return this rank's part of a whole state that the first rank has. Collective."""
+    del group
+    _deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+    _warn_of_input(optim_input)
+    given = full if full is not None and describe(model).ranks.is_first else {}
+    return _numbered(model, optim or _Groups.of(model, optim_input), given, StateKind.FULL)
+
+
+def rekey_optim_state_dict(
+    state: dict[str, Any], key_type: OptimStateKeyType, model: nn.Module, optim_input: Any, optim: Any
+) -> dict[str, Any]:
+    """Return a state with names for numbers, or numbers for names, of a model's optimizer."""
+    _warn_of_input(optim_input)
+    kind = optim_keys.keys_of(state)
+    if kind is None or (kind is str) == (key_type is OptimStateKeyType.PARAM_NAME):
+        return state
+    found = describe(model)
+    shared = sorted(found.aliases)
+    if shared:
+        raise SharedParameterError(
+            "a parameter has several names, so that names and numbers do not match",
+            found=", ".join(f"{name} is {found.aliases[name]}" for name in shared[:5]),
+        )
+    live = optim or _Groups.of(model, optim_input)
+    groups = optimizer.optimized(found, live).groups
+    if kind is int:
+        return optim_keys.to_names(state, groups)
+    made = optim_keys.to_ids(state, groups)
+    pairs = zip(live.param_groups, made["param_groups"], strict=True)
+    return {**made, "param_groups": [{**settings(own), **group} for own, group in pairs]}
+
+
+def optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[str, Any] | None, group: Any
+) -> dict[str, Any]:
+    """Return the state of an optimizer as the settings of `state_dict_type` say. Collective."""
+    del group
+    told = _settings(model)
+    config = told.optim_state_dict_config
+    first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+    source: Any = optim if given is None else _own_state(model, optim, given)
+    found = optimizer.optim_state_dict(
+        model,
+        source,
+        nn_module_hooks.KINDS[told.state_dict_type],
+        offload_to_cpu=config.offload_to_cpu,
+        rank0_only=first_only,
+    )
+    if given is not None and "param_groups" not in given:
+        del found["param_groups"]
+    return found if found.get("param_groups", True) else {}
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    state: Mapping[str, Any] | None,
+    is_named_optimizer: bool,
+    load_directly: bool,
+    group: Any,
+) -> dict[str, Any]:
+    """Return what `load_state_dict` of the optimizer takes; load it too where that is wanted. Collective.
+
+    Of a FULL state that the first rank alone has, the others may give None, as Accelerate does.
+    """
+    del group
+    kind = nn_module_hooks.KINDS[_settings(model).state_dict_type]
+    if state is None and kind is StateKind.FULL and not describe(model).ranks.is_first:
+        state = {}
+    made = _numbered(model, optim, cast("Mapping[str, Any]", state), kind)  # None is refused there, on all ranks
+    if is_named_optimizer:
+        names = {id(p): name for name, p in model.named_parameters()}  # such optimizers have them from there
+        order = [names[id(p)] for live in optim.param_groups for p in live["params"]]
+        made = optim_keys.to_names(made, _split(order, [len(live["params"]) for live in optim.param_groups]))
+    if load_directly:
+        optim.load_state_dict(made)
+    return made
+
+
+def _split(items: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
+    found, at = [], 0
+    for size in sizes:
+        found.append(list(items[at : at + size]))
+        at += size
+    return found
+
+
+def _settings(model: nn.Module) -> StateDictSettings:
+    found = StateStatics.get_state_dict_type(model)
+    if found is None:
+        return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+    return found
+
+
+def _own_state(model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[str, Any]) -> _Groups:
+    """Return what an optimizer would be that had a state as `state_dict()` of it gives, by numbers or by live names."""
+    known: dict[Any, nn.Parameter] = {clean(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    known |= dict(enumerate(parameter for group in optim.param_groups for parameter in group["params"]))
+    kept = {known[clean(key) if isinstance(key, str) else key]: state for key, state in given["state"].items()}
+    groups = [
+        {**{k: v for k, v in told.items() if k != "params"}, "params": live["params"]}
+        for told, live in zip(given.get("param_groups", optim.param_groups), optim.param_groups, strict=True)
+    ]
+    return _Groups(groups, kept)
+
+
+def _numbered(model: nn.Module, optim: Any, state: Mapping[str, Any], kind: StateKind) -> dict[str, Any]:
+    """Return a state with numbers for keys, in the order of an optimizer's groups. Collective."""
+    fitted = load_optim_state_dict.fit(model, optim, state, kind=kind)
+    kept, groups, number = {}, [], 0
+    for live, change in zip(optim.param_groups, fitted.settings, strict=True):
+        numbers = []
+        for parameter in live["params"]:
+            if fitted.state.get(parameter):
+                kept[number] = fitted.state[parameter]
+            numbers.append(number)
+            number += 1
+        own = {key: value for key, value in live.items() if key != "params"}
+        groups.append({**own, **change, "params": numbers})
+    return {"state": kept, "param_groups": groups} if "param_groups" in state or not state else {"state": kept}

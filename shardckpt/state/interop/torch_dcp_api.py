@@ -1,0 +1,161 @@
+"""Lets `torch.distributed.checkpoint.state_dict` know our wrapper, so that its functions take and put its states.
+
+Those functions look for torch's own wrapper and ask its static methods. Ours has methods of the same names that mean
+the same, so that it is enough to let them find either. A model without our wrapper goes torch's way alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as functions
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.fsdp import api as theirs
+
+from shardckpt.core import config
+from shardckpt.core.fsdp1.wrapper import FLAT_PARAM, FullyShardedDataParallel
+from shardckpt.core.modules.fqn_and_params import clean
+from shardckpt.core.registration.flat_param import FlatExposure
+from shardckpt.state.adapters.flat_shard_check import has_peers
+from shardckpt.state.adapters.model_index import EXTRA
+from shardckpt.state.adapters.torch_fsdp1 import find_torch_wrapper
+from shardckpt.state.keys.kinds import require_not_local
+
+
+class _EitherMeta(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, FullyShardedDataParallel) or find_torch_wrapper(type(instance)) is not None
+
+
+class _Either(metaclass=_EitherMeta):
+    """What torch's functions look for and call: its own wrapper, or ours. It is neither, and no module."""
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> Any:
+        ours = FullyShardedDataParallel.fsdp_modules(module, root_only)
+        return ours or _theirs_in(module).fsdp_modules(module, root_only)
+
+    @staticmethod
+    def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        if not _is_ours(module):
+            entered: AbstractContextManager[None] = _theirs_in(module).state_dict_type(module, *args, **kwargs)
+            return entered
+        return FullyShardedDataParallel.state_dict_type(
+            module, *map(_translated, args), **{key: _translated(value) for key, value in kwargs.items()}
+        )
+
+    @staticmethod
+    def optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return _of(model).optim_state_dict(model, optim, *args, **kwargs)
+
+    @staticmethod
+    def optim_state_dict_to_load(model: nn.Module, optim: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return _of(model).optim_state_dict_to_load(model, optim, *args, **kwargs)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
+
+
+def _of(module: nn.Module) -> Any:
+    return FullyShardedDataParallel if _is_ours(module) else _theirs_in(module)
+
+
+def _theirs_in(module: nn.Module) -> Any:
+    """Return torch's own wrapper where it is in a model, also if ours was put in its place in torch's modules."""
+    found = (find_torch_wrapper(type(each)) for each in module.modules())
+    return next((each for each in found if each is not None), FullyShardedDataParallel)
+
+
+def _translated(given: Any) -> Any:
+    """Return our state-dict type or configuration for torch's."""
+    if isinstance(given, theirs.StateDictType):
+        return config.StateDictType[given.name]
+    if isinstance(given, (theirs.StateDictConfig, theirs.OptimStateDictConfig)):
+        fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+        return getattr(config, type(given).__name__)(**fields)
+    return given
+
+
+_torch_names: Any = getattr(functions, "_get_fqns", None)
+_torch_state: Any = getattr(functions, "_get_module_fsdp_state_if_fully_sharded_module", None)
+
+
+def _names(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Return the names of the unsharded model behind one of the model's: all members' of a flat parameter."""
+    path, _, attribute = name.rpartition(".")
+    if attribute == EXTRA and _is_ours(model):
+        return {clean(name)}
+    members = _members(model, path, attribute) if attribute.startswith(FLAT_PARAM) else []
+    if not members:
+        return _torch_names(model, name, *args, **kwargs)
+    if kwargs.get("skip_ddp_prefix", True):  # only names that a module loads keep what compiling puts before them
+        kwargs = {**kwargs, "skip_compiler_prefix": True}
+    return {found for each in members for found in _torch_names(model, each, *args, **kwargs)}
+
+
+def _members(model: nn.Module, path: str, attribute: str) -> list[str]:
+    """Return where the members of a flat parameter are; nothing where it is not one of ours.
+
+    Args:
+        model: The model.
+        path: The module that it is registered on.
+        attribute: Its name there.
+    """
+    parts = path.split(".") if path else []
+    for depth in range(len(parts), -1, -1):
+        above = model.get_submodule(".".join(parts[:depth]))
+        if isinstance(above, FullyShardedDataParallel):
+            return [
+                ".".join([*parts[:depth], member.fqn])
+                for exposure in above.sharding_unit.exposures
+                if isinstance(exposure, FlatExposure) and exposure.home.attribute == attribute
+                for member in exposure.bucket.members
+            ]
+    return []
+
+
+def _state(module: nn.Module) -> Any:
+    """Return what stands for a wrapped module's sharding: its wrapper itself."""
+    return module if isinstance(module, FullyShardedDataParallel) else _torch_state(module)
+
+
+_torch_saved: Any = getattr(state_dict_saver, "_stateful_to_state_dict", None)
+
+
+def _saved(state_dict: Any) -> Any:
+    """Return what `dcp.save` is about to write; a LOCAL state, of which it would keep one rank's, is refused."""
+    found = _torch_saved(state_dict)
+    if has_peers():
+        for key, value in [("", state_dict), *found.items()]:
+            require_not_local(value, str(key))
+    return found
+
+
+_KNOWN = {
+    "FSDP": _Either,
+    "_get_fqns": _names,
+    "_get_module_fsdp_state_if_fully_sharded_module": _state,
+}
+"""What the functions look up in their module, and what they find from now on."""
+
+
+def introduce() -> None:
+    """Let torch's functions find our wrapper, and its saver our LOCAL states; doing it again changes nothing."""
+    if _torch_saved is not None:
+        state_dict_saver._stateful_to_state_dict = _saved
+    lacking = [name for name in _KNOWN if not hasattr(functions, name)]
+    if lacking:
+        warnings.warn(
+            "torch.distributed.checkpoint.state_dict of this torch cannot be told of shardckpt's wrapper: use "
+            f"shardckpt.model_state_dict and its like ({', '.join(lacking)} not found)",
+            stacklevel=2,
+        )
+        return
+    for name, known in _KNOWN.items():
+        setattr(functions, name, known)

@@ -1,0 +1,1 @@
+"""Keys of optimizer state: names, ids, slots, param groups."""

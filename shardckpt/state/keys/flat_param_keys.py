@@ -1,0 +1,386 @@
+"""State by names becomes the state of flat parameters, and back: whole, or one rank's part of it. Pure; copies only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardckpt.errors import UsageError
+from shardckpt.layout import FlatLayout, ParamSpec, from_json
+from shardckpt.state.keys.kinds import KEY, VERSION, note_of
+from shardckpt.state.keys.optim_keys import to_names
+from shardckpt.state.keys.param_groups import settings, wanted
+from shardckpt.state.keys.slots import OpaqueStateError, copied
+
+ORIGINALS = "originals"
+"""Under this key of an optimizer's state stands what flat parameters cannot tell: how names were grouped, and of which
+names nothing was kept."""
+
+_STEP = "step"
+
+
+@dataclass(frozen=True)
+class FlatUnit:
+    """Parameters that lie in one flat parameter.
+
+    Attributes:
+        name: Of the flat parameter.
+        layout: Where each lies in it, by its name in the unsharded model, and in how many parts it is cut.
+    """
+
+    name: str
+    layout: FlatLayout
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters' first names."""
+        return [spec.name for spec in self.layout.specs]
+
+    def note(self, rank: int) -> dict[str, Any]:
+        """Return what a LOCAL state of a rank says of the unit."""
+        entries = [
+            {"name": s.name, "aliases": list(s.aliases), "shape": list(s.shape), "dtype": s.dtype}
+            for s in self.layout.specs
+        ]
+        return {"entries": entries, "layout": self.layout.to_json(), "place": rank, "flat": self.name}
+
+    def resized(self, world: int) -> FlatUnit:
+        """Return the unit cut into another number of parts."""
+        return replace(self, layout=self.layout.resized(world))
+
+
+def flat_units(state: Mapping[str, Any]) -> tuple[FlatUnit, ...]:
+    """Return the flat parameters that a LOCAL state tells of.
+
+    Args:
+        state: Of a model or an optimizer, as `kind="LOCAL"` gave it on any rank.
+
+    Raises:
+        UsageError: It tells of none.
+    """
+    units = tuple(_unit(each) for each in note_of(state).get("units", ()) if each.get("flat"))
+    if not units:
+        raise UsageError(
+            "the state tells of no flat parameters",
+            expected="a LOCAL state of a model that was wrapped with use_orig_params=False",
+        )
+    return units
+
+
+def _unit(note: Mapping[str, Any]) -> FlatUnit:
+    layout = from_json(note["layout"])
+    assert isinstance(layout, FlatLayout), "flat parameters are laid out flat"
+    specs = tuple(
+        replace(spec, name=entry["name"], aliases=tuple(entry["aliases"]))
+        for spec, entry in zip(layout.specs, note["entries"], strict=True)
+    )
+    return FlatUnit(note["flat"], replace(layout, specs=specs))
+
+
+def to_flat_parameters(state: Mapping[str, Any], units: Sequence[FlatUnit], rank: int | None = None) -> dict[str, Any]:
+    """Return a state by names as the state of flat parameters.
+
+    What is in no unit stays as it is. An optimizer's state keeps, under `ORIGINALS`, what flat parameters cannot tell,
+    so that `to_original_parameters` gives back what went in. Its groups list flat parameters; those of a rank's part
+    list the names of the unsharded model, as LOCAL states do.
+
+    Args:
+        state: Whole tensors by names of the unsharded model; or an optimizer's `{"state": ..., "param_groups": ...}`.
+        units: The flat parameters.
+        rank: Which part to return, without padding, as the LOCAL state of that rank; None for all of it.
+
+    Raises:
+        UsageError: Members are missing, of other shapes or of several types, or there is no such rank.
+        ConflictError: Members of one flat parameter are in groups with different settings.
+        OpaqueStateError: A value is neither shaped like its parameter nor a scalar.
+    """
+    if rank is not None and not all(0 <= rank < unit.layout.world for unit in units):
+        raise UsageError("there is no such rank", found=rank, expected=f"below {min(u.layout.world for u in units)}")
+    made = _optim_to_flat(state, units, rank) if _is_optimizer(state) else _model_to_flat(state, units, rank)
+    return made if rank is None else _noted(made, units, rank)
+
+
+def to_original_parameters(
+    states: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    units: Sequence[FlatUnit],
+    groups: Sequence[Sequence[str]] | None = None,
+) -> dict[str, Any]:
+    """Return a state of flat parameters by names of the unsharded model.
+
+    Args:
+        states: The whole state; or the states of all ranks, in order. Padding at a part's end may be there or not.
+        units: The flat parameters.
+        groups: The names in each group of an optimizer; None for the groups that the state had by names, or for flat
+            parameters that stand for all their members. Settings follow the names.
+
+    Raises:
+        UsageError: A flat parameter is not as long as its unit, ranks disagree, or there are more or fewer than parts.
+        ConflictError: A group would have names that were saved with different settings.
+        OpaqueStateError: A value is neither laid out like its flat parameter nor a scalar.
+    """
+    parts = [states] if isinstance(states, Mapping) else list(states)
+    whole = isinstance(states, Mapping)
+    for unit in units:
+        if not whole and unit.layout.world != len(parts):
+            raise UsageError("not every rank's state is there", found=len(parts), expected=unit.layout.world)
+    if _is_optimizer(parts[0]):
+        return _optim_to_originals(parts, units, whole, groups)
+    return _model_to_originals(parts, units, whole)
+
+
+def _is_optimizer(state: Mapping[str, Any]) -> bool:
+    return isinstance(state.get("state"), Mapping) and "param_groups" in state
+
+
+def _noted(made: dict[str, Any], units: Sequence[FlatUnit], rank: int) -> dict[str, Any]:
+    """Let a rank's part say what a LOCAL state says, so that its files can be put together and loaded."""
+    noted = OrderedDict(made)
+    worlds = {unit.layout.world for unit in units}
+    if len(worlds) == 1:
+        aliases = {alias: spec.name for unit in units for spec in unit.layout.specs for alias in spec.aliases}
+        note = {"version": VERSION, "kind": "LOCAL", "aliases": aliases, "rank": rank, "world": worlds.pop()}
+        note["units"] = [unit.note(rank) for unit in units]
+        noted._metadata = OrderedDict({KEY: note})  # type: ignore[attr-defined]
+    return noted
+
+
+# ---------------------------------------------------------------------------------------------------------- tensors
+
+
+def _laid(unit: FlatUnit, values: Mapping[str, torch.Tensor], rank: int | None) -> torch.Tensor:
+    """Lay tensors out end to end, zeros where there is none, and cut a rank's part."""
+    layout = unit.layout
+    for spec in layout.specs:
+        if spec.name in values:
+            _check(spec, values[spec.name])
+    kinds = {value.dtype: name for name, value in values.items()}
+    if len(kinds) > 1:
+        told = ", ".join(f"{dtype} of {name}" for dtype, name in kinds.items())
+        raise UsageError(f"parameters of {unit.name} have several types", found=told)
+    [dtype], first = kinds, next(iter(values.values()))
+    flat = torch.zeros(layout.numel, dtype=dtype, device=first.device)
+    for spec, at in zip(layout.specs, layout.offsets, strict=True):
+        if spec.name in values:
+            value = values[spec.name].detach()
+            flat[at : at + spec.numel] = (value.permute(spec.order) if spec.order else value).reshape(-1)
+    if rank is None:
+        return flat
+    low = rank * layout.chunk
+    return flat[low : low + layout.owned(rank)].clone()
+
+
+def _check(spec: ParamSpec, value: torch.Tensor) -> None:
+    if isinstance(value, DTensor):
+        raise UsageError("a tensor is not whole", where=spec.name, found="a DTensor", fix="Take the state as FULL.")
+    if tuple(value.shape) != spec.shape:
+        raise UsageError("a tensor is not as its unit says", where=spec.name, found=value.shape, expected=spec.shape)
+
+
+def _whole(unit: FlatUnit, parts: Sequence[torch.Tensor], whole: bool, where: str) -> torch.Tensor:
+    """Join the parts of a flat tensor without their padding."""
+    layout = unit.layout
+    lengths = [(layout.numel, layout.world * layout.chunk)] if whole else []
+    lengths = lengths or [(layout.owned(rank), layout.chunk) for rank in range(layout.world)]
+    for rank, (part, fitting) in enumerate(zip(parts, lengths, strict=True)):
+        if part.dim() != 1 or part.numel() not in fitting:
+            what = (
+                "a flat tensor is not as long as its unit" if whole else f"that of rank {rank} is not as its unit says"
+            )
+            raise UsageError(what, where=where, found=tuple(part.shape), expected=(fitting[0],))
+    return torch.cat([part.detach()[:owned] for part, (owned, _) in zip(parts, lengths, strict=True)])
+
+
+def _members(unit: FlatUnit, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return each member's values as a tensor of its own, in its shape and memory order."""
+    made = {}
+    for spec, at in zip(unit.layout.specs, unit.layout.offsets, strict=True):
+        value = flat[at : at + spec.numel].view(spec.memory_shape)
+        if spec.order:
+            value = value.permute([spec.order.index(dim) for dim in range(len(spec.order))])
+        made[spec.name] = value.clone()
+    return made
+
+
+# ----------------------------------------------------------------------------------------------------------- models
+
+
+def _model_to_flat(state: Mapping[str, Any], units: Sequence[FlatUnit], rank: int | None) -> dict[str, Any]:
+    missing = [name for unit in units for name in unit.names if name not in state]
+    if missing:
+        raise UsageError("the state lacks members of flat parameters", found=", ".join(missing[:8]))
+    unit_of = {name: unit for unit in units for spec in unit.layout.specs for name in (spec.name, *spec.aliases)}
+    made: dict[str, Any] = {}
+    for name, value in state.items():
+        unit = unit_of.get(name)
+        if unit is None:
+            made[name] = value
+        elif unit.name not in made:
+            made[unit.name] = _laid(unit, {each: state[each] for each in unit.names}, rank)
+    return made
+
+
+def _model_to_originals(parts: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit], whole: bool) -> dict[str, Any]:
+    missing = [unit.name for unit in units if not all(unit.name in part for part in parts)]
+    if missing:
+        raise UsageError("the state lacks flat parameters", found=", ".join(missing[:8]))
+    unit_of = {unit.name: unit for unit in units}
+    made: dict[str, Any] = {}
+    for name, value in parts[0].items():
+        if name not in unit_of:
+            made[name] = value
+            continue
+        unit = unit_of[name]
+        values = _members(unit, _whole(unit, [part[name] for part in parts], whole, name))
+        for spec in unit.layout.specs:
+            made.update(dict.fromkeys((spec.name, *spec.aliases), values[spec.name]))
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------- optimizers
+
+
+def _optim_to_flat(given: Mapping[str, Any], units: Sequence[FlatUnit], rank: int | None) -> dict[str, Any]:
+    state = to_names(given)
+    kept: Mapping[str, Mapping[str, Any]] = state["state"]
+    unit_of = {name: unit for unit in units for name in unit.names}
+    made: dict[str, Any] = {}
+    absent: dict[str, list[str]] = {}
+    for name, slots in kept.items():
+        unit = unit_of.get(name)
+        if unit is None:
+            made[name] = slots
+        elif unit.name not in made:
+            rows = {each: kept.get(each, {}) for each in unit.names}
+            made[unit.name] = _flat_slots(unit, rows, rank)
+            lacking = {each: [slot for slot in made[unit.name] if slot not in row] for each, row in rows.items()}
+            absent |= {each: slots for each, slots in lacking.items() if slots}
+    groups = state["param_groups"]
+    wanted([unit.names for unit in units], groups)
+    if rank is not None:
+        return {**state, "state": made, ORIGINALS: {"absent": absent}}
+    originals = {"groups": [list(group["params"]) for group in groups], "absent": absent}
+    return {**state, "state": made, "param_groups": _flat_groups(groups, unit_of), ORIGINALS: originals}
+
+
+def _flat_slots(unit: FlatUnit, rows: Mapping[str, Mapping[str, Any]], rank: int | None) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for slot in dict.fromkeys(chain.from_iterable(rows.values())):
+        values = {name: row[slot] for name, row in rows.items() if slot in row}
+        if _are_scalars(unit, slot, values):
+            made[slot] = _agreed(values, f"{slot} differs among parameters of {unit.name}")
+        else:
+            shapes = {spec.name: spec.shape for spec in unit.layout.specs}
+            odd = [n for n, v in values.items() if not isinstance(v, torch.Tensor) or tuple(v.shape) != shapes[n]]
+            if odd:
+                raise _opaque(f"{odd[0]}/{slot}", values[odd[0]], shapes[odd[0]])
+            made[slot] = _laid(unit, values, rank)
+    return made
+
+
+def _are_scalars(unit: FlatUnit, slot: str, values: Mapping[str, Any]) -> bool:
+    """Tell whether values are scalars: of a parameter without dimensions, its shape does not tell."""
+    if slot == _STEP or not all(isinstance(value, torch.Tensor) for value in values.values()):
+        return True
+    return any(spec.shape and not values[spec.name].dim() for spec in unit.layout.specs if spec.name in values)
+
+
+def _opaque(where: str, value: Any, expected: object) -> OpaqueStateError:
+    return OpaqueStateError(
+        "what the optimizer keeps is neither shaped like its parameter nor a scalar",
+        where=where,
+        found=tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__,
+        expected=expected,
+    )
+
+
+def _agreed(values: Mapping[str, Any], what: str) -> Any:
+    """Return a copy of the scalar that several have; one flat parameter has one."""
+    told: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            raise _opaque(name, value, ())
+        told.setdefault(f"{value.dtype}: {value.item()}" if isinstance(value, torch.Tensor) else repr(value), name)
+    if len(told) > 1:
+        raise UsageError(what, found=", ".join(f"{value} of {name}" for value, name in told.items()))
+    return copied(next(iter(values.values())))
+
+
+def _flat_groups(groups: Sequence[Mapping[str, Any]], unit_of: Mapping[str, FlatUnit]) -> list[dict[str, Any]]:
+    """Return groups of flat parameters: each is in the first group that has one of its members."""
+    seen: set[str] = set()
+    made = []
+    for group in groups:
+        flats = dict.fromkeys(unit_of[name].name if name in unit_of else name for name in group["params"])
+        made.append({**settings(group), "params": [name for name in flats if name not in seen]})
+        seen |= set(flats)
+    return made
+
+
+def _optim_to_originals(
+    parts: Sequence[Mapping[str, Any]],
+    units: Sequence[FlatUnit],
+    whole: bool,
+    groups: Sequence[Sequence[str]] | None,
+) -> dict[str, Any]:
+    first = parts[0]
+    originals = first.get(ORIGINALS, {})
+    unit_of = {unit.name: unit for unit in units}
+    state: dict[str, dict[str, Any]] = {}
+    for name, slots in first["state"].items():
+        if name in unit_of:
+            rows = [part["state"].get(name, {}) for part in parts]
+            state.update(_original_slots(unit_of[name], rows, whole, originals.get("absent", {})))
+        else:
+            state[name] = slots
+    flats = [
+        {**group, "params": [each for name in group["params"] for each in _named(name, unit_of)]}
+        for group in first["param_groups"]
+    ]
+    made = _original_groups(flats, groups, originals.get("groups"))
+    if groups is not None:
+        chosen = set(chain.from_iterable(groups))
+        state = {name: slots for name, slots in state.items() if name in chosen}
+    rest = {key: value for key, value in first.items() if key not in ("state", "param_groups", ORIGINALS)}
+    return {**rest, "state": state, "param_groups": made}
+
+
+def _named(name: str, unit_of: Mapping[str, FlatUnit]) -> list[str]:
+    return unit_of[name].names if name in unit_of else [name]
+
+
+def _original_groups(
+    flats: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[str]] | None, kept: Sequence[Sequence[str]] | None
+) -> list[dict[str, Any]]:
+    if groups is not None:
+        changes = wanted(groups, flats)
+        return [{**change, "params": list(names)} for change, names in zip(changes, groups, strict=True)]
+    told = [group["params"] for group in flats] if kept is None else kept
+    return [{**settings(group), "params": list(names)} for group, names in zip(flats, told, strict=True)]
+
+
+def _original_slots(
+    unit: FlatUnit, rows: Sequence[Mapping[str, Any]], whole: bool, absent: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, Any]]:
+    """Return what is kept of each member, from what each rank keeps of the flat parameter."""
+    made: dict[str, dict[str, Any]] = {name: {} for name in unit.names}
+    for slot in rows[0]:
+        where = f"{unit.name}/{slot}"
+        lacking = [rank for rank, row in enumerate(rows) if slot not in row]
+        if lacking:
+            raise UsageError(f"rank {lacking[0]} keeps less of a flat parameter than the first", where=where)
+        values = [row[slot] for row in rows]
+        if isinstance(values[0], torch.Tensor) and values[0].dim():
+            members = _members(unit, _whole(unit, values, whole, where))
+        else:
+            one = _agreed({f"rank {rank}": value for rank, value in enumerate(values)}, f"{where} differs among ranks")
+            members = {name: copied(one) for name in unit.names}
+        for name, value in members.items():
+            if slot not in absent.get(name, ()):
+                made[name][slot] = value
+    return {name: slots for name, slots in made.items() if slots}

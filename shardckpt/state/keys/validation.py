@@ -1,0 +1,143 @@
+"""What ranks agree on before a state is put: that it fits on each, that all were given the same, or the first alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+from shardckpt.errors import RankError, ShardckptError
+from shardckpt.groups import Group
+from shardckpt.state.redistribute.rank_grid import Ranks
+
+_DIGEST = 16
+
+
+class StateMismatchError(ShardckptError, RuntimeError):
+    """A state does not fit the model: names, shapes, types, or the ranks it was taken on."""
+
+
+class Handed:
+    """One state, as it was handed to every rank or to the first alone.
+
+    Args:
+        given: Whether this rank was handed something.
+        is_first: Whether this is the first rank.
+
+    Attributes:
+        digest: What has to be equal on all ranks that were handed something, in short.
+        not_alone: Why the first rank's state cannot be told to the others; None where it can.
+        from_first: Whether the first rank alone was handed something; known at the end.
+    """
+
+    def __init__(self, given: bool, is_first: bool) -> None:
+        self._given = given
+        self._is_first = is_first
+        self.digest = b""
+        self.not_alone: ShardckptError | None = None
+        self.from_first = False
+
+    @property
+    def is_judge(self) -> bool:
+        """Tell whether this rank checks what it was handed: one that has nothing waits for the first."""
+        return self._given or self._is_first
+
+    def said(self) -> bytes:
+        """Return what the others are told."""
+        why = str(self.not_alone).encode("utf-8", "replace") if self.not_alone is not None else b""
+        return (b"1" if self._given else b"0") + self.digest.ljust(_DIGEST, b"\0") + why
+
+    def heard(self, group: Group, what: str, rows: list[bytes], *, compare: bool) -> None:
+        """Take what all ranks said.
+
+        Args:
+            group: The ranks.
+            what: The work, for the messages.
+            rows: In rank order.
+            compare: Ranks that were handed different states are an error.
+
+        Raises:
+            StateMismatchError: Ranks were handed different states, or some of them none.
+            RankError: The first rank alone has a state, which cannot be told to the others.
+        """
+        has = [row[:1] == b"1" for row in rows]
+        if all(has) or not any(has):
+            if compare:
+                _compare(group, [row[1 : 1 + _DIGEST] for row in rows])
+            return
+        if has.index(True) > 0 or any(has[1:]):
+            raise StateMismatchError(
+                "some ranks were given a state and some none",
+                found=f"none on rank {_numbers(group, [rank for rank, each in enumerate(has) if not each])}",
+                expected="one on every rank, or on the first alone",
+            )
+        self.from_first = True
+        why = rows[0][1 + _DIGEST :].rstrip(b"\0").decode("utf-8", "replace")
+        if self.not_alone is not None:
+            raise self.not_alone
+        if why:
+            first = group.everywhere(0)
+            raise RankError(f"{what} failed on rank {first}: {why}", rank=first)
+
+
+def _compare(group: Group, digests: list[bytes]) -> None:
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise StateMismatchError(
+            "ranks were given states that differ in names, shapes, types or settings",
+            found=f"another one on rank {_numbers(group, odd)} than on rank {group.everywhere(0)}",
+            fix="Nothing was changed. Give every rank the same state, or the first rank alone one.",
+        )
+
+
+def _numbers(group: Group, ranks: list[int]) -> str:
+    return ", ".join(str(group.everywhere(rank)) for rank in ranks)
+
+
+@contextmanager
+def handed(ranks: Ranks, what: str, *, given: bool) -> Iterator[Handed]:
+    """Check a state inside; a failure on one rank is raised on all. One collective, at the end.
+
+    Args:
+        ranks: Who has the model.
+        what: The work, for the messages.
+        given: Whether this rank was handed something.
+
+    Raises:
+        StateMismatchError: Ranks were handed different states, or some of them none.
+        RankError: Another rank failed.
+    """
+    with ranks.group.together(what) as word:
+        made = Handed(given, ranks.is_first)
+        yield made
+        word.said = made.said()
+    made.heard(ranks.group, what, word.heard, compare=not ranks.guessed)
+
+
+def digest(value: Any) -> bytes:
+    """Return a short digest of plain JSON values; of others their type counts."""
+    text = json.dumps(value, default=lambda each: type(each).__name__, separators=(",", ":"))
+    return blake2b(text.encode(), digest_size=_DIGEST).digest()
+
+
+def check_form(given: Any) -> None:
+    """Refuse what is no state of an optimizer.
+
+    Args:
+        given: What was handed in.
+
+    Raises:
+        StateMismatchError: It is none.
+    """
+    state: Any = given.get("state", {}) if isinstance(given, Mapping) else None
+    groups: Any = given.get("param_groups", []) if isinstance(given, Mapping) else None
+    fits = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
+    fits = fits and all(isinstance(each, Mapping) for each in state.values())
+    if not fits or not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
+        raise StateMismatchError(
+            "this is no state of an optimizer",
+            found=sorted(map(str, given))[:5] if isinstance(given, Mapping) else type(given).__name__,
+            expected='{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}',
+        )

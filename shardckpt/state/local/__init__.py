@@ -1,0 +1,1 @@
+"""LOCAL state: the shards of a rank as they are stored."""

@@ -1,0 +1,74 @@
+"""Tensors that lie as a model's parameters lie on each rank, such as averages of them, as boxes of whole arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.boxes import whole
+from shardckpt.core.modules.fqn_and_params import clean
+from shardckpt.errors import UnsupportedError
+from shardckpt.state.adapters.base import Entry, local
+from shardckpt.state.local.local_shards import LocalArray, LocalModel, Portion, local_array
+
+
+def mirrored(model: nn.Module, found: LocalModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalArray]:
+    """Return what of some tensors lies here, under the names that the model's parameters have unsharded.
+
+    A tensor may be a DTensor, as large as the parameter is on this rank, where it then lies as that does, or whole.
+
+    Args:
+        model: Whose parameters they follow.
+        found: What of it lies here.
+        tensors: By the names of `model.named_parameters()` or `named_buffers()`, with or without what wrappers add; a
+            flat parameter's stands for all that is in it. Other names are taken as they are, and whole.
+
+    Raises:
+        UnsupportedError: A tensor of another shape than its parameter has here or anywhere.
+    """
+    given = {clean(name): tensor for name, tensor in tensors.items()}
+    made: dict[str, LocalArray] = {}
+    live = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+    for holder in found.found.holders if found.found is not None else ():
+        exposed = holder.exposed
+        for parameter, entries in zip(exposed, _shares(holder.entries, len(exposed)), strict=True):
+            tensor = given.pop(live.get(id(parameter), ""), None)
+            for entry in entries if tensor is not None else ():
+                assert tensor is not None
+                made[entry.name] = _array(tensor, parameter, entry, found.arrays[entry.name])
+    return {**made, **{name: local_array(tensor) for name, tensor in given.items()}}
+
+
+def _shares(entries: tuple[Entry, ...], count: int) -> list[tuple[Entry, ...]]:
+    """Return which entries each exposed parameter stands for: all of them, or one."""
+    return [entries] if count == 1 else [(entry,) for entry in entries]
+
+
+def _array(tensor: torch.Tensor, parameter: nn.Parameter, entry: Entry, own: LocalArray) -> LocalArray:
+    if isinstance(tensor, DTensor):
+        return local_array(tensor)
+    here = local(parameter.detach()) if isinstance(parameter, DTensor) else parameter.detach()
+    data = tensor.detach()
+    if data.shape == here.shape and data.is_contiguous() and here.is_contiguous():
+        portions = tuple(Portion(box, _beside(part, here, data)) for box, part in own.portions)
+        return LocalArray(own.shape, data.dtype, portions)
+    if tuple(data.shape) == entry.shape:
+        return LocalArray(entry.shape, data.dtype, (Portion(whole(entry.shape), data),))
+    raise UnsupportedError(
+        "neither the shape that the parameter has on this rank nor the one it has as a whole",
+        where=entry.name,
+        found=list(data.shape),
+        expected=f"{list(here.shape)} or {list(entry.shape)}",
+    )
+
+
+def _beside(part: torch.Tensor, here: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Return of `data` what `part` is of `here`, as a view."""
+    start = (part.data_ptr() - here.data_ptr()) // here.element_size()
+    if not part.numel() or not 0 <= start < here.numel():
+        assert part.numel() == here.numel(), "what lies here of a parameter is a part of it, or a copy of all"
+        return data.view(part.shape)
+    return data.as_strided(part.shape, part.stride(), data.storage_offset() + start)

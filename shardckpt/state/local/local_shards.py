@@ -1,0 +1,290 @@
+"""What of a model lies on this rank, as boxes of whole arrays over views of its memory: nothing is moved or copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from shardckpt.boxes import Box, Shape, shift, whole
+from shardckpt.core.params.buffer_layout import ordered
+from shardckpt.errors import UnsupportedError
+from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
+from shardckpt.state.adapters import torch_fsdp1
+from shardckpt.state.adapters.base import Holder, local
+from shardckpt.state.adapters.engine_bucket import BucketHolder
+from shardckpt.state.adapters.model_index import Buffer, Description, describe_whole, settle
+
+
+class Portion(NamedTuple):
+    """Elements of an array that this rank holds.
+
+    Attributes:
+        box: Which, of the whole array.
+        tensor: They themselves, of the box's size: writing to it changes what is held.
+    """
+
+    box: Box
+    tensor: torch.Tensor
+
+
+class LocalArray(NamedTuple):
+    """One array, and what of it lies here.
+
+    Attributes:
+        shape: Of the whole array, in elements.
+        dtype: Type of its elements.
+        portions: What this rank holds; disjoint, empty where it holds nothing.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    portions: tuple[Portion, ...]
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """What of a model lies here.
+
+    Attributes:
+        found: The model, by names; None under torch's own wrapper, of which whole states alone are known.
+        arrays: Parameters and persistent buffers by the names they have unsharded.
+        aliases: Other names of tied parameters, with the first.
+        buffers: Which of the arrays are buffers, of which ranks may have different ones.
+        extra: Modules with state of their own making, by the name it has.
+        names: All names of a state dict, in its order.
+        finish: To be called once something was written into the arrays.
+        frozen: Which of the arrays are parameters that take no part in gradients.
+    """
+
+    found: Description | None
+    arrays: dict[str, LocalArray]
+    aliases: dict[str, str]
+    buffers: frozenset[str]
+    extra: dict[str, nn.Module]
+    names: tuple[str, ...]
+    finish: Callable[[], None] = field(default=lambda: None)
+    frozen: frozenset[str] = frozenset()
+
+
+def local_array(tensor: torch.Tensor) -> LocalArray:
+    """Return what of a tensor lies here: all of a plain one, of a DTensor this rank's part.
+
+    Raises:
+        UnsupportedError: A sum that is still spread over ranks, or a part that is no box.
+    """
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        return LocalArray(shape, tensor.dtype, (Portion(whole(shape), tensor.detach()),))
+    own = local(tensor).detach()
+    box = box_of(tensor, own)
+    has = box is not None and bool(box.volume)
+    return LocalArray(tuple(tensor.shape), own.dtype, (Portion(box, own),) if has and box is not None else ())
+
+
+def box_of(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
+    """Return the box of a DTensor that this rank has; None where it is outside of its mesh.
+
+    Args:
+        tensor: The whole.
+        own: This rank's part, where it is known.
+
+    Raises:
+        UnsupportedError: A sum that is still spread over ranks, or a part that is no box.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    box = _cut(tuple(tensor.shape), tuple(tensor.placements), _shape_of(mesh), tuple(coordinate))
+    found = tuple((local(tensor) if own is None else own).shape)
+    if found != box.size:
+        raise UnsupportedError(
+            "a DTensor's part is not the box that its placements tell",
+            found=found,
+            expected=box.size,
+            fix="Redistribute it to plain Shard placements first.",
+        )
+    return box
+
+
+_SHAPES: WeakKeyDictionary[DeviceMesh, Shape] = WeakKeyDictionary()
+
+
+def _shape_of(mesh: DeviceMesh) -> Shape:
+    """Return the ranks along each dimension of a mesh, which puts them together anew whenever it is asked."""
+    shape = _SHAPES.get(mesh)
+    if shape is None:
+        shape = _SHAPES[mesh] = tuple(mesh.shape)
+    return shape
+
+
+@lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen shapes
+def _cut(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, coordinate: Shape) -> Box:
+    """Return the box that placements leave to one rank.
+
+    Args:
+        shape: Of the whole tensor, in elements.
+        placements: One for each dimension of the mesh.
+        mesh: Ranks along each.
+        coordinate: Where the rank is.
+    """
+    offset, size = [0] * len(shape), list(shape)
+    for at, placement in _in_order_of_cutting(placements):
+        if placement.is_partial():
+            raise UnsupportedError("a DTensor with partial sums cannot be saved", fix="Redistribute it first.")
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            step = -(-size[dim] // mesh[at])
+            first = min(coordinate[at] * step, size[dim])
+            offset[dim], size[dim] = offset[dim] + first, min(step, size[dim] - first)
+    return Box(tuple(offset), tuple(size))
+
+
+def _in_order_of_cutting(placements: Sequence[Placement]) -> list[tuple[int, Placement]]:
+    """Return mesh dimensions in the order in which they cut.
+
+    A strided one, which `fully_shard` makes of what tensor parallelism has cut along that dimension, cuts last.
+    """
+    return sorted(enumerate(placements), key=lambda each: hasattr(each[1], "split_factor"))
+
+
+def holder_portions(holder: Holder, laid: torch.Tensor) -> list[tuple[Portion, ...]]:
+    """Return what lies here of each entry of a holder, as views.
+
+    Args:
+        holder: The holder.
+        laid: Its values, or whatever is laid out as they are.
+    """
+    if not isinstance(holder, BucketHolder):
+        (part,) = holder.parts(laid)
+        return [local_array(part).portions]
+    return [member_portions(holder, index, part) for index, part in enumerate(holder.bucket.of_shard(laid))]
+
+
+def member_portions(holder: BucketHolder, index: int, part: torch.Tensor) -> tuple[Portion, ...]:
+    """Return what lies here of one parameter of a bucket.
+
+    Args:
+        holder: The bucket's holder.
+        index: Which parameter.
+        part: This rank's part of it, as the bucket's `of_shard` gives it.
+    """
+    leaf = holder.bucket.leaves[index]
+    found = _of_bucket(holder, index, part)
+    if not isinstance(leaf, DTensor):
+        return tuple(found)
+    box = box_of(leaf)  # tensor parallelism cut first: what the bucket has is a part of a part
+    assert box is not None, "a rank that has a parameter is in its mesh"
+    back = tuple(-at for at in box.offset)
+    return tuple(Portion(shift(each.box, back), each.tensor) for each in found)
+
+
+def _of_bucket(holder: BucketHolder, index: int, part: torch.Tensor) -> Iterator[Portion]:
+    bucket = holder.bucket
+    layout = bucket.layout
+    if bucket.keeps_full:
+        yield Portion(whole(tuple(part.shape)), part)
+    elif isinstance(layout, DimLayout):
+        box = layout.box(index, bucket.rank)
+        if box.volume:
+            yield Portion(box, part.view(box.size))
+    else:
+        assert isinstance(layout, FlatLayout)
+        start, stop = _run(layout, index, bucket.rank)
+        yield from _boxes(layout.specs[index], part, start, stop)
+
+
+def _run(layout: FlatLayout, index: int, rank: int) -> tuple[int, int]:
+    """Return which elements of a parameter, in its memory order, lie in a rank's shard."""
+    first, numel = layout.offsets[index], layout.specs[index].numel
+    low = rank * layout.chunk
+    start = max(first, low)
+    return start - first, max(start, min(first + numel, low + layout.chunk)) - first
+
+
+def _boxes(spec: ParamSpec, part: torch.Tensor, start: int, stop: int) -> Iterator[Portion]:
+    if start >= stop:
+        return
+    at = 0
+    for box in spec.boxes(start, stop):
+        yield Portion(box, ordered(part[at : at + box.volume], box.size, spec.order))
+        at += box.volume
+
+
+def local_model(model: nn.Module) -> LocalModel:
+    """Return what of a model lies here. Full parameters that units still have are given up.
+
+    Collective under torch's own wrapper alone, which gives its whole state only by a gather.
+
+    Args:
+        model: Sharded by either face, by torch's `fully_shard` or wrapper, with DTensors, replicated, compiled, plain.
+
+    Raises:
+        FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
+    """
+    if torch_fsdp1.is_foreign(model):
+        return _foreign_model(model)
+    settle(model)
+    found = describe_whole(model)
+    arrays: dict[str, LocalArray] = {}
+    laid = [holder.laid for holder in found.holders]
+    for holder, values in zip(found.holders, laid, strict=True):
+        for entry, portions in zip(holder.entries, holder_portions(holder, values), strict=True):
+            arrays[entry.name] = LocalArray(entry.shape, values.dtype, portions)
+    buffers = {buffer.name: buffer for buffer in found.buffers if buffer.persistent}
+    shown = {name: buffer.value.detach().to(buffer.dtype) for name, buffer in buffers.items()}
+    arrays.update({name: local_array(value) for name, value in shown.items()})
+
+    def finish() -> None:
+        for holder in found.holders:
+            holder.written()
+        for name, buffer in buffers.items():
+            _take(buffer, shown[name])
+
+    return LocalModel(
+        found,
+        {name: arrays[name] for name in found.names if name in arrays},
+        dict(found.aliases),
+        frozenset(buffers),
+        dict(found.extra),
+        found.names,
+        finish,
+        frozenset(name for holder in found.holders for name in _frozen(holder)),
+    )
+
+
+def _frozen(holder: Holder) -> Iterator[str]:
+    """Yield the entries of a holder that an optimizer cannot change: what it is shown of them says so."""
+    exposed = holder.exposed
+    for number, entry in enumerate(holder.entries):
+        shown = exposed[number] if len(exposed) == len(holder.entries) else exposed[0] if len(exposed) == 1 else None
+        if not (entry.trains if shown is None else shown.requires_grad):
+            yield entry.name
+
+
+def _take(buffer: Buffer, value: torch.Tensor) -> None:
+    """Copy a buffer back where it had to be shown in another type than the one it is computed with."""
+    if buffer.value.dtype != value.dtype:
+        local(buffer.value).copy_(local(value))
+
+
+def _foreign_model(model: nn.Module) -> LocalModel:
+    state = torch_fsdp1.whole_state(model, offload=False, first_only=False)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    buffers = frozenset(name for name, _ in model.named_buffers())
+
+    def finish() -> None:
+        torch_fsdp1.put_state(model, state, strict=True)
+
+    arrays = {name: local_array(value) for name, value in tensors.items()}
+    frozen = frozenset(name for name, value in model.named_parameters() if not value.requires_grad)
+    return LocalModel(None, arrays, {}, buffers, {}, tuple(state), finish, frozen & set(arrays))

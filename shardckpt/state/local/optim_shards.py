@@ -1,0 +1,363 @@
+"""What of an optimizer lies on this rank, by the names of the unsharded model, and room for a state that is to come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
+
+from shardckpt.boxes import Box
+from shardckpt.errors import UnsupportedError
+from shardckpt.state.adapters.base import local
+from shardckpt.state.adapters.engine_bucket import BucketHolder
+from shardckpt.state.adapters.engine_flat import FlatHolder
+from shardckpt.state.adapters.model_index import Description
+from shardckpt.state.keys.param_groups import settings, wanted
+from shardckpt.state.keys.slots import LARGEST_TOLD, OpaqueStateError, UnequalSteps, is_cut_alike, largest
+from shardckpt.state.local.local_shards import LocalArray, Portion, holder_portions, local_array, member_portions
+from shardckpt.state.optim.optim_state_dict import Held, Optimized, Optimizing, optimized
+
+
+@dataclass(frozen=True)
+class LocalOptimizer:
+    """What of an optimizer lies here.
+
+    Attributes:
+        arrays: By name and slot.
+        values: What is kept that is no tensor, by name and slot.
+        groups: Settings of each group, with the names in it as `params`.
+        names: All its parameters, in the order of the groups.
+    """
+
+    arrays: dict[tuple[str, str], LocalArray]
+    values: dict[tuple[str, str], Any]
+    groups: list[dict[str, Any]]
+    names: tuple[str, ...]
+
+
+def local_optimizer(found: Description, optim: Optimizing) -> LocalOptimizer:
+    """Return what of an optimizer lies here; nothing is moved.
+
+    Args:
+        found: The model, or the models.
+        optim: An optimizer of any part of their parameters.
+
+    Raises:
+        ForeignParameterError: It holds a parameter that no model has.
+        OpaqueStateError: Nobody knows how a value is sharded.
+    """
+    of = optimized(found, optim)
+    arrays: dict[tuple[str, str], LocalArray] = {}
+    values: dict[tuple[str, str], Any] = {}
+    for held in of.held:
+        for position in held.positions:
+            for slot, value in optim.state.get(held.holder.exposed[position], {}).items():
+                for name, found_value in _kept(held, position, slot, value):
+                    if isinstance(found_value, LocalArray):
+                        arrays[name, slot] = found_value
+                    else:
+                        values[name, slot] = found_value
+    groups = [
+        {**settings(live), "params": list(names)} for live, names in zip(optim.param_groups, of.groups, strict=True)
+    ]
+    return LocalOptimizer(arrays, values, groups, _names(of))
+
+
+def parameter_names(found: Description, optim: Optimizing) -> list[list[str]]:
+    """Return the names in each group in the order that an optimizer of the unsharded model has them in.
+
+    Args:
+        found: The model.
+        optim: An optimizer of any part of its parameters.
+
+    Raises:
+        ForeignParameterError: It holds a parameter that the model does not have.
+    """
+    of = optimized(found, optim)
+    places = {name: at for at, name in enumerate(found.names)}
+    flat = {name for held in of.held if held.is_flat for position in held.positions for name in held.names(position)}
+    return [sorted(names, key=places.__getitem__) if flat.issuperset(names) else list(names) for names in of.groups]
+
+
+def _names(of: Optimized) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for names in of.groups for name in names))
+
+
+def _kept(held: Held, position: int, slot: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names that a value is of, each with what lies here of it: an array, or the value."""
+    holder, names = held.holder, held.names(position)
+    parameter = holder.exposed[position]
+    if isinstance(value, torch.Tensor) and not _is_dense(local(value)):
+        raise OpaqueStateError(
+            "what the optimizer keeps is more, or less, than the elements of a dense tensor",
+            where=f"state.{names[0]}.{slot}",
+            found=f"a tensor of the class {type(local(value)).__name__}, layout {value.layout}",
+            fix="Save tensors that hold what it means, and build it from them when they are loaded.",
+        )
+    if isinstance(value, torch.Tensor) and _is_shaped(parameter, value):
+        yield from _shaped(held, position, value.detach())
+    elif isinstance(value, torch.Tensor) and value.dim() == 0:
+        own = local(value.detach())
+        yield from ((name, LocalArray((), own.dtype, (Portion(Box((), ()), own),))) for name in names)
+    elif isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and not holder.is_sharded):
+        try:
+            array = local_array(value)
+        except UnsupportedError as error:
+            where = f"state.{names[0]}.{slot}"
+            raise OpaqueStateError(error.what, where=where, found=error.found, fix=error.fix) from error
+        yield from ((name, array) for name in names)
+    elif not isinstance(value, torch.Tensor) and (isinstance(value, _PLAIN) or not holder.is_sharded):
+        yield from ((name, value) for name in names)
+    else:
+        raise OpaqueStateError(
+            "what the optimizer keeps is neither shaped like its parameter nor a number nor a DTensor, and nobody said "
+            "how it is sharded",
+            where=f"state.{names[0]}.{slot}",
+            found=tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__,
+            expected=tuple(parameter.shape),
+            fix="Save `optim_state_dict(model, optim, state_layout=...)` in its place, and put that back with "
+            "`load_optim_state_dict`; or keep it as a DTensor.",
+        )
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _is_dense(own: torch.Tensor) -> bool:
+    """Tell whether a tensor is nothing but its elements."""
+    plain = type(own).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return plain and own.layout is torch.strided and not own.is_quantized
+
+
+def _is_shaped(parameter: nn.Parameter, value: torch.Tensor) -> bool:
+    """Tell whether a value is of its parameter's shape, and cut as that is."""
+    cut = is_cut_alike(parameter, value)
+    return value.shape == parameter.shape and cut and (isinstance(value, DTensor) or value.dim() > 0)
+
+
+def _shaped(held: Held, position: int, value: torch.Tensor) -> Iterator[tuple[str, LocalArray]]:
+    """Yield each entry behind an exposed parameter with what lies here of a value that is laid out as that is."""
+    holder = held.holder
+    if held.is_flat:
+        portions = holder_portions(holder, local(value))
+        for entry, each in zip(holder.entries, portions, strict=True):
+            yield entry.name, LocalArray(entry.shape, value.dtype, each)
+        return
+    entry = holder.entries[position]
+    if isinstance(holder, BucketHolder):
+        yield entry.name, LocalArray(entry.shape, value.dtype, member_portions(holder, position, local(value)))
+    else:
+        yield entry.name, LocalArray(entry.shape, value.dtype, local_array(value).portions)
+
+
+class Slot(NamedTuple):
+    """A tensor that was saved of one parameter.
+
+    Attributes:
+        shape: As it was saved.
+        dtype: As it was saved.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a state that was saved is to go.
+
+    Attributes:
+        arrays: Name and slot with where the elements go: memory of the optimizer's own state where it fits, else new.
+        state: What each parameter has once the arrays are filled.
+        changes: New settings for each group; empty for a group of which nothing was saved.
+        problems: What does not fit, one sentence each, with the dotted name in front.
+    """
+
+    arrays: list[tuple[str, str, LocalArray]]
+    state: dict[nn.Parameter, dict[str, Any]]
+    changes: list[dict[str, Any]]
+    problems: list[str]
+
+    def put(self, optim: Optimizing) -> None:
+        """Let the optimizer have the state and the settings.
+
+        Args:
+            optim: The one that the room was made for.
+        """
+        for parameter, state in self.state.items():
+            optim.state.pop(parameter, None)
+            if state:
+                optim.state[parameter] = state
+        for live, changed in zip(optim.param_groups, self.changes, strict=True):
+            live.update(changed)
+
+
+def room_for(
+    found: Description,
+    optim: Optimizing,
+    slots: Mapping[str, Mapping[str, Slot]],
+    values: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    keeps_rest: bool = False,
+    unequal_steps: UnequalSteps = "error",
+) -> Room:
+    """Make room for a saved state; an optimizer that never stepped gets new tensors. Nothing is changed yet.
+
+    Args:
+        found: The model, or the models.
+        optim: An optimizer of any part of their parameters.
+        slots: The tensors that were saved, by the parameter's first name.
+        values: What was saved that is no tensor.
+        groups: The saved groups, with names as `params`.
+        keeps_rest: What was not saved stays as it is; otherwise it goes.
+        unequal_steps: As for `load_optim_state_dict`; numbers in tensors are known to the caller alone.
+
+    Raises:
+        ForeignParameterError: It holds a parameter that no model has.
+        ConflictError: Parameters of one group were saved with different settings.
+    """
+    of = optimized(found, optim)
+    made = Room([], {}, wanted(of.groups, groups), [])
+    scalars = _scalars(found, slots)
+    for index, names in enumerate(of.groups):
+        flags = {**optim.param_groups[index], **made.changes[index]}
+        on_device = bool(flags.get("capturable") or flags.get("fused"))
+        for held, position in _of_names(of, set(names)):
+            _Maker(made, slots, values, scalars, on_device, keeps_rest, unequal_steps).make(held, position, optim)
+    return made
+
+
+def _of_names(of: Optimized, names: set[str]) -> Iterator[tuple[Held, int]]:
+    return ((held, p) for held in of.held for p in held.positions if held.names(p)[0] in names)
+
+
+def _scalars(found: Description, slots: Mapping[str, Mapping[str, Slot]]) -> set[str]:
+    """Return the slots that are numbers: of a parameter without dimensions, its shape does not tell."""
+    entries = found.entries
+    told = {"step"}
+    for name, kept in slots.items():
+        if name in entries and entries[name].shape:
+            told |= {slot for slot, each in kept.items() if not each.shape}
+    return told
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes room for the state of one parameter after the other."""
+
+    room: Room
+    slots: Mapping[str, Mapping[str, Slot]]
+    values: Mapping[str, Mapping[str, Any]]
+    scalars: set[str]
+    on_device: bool
+    keeps_rest: bool
+    unequal_steps: UnequalSteps
+
+    def make(self, held: Held, position: int, optim: Optimizing) -> None:
+        """Add the room for one exposed parameter."""
+        parameter, names = held.holder.exposed[position], held.names(position)
+        entries = held.holder.entries if held.is_flat else [held.holder.entries[position]]
+        kept = dict(optim.state.get(parameter, {}))
+        if isinstance(held.holder, FlatHolder) and held.holder.is_sharded and local(parameter).numel() == 0:
+            self.room.state[parameter] = {}
+            return
+        state: dict[str, Any] = dict(kept) if self.keeps_rest else {}
+        for slot in dict.fromkeys(slot for name in names for slot in self.slots.get(name, ())):
+            saved = {e.name: self.slots[e.name][slot] for e in entries if slot in self.slots.get(e.name, ())}
+            shapes = {e.name: e.shape for e in entries}
+            if all(each.shape == shapes[name] for name, each in saved.items()) and not (
+                slot in self.scalars and all(not each.shape for each in saved.values())
+            ):
+                state[slot] = self._shaped(held, position, slot, saved, kept.get(slot))
+            elif all(not each.shape for each in saved.values()):
+                state[slot] = self._scalar(parameter, slot, saved, kept.get(slot))
+            else:
+                state[slot] = self._other(held, parameter, slot, saved, kept.get(slot))
+        state.update(self._plain_values(names))
+        self.room.state[parameter] = state
+
+    def _plain_values(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return what was saved that is no tensor, once for all parameters of a flat one."""
+        found: dict[str, Any] = {}
+        for slot in dict.fromkeys(slot for name in names for slot in self.values.get(name, ())):
+            told = {name: self.values[name][slot] for name in names if slot in self.values.get(name, ())}
+            values = list(told.values())
+            top = largest(values)
+            found[slot] = values[0] if top is None else top
+            if any(each != values[0] for each in values) and (top is None or self.unequal_steps == "error"):
+                firsts = {value: name for name, value in reversed(told.items())}
+                text = ", ".join(f"{value} of {name}" for value, name in list(firsts.items())[:4])
+                end = LARGEST_TOLD if top is not None else ""
+                self.room.problems.append(f"{slot} differs among parameters of one flat parameter: {text}{end}")
+        return found
+
+    def _shaped(self, held: Held, position: int, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
+        parameter = held.holder.exposed[position]
+        dtype = self._one_type(slot, saved)
+        if isinstance(own, DTensor) and own.shape == parameter.shape and own.dtype == dtype:
+            if not _is_shaped(parameter, own):  # the optimizer keeps it cut in another way
+                self.room.arrays.append((next(iter(saved)), slot, local_array(own)))
+                return own
+        elif not (isinstance(own, torch.Tensor) and _is_shaped(parameter, own) and own.dtype == dtype):
+            own = torch.zeros_like(parameter.detach(), dtype=dtype)
+        elif len(saved) < len(held.names(position)) and not self.keeps_rest:
+            own = own.detach().clone().zero_()
+        for name, array in _shaped(held, position, own.detach()):
+            if name in saved:
+                self.room.arrays.append((name, slot, array))
+        return own
+
+    def _scalar(self, parameter: nn.Parameter, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
+        dtype = self._one_type(slot, saved)
+        fits = isinstance(own, torch.Tensor) and not isinstance(own, DTensor) and own.dim() == 0 and own.dtype == dtype
+        if not fits:
+            own = torch.zeros((), dtype=dtype, device=parameter.device if self.on_device else "cpu")
+        for name in saved:  # behind a flat parameter stand several: the caller sees that they are equal
+            self.room.arrays.append((name, slot, LocalArray((), dtype, (Portion(Box((), ()), own),))))
+        return own
+
+    def _other(self, held: Held, parameter: nn.Parameter, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
+        """Take a tensor of a shape of its own into one that is there, or make one where it is known how it lies."""
+        name, each = next(iter(saved.items()))
+        if isinstance(own, torch.Tensor) and tuple(own.shape) == each.shape and own.dtype == each.dtype:
+            self.room.arrays.append((name, slot, local_array(own)))
+            return own
+        if isinstance(parameter, DTensor):
+            made = _beside(parameter, each)
+            self.room.arrays.append((name, slot, local_array(made)))
+            return made
+        if held.holder.is_sharded or len(saved) > 1:
+            self.room.problems.append(
+                f"{name}/{slot}: size mismatch: found {each.shape}, expected {tuple(parameter.shape)}"
+            )
+            return None
+        plain = torch.zeros(each.shape, dtype=each.dtype, device=parameter.device)
+        self.room.arrays.append((name, slot, local_array(plain)))
+        return plain
+
+    def _one_type(self, slot: str, saved: Mapping[str, Slot]) -> torch.dtype:
+        types = {each.dtype: name for name, each in saved.items()}
+        if len(types) > 1:
+            told = ", ".join(f"{dtype} of {name}" for dtype, name in types.items())
+            self.room.problems.append(f"{slot} differs among parameters of one flat parameter: {told}")
+        return next(iter(types))
+
+
+def _beside(parameter: DTensor, each: Slot) -> DTensor:
+    """Return room for a tensor of a shape of its own: what a DTensor computes does not depend on how it is cut.
+
+    It is cut where its parameter is, if it has as many dimensions and is as long there; else each rank has it whole.
+    """
+    mesh, placements = parameter.device_mesh, list(parameter.placements)
+    if len(each.shape) != parameter.dim() or any(type(cut) not in (Shard, Replicate) for cut in placements):
+        placements = [Replicate()] * mesh.ndim
+    cuts = [
+        cut if isinstance(cut, Shard) and each.shape[cut.dim] == parameter.shape[cut.dim] else Replicate()
+        for cut in placements
+    ]
+    return zeros(*each.shape, dtype=each.dtype, device_mesh=mesh, placements=cuts)

@@ -1,0 +1,1 @@
+"""Model state: build and load it."""

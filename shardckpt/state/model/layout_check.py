@@ -1,0 +1,89 @@
+"""Whether a LOCAL state is of this rank, and of units that lie as a model's do: what it says of itself is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardckpt.core.modules.fqn_and_params import clean
+from shardckpt.state.adapters.model_index import Description
+from shardckpt.state.keys.kinds import StateKind
+from shardckpt.state.model.model_state_dict import units_note, world
+
+
+def other_kind(note: Mapping[str, Any], kind: StateKind) -> list[str]:
+    """Return of what kind a state is, where it is LOCAL and not to be, or the other way round.
+
+    Args:
+        note: What the state says of itself; empty where it says nothing.
+        kind: What it is to be.
+    """
+    said = note.get("kind", kind.name)
+    if said == kind.name or StateKind.LOCAL.name not in (said, kind.name):
+        return []
+    return [f"kind mismatch: it was taken as {said}, not as {kind.name}"]
+
+
+def other_rank(note: Mapping[str, Any]) -> list[str]:
+    """Return by whom a LOCAL state was taken, where that is not this rank.
+
+    Args:
+        note: What the state says of itself; empty where it says nothing.
+    """
+    group = world()
+    if not note or (note.get("world"), note.get("rank")) == (group.size, group.rank):
+        return []
+    return [
+        f"it was taken by rank {note.get('rank')} of {note.get('world')}, this is rank {group.rank} of {group.size}: "
+        "take a FULL or SHARDED one, or merge the rank files with `shardckpt consolidate`"
+    ]
+
+
+def other_units(note: Mapping[str, Any], found: Description) -> list[str]:
+    """Return how the layouts that a LOCAL state was taken with differ from those of a model.
+
+    Args:
+        note: What the state says of itself.
+        found: The model.
+    """
+    theirs = note.get("units")
+    if theirs is None:
+        return []
+    mine = units_note(found)
+    if theirs == mine:
+        return []
+    ours = _cut(mine)
+    if any(ours == _cut(theirs, prefix) for prefix in ("", "module.")):
+        return []
+    return [
+        f"it was taken from {len(theirs)} units that hold {_names(theirs)}, here are {len(ours)} that hold "
+        f"{_names(ours.values())}: take a FULL or SHARDED one, or merge the rank files with `shardckpt consolidate`"
+    ]
+
+
+def _cut(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict[str, Mapping[str, Any]]:
+    """Return what lies over ranks, by its first name, under names of the unsharded model."""
+
+    def plain(name: str) -> str:
+        return clean(name).removeprefix(prefix)
+
+    made: dict[str, Mapping[str, Any]] = {}
+    for unit in units:
+        entries = [
+            {**each, "name": plain(each["name"]), "aliases": sorted(map(plain, each.get("aliases", ())))}
+            for each in unit["entries"]
+        ]
+        if unit.get("layout") is not None:
+            flat = unit.get("flat")
+            layout = {**unit["layout"], "params": [_unnamed(each) for each in unit["layout"]["params"]]}
+            made[entries[0]["name"]] = {**unit, "layout": layout, "entries": entries, "flat": flat and plain(flat)}
+    return made
+
+
+def _unnamed(param: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter of a layout without names: entries tell those of the model, a layout those of its unit."""
+    return {key: value for key, value in param.items() if key not in ("name", "aliases")}
+
+
+def _names(units: Iterable[Mapping[str, Any]]) -> str:
+    return " | ".join("+".join(entry["name"] for entry in unit["entries"]) for unit in units)[:200]

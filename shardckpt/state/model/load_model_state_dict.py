@@ -1,0 +1,344 @@
+"""A state of a model put back: checked as a whole first, on every rank, then copied in holder by holder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardckpt.core.modules.fqn_and_params import clean
+from shardckpt.core.params.full_params import Staging
+from shardckpt.errors import ShardckptError
+from shardckpt.groups import Group
+from shardckpt.state.adapters import sharded_tensor, torch_fsdp1
+from shardckpt.state.adapters.base import Holder, from_first
+from shardckpt.state.adapters.engine_flat import FlatHolder
+from shardckpt.state.adapters.model_index import Buffer, Description, describe, describe_whole, settle
+from shardckpt.state.keys.kinds import StateKind, kind_of, note_of
+from shardckpt.state.keys.validation import StateMismatchError, digest, handed
+from shardckpt.state.model import module_hooks
+from shardckpt.state.model.layout_check import other_kind, other_rank, other_units
+from shardckpt.state.redistribute.rank_grid import Ranks
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Names in which a state and a model differ.
+
+    Attributes:
+        missing: The model has them, the state does not.
+        unexpected: The state has them, the model does not.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+def load_model_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], *, kind: StateKind | str | None = None, strict: bool = True
+) -> Keys:
+    """Put a state into a model, whatever its sharding; nothing is changed unless all of it fits. Collective.
+
+    Args:
+        model: As for `model_state_dict`.
+        state_dict: A state of any kind, with names of the unsharded model or of a wrapped one. A FULL one may be on
+            the first rank alone, while the others give an empty one. It is not changed.
+        kind: What it is; None to read that from it.
+        strict: Names that are missing or unexpected are errors; otherwise they are returned and left alone.
+
+    Returns:
+        Names in which they differ.
+
+    Raises:
+        StateMismatchError: It does not fit; the message lists every name with what is wrong.
+        RankError: It does not fit on another rank.
+    """
+    if torch_fsdp1.is_foreign(model):
+        return _load_foreign(model, state_dict, kind, strict=strict)
+    settle(model)
+    found = describe_whole(model)
+    group = found.ranks.group
+    keys = Keys()
+    with handed(found.ranks, "fit a state to the model", given=bool(state_dict)) as agreed:
+        given = _Given(state_dict, kind, found)
+        if agreed.is_judge:
+            keys = given.checked(strict)
+            agreed.digest, agreed.not_alone = given.digest, given.not_alone()
+    if agreed.from_first:
+        keys = _told(keys, group)
+    absent = {found.aliases.get(name, name) for name in keys.missing}
+    staging = Staging()
+    with torch.no_grad():
+        for holder in found.holders:
+            _load(holder, given, absent, staging, from_first=agreed.from_first)
+    for buffer in found.buffers:
+        _load_buffer(buffer, given, absent, found.ranks if agreed.from_first else None)
+    extra = _extra_of_first(given, group) if agreed.from_first and found.extra else given.values
+    for name, module in found.extra.items():
+        if name in extra:
+            module.set_extra_state(extra[name])
+    return keys
+
+
+def _load_foreign(model: nn.Module, state: Mapping[str, Any], kind: StateKind | str | None, *, strict: bool) -> Keys:
+    """Put a state that every rank has into a model under torch's own wrapper; the first rank checks it for all."""
+    expected = torch_fsdp1.shapes_at_first(model)
+    ranks = torch_fsdp1.ranks_of(model)
+    with handed(ranks, "fit a state to the model", given=bool(state)) as agreed:
+        torch_fsdp1.refuse_local(kind_of(state) if kind is None else StateKind.of(kind))
+        values = {clean(name): value for name, value in state.items()}
+        told = [(name, list(getattr(v, "shape", ())), str(getattr(v, "dtype", ""))) for name, v in values.items()]
+        agreed.digest = digest(sorted(told))
+        agreed.not_alone = StateMismatchError(torch_fsdp1.NOT_ALONE, found="one on the first rank alone")
+        if ranks.is_first:
+            _check_foreign(values, expected, strict=strict)
+    missing, unexpected = torch_fsdp1.put_state(model, state, strict=strict)
+    return Keys(tuple(missing), tuple(unexpected))
+
+
+def _check_foreign(values: Mapping[str, Any], expected: Mapping[str, Any], *, strict: bool) -> None:
+    problems = []
+    for name, value in values.items():
+        known = expected.get(name)
+        if isinstance(known, torch.Tensor):
+            problems += _misfit(name, value, tuple(known.shape), known.dtype)
+    if strict:
+        problems += [f"Missing key: {name}" for name in expected if name not in values]
+        problems += [f"Unexpected key: {name}" for name in values if name not in expected]
+    if problems:
+        raise _mismatch(problems)
+
+
+def _mismatch(problems: Sequence[str]) -> StateMismatchError:
+    return StateMismatchError(
+        f"the state does not fit the model in {len(problems)} places: {'; '.join(problems[:50])}",
+        fix="Nothing was changed. Names may be left out with strict=False.",
+    )
+
+
+def _extra_of_first(given: _Given, group: Group) -> dict[str, Any]:
+    """Return the extra state that the first rank has. Collective."""
+    told = group.broadcast(given.extra_as_json() if group.rank == 0 else None)
+    return given.extra if group.rank == 0 else dict(json.loads(told))
+
+
+def _told(keys: Keys, group: Group) -> Keys:
+    """Return the names that the first rank found. Collective."""
+    told = group.broadcast(json.dumps([keys.missing, keys.unexpected]).encode() if group.rank == 0 else None)
+    missing, unexpected = json.loads(told)
+    return Keys(tuple(missing), tuple(unexpected))
+
+
+class _Given:
+    """A state that was handed in, by names of the unsharded model.
+
+    Args:
+        state: What was handed in.
+        kind: What it is; None to find out.
+        found: The model.
+    """
+
+    def __init__(self, state: Mapping[str, Any], kind: StateKind | str | None, found: Description) -> None:
+        self.kind = kind_of(state) if kind is None else StateKind.of(kind)
+        self.note = note_of(state)
+        self._found = found
+        values = _renamed(state, found)
+        if self.kind is StateKind.LOCAL:
+            self.values = sharded_tensor.parts(values, found)
+        else:
+            self.values = module_hooks.given(found, sharded_tensor.rows(values, found))
+
+    def value(self, name: str, aliases: tuple[str, ...]) -> Any:
+        """Return what is given under one of an entry's names; None where there is nothing."""
+        return next((self.values[each] for each in (name, *aliases) if each in self.values), None)
+
+    @property
+    def digest(self) -> bytes:
+        """What has to be the same on all ranks; of a LOCAL state each has its own."""
+        if self.kind is StateKind.LOCAL:
+            return digest(self.kind.name)
+        known = set(self._found.names)
+        rows = [
+            (name, *((list(v.shape), str(v.dtype), isinstance(v, DTensor)) if isinstance(v, torch.Tensor) else ()))
+            for name, v in self.values.items()
+            if name in known
+        ]
+        return digest([self.kind.name, sorted(rows)])
+
+    def not_alone(self) -> ShardckptError | None:
+        """Return why this cannot be a state of the first rank alone; None where it can."""
+        if self.kind is not StateKind.FULL:
+            return StateMismatchError("of all ranks the first alone has a state", found=self.kind.name, expected="FULL")
+        try:
+            self.extra_as_json()
+        except StateMismatchError as error:
+            return error
+        return None
+
+    def checked(self, strict: bool) -> Keys:
+        """Return the names that differ; refuse what does not fit."""
+        problems = other_kind(self.note, self.kind)
+        if not problems:
+            problems = self._local_problems() if self.kind is StateKind.LOCAL else self._problems()
+        keys = self._keys()
+        if strict:
+            problems += [f"Missing key: {name}" for name in keys.missing]
+            problems += [f"Unexpected key: {name}" for name in keys.unexpected]
+        if problems:
+            raise _mismatch(problems)
+        return keys
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """State of modules' own making."""
+        return {name: self.values[name] for name in self._found.extra if name in self.values}
+
+    def extra_as_json(self) -> bytes:
+        """Return the extra state for other ranks, to which no objects are sent."""
+        try:
+            return json.dumps(self.extra).encode()
+        except (TypeError, ValueError) as error:
+            raise StateMismatchError(
+                f"extra state that only the first rank has cannot be told to the others: {error}",
+                where=", ".join(self.extra),
+                expected="numbers, strings, lists and dicts of them",
+                fix="Give the state to every rank.",
+            ) from error
+
+    def _keys(self) -> Keys:
+        expected = dict.fromkeys(self._found.names)
+        if self.kind is StateKind.LOCAL:
+            for holder in self._found.holders:
+                if isinstance(holder, FlatHolder) and holder.flat_name is not None:
+                    expected[holder.flat_name] = None
+                    for entry in holder.entries:
+                        for name in (entry.name, *entry.aliases):
+                            expected.pop(name, None)
+        ties = self._found.aliases
+        has = {ties.get(name, name) for name in self.values}
+        missing = [name for name in expected if name not in self.values and ties.get(name, name) not in has]
+        known = set(expected) | set(self._found.names)
+        return Keys(tuple(missing), tuple(name for name in self.values if name not in known))
+
+    def _problems(self) -> list[str]:
+        found = []
+        for entry in self._found.entries.values():
+            value = self.value(entry.name, entry.aliases)
+            if value is not None:
+                found += _misfit(entry.name, value, entry.shape, entry.dtype)
+        for buffer in self._found.buffers:
+            if buffer.name in self.values:
+                found += _misfit(buffer.name, self.values[buffer.name], tuple(buffer.value.shape), buffer.dtype)
+        return found
+
+    def _local_problems(self) -> list[str]:
+        """Compare layouts: what lies in a rank's shard is known by them alone."""
+        problems = other_rank(self.note)
+        if problems:
+            return problems
+        found = other_units(self.note, self._found)
+        for holder in self._found.holders:
+            for name, value, held in _local_values(holder, self.values):
+                found += _misfit(name, value, tuple(held.shape), held.dtype)
+        return found
+
+
+def refuse_other_layout(note: Mapping[str, Any], model: nn.Module) -> None:
+    """Refuse a LOCAL state that another rank took, or that was taken from other units.
+
+    Args:
+        note: What it says of itself; empty where it says nothing.
+        model: What it is for.
+
+    Raises:
+        StateMismatchError: It does not fit.
+    """
+    problems = other_rank(note) or other_units(note, describe(model))
+    if problems:
+        raise StateMismatchError(f"the state does not fit the model: {problems[0]}", fix="Nothing was changed.")
+
+
+def _renamed(state: Mapping[str, Any], found: Description) -> dict[str, Any]:
+    """Return a state by names of the unsharded model, whatever wrapped the one it was taken from."""
+    cleaned = {clean(name): value for name, value in state.items()}
+    if found.names and not any(name in cleaned for name in found.names):
+        stripped = {name.removeprefix("module."): value for name, value in cleaned.items()}
+        if any(name in stripped for name in found.names):
+            return stripped
+    return cleaned
+
+
+def _misfit(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+    if not isinstance(value, torch.Tensor):
+        return [f"{name} is no tensor but {type(value).__name__}"]
+    if tuple(value.shape) != shape:
+        return [f"size mismatch for {name}: found {tuple(value.shape)}, expected {shape}"]
+    if value.dtype != dtype:
+        return [f"dtype mismatch for {name}: found {value.dtype}, expected {dtype}"]
+    return []
+
+
+def _local_values(holder: Holder, values: Mapping[str, Any]) -> list[tuple[str, Any, torch.Tensor]]:
+    """Return, of what is given to a holder, the name, the value, and what the model has in its place."""
+    if isinstance(holder, FlatHolder) and holder.flat_name is not None:
+        held = holder.laid[: holder.owned]
+        return [(holder.flat_name, values[holder.flat_name], held)] if holder.flat_name in values else []
+    parts = holder.lying(holder.laid)
+    return [
+        (entry.name, values[entry.name], part)
+        for entry, part in zip(holder.entries, parts, strict=True)
+        if entry.name in values
+    ]
+
+
+def _load(holder: Holder, given: _Given, absent: set[str], staging: Staging, *, from_first: bool) -> None:
+    """Put into a holder what is given for it; entries without a value keep theirs. Collective."""
+    if given.kind is StateKind.LOCAL:
+        for _, value, held in _local_values(holder, given.values):
+            held.copy_(value)
+        return
+    is_given = [entry.name not in absent for entry in holder.entries]
+    if not any(is_given):
+        return
+    places = [place if on else None for place, on in zip(holder.places(holder.laid), is_given, strict=True)]
+    if from_first:
+        values = _values(holder, given, is_given) if given.values else None
+        holder.from_first(values, places, holder.entries[0].dtype, staging)
+    else:
+        values = _values(holder, given, is_given)
+        if given.kind is StateKind.SHARDED and holder.takes(values):
+            holder.from_sharded(values, places, staging)
+        else:
+            holder.from_full([None if value is None else _whole(value) for value in values], places)
+    holder.written()
+
+
+def _values(holder: Holder, given: _Given, is_given: Sequence[bool]) -> list[torch.Tensor | None]:
+    return [
+        given.value(entry.name, entry.aliases).detach() if on else None
+        for entry, on in zip(holder.entries, is_given, strict=True)
+    ]
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _load_buffer(buffer: Buffer, given: _Given, absent: set[str], first_of: Ranks | None) -> None:
+    """Copy a buffer's value, in the type it is computed with. Collective where the first of some ranks alone has it."""
+    if not buffer.persistent or buffer.name in absent or (first_of is None and buffer.name not in given.values):
+        return
+    held = buffer.value
+    value = given.values.get(buffer.name)
+    if first_of is not None:
+        value = from_first(first_of, held.shape, buffer.dtype, held.device, value)
+    assert value is not None
+    whole = _whole(value).to(held.device)
+    if isinstance(held, DTensor):
+        whole = distribute_tensor(whole, held.device_mesh, held.placements, src_data_rank=None)
+    held.copy_(whole)

@@ -1,0 +1,212 @@
+"""The state of a model taken out, in any of the three forms."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.core.fsdp1.state_dict_api import announce_wrappers
+from shardckpt.core.params.full_params import Staging
+from shardckpt.errors import UsageError
+from shardckpt.groups import Group, LocalGroup, TorchGroup
+from shardckpt.state.adapters import torch_fsdp1
+from shardckpt.state.adapters.base import Holder, local
+from shardckpt.state.adapters.engine_flat import FlatHolder
+from shardckpt.state.adapters.model_index import Description, describe_whole, settle
+from shardckpt.state.keys.kinds import KEY, VERSION, StateKind
+from shardckpt.state.model import module_hooks
+
+
+def world() -> Group:
+    """Return all ranks, or this process alone."""
+    return TorchGroup(None) if dist.is_available() and dist.is_initialized() else LocalGroup()
+
+
+def iter_full_state_dict(
+    model: nn.Module, *, offload_to_cpu: bool = False, rank0_only: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) of everything a state dict of the unsharded model has, one unit gathered at a time.
+
+    Collective: every rank has to go through to the end. A tied parameter comes once, under its first name.
+
+    Args:
+        model: The model.
+        offload_to_cpu: Give tensors on the CPU.
+        rank0_only: Give tensors to the first rank alone; the others get none.
+    """
+    if torch_fsdp1.is_foreign(model):
+        yield from torch_fsdp1.whole_state(model, offload=offload_to_cpu, first_only=rank0_only).items()
+        return
+    settle(model)
+    yield from _whole(describe_whole(model), offload_to_cpu, rank0_only)
+
+
+def _whole(found: Description, offload: bool, first_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    staging = Staging()
+    for holder in found.holders:
+        values = holder.full(holder.laid, staging, first_only=first_only)
+        if values is None:
+            continue
+        for entry, value in zip(holder.entries, values, strict=True):
+            yield entry.name, value.cpu() if offload else value
+    for name, value in _buffers(found, StateKind.FULL, offload):
+        if not first_only or found.ranks.is_first:
+            yield name, value
+
+
+def _buffers(found: Description, kind: StateKind, offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    for buffer in found.buffers:
+        if buffer.persistent:
+            value = _of_kind(buffer.value.detach().to(buffer.dtype), kind)
+            yield buffer.name, _on_cpu(value) if offload else value
+
+
+def _of_kind(value: torch.Tensor, kind: StateKind) -> torch.Tensor:
+    if not isinstance(value, DTensor) or kind is StateKind.SHARDED:
+        return value
+    return value.full_tensor() if kind is StateKind.FULL else local(value)
+
+
+def model_state_dict(
+    model: nn.Module,
+    kind: StateKind | str = StateKind.FULL,
+    *,
+    offload_to_cpu: bool = False,
+    rank0_only: bool = False,
+) -> dict[str, Any]:
+    """Return the state of a model, by the names it has unsharded. Collective.
+
+    Args:
+        model: Sharded by either face, by torch's `fully_shard`, with DTensors, replicated, compiled, plain; FULL and
+            SHARDED also under torch's FullyShardedDataParallel.
+        kind: FULL: whole tensors. SHARDED: a DTensor for everything sharded. LOCAL: what this rank holds, as it lies,
+            with the layouts in `_metadata["shardckpt"]`; it can be read without model or process group.
+        offload_to_cpu: Give tensors on the CPU.
+        rank0_only: With FULL, give the state to the first rank alone; the others get an empty one.
+
+    Returns:
+        Names to tensors, in the order of the unsharded model. Other names of a tied parameter have the same tensor.
+        What needs neither gathering nor exchanging is the model's own memory, as in its own `state_dict`.
+
+    Raises:
+        UsageError: There is no such kind, or `rank0_only` with another kind than FULL.
+        FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
+    """
+    kind = StateKind.of(kind)
+    if rank0_only and kind is not StateKind.FULL:
+        raise UsageError("rank0_only goes with FULL alone", found=kind.name)
+    if torch_fsdp1.is_foreign(model):
+        torch_fsdp1.refuse_local(kind)
+        if kind is StateKind.SHARDED:
+            return torch_fsdp1.sharded_state(model, offload=offload_to_cpu)
+        return torch_fsdp1.whole_state(model, offload=offload_to_cpu, first_only=rank0_only)
+    settle(model)
+    found = describe_whole(model)
+    if kind is StateKind.FULL:
+        tensors: dict[str, Any] = dict(_whole(found, offload_to_cpu, rank0_only))
+        if rank0_only and not found.ranks.is_first:
+            return noted(OrderedDict(), kind, found)
+    else:
+        tensors = _sharded(found) if kind is StateKind.SHARDED else _local(found)
+        if offload_to_cpu:
+            tensors = {name: _on_cpu(value) for name, value in tensors.items()}
+        tensors.update(_buffers(found, kind, offload_to_cpu))
+    ordered = _ordered(tensors, found)
+    if kind is not StateKind.LOCAL:
+        ordered = OrderedDict(module_hooks.taken(found, ordered))
+    return noted(ordered, kind, found)
+
+
+def _on_cpu(value: torch.Tensor) -> torch.Tensor:
+    return value.cpu() if not isinstance(value, DTensor) else value.to("cpu")
+
+
+def _sharded(found: Description) -> dict[str, torch.Tensor]:
+    """Return DTensors; while a unit's rows travel, the next unit's are put together."""
+    stagings = Staging(), Staging()
+    made: dict[str, torch.Tensor] = {}
+    under_way: deque[tuple[Holder, Callable[[], list[torch.Tensor]]]] = deque()
+
+    def end_first() -> None:
+        holder, end = under_way.popleft()
+        made.update({entry.name: value for entry, value in zip(holder.entries, end(), strict=True)})
+
+    for number, holder in enumerate(found.holders):
+        under_way.append((holder, holder.sharding(holder.laid, stagings[number % len(stagings)])))
+        if len(under_way) == len(stagings):
+            end_first()
+    while under_way:
+        end_first()
+    return made
+
+
+def _local(found: Description) -> dict[str, torch.Tensor]:
+    """Return what this rank holds: flat parameters under their own names, without padding."""
+    tensors: dict[str, torch.Tensor] = {}
+    for holder in found.holders:
+        if isinstance(holder, FlatHolder) and holder.flat_name is not None:
+            tensors[holder.flat_name] = holder.laid[: holder.owned]
+        else:
+            parts = holder.lying(holder.laid)
+            tensors.update({entry.name: part for entry, part in zip(holder.entries, parts, strict=True)})
+    return tensors
+
+
+def _ordered(tensors: Mapping[str, Any], found: Description) -> OrderedDict[str, Any]:
+    """Return the tensors under all their names, in the order of the unsharded model; others first."""
+    made: OrderedDict[str, Any] = OrderedDict()
+    known = set(found.names)
+    made.update({name: value for name, value in tensors.items() if name not in known})
+    for name in found.names:
+        if name in found.extra:
+            made[name] = found.extra[name].get_extra_state()
+            continue
+        value = tensors.get(found.aliases.get(name, name))
+        if value is not None:
+            made[name] = value
+    return made
+
+
+def noted(made: OrderedDict[str, Any], kind: StateKind, found: Description) -> OrderedDict[str, Any]:
+    """Write how a state was taken into `_metadata`, where `torch.nn.Module` keeps versions.
+
+    Args:
+        made: The state; it is changed and returned.
+        kind: What it is.
+        found: The model.
+    """
+    note: dict[str, Any] = {"version": VERSION, "kind": kind.name, "aliases": dict(found.aliases)}
+    if kind is StateKind.LOCAL:
+        announce_wrappers()  # what saves states of all ranks together has to know LOCAL ones, whatever the face
+        note |= {**local_note(), "names": list(found.names), "units": units_note(found)}
+    made._metadata = OrderedDict({KEY: note})  # type: ignore[attr-defined]
+    return made
+
+
+def local_note() -> dict[str, Any]:
+    """Return what every LOCAL state says of itself: by which version, and whose it is."""
+    return {"version": VERSION, "kind": StateKind.LOCAL.name, "rank": world().rank, "world": world().size}
+
+
+def units_note(found: Description) -> list[dict[str, Any]]:
+    """Return the layouts of a model's parameters, as plain JSON values.
+
+    Args:
+        found: The model.
+    """
+    return [unit_note(holder) for holder in found.holders]
+
+
+def unit_note(holder: Holder) -> dict[str, Any]:
+    """Return the layout of what a holder has, as plain JSON values."""
+    entries = [
+        {"name": each.name, "aliases": list(each.aliases), "shape": list(each.shape), "dtype": str(each.dtype)[6:]}
+        for each in holder.entries
+    ]
+    return {"entries": entries, **holder.layout_note()}

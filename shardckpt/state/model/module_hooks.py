@@ -1,0 +1,142 @@
+"""What modules make of their states themselves: their own methods and hooks of torch's recursion are heard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardckpt.core.modules.fqn_and_params import clean
+from shardckpt.state.adapters.model_index import Description, below
+
+_SEEN_TO = ("torch.", "shardckpt.")
+"""Who defines methods and hooks whose results names and values here are already."""
+
+_BARE: ContextVar[bool] = ContextVar("bare", default=False)
+
+
+def is_bare() -> bool:
+    """Tell whether wrappers are to do nothing of their own, since tensors of a state are registered in modules."""
+    return _BARE.get()
+
+
+def taken(found: Description, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state as the model's own methods and hooks make it; as it is where it has none.
+
+    Args:
+        found: The model.
+        values: Tensors by all names of the unsharded model.
+    """
+    if not any(_saves(module) for module in found.root.modules()):
+        return values
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    with _registered(found, tensors):
+        made = found.root.state_dict()
+    return {clean(name).removeprefix(_outer(found.root)): value for name, value in made.items()}
+
+
+def given(found: Description, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state as the model's own methods and hooks make it before it is loaded; nothing is loaded.
+
+    Args:
+        found: The model.
+        values: By names of the unsharded model.
+    """
+    if not values or not any(_loads(module) for module in found.root.modules()):
+        return dict(values)
+    shells = {
+        entry.name: nn.Parameter(torch.empty(entry.shape, dtype=entry.dtype, device="meta"), requires_grad=False)
+        for entry in found.entries.values()
+    }
+    whole: dict[str, torch.Tensor] = {name: shells[found.aliases.get(name, name)] for name in found.places}
+    whole |= {each.name: torch.empty_like(each.value, dtype=each.dtype, device="meta") for each in found.buffers}
+    unexpected: list[str] = []
+    with _registered(found, whole):
+        _load(found.root, {name: value for name, value in values.items() if name not in found.extra}, "", unexpected)
+        made = {name: now for name, now in _now(found) if now is not whole[name]}
+    left = [name for name in values if name in whole or name in found.extra or name in unexpected]
+    return {**{name: values[name] for name in left}, **made}
+
+
+def _is_users(function: Any) -> bool:
+    return not str(getattr(function, "__module__", "")).startswith(_SEEN_TO)
+
+
+def _overrides(module: nn.Module, *names: str) -> bool:
+    own = vars(module)
+    kind: Any = type(module)  # mypy takes a class for one of its instances here
+    return _class_overrides(kind, names) or any(name in own and _is_users(own[name]) for name in names)
+
+
+@cache
+def _class_overrides(kind: type[nn.Module], names: tuple[str, ...]) -> bool:
+    return any(name in vars(each) and _is_users(vars(each)[name]) for each in kind.__mro__ for name in names)
+
+
+def _has_hooks(*hooks: Mapping[int, Any]) -> bool:
+    return any(_is_users(getattr(each, "hook", each)) for of in hooks for each in of.values())
+
+
+def _saves(module: nn.Module) -> bool:
+    hooks = module._state_dict_hooks, module._state_dict_pre_hooks
+    return _overrides(module, "state_dict", "_save_to_state_dict") or _has_hooks(*hooks)
+
+
+def _loads(module: nn.Module) -> bool:
+    return _overrides(module, "_load_from_state_dict") or _has_hooks(module._load_state_dict_pre_hooks)
+
+
+def _outer(root: nn.Module) -> str:
+    return "module." if isinstance(root, nn.parallel.DistributedDataParallel) else ""
+
+
+@contextmanager
+def _registered(found: Description, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, tensors are registered where a model's parameters and buffers are, and its own are not."""
+    homes = [*found.flats, *found.places.values(), *((each.module, each.attribute) for each in found.buffers)]
+    kept = {id(m): (m, dict(m._parameters), dict(m._buffers), dict[str, Any]()) for m, _ in homes}
+    for module, attribute in homes:
+        if attribute in module.__dict__:
+            kept[id(module)][3][attribute] = module.__dict__.pop(attribute)
+    for module, attribute in found.flats:
+        module._parameters[attribute] = None
+    for name, (module, attribute) in found.places.items():
+        module._parameters[attribute] = tensors.get(name)  # type: ignore[assignment]
+    for buffer in found.buffers:
+        buffer.module._buffers[buffer.attribute] = tensors.get(buffer.name, buffer.value)
+    token = _BARE.set(True)
+    try:
+        yield
+    finally:
+        _BARE.reset(token)
+        for module, parameters, buffers, attributes in kept.values():
+            for registered, before in ((module._parameters, parameters), (module._buffers, buffers)):
+                registered.clear()
+                registered.update(before)  # type: ignore[arg-type]
+            module.__dict__.update(attributes)
+
+
+def _now(found: Description) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what is registered at the moment."""
+    for name, (module, attribute) in found.places.items():
+        value = module._parameters.get(attribute)
+        if value is not None:
+            yield name, value if value.is_meta else value.detach()
+    for buffer in found.buffers:
+        yield buffer.name, buffer.value
+
+
+def _load(module: nn.Module, values: MutableMapping[str, Any], prefix: str, unexpected: list[str]) -> None:
+    """Go through a model as torch's `load_state_dict` does, assigning; what does not fit stays as it is."""
+    if not below(module):
+        told: tuple[dict[str, Any], bool] = ({"assign_to_params_buffers": True}, True)
+        module._load_from_state_dict(values, prefix, *told, [], unexpected, [])
+    for name, child in module._modules.items():
+        if child is not None:
+            inner = prefix if name in below(module) else f"{prefix}{name}."
+            _load(child, {key: value for key, value in values.items() if key.startswith(inner)}, inner, unexpected)

@@ -1,0 +1,279 @@
+"""`state_dict()` and `load_state_dict()` of wrapped modules: torch's own recursion, with a unit's state in place."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.core.config import FullStateDictConfig, StateDictSettings, StateDictType
+from shardckpt.core.fsdp1.state_dict_api import StateStatics
+from shardckpt.core.modules.fqn_and_params import WRAPPED, clean
+from shardckpt.core.params.full_params import Staging
+from shardckpt.core.registration.flat_param import FlatExposure
+from shardckpt.core.registration.orig_params import OriginalExposure
+from shardckpt.core.runtime.fsdp_unit import Unit
+from shardckpt.state.adapters.engine_flat import FlatHolder
+from shardckpt.state.adapters.model_index import groups_of, mesh_of_bucket
+from shardckpt.state.keys.kinds import KEY, StateKind
+from shardckpt.state.model import module_hooks
+from shardckpt.state.model.model_state_dict import local_note, unit_note
+from shardckpt.state.redistribute.rank_grid import Ranks
+
+_COMPILED = "_orig_mod"
+"""Under this name `torch.compile` holds a module; it appears in no name that leaves the engine."""
+
+KINDS = {
+    StateDictType.FULL_STATE_DICT: StateKind.FULL,
+    StateDictType.LOCAL_STATE_DICT: StateKind.LOCAL,
+    StateDictType.SHARDED_STATE_DICT: StateKind.SHARDED,
+}
+
+
+def holders_of(unit: Unit) -> list[FlatHolder]:
+    """Return who holds the parameters of one wrapped module; names are those from the module on."""
+    found: list[FlatHolder] = []
+    ranks = Ranks.of(groups_of(unit))
+    for exposure in unit.exposures:
+        assert isinstance(exposure, (FlatExposure, OriginalExposure)), "the wrapper exposes nothing else"
+        names = [[place.fqn for place in member.places] for member in exposure.bucket.members]
+        flat_name = exposure.home.attribute if isinstance(exposure, FlatExposure) else None
+        found.append(FlatHolder(exposure, names, ranks, mesh_of_bucket(exposure.bucket), flat_name))
+    return found
+
+
+class _Shown:
+    """Some tensors registered in the modules of one unit, instead of what is registered while it is sharded.
+
+    Args:
+        holders: The unit's.
+        kind: What is shown.
+        first_only: Of whole tensors, whether only the first rank gets them.
+    """
+
+    def __init__(self, holders: Sequence[FlatHolder], kind: StateKind, *, first_only: bool = False) -> None:
+        self._holders = holders
+        self._lying = kind is StateKind.LOCAL
+        self.values = [self._of(holder, kind, first_only) for holder in holders]
+
+    @staticmethod
+    def _of(holder: FlatHolder, kind: StateKind, first_only: bool) -> list[torch.Tensor] | None:
+        laid = holder.laid
+        if kind is StateKind.SHARDED:
+            return holder.sharded(laid, Staging())
+        if kind is StateKind.FULL:
+            whole = holder.full(laid, Staging(), first_only=first_only)
+            return None if whole is None else list(whole)
+        return None if holder.flat_name is None else [laid[: holder.owned]]
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Inside, they are registered."""
+        for holder, values in zip(self._holders, self.values, strict=True):
+            if values is not None:
+                holder.show(values, lying=self._lying)
+        try:
+            yield
+        finally:
+            for holder in self._holders:
+                holder.hide()
+
+
+def module_state_dict(
+    module: StateStatics,
+    unit: Unit,
+    *args: Any,
+    destination: MutableMapping[str, Any] | None = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+) -> MutableMapping[str, Any]:
+    """Return the state of a wrapped module and of all below, as the settings of `state_dict_type` say. Collective.
+
+    Args:
+        module: The wrapper.
+        unit: Its unit.
+        args: As `torch.nn.Module.state_dict` has taken them by position.
+        destination: Where to put it.
+        prefix: Goes before every name.
+        keep_vars: Tensors are not detached.
+    """
+    given: dict[str, Any] = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
+    given.update(zip(given, args, strict=False))
+    prefix = given["prefix"]
+    if given["destination"] is None:
+        empty: Any = OrderedDict()
+        empty._metadata = OrderedDict()
+        given["destination"] = empty
+    if module_hooks.is_bare():
+        nn.Module.state_dict(module, **given)
+        bare: MutableMapping[str, Any] = given["destination"]
+        return bare
+    settings = module.state_dict_settings
+    kind, config = KINDS[settings.state_dict_type], settings.state_dict_config
+    first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
+    unit.free()
+    holders = holders_of(unit)
+    with _Shown(holders, kind, first_only=first_only).shown():
+        nn.Module.state_dict(module, **given)
+    made: MutableMapping[str, Any] = given["destination"]
+    _cleaned(made, prefix)
+    if kind is StateKind.LOCAL:
+        _note_units(made, prefix, holders)
+    if first_only and not Ranks.of(groups_of(unit)).is_first:
+        for name in [name for name in made if name.startswith(prefix)]:
+            del made[name]
+        return made
+    _finished(made, prefix, module, unit, settings)
+    return made
+
+
+def _cleaned(destination: MutableMapping[str, Any], prefix: str) -> None:
+    """Take the segments of wrappers out of the names that begin with a prefix, keeping their order."""
+
+    def cleaned(name: str) -> str:
+        return prefix + clean(name[len(prefix) :]) if name.startswith(prefix) else name
+
+    metadata = getattr(destination, "_metadata", {})
+    for mapping in (destination, metadata):
+        for name in [name for name in mapping if name.startswith(prefix)]:
+            value = mapping.pop(name)
+            mapping[cleaned(name)] = value
+    note = metadata.get(KEY, {})
+    if "units" in note:
+        note["units"] = [_named(unit, cleaned) for unit in note["units"]]
+
+
+def _note_units(destination: MutableMapping[str, Any], prefix: str, holders: Sequence[FlatHolder]) -> None:
+    """Write how a wrapper's parameters lie over ranks into `_metadata`; wrappers above and beside add theirs."""
+    metadata = getattr(destination, "_metadata", None)
+    if metadata is None:
+        return
+    note = metadata.setdefault(KEY, {**local_note(), "aliases": {}, "units": []})
+    for holder in holders:
+        unit = _named(unit_note(holder), lambda name: prefix + clean(name))
+        note["units"].append(unit)
+        note["aliases"] |= {alias: each["name"] for each in unit["entries"] for alias in each["aliases"]}
+
+
+def _named(unit: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """Return a unit's note under other names."""
+    entries = [
+        {**each, "name": rename(each["name"]), "aliases": [rename(alias) for alias in each["aliases"]]}
+        for each in unit["entries"]
+    ]
+    flat = unit.get("flat")
+    return {**unit, "entries": entries, "flat": flat and rename(flat)}
+
+
+def _finished(
+    destination: MutableMapping[str, Any],
+    prefix: str,
+    module: nn.Module,
+    unit: Unit,
+    settings: StateDictSettings,
+) -> None:
+    """Give buffers the types they had, and move everything where it is wanted."""
+    for name, owner, attribute in _buffers(module):
+        dtype = unit.buffers.original(owner, attribute)
+        if dtype is not None and prefix + name in destination:
+            destination[prefix + name] = destination[prefix + name].to(dtype)
+    if settings.state_dict_config.offload_to_cpu:
+        for name, value in destination.items():
+            if name.startswith(prefix) and isinstance(value, torch.Tensor):
+                destination[name] = value.to("cpu") if isinstance(value, DTensor) else value.cpu()
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for prefix, owner in module.named_modules():
+        for attribute in owner._buffers:
+            yield clean(f"{prefix}.{attribute}" if prefix else attribute), owner, attribute
+
+
+# ----------------------------------------------------------------------------------------------------- loading
+
+
+class Loading:
+    """One `load_state_dict` passing through a wrapped module: the unit's tensors are registered meanwhile.
+
+    Args:
+        module: The wrapper.
+        unit: Its unit.
+    """
+
+    def __init__(self, module: StateStatics, unit: Unit) -> None:
+        unit.free()
+        kind = KINDS[module.state_dict_settings.state_dict_type]
+        self._kind = kind
+        self._holders = holders_of(unit)
+        self._shown = _Shown(self._holders, kind)
+        for holder, values in zip(self._holders, self._shown.values, strict=True):
+            if values is not None:
+                made = [nn.Parameter(value, requires_grad=False) for value in values]
+                holder.show(made, lying=kind is StateKind.LOCAL)
+
+    def finish(self) -> None:
+        """Take what was loaded as the unit's parameters. Collective for sharded states."""
+        for holder, values in zip(self._holders, self._shown.values, strict=True):
+            if values is None:
+                continue
+            loaded = [value.detach() for value in holder.registered(lying=self._kind is StateKind.LOCAL)]
+            holder.hide()  # first, or it takes what is shown for parameters that a user put there
+            laid = holder.laid
+            with torch.no_grad():
+                if self._kind is StateKind.FULL:
+                    holder.from_full(loaded, holder.places(laid))
+                elif self._kind is StateKind.SHARDED:
+                    holder.from_sharded(loaded, holder.places(laid), Staging())
+                else:
+                    laid[: holder.owned] = loaded[0]
+            holder.written()
+
+    def abandon(self) -> None:
+        """Give the unit back what it had registered: the recursion ended on the way."""
+        for holder in self._holders:
+            holder.hide()
+
+
+def _is_any(value: Any, addresses: Sequence[int]) -> bool:
+    return isinstance(value, nn.Parameter) and value.numel() > 0 and value.data_ptr() in addresses
+
+
+def prepared(state: MutableMapping[str, Any], prefix: str, unit: Unit) -> None:
+    """Rename what is under a prefix to what the recursion looks for: below the wrapper's own attribute. In place.
+
+    Args:
+        state: torch's own copy of what a user handed in.
+        prefix: The wrapper's.
+        unit: Its unit. Where flat parameters themselves are handed back under their names, as torch's
+            `set_model_state_dict` does beside the state, there is nothing to load.
+    """
+    flats = [each.flat.data_ptr() for each in unit.exposures if isinstance(each, FlatExposure)]
+    for name in [name for name, value in state.items() if name.startswith(prefix) and _is_any(value, flats)]:
+        del state[name]
+    compiled = list(_compiled(unit.module))
+    chosen: dict[str, tuple[str, Any]] = {}
+    for name in [name for name in state if name.startswith(prefix)]:
+        value, rest = state.pop(name), clean(name[len(prefix) :])
+        for place in compiled:
+            if rest.startswith(place):
+                rest = f"{place}{_COMPILED}.{rest[len(place) :]}"
+        if rest not in chosen or len(name) < len(chosen[rest][0]):  # of two the one without segments of wrappers
+            chosen[rest] = (name, value)
+    state.update({f"{prefix}{WRAPPED}.{rest}": value for rest, (_, value) in chosen.items()})
+
+
+def _compiled(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield what the names below compiled modules start with; other wrappers see to their own names."""
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if name == _COMPILED:
+            yield prefix
+            yield from _compiled(child, f"{prefix}{_COMPILED}.")
+        else:
+            yield from _compiled(child, f"{prefix}{name}." if clean(name) else prefix)

@@ -1,0 +1,1 @@
+"""Optimizer state: build and load it."""

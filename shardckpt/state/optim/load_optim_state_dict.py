@@ -1,0 +1,614 @@
+"""A state of an optimizer put back by names: checked as a whole first, on every rank, then parameter by parameter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.core.modules.fqn_and_params import clean
+from shardckpt.core.params.full_params import Staging
+from shardckpt.errors import ShardckptError, UsageError
+from shardckpt.state.adapters import torch_fsdp1
+from shardckpt.state.adapters.base import Entry, Holder, from_first, local, placing_of
+from shardckpt.state.adapters.engine_flat import FlatHolder
+from shardckpt.state.adapters.model_index import Description, describe_whole, settle
+from shardckpt.state.adapters.sharded_tensor import optimizer_rows
+from shardckpt.state.keys.kinds import StateKind, kind_of, note_of, tensors
+from shardckpt.state.keys.param_groups import wanted
+from shardckpt.state.keys.slots import (
+    LARGEST_TOLD,
+    PLAIN,
+    Form,
+    OpaqueStateError,
+    Slot,
+    StateLayout,
+    Survey,
+    UnequalSteps,
+    copied,
+    cut_of,
+    kinds,
+    lengths,
+    packed,
+    require_way_with_steps,
+    unpacked,
+    with_largest,
+)
+from shardckpt.state.keys.validation import StateMismatchError, check_form, digest, handed
+from shardckpt.state.model.layout_check import other_kind, other_rank, other_units
+from shardckpt.state.optim.optim_state_dict import Held, Optimized, Optimizing, optimized
+
+Missing = Literal["skip", "zeros", "error"]
+"""What becomes of a parameter that no state was saved of: none, zeros, or it is an error."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A state for one optimizer on this rank.
+
+    Attributes:
+        state: What it is to keep of each parameter.
+        settings: The settings of each of its groups; empty for a group of which nothing was saved.
+    """
+
+    state: dict[nn.Parameter, dict[str, Any]]
+    settings: list[dict[str, Any]]
+
+
+def load_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    *,
+    kind: StateKind | str | None = None,
+    missing: Missing = "skip",
+    state_layout: StateLayout | None = None,
+    unequal_steps: UnequalSteps = "error",
+) -> None:
+    """Put a state into a model's optimizer, by name, whatever the sharding and the groups. Collective.
+
+    A group's settings come from the saved group of its parameters. Nothing is changed unless all of it fits. Tensors of
+    the optimizer's own that have the right form are written into; others are replaced.
+
+    Args:
+        model: As for `model_state_dict`.
+        optim: An optimizer of any part of its parameters.
+        state_dict: A state of any kind, of which names may be those of a wrapped model. A FULL one may be on the first
+            rank alone, while the others give an empty one. It is not changed.
+        kind: What it is; None to read that from it.
+        missing: What becomes of parameters without a saved state.
+        state_layout: As for `optim_state_dict`.
+        unequal_steps: What becomes of numbers, such as steps, that differ among parameters that are one flat parameter
+            now, of which the optimizer keeps one number: `"error"`, or the `"largest"`. Other targets keep each.
+
+    Raises:
+        StateMismatchError: It does not fit: names, shapes, ranks.
+        ConflictError: Parameters of one group were saved with different settings.
+        RankError: It does not fit on another rank.
+    """
+    if torch_fsdp1.is_foreign(model):
+        torch_fsdp1.refuse_local(kind_of(state_dict) if kind is None else StateKind.of(kind))
+        torch_fsdp1.put_optim_state(model, optim, state_dict)
+        return
+    fitted = fit(
+        model,
+        optim,
+        state_dict,
+        kind=kind,
+        missing=missing,
+        state_layout=state_layout,
+        unequal_steps=unequal_steps,
+        in_place=True,
+    )
+    for parameter, state in fitted.state.items():
+        optim.state.pop(parameter, None)
+        if state:
+            optim.state[parameter] = state
+    for live, settings in zip(optim.param_groups, fitted.settings, strict=True):
+        live.update(settings)
+        if live.get("capturable") or live.get("fused"):
+            _bring_scalars(optim, live["params"])
+
+
+def _bring_scalars(optim: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Move scalars to their parameters: optimizers that run on a device alone do not look for them elsewhere."""
+    for parameter in parameters:
+        kept = optim.state.get(parameter, {})
+        kept.update({k: v.to(parameter.device) for k, v in kept.items() if isinstance(v, torch.Tensor) and not v.dim()})
+
+
+def fit(
+    model: nn.Module,
+    optim: Optimizing,
+    state_dict: Mapping[str, Any],
+    *,
+    kind: StateKind | str | None = None,
+    missing: Missing = "skip",
+    state_layout: StateLayout | None = None,
+    unequal_steps: UnequalSteps = "error",
+    in_place: bool = False,
+) -> Fitted:
+    """Turn a state into what an optimizer keeps of its parameters on this rank. Collective.
+
+    Arguments and errors are those of `load_optim_state_dict`; nothing is changed but, with `in_place`, what the
+    optimizer's own tensors hold.
+    """
+    if missing not in ("skip", "zeros", "error"):
+        raise UsageError("this is no way to treat missing states", found=missing, expected="skip, zeros or error")
+    require_way_with_steps(unequal_steps)
+    settle(model)
+    found = describe_whole(model)
+    group = found.ranks.group
+    told = b""
+    with handed(found.ranks, "fit a state to the optimizer", given=_is_given(state_dict)) as agreed:
+        of = optimized(found, optim)
+        given = _Given.of(state_dict, kind, found, layout=state_layout, unequal_steps=unequal_steps)
+        rows: Survey = [{} for held in of.held for _ in held.holder.entries]
+        changes: list[dict[str, Any]] = []
+        if agreed.is_judge:
+            rows = given.checked(of, missing)
+            changes = wanted(of.groups, given.groups)
+            survey = packed(rows).decode()
+            agreed.digest = digest([given.kind.name, missing, survey, given.cut, changes])
+            agreed.not_alone, told = _alone(given, rows, survey, changes)
+    if agreed.from_first:
+        told = group.broadcast(told if group.rank == 0 else None)
+        rows, changes = (rows, changes) if group.rank == 0 else _unpacked(told)
+    state = {}
+    putter = _Putter(given, agreed.from_first, optim.state if in_place else {})
+    at = iter(rows)
+    with torch.no_grad():
+        for each in of.held:
+            state.update(putter.put(each, [next(at) for _ in each.holder.entries]))
+    return Fitted(state, changes)
+
+
+def _is_given(state: Any) -> bool:
+    return not isinstance(state, Mapping) or bool(state.get("state")) or bool(state.get("param_groups"))
+
+
+def _alone(
+    given: _Given, rows: Survey, survey: str, changes: Sequence[Mapping[str, Any]]
+) -> tuple[ShardckptError | None, bytes]:
+    """Return why this cannot be the state of the first rank alone, or else what the others are told of it."""
+    if given.kind is not StateKind.FULL:
+        return StateMismatchError("the first rank alone has a state", found=given.kind.name, expected="FULL"), b""
+    objects = [name for row in rows for name, slot in row.items() if slot.form is Form.OPAQUE and not slot.dtype]
+    if objects:
+        return StateMismatchError(
+            "what the optimizer keeps cannot be told to the other ranks",
+            where=", ".join(dict.fromkeys(objects)),
+            expected="tensors, numbers and strings",
+            fix="Give the state to every rank.",
+        ), b""
+    try:
+        return None, _packed(survey, changes)
+    except UsageError as error:
+        return error, b""
+
+
+def _packed(survey: str, changes: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return what the first rank found as bytes for the others."""
+    try:
+        text = json.dumps([{k: _plain(v) for k, v in each.items()} for each in changes])
+    except TypeError as error:
+        raise UsageError(
+            f"settings of a group cannot be told to the other ranks: {error}",
+            expected="numbers, strings, lists, tuples and tensors",
+            fix="Give the state to every rank.",
+        ) from error
+    return json.dumps([survey, text]).encode()
+
+
+def _unpacked(told: bytes) -> tuple[Survey, list[dict[str, Any]]]:
+    rows, text = json.loads(told)
+    return unpacked(rows.encode()), [{k: _rich(v) for k, v in each.items()} for each in json.loads(text)]
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON; tensors and tuples are marked."""
+    if isinstance(value, torch.Tensor):
+        return {"tensor": value.tolist(), "dtype": str(value.dtype)[6:]}
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(each) for each in value]}
+    return value
+
+
+def _rich(value: Any) -> Any:
+    if isinstance(value, dict) and "tensor" in value:
+        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+    if isinstance(value, dict) and "tuple" in value:
+        return tuple(_rich(each) for each in value["tuple"])
+    return value
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A state that was handed in, by names of the unsharded model."""
+
+    kind: StateKind
+    note: Mapping[str, Any]
+    state: dict[str, Mapping[str, Any]]
+    groups: list[dict[str, Any]]
+    found: Description
+    layout: StateLayout | None
+    unequal_steps: UnequalSteps = "error"
+
+    @cached_property
+    def scalars(self) -> frozenset[str]:
+        """Slots that are scalars: of a parameter without dimensions, its shape does not tell."""
+        entries = self.found.entries
+        shaped: dict[str, bool] = {"step": False}
+        for name, slots in self.state.items():
+            if name in entries and entries[name].shape:
+                shaped.update(
+                    {slot: value.dim() > 0 for slot, value in slots.items() if isinstance(value, torch.Tensor)}
+                )
+        return frozenset(slot for slot, has_shape in shaped.items() if not has_shape)
+
+    @cached_property
+    def _usually_shaped(self) -> frozenset[str]:
+        """Slots that have the shapes of more parameters than not: of another shape, they are wrong."""
+        known = self.found.entries
+        counts: dict[str, int] = {}
+        for name in self.state.keys() & known.keys():
+            for slot, value in self.state[name].items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    counts[slot] = counts.get(slot, 0) + (1 if tuple(value.shape) == known[name].shape else -1)
+        return frozenset(slot for slot, count in counts.items() if count > 0)
+
+    @cached_property
+    def cut(self) -> list[bool]:
+        """Tell of each tensor whether it is a DTensor, which makes loading it collective."""
+        return [isinstance(value, DTensor) for value in tensors(self.state)] if self.kind is StateKind.SHARDED else []
+
+    @classmethod
+    def of(
+        cls,
+        given: Mapping[str, Any],
+        kind: StateKind | str | None,
+        found: Description,
+        *,
+        layout: StateLayout | None,
+        unequal_steps: UnequalSteps,
+    ) -> _Given:
+        check_form(given)
+        state, groups = dict(given.get("state", {})), [dict(group) for group in given.get("param_groups", [])]
+        names = _names_of_ids(groups)
+        said = kind_of(given) if kind is None else StateKind.of(kind)
+        return cls(
+            said,
+            note_of(given),
+            optimizer_rows({_first(names.get(key, key), found): value for key, value in state.items()}, found),
+            [
+                {**group, "params": _members([names.get(key, key) for key in group["params"]], found)}
+                for group in groups
+            ],
+            found,
+            layout,
+            unequal_steps,
+        )
+
+    def checked(self, of: Optimized, missing: Missing) -> Survey:
+        """Return what is given for every entry that the optimizer holds; refuse what does not fit."""
+        problems = other_kind(self.note, self.kind)
+        problems += [
+            f"{name!r} is the number of a parameter, not its name" for name in self._keys() if not isinstance(name, str)
+        ]
+        known = set(self.found.entries) | {h.flat_name for h in self.found.holders if isinstance(h, FlatHolder)}
+        problems += [f"Unexpected key: {name}" for name in self._keys() if isinstance(name, str) and name not in known]
+        if self.kind is StateKind.LOCAL:
+            problems += other_rank(self.note) or other_units(self.note, self.found)
+        rows = [row for held in of.held for row in self._rows(held, missing, problems)]
+        if problems:
+            raise StateMismatchError(
+                f"the state does not fit the optimizer in {len(problems)} places: {'; '.join(problems[:50])}",
+                fix="Nothing was changed. A state with numbers needs `param_names` in its groups: see rekey.",
+            )
+        return rows
+
+    def _keys(self) -> list[Any]:
+        return list(dict.fromkeys([*self.state, *(name for group in self.groups for name in group["params"])]))
+
+    def _rows(self, held: Held, missing: Missing, problems: list[str]) -> Survey:
+        """Describe what is given for a holder's entries, by what is missing too."""
+        holder = held.holder
+        if self.kind is StateKind.LOCAL:
+            problems += self._lying_misfits(held)
+            return [{} for _ in holder.entries]
+        mine = [held.is_flat or index in held.positions for index in range(len(holder.entries))]
+        rows = [self._described(e) if on else {} for e, on in zip(holder.entries, mine, strict=True)]
+        problems += self._misfits(held, rows)
+        slots = {name: slot for row in rows for name, slot in row.items()}
+        lacking = [e.name for e, row, on in zip(holder.entries, rows, mine, strict=True) if on and slots and not row]
+        if missing == "error":
+            problems += [
+                f"Missing state of {e.name}"
+                for e, row, on in zip(holder.entries, rows, mine, strict=True)
+                if on and not row
+            ]
+        if held.is_flat:
+            if self.unequal_steps == "largest":
+                rows = with_largest(rows)
+            problems += _unequal(holder.entries, rows)
+        if missing == "zeros" and lacking:
+            zeros = {
+                name: Slot(slot.form, slot.dtype, 0 if slot.form is Form.SCALAR else None)
+                for name, slot in slots.items()
+            }
+            rows = [zeros if on and not row else row for row, on in zip(rows, mine, strict=True)]
+        return rows
+
+    def lying(self, held: Held, position: int) -> Mapping[str, Any]:
+        """Return what a LOCAL state has of one exposed parameter."""
+        flat = held.holder.flat_name if isinstance(held.holder, FlatHolder) else None
+        return self.state.get(flat or held.names(position)[0], {})
+
+    def _lying_misfits(self, held: Held) -> list[str]:
+        """Compare values of a flat parameter with its lengths, padded and not: other wrapping makes other ones."""
+        if not held.is_flat or self.note:
+            return []  # the note tells whether units are the same
+        assert isinstance(held.holder, FlatHolder)
+        fitting = ((held.holder.owned,), tuple(held.holder.exposed[0].shape))
+        return [
+            f"size mismatch for {held.holder.flat_name}/{slot}: found {tuple(value.shape)}, expected {fitting[0]}"
+            for slot, value in self.lying(held, 0).items()
+            if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) not in fitting
+        ]
+
+    def _misfits(self, held: Held, rows: Survey) -> list[str]:
+        """Name values of shapes of their own of which nobody knows how they are cut."""
+        found = []
+        for index, (entry, row) in enumerate(zip(held.holder.entries, rows, strict=True)):
+            for slot, each in row.items():
+                value = self.state[entry.name][slot]
+                if each.form is not Form.OPAQUE or isinstance(value, DTensor):
+                    continue
+                if not held.holder.is_sharded and slot not in self._usually_shaped:
+                    continue
+                shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                if isinstance(value, torch.Tensor) and self.parts(held, index, slot, value) is not None:
+                    continue
+                found.append(
+                    f"size mismatch for {entry.name}/{slot}: found {shape}, expected {entry.shape}; "
+                    "state_layout may tell how it is sharded"
+                )
+        return found
+
+    def parts(self, held: Held, index: int, slot: str, value: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return each rank's part of a value of a shape of its own, one where all have the same; None if unknown.
+
+        Args:
+            held: Who holds the parameter.
+            index: Which of its entries.
+            slot: What is kept.
+            value: The joined tensor.
+        """
+        holder, name = held.holder, held.holder.entries[index].name
+        answer = cut_of(self.layout, name, slot, value)
+        if answer == "replicated":
+            return [value]
+        if not isinstance(answer, int) or not -value.dim() <= answer < value.dim():
+            return None
+        if holder.ranks is None or (held.is_flat and len(holder.entries) > 1):
+            return None
+        cut = lengths(value.shape[answer], holder.extents(index))
+        return None if cut is None else list(torch.split(value, list(cut), dim=answer))
+
+    def _described(self, entry: Entry) -> dict[str, Slot]:
+        return {slot: self._slot(entry, slot, value) for slot, value in self.state.get(entry.name, {}).items()}
+
+    def _slot(self, entry: Entry, slot: str, value: Any) -> Slot:
+        if not isinstance(value, torch.Tensor):
+            return Slot(Form.SCALAR, "", value) if isinstance(value, PLAIN) else Slot(Form.OPAQUE)
+        dtype = str(value.dtype)[6:]
+        if tuple(value.shape) == entry.shape and (entry.shape or slot not in self.scalars):
+            return Slot(Form.SHAPED, dtype)
+        if value.dim() == 0 and not value.is_complex():
+            return Slot(Form.SCALAR, dtype, local(value).item())
+        return Slot(Form.OPAQUE, dtype, list(value.shape))
+
+
+def _names_of_ids(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    """Return names for numbers, where the groups tell them."""
+    return {
+        key: name
+        for group in groups
+        if len(group.get("param_names", ())) == len(group["params"])
+        for key, name in zip(group["params"], group["param_names"], strict=True)
+        if isinstance(key, int)
+    }
+
+
+def _members(names: Sequence[Any], found: Description) -> list[Any]:
+    """Return the names of a group with a flat parameter's members for it."""
+    flats = {h.flat_name: [entry.name for entry in h.entries] for h in found.holders if isinstance(h, FlatHolder)}
+    return [each for name in names for each in flats.get(_first(name, found), [_first(name, found)])]
+
+
+def _first(name: Any, found: Description) -> Any:
+    """Return the first name of a parameter, whatever wrapped the model that it was saved with."""
+    if not isinstance(name, str):
+        return name
+    plain = clean(name)
+    return found.aliases.get(plain, plain)
+
+
+def _unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
+    """Name scalars and types that differ among parameters that are one flat parameter now."""
+    found = []
+    for slot in dict.fromkeys(name for row in rows for name in row):
+        values: dict[str, str] = {}
+        for entry, row in zip(entries, rows, strict=True):
+            if slot in row:
+                each = row[slot]
+                values.setdefault(str(each.value) if each.form is Form.SCALAR else each.dtype, entry.name)
+        if len(values) > 1:
+            told = ", ".join(f"{value} of {name}" for value, name in values.items())
+            found.append(f"{slot} differs among parameters of one flat parameter: {told}{LARGEST_TOLD}")
+    return found
+
+
+class _Putter:
+    """Makes the states of one holder after the other."""
+
+    def __init__(self, given: _Given, from_first: bool, own: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        self._given = given
+        self._from_first = from_first
+        self._own = own
+        self._taken = {_address(value) for value in tensors(given.state)} - {_NOWHERE} if own else set()
+        self._staging = Staging()
+
+    def put(self, held: Held, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return what an optimizer is to keep of a holder's parameters. Collective."""
+        if self._given.kind is StateKind.LOCAL:
+            return self._lying(held)
+        made: dict[int, dict[str, Any]] = {position: {} for position in held.positions}
+        for name, slot, having in kinds(rows):
+            if slot.form is Form.SHAPED:
+                self._shaped(held, name, slot, having, made)
+            elif slot.form is Form.SCALAR:
+                for position in held.positions:
+                    source = min(having) if held.is_flat else position
+                    if source in having:
+                        made[position][name] = self._scalar(held, source, name, rows[source][name])
+            else:
+                self._opaque(held, name, rows, having, made)
+        return {held.holder.exposed[at]: state for at, state in made.items() if not _has_no_part(held.holder, at)}
+
+    def _scalar(self, held: Held, index: int, name: str, slot: Slot) -> Any:
+        entry = held.holder.entries[index]
+        value = self._given.state.get(entry.name, {}).get(name)
+        if not isinstance(value, torch.Tensor):
+            return slot.scalar()
+        made = local(value.detach()).clone()
+        return made.fill_(slot.value) if held.is_flat and self._given.unequal_steps == "largest" else made
+
+    def _shaped(self, held: Held, name: str, slot: Slot, having: set[int], made: dict[int, dict[str, Any]]) -> None:
+        holder, dtype = held.holder, slot.torch_dtype
+        places: list[torch.Tensor | None] = [None] * len(holder.entries)
+        for position in held.positions if held.is_flat else sorted(having):
+            made[position][name] = whole = self._room(holder, position, name, dtype)
+            if not held.is_flat:
+                places[position] = local(whole.detach())
+                continue
+            if len(having) < len(holder.entries):
+                whole.zero_()
+            own = enumerate(holder.places(whole.detach()))
+            places = [place if index in having else None for index, place in own]
+        if self._from_first and not self._given.groups:
+            holder.from_first(None, places, dtype, self._staging)
+            return
+        values = [self._value(each, name, dtype) if at in having else None for at, each in enumerate(holder.entries)]
+        if self._from_first:
+            holder.from_first(values, places, dtype, self._staging)
+        elif self._given.kind is StateKind.SHARDED and holder.takes(values):
+            holder.from_sharded(values, places, self._staging)
+        else:
+            holder.from_full([v.full_tensor() if isinstance(v, DTensor) else v for v in values], places)
+
+    def _value(self, entry: Entry, slot: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return what is given, or zeros that take no memory for what is missing."""
+        value = self._given.state.get(entry.name, {}).get(slot)
+        return torch.zeros((), dtype=dtype).expand(entry.shape) if value is None else value.detach()
+
+    def _room(self, holder: Holder, position: int, slot: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor that an optimizer keeps where it is as it has to be, else new memory.
+
+        Memory is written into once: what is given, or has been written, may lie there too.
+        """
+        parameter = holder.exposed[position]
+        own = self._own.get(parameter, {}).get(slot)
+        if _fits(own, parameter, dtype):
+            address = _address(own)
+            if address not in self._taken:
+                self._taken |= {address} - {_NOWHERE}
+                return own
+        return holder.blank(position, dtype)
+
+    def _opaque(self, held: Held, name: str, rows: Survey, having: set[int], made: dict[int, dict[str, Any]]) -> None:
+        for position in held.positions:
+            value = self._given.state.get(held.holder.entries[position].name, {}).get(name)
+            if position not in having:
+                continue
+            if self._from_first:
+                slot, everyone = rows[position][name], held.holder.everyone
+                value = from_first(everyone, slot.value, slot.torch_dtype, held.holder.device, value)
+            made[position][name] = self._placed(held, position, name, value)
+
+    def _placed(self, held: Held, position: int, name: str, value: Any) -> Any:
+        """Return this rank's part of a value of a shape of its own."""
+        if not isinstance(value, torch.Tensor):
+            return copied(value)
+        mine = value.detach()
+        if held.holder.is_sharded and not isinstance(value, DTensor):
+            parts = self._given.parts(held, position, name, mine)
+            if parts is None:
+                raise OpaqueStateError("nobody knows how this is sharded", where=name, found=tuple(value.shape))
+            mine = parts[0] if len(parts) == 1 else parts[dist.get_rank(held.holder.ranks)]
+        made = mine.clone()
+        return made if isinstance(made, DTensor) else made.to(held.holder.exposed[position].device)
+
+    def _lying(self, held: Held) -> dict[nn.Parameter, dict[str, Any]]:
+        found = {}
+        for position in held.positions:
+            parameter = held.holder.exposed[position]
+            kept = self._given.lying(held, position)
+            scalars = self._given.scalars
+            owned = held.holder.owned if isinstance(held.holder, FlatHolder) and held.is_flat else -1
+            found[parameter] = {s: _as_lying(value, parameter, s in scalars, owned) for s, value in kept.items()}
+        return found
+
+
+def _has_no_part(holder: Holder, position: int) -> bool:
+    """Tell whether this rank has no part of a parameter, so that it keeps of it what its optimizer began with."""
+    return isinstance(holder, FlatHolder) and holder.is_sharded and local(holder.exposed[position]).numel() == 0
+
+
+_NOWHERE = 0
+"""Where tensors without elements lie."""
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return local(tensor.detach()).untyped_storage().data_ptr()
+
+
+def _fits(own: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
+    """Tell whether a value is a tensor that lies as a parameter does."""
+    return (
+        isinstance(own, torch.Tensor)
+        and type(own) in (torch.Tensor, DTensor)
+        and own.dtype == dtype
+        and own.device == parameter.device
+        and own.shape == parameter.shape
+        and placing_of(own) == placing_of(parameter)
+    )
+
+
+def _as_lying(value: Any, parameter: nn.Parameter, is_scalar: bool, owned: int) -> Any:
+    """Return a value of a LOCAL state as the optimizer keeps it: with the padding of a flat parameter, as a DTensor."""
+    if not isinstance(value, torch.Tensor) or is_scalar:
+        return copied(value)
+    if isinstance(parameter, DTensor):
+        if tuple(value.shape) != tuple(local(parameter).shape):
+            return value.detach().clone()
+        return DTensor.from_local(
+            value.detach().clone(),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    if tuple(value.shape) == (owned,):
+        made = value.new_zeros(parameter.shape)
+        made[: value.numel()] = value
+        return made
+    return value.detach().clone()

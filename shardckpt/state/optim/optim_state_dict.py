@@ -1,0 +1,372 @@
+"""The state of an optimizer taken out, in any of the three forms, by names."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardckpt.core.params.full_params import Staging
+from shardckpt.errors import ShardckptError, UsageError
+from shardckpt.groups import Group, TorchGroup
+from shardckpt.state.adapters import torch_fsdp1
+from shardckpt.state.adapters.base import Holder, local
+from shardckpt.state.adapters.engine_flat import FlatHolder
+from shardckpt.state.adapters.model_index import Description, describe_whole, settle
+from shardckpt.state.keys.kinds import StateKind
+from shardckpt.state.keys.param_groups import settings
+from shardckpt.state.keys.slots import (
+    Form,
+    OpaqueStateError,
+    Slot,
+    StateLayout,
+    Survey,
+    copied,
+    cut_of,
+    kinds,
+    merged,
+    packed,
+    survey,
+    unpacked,
+)
+from shardckpt.state.keys.validation import StateMismatchError, digest
+from shardckpt.state.model.model_state_dict import noted
+
+
+class ForeignParameterError(ShardckptError, ValueError):
+    """An optimizer holds a parameter that the model does not have."""
+
+
+class Optimizing(Protocol):
+    """What an optimizer is taken for: groups of parameters, and what it keeps of them."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def state(self) -> Any:
+        """Parameters to what is kept of them."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A holder, of which an optimizer has parameters.
+
+    Attributes:
+        holder: The holder.
+        positions: Which of its exposed parameters the optimizer has.
+    """
+
+    holder: Holder
+    positions: tuple[int, ...]
+
+    def names(self, position: int) -> list[str]:
+        """Return the names behind one exposed parameter: all of a flat one's."""
+        entries = self.holder.entries
+        return [entry.name for entry in entries] if self.is_flat else [entries[position].name]
+
+    @property
+    def is_flat(self) -> bool:
+        """Tell whether one exposed parameter stands for all entries."""
+        return isinstance(self.holder, FlatHolder) and self.holder.flat_name is not None
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """An optimizer's parameters by name.
+
+    Attributes:
+        held: Who holds them.
+        groups: The names in each group.
+    """
+
+    held: tuple[Held, ...]
+    groups: tuple[tuple[str, ...], ...]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, in an order that is the same on all ranks."""
+        return [each.holder.exposed[position] for each in self.held for position in each.positions]
+
+    @property
+    def shared(self) -> bytes:
+        """What of this has to be equal on all ranks, in short: the parameters of which each rank has a part."""
+        cut = [each for each in self.held if each.holder.is_sharded and each.holder.is_everywhere]
+        return digest([each.names(at) for each in cut for at in each.positions])
+
+
+def optimized(found: Description, optim: Optimizing) -> Optimized:
+    """Find the names of an optimizer's parameters.
+
+    Args:
+        found: The model.
+        optim: The optimizer, of any part of its parameters.
+
+    Raises:
+        ForeignParameterError: One is not the model's.
+    """
+    where = {
+        id(parameter): (holder, position)
+        for holder in found.holders
+        for position, parameter in enumerate(holder.exposed)
+    }
+    positions: dict[int, set[int]] = {}
+    groups = []
+    for index, group in enumerate(optim.param_groups):
+        names: list[str] = []
+        for parameter in group["params"]:
+            if id(parameter) not in where:
+                raise ForeignParameterError(
+                    "the optimizer holds a parameter that the model does not have",
+                    where=f"param_groups[{index}]",
+                    found=tuple(parameter.shape),
+                    fix="Make the optimizer of the sharded model's parameters, after sharding.",
+                )
+            holder, position = where[id(parameter)]
+            positions.setdefault(id(holder), set()).add(position)
+            names += Held(holder, ()).names(position)
+        groups.append(tuple(names))
+    held = [Held(h, tuple(sorted(positions[id(h)]))) for h in found.holders if id(h) in positions]
+    return Optimized(tuple(held), tuple(groups))
+
+
+def _check_same(group: Group, heard: Sequence[bytes]) -> None:
+    """Refuse ranks whose optimizers have different parameters: a part of a parameter is no state of it."""
+    odd = [str(group.everywhere(rank)) for rank, each in enumerate(heard) if each != heard[0]]
+    if odd:
+        raise StateMismatchError(
+            "the optimizers of the ranks have different ones of the parameters that the ranks share",
+            found=f"others on rank {', '.join(odd)} than on rank {group.everywhere(0)}",
+            fix="Give every rank's optimizer the same parameters.",
+        )
+
+
+def kept_everywhere(of: Optimized, optim: Optimizing, group: Group) -> Survey:
+    """Return what the ranks' optimizers keep of each parameter. Collective where a rank may have no part of one."""
+    mine = survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
+    if all(each.is_flat or not each.holder.is_sharded or each.holder.all_have for each in of.held):
+        return mine
+    tells = [each.holder.tells(position) for each in of.held for position in each.positions]
+    told = packed([row if mine_to_tell else {} for row, mine_to_tell in zip(mine, tells, strict=True)])
+    return merged([*(unpacked(each) for each in group.all_gather(told)), mine])
+
+
+def optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    kind: StateKind | str = StateKind.FULL,
+    *,
+    offload_to_cpu: bool = False,
+    rank0_only: bool = False,
+    state_layout: StateLayout | None = None,
+) -> dict[str, Any]:
+    """Return the state of a model's optimizer, by the names of the unsharded model. Collective.
+
+    Args:
+        model: As for `model_state_dict`.
+        optim: An optimizer of any part of its parameters.
+        kind: FULL: whole tensors. SHARDED: a DTensor for everything sharded. LOCAL: what this rank holds, as it lies.
+        offload_to_cpu: Give tensors on the CPU.
+        rank0_only: With FULL, give the state to the first rank alone; the others get an empty one.
+        state_layout: Says how tensors are sharded that are not shaped like their parameter.
+
+    Returns:
+        `{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}`; no two entries share a
+        tensor.
+
+    Raises:
+        UsageError: There is no such kind, or `rank0_only` with another kind than FULL.
+        ForeignParameterError: The optimizer holds a parameter that the model does not have.
+        OpaqueStateError: Nobody knows how a tensor is sharded.
+        StateMismatchError: The ranks' optimizers have different ones of the sharded parameters.
+    """
+    kind = StateKind.of(kind)
+    if rank0_only and kind is not StateKind.FULL:
+        raise UsageError("rank0_only goes with FULL alone", found=kind.name)
+    if torch_fsdp1.is_foreign(model):
+        torch_fsdp1.refuse_local(kind)
+        if kind is StateKind.SHARDED:
+            return torch_fsdp1.sharded_optim_state(model, optim, offload=offload_to_cpu)
+        return torch_fsdp1.whole_optim_state(model, optim, offload=offload_to_cpu, first_only=rank0_only)
+    settle(model)
+    found = describe_whole(model)
+    with found.ranks.group.together("find the parameters of the optimizer") as word:
+        of = optimized(found, optim)
+        word.said = of.shared
+    _check_same(found.ranks.group, word.heard)
+    if kind is StateKind.LOCAL:
+        kept = survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
+    else:
+        kept = kept_everywhere(of, optim, found.ranks.group)
+    taker = _Taker(optim, kind, rank0_only, offload_to_cpu, state_layout)
+    state: dict[str, dict[str, Any]] = {}
+    rows = iter(kept)
+    for each in of.held:
+        taker.take(each, [next(rows) for _ in each.positions], state)
+    if rank0_only and not found.ranks.is_first:
+        return noted(OrderedDict(state={}, param_groups=[]), kind, found)
+    groups = [
+        {**settings(live), "params": list(names)} for live, names in zip(optim.param_groups, of.groups, strict=True)
+    ]
+    ordered = {name: state[name] for name in found.names if name in state}  # as on all ranks, whatever their groups
+    return noted(OrderedDict(state={**ordered, **state}, param_groups=groups), kind, found)
+
+
+class _Taker:
+    """Takes the states of one holder after the other."""
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        kind: StateKind,
+        first_only: bool,
+        offload: bool,
+        layout: StateLayout | None,
+    ) -> None:
+        self._optim = optim
+        self._kind = kind
+        self._first_only = first_only
+        self._staging = Staging()
+        self._offload = offload
+        self._layout = layout
+
+    def take(self, held: Held, rows: Sequence[dict[str, Slot]], state: dict[str, dict[str, Any]]) -> None:
+        """Add what the optimizers keep of a holder's parameters. Collective."""
+        for name, slot, indices in kinds(rows):
+            having = [held.positions[index] for index in sorted(indices)]
+            if slot.form is Form.SCALAR:
+                self._scalars(held, name, dict(zip(held.positions, rows, strict=True)), having, state)
+            elif slot.form is Form.SHAPED:
+                self._shaped(held, name, slot, having, state)
+            else:
+                self._opaque(held, name, slot, having, state)
+
+    def _own(self, held: Held, position: int, slot: str) -> Any:
+        return self._optim.state.get(held.holder.exposed[position], {}).get(slot)
+
+    def _scalars(
+        self,
+        held: Held,
+        slot: str,
+        rows: dict[int, dict[str, Slot]],
+        having: Sequence[int],
+        state: dict[str, dict[str, Any]],
+    ) -> None:
+        if self._first_only and not held.holder.everyone.is_first:
+            return
+        for position in having:
+            own = self._own(held, position, slot)
+            for name in self._names(held, position):
+                value = rows[position][slot].scalar()  # as told: ranks without a part may have counted otherwise
+                if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) and not self._offload:
+                    value = value.to(own.device)
+                state.setdefault(name, {})[slot] = value
+
+    def _names(self, held: Held, position: int) -> list[str]:
+        if self._kind is StateKind.LOCAL and held.is_flat:
+            assert isinstance(held.holder, FlatHolder) and held.holder.flat_name is not None
+            return [held.holder.flat_name]
+        return held.names(position)
+
+    def _shaped(
+        self, held: Held, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
+    ) -> None:
+        holder = held.holder
+        parts = [
+            self._own(held, position, slot) if position in having else None for position in range(len(holder.exposed))
+        ]
+        stays = self._kind is StateKind.LOCAL or (self._kind is StateKind.SHARDED and holder.lies_as_sharded)
+        if stays and all(parts[position] is not None for position in having):
+            self._lying(held, slot, parts, state)
+            return
+        has = set(range(len(holder.entries))) if held.is_flat else set(having)
+        for index, (entry, value) in enumerate(zip(holder.entries, self._moved(holder, parts, found), strict=False)):
+            if index in has:
+                own = value.clone() if _lies_within(value, parts[0 if held.is_flat else index]) else value
+                state.setdefault(entry.name, {})[slot] = own.cpu() if self._offload else own
+
+    def _moved(self, holder: Holder, parts: Sequence[torch.Tensor | None], found: Slot) -> Iterable[torch.Tensor]:
+        """Return each entry's value as it is asked for; nothing on the ranks that get none. Collective."""
+        if self._kind is StateKind.SHARDED:
+            return holder.sharded(holder.join(parts, found.torch_dtype), self._staging)
+        laid = holder.join(parts, found.torch_dtype, self._staging)
+        return holder.full(laid, self._staging, first_only=self._first_only) or ()
+
+    def _lying(
+        self, held: Held, slot: str, parts: Sequence[torch.Tensor | None], state: dict[str, dict[str, Any]]
+    ) -> None:
+        """Copy what is there: a flat parameter's without its padding."""
+        owned = held.holder.owned if isinstance(held.holder, FlatHolder) and held.is_flat else None
+        with torch.no_grad():
+            for position, part in enumerate(parts):
+                if part is not None:
+                    whole = part if self._kind is StateKind.SHARDED else local(part)
+                    own = (whole if owned is None else whole[:owned]).clone()
+                    name = self._names(held, position)[0]
+                    state.setdefault(name, {})[slot] = own.cpu() if self._offload else own
+
+    def _opaque(
+        self, held: Held, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
+    ) -> None:
+        gives = not self._first_only or held.holder.everyone.is_first
+        for position in having:
+            own = self._own(held, position, slot)
+            for name in self._names(held, position):
+                value = self._joined(held, name, slot, found, own)
+                if gives:
+                    moves = self._offload and isinstance(value, torch.Tensor)
+                    state.setdefault(name, {})[slot] = value.cpu() if moves else value
+
+    def _joined(self, held: Held, name: str, slot: str, found: Slot, own: Any) -> Any:
+        """Return a value of a shape of its own: as it is where that is whole, joined where it is known how."""
+        if isinstance(own, DTensor):
+            return own.full_tensor() if self._kind is StateKind.FULL else own.detach().clone()
+        if self._kind is StateKind.LOCAL or not held.holder.is_sharded:
+            return copied(own)
+        if found.dtype and held.holder.ranks is not None:
+            piece = torch.empty(0, dtype=found.torch_dtype) if own is None else own.detach()
+            answer = cut_of(self._layout, name, slot, piece)
+            several = held.is_flat and len(held.holder.entries) > 1  # joined, it would be no single parameter's
+            if answer == "replicated" or (isinstance(answer, int) and not several):
+                pieces = everyones(own, found.torch_dtype, held.holder.ranks)
+                return torch.cat(pieces, dim=answer) if isinstance(answer, int) else pieces[0]
+        raise OpaqueStateError(
+            "what the optimizer keeps is neither shaped like its parameter nor a number, and nobody said how it is "
+            "sharded",
+            where=f"{name}/{slot}",
+            found=tuple(own.shape) if isinstance(own, torch.Tensor) else type(own).__name__,
+            expected=next((e.shape for e in held.holder.entries if e.name == name), None),
+            fix="Pass state_layout, or take the state as LOCAL, which restores on the same ranks.",
+        )
+
+
+def _lies_within(value: torch.Tensor, part: torch.Tensor | None) -> bool:
+    """Tell whether a value begins in the memory of what the optimizer keeps."""
+    if part is None:
+        return False
+    storage = local(part).untyped_storage()
+    return storage.data_ptr() <= local(value).data_ptr() < storage.data_ptr() + storage.nbytes()
+
+
+def everyones(own: torch.Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the tensors of the ranks that have one, in rank order, whatever their shapes. Collective.
+
+    Args:
+        own: This rank's; None where it has none.
+        dtype: The type they have.
+        ranks: Who takes part.
+    """
+    told = TorchGroup(ranks).all_gather(b"-" if own is None else ",".join(map(str, own.shape)).encode())
+    shapes = [None if each == b"-" else torch.Size(int(n) for n in each.decode().split(",") if n) for each in told]
+    device = torch.device("cpu") if own is None else own.device
+    padded = torch.zeros(max(shape.numel() for shape in shapes if shape is not None), dtype=dtype, device=device)
+    if own is not None:
+        padded[: own.numel()] = own.detach().reshape(-1)
+    rows = [torch.empty_like(padded) for _ in shapes]
+    dist.all_gather([row.view(torch.uint8) for row in rows], padded.view(torch.uint8), group=ranks)
+    return [row[: shape.numel()].view(shape) for row, shape in zip(rows, shapes, strict=True) if shape is not None]

@@ -1,0 +1,1 @@
+"""Move tensors between shardings: all-to-all, scatter, rows."""

@@ -1,0 +1,105 @@
+"""Rows of a DTensor that is cut along one direction of its mesh: collected by the first rank, or dealt out by it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from shardckpt.core.params.full_params import Staging
+from shardckpt.state.redistribute.rank_grid import Ranks
+from shardckpt.state.redistribute.scatter_from_rank0 import deal
+
+
+def chunks(rows: int, ranks: int) -> tuple[int, ...]:
+    """Return how many rows each rank has; the last ones may have fewer or none.
+
+    Args:
+        rows: How many there are.
+        ranks: Among how many ranks.
+    """
+    most = -(-rows // ranks)
+    return tuple(max(0, min(rows, (rank + 1) * most) - rank * most) for rank in range(ranks))
+
+
+def direction(kept: DTensor) -> int | None:
+    """Return the one direction of its mesh that a DTensor is cut along, evenly but for the end; None if it is not so.
+
+    Args:
+        kept: The DTensor.
+    """
+    cuts = [at for at, placement in enumerate(kept.placements) if not placement.is_replicate()]
+    return cuts[0] if len(cuts) == 1 and type(kept.placements[cuts[0]]) is Shard else None
+
+
+def collected(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | None:
+    """Gather what lies as a DTensor does to the rank that is first in every direction. Collective.
+
+    Args:
+        kept: How it lies.
+        at: The direction that it is cut along.
+        part: This rank's rows.
+
+    Returns:
+        The whole on the first rank; None elsewhere. Ranks that have copies of rows do nothing.
+    """
+    mesh, place = kept.device_mesh, kept.device_mesh.get_coordinate()
+    if place is None or any(where for axis, where in enumerate(place) if axis != at):
+        return None
+    dim, counts = _rows(kept, at)
+    own = _padded(part, dim, counts[0])
+    rows = [torch.empty_like(own) for _ in counts] if place[at] == 0 else None
+    seen = [_bytes(row) for row in rows] if rows is not None else None
+    dist.gather(_bytes(own), seen, group=mesh.get_group(at), group_dst=0)
+    if rows is None:
+        return None
+    return torch.cat([row.narrow(dim, 0, n) for row, n in zip(rows, counts, strict=True)], dim)
+
+
+def dealt(
+    kept: DTensor, at: int, value: torch.Tensor | None, place: torch.Tensor, *, dtype: torch.dtype, staging: Staging
+) -> None:
+    """Copy this rank's rows of a whole that the rank first in every direction has. Collective.
+
+    Args:
+        kept: How it is to lie.
+        at: The direction that it is cut along.
+        value: The whole on the first rank; None elsewhere.
+        place: Where the rows go.
+        dtype: The type in which they travel.
+        staging: Memory that they pass through.
+    """
+    mesh = kept.device_mesh
+    dim, counts = _rows(kept, at)
+    rows = None if value is None else [[part] for part in torch.split(value, list(counts), dim)]
+    copies = Ranks(tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if axis != at))
+    deal(rows, [place], mesh.get_group(at), copies, dtype=dtype, device=place.device, staging=staging)
+
+
+def has_rows_everywhere(rows: int, ranks: int) -> bool:
+    """Tell whether every rank gets some of a parameter's rows; the last ones may get none.
+
+    Args:
+        rows: How many there are.
+        ranks: Among how many ranks.
+    """
+    return -(-rows // ranks) * (ranks - 1) < rows
+
+
+def _rows(kept: DTensor, at: int) -> tuple[int, tuple[int, ...]]:
+    """Return the dimension that is cut, and how many rows of it each rank has; the first has most."""
+    placement = kept.placements[at]
+    assert isinstance(placement, Shard), "it is cut along this direction"
+    return placement.dim, chunks(kept.shape[placement.dim], kept.device_mesh.size(at))
+
+
+def _padded(part: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
+    if part.shape[dim] == rows:
+        return part.contiguous()
+    made = part.new_zeros([rows if d == dim else n for d, n in enumerate(part.shape)])
+    made.narrow(dim, 0, part.shape[dim]).copy_(part)
+    return made
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

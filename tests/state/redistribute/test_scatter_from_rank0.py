@@ -1,0 +1,63 @@
+"""What the first rank alone has arrives where it is kept, in every shape and type, and passes through little memory."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from harness import run
+
+from shardckpt.core.comm.streams import FULL_BYTES
+from shardckpt.core.params.full_params import Staging
+from shardckpt.state.redistribute.rank_grid import Ranks
+from shardckpt.state.redistribute.scatter_from_rank0 import deal
+
+SIZES = ((6, 4), (6, 1), (0, 4))
+"""Elements of each of two parameters that each of three ranks has."""
+
+
+def places(rank: int, how: str) -> list[torch.Tensor | None]:
+    """This rank's room for two parameters, between them one that is left alone."""
+    first, second = SIZES[rank]
+    if how == "side by side":
+        room = torch.full((first + second,), -1.0)
+        return [room[:first], None, room[first:]]
+    kind = torch.float64 if how == "of another type" else torch.float32
+    return [torch.full((2, first // 2), -1.0, dtype=kind).t(), None, torch.full((second,), -1.0, dtype=kind)]
+
+
+def part(rank: int, number: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank is to have of a parameter."""
+    return (torch.arange(SIZES[rank][number]) + 10 * rank + 100 * number).to(dtype)
+
+
+def test_each_rank_is_given_its_own_parts_wherever_they_are_kept():
+    def body(rank, world, how):
+        into = places(rank, how)
+        given = torch.int64 if how == "of another type" else torch.float32
+        rows = [[part(r, 0, given).view(2, -1).t(), None, part(r, 1, given)] for r in range(world)]
+        if how == "side by side":
+            rows = [[part(r, 0, given), None, part(r, 1, given)] for r in range(world)]
+        expected = [None if value is None else value.to(into[2].dtype) for value in rows[rank]]
+        staging, before = Staging(), FULL_BYTES.held
+        FULL_BYTES.reset_peak()
+        how_to_travel = {"dtype": into[2].dtype, "device": torch.device("cpu"), "staging": staging}
+        deal(rows if rank == 0 else None, into, dist.group.WORLD, Ranks(), **how_to_travel)
+        passed = (FULL_BYTES.peak - before) // into[2].element_size()
+        return [torch.equal(into[at], expected[at]) for at in (0, 2)], passed
+
+    others = sum(map(sum, SIZES[1:]))
+    assert run(3, body, "side by side") == [([True, True], others), ([True, True], 0), ([True, True], 0)]
+    for how in ("apart", "of another type"):  # the last rank has a single tensor, which is in one piece
+        assert run(3, body, how) == [([True, True], others), ([True, True], sum(SIZES[1])), ([True, True], 0)]
+
+
+def test_ranks_that_have_copies_are_told():
+    def body(rank, world):
+        cut, copies = torch.arange(4.0), [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        across = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        rows = [[cut[:2]], [cut[2:]]] if rank == 0 else None
+        into = torch.empty(2)
+        deal(rows, [into], across, Ranks((copies,)), dtype=into.dtype, device=into.device, staging=Staging())
+        return into.tolist()
+
+    assert run(4, body) == [[0.0, 1.0], [2.0, 3.0]] * 2
