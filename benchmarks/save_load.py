@@ -68,7 +68,7 @@ import shardckpt
 from shardckpt.boxes import Box, flat_to_boxes, intersect
 from shardckpt.checkpoint.draft import Draft, plan_of
 from shardckpt.format.detect import open_checkpoint
-from shardckpt.plan.saving import Held
+from shardckpt.plan.layout.write_plan import Held
 
 Act = Callable[[], Any]
 State = dict[str, DTensor]

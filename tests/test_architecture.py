@@ -252,7 +252,7 @@ class TestTheChecksCanFail:
         [
             ("shardckpt.storage.local", "from shardckpt.format import hf"),
             ("shardckpt.storage.local", "from shardckpt.boxes import Box"),
-            ("shardckpt.plan.blocks", "import shardckpt.storage.store"),
+            ("shardckpt.plan.layout.copy_plan", "import shardckpt.storage.store"),
             ("shardckpt.format.hf", "def f():\n    from shardckpt.convert import consolidate"),
             ("shardckpt.format.hf", "if TYPE_CHECKING:\n    from shardckpt.convert.report import Report"),
             ("shardckpt.format.hf", "from ..plan import names"),

@@ -15,7 +15,7 @@ from shardckpt.checkpoint.save import BaseOf, checked_how, saver_of
 from shardckpt.checkpoint.staging import Pool, Stage, block_size, make_block
 from shardckpt.errors import UsageError
 from shardckpt.gc_pause import gc_paused
-from shardckpt.plan.sizes import parse_size
+from shardckpt.plan.layout.sizes import parse_size
 
 OnBusy = Literal["wait", "raise"]
 

@@ -13,8 +13,8 @@ from shardckpt.checkpoint.holdings import dtype_name
 from shardckpt.errors import UsageError
 from shardckpt.format.native_payload import Chunk
 from shardckpt.manifest import Path, dotted
-from shardckpt.plan.box_rows import BoxRow, decode_rows, encode_rows
-from shardckpt.plan.saving import Held, Spec, plan_save
+from shardckpt.plan.layout.box_codec import BoxRow, decode_rows, encode_rows
+from shardckpt.plan.layout.write_plan import Held, Spec, plan_save
 
 _BUFFER, _FROZEN = 1, 2
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardckpt.checkpoint.reading import Delivery, Wish
 from shardckpt.errors import RankError
 from shardckpt.groups import Star
-from shardckpt.plan.fan_out import Circle, Stretches
+from shardckpt.plan.layout.read_sharing import Circle, Stretches
 from shardckpt.storage.store import Read, Store
 
 _AHEAD = 4

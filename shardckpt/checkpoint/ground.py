@@ -21,7 +21,7 @@ from shardckpt.format.native_payload import Chunk
 from shardckpt.format.native_records import FileRecord
 from shardckpt.format.native_references import Base
 from shardckpt.manifest import Path, TensorEntry, dotted
-from shardckpt.plan.saving import Spec
+from shardckpt.plan.layout.write_plan import Spec
 from shardckpt.state.local.local_shards import LocalArray
 
 _HASHERS = 4

@@ -24,7 +24,7 @@ from shardckpt.format.reader import NamedBases
 from shardckpt.gc_pause import gc_paused
 from shardckpt.groups import Star
 from shardckpt.manifest import Path, dotted
-from shardckpt.plan.fan_out import Circle, Stretches, decode_circles, encode_circles, share_out
+from shardckpt.plan.layout.read_sharing import Circle, Stretches, decode_circles, encode_circles, share_out
 from shardckpt.state import StateMismatchError
 from shardckpt.state.keys.slots import UnequalSteps, require_way_with_steps
 from shardckpt.storage.open_store import url_of

@@ -14,13 +14,13 @@ from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 from shardckpt.parameter_names import BY_ORDER
-from shardckpt.plan import optimizer
-from shardckpt.plan.coverage import require_complete
-from shardckpt.plan.names import Named, name_model
-from shardckpt.plan.parts import find_parts, split_flat_names
-from shardckpt.plan.rule_files import parse_rules, rules_text
-from shardckpt.plan.ruled import ruled_state, shapes_of
-from shardckpt.plan.rules import cooked, leaves, plan
+from shardckpt.plan.layout.coverage import require_complete
+from shardckpt.plan.naming.fqn import Named, name_model
+from shardckpt.plan.naming.sections import find_parts, split_flat_names
+from shardckpt.plan.optim import optimizer_state
+from shardckpt.plan.rules.optimizer_rules import ruled_state, shapes_of
+from shardckpt.plan.rules.rule_files import parse_rules, rules_text
+from shardckpt.plan.rules.rules import cooked, leaves, plan
 from shardckpt.storage.store import Store
 from shardckpt.storage.texts import read_text
 
@@ -103,7 +103,7 @@ def ruled(reader: Reader, place: str) -> RuledReader:
     return RuledReader(reader, replace(manifest, tensors={**tensors, **rest}, objects=objects, aliases={}))
 
 
-def _state(reader: Reader, manifest: Manifest, root: Path, model: Named) -> optimizer.OptimState:
+def _state(reader: Reader, manifest: Manifest, root: Path, model: Named) -> optimizer_state.OptimState:
     """Return an optimizer by names, its tensors located."""
     n = len(root)
     if any(path[: n + 1] == (*root, "param_groups") for path in manifest.tensors):
@@ -114,14 +114,14 @@ def _state(reader: Reader, manifest: Manifest, root: Path, model: Named) -> opti
         if path[:n] == root
     }
     shapes = {name: entry.shape for name, entry in model.tensors.items()}
-    state = optimizer.by_name(optimizer.below(manifest, root, values), shapes, clean=model.clean)
+    state = optimizer_state.by_name(optimizer_state.below(manifest, root, values), shapes, clean=model.clean)
     if state.is_by_order:
         warnings.warn(f"{dotted(root)}: {BY_ORDER} to `shardckpt convert`, and load that", stacklevel=2)
     located = _located(reader, manifest, list(state.tensors.values()))
     return replace(state, tensors=dict(zip(state.tensors, located, strict=True)))
 
 
-def _values_of(root: Path, state: optimizer.OptimState) -> dict[Path, ObjectEntry]:
+def _values_of(root: Path, state: optimizer_state.OptimState) -> dict[Path, ObjectEntry]:
     values: dict[Path, object] = {(*root, "param_groups"): [dict(group) for group in state.groups]}
     for name, slots in state.scalars.items():
         values |= {(*root, "state", name, slot): value for slot, value in slots.items()}

@@ -25,8 +25,8 @@ from shardckpt.format.native_payload import BLOCK_BYTES
 from shardckpt.format.reader import NamedBases, Reader, WholeShapes
 from shardckpt.format.tagged import ArrayRef, Named
 from shardckpt.manifest import UNREAD, Lazy, Path, TensorEntry, dotted
-from shardckpt.plan.coverage import require_complete
-from shardckpt.plan.parts import split_flat_names
+from shardckpt.plan.layout.coverage import require_complete
+from shardckpt.plan.naming.sections import split_flat_names
 from shardckpt.state.local.local_shards import LocalArray, Portion
 from shardckpt.storage.store import Read, Store
 

@@ -33,9 +33,9 @@ from shardckpt.checkpoint.variant import EXTRAS, Variant
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.format.tagged import MAX_DEPTH, path_key
 from shardckpt.manifest import Path, TensorEntry, dotted
-from shardckpt.plan import optimizer as optimizers
-from shardckpt.plan.names import cleaner
-from shardckpt.plan.parts import find_parts, model_paths
+from shardckpt.plan.naming.fqn import cleaner
+from shardckpt.plan.naming.sections import find_parts, model_paths
+from shardckpt.plan.optim import optimizer_state as optimizers
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.adapters.model_index import Description

@@ -10,8 +10,8 @@ from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Lazy, Manifest, TensorEntry
-from shardckpt.plan.blocks import as_bytes
-from shardckpt.plan.coverage import require_complete
+from shardckpt.plan.layout.copy_plan import as_bytes
+from shardckpt.plan.layout.coverage import require_complete
 
 
 def resolve(reader: Reader, manifest: Manifest, entries: Sequence[TensorEntry]) -> list[TensorEntry]:

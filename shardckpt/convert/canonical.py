@@ -14,11 +14,11 @@ from shardckpt.convert.selection import SMALL_ELEMENTS, load_values
 from shardckpt.errors import AmbiguousError, CheckpointError, UsageError
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Span, TensorEntry, dotted
-from shardckpt.plan import optimizer
-from shardckpt.plan.names import Named, name_model
-from shardckpt.plan.optimizer import OptimState, RawOptim
-from shardckpt.plan.parts import Parts, find_parts, split_flat_names
-from shardckpt.plan.rules import Rule
+from shardckpt.plan.naming.fqn import Named, name_model
+from shardckpt.plan.naming.sections import Parts, find_parts, split_flat_names
+from shardckpt.plan.optim import optimizer_state
+from shardckpt.plan.optim.optimizer_state import OptimState, RawOptim
+from shardckpt.plan.rules.rules import Rule
 
 _KNOWN = ("state", "param_groups", "units", "originals")
 """What `by_name` takes of an optimizer, or what only says how its files are laid out."""
@@ -126,7 +126,7 @@ class _Naming:
                 self._add_object(path, (self._model.clean(dotted(path[depth:])),))
 
     def _add_optimizer(self, root: Path) -> None:
-        raw = optimizer.below(self._manifest, root, load_values(self._reader, self._manifest, root))
+        raw = optimizer_state.below(self._manifest, root, load_values(self._reader, self._manifest, root))
         prefix = "" if len(self._found.optimizers) == 1 else f"{dotted(root)}:"
         state, naming = self._named(raw, root)
         tensors = {f"{prefix}{key}": entry for key, entry in state.tensors.items()}
@@ -143,18 +143,18 @@ class _Naming:
 
     def _named(self, raw: RawOptim, root: Path) -> tuple[OptimState, Naming]:
         """Return an optimizer by the names of its parameters, or by its ids where these have no certain names."""
-        if self._by_ids and optimizer.has_ids(raw):
-            return optimizer.by_number(raw), "ids"
+        if self._by_ids and optimizer_state.has_ids(raw):
+            return optimizer_state.by_number(raw), "ids"
         tensors = self._model.tensors
         shapes = {name: entry.shape for name, entry in tensors.items()}
         try:
-            state: OptimState | None = optimizer.by_name(raw, shapes, clean=self._model.clean)
+            state: OptimState | None = optimizer_state.by_name(raw, shapes, clean=self._model.clean)
         except (AmbiguousError, UsageError):
             state = None
         if state is None or state.is_by_order:
             words = f"{dotted(root) or 'the optimizer'} is compared by its own ids, which have no certain names"
             self._made.warnings.append(f"{self._reader.store.url}: {words}")
-            return optimizer.by_number(raw), "ids"
+            return optimizer_state.by_number(raw), "ids"
         if self._rules:
             plan = decide(self._rules, tensors, state, {}).plan
             state = located_state(self._reader, self._manifest, plan, state)

@@ -31,8 +31,8 @@ from shardckpt.format.native import NativeReader
 from shardckpt.format.native_bases import named_for
 from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.manifest import ObjectEntry, Path, Span, TensorEntry, dotted
-from shardckpt.plan import names
-from shardckpt.plan.rules import Rule
+from shardckpt.plan.naming import fqn as names
+from shardckpt.plan.rules.rules import Rule
 from shardckpt.storage.store import read_bytes
 
 _BLOCK_BYTES = 1 << 21

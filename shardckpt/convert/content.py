@@ -10,7 +10,7 @@ from shardckpt.convert.losses import refuses, require_allowed, told
 from shardckpt.format.reader import Reader
 from shardckpt.format.torch_writer import TYPES
 from shardckpt.manifest import UNREAD, Path, dotted
-from shardckpt.plan.outputs import OutTensor
+from shardckpt.plan.layout.output_files import OutTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from shardckpt.format.dcp_writer import Chunk, SliceFile, encode_metadata, item_
 from shardckpt.format.reader import Reader
 from shardckpt.format.torch_writer import ArchiveWriter
 from shardckpt.manifest import Path, dotted
-from shardckpt.plan.outputs import OutTensor
-from shardckpt.plan.saving import Held, plan_save
+from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.layout.write_plan import Held, plan_save
 from shardckpt.storage.store import Writer
 
 

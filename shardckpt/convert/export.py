@@ -37,9 +37,9 @@ from shardckpt.format.native_commit import COMMIT
 from shardckpt.format.native_payload import new_save_id
 from shardckpt.format.reader import Reader
 from shardckpt.format.steps import files_of_others
-from shardckpt.plan.outputs import OutFile, OutTensor, index, name_files, split_as_stored, split_by_size
-from shardckpt.plan.rekey import rekeyed
-from shardckpt.plan.sizes import parse_size
+from shardckpt.plan.layout.output_files import OutFile, OutTensor, index, name_files, split_as_stored, split_by_size
+from shardckpt.plan.layout.sizes import parse_size
+from shardckpt.plan.optim.key_conversion import rekeyed
 from shardckpt.storage.open_store import kind, local_path
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import begin, overlaps, publish

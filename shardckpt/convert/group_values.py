@@ -17,9 +17,9 @@ from shardckpt.format.inert import Dtype, Ordered
 from shardckpt.format.optimizer_keys import EXACT
 from shardckpt.format.tagged import Named, encode
 from shardckpt.manifest import Path
-from shardckpt.plan.optimizer import OptimState
-from shardckpt.plan.outputs import OutTensor
-from shardckpt.plan.rekey import KEYS
+from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.optim.key_conversion import KEYS
+from shardckpt.plan.optim.optimizer_state import OptimState
 
 GROUPS, VALUES = "param_groups", "non_tensor_state"
 STATE = "state"

@@ -10,8 +10,8 @@ from shardckpt.errors import UsageError, escape
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import NamedBases
 from shardckpt.manifest import UNREAD, Manifest, dotted
-from shardckpt.plan.coverage import faults
-from shardckpt.plan.parts import find_parts, model_paths, split_flat_names
+from shardckpt.plan.layout.coverage import faults
+from shardckpt.plan.naming.sections import find_parts, model_paths, split_flat_names
 
 _SHOWN = 60
 

@@ -14,7 +14,7 @@ from shardckpt.format.inert import Global, Inert, Ordered
 from shardckpt.format.tagged import encode
 from shardckpt.format.torch_writer import TYPES, archived
 from shardckpt.manifest import Path, dotted
-from shardckpt.plan.outputs import OutTensor
+from shardckpt.plan.layout.output_files import OutTensor
 
 _SHOWN = 8
 _TITLES = {

@@ -24,7 +24,7 @@ from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import TensorEntry, dotted
 from shardckpt.plan.adapter import LowRank, plan_merge
-from shardckpt.plan.outputs import Change
+from shardckpt.plan.layout.output_files import Change
 
 _CONFIG = "adapter_config.json"
 

@@ -16,7 +16,7 @@ from shardckpt.format.native_manifest import KEEPS_ORDER
 from shardckpt.format.reader import Reader
 from shardckpt.format.tagged import ArrayRef, encode
 from shardckpt.manifest import UNREAD, Path, dotted
-from shardckpt.plan.outputs import OutTensor
+from shardckpt.plan.layout.output_files import OutTensor
 
 
 @dataclass(frozen=True, slots=True)

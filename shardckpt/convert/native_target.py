@@ -20,8 +20,8 @@ from shardckpt.format.native_payload import HF_INDEX, BlockHasher, Chunk, Payloa
 from shardckpt.format.native_records import ArrayRecord, record_of
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Path
-from shardckpt.plan.outputs import OutTensor
-from shardckpt.plan.saving import Held, plan_save
+from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.layout.write_plan import Held, plan_save
 from shardckpt.storage.store import Writer
 
 

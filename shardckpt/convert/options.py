@@ -8,8 +8,8 @@ from typing import Literal
 from shardckpt.dtypes import FLOATS, SHORT_NAMES
 from shardckpt.errors import UsageError
 from shardckpt.format.reader import NamedBases
-from shardckpt.plan.sizes import parse_size
-from shardckpt.plan.weights import Weights
+from shardckpt.plan.layout.sizes import parse_size
+from shardckpt.plan.naming.weights import Weights
 
 Part = Literal["model", "optim", "all"]
 OptimKeys = Literal["names", "ids", "flat"]

@@ -23,8 +23,8 @@ from shardckpt.format.pickle_writer import Call, GlobalName
 from shardckpt.format.reader import Reader
 from shardckpt.format.torch_writer import Archive, ArchiveWriter, Storage, TensorValue, lay_out
 from shardckpt.manifest import Path, dotted
-from shardckpt.plan.names import require_matches
-from shardckpt.plan.outputs import OutTensor
+from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.naming.fqn import require_matches
 from shardckpt.storage.store import Writer
 
 _STATE = "state"

@@ -12,7 +12,7 @@ from shardckpt.convert.report import OnProgress, Report
 from shardckpt.convert.selection import Selection, read_param_names
 from shardckpt.errors import UsageError
 from shardckpt.format.hf_files import SUFFIX
-from shardckpt.plan.rekey import Keys, rekeyed
+from shardckpt.plan.optim.key_conversion import Keys, rekeyed
 
 _KEYS: Mapping[str, Keys] = {
     "names": "names",

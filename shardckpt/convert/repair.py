@@ -26,7 +26,7 @@ from shardckpt.format.native_payload import BLOCK_BYTES, HF_INDEX, BlockHasher
 from shardckpt.format.native_records import ArrayRecord, FileRecord, files_of_bases, record_of
 from shardckpt.format.reader import NamedBases, Source
 from shardckpt.manifest import Span
-from shardckpt.plan.coverage import require_complete
+from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.storage.store import Read, Store, read_bytes
 
 _UNCHECKED = "checksums were made anew: nobody can tell whether bytes have changed since the save"

@@ -25,8 +25,8 @@ from shardckpt.format.native_payload import new_save_id
 from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.format.steps import files_of_others
 from shardckpt.manifest import Path, dotted
-from shardckpt.plan.outputs import OutTensor
-from shardckpt.plan.sizes import parse_size
+from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.layout.sizes import parse_size
 from shardckpt.storage.publish import overlaps, publish
 
 TARGETS = ("native", "dcp", "torch")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from shardckpt.convert.arrays import blocks_of, resolve
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Manifest, TensorEntry
-from shardckpt.plan import rules as planning
-from shardckpt.plan.optimizer import OptimState
-from shardckpt.plan.rule_files import parse_rename, parse_rules, rules_text
-from shardckpt.plan.ruled import ruled_state, shapes_of
-from shardckpt.plan.rules import Made, Plan, Rule
+from shardckpt.plan.optim.optimizer_state import OptimState
+from shardckpt.plan.rules import rules as planning
+from shardckpt.plan.rules.optimizer_rules import ruled_state, shapes_of
+from shardckpt.plan.rules.rule_files import parse_rename, parse_rules, rules_text
+from shardckpt.plan.rules.rules import Made, Plan, Rule
 from shardckpt.storage.texts import read_text
 
 

@@ -31,11 +31,14 @@ from shardckpt.format.safetensors import parse_json
 from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
 from shardckpt.parameter_names import BY_ORDER
-from shardckpt.plan import names, optimizer, parts, ties, weights
-from shardckpt.plan.coverage import faults
-from shardckpt.plan.names import Named, name_model
-from shardckpt.plan.outputs import OutTensor
-from shardckpt.plan.rules import Rule
+from shardckpt.plan.layout.coverage import faults
+from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.naming import fqn as names
+from shardckpt.plan.naming import sections, weights
+from shardckpt.plan.naming import shared_tensors as ties
+from shardckpt.plan.naming.fqn import Named, name_model
+from shardckpt.plan.optim import optimizer_state
+from shardckpt.plan.rules.rules import Rule
 from shardckpt.storage.open_store import open_store, split
 from shardckpt.storage.store import read_bytes
 
@@ -82,8 +85,8 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         CheckpointError: Something wanted is missing, short, doubled or refused.
         StorageError: The store failed.
     """
-    manifest = weights.choose(parts.split_flat_names(reader.manifest), options.weights, options.model_key)
-    found = parts.find_parts(manifest, options.model_key, options.optim_key)
+    manifest = weights.choose(sections.split_flat_names(reader.manifest), options.weights, options.model_key)
+    found = sections.find_parts(manifest, options.model_key, options.optim_key)
     model = name_model(manifest, found)
     if not model.tensors and options.part != "optim":
         raise IncompleteError("the checkpoint holds no model tensors", where=reader.store.url, found=_tops(manifest))
@@ -118,10 +121,10 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
     )
 
 
-def _unwritten(manifest: Manifest, found: parts.Parts, options: Options) -> Iterator[Path]:
+def _unwritten(manifest: Manifest, found: sections.Parts, options: Options) -> Iterator[Path]:
     """Yield the model's values that are not tensors, which no target holds, where the model is asked for."""
     if options.part != "optim":
-        yield from parts.model_values(manifest, found)
+        yield from sections.model_values(manifest, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,7 @@ class _Chosen:
     names: Sequence[str]
     tensors: Mapping[str, TensorEntry]
     ties: Mapping[str, str]
-    state: optimizer.OptimState | None
+    state: optimizer_state.OptimState | None
     warnings: Sequence[str]
     casts: Mapping[str, str] = field(default_factory=dict)
     used: Sequence[TensorEntry] = ()
@@ -152,7 +155,7 @@ class _Chosen:
 def _as_it_is(
     reader: Reader,
     manifest: Manifest,
-    found: parts.Parts,
+    found: sections.Parts,
     model: Named,
     options: Options,
     config: Mapping[str, object],
@@ -168,7 +171,7 @@ def _as_it_is(
 def _ruled(
     reader: Reader,
     manifest: Manifest,
-    found: parts.Parts,
+    found: sections.Parts,
     model: Named,
     options: Options,
     config: Mapping[str, object],
@@ -198,7 +201,7 @@ def _unneeded_faults(manifest: Manifest, wanted: Sequence[TensorEntry]) -> list[
     return [f"not needed here, but damaged: {fault}" for fault in faults(manifest, rest, limit=4)]
 
 
-def _is_unasked(root: Path, found: parts.Parts, options: Options) -> bool:
+def _is_unasked(root: Path, found: sections.Parts, options: Options) -> bool:
     if root == found.model:
         return options.part == "optim" and root != ()
     return options.part == "model"
@@ -220,8 +223,8 @@ def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
     """Compare global shapes with those of another checkpoint: formats that store no shape can hide a missing end."""
     if not shapes_from:
         return
-    other = parts.split_flat_names(open_checkpoint(shapes_from).manifest)
-    shapes = name_model(other, parts.find_parts(other)).tensors
+    other = sections.split_flat_names(open_checkpoint(shapes_from).manifest)
+    shapes = name_model(other, sections.find_parts(other)).tensors
     for name, entry in tensors.items():
         if name in shapes and shapes[name].shape != entry.shape:
             raise IncompleteError(
@@ -265,8 +268,8 @@ def _ties(
 
 
 def _optimizer(
-    reader: Reader, manifest: Manifest, found: parts.Parts, model: Named, options: Options
-) -> optimizer.OptimState | None:
+    reader: Reader, manifest: Manifest, found: sections.Parts, model: Named, options: Options
+) -> optimizer_state.OptimState | None:
     if not found.optimizers:
         if options.part == "optim":
             raise IncompleteError(
@@ -295,8 +298,8 @@ def _optimizer(
         )
     root = found.optimizers[0]
     values = load_values(reader, manifest, root)
-    raw = optimizer.below(manifest, root, values)
-    return optimizer.by_name(
+    raw = optimizer_state.below(manifest, root, values)
+    return optimizer_state.by_name(
         raw,
         {name: entry.shape for name, entry in model.tensors.items()},
         read_param_names(options.param_names) if options.param_names else None,
@@ -304,7 +307,7 @@ def _optimizer(
     )
 
 
-def _of_parameters(state: optimizer.OptimState, fqns: Set[str]) -> optimizer.OptimState:
+def _of_parameters(state: optimizer_state.OptimState, fqns: Set[str]) -> optimizer_state.OptimState:
     """Return the tensors of some parameters; groups and values stay."""
     kept = {key: entry for key, entry in state.tensors.items() if key.rpartition("/")[0] in fqns}
     return replace(state, tensors=kept)

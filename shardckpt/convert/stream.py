@@ -14,8 +14,8 @@ from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.format.reader import Reader
 from shardckpt.format.safetensors import Placed, encode_header, file_order
-from shardckpt.plan.blocks import Batch, Copy, Take, is_scattered, steps
-from shardckpt.plan.outputs import OutFile, OutTensor
+from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, steps
+from shardckpt.plan.layout.output_files import OutFile, OutTensor
 from shardckpt.storage.store import Store, Writer
 
 _RESERVED_BYTES = 20 * 2**20

@@ -25,8 +25,8 @@ from shardckpt.format.reader import Reader
 from shardckpt.format.tagged import Named
 from shardckpt.format.torch_writer import TensorValue, archived
 from shardckpt.manifest import UNREAD
-from shardckpt.plan.optimizer import rebuild
-from shardckpt.plan.outputs import OutTensor
+from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.optim.optimizer_state import rebuild
 
 TARGET = "deepspeed-universal"
 LATEST = "latest_universal"

@@ -15,7 +15,7 @@ from shardckpt.errors import CheckpointError, ChecksumError, escape
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import Checksum, NamedBases, Reader
 from shardckpt.manifest import Lazy, Manifest, dotted
-from shardckpt.plan.coverage import faults
+from shardckpt.plan.layout.coverage import faults
 from shardckpt.storage.store import Read
 
 _BLOCK_BYTES = 1 << 22

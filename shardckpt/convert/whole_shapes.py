@@ -8,8 +8,8 @@ from shardckpt.errors import UsageError
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import Reader, WholeShapes
 from shardckpt.manifest import Manifest, TensorEntry, dotted
-from shardckpt.plan import parts
-from shardckpt.plan.names import name_model
+from shardckpt.plan.naming import sections
+from shardckpt.plan.naming.fqn import name_model
 
 
 def with_whole_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] | None = None) -> Reader:
@@ -47,8 +47,8 @@ def with_whole_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
             expected="whole tensors",
             fix="Give another checkpoint of the same model, or save model.state_dict() of a model on the meta device.",
         )
-    other = parts.split_flat_names(opened.manifest)
-    model = name_model(other, parts.find_parts(other)).tensors
+    other = sections.split_flat_names(opened.manifest)
+    model = name_model(other, sections.find_parts(other)).tensors
     names = {entry.path: name for name, entry in model.items()}
     aliases = {names[a]: names[b] for a, b in other.aliases.items() if a in names and b in names}
     shapes = {name: entry.shape for name, entry in model.items()}

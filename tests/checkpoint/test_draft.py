@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardckpt.boxes import Box, whole
 from shardckpt.checkpoint.draft import Draft, Task, plan_of
 from shardckpt.format.native_payload import Chunk
-from shardckpt.plan.saving import Held
+from shardckpt.plan.layout.write_plan import Held
 
 ROWS = (Box((0, 0), (2, 3)), Box((2, 0), (2, 3)))
 

@@ -18,7 +18,7 @@ import shardckpt
 from shardckpt.checkpoint import load as loading
 from shardckpt.checkpoint import reading
 from shardckpt.groups import Star, new_star
-from shardckpt.plan import fan_out
+from shardckpt.plan.layout import read_sharing
 from shardckpt.storage.fsspec_store import FsspecStore
 
 STRETCH = 4 << 20
@@ -52,7 +52,7 @@ def counted():
 
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch):
-    monkeypatch.setattr(fan_out, "STRETCH_BYTES", STRETCH)
+    monkeypatch.setattr(read_sharing, "STRETCH_BYTES", STRETCH)
 
 
 def values() -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from shardckpt.boxes import whole
 from shardckpt.checkpoint.draft import Draft, plan_of
 from shardckpt.checkpoint.plan_cache import PlanCache, collect_drafts, is_cached
 from shardckpt.checkpoint.report import Report
-from shardckpt.plan.saving import Held
+from shardckpt.plan.layout.write_plan import Held
 
 
 def draft(count: int) -> Draft:

@@ -14,7 +14,7 @@ from shardckpt.format import accelerate
 from shardckpt.format.detect import detect
 from shardckpt.format.reader import Evidence, Source
 from shardckpt.manifest import UNREAD
-from shardckpt.plan.parts import find_parts
+from shardckpt.plan.naming.sections import find_parts
 from shardckpt.storage.local import LocalStore
 
 CASES = (

@@ -15,7 +15,7 @@ import shardckpt
 from shardckpt.errors import FormatError, IncompleteError
 from shardckpt.format.detect import open_checkpoint
 from shardckpt.manifest import UNREAD
-from shardckpt.plan.parts import find_parts
+from shardckpt.plan.naming.sections import find_parts
 
 W = torch.arange(6.0).reshape(2, 3)
 OPTIM: dict[str, Any] = {"state": {"w": {"exp_avg": W + 1}}, "param_groups": [{"params": ["w"], "lr": 0.1}]}

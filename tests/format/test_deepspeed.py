@@ -19,7 +19,7 @@ from shardckpt.errors import AmbiguousError, FormatError, IncompleteError, Unsaf
 from shardckpt.format import deepspeed
 from shardckpt.format.detect import detect, open_checkpoint, open_source
 from shardckpt.format.reader import Reader
-from shardckpt.plan.coverage import require_complete
+from shardckpt.plan.layout.coverage import require_complete
 
 CASES = ("deepspeed_zero1_bf16_gpt2_w2", "deepspeed_zero2_bf16_nasty_w2", "deepspeed_zero3_bf16_llama_w2")
 

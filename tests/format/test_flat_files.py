@@ -23,7 +23,7 @@ from shardckpt.format.reader import Reader, WholeShapes
 from shardckpt.format.sharded_files import join_ranks
 from shardckpt.format.sharded_values import SHARDED_TENSOR, Shards, Share
 from shardckpt.manifest import Lazy, Manifest, Piece, TensorEntry
-from shardckpt.plan.coverage import require_complete
+from shardckpt.plan.layout.coverage import require_complete
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
 Units = Mapping[str, Mapping[str, torch.Tensor]]

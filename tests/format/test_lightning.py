@@ -11,7 +11,7 @@ from shardckpt.errors import FormatError, UnsafeError
 from shardckpt.format import dcp, lightning
 from shardckpt.format.detect import detect
 from shardckpt.format.reader import Evidence, Source
-from shardckpt.plan.parts import find_parts
+from shardckpt.plan.naming.sections import find_parts
 from shardckpt.storage.local import LocalStore
 
 CASE = "fabric_fsdp_sharded_gpt2_w2"

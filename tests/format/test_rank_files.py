@@ -19,7 +19,7 @@ from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import Reader
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.manifest import UNREAD
-from shardckpt.plan.coverage import require_complete
+from shardckpt.plan.layout.coverage import require_complete
 
 WORLD = 3
 FLAT = {"a": torch.arange(35.0).view(5, 7), "b": torch.arange(4.0), "c": torch.tensor(9.0)}

@@ -15,7 +15,7 @@ from samples import MODEL, OPTIM, SAMPLES
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError, UnsupportedError
 from shardckpt.format import torch_checkpointing
 from shardckpt.format.detect import detect, open_checkpoint, open_source
-from shardckpt.plan.coverage import require_complete
+from shardckpt.plan.layout.coverage import require_complete
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from shardckpt.format.pickles import Inert
 from shardckpt.format.reader import Evidence, Reader, Source
 from shardckpt.format.torch_folder import FILE_FORMAT, open_file, recognise_file
 from shardckpt.manifest import Encoded, Lazy, Span, Strided
-from shardckpt.plan.coverage import require_complete
+from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.storage.local import LocalStore
 
 ZIP, LEGACY = True, False

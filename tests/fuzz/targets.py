@@ -43,7 +43,7 @@ from shardckpt.format.tagged import ArrayRef, Named, decode, encode
 from shardckpt.format.zip_archive import Place, Wanted, open_archives, read_entries, walk_front
 from shardckpt.manifest import Encoded, Span
 from shardckpt.manifest import Path as Key
-from shardckpt.plan.sizes import parse_size
+from shardckpt.plan.layout.sizes import parse_size
 from shardckpt.storage.store import Store
 
 _SMALL_BYTES = 1 << 20

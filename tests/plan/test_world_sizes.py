@@ -11,7 +11,7 @@ from native_writer import write_step
 
 import shardckpt
 from shardckpt.boxes import Box, Shape, cover, flat_to_boxes, intersect, whole
-from shardckpt.plan.saving import Held, plan_save
+from shardckpt.plan.layout.write_plan import Held, plan_save
 
 WORLDS = range(1, 65)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardckpt.boxes import Box, whole
 from shardckpt.errors import FormatError, IncompleteError, OverlapError, TruncatedError
 from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry
-from shardckpt.plan.coverage import faults, is_row_major, require_complete
+from shardckpt.plan.layout.coverage import faults, is_row_major, require_complete
 
 BIG = 1 << 80
 

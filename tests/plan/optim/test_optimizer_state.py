@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from shardckpt.boxes import whole
 from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, UsageError
 from shardckpt.manifest import Path, Piece, Span, TensorEntry
-from shardckpt.plan.names import cleaner
-from shardckpt.plan.optimizer import OptimState, RawOptim, by_name, rebuild
+from shardckpt.plan.naming.fqn import cleaner
+from shardckpt.plan.optim.optimizer_state import OptimState, RawOptim, by_name, rebuild
 
 MODEL: dict[str, tuple[int, ...]] = {"a.w": (2, 3), "a.b": (3,), "c": (5,)}
 

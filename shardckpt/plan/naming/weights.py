@@ -7,7 +7,7 @@ from typing import Literal
 
 from shardckpt.errors import UsageError
 from shardckpt.manifest import Manifest, Path, TensorEntry
-from shardckpt.plan.parts import find_parts
+from shardckpt.plan.naming.sections import find_parts
 
 Weights = Literal["live", "master", "ema"] | str
 """The module's own weights, an optimizer's copies of higher precision, averages over steps, or a variant's name."""

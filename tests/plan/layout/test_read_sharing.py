@@ -9,13 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.plan import fan_out
-from shardckpt.plan.fan_out import STRETCH_BYTES, Circle, Stretches, decode_circles, encode_circles, share_out
+from shardckpt.plan.layout import read_sharing
+from shardckpt.plan.layout.read_sharing import (
+    STRETCH_BYTES,
+    Circle,
+    Stretches,
+    decode_circles,
+    encode_circles,
+    share_out,
+)
 
 S = STRETCH_BYTES
 
 
-def ids(*numbers: int) -> fan_out.Ids:
+def ids(*numbers: int) -> read_sharing.Ids:
     return np.array(numbers, np.int64)
 
 

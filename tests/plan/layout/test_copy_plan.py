@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from shardckpt.boxes import Box, contiguous_blocks, is_contiguous, strides, whole
 from shardckpt.dtypes import bits
 from shardckpt.manifest import Piece, Span, Strided, TensorEntry
-from shardckpt.plan.blocks import Batch, Copy, steps
-from shardckpt.plan.outputs import OutTensor
+from shardckpt.plan.layout.copy_plan import Batch, Copy, steps
+from shardckpt.plan.layout.output_files import OutTensor
 
 KINDS = {"uint8": np.uint8, "float16": np.float16, "float32": np.float32, "float64": np.float64}
 

@@ -10,8 +10,8 @@ from shardckpt.boxes import whole
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
-from shardckpt.plan.flat_parameters import laid_flat
-from shardckpt.plan.outputs import OutTensor
+from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.optim.flat_params import laid_flat
 
 SHAPES = {"a": (2, 3), "b": (3,), "other": (4,)}
 

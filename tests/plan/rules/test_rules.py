@@ -15,15 +15,15 @@ import pytest
 from shardckpt.boxes import Box, strides, whole
 from shardckpt.errors import NameCollisionError, UsageError
 from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
-from shardckpt.plan.rule_files import KINDS, parse_rename, parse_rules, shipped
-from shardckpt.plan.rules import Rule, cooked, plan
+from shardckpt.plan.rules.rule_files import KINDS, parse_rename, parse_rules, shipped
+from shardckpt.plan.rules.rules import Rule, cooked, plan
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "rules.schema.json").read_text())
+SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "rules.schema.json").read_text())
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 

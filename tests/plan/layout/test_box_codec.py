@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.boxes import Box
-from shardckpt.plan import box_rows
-from shardckpt.plan.box_rows import BoxRow, decode_rows, encode_rows
+from shardckpt.plan.layout import box_codec
+from shardckpt.plan.layout.box_codec import BoxRow, decode_rows, encode_rows
 
 
 @st.composite
@@ -29,8 +29,8 @@ def test_rows_come_out_as_they_went_in(given_: list[BoxRow]) -> None:
 
 def test_ranks_with_the_same_arrays_share_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = []
-    loads = box_rows.json.loads
-    monkeypatch.setattr(box_rows.json, "loads", lambda data: parsed.append(data) or loads(data))
+    loads = box_codec.json.loads
+    monkeypatch.setattr(box_codec.json, "loads", lambda data: parsed.append(data) or loads(data))
     names = [("only", "here", n) for n in range(50)]
     told = [encode_rows(BoxRow(p, (8, 4), "float32", (Box((rank, 0), (1, 4)),)) for p in names) for rank in range(8)]
     found = [decode_rows(each) for each in told]

@@ -10,8 +10,8 @@ from typing import Any
 
 from shardckpt.dtypes import FLOATS, SHORT_NAMES
 from shardckpt.errors import UsageError
-from shardckpt.plan.patterns import Pattern
-from shardckpt.plan.rules import EACH, Cast, Drop, Fuse, IfAny, Rename, Rule, Split, Stack, Transpose, Unstack
+from shardckpt.plan.rules.patterns import Pattern
+from shardckpt.plan.rules.rules import EACH, Cast, Drop, Fuse, IfAny, Rename, Rule, Split, Stack, Transpose, Unstack
 
 if sys.version_info >= (3, 11):
     import tomllib

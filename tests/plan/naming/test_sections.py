@@ -7,7 +7,7 @@ import pytest
 from shardckpt.boxes import whole
 from shardckpt.errors import AmbiguousError, UsageError
 from shardckpt.manifest import Manifest, ObjectEntry, Path, Piece, Span, TensorEntry
-from shardckpt.plan.parts import find_key, find_parts, model_paths, split_flat_names
+from shardckpt.plan.naming.sections import find_key, find_parts, model_paths, split_flat_names
 
 
 def holding(tensors: list[Path], objects: list[Path] | None = None) -> Manifest:

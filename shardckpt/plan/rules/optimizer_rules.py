@@ -8,8 +8,8 @@ from math import prod
 from shardckpt.boxes import Shape
 from shardckpt.errors import IncompleteError, UsageError
 from shardckpt.manifest import TensorEntry
-from shardckpt.plan.optimizer import OptimState
-from shardckpt.plan.rules import Plan, Recipe, Source, cooked, leaves
+from shardckpt.plan.optim.optimizer_state import OptimState
+from shardckpt.plan.rules.rules import Plan, Recipe, Source, cooked, leaves
 
 Same = Callable[[Sequence[TensorEntry]], bool]
 """Tells whether small arrays hold the same bits."""

@@ -6,7 +6,7 @@ import pytest
 
 from shardckpt.boxes import whole
 from shardckpt.manifest import Piece, Span, TensorEntry
-from shardckpt.plan.ties import kept_names, ties_of_config
+from shardckpt.plan.naming.shared_tensors import kept_names, ties_of_config
 
 
 def entry(shape: tuple[int, ...] = (4, 2), stored: str = "float32") -> TensorEntry:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from shardckpt.errors import NameCollisionError, UsageError
 from shardckpt.manifest import Manifest, TensorEntry, dotted
 from shardckpt.parameter_names import WRAPPERS, unwrapped
-from shardckpt.plan.parts import Parts, model_paths
+from shardckpt.plan.naming.sections import Parts, model_paths
 
 _LEADING = "module"
 """DDP and DeepSpeed put this before every name; inside a name it may be somebody's own."""

@@ -10,7 +10,7 @@ import pytest
 
 from shardckpt.boxes import Box, strides, whole
 from shardckpt.manifest import Encoded, Layout, Piece, Span, Strided
-from shardckpt.plan.views import lifted, lowered, moved, narrowed, turned
+from shardckpt.plan.layout.piece_views import lifted, lowered, moved, narrowed, turned
 
 ARRAY = np.arange(24, dtype=np.int32).reshape(2, 3, 4)
 AT = 12

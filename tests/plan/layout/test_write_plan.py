@@ -14,7 +14,7 @@ import pytest
 from shardckpt.boxes import Box, Shape, flat_to_boxes, whole
 from shardckpt.errors import IncompleteError, UsageError
 from shardckpt.manifest import Path
-from shardckpt.plan.saving import LEAST_SHARE_BYTES, Held, SavePlan, digest, plan_save
+from shardckpt.plan.layout.write_plan import LEAST_SHARE_BYTES, Held, SavePlan, digest, plan_save
 
 W: Path = ("model", "w")
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from shardckpt.errors import UsageError
-from shardckpt.plan.flat_parameters import Units, laid_flat
-from shardckpt.plan.outputs import OutTensor
+from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.optim.flat_params import Units, laid_flat
 
 Keys = Literal["names", "ids", "flat", "flat-parameters"]
 KEYS = "keys"

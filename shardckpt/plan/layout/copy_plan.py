@@ -9,7 +9,7 @@ from math import prod
 from shardckpt.boxes import Box, contiguous_blocks, flat_index, is_contiguous, whole
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
-from shardckpt.plan.outputs import OutTensor
+from shardckpt.plan.layout.output_files import OutTensor
 
 _FEW_PIECES = 64
 _FINE_BYTES = 1 << 16

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import NameCollisionError, UsageError
 from shardckpt.parameter_names import WRAPPERS
-from shardckpt.plan.names import clean, cleaner, keep, require_unique
+from shardckpt.plan.naming.fqn import clean, cleaner, keep, require_unique
 
 plain = st.lists(st.sampled_from(["layers", "0", "w", "attn", "module_x"]), min_size=1, max_size=4).map(".".join)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardckpt.boxes import Box, whole
 from shardckpt.manifest import Piece, Span, TensorEntry
-from shardckpt.plan.outputs import OutTensor, index, name_files, split_as_stored, split_by_size
+from shardckpt.plan.layout.output_files import OutTensor, index, name_files, split_as_stored, split_by_size
 
 
 def out(name: str, elements: int, *files: str, dtype: str = "uint8") -> OutTensor:

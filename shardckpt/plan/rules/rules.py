@@ -14,8 +14,8 @@ from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import FLOATS, bits
 from shardckpt.errors import NameCollisionError, UsageError
 from shardckpt.manifest import Piece, TensorEntry
-from shardckpt.plan.patterns import Match, Pattern
-from shardckpt.plan.views import lifted, lowered, moved, narrowed, turned
+from shardckpt.plan.layout.piece_views import lifted, lowered, moved, narrowed, turned
+from shardckpt.plan.rules.patterns import Match, Pattern
 
 EACH = 0
 """As many groups as there are elements in a dimension."""

@@ -9,8 +9,8 @@ from typing import Any
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import TensorEntry
-from shardckpt.plan.outputs import OutTensor
-from shardckpt.plan.views import turned
+from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.layout.piece_views import turned
 
 Units = Mapping[str, FlatLayout]
 """Names of flat parameters to where in each its members lie, by the names of the unsharded model."""

@@ -1,0 +1,1 @@
+"""Boxes, pieces and files: who writes and reads which bytes."""

@@ -1,0 +1,1 @@
+"""Names of tensors: FQNs, shared tensors, sections of a checkpoint."""

@@ -1,0 +1,1 @@
+"""Optimizer state and flat parameters by name."""

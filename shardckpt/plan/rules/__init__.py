@@ -1,0 +1,1 @@
+"""Rules that rename and reshape tensors."""
