@@ -63,7 +63,7 @@ LATE_IMPORTS: dict[tuple[str, str], str] = {
         "shardckpt.convert.export",
         "shardckpt.convert.parallel",
     ): "ranks speak through torch; one process needs none",
-    ("shardckpt.storage.open_store", "shardckpt.storage.fsspec_store"): "local paths do without fsspec's 0.1 s",
+    ("shardckpt.storage.resolve_url", "shardckpt.storage.fsspec_store"): "local paths do without fsspec's 0.1 s",
 }
 
 TORCH_FREE = ("format", "plan", "storage", "convert")

@@ -45,7 +45,7 @@ BANNED: dict[str, int] = {
     "laid": 166,
     "lay": 65,
     "leftover": 12,
-    "leftovers": 17,
+    "leftovers": 12,
     "lie": 195,
     "lies": 373,
     "losses": 7,

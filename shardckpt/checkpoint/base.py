@@ -26,8 +26,8 @@ from shardckpt.format.native_records import DIGEST_BYTES, ArrayRecord, FileRecor
 from shardckpt.format.native_references import Base, is_same_folder, reference, resolved
 from shardckpt.format.pieces import PieceReader, Want
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
-from shardckpt.storage.open_store import open_store
 from shardckpt.storage.presence import file_version
+from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Read
 
 _BATCH_BYTES = 64 << 20

@@ -63,7 +63,7 @@ from shardckpt.plan.retention import (
     seconds_of,
     with_trusted_times,
 )
-from shardckpt.storage.open_store import local_path, open_store, url_of
+from shardckpt.storage.resolve_url import local_path, open_store, url_of
 from shardckpt.storage.store import Store
 
 _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)

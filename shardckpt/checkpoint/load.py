@@ -27,7 +27,7 @@ from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.read_sharing import Circle, Stretches, decode_circles, encode_circles, share_out
 from shardckpt.state import StateMismatchError
 from shardckpt.state.keys.slots import UnequalSteps, require_way_with_steps
-from shardckpt.storage.open_store import url_of
+from shardckpt.storage.resolve_url import url_of
 
 _SHOWN_CHARACTERS = 40_000
 

@@ -16,7 +16,7 @@ from shardckpt.errors import AmbiguousError, UnknownNameError, UsageError
 from shardckpt.format.reader import NamedBases
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.local.local_shards import LocalArray, Portion
-from shardckpt.storage.open_store import url_of
+from shardckpt.storage.resolve_url import url_of
 
 Index = int | slice | EllipsisType
 """What selects elements along dimensions."""

@@ -22,7 +22,7 @@ from shardckpt.plan.rules.optimizer_rules import ruled_state, shapes_of
 from shardckpt.plan.rules.rule_files import parse_rules, rules_text
 from shardckpt.plan.rules.rules import cooked, leaves, plan
 from shardckpt.storage.store import Store
-from shardckpt.storage.texts import read_text
+from shardckpt.storage.text_files import read_text
 
 _CONFIG = "config.json"
 

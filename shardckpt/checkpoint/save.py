@@ -16,7 +16,7 @@ from shardckpt.checkpoint.saved import compiled
 from shardckpt.errors import UsageError
 from shardckpt.format.native_commit import BRANCH
 from shardckpt.format.steps import METRIC
-from shardckpt.storage.open_store import url_of
+from shardckpt.storage.resolve_url import url_of
 
 
 def save(

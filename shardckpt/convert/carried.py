@@ -11,7 +11,7 @@ from shardckpt.dtypes import FLOATS
 from shardckpt.errors import FormatError, StorageError, UsageError
 from shardckpt.format.reader import Source
 from shardckpt.format.safetensors import parse_json
-from shardckpt.storage.open_store import kind, open_store, split
+from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Store, read_bytes
 
 CONFIG = "config.json"

@@ -40,10 +40,10 @@ from shardckpt.format.steps import files_of_others
 from shardckpt.plan.layout.output_files import OutFile, OutTensor, index, name_files, split_as_stored, split_by_size
 from shardckpt.plan.layout.sizes import parse_size
 from shardckpt.plan.optim.key_conversion import rekeyed
-from shardckpt.storage.open_store import kind, local_path
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import begin, overlaps, publish
 from shardckpt.storage.replaceable import Kind
+from shardckpt.storage.resolve_url import kind, local_path
 
 _TORCH_FILES = (".pt", ".pth", ".bin")
 _FOLDERS = {"native": "a step", "dcp": "a DCP checkpoint", UNIVERSAL: "a universal checkpoint"}

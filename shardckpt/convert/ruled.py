@@ -13,7 +13,7 @@ from shardckpt.plan.rules import rules as planning
 from shardckpt.plan.rules.optimizer_rules import ruled_state, shapes_of
 from shardckpt.plan.rules.rule_files import parse_rename, parse_rules, rules_text
 from shardckpt.plan.rules.rules import Made, Plan, Rule
-from shardckpt.storage.texts import read_text
+from shardckpt.storage.text_files import read_text
 
 
 def read_rules(file: str, renames: Iterable[str] = (), config: Mapping[str, object] | None = None) -> tuple[Rule, ...]:

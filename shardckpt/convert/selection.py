@@ -39,7 +39,7 @@ from shardckpt.plan.naming import shared_tensors as ties
 from shardckpt.plan.naming.fqn import Named, name_model
 from shardckpt.plan.optim import optimizer_state
 from shardckpt.plan.rules.rules import Rule
-from shardckpt.storage.open_store import open_store, split
+from shardckpt.storage.resolve_url import open_store, split
 from shardckpt.storage.store import read_bytes
 
 SMALL_ELEMENTS = 64

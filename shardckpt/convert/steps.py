@@ -27,7 +27,7 @@ from shardckpt.format.steps import (
     with_sound_newest,
 )
 from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead, seconds_of
-from shardckpt.storage.open_store import kind, open_store
+from shardckpt.storage.resolve_url import kind, open_store
 from shardckpt.storage.store import Store
 
 _SHOWN = 8

@@ -24,10 +24,10 @@ from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX
 from shardckpt.format.reader import Evidence, Format, NamedBases, Reader, Source
 from shardckpt.format.steps import is_step_name
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.open_store import kind, open_store, split
+from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Listed, Store
-from shardckpt.storage.within import Within
-from shardckpt.storage.wrapped import WrappedStore
+from shardckpt.storage.store_wrapper import WrappedStore
+from shardckpt.storage.subfolder_store import Within
 
 FORMATS: tuple[Format, ...] = (
     native.FORMAT,

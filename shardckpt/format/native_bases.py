@@ -10,9 +10,9 @@ from shardckpt.errors import CheckpointError, ShardckptError, UsageError
 from shardckpt.format.native_commit import COMMIT, read_commit
 from shardckpt.format.native_references import Base, may_open, resolved, sibling
 from shardckpt.format.reader import NamedBases, PathText
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Read, Store, Traits
-from shardckpt.storage.wrapped import WrappedStore
+from shardckpt.storage.store_wrapper import WrappedStore
 
 
 class Place(NamedTuple):

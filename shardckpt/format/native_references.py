@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from shardckpt.errors import UnsafeError, UsageError
-from shardckpt.storage.open_store import local_path
+from shardckpt.storage.resolve_url import local_path
 
 FEATURE = "bases"
 """What `COMMIT` asks of a reader where files of the step lie in other folders."""

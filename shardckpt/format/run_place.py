@@ -6,7 +6,7 @@ import os
 
 from shardckpt.errors import SourceNotFoundError, StorageError, UnknownFormatError, UsageError
 from shardckpt.format.detect import checkpoint_in
-from shardckpt.storage.open_store import kind, local_path
+from shardckpt.storage.resolve_url import kind, local_path
 
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs")
 _FIX = "Name the folder that holds the steps of a run (step-00000100, ...), or load this one with shardckpt.load."

@@ -22,11 +22,11 @@ from shardckpt.format.native_manifest import decode_manifest
 from shardckpt.format.native_payload import HF_INDEX
 from shardckpt.format.native_records import files_of_bases
 from shardckpt.format.native_references import is_same_folder, resolved
-from shardckpt.storage.leftovers import PARTIAL, is_partial, remove_abandoned
-from shardckpt.storage.open_store import local_path, open_store, split
+from shardckpt.storage.orphans import PARTIAL, is_partial, remove_abandoned
 from shardckpt.storage.replaceable import is_ignored
+from shardckpt.storage.resolve_url import local_path, open_store, split
 from shardckpt.storage.store import Listed, Store, read_bytes
-from shardckpt.storage.within import Within
+from shardckpt.storage.subfolder_store import Within
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _PARTIAL = re.compile(rf"\.{_STEP.pattern}\.{PARTIAL}-[0-9a-f]{{12}}")

@@ -16,10 +16,10 @@ from fsspec.core import url_to_fs
 from fsspec.utils import infer_storage_options
 
 from shardckpt.errors import MissingFileError, StorageError, TruncatedError, UsageError
-from shardckpt.storage.blocks import MAX_REQUEST, BlockCache, Span, plan_requests
 from shardckpt.storage.fsspec_writer import FsspecWriter, new_writer
-from shardckpt.storage.names import check_name
+from shardckpt.storage.range_cache import MAX_REQUEST, BlockCache, Span, plan_requests
 from shardckpt.storage.retry import ShortBodyError, attempt, remote_error
+from shardckpt.storage.safe_names import check_name
 from shardckpt.storage.sftp import SftpFiles, shared
 from shardckpt.storage.store import Listed, Read, Traits
 

@@ -12,7 +12,7 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 
 from shardckpt.errors import TargetExistsError
-from shardckpt.storage.blocks import MAX_REQUEST
+from shardckpt.storage.range_cache import MAX_REQUEST
 from shardckpt.storage.retry import attempt, remote_error
 from shardckpt.storage.sftp import SftpFiles
 from shardckpt.storage.store import ClosingWriter, Read, Store

@@ -12,10 +12,10 @@ from contextlib import suppress
 from itertools import islice
 
 from shardckpt.errors import MissingFileError, TruncatedError, UnsafeError
-from shardckpt.storage.failures import failing, storage_error
-from shardckpt.storage.leftovers import PARTIAL, beside, close, hold, release
 from shardckpt.storage.linux_syscalls import STEP_BYTES, start_writeback
-from shardckpt.storage.names import check_name
+from shardckpt.storage.orphans import PARTIAL, beside, close, hold, release
+from shardckpt.storage.os_errors import failing, storage_error
+from shardckpt.storage.safe_names import check_name
 from shardckpt.storage.store import ClosingWriter, Listed, Read, Store, Traits
 
 _OPEN_FILES = 64

@@ -9,21 +9,10 @@ from contextlib import suppress
 from functools import partial
 
 from shardckpt.errors import NoSpaceError, StorageError, TargetExistsError, UsageError
-from shardckpt.storage.failures import failing, storage_error
-from shardckpt.storage.leftovers import (
-    OLD,
-    PARTIAL,
-    abandoned,
-    beside,
-    is_at,
-    make_partial,
-    release,
-    remove,
-    sweep,
-    take,
-)
 from shardckpt.storage.linux_syscalls import exchange
 from shardckpt.storage.local import LocalStore, LocalWriter, open_folder, sync_folder, sync_open_folder
+from shardckpt.storage.orphans import OLD, PARTIAL, abandoned, beside, is_at, make_partial, release, remove, sweep, take
+from shardckpt.storage.os_errors import failing, storage_error
 from shardckpt.storage.publication import REPLACE_IT, Publication
 from shardckpt.storage.replaceable import FileKind, Kind, files_of_one, require_file
 from shardckpt.storage.store import Listed

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from shardckpt.errors import MissingFileError, StorageError
-from shardckpt.storage.failures import failing
-from shardckpt.storage.open_store import local_path, open_remote, open_store
+from shardckpt.storage.os_errors import failing
+from shardckpt.storage.resolve_url import local_path, open_remote, open_store
 
 _SHOWN = 3
 

@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from shardckpt.errors import StorageError
-from shardckpt.storage.failures import failing
 from shardckpt.storage.local_publication import LocalPublication
-from shardckpt.storage.open_store import local_path, open_store
+from shardckpt.storage.os_errors import failing
 from shardckpt.storage.presence import SHARE_IT
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.remote_publication import RemoteFile, RemoteFolder
 from shardckpt.storage.replaceable import FileKind, Kind
+from shardckpt.storage.resolve_url import local_path, open_store
 from shardckpt.storage.store import Writer
 
 

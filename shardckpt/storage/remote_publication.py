@@ -11,11 +11,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, UsageError
-from shardckpt.storage.leftovers import is_partial
-from shardckpt.storage.open_store import kind as kind_at
-from shardckpt.storage.open_store import open_remote, split
+from shardckpt.storage.orphans import is_partial
 from shardckpt.storage.publication import REPLACE_IT, Publication
 from shardckpt.storage.replaceable import FileKind, FolderKind, files_below, files_of_one, require_file
+from shardckpt.storage.resolve_url import kind as kind_at
+from shardckpt.storage.resolve_url import open_remote, split
 from shardckpt.storage.store import ClosingWriter, Store, Writer, read_bytes
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardckpt.errors import TargetExistsError
-from shardckpt.storage.leftovers import is_partial
+from shardckpt.storage.orphans import is_partial
 from shardckpt.storage.store import Listed, Read, Store, read_bytes
 
 _HEAD_BYTES = 512

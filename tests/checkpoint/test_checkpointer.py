@@ -46,7 +46,7 @@ from shardckpt.plan import retention
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore, LocalWriter
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.resolve_url import open_store
 
 DAY = 24 * 3600.0
 

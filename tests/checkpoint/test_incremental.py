@@ -28,7 +28,7 @@ from shardckpt.plan import retention
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.resolve_url import open_store
 
 NAMES = ("a", "b", "c")
 EACH = 40_000

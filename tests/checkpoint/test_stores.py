@@ -20,7 +20,7 @@ from shardckpt.convert.verify import verify
 from shardckpt.errors import ShardckptError, StorageError, TargetExistsError
 from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalWriter
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import read_bytes
 
 STORES = {"memory": "memory_folder", "s3": "s3_bucket", "azure": "azure_container", "sftp": "sftp_folder"}

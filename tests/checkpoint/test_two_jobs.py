@@ -17,8 +17,8 @@ from shardckpt.convert.verify import verify
 from shardckpt.errors import ShardckptError, TargetExistsError
 from shardckpt.storage import remote_publication
 from shardckpt.storage.local_publication import LocalPublication
-from shardckpt.storage.open_store import open_store
 from shardckpt.storage.remote_publication import KeptWriter
+from shardckpt.storage.resolve_url import open_store
 
 MINE, THEIRS, OLD = 1, 2, 0
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import shardckpt
 from shardckpt.errors import TargetExistsError
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.resolve_url import open_store
 
 MODEL = {"a.w": torch.arange(12.0).reshape(4, 3), "b": torch.arange(3.0)}
 CARRIED = ("config.json", "tokenizer.json", "tokenizer_config.json")

@@ -22,9 +22,9 @@ from shardckpt.errors import SourceNotFoundError, StorageError, UsageError
 from shardckpt.format import steps as format_steps
 from shardckpt.format.native_payload import new_save_id
 from shardckpt.format.steps import step_name
-from shardckpt.storage import leftovers, retry
+from shardckpt.storage import orphans, retry
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store
 
 DAY = 24 * 3600.0
@@ -216,7 +216,7 @@ class TestLeftovers:
         assert os.listdir(tmp_path) == [step_name(1)]
 
     def test_what_a_process_holds_stays_however_old(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path, held = leftovers.make_partial(str(tmp_path / step_name(7)))
+        path, held = orphans.make_partial(str(tmp_path / step_name(7)))
         days_pass(monkeypatch)
         assert shardckpt.prune(str(tmp_path)).leftovers == ()
         os.close(held)

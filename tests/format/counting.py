@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardckpt.format.detect import detect
 from shardckpt.format.reader import Reader, Source
-from shardckpt.storage.open_store import kind, open_store, split
+from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Listed, Read, Store, Traits, Writer
 
 

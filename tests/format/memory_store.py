@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardckpt.errors import MissingFileError, TruncatedError
-from shardckpt.storage.names import check_name
+from shardckpt.storage.safe_names import check_name
 from shardckpt.storage.store import Listed, Read, Traits, Writer
 
 

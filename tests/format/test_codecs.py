@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shardckpt.errors import CheckpointError, FormatError, TruncatedError
 from shardckpt.format.codecs import MAX_WINDOW_BYTES, DecodedStream
 from shardckpt.manifest import Encoded, Span
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.resolve_url import open_store
 
 
 def deflated(data: bytes) -> bytes:
@@ -118,7 +118,7 @@ def test_a_bomb_costs_no_memory(codec: str, tmp_path: Path) -> None:
 import resource
 from shardckpt.format.codecs import DecodedStream
 from shardckpt.manifest import Encoded, Span
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.resolve_url import open_store
 stream = DecodedStream(open_store({str(tmp_path)!r}), "a", Encoded({codec!r}, 0, {len(packed)}, Span(0, 0)))
 stream.read_into(0, memoryview(bytearray(10)))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -17,7 +17,7 @@ from shardckpt.boxes import Box
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError
 from shardckpt.format.detect import detect, open_checkpoint, open_source
 from shardckpt.format.hf_files import read_json
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.resolve_url import open_store
 
 
 def write(folder: Path, files: Mapping[str, Mapping[str, torch.Tensor]], index: object = None) -> str:

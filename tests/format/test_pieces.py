@@ -20,7 +20,7 @@ from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
 from shardckpt.format.codecs import DecodedStream
 from shardckpt.format.pieces import PieceReader, Want, straight_reads
 from shardckpt.manifest import Encoded, Piece, Span, Strided
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.resolve_url import open_store
 
 BLOCK = 4096
 WIDTHS = {

@@ -26,7 +26,7 @@ from shardckpt.format.safetensors import (
     parse_json,
     read_headers,
 )
-from shardckpt.storage.open_store import open_store
+from shardckpt.storage.resolve_url import open_store
 
 KINDS = [
     torch.bool,

@@ -15,9 +15,9 @@ from store_suite import CONTENT, StoreSuite, put
 
 from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, TruncatedError, UsageError
 from shardckpt.storage import fsspec_store, fsspec_writer, retry
-from shardckpt.storage.blocks import BLOCK, GAP, MAX_REQUEST, WHOLE_FILE
 from shardckpt.storage.fsspec_store import FsspecStore
-from shardckpt.storage.open_store import kind
+from shardckpt.storage.range_cache import BLOCK, GAP, MAX_REQUEST, WHOLE_FILE
+from shardckpt.storage.resolve_url import kind
 from shardckpt.storage.store import Read, read_bytes
 
 

@@ -309,7 +309,7 @@ class TestCopies:
 def test_looking_at_a_local_folder_imports_neither_numpy_nor_fsspec(tmp_path):
     put(LocalStore(str(tmp_path)), "a.bin")
     code = (
-        "import sys; import shardckpt.storage.publish; from shardckpt.storage.open_store import kind, open_store;"
+        "import sys; import shardckpt.storage.publish; from shardckpt.storage.resolve_url import kind, open_store;"
         f"open_store({str(tmp_path)!r}).list(); kind({str(tmp_path)!r});"
         "print({'numpy', 'fsspec', 'torch', 'asyncio'} & set(sys.modules))"
     )

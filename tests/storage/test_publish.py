@@ -13,10 +13,10 @@ from disk import watched
 from kinds import FILE, FOLDER
 
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TargetExistsError, UsageError
-from shardckpt.storage import leftovers, local_publication, retry
+from shardckpt.storage import local_publication, orphans, retry
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.open_store import open_store
 from shardckpt.storage.publish import overlaps, publish
+from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import read_bytes
 
 LAST = "model.safetensors.index.json"
@@ -320,7 +320,7 @@ class TestOnDisk:
         while not k or last:
             k, last = k + 1, ""
             for each in target.parent.iterdir() if target.parent.exists() else ():
-                leftovers.remove(str(each))
+                orphans.remove(str(each))
             publish_files(target, OLD)
             error, at = None, 0
             with monkeypatch.context() as patch:
@@ -370,7 +370,7 @@ class TestLeftovers:
             raise SystemExit(143)
 
         before = len(os.listdir("/proc/self/fd"))
-        monkeypatch.setattr(leftovers, "hold", interrupted)
+        monkeypatch.setattr(orphans, "hold", interrupted)
         with pytest.raises(SystemExit), publish(str(tmp_path / "new" / "out"), FOLDER, overwrite=False, needed_bytes=0):
             pass
         assert list(tmp_path.iterdir()) == []
@@ -379,19 +379,19 @@ class TestLeftovers:
     def test_a_partial_that_another_run_sweeps_away_before_it_is_held_is_made_anew(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        whole, swept = leftovers.hold, []
+        whole, swept = orphans.hold, []
 
         def late(fd: int) -> None:
             if not swept:
                 swept.append(os.readlink(f"/proc/self/fd/{fd}"))
-                leftovers.sweep(str(tmp_path / "out"), leftovers.PARTIAL)
+                orphans.sweep(str(tmp_path / "out"), orphans.PARTIAL)
             whole(fd)
 
         before = len(os.listdir("/proc/self/fd"))
-        monkeypatch.setattr(leftovers, "hold", late)
+        monkeypatch.setattr(orphans, "hold", late)
         with publish(str(tmp_path / "out"), FOLDER, overwrite=False, needed_bytes=0) as publication:
             assert not os.path.exists(swept[0])
-            leftovers.sweep(str(tmp_path / "out"), leftovers.PARTIAL)
+            orphans.sweep(str(tmp_path / "out"), orphans.PARTIAL)
             assert os.listdir(tmp_path) == [os.path.basename(publication.place)]
             put(publication, "a.bin", b"1")
         assert len(os.listdir("/proc/self/fd")) == before

@@ -14,7 +14,7 @@ from store_suite import put
 from shardckpt.errors import StorageError, UsageError
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore, connect
-from shardckpt.storage.open_store import kind
+from shardckpt.storage.resolve_url import kind
 from shardckpt.storage.store import read_bytes
 
 

@@ -5,7 +5,7 @@ from store_suite import StoreSuite, put
 
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import read_bytes
-from shardckpt.storage.wrapped import WrappedStore
+from shardckpt.storage.store_wrapper import WrappedStore
 
 
 class TestOnDisk(StoreSuite):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardckpt.errors import UsageError
-from shardckpt.storage.open_store import kind, open_store, split
+from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import read_bytes
 
 MOST_BYTES = 1 << 22

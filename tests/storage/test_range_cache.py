@@ -8,9 +8,9 @@ from bucket import Bucket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.storage import blocks, fsspec_store
-from shardckpt.storage.blocks import BlockCache
+from shardckpt.storage import fsspec_store, range_cache
 from shardckpt.storage.fsspec_store import FsspecStore
+from shardckpt.storage.range_cache import BlockCache
 from shardckpt.storage.store import Read
 
 SIZE = 300
@@ -24,8 +24,8 @@ calls = st.lists(st.lists(ranges, min_size=1, max_size=4), min_size=1, max_size=
 def tiny():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"BLOCK": 8, "GAP": 8, "WHOLE_FILE": 20}.items():
-            patch.setattr(blocks, name, value)
-        for module in (blocks, fsspec_store):
+            patch.setattr(range_cache, name, value)
+        for module in (range_cache, fsspec_store):
             patch.setattr(module, "MAX_REQUEST", 32)
         yield
 

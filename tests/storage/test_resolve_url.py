@@ -7,7 +7,7 @@ from bucket import Bucket
 
 from shardckpt.errors import UsageError
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.open_store import kind, local_path, open_store, split
+from shardckpt.storage.resolve_url import kind, local_path, open_store, split
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from shardckpt.errors import UnsafeError
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Listed
-from shardckpt.storage.within import Within
+from shardckpt.storage.subfolder_store import Within
 
 
 class TestOnDisk(StoreSuite):

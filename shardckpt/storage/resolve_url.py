@@ -9,8 +9,8 @@ import stat
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import UsageError
-from shardckpt.storage.failures import storage_error
 from shardckpt.storage.local import LocalStore
+from shardckpt.storage.os_errors import storage_error
 from shardckpt.storage.store import Store
 
 if TYPE_CHECKING:

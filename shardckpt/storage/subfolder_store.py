@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardckpt.storage.names import check_name
+from shardckpt.storage.safe_names import check_name
 from shardckpt.storage.store import Listed, Read, Store, Traits, Writer
 
 
