@@ -9,15 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardckpt.checkpoint.async_save import async_save
-    from shardckpt.checkpoint.checkpointer import Checkpointer
-    from shardckpt.checkpoint.handle import SaveEvent, SaveHandle, SaveTimings
-    from shardckpt.checkpoint.holdings import PerRank
-    from shardckpt.checkpoint.load import MismatchError, load
-    from shardckpt.checkpoint.opened import open
-    from shardckpt.checkpoint.rng import RNGState
-    from shardckpt.checkpoint.save import save
-    from shardckpt.checkpoint.variant import Variant
+    from shardckpt.checkpoint.load.lazy import open
+    from shardckpt.checkpoint.load.load import MismatchError, load
+    from shardckpt.checkpoint.manager import Checkpointer
+    from shardckpt.checkpoint.save.async_save import async_save
+    from shardckpt.checkpoint.save.handle import SaveEvent, SaveHandle, SaveTimings
+    from shardckpt.checkpoint.save.save import save
+    from shardckpt.checkpoint.stateful.rng_state import RNGState
+    from shardckpt.checkpoint.stateful.stateful import PerRank
+    from shardckpt.checkpoint.stateful.variant import Variant
     from shardckpt.convert.compare import diff
     from shardckpt.convert.export import consolidate, convert
     from shardckpt.convert.inspect import inspect
@@ -72,15 +72,15 @@ if TYPE_CHECKING:
     from shardckpt.state.optim.optim_state_dict import optim_state_dict
 
 _HOMES = {
-    "shardckpt.checkpoint.checkpointer": ("Checkpointer",),
-    "shardckpt.checkpoint.async_save": ("async_save",),
-    "shardckpt.checkpoint.handle": ("SaveEvent", "SaveHandle", "SaveTimings"),
-    "shardckpt.checkpoint.holdings": ("PerRank",),
-    "shardckpt.checkpoint.load": ("MismatchError", "load"),
-    "shardckpt.checkpoint.opened": ("open",),
-    "shardckpt.checkpoint.rng": ("RNGState",),
-    "shardckpt.checkpoint.save": ("save",),
-    "shardckpt.checkpoint.variant": ("Variant",),
+    "shardckpt.checkpoint.manager": ("Checkpointer",),
+    "shardckpt.checkpoint.save.async_save": ("async_save",),
+    "shardckpt.checkpoint.save.handle": ("SaveEvent", "SaveHandle", "SaveTimings"),
+    "shardckpt.checkpoint.stateful.stateful": ("PerRank",),
+    "shardckpt.checkpoint.load.load": ("MismatchError", "load"),
+    "shardckpt.checkpoint.load.lazy": ("open",),
+    "shardckpt.checkpoint.stateful.rng_state": ("RNGState",),
+    "shardckpt.checkpoint.save.save": ("save",),
+    "shardckpt.checkpoint.stateful.variant": ("Variant",),
     "shardckpt.convert.compare": ("diff",),
     "shardckpt.convert.export": ("consolidate", "convert"),
     "shardckpt.convert.inspect": ("inspect",),

@@ -21,19 +21,19 @@ BANNED: dict[str, int] = {
     "absent": 78,
     "beneath": 19,
     "cargo": 32,
-    "corridor": 30,
+    "corridor": 28,
     "cut": 433,
     "cuts": 85,
     "deal": 9,
     "deals": 2,
     "dealt": 7,
-    "draft": 62,
+    "draft": 58,
     "drafts": 37,
     "exposure": 202,
     "exposures": 53,
     "face": 24,
     "faces": 3,
-    "ground": 23,
+    "ground": 22,
     "grounds": 32,
     "handed": 51,
     "heard": 19,
@@ -51,14 +51,14 @@ BANNED: dict[str, int] = {
     "losses": 7,
     "lying": 33,
     "nest": 318,
-    "nests": 4,
-    "ruled": 42,
+    "nests": 2,
+    "ruled": 41,
     "said": 190,
     "star": 81,
     "tell": 285,
     "telling": 1,
     "tells": 79,
-    "template": 14,
+    "template": 12,
     "told": 485,
     "whole": 662,
 }
@@ -123,17 +123,13 @@ CLASSES_TWICE: dict[str, int] = {
 """Names of classes that several modules define, with how many do."""
 
 MODULES_TWICE: dict[str, int] = {
-    "casts": 2,
     "errors": 2,
     "kinds": 2,
-    "report": 2,
-    "ruled": 2,
     "steps": 2,
 }
 """Names of modules that several packages have, with how many do."""
 
 MODULES_IN_A_FOLDER: dict[str, int] = {
-    "shardckpt/checkpoint": 30,
     "shardckpt/convert": 33,
     "shardckpt/format": 59,
     "shardckpt/storage": 21,

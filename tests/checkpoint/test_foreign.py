@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  (as everybody calls it)
 
 import shardckpt
-from shardckpt.checkpoint.saved import allocate
+from shardckpt.checkpoint.load.source import allocate
 from shardckpt.errors import IncompleteError, NoMemoryError
 from shardckpt.manifest import TensorEntry
 from shardckpt.state import model_state_dict, optim_state_dict

@@ -17,8 +17,8 @@ from torch import nn
 
 import shardckpt
 from shardckpt import Checkpointer
-from shardckpt.checkpoint import corridor
-from shardckpt.checkpoint.ground import Ground
+from shardckpt.checkpoint.incremental.dedup import Ground
+from shardckpt.checkpoint.save import session
 from shardckpt.core import fully_shard
 from shardckpt.errors import ChecksumError, IncompleteError, RankError, UnsupportedError, UsageError
 from shardckpt.format import native_commit
@@ -191,7 +191,7 @@ class TestReferences:
 
     @pytest.mark.parametrize("how", ["gone", "cut"])
     def test_where_the_base_goes_while_the_save_runs_everything_is_written(self, how, two: Path, monkeypatch) -> None:
-        write = corridor.write_payloads
+        write = session.write_payloads
         [payload] = (two / "one").glob("*.safetensors")
 
         def gone(*given, **named):
@@ -201,7 +201,7 @@ class TestReferences:
                 os.truncate(payload, payload.stat().st_size - 1)
             return write(*given, **named)
 
-        monkeypatch.setattr(corridor, "write_payloads", gone)
+        monkeypatch.setattr(session, "write_payloads", gone)
         shardckpt.save(state(1, 1, 2), two / "three", base=two / "one")
         assert (bases(two / "three"), values(two / "three")) == ({}, (1, 1, 2))
 
@@ -257,9 +257,9 @@ def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 def meddle(monkeypatch: pytest.MonkeyPatch, moment: str, act: Callable[[], None]) -> None:
     """Do something once in the middle of a save."""
     owner, name = {
-        "before the manifest": (corridor, "encode_manifest"),
+        "before the manifest": (session, "encode_manifest"),
         "before the base is looked at": (Ground, "is_kept"),
-        "before the commit": (corridor, "encode_commit"),
+        "before the commit": (session, "encode_commit"),
     }[moment]
     real, has_acted = getattr(owner, name), False
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import shardckpt
-from shardckpt.checkpoint.report import differing
+from shardckpt.checkpoint.planning.rank_report import differing
 
 
 def test_what_differs_is_named_with_its_place_and_both_ways_out(tmp_path: Path) -> None:

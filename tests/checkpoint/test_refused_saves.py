@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardckpt
-from shardckpt.checkpoint import corridor
 from shardckpt.checkpoint.channels import get_channels
-from shardckpt.checkpoint.save import saver_of
+from shardckpt.checkpoint.save import session
+from shardckpt.checkpoint.save.save import saver_of
 from shardckpt.convert.verify import verify
 from shardckpt.groups import Star
 from shardckpt.storage.local_publication import LocalPublication
@@ -78,7 +78,7 @@ def refused(phase: str, is_failing: bool) -> Iterator[None]:
     if not is_failing or phase in ("", "target", "values", "replicas"):
         yield
     elif name is not None:
-        with patch.object(corridor, name, broken):
+        with patch.object(session, name, broken):
             yield
     else:
         with patch.object(LocalPublication, {"begin": "__init__", "publish": "finish"}[phase], broken):
@@ -154,7 +154,7 @@ def test_every_save_between_refused_ones_holds_its_own_values(tmp_path: Path, wo
 
 def test_a_plan_outlives_a_save_of_another_state_that_was_refused(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> int:
-        with patch.object(corridor, "plan_of", wraps=corridor.plan_of) as planned:
+        with patch.object(session, "plan_of", wraps=session.plan_of) as planned:
             for version in range(4):
                 shardckpt.save(KINDS["full"](version), tmp_path / f"{version}")
                 with pytest.raises(shardckpt.TargetExistsError):
@@ -189,7 +189,7 @@ def test_nothing_is_kept_of_a_save_before_all_ranks_have_committed_it(tmp_path: 
 def test_a_rank_that_missed_the_end_of_a_save_does_not_spoil_the_next(tmp_path: Path, missing: int) -> None:
     def body(rank: int, world: int) -> None:
         shardckpt.save(KINDS["full"](1), tmp_path / "1")
-        with patch.object(corridor.Corridor, "_remember") if rank == missing else contextlib.nullcontext():
+        with patch.object(session.Corridor, "_remember") if rank == missing else contextlib.nullcontext():
             shardckpt.save(KINDS["half"](2), tmp_path / "2")
         for version in (3, 4):
             shardckpt.save(KINDS["full"](version), tmp_path / f"{version}")
@@ -202,7 +202,7 @@ def test_a_rank_that_cannot_reach_the_place_to_write_is_named_and_the_next_save_
     def body(rank: int, world: int) -> str:
         with (
             pytest.raises((shardckpt.RankError, RefusedError)) as caught,
-            patch.object(corridor, "JoinedPublication", broken),
+            patch.object(session, "JoinedPublication", broken),
         ):
             shardckpt.save(KINDS["full"](1), tmp_path / "1")
         shardckpt.save(KINDS["full"](2), tmp_path / "2")
@@ -223,7 +223,7 @@ def test_a_rank_that_was_interrupted_in_a_save_does_not_answer_for_the_next(
         shardckpt.save(KINDS["full"](1), tmp_path / "1")
         with (
             pytest.raises(KeyboardInterrupt if rank == interrupted else shardckpt.RankError),
-            patch.object(corridor, phase, ctrl_c) if rank == interrupted else contextlib.nullcontext(),
+            patch.object(session, phase, ctrl_c) if rank == interrupted else contextlib.nullcontext(),
         ):
             shardckpt.save(KINDS["full"](2), tmp_path / "2")
         if rank == interrupted:

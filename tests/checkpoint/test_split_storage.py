@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardckpt
-from shardckpt.checkpoint import corridor
-from shardckpt.checkpoint.transfer import write_payloads
+from shardckpt.checkpoint.save import session
+from shardckpt.checkpoint.save.payload_writer import write_payloads
 from shardckpt.convert import parallel
 from shardckpt.storage.publish import JoinedPublication
 
@@ -49,7 +49,7 @@ def test_ranks_with_a_disk_each_are_named_and_nothing_is_left_on_either(tmp_path
         def joined(place: str) -> JoinedPublication:
             return JoinedPublication(place.replace("first", "second"))
 
-        with patch.object(corridor, "JoinedPublication", joined):
+        with patch.object(session, "JoinedPublication", joined):
             VERBS[verb](sharded(world), str(tmp_path / "first" / "run"))
 
     first, second = raised_everywhere(2, body)
@@ -80,7 +80,7 @@ def lost(folder: Path, change: Callable[[Path], object]) -> list[Raised]:
                 change(Path(publication.place) / each.payload.name)
             return written
 
-        with patch.object(corridor, "write_payloads", spoilt):
+        with patch.object(session, "write_payloads", spoilt):
             shardckpt.save(sharded(world), folder / "c")
 
     return raised_everywhere(2, body)

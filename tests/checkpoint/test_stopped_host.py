@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shardckpt
-import shardckpt.checkpoint.checkpointer
+import shardckpt.checkpoint.manager
 
 FORK = multiprocessing.get_context("fork")
 TIMEOUT = 1.5

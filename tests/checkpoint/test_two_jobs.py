@@ -12,7 +12,7 @@ import torch
 from faulty import faulty
 
 import shardckpt
-from shardckpt.checkpoint import corridor
+from shardckpt.checkpoint.save import session
 from shardckpt.convert.verify import verify
 from shardckpt.errors import ShardckptError, TargetExistsError
 from shardckpt.storage import remote_publication
@@ -58,7 +58,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_one_wins_and_the_other_is_told(url: str, moment: str, overwrite: bool, monkeypatch) -> None:
     if overwrite:
         shardckpt.save(state(OLD), url)
-    last = (corridor, "require_files") if moment == "before the last check" else (KeptWriter, "finish")
+    last = (session, "require_files") if moment == "before the last check" else (KeptWriter, "finish")
     theirs: list[bool] = []
     for kind, method in ((LocalPublication, "finish"), last):
         whole = getattr(kind, method)
@@ -122,14 +122,14 @@ def test_of_two_first_saves_one_is_told_though_the_other_ends_right_before_its_l
 def test_files_that_somebody_removed_are_missed_before_the_commit(s3_bucket: str, monkeypatch) -> None:
     url = f"{s3_bucket}/c"
     shardckpt.save(state(OLD), url)
-    whole = corridor.require_files
+    whole = session.require_files
 
     def meanwhile(where, place, sizes):
         payload = next(name for each in sizes for name in each if name.endswith(".safetensors"))
         open_store(url).delete(payload)
         whole(where, place, sizes)
 
-    monkeypatch.setattr(corridor, "require_files", meanwhile)
+    monkeypatch.setattr(session, "require_files", meanwhile)
     with pytest.raises(ShardckptError, match=r"gone or cut short.*another job"):
         shardckpt.save(state(MINE), url, overwrite=True)
     assert shardckpt.load(url)["step"] == OLD

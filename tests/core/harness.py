@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import shardckpt.checkpoint.checkpointer
+import shardckpt.checkpoint.manager
 import shardckpt.state.interop.torch_dcp_api  # noqa: F401
 from shardckpt import core
 

@@ -1,0 +1,1 @@
+"""Refer to unchanged chunks of a base checkpoint."""

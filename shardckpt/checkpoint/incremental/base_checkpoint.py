@@ -1,0 +1,417 @@
+"""The base of a save: an older checkpoint in whose files lies what has not changed since, and is not written again."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import xxhash
+
+from shardckpt.boxes import Box, contiguous_blocks
+from shardckpt.checkpoint.load.load_plan import model_names
+from shardckpt.checkpoint.load.source import Saved
+from shardckpt.dtypes import nbytes
+from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
+from shardckpt.format.native import NativeReader
+from shardckpt.format.native_commit import COMMIT
+from shardckpt.format.native_fields import plain_name
+from shardckpt.format.native_part import Part
+from shardckpt.format.native_payload import BLOCK_BYTES, Chunk
+from shardckpt.format.native_records import DIGEST_BYTES, ArrayRecord, FileRecord, files_of_bases
+from shardckpt.format.native_references import Base, is_same_folder, reference, resolved
+from shardckpt.format.pieces import PieceReader, Want
+from shardckpt.manifest import Path, Span, TensorEntry, dotted
+from shardckpt.storage.presence import file_version
+from shardckpt.storage.resolve_url import open_store
+from shardckpt.storage.store import Read
+
+_BATCH_BYTES = 64 << 20
+_ADAPTED = ((re.compile(r"^base_model\.model\."), ""), (re.compile(r"\.base_layer(?=\.|$)"), ""))
+"""What adapter libraries put around the names of the model that they adapt."""
+
+
+class BaseRemovedError(IncompleteError):
+    """Another process removed or replaced the base of a save that was under way."""
+
+
+class Known(NamedTuple):
+    """Where bytes lie that need not be written again.
+
+    Attributes:
+        file: In its folder, as the new step refers to that.
+        offset: Their first byte.
+        digest: The xxh3-128 of them; empty where none was made.
+    """
+
+    file: FileRecord
+    offset: int
+    digest: bytes
+
+
+class OpenBase:
+    """A checkpoint that a step refers to, open.
+
+    Args:
+        url: Where it lies.
+        step: Where the step will lie; empty where it is only read.
+        rules: Regular expressions to what stands for them, that turn names of a model into those that the base has.
+
+    Raises:
+        SourceNotFoundError: Nothing lies there.
+        CheckpointError: It cannot be read.
+        UsageError: It is the step.
+
+    Attributes:
+        url: As given.
+        step: As given.
+    """
+
+    def __init__(self, url: str, step: str = "", rules: Mapping[str, str] | None = None) -> None:
+        self.url, self.step = url, step
+        self._saved = Saved(url)
+        self._reader = self._saved.reader
+        self._contents = self._reader.contents if isinstance(self._reader, NativeReader) else None
+        self._rules = [(re.compile(pattern), new) for pattern, new in (rules or {}).items()]
+        self._known_names: dict[Path, Mapping[str, Path]] = {}
+        if step:
+            self._refer(self._reader.store.url)
+
+    # Arrays that are the same under the same name
+
+    @cached_property
+    def _records(self) -> Mapping[Path, ArrayRecord]:
+        arrays = () if self._contents is None else self._contents.arrays
+        return {record.path: record for record in arrays if record.digests}
+
+    @cached_property
+    def _rows(self) -> dict[Path, dict[Box, tuple[int, int, bytes]]]:
+        return {}
+
+    def digest_of(self, chunk: Chunk) -> bytes | None:
+        """Return the digest of the bytes that the base has of a chunk; None where it has no such chunk, or none of it.
+
+        Args:
+            chunk: What a rank is to write.
+        """
+        found = self._row(chunk)
+        return None if found is None else found[2]
+
+    def _row(self, chunk: Chunk) -> tuple[int, int, bytes] | None:
+        record = self._records.get(chunk.path)
+        if record is None or (record.dtype, record.shape) != (chunk.dtype, chunk.shape):
+            return None
+        if chunk.path not in self._rows:
+            self._rows[chunk.path] = dict(_rows_of(record))
+        found = self._rows[chunk.path].get(chunk.box)
+        return found if found is not None and self._is_there(found[0]) else None
+
+    def _is_there(self, number: int) -> bool:
+        assert self._contents is not None, "rows are those of a step"
+        file = self._contents.files[number]
+        if file.base and is_same_folder(self._folder(file.place), self.step):
+            return False  # a former content of the folder that is saved to
+        return file.hashes is not None and self._saved.manifest.files.get(file.place, -1) >= file.nbytes
+
+    def known(self, chunk: Chunk) -> Known:
+        """Return where the bytes of a chunk lie that the base has.
+
+        Args:
+            chunk: One of which `digest_of` told the digest.
+        """
+        found = self._row(chunk)
+        assert found is not None and self._contents is not None, "only what the base has is not written"
+        number, offset, digest = found
+        return Known(self._file(self._contents.files[number].place), offset, digest)
+
+    # Arrays that are frozen
+
+    def entry_of(self, path: Path, names: Sequence[str]) -> TensorEntry:
+        """Return what the base has of a frozen parameter.
+
+        Args:
+            path: Where it sits in the saved nest.
+            names: Those that its model has for it.
+
+        Raises:
+            UsageError: The base has no such array.
+        """
+        found = self._saved.arrays.get(path)
+        if found is None:
+            there = self._names(path[:-1], names)
+            found = next((self._saved.arrays[there[each]] for each in self._spelt(names) if each in there), None)
+        if found is None:
+            raise UsageError(
+                "a frozen parameter is not in the base",
+                where=dotted(path),
+                found=self.url,
+                fix="Pass base_rules from the model's names to the base's, or save without trainable_only.",
+            )
+        return found
+
+    def _names(self, root: Path, names: Sequence[str]) -> Mapping[str, Path]:
+        if root not in self._known_names:
+            self._known_names[root] = model_names(self._saved, root, names)
+        return self._known_names[root]
+
+    def _spelt(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield how the base may call a parameter: by the rules, as it is, without what adapters put around it."""
+        for name in names:
+            yield _replaced(name, self._rules)
+            yield name
+            yield _replaced(name, _ADAPTED)
+
+    def located(self, frozen: Mapping[Path, Sequence[str]]) -> dict[Path, TensorEntry]:
+        """Return where frozen parameters lie in the base, all of their elements.
+
+        Args:
+            frozen: Path of each in the saved nest to the names that its model has for it.
+
+        Raises:
+            UsageError: The base has no such array.
+            CheckpointError: It lacks elements of one.
+            UnsupportedError: They lie in a way that no step can refer to.
+        """
+        wanted = {path: self.entry_of(path, names) for path, names in frozen.items()}
+        found = dict(zip(wanted, self._saved.located(list(wanted.values())), strict=True))
+        for path, entry in found.items():
+            odd = [piece for piece in entry.pieces if not isinstance(piece.layout, Span) or "/" in piece.file]
+            if entry.delivered not in ("", entry.stored) or (odd and not self._saved.is_native):
+                raise UnsupportedError(
+                    "a step cannot refer to the way in which the base stores this",
+                    where=dotted(path),
+                    found=f"{self.url}: {self._saved.manifest.format}",
+                    fix="Convert the base first: shardckpt.consolidate(base, ...) writes safetensors.",
+                )
+        return found
+
+    def rows(self, entry: TensorEntry, hashes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Box, Known]]:
+        """Yield where the pieces of a located array lie.
+
+        Args:
+            entry: One that `located` returned.
+            hashes: Of the blocks of files that have none, by name.
+        """
+        for box, name, layout in entry.pieces:
+            assert isinstance(layout, Span), "as `located` made sure"
+            file = self._file(name)
+            file = file if file.hashes is not None else file._replace(hashes=hashes[name])
+            yield box, Known(file, layout.offset, b"")
+
+    def digests(self, wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterator[bytes]:
+        """Yield the xxh3-128 of boxes of located arrays, read a batch at a time.
+
+        Raises:
+            CheckpointError: They cannot be read.
+            StorageError: The store failed.
+        """
+        pieces = PieceReader(self._reader.store)
+        batch: list[tuple[int, Want]] = []
+        hashers = [xxhash.xxh3_128() for _ in wanted]
+        size = 0
+        for number, (entry, box) in enumerate(wanted):
+            most = max(_BATCH_BYTES // max(nbytes(entry.stored, 8) // 8, 1), 1)
+            for part in contiguous_blocks(box, most) if box.volume else ():
+                buffer = memoryview(bytearray(nbytes(entry.stored, part.volume)))
+                batch.append((number, Want(entry.pieces, part, entry.stored, buffer)))
+                size += len(buffer)
+                if size >= _BATCH_BYTES:
+                    _hash(pieces, batch, hashers)
+                    size = 0
+        _hash(pieces, batch, hashers)
+        return (hasher.digest() for hasher in hashers)
+
+    # Files
+
+    def is_committed(self) -> bool:
+        """Tell whether the base is still the one that was opened; a base of another format has no mark to tell by.
+
+        Raises:
+            StorageError: The store failed.
+        """
+        if not isinstance(self._reader, NativeReader):
+            return True
+        names = {entry.name for entry in open_store(self._reader.store.url).list()}
+        return {COMMIT, self._reader.commit.manifest} <= names
+
+    def _file(self, place: str) -> FileRecord:
+        """Return a file of the base, as the new step refers to it; without hashes where the base stores none."""
+        if self._contents is None:
+            base = self._refer(self._reader.store.url)
+            return FileRecord(plain_name(place, self.url), self._saved.manifest.files[place], None, base)
+        return self._files[place]._replace(base=self._refer(self._folder(place)))
+
+    def _refer(self, folder: str) -> str:
+        return reference(self.step, folder)
+
+    def _folder(self, place: str) -> str:
+        """Return where the folder of a file lies."""
+        here, file = self._reader.store.url, self._files.get(place)
+        return resolved(here, file.base) if file is not None and file.base else here
+
+    def key_of(self, entries: Mapping[Path, TensorEntry]) -> str:
+        """Return a digest of where located arrays lie: while it is the same, their bytes are.
+
+        Args:
+            entries: As `located` returned them.
+        """
+        hasher = hashlib.blake2b(digest_size=16)
+        sizes = self._saved.manifest.files
+        for path, entry in entries.items():
+            rows = [(p.box, p.layout, self._folder(p.file), p.file.rpartition("/")[2]) for p in entry.pieces]
+            hasher.update(repr((path, entry.shape, entry.stored, rows, [sizes[p.file] for p in entry.pieces])).encode())
+        if self._contents is None:  # a native step's files are never written into, and named by their save
+            names = dict.fromkeys(piece.file for entry in entries.values() for piece in entry.pieces)
+            hasher.update(repr([self.version_of(name) for name in names]).encode())
+        return hasher.hexdigest()
+
+    def version_of(self, name: str) -> str:
+        """Return a text that is another one once a file of the base is replaced.
+
+        Where the store does not tell, it is another one each time: then nothing is taken to be what it was.
+
+        Args:
+            name: As the base calls the file.
+
+        Raises:
+            MissingFileError: No such file.
+            StorageError: The store failed.
+        """
+        return file_version(self._folder(name), name.rpartition("/")[2]) or secrets.token_hex()
+
+    @cached_property
+    def _files(self) -> Mapping[str, FileRecord]:
+        return {} if self._contents is None else {file.place: file for file in self._contents.files}
+
+    def unhashed(self, entries: Iterable[TensorEntry]) -> dict[str, int]:
+        """Return name and size of the files of arrays of which the base tells no hashes."""
+        names = dict.fromkeys(piece.file for entry in entries for piece in entry.pieces)
+        return {
+            name: self._saved.manifest.files[name]
+            for name in names
+            if name not in self._files or self._files[name].hashes is None
+        }
+
+    def hash_blocks(self, files: Mapping[str, int], share: int, shares: int) -> list[int]:
+        """Return the xxh3-64 of a share of the blocks of files: every so many-th, counted through all files.
+
+        Args:
+            files: Name to size.
+            share: Which, from 0.
+            shares: How many there are.
+        """
+        buffer = memoryview(bytearray(BLOCK_BYTES))
+        found = []
+        for number, (name, start, size) in enumerate(_blocks(files)):
+            if number % shares == share:
+                self._reader.stored.read([Read(name, start, buffer[:size])])
+                found.append(xxhash.xxh3_64_intdigest(buffer[:size]))
+        return found
+
+    def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
+        """Return what the step says of the folders in which files of it lie.
+
+        Args:
+            files: All of the step.
+        """
+        own, further = Base(self._refer(self._reader.store.url)), []
+        if isinstance(self._reader, NativeReader):
+            commit = self._reader.commit
+            own = own._replace(save=commit.save, sha256=commit.manifest_sha256)
+            here = self._reader.store.url
+            further = [(resolved(here, base.url), base) for base in self._reader.contents.bases]
+        known = {self._refer(at): base for at, base in further if not is_same_folder(at, self.step)}
+        known[own.url] = own
+        return tuple(known[url]._replace(url=url) for url in files_of_bases(files))
+
+
+def _rows_of(record: ArrayRecord) -> Iterator[tuple[Box, tuple[int, int, bytes]]]:
+    rows, n, width = record.rows.tolist(), 2 + len(record.shape), record.width
+    for number, at in enumerate(range(0, len(rows), width)):
+        box = Box(tuple(rows[at + 2 : at + n]), tuple(rows[at + n : at + width]))
+        digest = record.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        yield box, (rows[at], rows[at + 1], digest)
+
+
+def _replaced(name: str, rules: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, new in rules:
+        name = pattern.sub(new, name)
+    return name
+
+
+def _hash(pieces: PieceReader, batch: list[tuple[int, Want]], hashers: Sequence[xxhash.xxh3_128]) -> None:
+    pieces.fill([want for _, want in batch])
+    for number, want in batch:
+        hashers[number].update(want.buffer)
+    batch.clear()
+
+
+def _blocks(files: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+    for name, size in files.items():
+        for start in range(0, size, BLOCK_BYTES):
+            yield name, start, min(BLOCK_BYTES, size - start)
+
+
+def joined_blocks(files: Mapping[str, int], shares: Sequence[Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Return the hashes of each file from the shares that ranks have hashed.
+
+    Args:
+        files: Name to size, as the ranks were told.
+        shares: What each hashed.
+    """
+    found: dict[str, list[int]] = {name: [] for name in files}
+    rest = [iter(share) for share in shares]
+    for number, (name, _, _) in enumerate(_blocks(files)):
+        found[name].append(next(rest[number % len(rest)]))
+    return {name: tuple(hashes) for name, hashes in found.items()}
+
+
+class References:
+    """What a step has in other folders, as it is found out."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._files: list[FileRecord] = []
+        self._arrays: dict[Path, ArrayRecord] = {}
+
+    def add(self, path: Path, dtype: str, shape: tuple[int, ...], box: Box, known: Known) -> None:
+        """Take a box of an array that is not written.
+
+        Args:
+            path: Of the array.
+            dtype: Torch's name of its type.
+            shape: Of the whole array.
+            box: Which elements.
+            known: Where they lie.
+        """
+        number = self._numbers.setdefault((known.file.base, known.file.name), len(self._files))
+        if number == len(self._files):
+            self._files.append(known.file)
+        record = self._arrays.get(path) or ArrayRecord(path, dtype, shape, array("Q"))
+        record.rows.extend((number, known.offset, *box.offset, *box.size))
+        self._arrays[path] = record._replace(digests=record.digests + known.digest)
+
+    def part(self) -> Part:
+        """Return all of it, as one writer's."""
+        return Part(tuple(self._files), tuple(self._arrays.values()))
+
+
+def are_there(step: str, files: Iterable[FileRecord]) -> bool:
+    """Tell whether the files of a step that lie in other folders are there whole.
+
+    Args:
+        step: Where it will lie.
+        files: All of it.
+
+    Raises:
+        StorageError: Nobody can tell.
+    """
+    for url, wanted in files_of_bases(files).items():
+        sizes = {entry.name: entry.size for entry in open_store(resolved(step, url)).list()}
+        if any(sizes.get(name, -1) < size for name, size in wanted.items()):
+            return False
+    return True

@@ -1,0 +1,303 @@
+"""What a save stands on: which of its chunks lie in a base, found out on the first rank and looked after on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from shardckpt.boxes import Box
+from shardckpt.checkpoint.incremental.base_checkpoint import OpenBase, References, are_there, joined_blocks
+from shardckpt.checkpoint.planning.save_plan import Plan, Task
+from shardckpt.checkpoint.stateful.flatten import Captured
+from shardckpt.checkpoint.stateful.tensor_bytes import held, tensor_bytes
+from shardckpt.errors import UsageError
+from shardckpt.format.native_commit import MAX_BASES
+from shardckpt.format.native_part import Part
+from shardckpt.format.native_payload import Chunk
+from shardckpt.format.native_records import FileRecord
+from shardckpt.format.native_references import Base
+from shardckpt.manifest import Path, TensorEntry, dotted
+from shardckpt.plan.layout.write_plan import Spec
+from shardckpt.state.local.local_shards import LocalArray
+
+_HASHERS = 4
+_WORTH_THREADS_BYTES = 64 << 20
+
+_Hashes = dict[tuple[str, str, str], tuple[int, ...]]
+"""Of the blocks of files that store none: by folder, name, and the version of the file."""
+
+
+def chunk_digest(chunk: Chunk, arrays: Mapping[Path, LocalArray]) -> bytes:
+    """Return the xxh3-128 of a chunk as it lies in memory.
+
+    Args:
+        chunk: Of which this rank holds all.
+        arrays: What lies here.
+    """
+    hasher = xxhash.xxh3_128()
+    for part in tensor_bytes(held(arrays[chunk.path], chunk.box)):
+        hasher.update(part)
+    return hasher.digest()
+
+
+def chunk_digests(chunks: Sequence[Chunk], arrays: Mapping[Path, LocalArray]) -> list[bytes]:
+    """Return the xxh3-128 of each chunk as it lies in memory; large ones are hashed side by side.
+
+    Args:
+        chunks: Of which this rank holds all.
+        arrays: What lies here.
+    """
+    if sum(chunk.nbytes for chunk in chunks) < _WORTH_THREADS_BYTES:
+        return [chunk_digest(chunk, arrays) for chunk in chunks]
+    with ThreadPoolExecutor(_HASHERS, thread_name_prefix="shardckpt-hash") as pool:
+        return list(pool.map(lambda chunk: chunk_digest(chunk, arrays), chunks))
+
+
+@dataclass(frozen=True)
+class Grounds:
+    """What the first rank tells one rank of the base.
+
+    Attributes:
+        url: Where the base lies; empty where there is none.
+        key: Changes with where frozen parameters lie in it; empty where there are none.
+        digests: Positions of chunks in the rank's task, with the xxh3-128 of what the base has of them.
+        files: Name and size of files in the base, a share of whose blocks the rank is to hash.
+    """
+
+    url: str = ""
+    key: str = ""
+    digests: Mapping[int, bytes] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)
+
+    def json(self) -> list[object]:
+        """Return it as JSON."""
+        return [self.url, self.key, list(self.digests), b"".join(self.digests.values()).hex(), dict(self.files)]
+
+    @classmethod
+    def of(cls, told: Sequence[Any]) -> Grounds:
+        """Return what `json` told."""
+        url, key, positions, digits, files = told
+        data = bytes.fromhex(digits)
+        return cls(url, key, {at: data[16 * n : 16 * n + 16] for n, at in enumerate(positions)}, files)
+
+    def unchanged(self, chunks: Sequence[Chunk], arrays: Mapping[Path, LocalArray]) -> tuple[int, ...]:
+        """Return the positions of chunks that are in memory what they are in the base.
+
+        Args:
+            chunks: Of the rank's task.
+            arrays: What lies here.
+        """
+        found = chunk_digests([chunks[at] for at in self.digests], arrays)
+        return tuple(at for (at, digest), own in zip(self.digests.items(), found, strict=True) if own == digest)
+
+    def hashed_share(self, rank: int, world: int) -> list[int]:
+        """Return the hashes of this rank's share of the blocks that the base has none of.
+
+        Raises:
+            CheckpointError: They cannot be read.
+            StorageError: The store failed.
+        """
+        return OpenBase(self.url).hash_blocks(self.files, rank, world) if self.files else []
+
+
+NO_GROUNDS = Grounds()
+
+
+class Compared:
+    """What a rank found out about bases, and need not find out again.
+
+    Attributes:
+        hashes: Of blocks of files that store none.
+    """
+
+    def __init__(self) -> None:
+        self.hashes: _Hashes = {}
+        self._key = ""
+        self._digests: dict[tuple[Path, Box], bytes] = {}
+
+    def copy(self) -> Compared:
+        """Return a copy for one save, which takes this one's place once that save is committed."""
+        made = Compared()
+        made.hashes, made._key, made._digests = dict(self.hashes), self._key, dict(self._digests)
+        return made
+
+    def compare(self, chunks: Sequence[Chunk], grounds: Grounds, captured: Captured, rules: Mapping[str, str]) -> None:
+        """Make sure that frozen parameters are what they are in the base; those that were read once are remembered.
+
+        Args:
+            chunks: What this rank has to look after.
+            grounds: What the first rank told.
+            captured: What lies here.
+            rules: From the model's names to the base's.
+
+        Raises:
+            UsageError: One differs.
+            CheckpointError: The base cannot be read.
+            StorageError: The store failed.
+        """
+        if self._key != grounds.key:
+            self._key = grounds.key
+            self._digests.clear()
+        new = [chunk for chunk in chunks if (chunk.path, chunk.box) not in self._digests]
+        if new:
+            base = OpenBase(grounds.url, rules=rules)
+            specs = {chunk.path: Spec(chunk.path, chunk.shape, chunk.dtype) for chunk in new}
+            entries = _entries(base, specs.values(), captured.ties)
+            digests = base.digests([(entries[chunk.path], chunk.box) for chunk in new])
+            self._digests.update({(c.path, c.box): digest for c, digest in zip(new, digests, strict=True)})
+        for chunk, own in zip(chunks, chunk_digests(chunks, captured.arrays), strict=True):
+            if own != self._digests[chunk.path, chunk.box]:
+                raise UsageError(
+                    "a frozen parameter is not what it is in the base",
+                    where=dotted(chunk.path),
+                    found=f"other values than {grounds.url} has in {chunk.box}",
+                    fix="Load the base into the model, or save without trainable_only.",
+                )
+
+
+def _entries(base: OpenBase, specs: Iterable[Spec], ties: Mapping[Path, Path]) -> dict[Path, TensorEntry]:
+    """Return where frozen parameters lie in the base.
+
+    Args:
+        base: The base.
+        specs: The parameters.
+        ties: Further path of one to its first.
+
+    Raises:
+        UsageError: The base has none of that name, or of another type or shape.
+        CheckpointError: It lacks elements of one.
+    """
+    wanted = list(specs)
+    names = {spec.path: [str(spec.path[-1])] for spec in wanted}
+    for other, first in ties.items():
+        if first in names and other[:-1] == first[:-1]:
+            names[first].append(str(other[-1]))
+    entries = base.located(names)
+    for path, shape, dtype in wanted:
+        entry = entries[path]
+        if (entry.shape, entry.stored) != (shape, dtype):
+            raise UsageError(
+                "a frozen parameter is not of the type and shape that it has in the base",
+                where=dotted(path),
+                found=f"{dtype} {list(shape)}",
+                expected=f"{entry.stored} {list(entry.shape)} in {base.url}",
+                fix="Load the model in the base's type, or save without trainable_only.",
+            )
+    return entries
+
+
+class Ground:
+    """The base of one save, on the first rank.
+
+    Args:
+        base: The base.
+        plan: Who writes what.
+        entries: Where frozen parameters lie in the base.
+    """
+
+    def __init__(self, base: OpenBase, plan: Plan, entries: Mapping[Path, TensorEntry]) -> None:
+        self._base, self._plan, self._entries = base, plan, entries
+        self._unhashed = base.unhashed(entries.values())
+        self._versions = {name: base.version_of(name) for name in self._unhashed}
+        self._asked: dict[str, int] = {}
+        self._key = base.key_of(entries) if entries else ""
+
+    def ask_for_hashes(self, known: _Hashes) -> None:
+        """Note which files' blocks ranks have to hash.
+
+        Args:
+            known: Hashes of files that need not be hashed again.
+        """
+        self._asked = {name: size for name, size in self._unhashed.items() if self._file_key(name) not in known}
+
+    def _file_key(self, name: str) -> tuple[str, str, str]:
+        return self._base.url, name, self._versions[name]
+
+    def for_rank(self, task: Task) -> Grounds:
+        """Return what a rank is told."""
+        digests = {
+            at: digest for at, chunk in enumerate(task.chunks) if (digest := self._base.digest_of(chunk)) is not None
+        }
+        return Grounds(self._base.url, self._key, digests, self._asked)
+
+    def part(self, unchanged: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], known: _Hashes) -> Part:
+        """Return what of the step lies in other folders.
+
+        Args:
+            unchanged: For each rank, the positions of the chunks of its task that it did not write.
+            blocks: For each rank, the hashes of its share.
+            known: Where hashes of files are remembered.
+
+        Raises:
+            UsageError: The step would refer to too many folders.
+        """
+        for name, found in joined_blocks(self._asked, blocks).items():
+            known[self._file_key(name)] = found
+        hashes = {name: known[self._file_key(name)] for name in self._unhashed}
+        references = References()
+        for task, positions in zip(self._plan.tasks, unchanged, strict=True):
+            for at in positions:
+                path, shape, dtype, box = task.chunks[at]
+                references.add(path, dtype, shape, box, self._base.known(task.chunks[at]))
+        for path, shape, dtype in self._plan.frozen:
+            for box, where in self._base.rows(self._entries[path], hashes):
+                references.add(path, dtype, shape, box, where)
+        part = references.part()
+        if len({file.base for file in part.files}) > MAX_BASES:
+            raise UsageError(
+                "the step would refer to too many folders",
+                where=self._base.step,
+                expected=f"{MAX_BASES} at most",
+                fix="Save without a base this time.",
+            )
+        return part
+
+    def is_kept(self, files: Sequence[FileRecord]) -> bool:
+        """Tell whether the base is still what it was, with every file that the step refers to.
+
+        Args:
+            files: All of the step.
+
+        Raises:
+            StorageError: The store failed.
+        """
+        needed = [file for file in files if file.base]
+        return not needed or (self._base.is_committed() and are_there(self._base.step, needed))
+
+    def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
+        """Return what the step says of the folders in which its files lie."""
+        return self._base.bases(files)
+
+
+def ground_of(
+    url: str | None, step: str, rules: Mapping[str, str], plan: Plan, *, trainable_only: bool
+) -> Ground | None:
+    """Look at the base of a save.
+
+    Args:
+        url: Where the base lies; None where there is none.
+        step: Where the step will lie.
+        rules: From the model's names to the base's.
+        plan: Who writes what.
+        trainable_only: Frozen parameters are to be left there.
+
+    Raises:
+        UsageError: Nothing is frozen; a frozen parameter is not in the base, or is another one there; the base is what
+            is saved to.
+        CheckpointError: The base cannot be read.
+        StorageError: The store failed.
+    """
+    if trainable_only and not plan.frozen:
+        raise UsageError(
+            "trainable_only finds no frozen parameter",
+            where=step,
+            fix="Set requires_grad to False before the model is sharded, or save without trainable_only.",
+        )
+    if not url:
+        return None
+    base = OpenBase(url, step, rules)
+    return Ground(base, plan, _entries(base, plan.frozen, plan.ties) if plan.frozen else {})

@@ -1,0 +1,1 @@
+"""Load a checkpoint: plan, read, cast, broadcast."""

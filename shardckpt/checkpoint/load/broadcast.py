@@ -1,0 +1,218 @@
+"""What ranks hold alike is read by one of them and sent to the others, while the next stretches are read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+
+from shardckpt.checkpoint.load.tensor_loader import Delivery, Wish
+from shardckpt.errors import RankError
+from shardckpt.groups import Star
+from shardckpt.plan.layout.read_sharing import Circle, Stretches
+from shardckpt.storage.store import Read, Store
+
+_AHEAD = 4
+"""Stretches that are read before their turn has come; each is held until those that it was sent to have it."""
+
+_FINE, _STOPPED = 0, 1
+
+
+class FanOut:
+    """One rank's part in reading what several want.
+
+    Every rank goes through the same rounds. In each it sends what it has read to those that want the same, then takes
+    what they have read. Nobody waits for one that waits for him: what is sent in a round depends on earlier ones alone.
+    A rank that fails says so in place of what it owes, and whoever hears that stops in the same way, so that all come
+    to an end and can be told who failed.
+
+    Args:
+        star: The ranks.
+        store: What is read through.
+        stretches: Of the checkpoint's files.
+        circles: In which this rank takes part.
+        wanted: What it wants, of any stretch.
+
+    Attributes:
+        own: Reads of what nobody shares, of deliveries that are shared in part.
+        alone: What nobody shares.
+    """
+
+    def __init__(
+        self, star: Star, store: Store, stretches: Stretches, circles: Sequence[Circle], wanted: Sequence[Delivery]
+    ) -> None:
+        self._star, self._store, self._stretches = star, store, stretches
+        self._circles = circles
+        shared = set(chain.from_iterable(circle.ids.tolist() for circle in circles))
+        self._places: dict[int, list[tuple[int, memoryview, Delivery]]] = {number: [] for number in shared}
+        self.own: list[Read] = []
+        self.alone: list[Wish] = []
+        self._owners: list[Delivery] = []
+        for delivery in wanted:
+            self._divide(delivery)
+        self._silent: set[int] = set()
+        self._told: set[int] = set()
+        self._failure: Exception | None = None
+        self._is_over = False
+        self._sent: deque[tuple[int, int, dist.Work, torch.Tensor]] = deque()
+
+    def _divide(self, delivery: Delivery) -> None:
+        """Tell what is shared, by stretch, from what is this rank's own to read."""
+        reads, delivery.reads = delivery.reads, []
+        cuts = [
+            (read, [*self._stretches.cut(read.name, read.offset, read.offset + len(read.buffer))]) for read in reads
+        ]
+        if not any(number in self._places for _, parts in cuts for number, _, _ in parts):
+            self.alone.append(delivery.wish)
+            return
+        own: list[Read] = []
+        for (name, offset, buffer), parts in cuts:
+            for number, start, stop in parts:
+                place = buffer[start - offset : stop - offset]
+                if number in self._places:
+                    delivery.left += 1
+                    self._places[number].append((start - self._stretches.extent(number).start, place, delivery))
+                else:
+                    own.append(Read(name, start, place))
+        if own:
+            delivery.left += 1
+            self.own += own
+            self._owners.append(delivery)
+
+    def read_own(self) -> None:
+        """Tell that `own` has been read."""
+        for delivery in self._owners:
+            delivery.arrived()
+
+    def run(self, failure: Exception | None = None) -> Exception | None:
+        """Read and send, take and put in place. Collective among the circles.
+
+        Args:
+            failure: Why this rank has stopped already; the others hear of it.
+
+        Returns:
+            Why this rank stopped; None also where another did, which will say so itself.
+        """
+        self._failure = failure
+        self._is_over = failure is not None
+        if self._circles:
+            with ThreadPoolExecutor(_AHEAD, thread_name_prefix="shardckpt-read") as pool:
+                self._go_round(pool)
+        return self._failure
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank stopped, for itself or because another did."""
+        return self._is_over
+
+    def _go_round(self, pool: ThreadPoolExecutor) -> None:
+        numbers = self._own_numbers()
+        ahead: deque[Future[torch.Tensor]] = deque()
+        rounds = max(circle.rounds for circle in self._circles)
+        for at in range(rounds):
+            for circle in self._circles:
+                for owner, number in circle.turns(at):
+                    if owner == self._star.rank:
+                        while (
+                            len(ahead) < _AHEAD and not self._is_over and (following := next(numbers, None)) is not None
+                        ):
+                            ahead.append(pool.submit(self._read, following))
+                        self._send(circle, number, at, ahead)
+            for circle in self._circles:
+                for owner, number in circle.turns(at):
+                    if owner != self._star.rank:
+                        self._take(owner, number)
+            self._settle(at - 1)
+        for future in ahead:
+            future.cancel()
+        self._settle(rounds)
+
+    def _own_numbers(self) -> Iterator[int]:
+        """Yield the stretches that this rank reads, in order."""
+        for at in range(max(circle.rounds for circle in self._circles)):
+            for circle in self._circles:
+                yield from (number for owner, number in circle.turns(at) if owner == self._star.rank)
+
+    def _read(self, number: int) -> torch.Tensor:
+        name, start, stop = self._stretches.extent(number)
+        row = torch.empty(stop - start, dtype=torch.uint8)
+        self._store.read([Read(name, start, memoryview(row.numpy()))])  # type: ignore[arg-type]
+        return row
+
+    def _send(self, circle: Circle, number: int, at: int, ahead: deque[Future[torch.Tensor]]) -> None:
+        """Read a stretch to its end, send it to all of its circle, and put it in place."""
+        row = None
+        if not self._is_over:
+            try:
+                row = ahead.popleft().result()
+            except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+                self._stop(error)
+        for member in circle.members:
+            if member == self._star.rank or member in self._told:
+                continue
+            if row is None:
+                self._told.add(member)
+            self._post(member, at, torch.tensor([_STOPPED if row is None else _FINE], dtype=torch.uint8))
+            if row is not None:
+                self._post(member, at, row)
+        if row is not None:
+            self._put(number, row)
+
+    def _post(self, member: int, at: int, row: torch.Tensor) -> None:
+        if member in self._told and row.numel() != 1:
+            return  # it is gone since
+        try:
+            self._sent.append((at, member, self._star.post(row, member), row))
+        except RankError as error:
+            self._lose(member, error)
+
+    def _take(self, owner: int, number: int) -> None:
+        """Take a stretch from who reads it, unless he has stopped."""
+        if owner in self._silent:
+            return
+        word = torch.empty(1, dtype=torch.uint8)
+        _, start, stop = self._stretches.extent(number)
+        row = torch.empty(stop - start, dtype=torch.uint8)
+        try:
+            self._star.take(word, owner)
+            if word.item() == _FINE:
+                self._star.take(row, owner)
+        except RankError as error:
+            self._lose(owner, error)
+            return
+        if word.item() == _FINE:
+            self._put(number, row)
+        else:
+            self._silent.add(owner)
+            self._is_over = True
+
+    def _put(self, number: int, row: torch.Tensor) -> None:
+        data = memoryview(row.numpy())  # type: ignore[arg-type]
+        for at, place, delivery in self._places.pop(number):
+            place[:] = data[at : at + len(place)]
+            delivery.arrived()
+
+    def _stop(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._is_over = True
+
+    def _lose(self, rank: int, error: RankError) -> None:
+        """Expect nothing any more of a rank that is gone, and tell it nothing."""
+        self._silent.add(rank)
+        self._told.add(rank)
+        self._stop(error)
+
+    def _settle(self, until: int) -> None:
+        """Wait for what was sent up to a round, and let it go."""
+        while self._sent and self._sent[0][0] <= until:
+            _, member, work, _row = self._sent.popleft()
+            if member in self._told and self._star.is_lost:
+                continue
+            try:
+                self._star.wait(work, member)
+            except RankError as error:
+                self._lose(member, error)

@@ -1,0 +1,365 @@
+"""`load`: a checkpoint of any format into what a job holds, on any number of ranks; or into a nest of tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from shardckpt.checkpoint.channels import get_channels
+from shardckpt.checkpoint.load.broadcast import FanOut
+from shardckpt.checkpoint.load.load_plan import Fitting, Policy, Taker, fit
+from shardckpt.checkpoint.load.model_shapes import shapes_of
+from shardckpt.checkpoint.load.source import Rules, Saved, Verify, compiled, require_way_to_verify
+from shardckpt.checkpoint.load.tensor_loader import Delivery, Wish, as_deliveries
+from shardckpt.checkpoint.stateful.flatten import Models
+from shardckpt.checkpoint.stateful.stateful import build_call_error
+from shardckpt.errors import RankError, ShardckptError, UsageError, escape
+from shardckpt.format.reader import NamedBases
+from shardckpt.gc_pause import gc_paused
+from shardckpt.groups import Star
+from shardckpt.manifest import Path, dotted
+from shardckpt.plan.layout.read_sharing import Circle, Stretches, decode_circles, encode_circles, share_out
+from shardckpt.state import StateMismatchError
+from shardckpt.state.keys.slots import UnequalSteps, require_way_with_steps
+from shardckpt.storage.resolve_url import url_of
+
+_SHOWN_CHARACTERS = 40_000
+
+
+class MismatchError(StateMismatchError, UsageError):
+    """A checkpoint does not fit what it is loaded into.
+
+    Args:
+        problems: Everything that is wrong, a sentence each.
+        shown: The same in fewer words, for the message.
+        besides: What the checkpoint holds besides, in few words.
+
+    Attributes:
+        problems: As given.
+    """
+
+    def __init__(self, problems: Sequence[str], shown: Sequence[str] = (), besides: Sequence[str] = ()) -> None:
+        self.problems = tuple(problems)
+        self._shown = tuple(shown or problems)
+        fix = "Nothing was changed. Names may differ with strict=False, types with cast=True."
+        if besides:
+            names = ", ".join(map(escape, besides[:_SHOWN_NAMES])) + (", ..." if len(besides) > _SHOWN_NAMES else "")
+            fix += f" The checkpoint also holds {names}: to load only what you passed, partial=True."
+        super().__init__(f"the checkpoint does not fit in {len(problems)} place{'s' * (len(problems) != 1)}", fix=fix)
+
+    def __str__(self) -> str:
+        listed, length = [], 0
+        for problem in map(escape, self._shown):
+            length += len(problem)
+            if length > _SHOWN_CHARACTERS:
+                break
+            listed.append(problem)
+        more = f"; and {len(self._shown) - len(listed)} more" if len(listed) < len(self._shown) else ""
+        return f"{self.what}: {'; '.join(listed)}{more}. {self.fix}"
+
+
+def load(
+    state: Any,
+    path: Any = None,
+    *,
+    strict: bool = True,
+    partial: Sequence[str] | bool = False,
+    rules: Rules = None,
+    cast: bool = False,
+    verify: Verify = "read",
+    base: NamedBases | bool | None = None,
+    fan_out: bool | None = None,
+    unequal_steps: UnequalSteps = "error",
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Load a checkpoint: `load(state, path)` into what a job holds, `load(path)` as the nest that was saved.
+
+    With a state it is collective; each rank reads the elements that it holds, whoever wrote them, and no others. What
+    can be seen from the manifest is checked on every rank before anything is changed: names, shapes, types, whether all
+    elements are there, and that all ranks opened the same checkpoint. What fails after that is raised on every rank
+    too, and leaves the state filled in part; with `verify="full"` no damaged byte gets so far.
+
+    Args:
+        state: As for `save`: models, optimizers (also new ones), objects and tensors are filled in place,
+            plain values in its dicts replaced. Without `path`, where the checkpoint lies.
+        path: Where the checkpoint lies: our own format, or any other that can be read.
+        strict: Names that are missing or unexpected are errors, parameters of optimizers and globs without a match
+            among them; otherwise they are left alone.
+        partial: True: what the checkpoint has besides is left alone. Or globs of dotted names, of parts (`"model"`) or
+            of what is in them: nothing else is loaded, or missed.
+        rules: Regular expressions to what stands for them, for every key of the checkpoint's names. Or a TOML file of
+            rules, or the name of a set that comes along: they give the model, and its optimizer, other shapes too.
+        cast: Convert where a type differs from the saved one; otherwise that is an error.
+        verify: `"read"`: blocks that are read are checked against their hashes; `"full"`: all blocks are, before
+            anything is changed; False: none but those in folders that are no longer what the checkpoint refers to.
+        base: Where a folder lies that the checkpoint refers to, if it was moved, or lies on another store, where it is
+            opened only if it is named here: a path or URL for the one that is not beside it, or a dict from what it
+            calls them. False: leave alone what lies in other folders, since the state has it already.
+        fan_out: What several ranks hold alike is read by one of them and sent to the others: data-parallel replicas
+            then read every byte once, not once each. None: where the checkpoint is behind a URL. What lies in a folder
+            is kept in memory by the operating system, and read again from there faster than it is sent; True is for
+            folders on a network.
+        unequal_steps: What becomes of an optimizer's steps that differ among parameters that are one flat parameter
+            now, of which it keeps one: `"error"`, or the `"largest"`. Other targets keep each parameter's.
+        group: The ranks; all where None.
+
+    Returns:
+        The state that was given; without one the nest, with tensors on the CPU. Values that only another library can
+        read safely, such as pickled generators of numpy, are left out of it with a warning.
+
+    Raises:
+        UsageError: An argument is of no use.
+        StateMismatchError: The checkpoint does not fit; the message lists everything that is wrong.
+        SourceNotFoundError: Nothing lies there.
+        CheckpointError: It is damaged, incomplete, or cannot be read.
+        StateDictError: The `load_state_dict` of an object raised an exception: the message names the object.
+        RankError: Another rank failed or is gone.
+        StorageError: The storage failed.
+    """
+
+    def checked_globs() -> tuple[str, ...] | None:
+        _require_bools(strict=strict, cast=cast, fan_out=False if fan_out is None else fan_out)
+        require_way_to_verify(verify)
+        require_way_with_steps(unequal_steps)
+        compiled(rules)
+        return globs_of(partial)
+
+    if path is None:
+        globs = checked_globs()
+        if globs is not None or cast:
+            name = "cast" if cast else "partial"
+            raise UsageError(f"`{name}` is for loads into a state", fix="Give the state first: load(state, path, ...).")
+        with gc_paused():
+            saved = Saved(url_of(state), verify, rules, _named(base))
+            saved.expect_most()
+            if verify == "full":
+                saved.check_blocks()
+            skipped: list[Path] = []
+            nest = saved.materialised(saved.nest, skipped)
+        if skipped:
+            names = ", ".join(map(dotted, skipped[:_SHOWN_NAMES])) + (", ..." if len(skipped) > _SHOWN_NAMES else "")
+            warnings.warn(f"left out, since they can only be read by what wrote them: {names}", stacklevel=2)
+        return nest
+    order: _Order | Exception
+    try:
+        policy = Policy(strict, checked_globs(), cast, is_own_only=base is False, unequal_steps=unequal_steps)
+        order = _Order(_Source(url_of(path), verify, rules, _named(base)), policy, fan_out)
+    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+        order = error
+    star = get_channels(group).main
+    with gc_paused(), star.in_step():
+        _load_into(state, path, order, star)
+    return state
+
+
+def _require_bools(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"`{name}` is neither True nor False", found=repr(value))
+
+
+def _named(base: NamedBases | bool | None) -> NamedBases:
+    return "" if base is None or isinstance(base, bool) else base
+
+
+class _Source(NamedTuple):
+    """What is loaded, and how it is read: as `Saved` takes it."""
+
+    path: str
+    verify: Verify
+    rules: Rules
+    bases: NamedBases
+
+
+class _Order(NamedTuple):
+    """What a caller asked for: from where, what fits, and whether ranks share what they read."""
+
+    source: _Source
+    policy: Policy
+    fan_out: bool | None
+
+
+@dataclass
+class _Errand:
+    """What a rank is about to read.
+
+    Attributes:
+        saved: The checkpoint.
+        fitting: What goes where.
+        wanted: Arrays with their places.
+        deliveries: The others, which ranks may share.
+    """
+
+    saved: Saved
+    fitting: Fitting
+    wanted: Sequence[Wish]
+    deliveries: Sequence[Delivery] = ()
+
+    @cached_property
+    def stretches(self) -> Stretches:
+        """Of the checkpoint's files."""
+        return Stretches(self.saved.manifest.files)
+
+    def told(self) -> bytes:
+        """Return what the other ranks have to know."""
+        reads = (read for each in self.deliveries for read in each.reads)
+        ranges = ((name, offset, offset + len(buffer)) for name, offset, buffer in reads)
+        return self.saved.identity + self.stretches.wanted(ranges, self.saved.grain).tobytes()
+
+    def carry_out(self, star: Star, circles: Sequence[Circle], failure: Exception | None) -> None:
+        """Read everything, together with others what they want too.
+
+        Args:
+            star: The ranks.
+            circles: With whom to share what.
+            failure: Why this rank cannot go on; the others hear of it.
+        """
+        sharing = FanOut(star, self.saved.store, self.stretches, circles, self.deliveries)
+        failure = sharing.run(failure)
+        if failure is not None:
+            raise failure
+        if not sharing.is_over:
+            self.saved.elements.read_straight(sharing.own)
+            sharing.read_own()
+            self.saved.elements.read([*self.wanted, *sharing.alone])
+
+
+def _load_into(state: Any, path: Any, order: _Order | Exception, star: Star) -> None:
+    errand = None
+    said: bytes | Exception
+    try:
+        if isinstance(order, Exception):
+            raise order
+        errand = _errand(state, order, star)
+        said = errand.told()
+    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+        said = error
+    answer = star.consult(f"fitting {path}", said, _shared)
+    assert errand is not None, "what failed was raised by all"
+    said = _filled(errand, star, decode_circles(answer))
+    try:
+        star.consult(f"loading {path}", said, _silent)
+    except Exception as error:
+        _add_note(error, MIXED)
+        raise
+
+
+def _errand(state: Any, order: _Order, star: Star) -> _Errand:
+    """Find out what is to be read, and that it is there and fits; nothing is changed."""
+    source, policy, fan_out = order
+    models = cache(lambda: Models(state))
+    saved = Saved(*source, tell=lambda: shapes_of(models()))
+    if policy.partial is None:
+        saved.expect_most()
+    if source.verify == "full":
+        saved.check_blocks(star.rank, star.size, own_only=policy.is_own_only)
+    fitting = fit(state, saved, policy, star.rank, star.size, models())
+    _require_fit(fitting)
+    wanted = saved.ready([(each.entry, each.array) for each in fitting.arrays])
+    if star.size == 1 or not (fan_out or (fan_out is None and not saved.store.traits.is_local)):
+        return _Errand(saved, fitting, wanted)
+    deliveries, rest = as_deliveries(wanted)
+    return _Errand(saved, fitting, rest, deliveries)
+
+
+def _filled(errand: _Errand, star: Star, circles: Sequence[Circle]) -> bytes | Exception:
+    """Read, and hand over what was read; return how that failed, or nothing."""
+    values, failure = [], None
+    try:
+        values = [each._replace(nest=errand.saved.materialised(each.nest)) for each in errand.fitting.values]
+    except Exception as error:  # noqa: BLE001  (others may wait for what this rank was to read)
+        failure = error
+    try:
+        errand.carry_out(star, circles, failure)
+        for finish in errand.fitting.after:
+            finish()
+        for at, each in enumerate(values):
+            try:
+                each.put(each.nest)  # from here, so that what is warned of on the way points at the caller of `load`
+            except ShardckptError as error:
+                _name_taker(error, values, at)
+                raise
+            except Exception as error:
+                failure = build_call_error("load_state_dict", each.path, error)
+                _name_taker(failure, values, at)
+                raise failure from error
+    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+        return error
+    return b""
+
+
+def _name_taker(error: ShardckptError, takers: Sequence[Taker], at: int) -> None:
+    """Say in an error which object did not take what was read for it, which ones did, and which got nothing yet."""
+    before, after = (_listed(each.path for each in some) for some in (takers[:at], takers[at + 1 :]))
+    text = f"{dotted(takers[at].path) or 'the state'} did not take what was loaded"
+    text += (f", {before} did" if before else "") + (f", and {after} got nothing yet" if after else "")
+    _add_note(error, f"{text}.")
+
+
+def _listed(paths: Iterable[Path]) -> str:
+    names = [dotted(path) for path in paths]
+    return ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+
+
+def _shared(told: list[bytes]) -> list[bytes]:
+    """Decide who reads what for whom. On the first rank."""
+    identities = [each[:_IDENTITY_BYTES] for each in told]
+    odd = next((rank for rank, each in enumerate(identities) if each != identities[0]), None)
+    if odd is not None:
+        raise RankError(
+            f"rank {odd} opened another checkpoint than rank 0: it was replaced in between",
+            rank=odd,
+            fix="Load again.",
+        )
+    wanted = [np.frombuffer(each[_IDENTITY_BYTES:], np.int64) for each in told]
+    return [encode_circles(circles) for circles in share_out(wanted)]
+
+
+_IDENTITY_BYTES = 16
+
+MIXED = "What was loaded into may be filled in part: load again, or start anew, before it is used."
+"""Said of a load that failed while it read."""
+
+
+_SHOWN_NAMES = 10
+
+
+def _add_note(error: Exception, note: str) -> None:
+    """Add a sentence to the message of an error, or beside it where the class of the error is not ours."""
+    if isinstance(error, ShardckptError):
+        error.args = (f"{error} {note}" if str(error).endswith(".") else f"{error}. {note}", *error.args[1:])
+    elif hasattr(error, "add_note"):
+        error.add_note(note)
+
+
+def globs_of(partial: Any) -> tuple[str, ...] | None:
+    """Return the globs that `partial` means; None for everything, the rest of the checkpoint included.
+
+    Raises:
+        UsageError: It is neither True, False nor names.
+    """
+    if partial is None or isinstance(partial, bool):
+        return ("*",) if partial else None
+    globs = (partial,) if isinstance(partial, str) else tuple(partial) if isinstance(partial, Iterable) else (partial,)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise UsageError(
+            "`partial` is neither True nor names", found=partial, expected="True, or globs of dotted names"
+        )
+    return globs
+
+
+def _silent(told: list[bytes]) -> list[bytes]:
+    return told
+
+
+def _require_fit(fitting: Fitting) -> None:
+    if fitting.problems or fitting.unexpected:
+        listed = [f"unexpected: {dotted(path)}" for path in fitting.unexpected]
+        besides = [dotted(root) for root in fitting.unexpected_roots()]
+        raise MismatchError([*fitting.problems, *listed], [*fitting.problems, *fitting.unexpected_shown()], besides)

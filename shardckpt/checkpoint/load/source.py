@@ -1,0 +1,347 @@
+"""An open checkpoint as a load asks for it: the nest that was saved, whatever the format, and where its arrays lie."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+
+from shardckpt.boxes import whole
+from shardckpt.checkpoint.load.remapped_reader import ruled
+from shardckpt.checkpoint.load.tensor_loader import BATCH_BYTES, ElementReader, Wish
+from shardckpt.checkpoint.load.unflatten import ForeignValue, arrays_in, filled, find, put, with_lists
+from shardckpt.checkpoint.stateful.flatten import ArrayAt
+from shardckpt.checkpoint.stateful.stateful import revived
+from shardckpt.errors import NameCollisionError, NoMemoryError, UnsupportedError, UsageError
+from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.native import NativeReader
+from shardckpt.format.native_payload import BLOCK_BYTES
+from shardckpt.format.reader import NamedBases, Reader, WholeShapes
+from shardckpt.format.tagged import ArrayRef, Named
+from shardckpt.manifest import UNREAD, Lazy, Path, TensorEntry, dotted
+from shardckpt.plan.layout.coverage import require_complete
+from shardckpt.plan.naming.sections import split_flat_names
+from shardckpt.state.local.local_shards import LocalArray, Portion
+from shardckpt.storage.store import Read, Store
+
+Rules = Mapping[str, str] | str | os.PathLike[str] | None
+"""Regular expressions to what stands for them in every key, or where a file of rules lies, or the name of a set."""
+
+Verify = str | bool
+VERIFY = (False, "read", "full")
+
+
+class Saved:
+    """A checkpoint that is open.
+
+    Args:
+        url: Where it lies.
+        verify: Which blocks are checked against their hashes: none, those that are read, or all of them at once.
+        rules: Regular expressions and what stands for them in every key of every path; or a file of rules.
+        bases: Folders that the caller names of those that it refers to.
+        tell: Tells what lies in flat parameters, where that is known; asked where no file tells it.
+
+    Raises:
+        SourceNotFoundError: Nothing lies there.
+        CheckpointError: It cannot be read, or is damaged.
+        UsageError: An unknown way to verify; it refers to no folder that could have been moved; flat parameters of
+            which nothing tells the members.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        verify: Verify = "read",
+        rules: Rules = None,
+        bases: NamedBases = "",
+        tell: Callable[[], WholeShapes | None] = lambda: None,
+    ) -> None:
+        require_way_to_verify(verify)
+        self._rules = compiled(rules)
+        self._reader: Reader = _with_shapes(open_checkpoint(url, bases), tell)
+        self._files = self._reader
+        if isinstance(rules, (str, os.PathLike)):
+            self._reader = ruled(self._reader, os.fspath(rules))
+        self.url = url
+        self.manifest = split_flat_names(self._reader.manifest)
+        self._store = self._reader.store if verify else self._reader.unverified
+
+    @property
+    def reader(self) -> Reader:
+        """The reader of its format."""
+        return self._reader
+
+    @property
+    def is_native(self) -> bool:
+        """Tell whether it is of our own format."""
+        return isinstance(self._reader, NativeReader)
+
+    def expect_most(self) -> None:
+        """Say that most arrays will be asked for: they are described in one go, which is cheaper than one by one."""
+        self.manifest.tensors.values()
+
+    def lies_elsewhere(self, entry: TensorEntry) -> bool:
+        """Tell whether an array lies in other folders than the checkpoint."""
+        return bool(entry.pieces) and all(piece.file in self.manifest.elsewhere for piece in entry.pieces)
+
+    def check_blocks(self, share: int = 0, shares: int = 1, *, own_only: bool = False) -> None:
+        """Hash every block of this share of the files.
+
+        Args:
+            share: Which, from 0.
+            shares: How many there are.
+            own_only: Leave out files that lie in other folders.
+
+        Raises:
+            ChecksumError: A block is not what was saved.
+        """
+        hashed = self._files.block_hashes() if isinstance(self._files, NativeReader) else {}
+        left_out = self.manifest.elsewhere if own_only else {}
+        for name in sorted(hashed.keys() - left_out.keys())[share::shares]:
+            size = self.manifest.files[name]
+            for start in range(0, size, BATCH_BYTES):
+                self._store.read([Read(name, start, memoryview(bytearray(min(BATCH_BYTES, size - start))))])
+
+    def renamed(self, key: Any) -> Any:
+        """Return a key as the rules have it."""
+        if isinstance(key, str):
+            for pattern, new in self._rules:
+                key = pattern.sub(new, key)
+        return key
+
+    @cached_property
+    def arrays(self) -> Mapping[Path, TensorEntry]:
+        """The arrays, by path."""
+        if not self._rules:
+            return self.manifest.tensors
+        found: dict[Path, TensorEntry] = {}
+        for path, entry in self.manifest.tensors.items():
+            new = tuple(map(self.renamed, path))
+            if new in found:
+                raise NameCollisionError(
+                    "`rules` give two tensors one name",
+                    where=dotted(new),
+                    found=f"{dotted(found[new].path)} and {dotted(path)}",
+                    fix="Make the expressions narrower.",
+                )
+            found[new] = entry
+        return found
+
+    @cached_property
+    def paths(self) -> list[Path]:
+        """Where arrays and other values are."""
+        return [*self.arrays, *(tuple(map(self.renamed, path)) for path in self.manifest.objects)]
+
+    @cached_property
+    def nest(self) -> Any:
+        """What was saved; arrays as `ArrayAt`."""
+        if isinstance(self._reader, NativeReader):
+            records = self._reader.contents.arrays
+
+            def revive(value: ArrayRef | Named) -> object:
+                if isinstance(value, Named):
+                    return revived(value)
+                return ArrayAt(tuple(map(self.renamed, records[value.number].path)), value.kind)
+
+            return self._renamed_keys(self._reader.nest(revive))
+        return self._foreign_nest()
+
+    def _renamed_keys(self, nest: Any) -> Any:
+        if not self._rules:
+            return nest
+        if isinstance(nest, dict):
+            return type(nest)((self.renamed(key), self._renamed_keys(value)) for key, value in nest.items())
+        if type(nest) in (list, tuple):
+            return type(nest)(map(self._renamed_keys, nest))
+        return nest
+
+    def _foreign_nest(self) -> Any:
+        root: dict[Any, Any] = {}
+        for path in self.arrays:
+            put(root, path, ArrayAt(path))
+        for path, entry in self.manifest.objects.items():
+            value = self._reader.load_object(entry) if entry.value is UNREAD else entry.value
+            put(root, tuple(map(self.renamed, path)), ForeignValue(value, path))
+        return with_lists(root)
+
+    def find(self, path: Path) -> tuple[Any, bool]:
+        """Return what was saved at a path, and whether anything was."""
+        return find(self.nest, path)
+
+    def materialised(self, nest: Any, skipped: list[Path] | None = None) -> Any:
+        """Return a part of the nest with its arrays read, on the CPU.
+
+        Args:
+            nest: The part.
+            skipped: Gets the paths of what only its own library can read, which is left out; None: that is an error.
+
+        Raises:
+            CheckpointError: It cannot be read.
+            NoMemoryError: An array does not fit into memory.
+        """
+        paths = list(dict.fromkeys(at.path for at in arrays_in(nest)))
+        entries = self.located([self.arrays[path] for path in paths])  # before memory is taken for them
+        made: dict[Path, torch.Tensor] = {}
+        wanted = []
+        for path, entry in zip(paths, entries, strict=True):
+            made[path] = allocate(entry, entry.shape)
+            portion = Portion(whole(entry.shape), made[path])
+            wanted.append((entry, LocalArray(entry.shape, made[path].dtype, (portion,))))
+        self.elements.read(wanted)
+        return filled(nest, made, skipped)
+
+    def fill(self, wanted: Sequence[Wish]) -> None:
+        """Read the elements that lie on this rank, and no others, into their places.
+
+        Args:
+            wanted: Arrays with where their elements go, of any type.
+
+        Raises:
+            CheckpointError: Elements are missing, damaged, or of a kind that cannot be read.
+            StorageError: The store failed.
+        """
+        self.elements.read(self.ready(wanted))
+
+    def ready(self, wanted: Sequence[Wish]) -> list[Wish]:
+        """Return what is wanted, once it is sure that all of its elements are there; nothing is read.
+
+        Args:
+            wanted: Arrays with where their elements go, of any type.
+
+        Raises:
+            CheckpointError: Elements are missing or doubled, or a container is damaged.
+        """
+        entries = self.located([entry for entry, _ in wanted])
+        return [(entry, array) for entry, (_, array) in zip(entries, wanted, strict=True)]
+
+    @cached_property
+    def elements(self) -> ElementReader:
+        """Reads what is `ready`."""
+        return ElementReader(self._store)
+
+    @property
+    def store(self) -> Store:
+        """What is read through: it checks what it reads where that was asked for."""
+        return self._store
+
+    @property
+    def grain(self) -> int:
+        """Bytes that are read together, however few of them are wanted: blocks, where they are checked."""
+        return BLOCK_BYTES if self._store is not self._reader.stored else 1
+
+    @cached_property
+    def identity(self) -> bytes:
+        """16 bytes that tell this checkpoint from another one that lay or will lie in its place."""
+        if isinstance(self._reader, NativeReader):
+            told: object = self._reader.commit.manifest_sha256
+        else:
+            told = sorted(self.manifest.files.items())
+        return hashlib.blake2b(repr(told).encode(), digest_size=16).digest()
+
+    def located(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+        """Return arrays with every piece located, once it is sure that all of their elements are there.
+
+        Raises:
+            CheckpointError: Elements are missing or doubled, or a container is damaged.
+        """
+        require_complete(self.manifest, entries, self.url)
+        lazy = [piece for entry in entries for piece in entry.pieces if isinstance(piece.layout, Lazy)]
+        if not lazy:
+            return list(entries)
+        known = dict(zip(map(id, lazy), self._reader.resolve(lazy), strict=True))
+        return [entry._replace(pieces=tuple(known.get(id(p), p) for p in entry.pieces)) for entry in entries]
+
+
+def _with_shapes(reader: Reader, tell: Callable[[], WholeShapes | None]) -> Reader:
+    """Return a reader that knows what lies in its flat parameters; the same one where files tell that."""
+    known = tell() if reader.lacks_shapes else None
+    if known is not None:
+        reader = reader.with_shapes(known)
+    if reader.lacks_shapes:
+        raise UsageError(
+            "these are flat parameters of FSDP1, and no file tells the shapes of what lies in them",
+            where=reader.store.url,
+            fix="Load into the model, `load({'model': model}, path)`; or load what `shardckpt consolidate SRC DST"
+            " --shapes-from MODEL --part all` writes.",
+        )
+    return reader
+
+
+def require_way_to_verify(verify: Any) -> None:
+    """Check what `verify` is.
+
+    Raises:
+        UsageError: It means nothing.
+    """
+    if not (isinstance(verify, bool) or (isinstance(verify, str) and verify in VERIFY)):
+        raise UsageError("this is no way to verify", found=repr(verify), expected="False, 'read' or 'full'")
+
+
+def compiled(rules: Any) -> list[tuple[re.Pattern[str], str]]:
+    """Return regular expressions, and what stands for what they match; none for a file of rules.
+
+    Args:
+        rules: Both, as strings.
+
+    Raises:
+        UsageError: There is one that is neither, or no regular expression.
+    """
+    if isinstance(rules, (str, os.PathLike)):
+        return []
+    if rules is not None and not isinstance(rules, Mapping):
+        expected = "regular expressions to what stands for them, or a file of rules"
+        raise UsageError("`rules` are no mapping", found=rules, expected=expected)
+    found = []
+    for pattern, new in (rules or {}).items():
+        if not (isinstance(pattern, str) and isinstance(new, str)):
+            raise UsageError("a rule is not two strings", where="rules", found=f"{pattern!r}: {new!r}")
+        try:
+            made = re.compile(pattern)
+            made.sub(new, "")  # what stands for a match may refer to groups that there are not
+        except (re.error, IndexError) as error:
+            raise UsageError(
+                f"a rule is no regular expression: {error}", where="rules", found=f"{pattern!r}: {new!r}"
+            ) from error
+        found.append((made, new))
+    return found
+
+
+def allocate(entry: TensorEntry, size: Sequence[int]) -> torch.Tensor:
+    """Return memory on the CPU for elements of an array.
+
+    Args:
+        entry: The array.
+        size: How many of its elements along each dimension.
+
+    Raises:
+        UnsupportedError: This torch has no such type.
+        NoMemoryError: There is not as much memory.
+    """
+    dtype = torch_dtype(entry)
+    try:
+        return torch.empty(tuple(size), dtype=dtype)
+    except (RuntimeError, MemoryError) as error:
+        raise NoMemoryError(
+            "this array does not fit into the memory of this machine",
+            where=dotted(entry.path),
+            found=f"{prod(size) * dtype.itemsize} bytes for {entry.dtype} {list(size)}",
+            fix="Load it into a sharded model, or a part of it with shardckpt.open(path)[name][rows].",
+        ) from error
+
+
+def torch_dtype(entry: TensorEntry) -> torch.dtype:
+    """Return the type that an array is handed out in.
+
+    Raises:
+        UnsupportedError: This torch has no such type.
+    """
+    found = getattr(torch, entry.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedError("torch has no such type", where=dotted(entry.path), found=entry.dtype)
+    return found

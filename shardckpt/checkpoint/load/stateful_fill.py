@@ -1,0 +1,153 @@
+"""Objects with `state_dict` and `load_state_dict`: which tensors of their state are filled in place, and what they get.
+
+A checkpoint has whole tensors; an object that holds a sharded model takes DTensors, cut as its own are. So the tensors
+that its `state_dict()` returns are filled, each rank with its part, and handed back in the nest that was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardckpt.checkpoint.stateful.flatten import ArrayAt, as_rows
+from shardckpt.checkpoint.stateful.stateful import dtype_name, is_optimizer, is_stateful
+from shardckpt.errors import UsageError
+from shardckpt.format.tagged import MAX_DEPTH, path_key
+from shardckpt.manifest import Path, TensorEntry, dotted
+from shardckpt.state.keys.kinds import is_sharded_tensor
+
+_ABSENT = object()
+
+
+class Fill(NamedTuple):
+    """A tensor of an object's state that is filled in place.
+
+    Attributes:
+        path: What the user calls it.
+        source: Where the checkpoint has it.
+        tensor: The tensor that `state_dict()` returned.
+    """
+
+    path: Path
+    source: Path
+    tensor: torch.Tensor
+
+
+@dataclass
+class Handover:
+    """What an object is handed.
+
+    Attributes:
+        nest: As it was saved; what is filled in place are the object's own tensors.
+        fills: These.
+        missing: DTensors of the object's state that the checkpoint does not have.
+        unplaced: Tensors of the checkpoint for which an object that has DTensors has no tensor.
+    """
+
+    nest: Any = None
+    fills: list[Fill] = field(default_factory=list)
+    missing: list[Path] = field(default_factory=list)
+    unplaced: list[Path] = field(default_factory=list)
+
+
+def hand_over(saved: Any, own: Any, path: Path, arrays: Mapping[Path, TensorEntry]) -> Handover:
+    """Match what was saved of an object with what its `state_dict()` returns now; nothing is changed.
+
+    Args:
+        saved: The nest that was saved, arrays as `ArrayAt`.
+        own: What `state_dict()` returns.
+        path: Where the object is in the state.
+        arrays: The arrays of the checkpoint.
+    """
+    match = _Match(arrays)
+    made = match.made
+    own = _expanded(own, path)
+    made.nest = match.visit(saved, own, path)
+    dtensors = list(_dtensors(own, path))
+    filled = {fill.path for fill in made.fills}
+    made.missing = [each for each in dtensors if each not in filled]
+    if not dtensors:
+        made.unplaced.clear()
+    return made
+
+
+class _Match:
+    def __init__(self, arrays: Mapping[Path, TensorEntry]) -> None:
+        self._arrays = arrays
+        self.made = Handover()
+
+    def visit(self, saved: Any, own: Any, path: Path) -> Any:
+        """Return what is handed over for a part of the nest."""
+        if isinstance(saved, ArrayAt):
+            return self._array(saved, own, path)
+        if isinstance(saved, dict):
+            return type(saved)(
+                (key, self.visit(each, _member(own, key), (*path, path_key(key)))) for key, each in saved.items()
+            )
+        if type(saved) in (list, tuple):
+            theirs = own if isinstance(own, list) and len(own) == len(saved) else [_ABSENT] * len(saved)
+            pairs = enumerate(zip(saved, theirs, strict=True))
+            return type(saved)(self.visit(each, its, (*path, at)) for at, (each, its) in pairs)
+        return saved
+
+    def _array(self, saved: ArrayAt, own: Any, path: Path) -> Any:
+        entry = self._arrays[saved.path]
+        if is_sharded_tensor(own):
+            self.made.fills.append(Fill(path, saved.path, as_rows(own, path)))
+            return own
+        if isinstance(own, DTensor) or (isinstance(own, torch.Tensor) and _can_be_filled(own, entry)):
+            self.made.fills.append(Fill(path, saved.path, own))
+            return own
+        if entry.shape and not isinstance(own, torch.Tensor):
+            self.made.unplaced.append(path)
+        return saved
+
+
+def _expanded(own: Any, path: Path) -> Any:
+    """Return a nest with the objects in it as the states that are saved of them."""
+    if is_optimizer(own) or is_stateful(own):
+        own = own.state_dict()
+    if len(path) > MAX_DEPTH:
+        raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
+    if isinstance(own, Mapping):
+        return {key: _expanded(each, (*path, path_key(key))) for key, each in own.items()}
+    if isinstance(own, (list, tuple)):
+        return [_expanded(each, (*path, at)) for at, each in enumerate(own)]
+    return own
+
+
+def _member(own: Any, key: Any) -> Any:
+    """Return what a mapping has under a key, which another format may have spelled as text."""
+    if not isinstance(own, dict):
+        return _ABSENT
+    if key in own:
+        return own[key]
+    return next((each for other, each in own.items() if str(other) == str(key)), _ABSENT)
+
+
+def _can_be_filled(own: torch.Tensor, entry: TensorEntry) -> bool:
+    """Tell whether a plain tensor has its own memory for what was saved; if not, the object gets a new one."""
+    return (
+        tuple(own.shape) == entry.shape
+        and dtype_name(own.dtype) == entry.dtype
+        and type(own).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and own.layout is torch.strided
+        and own.is_contiguous()
+        and not (own.is_meta or own.is_inference() or own.is_quantized)
+    )
+
+
+def _dtensors(own: Any, path: Path) -> Iterator[Path]:
+    """Yield where an object's state has DTensors."""
+    if isinstance(own, DTensor) or is_sharded_tensor(own):
+        yield path
+    elif isinstance(own, dict):
+        for key, each in own.items():
+            yield from _dtensors(each, (*path, path_key(key)))
+    elif isinstance(own, list):
+        for at, each in enumerate(own):
+            yield from _dtensors(each, (*path, at))

@@ -1,0 +1,273 @@
+"""Elements from the files of a checkpoint to where they belong: in batches, of which few are under way at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+import torch
+
+from shardckpt.boxes import Box, contiguous_blocks, shift
+from shardckpt.checkpoint.load import torch_casts
+from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, lies_flat, narrowed
+from shardckpt.dtypes import nbytes
+from shardckpt.format.pieces import PieceReader, Want, straight_reads
+from shardckpt.manifest import Encoded, TensorEntry
+from shardckpt.state.local.local_shards import LocalArray, Portion
+from shardckpt.storage.store import Read, Store
+
+BATCH_BYTES = 64 << 20
+"""Bytes of one batch of reads; as much is held besides where elements do not go straight to where they belong."""
+
+_WINDOW_BYTES = 1 << 29
+_WINDOW_PIECES = 100_000
+"""As much is planned ahead."""
+
+_READERS = 2
+"""Batches that are under way at once: one is read while the other is hashed and goes to where it belongs."""
+
+Wish = tuple[TensorEntry, LocalArray]
+"""A saved array, and where its elements go."""
+
+
+class ElementReader:
+    """Reads the elements of arrays whose pieces are located.
+
+    Args:
+        store: Where the files lie; it checks what it reads where that was asked for.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._pieces = PieceReader(store)
+
+    def read(self, wanted: Sequence[Wish]) -> None:
+        """Read what is ready.
+
+        Args:
+            wanted: As `Saved.ready` returned it, or some of that.
+
+        Raises:
+            CheckpointError: Elements are damaged, or of a kind that cannot be read.
+            StorageError: The store failed.
+        """
+        if any(isinstance(piece.layout, Encoded) for entry, _ in wanted for piece in entry.pieces):
+            for batch in _batches(wanted):  # a decoder runs forward through all of them
+                batch.carry_out(self._pieces)
+            self._pieces.forget()
+            return
+        self._in_threads(self._planned(sorted(wanted, key=_place)))
+
+    def read_straight(self, reads: Sequence[Read]) -> None:
+        """Read bytes to where they belong.
+
+        Raises:
+            CheckpointError: They are damaged.
+            StorageError: The store failed.
+        """
+        self._in_threads(_batches_of_reads(reads))
+
+    def _planned(self, wanted: Sequence[Wish]) -> Iterator[_Batch]:
+        """Yield batches of reads; what is planned ahead is bounded, since it may be a million pieces."""
+        for some in _windows(wanted):
+            reads, rest = _divided(some)
+            yield from _batches_of_reads(reads)
+            yield from _batches(rest)
+
+    def _in_threads(self, batches: Iterator[_Batch]) -> None:
+        begun = list(islice(batches, 2))
+        if len(begun) < 2:
+            for batch in begun:
+                batch.carry_out(self._pieces)
+            return
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="shardckpt-read") as pool:
+            running: deque[Future[None]] = deque()
+            for batch in chain(begun, batches):
+                running.append(pool.submit(batch.carry_out, PieceReader(self._store)))
+                if len(running) > _READERS:
+                    running.popleft().result()
+            for each in running:
+                each.result()
+
+
+@dataclass
+class Delivery:
+    """Elements that come as bytes of files, from whoever reads them.
+
+    Attributes:
+        reads: The bytes, with where they go; let go once they are dealt with.
+        finish: Takes what has arrived to its place; None where it arrives there.
+        wish: The same elements, for reading them by oneself.
+        left: Parts that have not arrived.
+    """
+
+    reads: list[Read]
+    finish: Callable[[], object] | None
+    wish: Wish
+    left: int = 0
+
+    def arrived(self) -> None:
+        """Note that a part is there; the last one ends it."""
+        self.left -= 1
+        if not self.left and self.finish is not None:
+            self.finish()
+            self.finish = None
+
+
+def as_deliveries(wanted: Sequence[Wish]) -> tuple[list[Delivery], list[Wish]]:
+    """Return what is wanted as bytes of files, and what has to be put together by other means.
+
+    What is on a device, or of another type, gets a buffer, whose memory is not touched before bytes arrive.
+
+    Args:
+        wanted: As `Saved.ready` returned it.
+    """
+    found: list[Delivery] = []
+    rest: list[Wish] = []
+    for entry, array in wanted:
+        others = []
+        for portion in _portions(array, entry):
+            buffer, finish = _buffer(portion.tensor, entry)
+            reads = straight_reads(Want(entry.pieces, portion.box, entry.stored, buffer))
+            if reads is None:
+                others.append(portion)
+            else:
+                wish = entry, array._replace(portions=(portion,))
+                found.append(Delivery(reads, finish, wish))
+        if others:
+            rest.append((entry, array._replace(portions=tuple(others))))
+    return found, rest
+
+
+def _divided(wanted: Sequence[Wish]) -> tuple[list[Read], list[Wish]]:
+    """Return the reads that put bytes straight to where they belong, and what is wanted besides."""
+    reads: list[Read] = []
+    rest: list[Wish] = []
+    for entry, array in wanted:
+        others = []
+        for portion in array.portions:
+            found = _straight(portion, entry) if portion.box.volume else []
+            if found is None:
+                others.append(portion)
+            else:
+                reads += found
+        if others:
+            rest.append((entry, array._replace(portions=tuple(others))))
+    return reads, rest
+
+
+def _portions(array: LocalArray, entry: TensorEntry) -> Iterator[Portion]:
+    """Yield what is held; what needs a buffer on its way in parts that fit a batch."""
+    for portion in array.portions:
+        if lies_flat(portion.tensor) and portion.tensor.dtype == getattr(torch, entry.stored):
+            if portion.box.volume:
+                yield portion
+        else:
+            yield from (Portion(*part) for part in _parts(array._replace(portions=(portion,)), entry))
+
+
+@dataclass
+class _Batch:
+    """What is read at once, and what is to be done then."""
+
+    wants: list[Want] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    after: list[Callable[[], object]] = field(default_factory=list)
+    nbytes: int = 0
+
+    def carry_out(self, pieces: PieceReader) -> None:
+        """Read, and put what was staged into its place."""
+        pieces.fill(self.wants, self.reads)
+        for finish in self.after:
+            finish()
+
+
+def _place(wish: Wish) -> tuple[str, int]:
+    """Return about where elements lie, so that they are read in the order in which they do."""
+    pieces = wish[0].pieces
+    return (pieces[0].file, getattr(pieces[0].layout, "offset", 0)) if pieces else ("", 0)
+
+
+def _straight(portion: Portion, entry: TensorEntry) -> list[Read] | None:
+    """Return the reads that fill a portion of an array; None where its elements do not lie as they are held."""
+    if not lies_flat(portion.tensor) or portion.tensor.dtype != getattr(torch, entry.stored):
+        return None
+    return straight_reads(Want(entry.pieces, portion.box, entry.stored, flat_bytes(portion.tensor)))
+
+
+def _batches(wanted: Sequence[Wish]) -> Iterator[_Batch]:
+    """Cut what is wanted into batches; no buffer is made before its batch is asked for."""
+    batch = _Batch()
+    for entry, array in wanted:
+        for box, tensor in _parts(array, entry):
+            buffer, finish = _buffer(tensor, entry)
+            batch.wants.append(Want(entry.pieces, box, entry.stored, buffer))
+            if finish is not None:
+                batch.after.append(finish)
+            batch.nbytes += buffer.nbytes
+            if batch.nbytes >= BATCH_BYTES:
+                yield batch
+                batch = _Batch()
+    if batch.wants:
+        yield batch
+
+
+def _windows(wanted: Sequence[Wish]) -> Iterator[Sequence[Wish]]:
+    """Cut what is wanted where a window is full, by bytes or by pieces."""
+    start = held = pieces = 0
+    for at, (entry, array) in enumerate(wanted):
+        held += sum(portion.tensor.nbytes for portion in array.portions)
+        pieces += len(entry.pieces)
+        if held >= _WINDOW_BYTES or pieces >= _WINDOW_PIECES:
+            yield wanted[start : at + 1]
+            start, held, pieces = at + 1, 0, 0
+    if start < len(wanted):
+        yield wanted[start:]
+
+
+def _batches_of_reads(reads: Sequence[Read]) -> Iterator[_Batch]:
+    """Cut reads into batches in the order in which they lie; where a file's blocks end, so that none is in two."""
+    batch = _Batch()
+    last: tuple[str, int] = ("", 0)
+    for name, offset, buffer in sorted(reads, key=lambda read: read[:2]):
+        start, stop = offset, offset + len(buffer)
+        while start < stop:
+            slot = name, start // BATCH_BYTES
+            end = min(stop, (slot[1] + 1) * BATCH_BYTES)
+            if slot != last and 2 * batch.nbytes >= BATCH_BYTES:
+                yield batch
+                batch = _Batch()
+            batch.reads.append(Read(name, start, buffer[start - offset : end - offset]))
+            batch.nbytes += end - start
+            start, last = end, slot
+    if batch.reads:
+        yield batch
+
+
+def _parts(array: LocalArray, entry: TensorEntry) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield what is wanted in parts that fit a batch."""
+    most = max(BATCH_BYTES // max(nbytes(entry.stored, 8) // 8, 1), 1)
+    for box, tensor in array.portions:
+        if box.volume <= most:
+            if box.volume:
+                yield box, tensor
+            continue
+        for part in contiguous_blocks(box, most):
+            yield part, narrowed(tensor, shift(part, box.offset))
+
+
+def _buffer(tensor: torch.Tensor, entry: TensorEntry) -> tuple[memoryview, Callable[[], object] | None]:
+    """Return where to read to: the tensor's own memory where that is what is stored, else a copy to take from."""
+    stored = getattr(torch, entry.stored)
+    if lies_flat(tensor) and tensor.dtype == stored:
+        return flat_bytes(tensor), None
+    staged = torch.empty(tuple(tensor.shape), dtype=stored)
+    delivered = getattr(torch, entry.dtype)
+
+    def finish() -> None:
+        torch_casts.put(staged.to(delivered) if delivered != stored else staged, tensor, entry)
+
+    return flat_bytes(staged), finish

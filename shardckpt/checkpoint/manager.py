@@ -1,0 +1,758 @@
+"""`Checkpointer`: the steps of a run. Which one to load, which ones to keep, a last save before the job has to go."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import operator
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import reduce
+from types import FrameType
+from typing import Any, Literal, NamedTuple, SupportsFloat
+
+import torch.distributed as dist
+
+from shardckpt.checkpoint.channels import get_channels
+from shardckpt.checkpoint.load.load import MIXED, load
+from shardckpt.checkpoint.save.async_save import async_save
+from shardckpt.checkpoint.save.handle import SaveEvent, SaveHandle
+from shardckpt.checkpoint.save.save import RunNotes, read_notes, save
+from shardckpt.errors import (
+    CheckpointError,
+    MissingFileError,
+    NoCompleteCheckpoint,
+    PrecisionError,
+    RankError,
+    SourceNotFoundError,
+    StorageError,
+    TargetExistsError,
+    UnknownFormatError,
+    UnsupportedError,
+    UsageError,
+    escape,
+)
+from shardckpt.format.native_commit import BRANCH
+from shardckpt.format.run_place import require_start_of_run
+from shardckpt.format.steps import (
+    METRIC,
+    Run,
+    Step,
+    delete_leftover,
+    delete_steps,
+    leftovers,
+    manifest_fault,
+    read_metrics,
+    read_run,
+    read_step,
+    step_name,
+)
+from shardckpt.groups import Star
+from shardckpt.plan.retention import (
+    Retention,
+    SavedStep,
+    doomed,
+    is_dead,
+    require_metric,
+    seconds_of,
+    with_trusted_times,
+)
+from shardckpt.storage.resolve_url import local_path, open_store, url_of
+from shardckpt.storage.store import Store
+
+_DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
+"""What a step raises that is damaged, or is being removed by somebody else."""
+
+_MOST = 10**18
+_SHOWN = 5
+_LOOKS = 50
+"""How many steps `restore` tries in a row that another process removes before they are loaded."""
+
+
+class Checkpointer:
+    """The checkpoints of a run, a folder for each step: `step-00001000` below `root`.
+
+    Every method but `path` is collective: the ranks of the group call it together, the first one looks at the storage,
+    and all come to the same answer. A step exists once its `COMMIT` does, whatever its folder's name says.
+
+    A step is kept if one of the `keep_` rules keeps it; without any rule all are. Only complete steps count, and
+    neither the newest complete one nor the one just saved is ever removed. What dead saves have left is removed a day
+    after it last changed.
+
+    Args:
+        root: Folder of the run: a path, or a URL that fsspec knows.
+        keep_last: Keep so many of the newest steps.
+        keep_every: Keep steps whose number this divides.
+        keep_best: Keep so many of the best steps by `metric`; steps without it too, unless there are other rules.
+        metric: What `keep_best` goes by, of the metrics given to `save`.
+        mode: Whether the best step has the smallest metric, or the largest.
+        keep_for: Keep steps for so long: a timedelta, seconds, or text such as `"7d"`.
+        save_every: `should_save` is true for steps that this divides.
+        dedup: Write only tensors that have changed since the newest complete step, and refer to that, or to what it
+            refers to, for the others. Removing a step leaves there what others refer to.
+        group: The ranks; all where None.
+
+    Raises:
+        UsageError: A rule that would mean nothing; a root that is no place.
+
+    Attributes:
+        root: As given, without a slash at its end.
+
+    Example:
+        >>> ck = shardckpt.Checkpointer("s3://bucket/run", keep_last=3, save_every=1000)  # doctest: +SKIP
+        >>> start = ck.restore(state) or 0
+        >>> for step in range(start + 1, steps + 1):
+        ...     train(state)
+        ...     if ck.should_save(step):
+        ...         ck.save(step, state)
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        metric: str = "loss",
+        mode: Literal["min", "max"] = "min",
+        keep_for: timedelta | float | str | None = None,
+        save_every: int | None = None,
+        dedup: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for), metric)
+        if save_every is not None and (type(save_every) is not int or save_every < 1):
+            raise UsageError("`save_every` is no number of steps", found=repr(save_every), expected="an integer from 1")
+        self.root = url_of(root).rstrip("/") or "/"
+        if self.root.endswith(":") and url_of(root).startswith(f"{self.root}//"):
+            raise UsageError("this URL names no place", where=url_of(root), fix="Name a bucket, or a folder in it.")
+        self._save_every, self._dedup, self._group = save_every, dedup, group
+        self._metrics: dict[str, Mapping[str, float]] = {}
+        self._damaged: set[str] = set()
+        self._held: int | None = None
+        self._restored: int | None = None
+        self._branch: int | None = None
+        self._is_tidy = False
+        self._signals = _Signals()
+        self._background: _BackgroundSave | None = None
+
+    def path(self, step: int) -> str:
+        """Return where a step is saved.
+
+        Args:
+            step: Its number.
+
+        Raises:
+            UsageError: It is no number of a step.
+        """
+        return self._place(step_name(_number(step)))
+
+    def _place(self, name: str) -> str:
+        return f"{self.root.rstrip('/')}/{name}"
+
+    # Which steps there are
+
+    def steps(self) -> tuple[int, ...]:
+        """Return the numbers of the complete steps, the oldest first. Collective.
+
+        What was saved after `restore` of a step is newer than all that lay there then, whatever the numbers.
+
+        Raises:
+            UnsupportedError: The newest step was written by a newer version of shardckpt, which the message names.
+            UnknownFormatError: No step lies here, but another checkpoint; the message says which.
+            StorageError: The storage failed; RankError on the other ranks.
+        """
+        found, unreadable = self._asked("listing steps", self._listed)
+        if unreadable:
+            raise self._unreadable(unreadable)
+        return tuple(found)
+
+    def _listed(self) -> tuple[list[int], str]:
+        """Return the complete steps, and what is wrong with a newer one that another version wrote."""
+        run = self._run()
+        newest = run.complete[-1].number if run.complete else -1
+        unreadable = [step.fault for step in run.steps if step.is_newer and step.number > newest]
+        return [step.number for step in run.complete], unreadable[-1] if unreadable else ""
+
+    def _unreadable(self, fault: str) -> UnsupportedError:
+        return UnsupportedError(
+            "the newest step was written by a version of shardckpt that this one cannot read",
+            where=self.root,
+            found=fault,
+            fix="Update shardckpt, or choose another folder.",
+        )
+
+    def latest(self) -> int | None:
+        """Return the number of the newest complete step, None where there is none. Collective.
+
+        Raises:
+            UnsupportedError: The newest step was written by a newer version of shardckpt, which the message names.
+            UnknownFormatError: No step lies here, but another checkpoint; the message says which.
+            StorageError: The storage failed; RankError on the other ranks.
+        """
+        return next(reversed(self.steps()), None)
+
+    def _run(self) -> Run:
+        """Return the run; where it has no step, only after a look at what else lies there. On the first rank."""
+        run = read_run(self._store())
+        if not run.steps:
+            require_start_of_run(self.root)
+        return run
+
+    def _store(self) -> Store:
+        path = local_path(self.root)
+        if path is not None and os.path.isfile(path):
+            raise UsageError("a file lies where the folder of a run would be", where=self.root, fix="Choose another.")
+        return open_store(self.root)
+
+    def _asked(self, what: str, answer: Callable[[], Any], fault: Exception | None = None) -> Any:
+        """Return on every rank what the first one finds; or raise on every rank what is wrong with this one's call."""
+        star = get_channels(self._group).main
+        return json.loads(
+            star.consult(
+                f"{what} of {self.root}", fault or b"", lambda told: [json.dumps(answer()).encode()] * len(told)
+            )
+        )
+
+    # Saving
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        overwrite: bool = False,
+        **options: Any,
+    ) -> None:
+        """Save a step, then remove those that no rule keeps. Collective.
+
+        What a dead save left of this step, or what `restore` found to be damaged, is replaced.
+
+        Args:
+            step: Its number, the same on every rank.
+            state: As for `shardckpt.save`.
+            metrics: Numbers by name, kept with the step; the first rank's count.
+            overwrite: Replace the step where it is complete already.
+            **options: As for `shardckpt.save`.
+
+        Raises:
+            TargetExistsError: The step is complete already, and `overwrite` is false; or a newer version wrote it.
+            UsageError: Ranks save different steps; something that is no number of a step or no metric. Or metrics are
+                given, and neither they nor any step have the one that `keep_best` goes by: then the step is saved, and
+                none is removed.
+            ShardckptError: As for `shardckpt.save`.
+
+        Warns:
+            UserWarning: The step is saved, but old ones could not be removed.
+        """
+        number, branch, unranked, given = self._begun(save, step, metrics, overwrite, options)
+        save(state, self.path(number), **given)
+        self._has_saved(number, branch)
+        if unranked:
+            raise UsageError(unranked)
+        if get_channels(self._group).main.rank == 0:
+            self._tidy(number)
+
+    def async_save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        overwrite: bool = False,
+        **options: Any,
+    ) -> SaveHandle:
+        """Save a step in the background; once it is complete, remove those that no rule keeps. Collective.
+
+        Until then it takes no place among the steps that are kept, and none is removed for it.
+
+        Args:
+            step: As for `save`.
+            state: As for `save`; it may change when this returns.
+            metrics: As for `save`.
+            overwrite: As for `save`.
+            **options: As for `shardckpt.async_save`.
+
+        Returns:
+            Where to ask for the result: when it is there, the first rank has removed what was to go.
+
+        Raises:
+            TargetExistsError: The step is complete already, and `overwrite` is false; or a newer version wrote it.
+            UsageError: As for `save`; where no step has the metric, the save is waited for.
+            ShardckptError: As for `shardckpt.async_save`.
+        """
+        number, branch, unranked, given = self._begun(async_save, step, metrics, overwrite, options)
+        told, is_first = given.pop("on_event", None), get_channels(self._group).main.rank == 0
+        background = _BackgroundSave()
+
+        def on_event(event: SaveEvent) -> None:
+            background.has_failed = event.phase == "failed"
+            if event.phase == "done" and is_first and not unranked:
+                self._tidy(number)
+            if told is not None:
+                told(event)
+
+        handle = async_save(state, self.path(number), on_event=on_event, **given)
+        self._has_saved(number, branch, background)
+        if unranked:
+            handle.result()
+            raise UsageError(unranked)
+        return handle
+
+    def _begun(
+        self,
+        verb: Callable[..., Any],
+        step: int,
+        metrics: Mapping[str, SupportsFloat] | None,
+        overwrite: bool,
+        options: Mapping[str, Any],
+    ) -> _Begun:
+        """Agree on what is saved."""
+        about, names = RunNotes(), list[str]()
+        said: bytes | Exception
+        try:
+            _require_options(verb, options)
+            numbers = _read_metrics(metrics)
+            about.update(read_notes(options.get("about")))
+            about.update({f"{METRIC}{name}": repr(value) for name, value in numbers.items()})
+            names.extend(numbers)
+            said = json.dumps([_number(step), self._signals.has_come]).encode()
+        except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+            said = error
+        what = f"preparing to save into {self.root}"
+        answer = get_channels(self._group).main.consult(what, said, lambda told: self._prepared(told, names, overwrite))
+        replaces, is_asked, unranked, branch = json.loads(answer)
+        self._signals.heed(is_asked)
+        if branch:
+            about[BRANCH] = str(branch)
+        if self._dedup:
+            options = {"base": lambda: self._newest_but(_number(step)), "digests": True, **options}
+        return _Begun(
+            _number(step), branch, unranked, {**options, "overwrite": replaces, "about": about, "group": self._group}
+        )
+
+    def _newest_but(self, number: int) -> str | None:
+        """Return where the newest step lies that can be referred to. On the first rank, once no other save goes on."""
+        store = self._store()
+        for step in reversed(read_run(store).complete):
+            if step.number != number and self._is_good(step) and not manifest_fault(store, step):
+                return self._place(step.name)
+        return None
+
+    def _has_saved(self, number: int, branch: int, background: _BackgroundSave | None = None) -> None:
+        self._held, self._restored, self._branch = number, None, branch
+        self._background = background
+        self._signals.is_due = False
+
+    def _forget_failed_save(self) -> None:
+        """Take back that a step was saved, on every rank: its save in the background failed."""
+        self._held = self._background = None
+        self._signals.is_due = self._signals.is_agreed
+
+    def _prepared(self, told: list[bytes], names: list[str], overwrite: bool) -> list[bytes]:
+        """Look at what lies where the step goes. On the first rank."""
+        numbers, signals = zip(*map(json.loads, told), strict=True)
+        if len(set(numbers)) > 1:
+            named = ", ".join(f"rank {rank} step {number}" for rank, number in list(enumerate(numbers))[:_SHOWN])
+            raise UsageError("ranks save different steps", where=self.root, found=named)
+        there = read_step(self._store(), numbers[0])
+        if there.is_newer:
+            raise TargetExistsError(
+                "a version of shardckpt that this one cannot read wrote this step, so it is not replaced",
+                where=self.path(numbers[0]),
+                found=there.fault,
+                fix="Update shardckpt, or choose another folder.",
+            )
+        is_worthless = bool(there.held) and there.is_ours and not self._is_good(there)
+        unranked = self._ranking_fault(numbers[0], names)
+        branch = self._branch_of(numbers[0])
+        return [json.dumps([overwrite or is_worthless, any(signals), unranked, branch]).encode()] * len(told)
+
+    def _branch_of(self, number: int) -> int:
+        """Return the branch of the run that a step belongs to: a new one behind the step that was restored."""
+        if self._branch is None:
+            complete = read_run(self._store()).complete
+            return complete[-1].branch if complete else 0
+        return self._branch + (self._restored is not None and number < self._restored)
+
+    def _ranking_fault(self, number: int, names: list[str]) -> str:
+        """Say that no step will have the metric that `keep_best` goes by, where a save gives other metrics."""
+        if self._rules.keep_best is None or not names or self._rules.metric in names:
+            return ""
+        store = self._store()
+        saved = [SavedStep(number, metrics=dict.fromkeys(names, 0.0))]
+        saved += [
+            SavedStep(step.number, metrics=self._metrics_of(store, step))
+            for step in read_run(store).complete
+            if step.number != number
+        ]
+        try:
+            require_metric(saved, self._rules.metric)
+        except UsageError as error:
+            return f"step {number} is saved, but no step can be removed: {error}"
+        return ""
+
+    def _is_good(self, step: Step) -> bool:
+        return step.is_complete and step.save not in self._damaged
+
+    # Removing
+
+    def _tidy(self, saved: int) -> None:
+        """Remove what is no longer wanted. On the first rank; a failure is no failure of the save."""
+        if self._is_tidy and not self._rules.is_needed:
+            return
+        try:
+            self._remove(saved)
+            self._is_tidy = True
+        except (StorageError, CheckpointError, UsageError) as error:
+            warnings.warn(f"step {saved} is saved, but old ones could not be removed: {error}", stacklevel=3)
+
+    def _remove(self, saved: int) -> None:
+        store, now = self._store(), time.time()
+        run = read_run(store)
+        if any(step.is_newer for step in run.steps) and not self._rules.is_needed:
+            return
+        run.require_readable()
+        facts = [
+            SavedStep(step.number, self._is_good(step), step.saved_at, self._metrics_of(store, step), step.branch)
+            for step in run.steps
+        ]
+        gone = set(doomed(with_trusted_times(facts, now), self._rules, now=now, spared={saved}))
+        removed = {step.name for step in run.steps if step.number in gone and (self._is_good(step) or step.is_double)}
+        stay = delete_steps(store, run, removed)
+        if stay:
+            shown = ", ".join(map(escape, stay[:_SHOWN])) + (", ..." if len(stay) > _SHOWN else "")
+            warnings.warn(f"removed steps hold content that no save wrote, which was left there: {shown}", stacklevel=4)
+        kept = replace(run, steps=tuple(step for step in run.steps if step.name not in removed))
+        for left in leftovers(store, kept):
+            if is_dead(left.changed_at, now):
+                delete_leftover(store, left.name)
+
+    def _metrics_of(self, store: Store, step: Step) -> Mapping[str, float]:
+        """Return what a step is ranked by; a save's never changes, so each manifest is read once."""
+        if self._rules.keep_best is None or not self._is_good(step):
+            return {}
+        if step.save not in self._metrics:
+            self._metrics[step.save] = read_metrics(store, step)
+        return self._metrics[step.save]
+
+    # Restoring
+
+    def restore(self, state: Any, *, step: int | None = None, **options: Any) -> int | None:
+        """Load the newest complete step; where that turns out to be damaged, the one before, and so on. Collective.
+
+        Args:
+            state: As for `shardckpt.load`; filled in place.
+            step: Load this one and no other.
+            **options: As for `shardckpt.load`.
+
+        Returns:
+            The number of the step that was loaded; None where the folder is empty or absent, or holds no checkpoint.
+
+        Raises:
+            UnknownFormatError: A checkpoint that is not a step lies here: one of another tool, or a step itself.
+            NoCompleteCheckpoint: Steps lie here, but none that can be loaded, or not the one that was asked for.
+            UnsupportedError: A newer version of shardckpt wrote the step, or one that would be passed over.
+            UsageError: The checkpoint does not fit the state.
+            ShardckptError: As for `shardckpt.load`.
+
+        Warns:
+            UserWarning: Newer steps are damaged, with what is wrong with them.
+        """
+        wanted, fault = None, None
+        try:
+            _require_options(load, options)
+            wanted = None if step is None else _number(step)
+        except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+            fault = error
+        damages: dict[str, str] = {}
+        removed_meanwhile = 0
+        while removed_meanwhile < _LOOKS:
+            found = self._find(wanted, damages, fault)
+            if found.unreadable:
+                raise self._unreadable(found.unreadable)
+            if found.save is None:
+                break
+            damage = self._load(state, found.name, options, is_last=wanted is not None)
+            if not damage:
+                self._tell(found.number, [*found.faults, *damages.values()])
+                self._held = self._restored = found.number
+                self._branch = found.branch
+                return found.number
+            if found.save in self._asked("looking again for a step", self._complete_saves):
+                damages[found.save] = damage
+                self._damaged.add(found.save)
+            else:
+                removed_meanwhile += 1
+        if found.save is None and wanted is None and not found.faults and not damages:
+            return None
+        raise self._nothing(wanted, [*damages.values(), *found.faults], is_mixed=bool(damages))
+
+    def _find(self, wanted: int | None, passed: Collection[str], fault: Exception | None) -> _Found:
+        """Return the step to load next, the same on every rank. Collective."""
+        return _Found(*self._asked("looking for a step", lambda: self._look(wanted, passed), fault))
+
+    def _look(self, wanted: int | None, passed: Collection[str]) -> _Found:
+        """Return the newest step that may be loaded. On the first rank."""
+        run = self._run()
+        matching = [s for s in run.steps if wanted in (None, s.number) and s.save not in passed and not s.is_base]
+        found = next((step for step in reversed(run.complete) if step in matching), None)
+        faulty = [step for step in reversed(matching) if not step.is_complete]
+        newer = [step for step in faulty if found is None or step.number > found.number]
+        faults = [step.fault for step in newer if found is None or not step.is_foreign]
+        unreadable = next((step.fault for step in newer if step.is_newer), "")
+        if found is None or unreadable:
+            return _Found(faults, unreadable=unreadable)
+        branch = found.branch if found == run.complete[-1] else run.complete[-1].branch + 1
+        return _Found(faults, found.number, found.name, found.save, branch)
+
+    def _complete_saves(self) -> list[str]:
+        return [step.save for step in self._run().complete]
+
+    def _load(self, state: Any, name: str, options: Mapping[str, Any], *, is_last: bool) -> str:
+        """Load a step; return what is wrong with it where some rank found it damaged, on all ranks."""
+        try:
+            load(state, self._place(name), group=self._group, **options)
+        except Exception as error:
+            star = get_channels(self._group).main
+            if is_last or star.is_lost:
+                raise
+            return _agreed(star, name, error)
+        return ""
+
+    def _tell(self, restored: int, faults: list[str]) -> None:
+        if faults and get_channels(self._group).main.rank == 0:
+            shown = "; ".join(faults[:_SHOWN])
+            warnings.warn(f"newer steps cannot be loaded, restored step {restored}: {shown}", stacklevel=4)
+
+    def _nothing(self, wanted: int | None, faults: list[str], *, is_mixed: bool) -> NoCompleteCheckpoint:
+        what = "no step here is complete" if wanted is None else f"there is no complete step {wanted} here"
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        fix = "To begin anew, choose another folder or remove these steps." if faults else "Choose one that `ls` lists."
+        shown = "; ".join(fault.rstrip(".") for fault in faults[:_SHOWN])
+        return NoCompleteCheckpoint(
+            what, where=self.root, found=shown + more, fix=f"{fix} {MIXED}" if is_mixed else fix
+        )
+
+    # When to save
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether some rank was asked to end, as of the last `should_save` or `save`; the same on every rank."""
+        return self._signals.is_agreed
+
+    def should_save(self, step: int) -> bool:
+        """Tell whether this is a step to save: one that `save_every` divides, or the first after a signal.
+
+        Collective within `save_on_signal`: there it costs a message to the first rank and back. A background save
+        that has failed counts for nothing: its step, or the last one after a signal, is to be saved again. Several
+        ranks learn of the failure within `save_on_signal`.
+
+        Args:
+            step: Its number; a step that was just restored or saved is not saved again.
+
+        Raises:
+            RankError: Another rank is gone.
+        """
+        number, fault = 0, None
+        try:
+            number = _number(step)
+        except UsageError as error:
+            fault = error
+        star = get_channels(self._group).main
+        if self._signals.is_watching or star.size == 1:
+            has_failed = self._background is not None and self._background.has_failed
+            said = bytes([(_SIGNAL if self._signals.has_come else 0) | (_FAILURE if has_failed else 0)])
+            (told,) = star.consult("agreeing whether to save", fault or said, _any)
+            self._signals.heed(bool(told & _SIGNAL))
+            if told & _FAILURE:
+                self._forget_failed_save()
+        elif fault is not None:
+            raise fault
+        is_turn = self._save_every is not None and number > 0 and number % self._save_every == 0
+        return number != self._held and (is_turn or self._signals.is_due)
+
+    @contextmanager
+    def save_on_signal(self, *numbers: int) -> Iterator[None]:
+        """Let a signal ask for a last save instead of ending the process, while the block runs.
+
+        The signal is only noted. On the next call of `should_save` all ranks learn of it, whichever rank got it: that
+        call is true, and `stop_requested` is from then on. Ending the loop is up to its owner.
+
+        Args:
+            numbers: Of signals; SIGTERM where none is given.
+
+        Raises:
+            UsageError: Not in the main thread, where python takes signals.
+        """
+        with self._signals.watched(numbers or (signal.SIGTERM,)):
+            yield
+
+
+class _Begun(NamedTuple):
+    """A save that the ranks have agreed on.
+
+    Attributes:
+        number: Of the step.
+        branch: Of the run, that it belongs to.
+        unranked: Why no step can be ranked; empty where they can be.
+        options: For `save`.
+    """
+
+    number: int
+    branch: int
+    unranked: str
+    options: dict[str, Any]
+
+
+@dataclass
+class _BackgroundSave:
+    """The last save in the background.
+
+    Attributes:
+        has_failed: It is over, and nothing was saved.
+    """
+
+    has_failed: bool = False
+
+
+class _Found(NamedTuple):
+    """What the first rank saw.
+
+    Attributes:
+        faults: What is wrong with newer steps, or with all where none is complete.
+        number: Of the newest complete step.
+        name: Of its folder.
+        save: Id of the save that wrote it; None where no step is complete.
+        branch: Of the run, to which steps belong that are saved once it is restored.
+        unreadable: What keeps this version from reading a step that is newer than all complete ones.
+    """
+
+    faults: list[str]
+    number: int = 0
+    name: str = ""
+    save: str | None = None
+    branch: int = 0
+    unreadable: str = ""
+
+
+class _Signals:
+    """Signals as they come, and what ranks have agreed on.
+
+    Attributes:
+        has_come: One came to this process.
+        is_agreed: One came to some rank, and all know.
+        is_due: Nothing was saved since.
+        is_watching: Signals are noted now.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = self.is_agreed = self.is_due = self.is_watching = False
+
+    def heed(self, has_come: bool) -> None:
+        """Take note of what ranks have agreed on."""
+        if has_come and not self.is_agreed:
+            self.is_agreed = self.is_due = True
+
+    @contextmanager
+    def watched(self, numbers: tuple[int, ...]) -> Iterator[None]:
+        """Note signals, and give them back to whoever had them."""
+        before: dict[int, Any] = {}
+        try:
+            for number in numbers:
+                before[number] = _taken(number, self._note)
+            self.is_watching = True
+            yield
+        finally:
+            self.is_watching = False
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self.has_come = True
+
+
+def _taken(number: int, handler: Callable[[int, FrameType | None], None]) -> Any:
+    try:
+        return signal.signal(number, handler)
+    except (ValueError, OSError) as error:
+        raise UsageError("this signal cannot be heeded here", found=error, expected="the main thread") from error
+
+
+def _require_options(verb: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse options that a function does not take. Raises UsageError."""
+    known = inspect.signature(verb).parameters
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise UsageError(f"`{verb.__name__}` does not take this option", found=", ".join(unknown))
+
+
+def _read_metrics(metrics: Any) -> dict[str, float]:
+    """Return metrics as numbers; none for None.
+
+    Raises:
+        UsageError: They are not a mapping of text to numbers.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise UsageError(
+            "`metrics` must be numbers by name", found=repr(metrics), expected='a dict such as {"loss": 0.5}'
+        )
+    found = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise UsageError("the name of a metric must be text", found=repr(name))
+        try:
+            found[name] = float(value)
+        except Exception as error:  # a value of any type, with a __float__ of its own
+            raise UsageError("a metric must be a number", where=name, found=error) from error
+    return found
+
+
+_SIGNAL, _FAILURE = 1, 2
+
+
+def _any(told: list[bytes]) -> list[bytes]:
+    """Return what some rank told: that a signal came, that a save in the background failed."""
+    return [bytes([reduce(operator.or_, (each[0] for each in told))])] * len(told)
+
+
+def _number(step: int) -> int:
+    """Return the number of a step, whatever kind of integer it is.
+
+    Raises:
+        UsageError: It is none.
+    """
+    try:
+        number = operator.index(step)
+    except Exception:  # noqa: BLE001  (a value of any type, with an __index__ of its own)
+        number = -1
+    if isinstance(step, bool) or not 0 <= number < _MOST:
+        raise UsageError("this is no number of a step", found=repr(step), expected="an integer from 0")
+    return number
+
+
+def _agreed(star: Star, name: str, error: Exception) -> str:
+    """Return what some rank found wrong with a step; where none did, raise what kept this one from loading it."""
+    said: bytes | Exception = error
+    if isinstance(error, _DAMAGE) and not isinstance(error, PrecisionError):
+        said = str(error).removesuffix(MIXED).rstrip().encode()
+    elif isinstance(error, RankError):
+        said = b""
+
+    def decide(told: list[bytes]) -> list[bytes]:
+        damage = next((text for text in told if text), None)
+        if damage is None:
+            raise error
+        return [damage] * len(told)
+
+    return star.consult(f"loading {name}", said, decide).decode()

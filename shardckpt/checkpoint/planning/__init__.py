@@ -1,0 +1,1 @@
+"""Plan a save: reports of ranks, plans, the manifest."""

@@ -1,0 +1,1 @@
+"""Save a state: plan, stage, write, commit."""

@@ -1,0 +1,123 @@
+"""From memory to payload files: what is planned is written as it lies, hashed on its way, through a bounded buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+from typing_extensions import Self
+
+from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, held, tensor_bytes
+from shardckpt.format.native_part import Written
+from shardckpt.format.native_payload import FileHasher, Payload
+from shardckpt.manifest import Path
+from shardckpt.state.local.local_shards import LocalArray
+from shardckpt.storage.publication import Publication
+from shardckpt.storage.store import Writer
+
+SLICE_BYTES = 4 << 20
+"""Bytes handed to the disk at once: as many are hashed meanwhile."""
+
+_GATHERED_BYTES = 1 << 20
+
+
+Source = Callable[[Payload], Iterable[memoryview]]
+"""Gives the contents of a file from its first byte on; each part is valid until the next one is asked for."""
+
+
+def write_payloads(
+    publication: Publication, payloads: Sequence[Payload], source: Source, *, checksums: bool, digests: bool = False
+) -> list[Written]:
+    """Write a rank's files.
+
+    Args:
+        publication: Where they go.
+        payloads: As they were laid out.
+        source: Gives their contents.
+        checksums: Hash every block of what is written.
+        digests: Hash every chunk too.
+
+    Raises:
+        StorageError: The storage failed.
+    """
+    written = []
+    with _Hashing() as hashing:
+        for payload in payloads:
+            hasher = FileHasher(payload, blocks=checksums, chunks=digests)
+            with publication.create(payload.name) as writer:
+                stream = _Stream(writer, hasher if checksums or digests else None, hashing)
+                for part in source(payload):
+                    stream.add(part)
+                stream.finish()
+            written.append(Written(payload, hasher.hashes, hasher.digests))
+    return written
+
+
+def contents(payload: Payload, arrays: Mapping[Path, LocalArray]) -> Iterator[memoryview]:
+    """Yield the bytes of a file, as they lie in memory now.
+
+    Args:
+        payload: The file as it was laid out.
+        arrays: What lies here.
+    """
+    yield memoryview(payload.header)
+    for chunk in payload.chunks:
+        yield from tensor_bytes(held(arrays[chunk.path], chunk.box))
+
+
+class _Hashing:
+    """One thread beside the one that writes."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, hasher: FileHasher, data: memoryview) -> Future[None]:
+        """Hash some bytes while others do something else."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardckpt-hash")
+        return self._pool.submit(hasher.update, data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+class _Stream:
+    """One file's bytes in order, small ones gathered, each hashed while it is written."""
+
+    def __init__(self, writer: Writer, hasher: FileHasher | None, hashing: _Hashing) -> None:
+        self._writer, self._hasher, self._hashing = writer, hasher, hashing
+        self._small = bytearray()
+
+    def add(self, data: memoryview) -> None:
+        """Append bytes; they are no longer looked at when this returns."""
+        if len(data) <= SMALL_BYTES:
+            self._small += data
+            if len(self._small) >= _GATHERED_BYTES:
+                self.finish()
+            return
+        self.finish()
+        for start in range(0, len(data), SLICE_BYTES):
+            self._put(data[start : start + SLICE_BYTES])
+
+    def finish(self) -> None:
+        """Write what was gathered."""
+        if self._small:
+            self._put(memoryview(self._small))
+            self._small = bytearray()
+
+    def _put(self, data: memoryview) -> None:
+        hashed = None
+        if self._hasher is not None and len(data) > SMALL_BYTES:
+            hashed = self._hashing.submit(self._hasher, data)
+        elif self._hasher is not None:
+            self._hasher.update(data)
+        self._writer.write(data)
+        if hashed is not None:
+            hashed.result()

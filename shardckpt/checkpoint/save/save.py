@@ -1,0 +1,172 @@
+"""`save`: what a training run holds, on any number of ranks, in one call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from shardckpt.checkpoint.channels import ALONE, get_channels, process_group
+from shardckpt.checkpoint.load.source import compiled
+from shardckpt.checkpoint.save.handle import BACKGROUND
+from shardckpt.checkpoint.save.session import How, Saver
+from shardckpt.errors import UsageError
+from shardckpt.format.native_commit import BRANCH
+from shardckpt.format.steps import METRIC
+from shardckpt.storage.resolve_url import url_of
+
+
+def save(
+    state: Any,
+    path: str,
+    *,
+    overwrite: bool = False,
+    checksums: bool = True,
+    group: dist.ProcessGroup | None = None,
+    about: Mapping[str, str] | None = None,
+    base: str | os.PathLike[str] | BaseOf | None = None,
+    digests: bool = False,
+    trainable_only: bool = False,
+    base_rules: Mapping[str, str] | None = None,
+) -> None:
+    """Save what a training run holds. Collective: every rank of the group calls it with its own state.
+
+    Nothing lies under `path` before all of it is there and safe; what lay there before stays until then. A save in the
+    background is waited for first; if it failed and nobody has asked, that is raised here, and nothing is saved.
+
+    Args:
+        state: Models, optimizers, anything with `state_dict` and `load_state_dict`, tensors, plain values, in dicts and
+            lists of any depth. Tensors that are no DTensors, and plain values, are the same on every rank.
+        path: The folder to become the checkpoint, or a URL that fsspec knows.
+        overwrite: Replace a checkpoint that lies there.
+        checksums: Store a hash of every 4 MiB block, and make sure that what several ranks hold is the same.
+        group: The ranks that save; all where None.
+        about: Free text by name, kept in the manifest. Reserved for `Checkpointer`: `run.branch` and names that begin
+            with `metric.`.
+        base: A checkpoint to refer to for what has not changed since, which is then not written again: one that was
+            saved with `digests` or a base of its own. It has to stay where it is. Or a function that returns it, called
+            on the first rank when the save begins.
+        digests: Store a hash of each tensor's bytes, so that a later save can have this one as its base; a save with a
+            base does so anyway.
+        trainable_only: Refer to the base for every parameter that does not require gradients, and make sure that it is
+            there bit for bit. The base may be in any readable format that stores tensors as they are in memory.
+        base_rules: Regular expressions to what stands for them, from the model's names to those of the base. What
+            wrappers and adapters (PEFT) put around names is known.
+
+    Raises:
+        TargetExistsError: Something lies there and `overwrite` is false.
+        UnsupportedError: Something in the state cannot be saved; the message names its dotted path.
+        UsageError: A value differs between ranks; a frozen parameter differs from the base.
+        RankError: Another rank failed or is gone; the message names it.
+        StorageError: The storage failed. Whatever was written is gone again.
+    """
+    how, fault = checked_how(path, overwrite, checksums, about, base, digests, trainable_only, base_rules)
+    with BACKGROUND.entry:
+        BACKGROUND.wait()
+        refusal = fault or BACKGROUND.unheard()
+        saver_of(group, refusal).save(state, how, refusal)
+
+
+BaseOf = Callable[[], str | None]
+"""Returns where the base of a save lies; None where it has none."""
+
+
+def how_to(
+    path: object,
+    overwrite: bool,
+    checksums: bool,
+    about: Mapping[str, str] | None,
+    base: str | os.PathLike[str] | BaseOf | None,
+    digests: bool,
+    trainable_only: bool,
+    base_rules: Mapping[str, str] | None,
+) -> How:
+    """Return the way to save that these arguments of `save` mean.
+
+    Raises:
+        UsageError: They mean nothing.
+    """
+    if trainable_only and base is None:
+        raise UsageError("trainable_only needs a base", fix="Pass base=PATH of what holds the frozen parameters.")
+    if (digests or base is not None) and not checksums:
+        raise UsageError("a save with a base or digests needs checksums", found="checksums=False")
+    url = None if base is None or callable(base) else url_of(base)
+    ask: BaseOf = base if callable(base) else lambda: url
+    rules = _require_texts("base_rules", base_rules)
+    compiled(rules)
+    wants_digests = digests or base is not None
+    return How(url_of(path), overwrite, checksums, read_notes(about), ask, wants_digests, trainable_only, rules)
+
+
+def checked_how(path: object, *arguments: Any) -> tuple[How, Exception | None]:
+    """Return the way to save, or what is wrong with the arguments: the first message tells the other ranks.
+
+    Args:
+        path: As for `how_to`.
+        *arguments: As for `how_to`.
+    """
+    try:
+        return how_to(path, *arguments), None
+    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+        shown = str(path) if isinstance(path, (str, os.PathLike)) else ""
+        return How(shown, overwrite=False, checksums=False, about={}), error
+
+
+class RunNotes(dict[str, str]):
+    """The `about` of a `Checkpointer`, which may have the reserved names."""
+
+
+def read_notes(about: Mapping[str, str] | None) -> dict[str, str]:
+    """Return a copy of what a caller gave as `about`.
+
+    Args:
+        about: As given.
+
+    Raises:
+        UsageError: It is not a mapping of names to text, or has a name that is reserved for `Checkpointer`.
+    """
+    notes = _require_texts("about", about)
+    reserved = [name for name in notes if name == BRANCH or name.startswith(METRIC)]
+    if reserved and not isinstance(about, RunNotes):
+        raise UsageError(
+            "`about` must not have names that are reserved for `Checkpointer`",
+            found=reserved[0],
+            fix="Choose another name; give metrics with Checkpointer.save(..., metrics={...}).",
+        )
+    return notes
+
+
+def _require_texts(argument: str, given: Any) -> dict[str, str]:
+    """Return a copy of a mapping of text to text; None is an empty one. Raises UsageError."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise UsageError(f"`{argument}` must be a mapping of text to text", found=f"type {type(given).__name__}")
+    texts = dict(given)
+    for name, text in texts.items():
+        if not (isinstance(name, str) and isinstance(text, str)):
+            raise UsageError(f"`{argument}` must be a mapping of text to text", found=f"{name!r}: {text!r}")
+    return texts
+
+
+_SAVERS: WeakKeyDictionary[dist.ProcessGroup, Saver] = WeakKeyDictionary()
+_ALONE = Saver(ALONE)
+
+
+def saver_of(group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:
+    """Return the saver of a group; its ranks get channels of their own at the first call. Collective then.
+
+    Args:
+        group: The ranks; all where None.
+        refusal: Raised where a rank is gone, since nobody can be told.
+    """
+    channels, key = get_channels(group, refusal), process_group(group)
+    if key is None:
+        return _ALONE
+    known = _SAVERS.get(key)
+    if known is None or known.channels is not channels:
+        known = _SAVERS[key] = Saver(channels)
+    return known

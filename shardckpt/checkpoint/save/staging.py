@@ -1,0 +1,308 @@
+"""Reused buffers between the training loop, which copies into them, and the saver's thread, which writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from threading import Condition
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from shardckpt.boxes import contiguous_blocks, whole
+from shardckpt.checkpoint.stateful.tensor_bytes import (
+    SMALL_BYTES,
+    copied_bytes,
+    flat,
+    held,
+    is_flat,
+    lies_flat,
+    narrowed,
+)
+from shardckpt.errors import UsageError
+from shardckpt.format.native_payload import Payload
+from shardckpt.manifest import Path
+from shardckpt.state.local.local_shards import LocalArray
+
+BLOCK_BYTES = 64 << 20
+"""Bytes of a buffer, where the budget is not small: threads that copy meet once a buffer, and wait for each other."""
+
+LEAST_BUDGET_BYTES = 1 << 20
+
+_LEAST_BLOCKS = 4
+"""Buffers in a small budget: some are filled while others are written."""
+
+_PAGE_BYTES = 4096
+_PART_BYTES = 1 << 20
+"""Bytes of what does not lie in one piece that are put in order at a time, besides the budget."""
+
+T = TypeVar("T")
+
+
+def block_size(budget: int | None) -> int:
+    """Return how large the buffers under a budget are, in bytes.
+
+    Args:
+        budget: Bytes that all of them may take; None for no limit.
+
+    Raises:
+        UsageError: It is too small for any.
+    """
+    if budget is None:
+        return BLOCK_BYTES
+    if budget < LEAST_BUDGET_BYTES:
+        raise UsageError("`budget` is too small to stage a save", found=f"{budget} bytes", expected="1 MiB or more")
+    return min(BLOCK_BYTES, budget // _LEAST_BLOCKS // _PAGE_BYTES * _PAGE_BYTES)
+
+
+class Pool(Generic[T]):
+    """Buffers of one size: made when they are first needed, kept from save to save, never more than a budget allows.
+
+    One thread takes, another gives back. What a buffer is, `make` decides.
+
+    Args:
+        make: Returns a new buffer of so many bytes.
+
+    Attributes:
+        made: Buffers that were ever made.
+    """
+
+    def __init__(self, make: Callable[[int], T]) -> None:
+        self._make = make
+        self.made = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Let every buffer go."""
+        self._changed = Condition()
+        self._size = 0
+        self._most: int | None = None
+        self._all: list[T] = []
+        self._idle: list[T] = []
+        self._is_closed = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers there are."""
+        return len(self._all) * self._size
+
+    def open(self, budget: int | None) -> None:
+        """Begin a save: all buffers are idle, and those go that the budget has no room for.
+
+        Args:
+            budget: Bytes that they may take; None for no limit.
+
+        Raises:
+            UsageError: It is too small.
+        """
+        size = block_size(budget)
+        with self._changed:
+            if size != self._size:
+                self._all.clear()
+            self._size = size
+            self._most = None if budget is None else budget // size
+            if self._most is not None:
+                del self._all[self._most :]
+            self._idle = self._all[::-1]
+            self._is_closed = False
+
+    def take(self, *, wait: bool) -> T | None:
+        """Return an idle buffer, or a new one; None where there may be no more.
+
+        Args:
+            wait: Wait until one is given back; None then means that the pool was closed.
+        """
+        with self._changed:
+            if self._is_closed:
+                return None
+            if self._idle:
+                return self._idle.pop()
+            if self._most is None or len(self._all) < self._most:
+                return self._added()
+            if wait:
+                self._changed.wait_for(lambda: self._idle or self._is_closed)
+            return self._idle.pop() if self._idle and not self._is_closed else None
+
+    def _added(self) -> T:
+        block = self._make(self._size)
+        self._all.append(block)
+        self.made += 1
+        return block
+
+    def give(self, block: T) -> None:
+        """Take a buffer back."""
+        with self._changed:
+            self._idle.append(block)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Tell whoever waits that no buffer will come."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+
+class Block(NamedTuple):
+    """A buffer.
+
+    Attributes:
+        tensor: Its bytes, pinned where this process uses a GPU.
+        view: The same bytes.
+    """
+
+    tensor: torch.Tensor
+    view: memoryview
+
+
+def _is_gpu_used() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def make_block(nbytes: int) -> Block:
+    """Return a buffer of so many bytes in this machine's memory."""
+    with torch.inference_mode(False):  # a buffer outlives the mode of whoever needed it first
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=_is_gpu_used())
+    return Block(tensor, memoryview(tensor.numpy()))  # type: ignore[arg-type]
+
+
+class _Filled(NamedTuple):
+    block: Block
+    nbytes: int
+    ends_file: bool
+
+
+class _NobodyWritesError(Exception):
+    """The saver's thread has given up."""
+
+
+class Stage:
+    """The contents of a rank's files on their way from one thread to the other.
+
+    All that fits into the budget is copied before the first byte is written, so that the two do not compete for memory;
+    from then on as much is copied as was written.
+
+    Args:
+        pool: Where buffers come from; nobody else uses it until this save is over.
+        budget: Bytes that they may take; None for no limit.
+
+    Attributes:
+        rounds: How often what was copied was handed over, and how often the loop had to wait for that plus one.
+    """
+
+    def __init__(self, pool: Pool[Block], budget: int | None) -> None:
+        pool.open(budget)
+        self._pool = pool
+        self._handed: SimpleQueue[_Filled | Exception] = SimpleQueue()
+        self._filled: list[_Filled] = []
+        self._block: Block | None = None
+        self._used = 0
+        self._devices: set[torch.device] = set()
+        self.rounds = 0
+
+    # The loop's side
+
+    def fill(self, payloads: Sequence[Payload], arrays: Mapping[Path, LocalArray]) -> None:
+        """Copy what is to be written; once this returns, the arrays may change.
+
+        Args:
+            payloads: Files as they were laid out.
+            arrays: What lies here.
+        """
+        try:
+            for payload in payloads:
+                self._put_bytes(memoryview(payload.header))
+                for chunk in payload.chunks:
+                    self._put(held(arrays[chunk.path], chunk.box))
+                self._end_block(ends_file=True)
+            self._hand_over()
+        except _NobodyWritesError:
+            return
+
+    def fail(self, error: Exception) -> None:
+        """Tell the writing thread that no more will come, and why."""
+        self._handed.put(error)
+
+    def _put(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu":
+            self._devices.add(tensor.device)
+        if not tensor.numel():
+            return
+        if tensor.nbytes <= SMALL_BYTES and lies_flat(tensor):
+            self._put_bytes(copied_bytes(tensor))
+            return
+        if is_flat(tensor):
+            self._put_flat(flat(tensor))
+            return
+        for box in contiguous_blocks(whole(tuple(tensor.shape)), _PART_BYTES // tensor.element_size()):
+            self._put_flat(flat(narrowed(tensor, box).resolve_conj().resolve_neg().contiguous()))
+
+    def _put_flat(self, data: torch.Tensor) -> None:
+        for start, stop, block, at in self._spans(data.numel()):
+            # From a GPU this waits for nothing; `_hand_over` does.
+            block.tensor[at : at + stop - start].copy_(data[start:stop], non_blocking=True)
+
+    def _put_bytes(self, data: memoryview) -> None:
+        for start, stop, block, at in self._spans(len(data)):
+            block.view[at : at + stop - start] = data[start:stop]
+
+    def _spans(self, nbytes: int) -> Iterator[tuple[int, int, Block, int]]:
+        """Yield which bytes go into which buffer at which place."""
+        start = 0
+        while start < nbytes:
+            block = self._block
+            if block is None or self._used == len(block.view):
+                block = self._next_block()
+            stop = min(nbytes, start + len(block.view) - self._used)
+            at, self._used = self._used, self._used + stop - start
+            yield start, stop, block, at
+            start = stop
+
+    def _next_block(self) -> Block:
+        self._end_block(ends_file=False)
+        block = self._pool.take(wait=False)
+        if block is None:
+            self._hand_over()
+            block = self._pool.take(wait=True)
+        if block is None:
+            raise _NobodyWritesError
+        self._block = block
+        return block
+
+    def _end_block(self, *, ends_file: bool) -> None:
+        if self._block is not None:
+            self._filled.append(_Filled(self._block, self._used, ends_file))
+        self._block, self._used = None, 0
+
+    def _hand_over(self) -> None:
+        for device in self._devices:
+            torch.accelerator.current_stream(device).synchronize()
+        self._devices.clear()
+        self.rounds += 1
+        for each in self._filled:
+            self._handed.put(each)
+        self._filled.clear()
+
+    # The saver's side
+
+    def blocks(self, payload: Payload) -> Iterator[memoryview]:
+        """Yield the contents of the next file; each part is valid until the next one is asked for.
+
+        Args:
+            payload: The file; they come in the order in which they are copied.
+
+        Raises:
+            Exception: What `fail` was told.
+        """
+        del payload
+        while True:
+            got = self._handed.get()
+            if isinstance(got, Exception):
+                raise got
+            yield got.block.view[: got.nbytes]
+            self._pool.give(got.block)
+            if got.ends_file:
+                return
+
+    def close(self) -> None:
+        """Tell the copying thread that nothing is written any more."""
+        self._pool.close()

@@ -1,0 +1,1 @@
+"""Objects in a state: flatten them, take and give back their state."""

@@ -1,0 +1,161 @@
+"""Buffers of a save in the background: never more than the budget, kept from save to save, contents byte for byte."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.boxes import whole
+from shardckpt.checkpoint.save.payload_writer import contents
+from shardckpt.checkpoint.save.staging import BLOCK_BYTES, Pool, Stage, block_size, make_block
+from shardckpt.checkpoint.stateful.stateful import dtype_name
+from shardckpt.errors import UsageError
+from shardckpt.format.native_payload import Chunk, Payload, lay_out
+from shardckpt.state.local.local_shards import LocalArray, local_array
+
+MIB = 1 << 20
+
+
+class TestPool:
+    @given(st.integers(MIB, 1 << 40))
+    def test_a_budget_has_room_for_four_buffers_of_whole_pages_or_more(self, budget: int) -> None:
+        size = block_size(budget)
+        assert 0 < size <= BLOCK_BYTES and size % 4096 == 0 and 4 * size <= budget
+
+    def test_a_budget_too_small_for_anything_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="1 MiB"):
+            Pool(bytearray).open(MIB - 1)
+
+    def test_no_more_buffers_are_made_than_the_budget_allows(self) -> None:
+        pool = Pool(bytearray)
+        pool.open(MIB)
+        taken = [pool.take(wait=False) for _ in range(4)]
+        assert [len(each) for each in taken] == [MIB // 4] * 4
+        assert pool.take(wait=False) is None
+        assert (pool.made, pool.nbytes) == (4, MIB)
+
+    def test_buffers_are_reused_within_a_save_and_by_the_next(self) -> None:
+        pool = Pool(object_of_size)
+        pool.open(None)
+        first, second = pool.take(wait=False), pool.take(wait=False)
+        pool.give(first)
+        assert pool.take(wait=False) is first
+        pool.open(None)  # though nobody gave them back: the save before was broken off
+        assert {id(pool.take(wait=False)), id(pool.take(wait=False))} == {id(first), id(second)}
+        assert pool.made == 2
+
+    def test_a_smaller_budget_lets_buffers_go(self) -> None:
+        pool = Pool(object_of_size)
+        pool.open(None)
+        for _ in range(6):
+            pool.take(wait=False)
+        pool.open(4 * BLOCK_BYTES)
+        assert pool.nbytes == 4 * BLOCK_BYTES
+        pool.open(MIB)
+        assert pool.nbytes == 0
+
+    def test_who_waits_gets_what_another_thread_gives_back(self) -> None:
+        pool = Pool(bytearray)
+        pool.open(MIB)
+        taken = [pool.take(wait=False) for _ in range(4)]
+        giver = threading.Timer(0.05, pool.give, [taken[2]])
+        giver.start()
+        assert pool.take(wait=True) is taken[2]
+        giver.join()
+
+    def test_who_waits_is_told_when_nothing_will_come(self) -> None:
+        pool = Pool(bytearray)
+        pool.open(MIB)
+        for _ in range(4):
+            pool.take(wait=False)
+        closer = threading.Timer(0.05, pool.close)
+        closer.start()
+        assert pool.take(wait=True) is None
+        closer.join()
+
+
+def object_of_size(nbytes: int) -> object:
+    del nbytes
+    return object()
+
+
+def planned(tensors: dict[str, torch.Tensor]) -> tuple[tuple[Payload, ...], dict[tuple[str], LocalArray]]:
+    """Return the files of some tensors, several of them, and what they are filled from."""
+    arrays = {(name,): local_array(tensor) for name, tensor in tensors.items()}
+    chunks = [Chunk(path, a.shape, dtype_name(a.dtype), whole(a.shape)) for path, a in arrays.items()]
+    return lay_out("s", 0, chunks, most_bytes=2 * MIB), arrays
+
+
+def drained(stage: Stage, payloads: tuple[Payload, ...]) -> Iterator[bytes]:
+    for payload in payloads:
+        yield b"".join(bytes(part) for part in stage.blocks(payload))
+
+
+TENSORS = {
+    "large": torch.rand(900_000),
+    "turned": torch.rand(300, 500).t(),
+    "tiny": torch.tensor(3, dtype=torch.int8),
+    "empty": torch.empty(0, 4),
+    "conjugate": torch.rand(40, dtype=torch.complex64).conj(),
+    "odd": torch.arange(77_777, dtype=torch.uint8)[1:],
+    "brain": torch.rand(70_001).bfloat16(),
+}
+
+
+class TestStage:
+    @pytest.mark.parametrize("budget", [None, 64 * MIB])
+    def test_what_fits_is_copied_at_once_and_is_what_lay_there(self, budget: int | None) -> None:
+        tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
+        payloads, arrays = planned(tensors)
+        expected = [b"".join(bytes(part) for part in contents(payload, arrays)) for payload in payloads]
+        stage = Stage(Pool(make_block), budget)
+        stage.fill(payloads, arrays)
+        for tensor in tensors.values():
+            tensor.zero_()
+        assert stage.rounds == 1
+        assert list(drained(stage, payloads)) == expected
+        assert len(payloads) > 1 and list(map(len, expected)) == [payload.nbytes for payload in payloads]
+
+    def test_what_does_not_fit_goes_in_rounds_within_the_budget(self) -> None:
+        payloads, arrays = planned(TENSORS)
+        expected = [b"".join(bytes(part) for part in contents(payload, arrays)) for payload in payloads]
+        pool = Pool(make_block)
+        stage = Stage(pool, MIB)
+        loop = threading.Thread(target=stage.fill, args=(payloads, arrays))
+        loop.start()
+        loop.join(0.1)
+        assert loop.is_alive(), "the loop does not wait for the writer"
+        assert list(drained(stage, payloads)) == expected
+        loop.join()
+        assert stage.rounds > 3 and pool.nbytes <= MIB
+
+    def test_a_writer_that_gave_up_ends_the_copying(self) -> None:
+        payloads, arrays = planned(TENSORS)
+        stage = Stage(Pool(make_block), MIB)
+        loop = threading.Thread(target=stage.fill, args=(payloads, arrays))
+        loop.start()
+        next(stage.blocks(payloads[0]))
+        stage.close()
+        loop.join(5)
+        assert not loop.is_alive()
+
+    def test_a_copy_that_fails_is_told_to_the_writer(self) -> None:
+        payloads, _ = planned(TENSORS)
+        stage = Stage(Pool(make_block), None)
+        stage.fail(MemoryError("no more"))
+        with pytest.raises(MemoryError, match="no more"):
+            list(drained(stage, payloads))
+
+    def test_buffers_made_in_inference_mode_serve_outside_of_it(self) -> None:
+        pool = Pool(make_block)
+        for mode in (True, False):
+            payloads, arrays = planned({"t": torch.rand(200_000)})
+            stage = Stage(pool, None)
+            with torch.inference_mode(mode):
+                stage.fill(payloads, arrays)
+        assert pool.made == 1

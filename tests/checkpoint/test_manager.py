@@ -1,0 +1,1230 @@
+"""The steps of a run: the newest complete one is restored, the only good one is never removed, ranks agree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
+
+import boto3
+import fsspec
+import numpy as np
+import pytest
+import torch
+from bucket import Bucket
+from command import run_here
+from disk import watched
+from harness import outcomes, raised_everywhere, run
+from native_writer import write_step
+from safetensors.torch import save_file
+
+import shardckpt
+from shardckpt import Checkpointer
+from shardckpt.checkpoint import manager
+from shardckpt.errors import (
+    NoCompleteCheckpoint,
+    RankError,
+    SourceNotFoundError,
+    StorageError,
+    TargetExistsError,
+    UnknownFormatError,
+    UnsupportedError,
+    UsageError,
+)
+from shardckpt.format import steps
+from shardckpt.format.steps import delete_step, read_about, read_run, step_name
+from shardckpt.plan import retention
+from shardckpt.storage import retry
+from shardckpt.storage.fsspec_store import FsspecStore
+from shardckpt.storage.local import LocalStore, LocalWriter
+from shardckpt.storage.resolve_url import open_store
+
+DAY = 24 * 3600.0
+
+
+def state(value: float = 0.0) -> dict:
+    return {"w": torch.full((300,), value), "step": int(value)}
+
+
+def saved(ck: Checkpointer, *steps: int, **options) -> Checkpointer:
+    for number in steps:
+        ck.save(number, state(float(number)), **options)
+    return ck
+
+
+def restored(ck: Checkpointer, **options) -> tuple[int | None, float]:
+    """Restore without a warning; return the step and what the tensor holds."""
+    into = state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = ck.restore(into, **options)
+    assert into["w"].unique().tolist() == [float(into["step"])]
+    return step, into["step"]
+
+
+def folder(root: object, step: int) -> Path:
+    return Path(str(root)) / step_name(step)
+
+
+def payload(root: object, step: int) -> Path:
+    return next(path for path in folder(root, step).iterdir() if path.suffix == ".safetensors")
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the data, which stands at the end of a payload file."""
+    data = bytearray(path.read_bytes())
+    data[-10] ^= 1
+    path.write_bytes(data)
+
+
+class TestSaveAndRestore:
+    def test_what_was_saved_last_comes_back(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path / "run"), 1000, 2000)
+        assert sorted(os.listdir(ck.root)) == ["step-00001000", "step-00002000"]
+        assert ck.path(2000) == f"{ck.root}/step-00002000"
+        assert shardckpt.verify(ck.path(2000)).ok
+        assert (ck.steps(), ck.latest()) == ((1000, 2000), 2000)
+        assert restored(ck) == (2000, 2000)
+        assert restored(Checkpointer(f"{ck.root}/")) == (2000, 2000)
+
+    def test_where_nothing_was_ever_saved_there_is_none(self, tmp_path):
+        for root in (tmp_path / "nowhere", tmp_path):
+            ck = Checkpointer(root)
+            assert restored(ck) == (None, 0)
+            assert (ck.steps(), ck.latest()) == ((), None)
+        assert not (tmp_path / "nowhere").exists()
+
+    def test_a_step_is_chosen_by_number(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2, 3)
+        assert restored(ck, step=2) == (2, 2)
+        with pytest.raises(NoCompleteCheckpoint, match="no complete step 7"):
+            ck.restore(state(), step=7)
+
+    def test_options_reach_save_and_load(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, checksums=False, about={"by": "me"})
+        store = LocalStore(ck.root)
+        assert read_about(store, read_run(store).steps[0])["by"] == "me"
+        flip(payload(ck.root, 1))
+        assert ck.restore(state()) == 1, "no checksums, nothing to notice"
+        assert ck.restore({"w": torch.zeros(300)}, strict=False) == 1
+
+    def test_numbers_of_steps_are_integers_of_any_kind(self, tmp_path):
+        ck = Checkpointer(tmp_path)
+        ck.save(np.int64(7), state(7.0))
+        assert restored(ck) == (7, 7)
+
+    @pytest.mark.parametrize("step", [-1, 1.0, "1", True, None, 10**18])
+    def test_nothing_else_is_a_step(self, step, tmp_path):
+        ck = Checkpointer(tmp_path)
+        with pytest.raises(UsageError, match="no number of a step"):
+            ck.save(step, state())
+        with pytest.raises(UsageError, match="no number of a step"):
+            ck.path(step)
+
+    @pytest.mark.parametrize("metrics", [[1], {"loss": "high"}, {"loss": None}], ids=repr)
+    def test_a_metric_that_is_no_number_is_refused(self, metrics, tmp_path):
+        with pytest.raises(UsageError, match=r"a metric must be a number|must be numbers by name"):
+            Checkpointer(tmp_path).save(1, state(), metrics=metrics)
+
+    def test_a_file_is_no_run(self, tmp_path):
+        (tmp_path / "run").write_text("mine")
+        ck = Checkpointer(tmp_path / "run")
+        for call in (lambda: ck.restore(state()), ck.steps, lambda: ck.save(1, state())):
+            with pytest.raises(UsageError, match="a file lies where the folder of a run would be"):
+                call()
+
+    def test_a_run_is_never_replaced_by_a_step(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path / "run"), 1, 2)
+        with pytest.raises(TargetExistsError, match="step-00000001/, step-00000002/"):
+            shardckpt.save(state(), ck.root, overwrite=True)
+        assert ck.steps() == (1, 2)
+
+    @pytest.mark.parametrize("root", ["memory://", "s3://", "s3:///", 5, None], ids=repr)
+    def test_a_root_that_is_no_place_is_refused(self, root):
+        with pytest.raises(UsageError, match=r"names no place|no path and no URL"):
+            Checkpointer(root)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"keep_last": 0},
+            {"save_every": 0},
+            {"keep_for": -1},
+            {"keep_for": "0d"},
+            {"keep_for": [1]},
+            {"mode": "most"},
+        ],
+        ids=repr,
+    )
+    def test_a_rule_that_means_nothing_is_refused(self, wrong, tmp_path):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            Checkpointer(tmp_path, **wrong)
+
+    def test_a_step_that_is_there_is_replaced_only_when_asked(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1)
+        with pytest.raises(TargetExistsError):
+            ck.save(1, state(5.0))
+        assert restored(ck) == (1, 1)
+        ck.save(1, state(5.0), overwrite=True)
+        assert restored(ck) == (1, 5)
+
+    def test_a_failed_save_leaves_the_steps_as_they_were(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
+        with pytest.raises(TypeError, match="thing"):
+            ck.save(2, {"thing": object()})
+        with pytest.raises(UsageError, match=r"loss: a metric must be a number; found .*'low'"):
+            ck.save(2, state(), metrics={"loss": "low"})
+        with pytest.raises(UsageError, match=r"`metrics` must be numbers by name; found \[0\.5\]"):
+            ck.save(2, state(), metrics=[0.5])
+        assert os.listdir(ck.root) == [step_name(1)]
+
+
+def trainer_folder(root: Path) -> None:
+    """Lay out the `output_dir` of a transformers Trainer."""
+    for number in (50, 100):
+        place = root / f"checkpoint-{number}"
+        place.mkdir(parents=True)
+        save_file({"w": torch.ones(3)}, place / "model.safetensors", metadata={"format": "pt"})
+        (place / "config.json").write_text("{}")
+        (place / "trainer_state.json").write_text("{}")
+
+
+def lightning_folder(root: Path) -> None:
+    root.mkdir(exist_ok=True)
+    torch.save({"state_dict": {"w": torch.ones(3)}, "pytorch-lightning_version": "2.5"}, root / "epoch=0-step=9.ckpt")
+
+
+def one_step(root: Path) -> None:
+    saved(Checkpointer(root.parent / "of"), 1)
+    folder(root.parent / "of", 1).rename(root)
+
+
+def several_runs(root: Path) -> None:
+    saved(Checkpointer(root / "a"), 1)
+    saved(Checkpointer(root / "b"), 7)
+
+
+def lightning_root(root: Path) -> None:
+    lightning_folder(make_folder(root / "lightning_logs" / "version_0" / "checkpoints"))
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
+
+
+class TestOtherFolders:
+    """`latest() or 0` must not start over because somebody named the wrong folder."""
+
+    @pytest.mark.parametrize(
+        ("lay_out", "says"),
+        [
+            (trainer_folder, "checkpoint-100"),
+            (lightning_folder, "ckpt|Lightning|torch"),
+            (one_step, "shardckpt"),
+            (several_runs, r"found a \(a run\), b \(a run\)"),
+            (lightning_root, "lightning_logs/version_0/checkpoints"),
+        ],
+    )
+    def test_a_checkpoint_that_is_no_step_is_told(self, lay_out, says, tmp_path):
+        root = tmp_path / "run"
+        lay_out(root)
+        ck = Checkpointer(root)
+        for call in (ck.latest, ck.steps, lambda: ck.restore(state()), lambda: shardckpt.prune(root)):
+            with pytest.raises(UsageError, match=f"({says})|this is a step"):
+                call()
+        assert run_here("ls", root).code == 2
+
+    def test_runs_below_a_url_are_told(self):
+        root = f"memory://{uuid4().hex}"
+        saved(Checkpointer(f"{root}/team/a"), 1)
+        with pytest.raises(UnknownFormatError, match=r"no step of a run lies here; found team/a \(a run\)"):
+            Checkpointer(root).restore(state())
+        assert Checkpointer(f"{root}/team/c").restore(state()) is None
+
+    def test_logs_and_settings_may_lie_there_before_the_first_step(self, tmp_path):
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "config.yaml").write_text("lr: 1")
+        ck = Checkpointer(tmp_path)
+        assert (restored(ck), ck.latest()) == ((None, 0), None)
+        found = run_here("ls", tmp_path)
+        assert (found.code, found.out) == (2, "")
+        assert "no step of a run lies here; found config.yaml, logs" in found.err
+
+    def test_a_parent_that_is_a_file_is_told(self, tmp_path):
+        (tmp_path / "file").write_text("mine")
+        with pytest.raises(UsageError, match="a file lies where a folder above"):
+            Checkpointer(tmp_path / "file" / "sub" / "run").restore(state())
+        assert restored(Checkpointer(tmp_path / "no" / "such" / "run")) == (None, 0)
+
+
+def test_a_bucket_that_does_not_exist_is_told(s3_bucket):
+    assert restored(Checkpointer(f"{s3_bucket}/runs/a")) == (None, 0)
+    missing = Checkpointer("s3://there-is-no-such-bucket/runs/a")
+    for call in (missing.latest, lambda: missing.restore(state())):
+        with pytest.raises(SourceNotFoundError, match="bucket does not exist"):
+            call()
+
+
+class TestIncompleteSteps:
+    def test_one_that_was_never_committed_does_not_exist(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        (folder(ck.root, 2) / "COMMIT").unlink()
+        assert ck.latest() == 1
+        with pytest.warns(UserWarning, match=r"restored step 1: .*step-00000002.*never committed"):
+            assert ck.restore(state()) == 1
+
+    def test_a_name_alone_is_no_step(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1)
+        folder(ck.root, 9).mkdir()
+        assert ck.latest() == 1
+
+    @pytest.mark.parametrize("what", ["no commit", "torn commit", "file gone", "empty"])
+    def test_where_none_is_complete_that_is_told(self, what, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        for number in (1, 2):
+            commit = folder(ck.root, number) / "COMMIT"
+            if what == "torn commit":
+                commit.write_bytes(commit.read_bytes()[:-5])
+            elif what == "file gone":
+                payload(ck.root, number).unlink()
+            else:
+                for path in folder(ck.root, number).iterdir() if what == "empty" else [commit]:
+                    path.unlink()
+        assert ck.steps() == ()
+        into = state(7.0)
+        with pytest.raises(
+            NoCompleteCheckpoint, match=r"no step here is complete.*step-00000002.*step-00000001"
+        ) as caught:
+            ck.restore(into)
+        assert isinstance(caught.value, FileNotFoundError)
+        assert into["step"] == 7
+
+    @pytest.mark.parametrize("what", ["no commit", "torn commit", "file gone"])
+    def test_such_a_step_is_saved_anew(self, what, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1)
+        commit = folder(ck.root, 1) / "COMMIT"
+        if what == "torn commit":
+            commit.write_bytes(commit.read_bytes()[:-5])
+        else:
+            (commit if what == "no commit" else payload(ck.root, 1)).unlink()
+        ck.save(1, state(9.0))
+        assert restored(ck) == (1, 9)
+
+    def test_what_somebody_else_keeps_under_its_name_is_not_touched(self, tmp_path):
+        ck = Checkpointer(tmp_path)
+        folder(ck.root, 1).mkdir()
+        (folder(ck.root, 1) / "thesis.txt").write_text("mine")
+        with pytest.raises(TargetExistsError):
+            ck.save(1, state())
+        assert (folder(ck.root, 1) / "thesis.txt").read_text() == "mine"
+
+
+def make_newer(folder: Path, kind: str) -> None:
+    """Turn a step into one of a later version, or with a feature that nobody here knows."""
+    line = json.loads((folder / "COMMIT").read_text().splitlines()[0])
+    line |= {"version": [2, 0]} if kind == "version" else {"features": ["compression"]}
+    raw = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+    (folder / "COMMIT").write_bytes(raw + hashlib.sha256(raw).hexdigest().encode() + b"\n")
+
+
+SAYS = {"version": "version 2.0 of the format", "feature": "feature 'compression'.*version 1.0 of the format"}
+
+
+@pytest.mark.parametrize("kind", ["version", "feature"])
+class TestStepsOfANewerVersion:
+    """A step that this version cannot read is a step: nothing replaces, removes or silently passes over it."""
+
+    @pytest.fixture
+    def root(self, kind: str, tmp_path: Path) -> Path:
+        """Steps 1 and 2, of which a newer version wrote the second."""
+        saved(Checkpointer(tmp_path), 1, 2)
+        make_newer(folder(tmp_path, 2), kind)
+        return tmp_path
+
+    @pytest.fixture(autouse=True)
+    def untouched(self, root: Path) -> Iterator[None]:
+        before = {path.name: path.read_bytes() for path in folder(root, 2).iterdir()}
+        yield
+        assert {path.name: path.read_bytes() for path in folder(root, 2).iterdir()} == before
+
+    @pytest.mark.parametrize("call", ["latest", "steps", "restore", "restore it"])
+    def test_it_is_not_passed_over(self, call: str, kind: str, root: Path) -> None:
+        ck = Checkpointer(root)
+        calls = {
+            "latest": ck.latest,
+            "steps": ck.steps,
+            "restore": lambda: ck.restore(state()),
+            "restore it": lambda: ck.restore(state(), step=2),
+        }
+        with pytest.raises(UnsupportedError, match=SAYS[kind]):
+            calls[call]()
+
+    def test_others_can_be_restored_and_newer_ones_found(self, root: Path) -> None:
+        ck = Checkpointer(root)
+        assert restored(ck, step=1) == (1, 1)
+        saved(ck, 3)
+        assert (ck.steps(), ck.latest(), restored(ck)) == ((1, 3), 3, (3, 3))
+
+    def test_nor_is_it_passed_over_where_the_newer_ones_are_damaged(self, kind: str, root: Path) -> None:
+        saved(Checkpointer(root), 3)
+        flip(payload(root, 3))
+        with pytest.raises(UnsupportedError, match=SAYS[kind]):
+            Checkpointer(root).restore(state())
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_no_save_replaces_it(self, overwrite: bool, kind: str, root: Path) -> None:
+        with pytest.raises(TargetExistsError, match=SAYS[kind]):
+            Checkpointer(root).save(2, state(7.0), overwrite=overwrite)
+
+    def test_nothing_is_removed_beside_it_since_it_may_refer_to_any_other(self, kind: str, root: Path) -> None:
+        with pytest.warns(UserWarning, match=rf"step 3 is saved, but old ones could not be removed.*{SAYS[kind]}"):
+            saved(Checkpointer(root, keep_last=1), 3)
+        with pytest.raises(UnsupportedError, match=SAYS[kind]):
+            shardckpt.prune(root, keep_last=1)
+        assert sorted(os.listdir(root)) == [step_name(n) for n in (1, 2, 3)]
+
+    def test_nor_are_the_leftovers_of_dead_saves(self, kind: str, root: Path, monkeypatch) -> None:
+        (folder(root, 1) / "COMMIT").unlink()
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 2 * DAY)
+        with pytest.raises(UnsupportedError, match=SAYS[kind]):
+            shardckpt.prune(root)
+        saved(Checkpointer(root), 3)
+        assert folder(root, 1).exists()
+
+    def test_a_step_that_is_replaced_beside_it_keeps_its_files(self, root: Path) -> None:
+        file = payload(root, 1).name
+        Checkpointer(root).save(1, state(5.0), overwrite=True)
+        assert file in os.listdir(folder(root, 1))
+        assert restored(Checkpointer(root), step=1) == (1, 5)
+
+
+class TestDamagedSteps:
+    def test_the_step_before_is_restored_and_a_warning_says_so(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2, 3)
+        flip(payload(ck.root, 3))
+        into = state()
+        with pytest.warns(UserWarning, match=r"restored step 2: .*step-00000003/.*safetensors.*block 0") as told:
+            assert ck.restore(into) == 2
+        assert into["w"].unique().tolist() == [2.0]
+        assert "filled in part" not in str(told[0].message), "the step before has filled it"
+
+    def test_so_is_the_one_before_that(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2, 3)
+        flip(payload(ck.root, 3))
+        next(path for path in folder(ck.root, 2).iterdir() if path.name.endswith(".manifest.json")).write_text("{}")
+        with pytest.warns(UserWarning, match="restored step 1"):
+            assert ck.restore(state()) == 1
+
+    def test_where_all_are_damaged_there_is_none(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        for number in (1, 2):
+            flip(payload(ck.root, number))
+        with pytest.raises(NoCompleteCheckpoint, match=r"block 0.*filled in part"):
+            ck.restore(state())
+
+    def test_a_step_that_was_asked_for_is_not_replaced_by_another(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        flip(payload(ck.root, 2))
+        with pytest.raises(shardckpt.ChecksumError):
+            ck.restore(state(), step=2)
+
+    def test_a_state_that_does_not_fit_is_no_damage(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1)
+        ck.save(2, {"other": torch.ones(3)})
+        with pytest.raises(UsageError, match="does not fit"):
+            ck.restore(state())
+
+    @pytest.mark.parametrize("error", [RankError("rank 3 is gone"), StorageError("no network"), ZeroDivisionError()])
+    def test_nor_is_a_rank_that_is_gone_or_storage_that_does_not_answer(self, error, tmp_path, monkeypatch):
+        def failing(*_: object, **__: object) -> None:
+            raise error
+
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        monkeypatch.setattr(manager, "load", failing)
+        with pytest.raises(type(error)) as caught:
+            ck.restore(state())
+        assert caught.value is error
+
+    def test_an_older_one_is_nobodys_business(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        (folder(ck.root, 1) / "COMMIT").unlink()
+        assert restored(ck) == (2, 2)
+
+    def test_it_is_saved_anew_when_training_gets_there_again(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        flip(payload(ck.root, 2))
+        with pytest.warns(UserWarning, match="restored step 1"):
+            ck.restore(state())
+        ck.save(2, state(9.0))
+        assert restored(ck) == (2, 9)
+
+    def test_it_takes_no_place_of_a_good_one(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=2), 1, 2, 3)
+        flip(payload(ck.root, 3))
+        with pytest.warns(UserWarning, match="restored step 2"):
+            ck.restore(state())
+        ck.save(4, state(4.0))
+        assert {2, 4} <= set(ck.steps())
+
+
+class TestBesideATrainer:
+    """Another process saves the next step and removes the last one, before what was found is loaded."""
+
+    def moving(self, root: Path, monkeypatch: pytest.MonkeyPatch, turns: int) -> list[str]:
+        trainer, load = saved(Checkpointer(root, keep_last=1), 1), manager.load
+        loads: list[str] = []
+
+        def late(into: object, path: str, **options: object) -> None:
+            loads.append(path)
+            if len(loads) <= turns:
+                saved(trainer, 1 + len(loads))
+            load(into, path, **options)
+
+        monkeypatch.setattr(manager, "load", late)
+        return loads
+
+    @pytest.mark.parametrize("turns", [1, 3])
+    def test_a_newer_step_is_restored_where_the_one_that_was_found_has_gone(self, turns, tmp_path, monkeypatch):
+        loads = self.moving(tmp_path, monkeypatch, turns)
+        ck = Checkpointer(tmp_path)
+        assert restored(ck) == (turns + 1, turns + 1)
+        assert len(loads) == turns + 1
+        assert not ck._damaged, "what was removed is not damaged"
+
+    def test_that_has_an_end(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(manager, "_LOOKS", 4)
+        loads = self.moving(tmp_path, monkeypatch, 100)
+        with pytest.raises(NoCompleteCheckpoint):
+            Checkpointer(tmp_path).restore(state())
+        assert len(loads) == 4
+
+    def test_a_damaged_step_is_loaded_once(self, tmp_path, monkeypatch):
+        loads = self.moving(tmp_path, monkeypatch, 0)
+        saved(Checkpointer(tmp_path), 2, 3)
+        flip(payload(tmp_path, 3))
+        with pytest.warns(UserWarning, match="restored step 2"):
+            Checkpointer(tmp_path).restore(state())
+        assert [os.path.basename(path) for path in loads] == [step_name(3), step_name(2)]
+
+
+class TestRetention:
+    def test_the_last_ones_and_every_so_often_stay(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=2, keep_every=3), *range(1, 9))
+        assert ck.steps() == (3, 6, 7, 8)
+        assert sorted(os.listdir(ck.root)) == [step_name(n) for n in ck.steps()]
+
+    def test_without_a_rule_all_stay(self, tmp_path):
+        assert saved(Checkpointer(tmp_path), 1, 2, 3).steps() == (1, 2, 3)
+
+    def test_the_best_stay_after_a_restart_too(self, tmp_path):
+        losses = {1: 3.0, 2: 1.0, 3: float("nan"), 4: 2.0, 5: 5.0}
+        for number, loss in losses.items():
+            ck = Checkpointer(tmp_path, keep_best=2)
+            ck.save(number, state(float(number)), metrics={"loss": torch.tensor(loss), "accuracy": 0.5})
+        assert ck.steps() == (2, 4, 5)
+        ck = Checkpointer(tmp_path, keep_best=1, metric="accuracy", mode="max")
+        ck.save(6, state(6.0), metrics={"accuracy": 0.1})
+        assert ck.steps() == (5, 6), "of equals the later; the newest always stays"
+
+    def test_manifests_are_read_once_for_it(self, tmp_path, monkeypatch):
+        read = []
+        monkeypatch.setattr(steps, "read_about", lambda *a: (read.append(a[1].number), read_about(*a))[1])
+        ck = Checkpointer(tmp_path, keep_best=9)
+        for number in range(1, 5):
+            ck.save(number, state(), metrics={"loss": 1.0})
+        assert read == [1, 2, 3, 4]
+
+    def test_a_metric_that_no_step_has_is_an_error_and_loses_nothing(self, tmp_path):
+        for number, accuracy in ((1, 0.9), (2, 0.8)):
+            Checkpointer(tmp_path).save(number, state(float(number)), metrics={"accuracy": accuracy})
+        ck = Checkpointer(tmp_path, keep_best=1, keep_last=1, metric="acc", mode="max")
+        with pytest.raises(UsageError, match=r"step 3 is saved.*metric 'acc', which no step has; found accuracy"):
+            ck.save(3, state(3.0), metrics={"accuracy": 0.7})
+        assert restored(ck) == (3, 3)
+        with pytest.raises(UsageError, match="step 4 is saved"):
+            ck.async_save(4, state(4.0), metrics={"accuracy": 0.7})
+        assert (ck.steps(), restored(ck)) == ((1, 2, 3, 4), (4, 4))
+        with pytest.warns(UserWarning, match=r"step 5 is saved, but old ones could not be removed.*found accuracy"):
+            ck.save(5, state(5.0))
+        assert ck.steps() == (1, 2, 3, 4, 5)
+
+    def test_metrics_that_come_with_some_steps_alone_rank_those(self, tmp_path):
+        ck = Checkpointer(tmp_path, keep_best=1)
+        ck.save(1, state(), metrics={"loss": 1.0, "other": 2.0})
+        ck.save(2, state(), metrics={"other": 2.0})
+        ck.save(3, state())
+        ck.save(4, state(), metrics={"loss": 0.5})
+        assert ck.steps() == (2, 3, 4)
+        assert saved(Checkpointer(tmp_path, keep_best=1, keep_last=1), 5).steps() == (4, 5)
+
+    @pytest.mark.parametrize("told", [timedelta(hours=1), 3600, "1h", "60 m"], ids=str)
+    def test_those_of_the_last_hour_stay(self, told, tmp_path, monkeypatch):
+        ck = saved(Checkpointer(tmp_path, keep_for=told), 1, 2)
+        assert ck.steps() == (1, 2)
+        now = time.time
+        monkeypatch.setattr(manager.time, "time", lambda: now() + 3601)
+        ck.save(3, state(3.0))
+        assert ck.steps() == (3,)
+
+    @pytest.mark.parametrize("fault", ["no commit", "torn commit", "file gone"])
+    def test_steps_that_are_not_complete_take_no_place(self, fault, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2, 8, 9)
+        for number in (8, 9):
+            commit = folder(ck.root, number) / "COMMIT"
+            if fault == "torn commit":
+                commit.write_bytes(commit.read_bytes()[:-5])
+            else:
+                (commit if fault == "no commit" else payload(ck.root, number)).unlink()
+        ck = saved(Checkpointer(tmp_path, keep_last=2), 3)
+        assert ck.steps() == (2, 3)
+        assert folder(ck.root, 9).exists(), "not a day old, or not ours to remove"
+
+    def test_a_folder_of_somebody_else_that_is_called_alike_stays(self, tmp_path):
+        (tmp_path / "step-1").mkdir()
+        (tmp_path / "step-1" / "pytorch_model.bin").write_bytes(b"precious")
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1, 2)
+        assert ck.steps() == (2,)
+        assert sorted(os.listdir(tmp_path)) == [step_name(2), "step-1"]
+
+    @pytest.mark.parametrize("store", ["disk", "memory", "bucket"])
+    def test_what_no_save_wrote_stays_in_a_removed_step_and_is_named_once(self, store, tmp_path, monkeypatch):
+        Bucket.reset()
+        root = {"disk": str(tmp_path), "memory": f"memory://{tmp_path.name}", "bucket": "bucket://b/run"}[store]
+        ck = saved(Checkpointer(root, keep_last=1), 1)
+        saved(Checkpointer(f"{ck.path(1)}/finetune"), 7)
+        with open_store(ck.path(1)).create("thesis.txt") as writer:
+            writer.write(b"mine")
+        with pytest.warns(UserWarning, match=r"left there: step-00000001/finetune/, step-00000001/thesis.txt"):
+            saved(ck, 2)
+        assert [entry.name for entry in open_store(ck.path(1)).list()] == ["finetune", "thesis.txt"]
+        monkeypatch.setattr(retention, "DEAD_AFTER_S", -1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            saved(ck, 3)
+            assert restored(Checkpointer(root)) == (3, 3)
+        assert shardckpt.prune(root, keep_last=1).other_content == ()
+        found = shardckpt.ls(root)
+        assert ([step.number for step in found.complete], found.incomplete) == ([3], ())
+        assert restored(Checkpointer(f"{ck.path(1)}/finetune")) == (7, 7)
+        with pytest.raises(TargetExistsError, match="other content"):
+            ck.save(1, state(), overwrite=True)
+
+    def test_an_older_branch_that_left_other_content_is_no_newer_step_that_cannot_be_loaded(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 9)
+        (folder(tmp_path, 9) / "thesis.txt").write_text("mine")
+        saved(Checkpointer(tmp_path), 3)
+        ck.restore(state(), step=3)
+        with pytest.warns(UserWarning, match="no save wrote"):
+            saved(ck, 4)
+        assert os.listdir(folder(tmp_path, 9)) == ["thesis.txt"]
+        assert restored(Checkpointer(tmp_path)) == (4, 4)
+
+    def test_files_of_the_operating_system_do_not_keep_a_removed_step(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
+        (folder(tmp_path, 1) / ".DS_Store").write_bytes(b"folder view")
+        saved(ck, 2)
+        assert os.listdir(tmp_path) == [step_name(2)]
+
+    def test_a_failure_to_remove_is_a_warning_for_the_step_is_saved(self, tmp_path, monkeypatch):
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
+
+        def broken(*_: object) -> None:
+            raise StorageError("no permission")
+
+        monkeypatch.setattr(manager, "delete_steps", broken)
+        with pytest.warns(UserWarning, match="step 2 is saved, but old ones could not be removed: no permission"):
+            ck.save(2, state(2.0))
+        monkeypatch.undo()
+        assert ck.steps() == (1, 2)
+        ck.save(3, state(3.0))
+        assert ck.steps() == (3,)
+
+    def test_what_dead_saves_left_goes_after_a_day(self, tmp_path, monkeypatch):
+        saved(Checkpointer(tmp_path), 1, 2)
+        (folder(tmp_path, 1) / "COMMIT").unlink()
+        partial = tmp_path / f".{step_name(7)}.partial-0123456789ab"
+        partial.mkdir()
+        saved(Checkpointer(tmp_path), 3)
+        assert folder(tmp_path, 1).exists()
+        assert partial.exists()
+        now = time.time
+        monkeypatch.setattr(manager.time, "time", lambda: now() + 1.1 * DAY)
+        saved(Checkpointer(tmp_path), 4)
+        assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (2, 3, 4)]
+
+
+class Unreadable:
+    """A number that cannot be had, as of a tensor on the meta device."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("no data")
+
+    def __index__(self) -> int:
+        raise RuntimeError("no data")
+
+
+class TestArgumentsThatAreWrong:
+    @pytest.mark.parametrize("name", ["run.branch", "metric.loss"])
+    @pytest.mark.parametrize("verb", ["Checkpointer", "save", "async_save"])
+    def test_names_that_a_run_is_ordered_by_are_refused_in_about(self, verb, name, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=2), 1)
+        with pytest.raises(UsageError, match=f"reserved for `Checkpointer`; found {name}"):
+            if verb == "Checkpointer":
+                saved(ck, 2, about={name: "3"})
+            else:
+                getattr(shardckpt, verb)(state(), ck.path(2), about={name: "3"})
+        assert saved(ck, 2, 3, about={"runs": "a"}, metrics={"loss": 1.0}).steps() == (2, 3)
+
+    @pytest.mark.parametrize("about", [5, {"a": 3}, {4: "b"}, "ab"])
+    def test_about_is_text_by_name(self, about, tmp_path):
+        ck = Checkpointer(tmp_path)
+        for save in (lambda: saved(ck, 1, about=about), lambda: shardckpt.save(state(), ck.path(1), about=about)):
+            with pytest.raises(UsageError, match="`about` must be a mapping of text to text"):
+                save()
+        assert ck.steps() == ()
+
+    @pytest.mark.parametrize(
+        "metrics",
+        [{"loss": 10**400}, {"loss": Unreadable()}, {"loss": 1j}, {1: 0.5}, 5, torch.ones(3)],
+        ids=["too large", "unreadable", "complex", "name", "number", "tensor"],
+    )
+    def test_metrics_are_numbers_by_name(self, metrics, tmp_path):
+        ck = Checkpointer(tmp_path, keep_best=1)
+        with pytest.raises(UsageError, match="metric"):
+            saved(ck, 1, metrics=metrics)
+        assert saved(ck, 1, metrics={"loss": 1}).steps() == (1,)
+
+    def test_one_rank_alone_has_them_and_all_raise_before_the_timeout(self, tmp_path):
+        """Rank 1 gives a wrong argument; every rank hears of it in the first message, and the next call works."""
+        ck = Checkpointer(tmp_path / "run", save_every=1)
+        one, other = tmp_path / "run" / step_name(1), tmp_path / "other"
+        savings = [{"base": 5}, {"base_rules": 3}, {"trainable_only": True}, {"about": 5}]
+        backgrounds = [{"about": 5}, {"budget": "much"}, {"on_busy": "never"}]
+        loads = [{"partial": 5}, {"verify": "x"}, {"rules": 3}, {"strict": "x"}, {"unequal_steps": 3}]
+        metered = [{"metrics": {"a": 10**400}}, {"metrics": {"a": Unreadable()}}, {"bogus": 1}]
+        calls = {
+            shardckpt.save: [((state(), other), each) for each in savings],
+            shardckpt.async_save: [((state(), other), each) for each in backgrounds],
+            shardckpt.load: [((state(), one), each) for each in loads],
+            ck.save: [((2, state()), each) for each in [*metered, {"base": 5}, {"about": 5}]],
+            ck.async_save: [((2, state()), each) for each in [*backgrounds, *metered]],
+            ck.restore: [((state(),), each) for each in [*loads[:2], {"bogus": 1}, {"step": Unreadable()}]],
+        }
+
+        def body(rank: int, world: int) -> list[str]:
+            saved(ck, 1)
+            told = []
+            for call, arguments in calls.items():
+                for given, wrong in arguments:
+                    try:
+                        call(*given, **(wrong if rank == 1 else {}))
+                    except UsageError as error:
+                        told += [] if rank == 1 or "failed on rank 1" in str(error) else [str(error)]
+                    else:
+                        told.append(f"{call} raised nothing for {wrong}")
+            with ck.save_on_signal():
+                with pytest.raises(UsageError):
+                    ck.should_save("x" if rank == 1 else 2)
+                told.append(str(ck.should_save(2)))
+            with pytest.raises(UsageError):
+                ck.save("x" if rank == 1 else 2, state())
+            saved(ck, 2)
+            return [*told, str(ck.steps()), str(other.exists())]
+
+        assert run(2, body, group_timeout=20) == [["True", "(1, 2)", "False"]] * 2
+
+
+def test_one_clock_that_is_ten_years_ahead_removes_nothing(tmp_path, monkeypatch):
+    ck = saved(Checkpointer(tmp_path, keep_for="1h"), 1, 2)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 10 * 365 * DAY)
+    saved(ck, 3, 4)
+    assert ck.steps() == (1, 2, 3, 4)
+    monkeypatch.undo()
+    assert saved(ck, 5).steps() == (1, 2, 3, 4, 5)
+
+
+class TestGoingBack:
+    """What a restored run saves is newer than what lay there when it was restored, whatever the numbers."""
+
+    def test_what_is_saved_then_is_the_latest(self, tmp_path):
+        saved(Checkpointer(tmp_path), *range(1, 11))
+        ck = Checkpointer(tmp_path, keep_last=2)
+        ck.restore(state(), step=9)
+        for number in (4, 5, 6):
+            ck.save(number, state(100.0 + number), overwrite=True)
+            assert (ck.latest(), Checkpointer(tmp_path).latest()) == (number, number)
+        assert ck.steps() == (5, 6)
+        assert restored(Checkpointer(tmp_path)) == (6, 106)
+
+    def test_nothing_is_abandoned_before_that(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2, 3)
+        ck.restore(state(), step=1)
+        with pytest.raises(TypeError):
+            ck.save(2, {"thing": object()}, overwrite=True)
+        assert (ck.latest(), restored(Checkpointer(tmp_path))) == (3, (3, 3))
+
+    def test_the_abandoned_steps_are_the_older_ones_for_each_later_process(self, tmp_path):
+        saved(Checkpointer(tmp_path), 1, 2, 3, 4)
+        ck = Checkpointer(tmp_path)
+        ck.restore(state(), step=1)
+        ck.save(2, state(20.0), overwrite=True)
+        assert ck.steps() == (1, 3, 4, 2)
+        later = Checkpointer(tmp_path, keep_last=2)
+        assert restored(later) == (2, 20)
+        saved(later, 5)
+        assert later.steps() == (2, 5)
+        saved(Checkpointer(tmp_path), 6)
+        assert [step.number for step in shardckpt.ls(tmp_path).complete] == [2, 5, 6]
+        assert [step.number for step in shardckpt.prune(tmp_path, keep_last=1).kept] == [6]
+
+    def test_so_is_a_newer_step_that_was_found_to_be_damaged(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 10, 20)
+        flip(payload(tmp_path, 20))
+        with pytest.warns(UserWarning, match="restored step 10"):
+            ck.restore(state())
+        saved(ck, 15)
+        assert (ck.latest(), restored(Checkpointer(tmp_path))) == (15, (15, 15))
+
+    def test_where_the_newest_was_restored_numbers_decide_as_long_as_they_grow(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        ck.restore(state())
+        saved(ck, 3)
+        commit = json.loads((folder(tmp_path, 3) / "COMMIT").read_text().splitlines()[0])
+        assert "branch" not in commit
+        ck.restore(state())
+        ck.save(1, state(7.0), overwrite=True)
+        assert ck.latest() == 1
+
+    def test_without_a_restore_numbers_decide(self, tmp_path):
+        saved(Checkpointer(tmp_path), 5)
+        assert saved(Checkpointer(tmp_path), 3).latest() == 5
+
+    def test_repair_writes_the_same_mark(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path), 1, 2)
+        ck.restore(state(), step=1)
+        ck.async_save(2, state(7.0), overwrite=True).result()
+        before = (folder(tmp_path, 2) / "COMMIT").read_bytes()
+        assert b'"branch":1' in before
+        (folder(tmp_path, 2) / "COMMIT").unlink()
+        shardckpt.repair(folder(tmp_path, 2))
+        assert (folder(tmp_path, 2) / "COMMIT").read_bytes() == before
+
+
+class TestWhenToSave:
+    def test_every_so_many_steps(self, tmp_path):
+        ck = Checkpointer(tmp_path, save_every=10)
+        assert [n for n in range(31) if ck.should_save(n)] == [10, 20, 30]
+        assert not Checkpointer(tmp_path).should_save(10)
+
+    def test_a_step_that_was_saved_or_restored_just_now_is_not_saved_again(self, tmp_path):
+        ck = Checkpointer(tmp_path, save_every=10)
+        saved(ck, 10)
+        assert not ck.should_save(10)
+        other = Checkpointer(tmp_path, save_every=10)
+        other.restore(state())
+        assert not other.should_save(10)
+        assert other.should_save(20)
+
+    def test_a_signal_asks_for_one_save_and_for_the_end(self, tmp_path):
+        before = signal.getsignal(signal.SIGTERM)
+        ck = Checkpointer(tmp_path, save_every=100)
+        with ck.save_on_signal():
+            assert not ck.should_save(3)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not ck.stop_requested, "only noted until all ranks agree"
+            assert ck.should_save(4)
+            assert ck.stop_requested
+            saved(ck, 4)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not ck.should_save(5), "it was saved since"
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert ck.stop_requested
+        assert restored(ck) == (4, 4)
+
+    def test_a_save_alone_learns_of_it_too(self, tmp_path):
+        ck = Checkpointer(tmp_path)
+        with ck.save_on_signal(signal.SIGUSR1):
+            signal.raise_signal(signal.SIGUSR1)
+            saved(ck, 1)
+            assert ck.stop_requested
+            assert not ck.should_save(2)
+
+    def test_signals_are_for_the_main_thread(self, tmp_path):
+        raised: list[Exception] = []
+
+        def body() -> None:
+            try:
+                with Checkpointer(tmp_path).save_on_signal():
+                    pass
+            except UsageError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+        assert "main thread" in str(raised[0])
+
+    def test_without_the_block_a_signal_is_what_it_was(self, tmp_path):
+        heard = []
+        before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+        try:
+            ck = Checkpointer(tmp_path)
+            signal.raise_signal(signal.SIGTERM)
+            assert heard == [1]
+            assert not ck.should_save(1)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+class TestInTheBackground:
+    def test_a_step_is_saved_and_what_no_rule_keeps_is_gone_once_the_result_is_there(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=2), 1, 2)
+        handle = ck.async_save(3, state(3.0), metrics={"loss": 1.0})
+        handle.result()
+        assert (ck.steps(), restored(ck)) == ((2, 3), (3, 3))
+        assert not ck.should_save(3)
+
+    def test_one_under_way_takes_no_place_and_removes_nothing(self, tmp_path):
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
+        go_on, seen = threading.Event(), []
+
+        def on_event(event: shardckpt.SaveEvent) -> None:
+            seen.append(event.phase)
+            if event.phase == "write":
+                go_on.wait(30)
+
+        handle = ck.async_save(2, state(2.0), on_event=on_event)
+        assert ck.steps() == (1,)
+        shardckpt.prune(ck.root, keep_last=1)
+        assert restored(Checkpointer(tmp_path)) == (1, 1)
+        go_on.set()
+        handle.result()
+        assert ck.steps() == (2,)
+        assert seen[-1] == "done"
+
+    def test_one_that_fails_removes_nothing(self, tmp_path, monkeypatch):
+        def full(*_: object) -> None:
+            raise StorageError("full")
+
+        ck = saved(Checkpointer(tmp_path, keep_last=1), 1)
+        monkeypatch.setattr(LocalWriter, "write", full)
+        handle = ck.async_save(2, state(2.0))
+        with pytest.raises(StorageError, match="full"):
+            handle.result()
+        monkeypatch.undo()
+        assert os.listdir(ck.root) == [step_name(1)]
+        saved(ck, 2)
+        assert ck.steps() == (2,)
+
+    @pytest.mark.parametrize("is_signalled", [True, False])
+    def test_one_that_fails_is_due_again(self, is_signalled, tmp_path, monkeypatch):
+        def full(*_: object) -> None:
+            raise StorageError("full")
+
+        ck = Checkpointer(tmp_path, save_every=4)
+        with ck.save_on_signal():
+            if is_signalled:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert ck.should_save(4)
+            monkeypatch.setattr(LocalWriter, "write", full)
+            handle = ck.async_save(4, state(4.0))
+            with pytest.raises(StorageError, match="full"):
+                handle.result()
+            monkeypatch.undo()
+            assert ck.should_save(5) == is_signalled, "the last save is still to come"
+            assert ck.should_save(4), "the step was not saved"
+            ck.async_save(4, state(4.0)).result()
+            assert not ck.should_save(4) and not ck.should_save(5)
+        assert ck.steps() == (4,)
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    yield "memory://runs/a"
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+class TestInMemory:
+    def test_a_run_lives_there_too(self, memory):
+        ck = saved(Checkpointer(memory, keep_last=2), 1, 2, 3)
+        assert (ck.steps(), restored(ck)) == ((2, 3), (3, 3))
+        assert ck.path(3) == "memory://runs/a/step-00000003"
+
+    def test_what_a_killed_save_left_there_is_no_step_and_is_replaced(self, memory):
+        fs = fsspec.filesystem("memory")
+        ck = saved(Checkpointer(memory), 1, 2)
+        fs.rm_file(f"/runs/a/{step_name(2)}/COMMIT")
+        with pytest.warns(UserWarning, match="restored step 1"):
+            assert ck.restore(state()) == 1
+        ck.save(2, state(9.0))
+        assert restored(ck) == (2, 9)
+        fs.rm_file(f"/runs/a/{step_name(1)}/COMMIT")
+        fs.rm_file(f"/runs/a/{step_name(2)}/COMMIT")
+        with pytest.raises(NoCompleteCheckpoint):
+            Checkpointer(memory).restore(state())
+
+    def test_nothing_was_ever_saved_there(self, memory):
+        assert restored(Checkpointer(memory)) == (None, 0)
+
+
+def test_in_s3_what_others_do_is_seen(s3_bucket):
+    ck = saved(Checkpointer(f"{s3_bucket}/runs/a", keep_last=2), 1, 2, 3)
+    assert (ck.steps(), restored(ck)) == ((2, 3), (3, 3))
+    bucket, client = s3_bucket.removeprefix("s3://"), boto3.client("s3")
+    names = [each["Key"] for each in client.list_objects_v2(Bucket=bucket)["Contents"]]
+    assert {name.split("/")[2] for name in names} == {step_name(2), step_name(3)}
+    client.delete_object(Bucket=bucket, Key=f"runs/a/{step_name(3)}/COMMIT")
+    assert ck.latest() == 2
+    ck.save(3, state(9.0))
+    assert restored(ck) == (3, 9)
+
+
+# Ranks
+
+
+def on_ranks(rank: int, world: int, root: Path) -> list:
+    ck = Checkpointer(root, keep_last=2)
+    found = [restored(ck)]
+    saved(ck, 1, 2)
+    ck.async_save(3, state(3.0)).result()
+    return [*found, ck.steps(), ck.latest(), restored(ck), restored(ck, step=2)]
+
+
+def damaged_for_one(rank: int, world: int, root: Path) -> tuple:
+    """Rank 1 alone reads the half of the tensor that is damaged."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    ck = Checkpointer(root)
+    for number in (1, 2):
+        ck.save(number, {"w": distribute_tensor(torch.full((4 << 20,), float(number)), mesh, [Shard(0)])})
+    if rank == 0:
+        files = sorted(path for path in folder(root, 2).iterdir() if path.suffix == ".safetensors")
+        flip(files[1])
+    into = {"w": distribute_tensor(torch.zeros(4 << 20), mesh, [Shard(0)])}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step = ck.restore(into)
+    return step, into["w"].to_local().unique().tolist(), [str(each.message) for each in told]
+
+
+def one_is_asked_to_end(rank: int, world: int, root: Path) -> tuple:
+    ck = Checkpointer(root)
+    seen = []
+    with ck.save_on_signal():
+        for number in range(1, 6):
+            if rank == 1 and number == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if ck.should_save(number):
+                ck.save(number, state(float(number)))
+            seen.append(ck.stop_requested)
+            if ck.stop_requested:
+                break
+    return number, seen, ck.steps()
+
+
+def background_fails(rank: int, world: int, root: Path) -> list[bool]:
+    ck = Checkpointer(root, save_every=4)
+    write = LocalWriter.write
+
+    def full(self: LocalWriter, data: bytes) -> None:
+        raise StorageError("full")
+
+    with ck.save_on_signal():
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        seen = [ck.should_save(3)]
+        LocalWriter.write = full if rank == 1 else write
+        handle = ck.async_save(3, {"w": torch.full((2, 300), 1.0), "own": shardckpt.PerRank(torch.ones(rank + 1))})
+        with suppress(StorageError, RankError):
+            handle.result()
+        LocalWriter.write = write
+        seen += [ck.should_save(3), ck.should_save(5)]
+        ck.save(5, state(5.0))
+        seen.append(ck.should_save(6))
+    return seen
+
+
+class TestRanks:
+    def test_a_save_in_the_background_that_fails_on_one_rank_is_due_again_on_all(self, tmp_path):
+        assert run(2, background_fails, tmp_path) == [[True, True, True, False]] * 2
+
+    def test_a_metric_that_no_step_has_is_told_to_all_once_the_step_is_saved(self, tmp_path):
+        def body(rank: int, world: int) -> object:
+            ck = Checkpointer(tmp_path, keep_best=1, metric="acc")
+            return ck.save(1, state(1.0), metrics={"accuracy": 0.5})
+
+        found = raised_everywhere(2, body)
+        assert all(each.is_a(UsageError) and "step 1 is saved" in each.message for each in found)
+        assert Checkpointer(tmp_path).steps() == (1,)
+
+    def test_all_come_to_the_same_answers(self, tmp_path):
+        found = run(2, on_ranks, tmp_path / "run")
+        assert found == [[(None, 0), (2, 3), 3, (3, 3), (2, 2)]] * 2
+
+    def test_what_one_rank_finds_damaged_is_passed_over_by_all(self, tmp_path):
+        found = run(2, damaged_for_one, tmp_path)
+        assert [each[:2] for each in found] == [(1, [1.0])] * 2
+        assert len(found[0][2]) == 1
+        assert "restored step 1" in found[0][2][0]
+        assert found[1][2] == [], "one rank says it for all"
+
+    def test_one_that_is_asked_to_end_stops_all_at_the_same_step(self, tmp_path):
+        assert run(2, one_is_asked_to_end, tmp_path) == [(3, [False, False, True], (3,))] * 2
+
+    def test_none_complete_is_none_for_all(self, tmp_path):
+        write_step(folder(tmp_path, 1), {"w": torch.ones(2)})
+        (folder(tmp_path, 1) / "COMMIT").unlink()
+        found = raised_everywhere(2, lambda rank, world: Checkpointer(tmp_path).restore(state()))
+        assert [each.name for each in found] == ["NoCompleteCheckpoint"] * 2
+
+    def test_different_steps_are_refused_by_all(self, tmp_path):
+        found = raised_everywhere(2, lambda rank, world: Checkpointer(tmp_path).save(rank, state()))
+        assert all(each.is_a(UsageError) and "rank 1 step 1" in each.message for each in found)
+
+    def test_storage_that_fails_for_the_first_is_told_to_all(self, tmp_path):
+        def body(rank: int, world: int) -> object:
+            if rank == 0:
+                manager.read_run = lambda _: (_ for _ in ()).throw(StorageError("broken"))
+            return Checkpointer(tmp_path).restore(state())
+
+        found = raised_everywhere(2, body)
+        assert [each.name for each in found] == ["StorageError", "RankError"]
+        assert "broken" in found[1].message
+
+    def test_a_rank_that_is_gone_is_named(self, tmp_path):
+        def body(rank: int, world: int) -> object:
+            ck = saved(Checkpointer(tmp_path), 1)
+            if rank == 1:
+                return None
+            return ck.latest()
+
+        found = outcomes(2, body, group_timeout=2.0)
+        assert found[0].raised is not None
+        assert found[0].raised.is_a(RankError)
+        assert "rank 1" in found[0].raised.message
+
+
+# Killed at every operation of a save that removes
+
+
+def check_after_a_kill(root: str, k: str) -> None:
+    """A reader finds the newest complete step whole, and the run goes on."""
+    found = [step.number for step in shardckpt.ls(root).complete]
+    assert found, f"{k}: nothing is left"
+    assert found[-1] in (2, 3), k
+    for number in found:
+        into = state()
+        assert Checkpointer(root).restore(into, step=number) == number
+        assert into["w"].unique().tolist() == [float(number)], f"{k}: step {number} is a mix"
+    ck = Checkpointer(root, keep_last=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert ck.restore(state()) == found[-1]
+    saved(ck, 4)
+    assert ck.steps() == (4,), k
+
+
+def test_a_save_that_is_killed_at_any_operation_leaves_the_newest_step_whole(tmp_path):
+    k, was_killed = 0, True
+    while was_killed:
+        k += 1
+        root = tmp_path / str(k)
+        saved(Checkpointer(root), 1, 2)
+        was_killed = save_and_die_at(root, k)
+        check_after_a_kill(str(root), f"a kill at operation {k}")
+    print(f"killed at each of {k - 1} operations")
+    assert k > 20
+
+
+def save_and_die_at(root: Path, k: int) -> bool:
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def before(name: str, args: tuple) -> None:
+            nonlocal count
+            count += 1
+            if count == k:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with watched(before, lambda *_: None):
+            saved(Checkpointer(root, keep_last=1), 3)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+class Dead(BaseException):
+    """The process is gone: whatever it tries from now on does not happen."""
+
+
+def bucket_matrix(how: str) -> int:
+    """Break every request of a save that removes two steps; return how many there were."""
+    Bucket.reset()
+    saved(Checkpointer("bucket://b/run"), 1, 2)
+    before = dict(Bucket.objects)
+    requests = 0
+    for k in range(1, 200):
+        Bucket.reset()
+        Bucket.objects = dict(before)
+
+        def fault(count: int, verb: str, path: str, k: int = k) -> None:
+            if count >= k + (how == "unheard"):
+                raise Dead
+
+        def answer(count: int, verb: str, path: str, k: int = k) -> None:
+            if how == "unheard" and count >= k:
+                raise Dead
+
+        Bucket.fault, Bucket.answer = fault, answer
+        with suppress(Dead):
+            saved(Checkpointer("bucket://b/run", keep_last=1), 3)
+        requests = len(Bucket.requests)
+        Bucket.fault = Bucket.answer = None
+        Bucket.requests.clear()
+        check_after_a_kill("bucket://b/run", f"request {k} {how}")
+        if requests < k:
+            break
+    return requests
+
+
+@pytest.mark.parametrize("how", ["killed", "unheard"])
+def test_so_does_one_on_a_store_without_rename(how, monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
+    requests = bucket_matrix(how)
+    print(f"{how} at each of {requests} requests")
+    assert requests > 20
+
+
+def test_the_matrix_is_red_where_steps_are_removed_before_the_new_one_is_there(monkeypatch):
+    save = manager.save
+
+    def early(state: object, path: str, **options: object) -> None:
+        if path.endswith(step_name(3)):
+            for number in (1, 2):
+                delete_step(FsspecStore("bucket://b/run"), step_name(number))
+        save(state, path, **options)
+
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(manager, "save", early)
+    with pytest.raises(AssertionError, match="nothing is left"):
+        bucket_matrix("killed")
