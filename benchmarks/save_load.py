@@ -67,7 +67,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import shardckpt
 from shardckpt.boxes import Box, flat_to_boxes, intersect
 from shardckpt.checkpoint.planning.save_plan import Draft, plan_of
-from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.registry import open_checkpoint
 from shardckpt.plan.layout.write_plan import Held
 
 Act = Callable[[], Any]

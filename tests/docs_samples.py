@@ -31,7 +31,7 @@ def example() -> ModuleType:
 def rank_files(folder: Path) -> None:
     """Write what two ranks save by themselves: `local` (FSDP1), `ranks` (FSDP2), `verl-step`, `accelerate-step`."""
     tests = Path(__file__).resolve().parent
-    sys.path[:0] = [str(tests / "core"), str(tests / "format")]
+    sys.path[:0] = [str(tests / "core"), str(tests / "format" / "writers")]
     import harness
     import rank_writers
 

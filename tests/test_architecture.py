@@ -253,10 +253,13 @@ class TestTheChecksCanFail:
             ("shardckpt.storage.local", "from shardckpt.format import hf"),
             ("shardckpt.storage.local", "from shardckpt.boxes import Box"),
             ("shardckpt.plan.layout.copy_plan", "import shardckpt.storage.store"),
-            ("shardckpt.format.hf", "def f():\n    from shardckpt.convert import consolidate"),
-            ("shardckpt.format.hf", "if TYPE_CHECKING:\n    from shardckpt.convert.report import Report"),
-            ("shardckpt.format.hf", "from ..plan import names"),
-            ("shardckpt.format.hf", "import shardckpt"),
+            ("shardckpt.format.huggingface.reader", "def f():\n    from shardckpt.convert import consolidate"),
+            (
+                "shardckpt.format.huggingface.reader",
+                "if TYPE_CHECKING:\n    from shardckpt.convert.report import Report",
+            ),
+            ("shardckpt.format.huggingface.reader", "from ..plan import names"),
+            ("shardckpt.format.huggingface.reader", "import shardckpt"),
             ("shardckpt.convert.consolidate", "from shardckpt.groups import LocalGroup"),
             ("shardckpt.errors", "from shardckpt.dtypes import bits"),
             ("shardckpt_cli.inspect", "from shardckpt.convert.inspect import inspect"),
@@ -272,13 +275,13 @@ class TestTheChecksCanFail:
 
     @pytest.mark.parametrize("text", ["import torch", "from torch.distributed import checkpoint", "import rich.table"])
     def test_a_library_in_the_wrong_room_is_found(self, text: str) -> None:
-        assert len(forbidden_libraries(imports({"shardckpt.format.dcp": text}))) == 1
+        assert len(forbidden_libraries(imports({"shardckpt.format.dcp.reader": text}))) == 1
 
     @pytest.mark.parametrize(
         "text", ["from shardckpt.boxes import _cut", "from ._hidden import Thing", "from shardckpt.plan._x import y"]
     )
     def test_a_private_name_is_found(self, text: str) -> None:
-        assert len(private_names({"shardckpt.format.hf": text})) == 1
+        assert len(private_names({"shardckpt.format.huggingface.reader": text})) == 1
 
     def test_a_ring_is_found_even_when_half_of_it_is_late(self) -> None:
         ring = {
@@ -290,7 +293,9 @@ class TestTheChecksCanFail:
 
     def test_a_late_import_without_a_reason_is_found(self) -> None:
         text = "class A:\n    def f(self):\n        if self:\n            import json"
-        assert unlisted_late_imports(imports({"shardckpt.format.hf": text})) == ["shardckpt.format.hf:4 imports json"]
+        assert unlisted_late_imports(imports({"shardckpt.format.huggingface.reader": text})) == [
+            "shardckpt.format.huggingface.reader:4 imports json"
+        ]
 
     def test_what_an_import_leaves_in_memory_is_seen(self) -> None:
         assert "fsspec" in loaded_by("import fsspec")

@@ -38,9 +38,8 @@ from shardckpt.errors import (
     UsageError,
     escape,
 )
-from shardckpt.format.native_commit import BRANCH
-from shardckpt.format.run_place import require_start_of_run
-from shardckpt.format.steps import (
+from shardckpt.format.native.commit import BRANCH
+from shardckpt.format.native.run_directory import (
     METRIC,
     Run,
     Step,
@@ -53,6 +52,7 @@ from shardckpt.format.steps import (
     read_step,
     step_name,
 )
+from shardckpt.format.run_start import require_start_of_run
 from shardckpt.groups import Star
 from shardckpt.plan.retention import (
     Retention,

@@ -7,7 +7,7 @@ from math import prod
 
 from shardckpt.boxes import Box, Shape, contiguous_blocks, whole
 from shardckpt.dtypes import bits, nbytes
-from shardckpt.format.pieces import PieceReader, Want
+from shardckpt.format.chunk_reader import PieceReader, Want
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Lazy, Manifest, TensorEntry
 from shardckpt.plan.layout.copy_plan import as_bytes

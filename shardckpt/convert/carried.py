@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 
 from shardckpt.dtypes import FLOATS
 from shardckpt.errors import FormatError, StorageError, UsageError
+from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.reader import Source
-from shardckpt.format.safetensors import parse_json
 from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Store, read_bytes
 

@@ -26,10 +26,10 @@ from shardckpt.convert.values import Leaves, Tolerance, are_equal, describe, fin
 from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.dtypes import bits
 from shardckpt.errors import UsageError
-from shardckpt.format.detect import detect, open_checkpoint, open_source
-from shardckpt.format.native import NativeReader
-from shardckpt.format.native_bases import named_for
+from shardckpt.format.native.base_store import named_for
+from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import NamedBases, Reader
+from shardckpt.format.registry import detect, open_checkpoint, open_source
 from shardckpt.manifest import ObjectEntry, Path, Span, TensorEntry, dotted
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule

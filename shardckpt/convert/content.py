@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardckpt.convert.arrays import resolve
 from shardckpt.convert.losses import refuses, require_allowed, told
 from shardckpt.format.reader import Reader
-from shardckpt.format.torch_writer import TYPES
+from shardckpt.format.torchsave.writer import TYPES
 from shardckpt.manifest import UNREAD, Path, dotted
 from shardckpt.plan.layout.output_files import OutTensor
 

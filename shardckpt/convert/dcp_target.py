@@ -14,9 +14,9 @@ from shardckpt.convert.report import Meter
 from shardckpt.convert.selection import Selection
 from shardckpt.convert.stream import Budget, Part, write_parts
 from shardckpt.errors import NameCollisionError
-from shardckpt.format.dcp_writer import Chunk, SliceFile, encode_metadata, item_of, slice_files
+from shardckpt.format.dcp.writer import Chunk, SliceFile, encode_metadata, item_of, slice_files
 from shardckpt.format.reader import Reader
-from shardckpt.format.torch_writer import ArchiveWriter
+from shardckpt.format.torchsave.writer import ArchiveWriter
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.output_files import OutTensor
 from shardckpt.plan.layout.write_plan import Held, plan_save

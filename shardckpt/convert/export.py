@@ -30,13 +30,19 @@ from shardckpt.convert.universal_target import masters
 from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.convert.writing import Hashes, Layout, Scribe
 from shardckpt.errors import UsageError
-from shardckpt.format.dcp_writer import METADATA
-from shardckpt.format.detect import detect, open_source
-from shardckpt.format.hf_files import OPTIMIZER, OPTIMIZER_FILES_KEY, PARAM_GROUPS, PARAM_GROUPS_KEY, SUFFIX
-from shardckpt.format.native_commit import COMMIT
-from shardckpt.format.native_payload import new_save_id
+from shardckpt.format.dcp.writer import METADATA
+from shardckpt.format.huggingface.index_files import (
+    OPTIMIZER,
+    OPTIMIZER_FILES_KEY,
+    PARAM_GROUPS,
+    PARAM_GROUPS_KEY,
+    SUFFIX,
+)
+from shardckpt.format.native.commit import COMMIT
+from shardckpt.format.native.payload import new_save_id
+from shardckpt.format.native.run_directory import files_of_others
 from shardckpt.format.reader import Reader
-from shardckpt.format.steps import files_of_others
+from shardckpt.format.registry import detect, open_source
 from shardckpt.plan.layout.output_files import OutFile, OutTensor, index, name_files, split_as_stored, split_by_size
 from shardckpt.plan.layout.sizes import parse_size
 from shardckpt.plan.optim.key_conversion import rekeyed

@@ -13,9 +13,9 @@ from math import isfinite
 from typing import Any
 
 from shardckpt.errors import CheckpointError, UnsupportedError, UsageError
-from shardckpt.format.inert import Dtype, Ordered
-from shardckpt.format.optimizer_keys import EXACT
-from shardckpt.format.tagged import Named, encode
+from shardckpt.format.encodings.pickle_stubs import Dtype, Ordered
+from shardckpt.format.encodings.tagged_json import Named, encode
+from shardckpt.format.huggingface.optimizer_keys import EXACT
 from shardckpt.manifest import Path
 from shardckpt.plan.layout.output_files import OutTensor
 from shardckpt.plan.optim.key_conversion import KEYS

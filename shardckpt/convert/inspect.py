@@ -7,8 +7,8 @@ import os
 from shardckpt.convert.report import Inspection, TensorInfo
 from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.errors import UsageError, escape
-from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import NamedBases
+from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import UNREAD, Manifest, dotted
 from shardckpt.plan.layout.coverage import faults
 from shardckpt.plan.naming.sections import find_parts, model_paths, split_flat_names

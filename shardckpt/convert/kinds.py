@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from shardckpt.convert.universal_target import LATEST
 from shardckpt.convert.universal_target import TARGET as UNIVERSAL
-from shardckpt.format.dcp_writer import METADATA
-from shardckpt.format.native_commit import STEP
-from shardckpt.format.safetensors import looks_like_safetensors
-from shardckpt.format.torch_file import looks_like_torch
+from shardckpt.format.dcp.writer import METADATA
+from shardckpt.format.encodings.safetensors import looks_like_safetensors
+from shardckpt.format.native.commit import STEP
+from shardckpt.format.torchsave.reader import looks_like_torch
 from shardckpt.storage.replaceable import FileKind, FolderKind, Kind
 
 _FRESH = "(-[0-9a-f]{8})?"

@@ -10,9 +10,9 @@ from shardckpt.convert.group_values import plain_value, settings, without
 from shardckpt.convert.selection import Selection
 from shardckpt.dtypes import SAFETENSORS_NAMES, is_known
 from shardckpt.errors import UnsupportedError, UsageError
-from shardckpt.format.inert import Global, Inert, Ordered
-from shardckpt.format.tagged import encode
-from shardckpt.format.torch_writer import TYPES, archived
+from shardckpt.format.encodings.pickle_stubs import Global, Inert, Ordered
+from shardckpt.format.encodings.tagged_json import encode
+from shardckpt.format.torchsave.writer import TYPES, archived
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.output_files import OutTensor
 

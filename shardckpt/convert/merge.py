@@ -18,10 +18,10 @@ from shardckpt.convert.report import OnProgress, Report
 from shardckpt.convert.selection import Selection
 from shardckpt.dtypes import FLOATS, nbytes
 from shardckpt.errors import UnsupportedError, UsageError
-from shardckpt.format.detect import open_checkpoint
-from shardckpt.format.hf_files import read_json
-from shardckpt.format.pieces import PieceReader, Want
+from shardckpt.format.chunk_reader import PieceReader, Want
+from shardckpt.format.huggingface.index_files import read_json
 from shardckpt.format.reader import Reader
+from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import TensorEntry, dotted
 from shardckpt.plan.adapter import LowRank, plan_merge
 from shardckpt.plan.layout.output_files import Change

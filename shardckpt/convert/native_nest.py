@@ -11,10 +11,10 @@ from shardckpt.convert.group_values import by_path, plain_value
 from shardckpt.convert.losses import require_allowed
 from shardckpt.convert.selection import Selection
 from shardckpt.errors import FormatError, UnsupportedError
-from shardckpt.format.native import NativeReader
-from shardckpt.format.native_manifest import KEEPS_ORDER
+from shardckpt.format.encodings.tagged_json import ArrayRef, encode
+from shardckpt.format.native.manifest_json import KEEPS_ORDER
+from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import Reader
-from shardckpt.format.tagged import ArrayRef, encode
 from shardckpt.manifest import UNREAD, Path, dotted
 from shardckpt.plan.layout.output_files import OutTensor
 

@@ -13,11 +13,11 @@ from shardckpt.convert.report import Meter
 from shardckpt.convert.stream import Budget, Part, write_parts
 from shardckpt.convert.writing import Ending, Hashes, Layout
 from shardckpt.dtypes import bits
-from shardckpt.format.native_commit import COMMIT, encode_commit, manifest_name
-from shardckpt.format.native_manifest import Contents, encode_manifest
-from shardckpt.format.native_part import Written, join, part_of
-from shardckpt.format.native_payload import HF_INDEX, BlockHasher, Chunk, Payload, hf_index, lay_out
-from shardckpt.format.native_records import ArrayRecord, record_of
+from shardckpt.format.native.commit import COMMIT, encode_commit, manifest_name
+from shardckpt.format.native.manifest_json import Contents, encode_manifest
+from shardckpt.format.native.partial_manifest import Written, join, part_of
+from shardckpt.format.native.payload import HF_INDEX, BlockHasher, Chunk, Payload, hf_index, lay_out
+from shardckpt.format.native.records import ArrayRecord, record_of
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Path
 from shardckpt.plan.layout.output_files import OutTensor

@@ -19,9 +19,9 @@ from shardckpt.convert.content import Content
 from shardckpt.convert.report import Meter
 from shardckpt.convert.stream import Budget, Part, write_parts
 from shardckpt.errors import FormatError
-from shardckpt.format.pickle_writer import Call, GlobalName
+from shardckpt.format.encodings.pickle_writer import Call, GlobalName
 from shardckpt.format.reader import Reader
-from shardckpt.format.torch_writer import Archive, ArchiveWriter, Storage, TensorValue, lay_out
+from shardckpt.format.torchsave.writer import Archive, ArchiveWriter, Storage, TensorValue, lay_out
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.output_files import OutTensor
 from shardckpt.plan.naming.fqn import require_matches

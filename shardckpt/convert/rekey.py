@@ -11,7 +11,7 @@ from shardckpt.convert.export import by_size, export, parse_options
 from shardckpt.convert.report import OnProgress, Report
 from shardckpt.convert.selection import Selection, read_param_names
 from shardckpt.errors import UsageError
-from shardckpt.format.hf_files import SUFFIX
+from shardckpt.format.huggingface.index_files import SUFFIX
 from shardckpt.plan.optim.key_conversion import Keys, rekeyed
 
 _KEYS: Mapping[str, Keys] = {

@@ -8,10 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardckpt.errors import AmbiguousError, CheckpointError, ChecksumError, UnsupportedError, UsageError
-from shardckpt.format.detect import open_source
-from shardckpt.format.native import manifest_of
-from shardckpt.format.native_bases import find_bases
-from shardckpt.format.native_commit import (
+from shardckpt.format.native.base_store import find_bases
+from shardckpt.format.native.commit import (
     COMMIT,
     MAX_MANIFEST_BYTES,
     branch_of,
@@ -20,11 +18,13 @@ from shardckpt.format.native_commit import (
     read_commit,
     read_contents,
 )
-from shardckpt.format.native_headers import Described, read_described, rebuild
-from shardckpt.format.native_manifest import Contents, decode_manifest, encode_manifest
-from shardckpt.format.native_payload import BLOCK_BYTES, HF_INDEX, BlockHasher
-from shardckpt.format.native_records import ArrayRecord, FileRecord, files_of_bases, record_of
+from shardckpt.format.native.manifest_json import Contents, decode_manifest, encode_manifest
+from shardckpt.format.native.payload import BLOCK_BYTES, HF_INDEX, BlockHasher
+from shardckpt.format.native.reader import manifest_of
+from shardckpt.format.native.records import ArrayRecord, FileRecord, files_of_bases, record_of
+from shardckpt.format.native.recovery import Described, read_described, rebuild
 from shardckpt.format.reader import NamedBases, Source
+from shardckpt.format.registry import open_source
 from shardckpt.manifest import Span
 from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.storage.store import Read, Store, read_bytes

@@ -18,12 +18,12 @@ from shardckpt.convert.report import Meter, OnProgress, Report, Stopwatch
 from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.convert.writing import Layout, Scribe
 from shardckpt.errors import UsageError
-from shardckpt.format.dcp_writer import METADATA
-from shardckpt.format.detect import open_checkpoint
-from shardckpt.format.native_commit import COMMIT
-from shardckpt.format.native_payload import new_save_id
+from shardckpt.format.dcp.writer import METADATA
+from shardckpt.format.native.commit import COMMIT
+from shardckpt.format.native.payload import new_save_id
+from shardckpt.format.native.run_directory import files_of_others
 from shardckpt.format.reader import NamedBases, Reader
-from shardckpt.format.steps import files_of_others
+from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.output_files import OutTensor
 from shardckpt.plan.layout.sizes import parse_size

@@ -25,9 +25,9 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format.detect import open_checkpoint
+from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.reader import Reader
-from shardckpt.format.safetensors import parse_json
+from shardckpt.format.registry import open_checkpoint
 from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
 from shardckpt.parameter_names import BY_ORDER

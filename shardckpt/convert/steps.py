@@ -11,9 +11,8 @@ from typing import Literal
 
 from shardckpt.convert.verify import verify as verification
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError
-from shardckpt.format.native_commit import COMMIT
-from shardckpt.format.run_place import require_start_of_run
-from shardckpt.format.steps import (
+from shardckpt.format.native.commit import COMMIT
+from shardckpt.format.native.run_directory import (
     Run,
     Step,
     delete_leftover,
@@ -26,6 +25,7 @@ from shardckpt.format.steps import (
     read_run_to_remove,
     with_sound_newest,
 )
+from shardckpt.format.run_start import require_start_of_run
 from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead, seconds_of
 from shardckpt.storage.resolve_url import kind, open_store
 from shardckpt.storage.store import Store

@@ -11,9 +11,9 @@ from shardckpt.boxes import Box, contiguous_blocks, whole
 from shardckpt.convert.casts import cast_into
 from shardckpt.convert.report import Meter
 from shardckpt.dtypes import bits, nbytes
-from shardckpt.format.pieces import PieceReader, Want
+from shardckpt.format.chunk_reader import PieceReader, Want
+from shardckpt.format.encodings.safetensors import Placed, encode_header, file_order
 from shardckpt.format.reader import Reader
-from shardckpt.format.safetensors import Placed, encode_header, file_order
 from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, steps
 from shardckpt.plan.layout.output_files import OutFile, OutTensor
 from shardckpt.storage.store import Store, Writer

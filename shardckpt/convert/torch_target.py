@@ -12,7 +12,7 @@ from shardckpt.convert.report import Meter
 from shardckpt.convert.selection import Selection
 from shardckpt.convert.stream import Budget, parts_of, write_parts
 from shardckpt.format.reader import Reader
-from shardckpt.format.torch_writer import Archive, ArchiveWriter, Storage, TensorValue, lay_out
+from shardckpt.format.torchsave.writer import Archive, ArchiveWriter, Storage, TensorValue, lay_out
 from shardckpt.manifest import Path
 from shardckpt.plan.layout.output_files import OutTensor, name_files
 from shardckpt.storage.store import Writer

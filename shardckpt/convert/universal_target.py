@@ -21,9 +21,9 @@ from shardckpt.convert.options import Options
 from shardckpt.convert.selection import Selection, select
 from shardckpt.convert.torch_target import TorchFile, state_dict, torch_file
 from shardckpt.errors import UsageError
+from shardckpt.format.encodings.tagged_json import Named
 from shardckpt.format.reader import Reader
-from shardckpt.format.tagged import Named
-from shardckpt.format.torch_writer import TensorValue, archived
+from shardckpt.format.torchsave.writer import TensorValue, archived
 from shardckpt.manifest import UNREAD
 from shardckpt.plan.layout.output_files import OutTensor
 from shardckpt.plan.optim.optimizer_state import rebuild

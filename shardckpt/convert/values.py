@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from struct import pack
 
-from shardckpt.format.inert import Dtype, Global, Inert, StorageType
-from shardckpt.format.tagged import Named
+from shardckpt.format.encodings.pickle_stubs import Dtype, Global, Inert, StorageType
+from shardckpt.format.encodings.tagged_json import Named
 from shardckpt.manifest import Path, dotted
 
 _MAX_DEPTH = 100

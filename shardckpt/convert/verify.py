@@ -12,8 +12,8 @@ import xxhash
 from shardckpt.convert.report import NO_SHAPES, Verification
 from shardckpt.convert.whole_shapes import with_whole_shapes
 from shardckpt.errors import CheckpointError, ChecksumError, escape
-from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import Checksum, NamedBases, Reader
+from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Lazy, Manifest, dotted
 from shardckpt.plan.layout.coverage import faults
 from shardckpt.storage.store import Read

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardckpt.errors import UsageError
-from shardckpt.format.detect import open_checkpoint
 from shardckpt.format.reader import Reader, WholeShapes
+from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Manifest, TensorEntry, dotted
 from shardckpt.plan.naming import sections
 from shardckpt.plan.naming.fqn import name_model

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import shardckpt
 from shardckpt.convert.verify import verify
 from shardckpt.errors import ShardckptError
-from shardckpt.format.native_payload import BLOCK_BYTES
+from shardckpt.format.native.payload import BLOCK_BYTES
 
 PADDING_STRIDE = 100
 INDEX = "model.safetensors.index.json"

@@ -21,9 +21,9 @@ from shardckpt.checkpoint.incremental.dedup import Ground
 from shardckpt.checkpoint.save import session
 from shardckpt.core import fully_shard
 from shardckpt.errors import ChecksumError, IncompleteError, RankError, UnsupportedError, UsageError
-from shardckpt.format import native_commit
-from shardckpt.format.native_commit import COMMIT
-from shardckpt.format.steps import delete_steps, read_run, step_name
+from shardckpt.format.native import commit as native_commit
+from shardckpt.format.native.commit import COMMIT
+from shardckpt.format.native.run_directory import delete_steps, read_run, step_name
 from shardckpt.plan import retention
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore

@@ -18,7 +18,7 @@ from faulty import DROP, LOST, Faulty
 import shardckpt
 from shardckpt import Checkpointer
 from shardckpt.errors import ShardckptError, StorageError
-from shardckpt.format import steps
+from shardckpt.format.native import run_directory
 from shardckpt.plan import retention
 from shardckpt.storage import retry
 
@@ -216,8 +216,10 @@ def test_so_it_is_of_one_on_s3(s3: Faulty, s3_bucket: str) -> None:
 
 class TestMutants:
     def test_removing_all_of_a_step_turns_it_red(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        whole_delete = steps._delete_saved
-        monkeypatch.setattr(steps, "_delete_saved", lambda store, step, _: whole_delete(store, step, frozenset()))
+        whole_delete = run_directory._delete_saved
+        monkeypatch.setattr(
+            run_directory, "_delete_saved", lambda store, step, _: whole_delete(store, step, frozenset())
+        )
         with pytest.raises((AssertionError, ShardckptError)):
             kill_matrix(tmp_path, save, {2, 3, 4}, 3)
 

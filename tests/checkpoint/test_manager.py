@@ -40,8 +40,8 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format import steps
-from shardckpt.format.steps import delete_step, read_about, read_run, step_name
+from shardckpt.format.native import run_directory as steps
+from shardckpt.format.native.run_directory import delete_step, read_about, read_run, step_name
 from shardckpt.plan import retention
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore

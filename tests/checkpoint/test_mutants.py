@@ -17,7 +17,7 @@ from harness import RanksError, raised_everywhere
 import shardckpt
 from shardckpt import groups
 from shardckpt.errors import ShardckptError
-from shardckpt.format.native_commit import COMMIT
+from shardckpt.format.native.commit import COMMIT
 from shardckpt.storage import retry
 from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.remote_publication import RemoteFolder

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import shardckpt
 from shardckpt.errors import TargetExistsError
-from shardckpt.format.native_commit import COMMIT
+from shardckpt.format.native.commit import COMMIT
 from shardckpt.storage.resolve_url import open_store
 from shardckpt.storage.store import Store, read_bytes
 

@@ -14,8 +14,8 @@ from shardckpt_cli import exits
 
 from shardckpt import Checkpointer
 from shardckpt.convert import steps
-from shardckpt.format.native_payload import new_save_id
-from shardckpt.format.steps import step_name
+from shardckpt.format.native.payload import new_save_id
+from shardckpt.format.native.run_directory import step_name
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from share_writers import as_rank, sharded
 
 from shardckpt.convert.options import LEAST_MEMORY_BYTES
-from shardckpt.format.safetensors import Placed, encode_header
+from shardckpt.format.encodings.safetensors import Placed, encode_header
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks are read from /proc")
 

@@ -17,9 +17,9 @@ from samples import SAMPLES
 
 import shardckpt
 from shardckpt.errors import IncompleteError, TargetExistsError, UsageError
-from shardckpt.format.detect import open_checkpoint
-from shardckpt.format.native import NativeReader
-from shardckpt.format.tagged import ArrayRef, Named
+from shardckpt.format.encodings.tagged_json import ArrayRef, Named
+from shardckpt.format.native.reader import NativeReader
+from shardckpt.format.registry import open_checkpoint
 
 ALL = [(name, variant) for name, variants in SAMPLES.items() for variant in variants]
 

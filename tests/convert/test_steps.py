@@ -19,9 +19,9 @@ from native_writer import write_step
 import shardckpt
 from shardckpt.convert import steps as convert_steps
 from shardckpt.errors import SourceNotFoundError, StorageError, UsageError
-from shardckpt.format import steps as format_steps
-from shardckpt.format.native_payload import new_save_id
-from shardckpt.format.steps import step_name
+from shardckpt.format.native import run_directory as format_steps
+from shardckpt.format.native.payload import new_save_id
+from shardckpt.format.native.run_directory import step_name
 from shardckpt.storage import orphans, retry
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.resolve_url import open_store

@@ -13,9 +13,9 @@ from samples import MODEL, OPTIM, SAMPLES
 
 import shardckpt
 from shardckpt.errors import PrecisionError, UsageError
-from shardckpt.format.detect import open_checkpoint
-from shardckpt.format.native import NativeReader
-from shardckpt.format.tagged import ArrayRef
+from shardckpt.format.encodings.tagged_json import ArrayRef
+from shardckpt.format.native.reader import NativeReader
+from shardckpt.format.registry import open_checkpoint
 
 
 @pytest.mark.parametrize("verb", [shardckpt.consolidate, shardckpt.convert], ids=["consolidate", "convert"])

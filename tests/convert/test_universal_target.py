@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "format"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "format" / "writers"))
 
 from deepspeed_writer import STEPS, Run, write
 

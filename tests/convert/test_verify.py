@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import shardckpt
 from shardckpt.boxes import Box
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError
-from shardckpt.format.native_payload import BLOCK_BYTES
+from shardckpt.format.native.payload import BLOCK_BYTES
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,19 +14,19 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 from memory_store import MemoryStore
-from test_pickles import pairs_of_one_hash
+from test_pickle_reader import pairs_of_one_hash
 
 from shardckpt.errors import CheckpointError, FormatError, TruncatedError, UnsafeError, UnsupportedError, show
 from shardckpt.format import budget as budget_module
 from shardckpt.format.budget import FILE_FACTOR, FREE_BYTES, Budget, check_hashes, check_paths
-from shardckpt.format.detect import detect
-from shardckpt.format.native_commit import COMMIT
-from shardckpt.format.native_headers import read_described
-from shardckpt.format.native_manifest import Contents, decode_manifest, encode_manifest
-from shardckpt.format.pickles import Inert, load
+from shardckpt.format.encodings.pickle_reader import Inert, load
+from shardckpt.format.encodings.safetensors import parse_header, parse_json
+from shardckpt.format.encodings.zip_archive import walk_front
+from shardckpt.format.native.commit import COMMIT
+from shardckpt.format.native.manifest_json import Contents, decode_manifest, encode_manifest
+from shardckpt.format.native.recovery import read_described
 from shardckpt.format.reader import Source
-from shardckpt.format.safetensors import parse_header, parse_json
-from shardckpt.format.zip_archive import walk_front
+from shardckpt.format.registry import detect
 
 MANY = 1 << 16
 SMALL = 4 << 20

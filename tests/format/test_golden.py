@@ -18,13 +18,13 @@ from native_writer import scalar
 from safetensors import safe_open
 
 import shardckpt
-from shardckpt.format.detect import open_checkpoint
-from shardckpt.format.native import NativeReader
-from shardckpt.format.native_commit import COMMIT, encode_commit, manifest_name
-from shardckpt.format.native_headers import read_described
-from shardckpt.format.native_manifest import decode_manifest, encode_manifest
-from shardckpt.format.native_payload import KEY, lay_out
-from shardckpt.format.tagged import ArrayRef, Named
+from shardckpt.format.encodings.tagged_json import ArrayRef, Named
+from shardckpt.format.native.commit import COMMIT, encode_commit, manifest_name
+from shardckpt.format.native.manifest_json import decode_manifest, encode_manifest
+from shardckpt.format.native.payload import KEY, lay_out
+from shardckpt.format.native.reader import NativeReader
+from shardckpt.format.native.recovery import read_described
+from shardckpt.format.registry import open_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "format.schema.json").read_text(encoding="utf-8"))

@@ -34,8 +34,8 @@ from safetensors.torch import load_file
 from samples import MODEL, SAMPLES
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from shardckpt.format.detect import FORMATS
-from shardckpt.format.native_payload import HF_INDEX
+from shardckpt.format.native.payload import HF_INDEX
+from shardckpt.format.registry import FORMATS
 
 ALL = [(name, variant) for name, variants in SAMPLES.items() for variant in variants]
 IDS = ["-".join(key) for key in ALL]

@@ -9,7 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "format")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "format" / "writers")]
 
 from shardckpt.errors import ShardckptError  # noqa: E402  (the samples' folder is not on the path yet)
 

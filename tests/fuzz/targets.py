@@ -26,21 +26,21 @@ from shardckpt.convert.arrays import blocks_of
 from shardckpt.convert.options import Options
 from shardckpt.convert.selection import select
 from shardckpt.errors import ShardckptError
-from shardckpt.format import native_bases
-from shardckpt.format.codecs import DecodedStream
-from shardckpt.format.detect import detect
-from shardckpt.format.hf_files import choose
-from shardckpt.format.native import manifest_of
-from shardckpt.format.native_commit import COMMIT, MANIFEST_SUFFIX, decode_commit, encode_commit
-from shardckpt.format.native_headers import read_described, rebuild
-from shardckpt.format.native_manifest import decode_manifest
-from shardckpt.format.native_payload import canonical
-from shardckpt.format.native_records import FileRecord
-from shardckpt.format.pickles import load
+from shardckpt.format.encodings.codecs import DecodedStream
+from shardckpt.format.encodings.pickle_reader import load
+from shardckpt.format.encodings.safetensors import parse_header, parse_json, read_headers
+from shardckpt.format.encodings.tagged_json import ArrayRef, Named, decode, encode
+from shardckpt.format.encodings.zip_archive import Place, Wanted, open_archives, read_entries, walk_front
+from shardckpt.format.huggingface.index_files import choose
+from shardckpt.format.native import base_store
+from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, decode_commit, encode_commit
+from shardckpt.format.native.manifest_json import decode_manifest
+from shardckpt.format.native.payload import canonical
+from shardckpt.format.native.reader import manifest_of
+from shardckpt.format.native.records import FileRecord
+from shardckpt.format.native.recovery import read_described, rebuild
 from shardckpt.format.reader import Reader, Source
-from shardckpt.format.safetensors import parse_header, parse_json, read_headers
-from shardckpt.format.tagged import ArrayRef, Named, decode, encode
-from shardckpt.format.zip_archive import Place, Wanted, open_archives, read_entries, walk_front
+from shardckpt.format.registry import detect
 from shardckpt.manifest import Encoded, Span
 from shardckpt.manifest import Path as Key
 from shardckpt.plan.layout.sizes import parse_size
@@ -235,7 +235,7 @@ def _use_based(changed: Mapping[str, bytes], base: Mapping[str, bytes] | None = 
         return MemoryStore(there, url)
 
     source = Source(MemoryStore({**_golden("based"), **changed}, f"{_RUN}/based"))
-    with patch.object(native_bases, "open_store", open_store):
+    with patch.object(base_store, "open_store", open_store):
         reader = detect(source).open(source)
         use(reader)
         small = {key: entry for key, entry in reader.manifest.tensors.items() if entry.nbytes <= _SMALL_BYTES}

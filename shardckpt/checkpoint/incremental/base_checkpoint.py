@@ -17,14 +17,14 @@ from shardckpt.checkpoint.load.load_plan import model_names
 from shardckpt.checkpoint.load.source import Saved
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
-from shardckpt.format.native import NativeReader
-from shardckpt.format.native_commit import COMMIT
-from shardckpt.format.native_fields import plain_name
-from shardckpt.format.native_part import Part
-from shardckpt.format.native_payload import BLOCK_BYTES, Chunk
-from shardckpt.format.native_records import DIGEST_BYTES, ArrayRecord, FileRecord, files_of_bases
-from shardckpt.format.native_references import Base, is_same_folder, reference, resolved
-from shardckpt.format.pieces import PieceReader, Want
+from shardckpt.format.chunk_reader import PieceReader, Want
+from shardckpt.format.native.base_refs import Base, is_same_folder, reference, resolved
+from shardckpt.format.native.commit import COMMIT
+from shardckpt.format.native.json_fields import plain_name
+from shardckpt.format.native.partial_manifest import Part
+from shardckpt.format.native.payload import BLOCK_BYTES, Chunk
+from shardckpt.format.native.reader import NativeReader
+from shardckpt.format.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, files_of_bases
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
 from shardckpt.storage.presence import file_version
 from shardckpt.storage.resolve_url import open_store

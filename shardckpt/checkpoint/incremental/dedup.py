@@ -15,11 +15,11 @@ from shardckpt.checkpoint.planning.save_plan import Plan, Task
 from shardckpt.checkpoint.stateful.flatten import Captured
 from shardckpt.checkpoint.stateful.tensor_bytes import held, tensor_bytes
 from shardckpt.errors import UsageError
-from shardckpt.format.native_commit import MAX_BASES
-from shardckpt.format.native_part import Part
-from shardckpt.format.native_payload import Chunk
-from shardckpt.format.native_records import FileRecord
-from shardckpt.format.native_references import Base
+from shardckpt.format.native.base_refs import Base
+from shardckpt.format.native.commit import MAX_BASES
+from shardckpt.format.native.partial_manifest import Part
+from shardckpt.format.native.payload import Chunk
+from shardckpt.format.native.records import FileRecord
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.layout.write_plan import Spec
 from shardckpt.state.local.local_shards import LocalArray

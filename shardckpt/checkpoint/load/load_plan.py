@@ -31,7 +31,7 @@ from shardckpt.checkpoint.stateful.stateful import (
 )
 from shardckpt.checkpoint.stateful.variant import EXTRAS, Variant
 from shardckpt.errors import ShardckptError, UsageError
-from shardckpt.format.tagged import MAX_DEPTH, path_key
+from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import cleaner
 from shardckpt.plan.naming.sections import find_parts, model_paths

@@ -9,8 +9,8 @@ from dataclasses import replace
 from shardckpt.boxes import whole
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import UsageError
-from shardckpt.format.hf_files import read_json
-from shardckpt.format.pieces import PieceReader, Want
+from shardckpt.format.chunk_reader import PieceReader, Want
+from shardckpt.format.huggingface.index_files import read_json
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 from shardckpt.parameter_names import BY_ORDER

@@ -19,11 +19,11 @@ from shardckpt.checkpoint.load.unflatten import ForeignValue, arrays_in, filled,
 from shardckpt.checkpoint.stateful.flatten import ArrayAt
 from shardckpt.checkpoint.stateful.stateful import revived
 from shardckpt.errors import NameCollisionError, NoMemoryError, UnsupportedError, UsageError
-from shardckpt.format.detect import open_checkpoint
-from shardckpt.format.native import NativeReader
-from shardckpt.format.native_payload import BLOCK_BYTES
+from shardckpt.format.encodings.tagged_json import ArrayRef, Named
+from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import NamedBases, Reader, WholeShapes
-from shardckpt.format.tagged import ArrayRef, Named
+from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import UNREAD, Lazy, Path, TensorEntry, dotted
 from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.plan.naming.sections import split_flat_names

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.checkpoint.stateful.flatten import ArrayAt, as_rows
 from shardckpt.checkpoint.stateful.stateful import dtype_name, is_optimizer, is_stateful
 from shardckpt.errors import UsageError
-from shardckpt.format.tagged import MAX_DEPTH, path_key
+from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.keys.kinds import is_sharded_tensor
 

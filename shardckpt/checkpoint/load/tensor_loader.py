@@ -14,7 +14,7 @@ from shardckpt.boxes import Box, contiguous_blocks, shift
 from shardckpt.checkpoint.load import torch_casts
 from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, lies_flat, narrowed
 from shardckpt.dtypes import nbytes
-from shardckpt.format.pieces import PieceReader, Want, straight_reads
+from shardckpt.format.chunk_reader import PieceReader, Want, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry
 from shardckpt.state.local.local_shards import LocalArray, Portion
 from shardckpt.storage.store import Read, Store

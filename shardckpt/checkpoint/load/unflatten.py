@@ -10,8 +10,8 @@ import torch
 from shardckpt.checkpoint.stateful.flatten import ArrayAt
 from shardckpt.checkpoint.stateful.stateful import revived
 from shardckpt.errors import UnsupportedError
-from shardckpt.format.inert import Dtype, Inert
-from shardckpt.format.tagged import Named
+from shardckpt.format.encodings.pickle_stubs import Dtype, Inert
+from shardckpt.format.encodings.tagged_json import Named
 from shardckpt.manifest import Path, dotted
 
 

@@ -10,9 +10,9 @@ from shardckpt.checkpoint.planning.rank_report import Report, sort_keys
 from shardckpt.checkpoint.planning.save_plan import Plan
 from shardckpt.checkpoint.stateful.flatten import ArrayAt, Captured, encoded
 from shardckpt.errors import UsageError
-from shardckpt.format.native_manifest import Contents
-from shardckpt.format.native_payload import canonical
-from shardckpt.format.native_records import ArrayRecord
+from shardckpt.format.native.manifest_json import Contents
+from shardckpt.format.native.payload import canonical
+from shardckpt.format.native.records import ArrayRecord
 from shardckpt.manifest import Path, dotted
 
 ABOUT = {"writer": "shardckpt"}

@@ -10,9 +10,9 @@ from typing import Any
 
 from shardckpt.checkpoint.stateful.flatten import ArrayAt, Captured, encoded
 from shardckpt.errors import UsageError
-from shardckpt.format import tagged
-from shardckpt.format.native_payload import canonical
-from shardckpt.format.tagged import ArrayRef, Named
+from shardckpt.format.encodings import tagged_json
+from shardckpt.format.encodings.tagged_json import ArrayRef, Named
+from shardckpt.format.native.payload import canonical
 from shardckpt.manifest import Path, dotted
 
 SHOWN = 5
@@ -52,7 +52,7 @@ class Alone:
         def revive(value: ArrayRef | Named) -> object:
             return ArrayAt(self.arrays[value.number], value.kind) if isinstance(value, ArrayRef) else value
 
-        return tagged.decode(self.json, revive)
+        return tagged_json.decode(self.json, revive)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _collect(nest: Any, path: Path, values: dict[str, Told], containers: dict[st
         keys = ", ".join(sorted(map(repr, nest)))
         containers[dotted(path)] = _digest([type(nest).__name__, keys]), type(nest).__name__, keys[:_KEYS_CHARACTERS]
         for key, value in nest.items():
-            _collect(value, (*path, tagged.path_key(key)), values, containers)
+            _collect(value, (*path, tagged_json.path_key(key)), values, containers)
     elif type(nest) in (list, tuple) and nest:
         containers[dotted(path)] = _digest([type(nest).__name__]), type(nest).__name__, ""
         for at, value in enumerate(nest):

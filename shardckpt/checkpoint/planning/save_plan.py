@@ -11,7 +11,7 @@ from shardckpt.boxes import Box, Shape
 from shardckpt.checkpoint.stateful.flatten import Captured
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
-from shardckpt.format.native_payload import Chunk
+from shardckpt.format.native.payload import Chunk
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.box_codec import BoxRow, decode_rows, encode_rows
 from shardckpt.plan.layout.write_plan import Held, Spec, plan_save

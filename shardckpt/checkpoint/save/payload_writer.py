@@ -9,8 +9,8 @@ from types import TracebackType
 from typing_extensions import Self
 
 from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, held, tensor_bytes
-from shardckpt.format.native_part import Written
-from shardckpt.format.native_payload import FileHasher, Payload
+from shardckpt.format.native.partial_manifest import Written
+from shardckpt.format.native.payload import FileHasher, Payload
 from shardckpt.manifest import Path
 from shardckpt.state.local.local_shards import LocalArray
 from shardckpt.storage.publication import Publication

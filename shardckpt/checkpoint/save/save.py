@@ -14,8 +14,8 @@ from shardckpt.checkpoint.load.source import compiled
 from shardckpt.checkpoint.save.handle import BACKGROUND
 from shardckpt.checkpoint.save.session import How, Saver
 from shardckpt.errors import UsageError
-from shardckpt.format.native_commit import BRANCH
-from shardckpt.format.steps import METRIC
+from shardckpt.format.native.commit import BRANCH
+from shardckpt.format.native.run_directory import METRIC
 from shardckpt.storage.resolve_url import url_of
 
 

@@ -30,12 +30,12 @@ from shardckpt.checkpoint.save.payload_writer import Source, contents, write_pay
 from shardckpt.checkpoint.stateful.flatten import Captured, capture
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
-from shardckpt.format.native_commit import COMMIT, STEP, branch_of, encode_commit, manifest_name
-from shardckpt.format.native_manifest import Contents, encode_manifest
-from shardckpt.format.native_part import Part, decode_part, encode_part, join, part_of
-from shardckpt.format.native_payload import HF_INDEX, Payload, hf_index, lay_out, new_save_id
-from shardckpt.format.native_records import FileRecord, record_of
-from shardckpt.format.steps import files_of_others
+from shardckpt.format.native.commit import COMMIT, STEP, branch_of, encode_commit, manifest_name
+from shardckpt.format.native.manifest_json import Contents, encode_manifest
+from shardckpt.format.native.partial_manifest import Part, decode_part, encode_part, join, part_of
+from shardckpt.format.native.payload import HF_INDEX, Payload, hf_index, lay_out, new_save_id
+from shardckpt.format.native.records import FileRecord, record_of
+from shardckpt.format.native.run_directory import files_of_others
 from shardckpt.gc_pause import gc_paused
 from shardckpt.groups import Star
 from shardckpt.manifest import Path, dotted

@@ -20,7 +20,7 @@ from shardckpt.checkpoint.stateful.tensor_bytes import (
     narrowed,
 )
 from shardckpt.errors import UsageError
-from shardckpt.format.native_payload import Payload
+from shardckpt.format.native.payload import Payload
 from shardckpt.manifest import Path
 from shardckpt.state.local.local_shards import LocalArray
 

@@ -23,8 +23,8 @@ from shardckpt.checkpoint.stateful.stateful import (
 )
 from shardckpt.checkpoint.stateful.variant import Variant
 from shardckpt.errors import UnsupportedError, UsageError
-from shardckpt.format import tagged
-from shardckpt.format.tagged import ArrayRef, Named, path_key
+from shardckpt.format.encodings import tagged_json
+from shardckpt.format.encodings.tagged_json import ArrayRef, Named, path_key
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShardError, FlatShards, has_peers
@@ -96,7 +96,7 @@ class Models:
         elif isinstance(value, Variant):
             self._look(value.of, path)
             self._look(value.module, path)
-        elif isinstance(value, (Mapping, list, tuple)) and len(path) < tagged.MAX_DEPTH:
+        elif isinstance(value, (Mapping, list, tuple)) and len(path) < tagged_json.MAX_DEPTH:
             for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
                 self._look(each, (*path, path_key(key)))
 
@@ -252,7 +252,7 @@ class _Capture:
         return value
 
     def _check_depth(self, path: Path) -> None:
-        if len(path) > tagged.MAX_DEPTH:
+        if len(path) > tagged_json.MAX_DEPTH:
             raise UnsupportedError("nested too deep, or holds itself", where=dotted(path[:8]))
 
     def _tensor(self, value: torch.Tensor, path: Path, kind: str = "tensor") -> ArrayAt:
@@ -379,4 +379,4 @@ def encoded(nest: Any, number: Callable[[ArrayAt], int], path: Path = ()) -> obj
         del at
         return ArrayRef(number(value), value.kind) if isinstance(value, ArrayAt) else named(value)
 
-    return tagged.encode(nest, path, leaf)
+    return tagged_json.encode(nest, path, leaf)

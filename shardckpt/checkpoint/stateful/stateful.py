@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt import dtypes
 from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError
-from shardckpt.format.tagged import SCALARS, Named
+from shardckpt.format.encodings.tagged_json import SCALARS, Named
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.keys.kinds import tensors
 

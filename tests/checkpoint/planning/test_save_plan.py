@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardckpt.boxes import Box, whole
 from shardckpt.checkpoint.planning.save_plan import Draft, Task, plan_of
-from shardckpt.format.native_payload import Chunk
+from shardckpt.format.native.payload import Chunk
 from shardckpt.plan.layout.write_plan import Held
 
 ROWS = (Box((0, 0), (2, 3)), Box((2, 0), (2, 3)))

@@ -15,7 +15,7 @@ from shardckpt.checkpoint.save.payload_writer import contents
 from shardckpt.checkpoint.save.staging import BLOCK_BYTES, Pool, Stage, block_size, make_block
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
-from shardckpt.format.native_payload import Chunk, Payload, lay_out
+from shardckpt.format.native.payload import Chunk, Payload, lay_out
 from shardckpt.state.local.local_shards import LocalArray, local_array
 
 MIB = 1 << 20

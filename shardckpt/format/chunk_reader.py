@@ -1,0 +1,238 @@
+"""Any box of a tensor, put together from its pieces in a caller's buffer, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from shardckpt.boxes import Box, Shape, flat_index, intersect, is_contiguous, shift, strides
+from shardckpt.dtypes import bits
+from shardckpt.errors import UnsupportedError
+from shardckpt.format.encodings.codecs import DecodedStream
+from shardckpt.manifest import Encoded, Piece, Span, Strided
+from shardckpt.storage.store import Read, Store
+
+_NEAR_BYTES = 4096
+"""A range this short is read whole, however little of it is needed: it is one block of a disk."""
+
+_NEAR_BYTES_OF_LARGE = 1 << 18
+"""The same for large boxes of strided views: reading so much costs no more than one more call."""
+
+_LARGE_BYTES = 1 << 18
+
+_MOST_STAGED_BYTES = 1 << 21
+_MOST_STAGED = 4096
+"""Staged ranges of strided views are read and scattered whenever so much or so many are planned."""
+
+_BY_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""Types that numpy moves without looking at the bits."""
+
+
+class Want(NamedTuple):
+    """A box to be read.
+
+    Attributes:
+        pieces: Resolved pieces of the tensor, which cover the box.
+        box: In elements of the whole tensor.
+        dtype: Stored type, by torch's name.
+        buffer: Writable, exactly the bytes of the box; filled in row-major order.
+    """
+
+    pieces: Sequence[Piece]
+    box: Box
+    dtype: str
+    buffer: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one read contributes: staged elements, `strides` apart, for a box in the want's own coordinates."""
+
+    want: Want
+    box: Box
+    staged: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    strides: Shape
+
+
+def straight_reads(want: Want) -> list[Read] | None:
+    """Return the reads that fill a want; None where bytes have to be decoded or put in order on their way."""
+    reads: list[Read] = []
+    for piece in want.pieces:
+        if piece.box == want.box and isinstance(piece.layout, Span):
+            return [Read(piece.file, piece.layout.offset, want.buffer)]
+        inner = intersect(piece.box, want.box)
+        if inner is None:
+            continue
+        layout = piece.layout
+        if not isinstance(layout, Span) or not is_contiguous(want.box.size, shift(inner, want.box.offset)):
+            return None
+        reads += [Read(piece.file, start, target) for target, start in _span_ranges(want, piece, layout, inner, [])]
+    return reads
+
+
+class PieceReader:
+    """Fills boxes from the files of one store. Holds a decoder for each encoded piece met, until `forget`.
+
+    Args:
+        store: Where the files lie.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._decoders: dict[tuple[str, Encoded], DecodedStream] = {}
+
+    def fill(self, wants: Sequence[Want], more: Sequence[Read] = ()) -> None:
+        """Fill the buffers of all wants, with one batch of reads.
+
+        Args:
+            wants: What is to be put together.
+            more: What else is read, as it lies.
+
+        Memory: besides the buffers, at most their size again, and 2 MiB for strided views, which are read in several
+        batches.
+
+        Raises:
+            TruncatedError: A file ends early.
+            FormatError: An encoded piece is damaged.
+            UnsupportedError: A cut through the bytes of a type narrower than a byte.
+            StorageError: The store failed.
+        """
+        reads: list[Read] = [*more]
+        parts: list[_Part] = []
+        for want in wants:
+            for piece in want.pieces:
+                inner = intersect(piece.box, want.box)
+                if inner is not None:
+                    self._plan(want, piece, inner, reads, parts)
+        self._carry_out(reads, parts)
+
+    def _carry_out(self, reads: list[Read], parts: list[_Part]) -> None:
+        self._store.read(reads)
+        for part in parts:
+            _scatter(part)
+        reads.clear()
+        parts.clear()
+
+    def forget(self) -> None:
+        """Drop the decoders: nothing of the tensors read so far is wanted any more."""
+        self._decoders.clear()
+
+    def _plan(self, want: Want, piece: Piece, inner: Box, reads: list[Read], parts: list[_Part]) -> None:
+        layout = piece.layout
+        if isinstance(layout, Span):
+            for target, start in _span_ranges(want, piece, layout, inner, parts):
+                reads.append(Read(piece.file, start, target))
+        elif isinstance(layout, Strided):
+            staged = 0
+            for part, start in _strided_ranges(want, piece, layout, inner):
+                reads.append(Read(piece.file, start, memoryview(part.staged)))  # type: ignore[arg-type]
+                parts.append(part)
+                staged += part.staged.nbytes
+                if staged >= _MOST_STAGED_BYTES or len(parts) >= _MOST_STAGED:
+                    self._carry_out(reads, parts)
+                    staged = 0
+        elif isinstance(layout, Encoded):
+            self._decode(want, piece, layout, inner, parts)
+        else:
+            raise TypeError(f"piece {piece.box} of {piece.file} was not resolved")
+
+    def _decode(self, want: Want, piece: Piece, layout: Encoded, inner: Box, parts: list[_Part]) -> None:
+        stream = self._decoders.get((piece.file, layout))
+        if stream is None:
+            stream = self._decoders[piece.file, layout] = DecodedStream(self._store, piece.file, layout)
+        if isinstance(layout.inner, Span):
+            for target, start in _span_ranges(want, piece, layout.inner, inner, parts):
+                stream.read_into(start, target)
+        else:
+            for part, start in _strided_ranges(want, piece, layout.inner, inner):
+                stream.read_into(start, memoryview(part.staged))  # type: ignore[arg-type]
+                _scatter(part)
+
+
+def _span_ranges(
+    want: Want, piece: Piece, span: Span, inner: Box, parts: list[_Part]
+) -> Iterator[tuple[memoryview, int]]:
+    """Yield where the bytes of `inner` go and the byte of the file they start at.
+
+    They go to the want's own buffer wherever they lie there back to back, else to one that is scattered later.
+    """
+    width = bits(want.dtype)
+    in_piece, in_want = shift(inner, piece.box.offset), shift(inner, want.box.offset)
+    if not is_contiguous(piece.box.size, in_piece):
+        for row in _rows(in_piece):
+            back = shift(row, tuple(-o for o in piece.box.offset))
+            yield from _span_ranges(want, piece, span, back, parts)
+        return
+    first = flat_index(piece.box.size, in_piece.offset) * width
+    size = inner.volume * width
+    at = flat_index(want.box.size, in_want.offset) * width
+    if is_contiguous(want.box.size, in_want):
+        if first % 8 or size % 8 or at % 8:
+            raise UnsupportedError(f"a cut inside a byte of {want.dtype}", where=piece.file, found=str(inner))
+        yield want.buffer[at // 8 : (at + size) // 8], span.offset + first // 8
+        return
+    if width % 8:
+        raise UnsupportedError(f"a cut inside a byte of {want.dtype}", where=piece.file, found=str(inner))
+    staged = np.empty(size // 8, np.uint8)
+    parts.append(_Part(want, in_want, staged, strides(inner.size)))
+    yield memoryview(staged), span.offset + first // 8  # type: ignore[arg-type]
+
+
+def _rows(box: Box) -> Iterator[Box]:
+    """Cut a box in its first dimension that has more than one index."""
+    dim = next(d for d, n in enumerate(box.size) if n > 1)
+    for i in range(box.size[dim]):
+        yield Box(
+            (*box.offset[:dim], box.offset[dim] + i, *box.offset[dim + 1 :]),
+            (*box.size[:dim], 1, *box.size[dim + 1 :]),
+        )
+
+
+def _strided_ranges(want: Want, piece: Piece, layout: Strided, inner: Box) -> Iterator[tuple[_Part, int]]:
+    """Yield the byte ranges of a storage that hold `inner`, cut where too much lies between its elements."""
+    width = bits(want.dtype) // 8
+    near = _NEAR_BYTES if len(want.buffer) < _LARGE_BYTES else _NEAR_BYTES_OF_LARGE
+    todo = [inner]
+    while todo:
+        box = todo.pop()
+        rel = shift(box, piece.box.offset)
+        first = layout.start + sum(o * s for o, s in zip(rel.offset, layout.strides, strict=True))
+        length = 1 + sum((n - 1) * s for n, s in zip(box.size, layout.strides, strict=True))
+        needed = prod(n for n, s in zip(box.size, layout.strides, strict=True) if s)
+        if length * width <= max(near, min(2 * needed * width, _MOST_STAGED_BYTES)):
+            staged = np.empty(length * width, np.uint8)
+            part = _Part(want, shift(box, want.box.offset), staged, layout.strides)
+            yield part, layout.offset + first * width
+        else:
+            low, high = _halves(box, layout.strides)
+            todo += (high, low)  # the low one is next: decoders only run forward
+
+
+def _halves(box: Box, steps: Shape) -> tuple[Box, Box]:
+    """Cut a box in the dimension whose elements lie farthest apart."""
+    dim = max(range(len(steps)), key=lambda d: (box.size[d] - 1) * steps[d] if steps[d] else -1)
+    half = box.size[dim] // 2
+    low = Box(box.offset, (*box.size[:dim], half, *box.size[dim + 1 :]))
+    high = Box(
+        (*box.offset[:dim], box.offset[dim] + half, *box.offset[dim + 1 :]),
+        (*box.size[:dim], box.size[dim] - half, *box.size[dim + 1 :]),
+    )
+    return low, high
+
+
+def _scatter(part: _Part) -> None:
+    """Copy staged elements to their box in the want's buffer.
+
+    Dimensions of one index are left out: numpy holds 64, and a hostile file may have any number of those.
+    """
+    width = bits(part.want.dtype) // 8
+    kind = _BY_WIDTH[width]
+    dims = [d for d, n in enumerate(part.want.box.size) if n != 1]
+    size, steps = [part.box.size[d] for d in dims], [part.strides[d] * width for d in dims]
+    source = np.ndarray(size, kind, part.staged.data, 0, steps)
+    target = np.ndarray([part.want.box.size[d] for d in dims], kind, part.want.buffer)
+    target[tuple(slice(part.box.offset[d], part.box.offset[d] + part.box.size[d]) for d in dims)] = source

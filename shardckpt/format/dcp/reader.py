@@ -1,0 +1,489 @@
+"""torch's distributed checkpoints (DCP): `.metadata` says which slice of which `.distcp` file holds which box.
+
+Written by `torch.distributed.checkpoint.save` since torch 2.0; read as of torch 2.13. A slice is a whole torch archive,
+or one tensor of a safetensors file (`SerializationFormat.SAFETENSORS`), or a zstd stream of an archive. Without rank
+coordination each rank leaves its own `__{rank}.metadata`, and the checkpoint is their union.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from shardckpt.boxes import Box, Shape
+from shardckpt.dtypes import is_known
+from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
+from shardckpt.format.budget import CHUNK_BYTES, Budget, check_paths
+from shardckpt.format.dcp.storage_items import Blobs, Slice, require_bytes, resolve_slices, slice_checksums
+from shardckpt.format.encodings import pickle_reader
+from shardckpt.format.encodings.pickle_reader import Dtype, Inert
+from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
+from shardckpt.format.torchsave.objects import read_object
+from shardckpt.gc_pause import gc_paused
+from shardckpt.manifest import UNREAD, Encoded, Lazy, Manifest, ObjectEntry, Path, Piece, Span, TensorEntry, dotted
+from shardckpt.storage.safe_names import check_name
+from shardckpt.storage.store import Store, read_bytes
+
+METADATA = ".metadata"
+SUFFIX = ".distcp"
+_RANK_METADATA = re.compile(r"__(?P<rank>\d{1,9})\.metadata")
+_HEAD_BYTES = 256
+_MAX_METADATA_BYTES = 1 << 30
+_MAX_INT = 1 << 62
+_MAX_DIMS = 64
+_MAX_DEPTH = 100
+_ZSTD = re.compile(r"stream\.zstd(@[^/]*)?(/1(\..*)?)?")
+
+
+def recognise(source: Source) -> Evidence:
+    """Recognise a folder by its `.metadata`, by rank-local ones, or by `.distcp` files alone."""
+    if source.file is not None:
+        is_named = source.file.endswith(SUFFIX) or bool(metadata_names([source.file]))
+        return Evidence.NAME if is_named else Evidence.NONE
+    names = metadata_names(source.files)
+    if not names:
+        return Evidence.NAME if any(name.endswith(SUFFIX) for name in source.files) else Evidence.NONE
+    try:
+        head = source.head(names[0], _HEAD_BYTES)
+    except (CheckpointError, OSError):
+        return Evidence.NAME
+    return Evidence.STRUCTURE if head.startswith(b"\x80") and b"Metadata" in head else Evidence.NAME
+
+
+def metadata_names(files: Sequence[str]) -> list[str]:
+    """Return which of `files` (names without folders) hold a checkpoint's metadata: one, or one a rank, by rank."""
+    if METADATA in files:
+        return [METADATA]
+    ranks = {int(match["rank"]): name for name in files if (match := _RANK_METADATA.fullmatch(name))}
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def open_source(source: Source) -> Reader:
+    """Open a recognised source.
+
+    Raises:
+        CheckpointError: The metadata is damaged, unsafe, or missing.
+        UsageError: The source is one file of a folder.
+        StorageError: The store failed.
+    """
+    if source.file is not None:
+        raise UsageError(
+            "this file is one part of a DCP checkpoint", where=source.url, fix="Point at the folder that holds it."
+        )
+    return open_folder(source.store)
+
+
+def open_folder(store: Store, folder: str = "") -> Reader:
+    """Open the DCP checkpoint in a folder of a store.
+
+    Args:
+        store: Where it lies.
+        folder: Its name in the store; empty for the root. File names in the manifest begin with it.
+
+    Raises:
+        CheckpointError: The metadata is damaged, unsafe, or missing.
+        StorageError: The store failed.
+    """
+    prefix = f"{folder}/" if folder else ""
+    sizes = {e.name[len(prefix) :]: e.size for e in store.list(folder) if not e.is_folder}
+    names = metadata_names(list(sizes))
+    if not names:
+        raise IncompleteError(
+            f"the folder has no {METADATA}, which torch writes last",
+            where=f"{store.url}/{folder}",
+            found=f"{sum(n.endswith(SUFFIX) for n in sizes)} {SUFFIX} files",
+            fix="The save never finished; use an earlier checkpoint.",
+        )
+    found = _Union()
+    budget = Budget(sum(sizes.values()), sum(sizes[name] for name in names), where=f"{store.url}/{folder}")
+    with gc_paused():
+        for name in names:
+            where = f"{store.url}/{prefix}{name}"
+            root = _load(store, prefix + name, sizes[name], where, budget)
+            _Metadata(root, prefix, where, budget).add_to(found)
+            del root  # with many ranks' metadata, one at a time
+        return DcpReader(store, _manifest(store, prefix, sizes, names, found), Budget(sum(sizes.values())))
+
+
+def _load(store: Store, name: str, size: int, where: str, budget: Budget) -> Inert:
+    if size > _MAX_METADATA_BYTES:
+        raise UnsafeError("the metadata is too large", where=where, found=f"{size} bytes", expected=_MAX_METADATA_BYTES)
+    limits = pickle_reader.Limits(nbytes=_MAX_METADATA_BYTES, depth=0)
+    root = pickle_reader.load(read_bytes(store, name, 0, size), where=where, limits=limits, budget=budget)
+    if not isinstance(root, Inert) or not isinstance(root.state, dict) or not root.name.endswith("Metadata"):
+        raise FormatError("this pickle holds no DCP metadata", where=where, found=_shown(root))
+    return root
+
+
+class _Stored(NamedTuple):
+    """Where a slice lies: file name in the store, bytes."""
+
+    file: str
+    offset: int
+    nbytes: int
+    is_zstd: bool
+
+
+@dataclass(slots=True)
+class _Union:
+    """What the metadata of all ranks says together.
+
+    Attributes:
+        tensors: Name to global shape, dtype, and the chunks by box: a piece, or None where no slice was stored.
+        objects: Name to where its bytes lie, or None where they were not stored.
+        paths: Name to path in the nest, where known.
+        warnings: What is odd.
+    """
+
+    tensors: dict[str, tuple[Shape, str, dict[Box, Piece | None]]] = field(default_factory=dict)
+    objects: dict[str, _Stored | None] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+class _Metadata:
+    """One pickled `Metadata`, checked while it is taken apart.
+
+    Args:
+        root: The pickle's object, its state a dict.
+        prefix: Of file names in the store.
+        where: The file, for messages.
+        budget: What reading the checkpoint may cost.
+    """
+
+    def __init__(self, root: Inert, prefix: str, where: str, budget: Budget) -> None:
+        state = root.state
+        assert isinstance(state, dict)
+        self._where = where
+        self._prefix = prefix
+        self._budget = budget
+        self._files: dict[object, str] = {}
+        self._dtypes: dict[str, str] = {}
+        self._chunk_lists: set[int] = set()
+        self._records = _mapping(state.get("state_dict_metadata"), "state_dict_metadata", where)
+        self._stored = self._index(_mapping(state.get("storage_data"), "storage_data", where))
+        self._planner_data = state.get("planner_data")
+        self._version = state.get("version")
+
+    def add_to(self, union: _Union) -> None:
+        """Add what it says to `union`."""
+        for name, record in self._records.items():
+            if not isinstance(name, str):
+                raise FormatError("a name in the metadata is no string", where=self._where, found=_shown(name))
+            if not isinstance(record, Inert):
+                raise self._bad(name, "is neither a tensor nor an object", _shown(record))
+            kind = record.name.rpartition(".")[2]
+            if kind == "TensorStorageMetadata":
+                self._add_tensor(union, name, record)
+            elif kind == "BytesStorageMetadata":
+                self._budget.spend_entry(0)
+                if union.objects.get(name) is None:
+                    union.objects[name] = self._stored.get((name, None))
+            else:
+                raise self._bad(name, "is neither a tensor nor an object", _shown(record))
+            if name in union.objects and name in union.tensors:
+                raise self._bad(name, "is a tensor on one rank and an object on another", "both")
+        self._add_paths(union)
+        if isinstance(self._version, str) and self._version.partition(".")[0] != "1":
+            union.warnings.append(f"the metadata has version {self._version}; this reader knows 1")
+
+    def _bad(self, name: str, what: str, found: object, expected: object = "") -> FormatError:
+        return FormatError(f"{name!r} {what}", where=self._where, found=found, expected=expected)
+
+    def _index(self, storage: Mapping[object, object]) -> dict[tuple[str, Shape | None], _Stored]:
+        """Return the storage records by name and offset; torch's keys are objects that hold both."""
+        stored: dict[tuple[str, Shape | None], _Stored] = {}
+        for key, info in storage.items():
+            index = key.state if isinstance(key, Inert) else None
+            if not isinstance(index, dict) or not isinstance(info, Inert) or not isinstance(info.state, dict):
+                raise FormatError(
+                    "storage_data is no map from indices to storage", where=self._where, found=_shown(key)
+                )
+            name, offset = index.get("fqn"), index.get("offset")
+            if not isinstance(name, str):
+                raise FormatError("storage_data has an index without a name", where=self._where, found=_shown(name))
+            place = None if offset is None else self._shape(name, offset)
+            if place and prod(place) > _MAX_INT:  # within no shape, and hashes of such places can be chosen
+                raise self._bad(name, "is stored for an impossible offset", place)
+            stored[name, place] = self._storage(name, info.state)
+        return stored
+
+    def _storage(self, name: str, info: Mapping[object, object]) -> _Stored:
+        relative, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
+        if not (type(offset) is int and type(length) is int and 0 <= offset < _MAX_INT and 0 <= length < _MAX_INT):
+            raise self._bad(name, "is stored at an impossible place", f"{offset} + {length} bytes")
+        file = self._files.get(relative) if isinstance(relative, str) else None
+        if file is None:
+            file = self._files[relative] = self._file(name, relative)
+        descriptors = info.get("transform_descriptors")
+        return _Stored(file, offset, length, bool(descriptors) and self._is_zstd(name, descriptors))
+
+    def _file(self, name: str, relative: object) -> str:
+        if not isinstance(relative, str):
+            raise self._bad(name, "is stored in a file without a name", _shown(relative))
+        check_name(relative, self._where)
+        return self._prefix + relative
+
+    def _is_zstd(self, name: str, descriptors: object) -> bool:
+        names = descriptors if isinstance(descriptors, list | tuple) else []
+        if len(names) == 1 and isinstance(names[0], str) and _ZSTD.fullmatch(names[0]):
+            return True
+        raise UnsupportedError(
+            f"{name!r} is stored behind a transform that this reader does not know",
+            where=self._where,
+            found=", ".join(_shown(d) for d in names[:4]) or _shown(descriptors),
+            expected="stream.zstd/1",
+        )
+
+    def _add_tensor(self, union: _Union, name: str, record: Inert) -> None:
+        state = record.state if isinstance(record.state, dict) else {}
+        chunks = state.get("chunks")
+        shape, stored = self._shape(name, state.get("size")), self._dtype(name, state.get("properties"))
+        if not isinstance(chunks, list | tuple):
+            raise self._bad(name, "has no list of chunks", _shown(chunks))
+        if id(chunks) in self._chunk_lists:  # or a small pickle could say the same million chunks a million times
+            raise self._bad(name, "shares its chunks with another tensor", f"{len(chunks)} chunks")
+        self._chunk_lists.add(id(chunks))
+        if prod(shape) > _MAX_INT:
+            raise self._bad(name, "is larger than any tensor can be", shape)
+        self._budget.spend_tensor(CHUNK_BYTES * len(chunks))
+        known = union.tensors.setdefault(name, (shape, stored, {}))
+        if known[:2] != (shape, stored):
+            raise self._bad(name, "differs between ranks", f"{stored} {shape}", f"{known[1]} {known[0]}")
+        boxes = known[2]
+        for chunk in chunks:
+            box = self._box(name, chunk, shape)
+            if box.volume and boxes.get(box) is None:
+                boxes[box] = self._piece(name, box, stored, is_only=len(chunks) == 1)
+
+    def _piece(self, name: str, box: Box, stored: str, *, is_only: bool) -> Piece | None:
+        found = self._stored.get((name, box.offset))
+        if found is None and is_only:
+            found = self._stored.get((name, None))
+        if found is None:
+            return None
+        file, offset, length, is_zstd = found
+        return Piece(box, file, Lazy(offset, length, Slice(name, stored, is_zstd)))
+
+    def _box(self, name: str, chunk: object, shape: Shape) -> Box:
+        state = chunk.state if isinstance(chunk, Inert) else None
+        if not isinstance(state, dict):
+            raise self._bad(name, "has a chunk without a place", _shown(chunk))
+        offset, size = state.get("offsets"), state.get("sizes")
+        box = Box(self._shape(name, offset), shape if size == shape else self._shape(name, size))
+        if not box.within(shape):
+            raise self._bad(name, "has a chunk outside its shape", f"offsets {offset}, sizes {size}", shape)
+        return box
+
+    def _shape(self, name: str, value: object) -> Shape:
+        if isinstance(value, tuple | list) and len(value) <= _MAX_DIMS:
+            for n in value:
+                if type(n) is not int or not 0 <= n < _MAX_INT:
+                    break
+            else:
+                return tuple(value)
+        raise self._bad(name, "has an impossible size or offset", _shown(value))
+
+    def _dtype(self, name: str, properties: object) -> str:
+        state = properties.state if isinstance(properties, Inert) else None
+        if isinstance(state, dict):
+            dtype = state.get("dtype")
+        else:
+            dtype = state[0] if isinstance(state, tuple) and state else None
+        if not isinstance(dtype, Dtype):
+            raise self._bad(name, "has no dtype", _shown(dtype))
+        if not is_known(dtype.name):
+            raise UnsupportedError(
+                f"{name!r} has a dtype that cannot be converted",
+                where=self._where,
+                found=dtype.name,
+                fix="Exclude it with --exclude, or dequantise it before saving.",
+            )
+        return self._dtypes.setdefault(dtype.name, dtype.name)
+
+    def _add_paths(self, union: _Union) -> None:
+        """Take the paths that the planner left; planners of other libraries leave something else, or nothing."""
+        if not isinstance(self._planner_data, dict):
+            return
+        for name, path in self._planner_data.items():
+            if not isinstance(name, str) or not isinstance(path, tuple | list):
+                return
+            if not 0 < len(path) <= _MAX_DEPTH or not all(
+                type(key) is str or (type(key) is int and key >= 0) for key in path
+            ):
+                raise self._bad(name, "has an impossible path", _shown(path))
+            self._budget.spend_entry(sum(len(key) for key in path if isinstance(key, str)))
+            union.paths[name] = tuple(path)
+
+
+def _shown(value: object) -> str:
+    """Return a short text for an error; never the inside of a container, which a hostile pickle can make endless."""
+    if isinstance(value, Inert):
+        return value.name
+    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+def _mapping(value: object, what: str, where: str) -> Mapping[object, object]:
+    if not isinstance(value, dict):
+        raise FormatError(f"the metadata has no {what}", where=where, found=type(value).__name__)
+    return value
+
+
+def _manifest(store: Store, prefix: str, sizes: Mapping[str, int], names: Sequence[str], found: _Union) -> Manifest:
+    check_paths(found.paths.values(), f"{store.url}/{prefix}")
+    tensors: dict[Path, TensorEntry] = {}
+    objects: dict[Path, ObjectEntry] = {}
+    used: dict[str, None] = {}
+    lost: list[str] = []
+    for name, (shape, stored, boxes) in found.tensors.items():
+        path = found.paths.get(name, (name,))
+        if path in tensors:
+            raise FormatError(f"{name!r} has the path of another tensor", where=f"{store.url}/{prefix}", found=path)
+        pieces = tuple(piece for piece in boxes.values() if piece is not None)
+        used.update(dict.fromkeys(piece.file for piece in pieces))
+        if len(pieces) < len(boxes):
+            lost.append(name)
+        tensors[path] = TensorEntry(path, shape, stored, pieces)
+    for name, where in found.objects.items():
+        path = found.paths.get(name, (name,))
+        if path in tensors or path in objects:
+            raise FormatError(f"{name!r} has the path of another value", where=f"{store.url}/{prefix}", found=path)
+        objects[path] = _object(path, where)
+        if where is not None:
+            used[where.file] = None
+    if lost:
+        found.warnings.append(f"torch listed chunks of {len(lost)} tensors that it never stored, first of {lost[0]!r}")
+    known = _sizes(store, prefix, sizes, used)
+    return Manifest(
+        format="dcp",
+        files=known,
+        tensors=tensors,
+        objects=objects,
+        aliases=_aliases(tensors),
+        warnings=(*found.warnings, *_notes(prefix, sizes, names, known)),
+    )
+
+
+def _aliases(tensors: Mapping[Path, TensorEntry]) -> dict[Path, Path]:
+    """Return tensors that are stored in the very slices of an earlier one: two names of one array."""
+    first: dict[tuple[object, ...], Path] = {}
+    aliases: dict[Path, Path] = {}
+    for path, entry in tensors.items():
+        if not entry.pieces or not all(_is_archive(piece) for piece in entry.pieces):
+            continue
+        places = [(p.box, p.file, p.layout.offset) for p in entry.pieces if isinstance(p.layout, Lazy)]
+        kept = first.setdefault((entry.shape, entry.stored, *places), path)
+        if kept != path:
+            aliases[path] = kept
+    return aliases
+
+
+def _object(path: Path, stored: _Stored | None) -> ObjectEntry:
+    if stored is None:
+        return ObjectEntry(path)
+    span = Span(stored.offset, stored.nbytes)
+    layout = Encoded("zstd", stored.offset, stored.nbytes, Span(0, 0)) if stored.is_zstd else span
+    return ObjectEntry(path, UNREAD, stored.file, layout)
+
+
+def _sizes(store: Store, prefix: str, sizes: Mapping[str, int], used: Mapping[str, None]) -> dict[str, int]:
+    """Return the size of every file that is needed, -1 where it is missing; folders below are listed once each."""
+    known = {prefix + name: size for name, size in sizes.items()}
+    folders = {file.rpartition("/")[0] for file in used if file not in known}
+    for folder in folders - {prefix.rstrip("/")}:
+        known |= {entry.name: entry.size for entry in store.list(folder) if not entry.is_folder}
+    return {file: known.get(file, -1) for file in sorted(used)}
+
+
+def _notes(prefix: str, sizes: Mapping[str, int], names: Sequence[str], used: Mapping[str, int]) -> Iterator[str]:
+    missing = [file for file, size in used.items() if size < 0]
+    if missing:
+        yield f"{len(missing)} files are missing, first {missing[0]}"
+    stale = sorted(n for n in sizes if n.endswith(SUFFIX) and prefix + n not in used)
+    if stale:
+        yield f"{len(stale)} {SUFFIX} files are not in the metadata and are ignored, first {stale[0]}"
+    ranks = [int(match["rank"]) for name in sizes if (match := _RANK_METADATA.fullmatch(name))]
+    if ranks and names == [METADATA]:
+        yield f"{len(ranks)} rank-local metadata files beside {METADATA} are ignored"
+    elif ranks and len(ranks) <= max(ranks):
+        present = set(ranks)
+        absent = next(rank for rank in range(max(ranks) + 1) if rank not in present)
+        yield f"the metadata of {max(ranks) + 1 - len(ranks)} ranks is missing, first __{absent}{METADATA}"
+
+
+class DcpReader(Reader):
+    """An open DCP folder. Slices are opened when `resolve` is asked for their elements.
+
+    Args:
+        store: Where it lies.
+        manifest: What it holds; its lazy pieces know their `Slice`.
+        budget: What finding its elements may cost; that of its files' size where None.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, budget: Budget | None = None) -> None:
+        super().__init__(store, manifest)
+        self._blobs: Blobs = {}
+        self._loaded: set[Path] = set()
+        self._budget = Budget(sum(filter(lambda n: n > 0, manifest.files.values()))) if budget is None else budget
+
+    def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces with every slice replaced by where its elements lie, in the same order.
+
+        Raises:
+            CheckpointError: A slice is damaged, or does not hold what the metadata says.
+            StorageError: The store failed.
+        """
+        return resolve_slices(self.store, self.manifest.files, pieces, self._blobs, self._budget)
+
+    def load_object(self, entry: ObjectEntry) -> object:
+        """Return an object's value, read without executing anything.
+
+        Raises:
+            CheckpointError: It is damaged or refused, or was never stored.
+            StorageError: The store failed.
+        """
+        if entry.value is not UNREAD:
+            return entry.value
+        if entry.layout is None:
+            raise IncompleteError("this object was listed and never stored", where=dotted(entry.path))
+        end = entry.layout.offset + entry.layout.nbytes
+        require_bytes(self.store, self.manifest.files, entry.file, end, f"the object {dotted(entry.path)!r}")
+        is_known = entry.path in self._loaded
+        self._loaded.add(entry.path)
+        budget = Budget(sum(filter(lambda n: n > 0, self.manifest.files.values()))) if is_known else self._budget
+        return read_object(self.store, entry.file, entry.layout, budget)
+
+    def checksums(self) -> Iterator[Checksum]:
+        """Yield the CRC-32 of every record of every uncompressed slice, in file order; none where torch left them out.
+
+        Raises:
+            CheckpointError: A slice is damaged.
+            StorageError: The store failed.
+        """
+        spans: list[tuple[str, Span]] = [
+            (piece.file, Span(piece.layout.offset, piece.layout.nbytes))
+            for entry in self.manifest.tensors.values()
+            for piece in entry.pieces
+            if isinstance(piece.layout, Lazy) and _is_archive(piece)
+        ]
+        spans += [
+            (entry.file, entry.layout) for entry in self.manifest.objects.values() if isinstance(entry.layout, Span)
+        ]
+        return slice_checksums(self.store, sorted(set(spans)))
+
+
+def _is_archive(piece: Piece) -> bool:
+    assert isinstance(piece.layout, Lazy) and isinstance(piece.layout.detail, Slice)
+    return not piece.layout.detail.is_zstd and not piece.layout.detail.is_safetensors(piece)
+
+
+FORMAT = Format(
+    name="dcp",
+    title="torch distributed checkpoint (DCP)",
+    looks_for="a .metadata file beside *.distcp files",
+    recognise=recognise,
+    open=open_source,
+)

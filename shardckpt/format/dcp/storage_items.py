@@ -1,0 +1,410 @@
+"""Slices of `.distcp` files that hold tensors: opened in batches to learn where their elements lie.
+
+A slice is a complete torch archive that was written as a stream: torch leaves sizes out of the local headers, so a
+plain slice is found through the directory at its end, a compressed one by walking the head of the decoded stream.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import zstandard
+
+from shardckpt.boxes import strides
+from shardckpt.dtypes import bits, nbytes
+from shardckpt.errors import FormatError, IncompleteError, TruncatedError, UnsafeError, UnsupportedError
+from shardckpt.format.budget import Budget
+from shardckpt.format.encodings import pickle_reader
+from shardckpt.format.encodings.codecs import MAX_WINDOW_BYTES, DecodedStream
+from shardckpt.format.encodings.pickle_reader import Inert, Limits, TensorStub
+from shardckpt.format.encodings.safetensors import MAX_HEADER_BYTES, Header, parse_header, parse_json
+from shardckpt.format.encodings.zip_archive import (
+    STORED,
+    Archive,
+    Entry,
+    Place,
+    Wanted,
+    locate,
+    open_archives,
+    read_entries,
+    walk_front,
+)
+from shardckpt.format.reader import Checksum
+from shardckpt.format.torchsave.objects import require_little
+from shardckpt.format.torchsave.tensor_views import StorageRef, Storages, element_bytes
+from shardckpt.manifest import Encoded, Lazy, Piece, Span, Strided
+from shardckpt.storage.store import Read, Store
+
+SHARDING_INFO = "DCP_SHARDING_INFO"
+_BATCH = 512
+_ENCODED_HEAD_BYTES = 1 << 13
+_HEAD_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+_MAX_PICKLE_BYTES = 1 << 16
+_PICKLE_LIMITS = Limits(nbytes=_MAX_PICKLE_BYTES)
+
+
+class Blob(NamedTuple):
+    """A safetensors file that a slice lies in.
+
+    Attributes:
+        header: Its header; offsets count from where the header starts.
+        offsets: Name to the offset of the one chunk of that tensor that it holds, where torch says it.
+    """
+
+    header: Header
+    offsets: dict[str, tuple[int, ...]]
+
+
+class Slice(NamedTuple):
+    """What a `Lazy` piece of a DCP checkpoint knows about its slice.
+
+    Attributes:
+        name: The tensor's name, flat.
+        stored: Its dtype.
+        is_zstd: Whether the slice is compressed.
+    """
+
+    name: str
+    stored: str
+    is_zstd: bool
+
+    def is_safetensors(self, piece: Piece) -> bool:
+        """Tell whether it lies in a safetensors file: torch then counts its elements alone, and no archive."""
+        assert isinstance(piece.layout, Lazy)
+        return not self.is_zstd and piece.layout.nbytes == nbytes(self.stored, piece.box.volume)
+
+
+class Opened(NamedTuple):
+    """A slice on its way to being resolved.
+
+    Attributes:
+        piece: The piece, its layout `Lazy`.
+        layout: That layout.
+        slice: What it knows.
+        where: The file, tensor and box, for messages.
+    """
+
+    piece: Piece
+    layout: Lazy
+    slice: Slice
+    where: str
+
+
+Blobs = dict[tuple[str, int], Blob]
+"""File and first byte to the safetensors blob that starts there."""
+
+
+def resolve_slices(
+    store: Store, files: Mapping[str, int], pieces: Sequence[Piece], blobs: Blobs, budget: Budget
+) -> list[Piece]:
+    """Return DCP pieces with every `Lazy` layout replaced by where the elements lie, in the same order.
+
+    Args:
+        store: Where the files lie.
+        files: Name to size in bytes, -1 for a missing one.
+        pieces: From a DCP manifest.
+        blobs: Those met before; new ones are added, so that each header is read once.
+        budget: What finding elements in the checkpoint may cost.
+
+    Raises:
+        IncompleteError: A file is missing, or holds another chunk in place of the one that was promised.
+        CheckpointError: A slice is damaged, or does not hold what the metadata says.
+        StorageError: The store failed.
+    """
+    out = list(pieces)
+    lazy = ((i, piece) for i, piece in enumerate(pieces) if isinstance(piece.layout, Lazy))
+    while batch := list(islice(lazy, _BATCH)):
+        opened = [_opened(store, files, piece) for _, piece in batch]
+        for (i, piece), layout in zip(batch, _layouts(store, files, opened, blobs, budget), strict=True):
+            out[i] = piece._replace(layout=layout)
+    return out
+
+
+def _opened(store: Store, files: Mapping[str, int], piece: Piece) -> Opened:
+    layout = piece.layout
+    assert isinstance(layout, Lazy) and isinstance(layout.detail, Slice)
+    known = layout.detail
+    require_bytes(store, files, piece.file, layout.offset + layout.nbytes, f"{known.name!r} {piece.box}")
+    return Opened(piece, layout, known, f"{store.url}/{piece.file}: {known.name!r} {piece.box}")
+
+
+def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, what: str) -> None:
+    """Check that a file is there and reaches as far as it is needed.
+
+    Args:
+        store: Where it lies.
+        files: Name to size in bytes, -1 for a missing one.
+        file: Its name.
+        end: Bytes it must have.
+        what: What is stored in it, for messages.
+
+    Raises:
+        IncompleteError: The file is missing.
+        TruncatedError: It is shorter.
+    """
+    size = files.get(file, -1)
+    if size < 0:
+        raise IncompleteError(
+            f"the file that holds {what} is missing",
+            where=f"{store.url}/{file}",
+            fix="Copy it beside the others, or use an earlier checkpoint.",
+        )
+    if end > size:
+        raise TruncatedError(
+            f"the file ends before {what} does",
+            where=f"{store.url}/{file}",
+            found=f"{size} bytes",
+            expected=f"at least {end}",
+            fix="Copy the file again.",
+        )
+
+
+def _layouts(
+    store: Store, files: Mapping[str, int], opened: Sequence[Opened], blobs: Blobs, budget: Budget
+) -> list[Span | Strided | Encoded]:
+    """Return where the elements of each slice lie. `blobs` keeps the safetensors files from batch to batch."""
+    found: dict[int, Span | Strided | Encoded] = {}
+    tensors = {i: o for i, o in enumerate(opened) if o.slice.is_safetensors(o.piece)}
+    streams = {i: o for i, o in enumerate(opened) if o.slice.is_zstd}
+    archives = {i: o for i, o in enumerate(opened) if i not in tensors and i not in streams}
+    _read_headers(store, files, list(tensors.values()), blobs)
+    for i, o in tensors.items():
+        found[i] = _in_safetensors(o, blobs[o.piece.file, o.layout.offset])
+    found |= zip(archives, _in_archives(store, list(archives.values()), budget), strict=True)
+    found |= zip(streams, _in_streams(store, list(streams.values()), budget), strict=True)
+    return [found[i] for i in range(len(opened))]
+
+
+def _read_headers(store: Store, files: Mapping[str, int], opened: Sequence[Opened], blobs: Blobs) -> None:
+    """Read the safetensors headers that are not known yet; torch stores where the header begins, not the tensor."""
+    places = {(o.piece.file, o.layout.offset): o.where for o in opened}
+    missing = {place: where for place, where in places.items() if place not in blobs}
+    starts = {place: bytearray(8) for place in missing}
+    for (file, offset), where in missing.items():
+        require_bytes(store, files, file, offset + 8, f"a safetensors header ({where})")
+    store.read([Read(file, offset, memoryview(buffer)) for (file, offset), buffer in starts.items()])
+    bodies = {}
+    for (file, offset), buffer in starts.items():
+        length = int.from_bytes(buffer, "little")
+        if length > MAX_HEADER_BYTES:
+            raise FormatError(
+                "neither a torch archive nor a safetensors header starts here",
+                where=missing[file, offset],
+                found=f"byte {offset}",
+            )
+        require_bytes(store, files, file, offset + 8 + length, f"a safetensors header ({missing[file, offset]})")
+        bodies[file, offset] = bytearray(length)
+    store.read([Read(file, offset + 8, memoryview(body)) for (file, offset), body in bodies.items()])
+    for (file, offset), body in bodies.items():
+        header = parse_header(body, where=f"{store.url}/{file}")
+        blobs[file, offset] = Blob(header, _saved_offsets(header, f"{store.url}/{file}"))
+
+
+def _in_safetensors(opened: Opened, blob: Blob) -> Span:
+    piece, name = opened.piece, opened.slice.name
+    entry, saved_at = blob.header.tensors.get(name), blob.offsets.get(name, opened.piece.box.offset)
+    if entry is None or saved_at != piece.box.offset:
+        raise IncompleteError(
+            "the file does not hold this chunk: torch's writer keeps one chunk of a tensor in each file",
+            where=opened.where,
+            found="no such tensor" if entry is None else f"the chunk at {saved_at}",
+            fix="Its elements are lost; use an earlier checkpoint, or save in torch_save form.",
+        )
+    dtype, shape, begin, end = entry
+    if (dtype, shape) != (opened.slice.stored, piece.box.size):
+        raise _differs(opened, dtype, shape)
+    return Span(opened.layout.offset + blob.header.data_start + begin, end - begin)
+
+
+def _saved_offsets(header: Header, where: str) -> dict[str, tuple[int, ...]]:
+    raw = header.metadata.get(SHARDING_INFO)
+    info = parse_json(raw.encode("utf-8", "surrogatepass"), where=where) if raw is not None else {}
+    found = {}
+    for name, entry in info.items() if isinstance(info, dict) else ():
+        offset = entry.get("saved_offsets") if isinstance(entry, dict) else None
+        if isinstance(offset, list) and all(type(n) is int for n in offset):
+            found[name] = tuple(offset)
+    return found
+
+
+def _differs(opened: Opened, dtype: str, shape: tuple[int, ...]) -> FormatError:
+    return FormatError(
+        "the slice holds another tensor than the metadata says",
+        where=opened.where,
+        found=f"{dtype} {shape}",
+        expected=f"{opened.slice.stored} {opened.piece.box.size}",
+    )
+
+
+def _in_archives(store: Store, opened: Sequence[Opened], budget: Budget) -> Iterator[Span | Strided]:
+    places = [Place(o.piece.file, o.layout.offset, o.layout.nbytes) for o in opened]
+    distinct = list(dict.fromkeys(places))  # what thousands of names share is opened once
+    found = dict(zip(distinct, open_archives(store, distinct), strict=True))
+    archives = [found[place] for place in places]
+    records = [
+        Wanted(archive.place.file, _entry(archive, "data.pkl", o.where))
+        for archive, o in zip(archives, opened, strict=True)
+    ]
+    known: dict[bytes, TensorStub] = {}
+    budgets = {place.file: budget for place in distinct}
+    pickled = read_entries(store, records, most=_MAX_PICKLE_BYTES, budgets=budgets)
+    stubs = [_stub(data, known, o) for data, o in zip(pickled, opened, strict=True)]
+    wanted = []
+    for archive, stub, o in zip(archives, stubs, opened, strict=True):
+        assert isinstance(stub.storage, StorageRef)
+        wanted.append(Wanted(archive.place.file, _entry(archive, f"data/{stub.storage.key}", o.where)))
+    _check_byte_order(store, archives, opened)
+    for start, (_, entry), stub, o in zip(locate(store, wanted), wanted, stubs, opened, strict=True):
+        if entry.method != STORED:
+            raise UnsupportedError("the slice's elements are compressed inside its archive", where=o.where)
+        yield view(stub, Span(start, entry.size), o)
+
+
+def _entry(archive: Archive, name: str, where: str) -> Entry:
+    """Return the entry below the archive's one root folder, whatever that is called."""
+    first = next(iter(archive.entries), "")
+    entry = archive.entries.get(f"{first.partition('/')[0]}/{name}")
+    if entry is None:
+        raise FormatError(f"the torch archive of the slice has no {name}", where=where, found=first)
+    return entry
+
+
+def _check_byte_order(store: Store, archives: Sequence[Archive], opened: Sequence[Opened]) -> None:
+    """Refuse big-endian elements; the first slice of a file speaks for all, since one process wrote them."""
+    wanted, where = {}, {}
+    for archive, o in zip(archives, opened, strict=True):
+        root = next(iter(archive.entries)).partition("/")[0]
+        entry = archive.entries.get(f"{root}/byteorder")
+        if entry is not None and archive.place.file not in wanted:
+            wanted[archive.place.file], where[archive.place.file] = Wanted(archive.place.file, entry), o.where
+    for file, order in zip(wanted, read_entries(store, list(wanted.values()), most=16), strict=True):
+        require_little(order, where[file])
+
+
+def _stub(data: bytes, known: dict[bytes, TensorStub], opened: Opened) -> TensorStub:
+    """Return the tensor that a slice's pickle describes; layers of one shape have the same bytes here."""
+    stub = known.get(data)
+    if stub is None:
+        value = pickle_reader.load(data, where=opened.where, persistent=Storages(), limits=_PICKLE_LIMITS)
+        if not isinstance(value, TensorStub) or not isinstance(value.storage, StorageRef):
+            raise UnsupportedError(
+                "the slice holds something other than a plain tensor",
+                where=opened.where,
+                found=value.name if isinstance(value, Inert) else type(value).__name__,
+            )
+        stub = known[data] = value
+    return stub
+
+
+def _storage_bytes(stub: TensorStub) -> int:
+    assert isinstance(stub.storage, StorageRef)
+    return (stub.storage.base + stub.storage.count) * element_bytes(stub.storage.dtype)
+
+
+def view(stub: TensorStub, record: Span, opened: Opened) -> Span | Strided:
+    """Return where the elements of a slice lie, given the record that holds its storage.
+
+    Raises:
+        FormatError: It is not the tensor that the metadata promises, or leaves its storage.
+        UnsupportedError: Its values are not its bytes.
+    """
+    storage = stub.storage
+    assert isinstance(storage, StorageRef)
+    dtype, box = stub.dtype or storage.dtype, opened.piece.box
+    if (dtype, stub.shape) != (opened.slice.stored, box.size):
+        raise _differs(opened, dtype, stub.shape)
+    if stub.bits:
+        raise UnsupportedError("the slice is a lazily changed view", where=opened.where, found=", ".join(stub.bits))
+    width = bits(dtype) // 8
+    last = stub.offset + sum((n - 1) * s for n, s in zip(stub.shape, stub.strides, strict=True))
+    if _storage_bytes(stub) != record.nbytes or (last + 1) * width > record.nbytes:
+        raise FormatError(
+            "the slice's tensor does not lie in its storage",
+            where=opened.where,
+            found=f"{record.nbytes} bytes",
+            expected=f"{_storage_bytes(stub)} bytes that hold element {last}",
+        )
+    steps = zip(stub.shape, stub.strides, strides(stub.shape), strict=True)
+    if all(n == 1 or step == row_major for n, step, row_major in steps):
+        return Span(record.offset + stub.offset * width, box.volume * width)
+    return Strided(record.offset, record.nbytes, stub.offset, stub.strides)
+
+
+def _in_streams(store: Store, opened: Sequence[Opened], budget: Budget) -> Iterator[Encoded]:
+    heads = [bytearray(min(_ENCODED_HEAD_BYTES, o.layout.nbytes)) for o in opened]
+    store.read([Read(o.piece.file, o.layout.offset, memoryview(h)) for o, h in zip(opened, heads, strict=True)])
+    known: dict[bytes, TensorStub] = {}
+    for o, head in zip(opened, heads, strict=True):
+        inner = _inner(store, o, bytes(head), known, budget)
+        yield Encoded("zstd", o.layout.offset, o.layout.nbytes, inner)
+
+
+def _inner(
+    store: Store, opened: Opened, encoded: bytes, known: dict[bytes, TensorStub], budget: Budget
+) -> Span | Strided:
+    """Find the elements in a decoded stream from its head, as little of it as will do."""
+    stream = DecodedStream(
+        store, opened.piece.file, Encoded("zstd", opened.layout.offset, opened.layout.nbytes, Span(0, 0))
+    )
+    for attempt, most in enumerate(_HEAD_BYTES):
+        head = stream.head(most) if attempt else decoded_head(encoded, most, opened.where)
+        if attempt:  # a slice of a few bytes may decode to as many megabytes as it likes, and there may be thousands
+            budget.spend_once((opened.piece.file, opened.layout.offset, most), len(head))
+        try:
+            return _walked(head, known, opened)
+        except TruncatedError:
+            if attempt and len(head) < most:
+                raise
+    raise UnsafeError(
+        "the slice's archive does not reach its elements", where=opened.where, found=f"{_HEAD_BYTES[-1]} bytes"
+    )
+
+
+def decoded_head(encoded: bytes, most: int, where: str) -> bytes:
+    """Return at most `most` decoded bytes of what may be the front of a zstd stream.
+
+    Raises:
+        FormatError: It is no zstd stream, or asks for a window beyond the limit.
+    """
+    try:
+        reader = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(io.BytesIO(encoded))
+        return bytes(reader.read(most))
+    except zstandard.ZstdError as error:
+        raise FormatError(f"the zstd stream cannot be decoded: {error}", where=where) from error
+
+
+def _walked(head: bytes, known: dict[bytes, TensorStub], opened: Opened) -> Span | Strided:
+    front = walk_front(head, lambda name: name.count("/") == 2 and "/data/" in name, where=opened.where)
+    root = front.name.partition("/")[0]
+    if f"{root}/data.pkl" not in front.contents:
+        raise FormatError("the torch archive of the slice has no data.pkl", where=opened.where, found=front.name)
+    require_little(front.contents.get(f"{root}/byteorder", b"little"), opened.where)
+    stub = _stub(front.contents[f"{root}/data.pkl"], known, opened)
+    assert isinstance(stub.storage, StorageRef)
+    if front.name != f"{root}/data/{stub.storage.key}":
+        raise FormatError("the slice's first storage is not its tensor's", where=opened.where, found=front.name)
+    return view(stub, Span(front.start, _storage_bytes(stub)), opened)
+
+
+def slice_checksums(store: Store, spans: Sequence[tuple[str, Span]]) -> Iterator[Checksum]:
+    """Yield the CRC-32 of every record of torch archives, in the order given; records without one are left out.
+
+    Args:
+        store: Where the files lie.
+        spans: File and place of each archive.
+
+    Raises:
+        CheckpointError: An archive is damaged.
+        StorageError: The store failed.
+    """
+    rest = iter(spans)
+    while batch := list(islice(rest, _BATCH)):
+        archives = open_archives(store, [Place(file, span.offset, span.nbytes) for file, span in batch])
+        wanted = [
+            Wanted(a.place.file, e) for a in archives for e in a.entries.values() if e.crc32 and e.method == STORED
+        ]
+        for start, (file, entry) in zip(locate(store, wanted), wanted, strict=True):
+            yield Checksum(file, start, entry.compressed, "crc32", entry.crc32)

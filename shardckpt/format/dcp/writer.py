@@ -1,0 +1,240 @@
+"""Writes torch's distributed checkpoints (DCP) without torch: slices as torch archives, and `.metadata` as a pickle.
+
+As `torch.distributed.checkpoint.save` of torch 2.13 with its file system writer leaves them: a slice for every chunk
+of a tensor and for every object, one behind the other in `__{rank}_{n}.distcp`; `.metadata` says where each lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shardckpt.boxes import Box, Shape
+from shardckpt.dtypes import nbytes
+from shardckpt.errors import NameCollisionError
+from shardckpt.format.encodings.pickle_writer import Call, GlobalName, Pairs, pickled
+from shardckpt.format.torchsave.writer import ALIGNMENT, Archive, Storage, TensorValue, archived, lay_out
+from shardckpt.manifest import Path, dotted
+
+METADATA = ".metadata"
+VERSION = "1.0.0"
+
+_CLASSES = "torch.distributed.checkpoint.metadata"
+_FILE = GlobalName("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_CONTIGUOUS = 0
+"""`torch.contiguous_format`, as the metadata's enumeration counts it."""
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor that becomes a slice.
+
+    Attributes:
+        path: Where the tensor sits in the saved nest.
+        shape: Of the whole tensor, in elements.
+        dtype: Torch's name of its type.
+        box: The elements.
+    """
+
+    path: Path
+    shape: Shape
+    dtype: str
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return nbytes(self.dtype, self.box.volume)
+
+
+class Item(NamedTuple):
+    """An object that becomes a slice.
+
+    Attributes:
+        path: Where it sits in the saved nest.
+        content: The torch archive of its value.
+    """
+
+    path: Path
+    content: bytes
+
+
+class Slice(NamedTuple):
+    """A slice of a file.
+
+    Attributes:
+        what: What it holds.
+        archive: Where its bytes go; None for an object.
+        offset: First byte in the file.
+        nbytes: Bytes.
+    """
+
+    what: Chunk | Item
+    archive: Archive | None
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SliceFile:
+    """A `.distcp` file, decided.
+
+    Attributes:
+        name: In the checkpoint's folder.
+        slices: In order; what lies between them is padding.
+    """
+
+    name: str
+    slices: tuple[Slice, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.slices[-1].offset + self.slices[-1].nbytes if self.slices else 0
+
+
+def item_of(path: Path, value: object) -> Item:
+    """Return an object as a slice.
+
+    Raises:
+        UnsupportedError: A value that torch would not read back; the message names its path.
+    """
+    return Item(path, archived(value))
+
+
+def slice_files(
+    rank: int, chunks: Sequence[Chunk], items: Sequence[Item], *, most_bytes: int, fresh: str = ""
+) -> list[SliceFile]:
+    """Lay out the files of one rank.
+
+    Args:
+        rank: Which.
+        chunks: In order. An empty tensor's chunk is stored too, as torch stores it.
+        items: Objects, behind the chunks.
+        most_bytes: Bytes of a file after which another begins.
+        fresh: Put into every name, where the usual ones may still be read by somebody.
+    """
+    files: list[SliceFile] = []
+    slices: list[Slice] = []
+    at = 0
+    mark = f"-{fresh}" if fresh else ""
+
+    def finish() -> None:
+        files.append(SliceFile(f"__{rank}_{len(files)}{mark}.distcp", tuple(slices)))
+
+    everything: list[Chunk | Item] = [*chunks, *items]
+    for what in everything:
+        archive = _archive(what) if isinstance(what, Chunk) else None
+        size = archive.nbytes if archive is not None else len(what.content) if isinstance(what, Item) else 0
+        start = at + -at % ALIGNMENT
+        if slices and start + size > most_bytes:
+            finish()
+            slices, start = [], 0
+        slices.append(Slice(what, archive, start, size))
+        at = start + size
+    if slices or not files:
+        finish()
+    return files
+
+
+def _archive(chunk: Chunk) -> Archive:
+    value = TensorValue(0, chunk.dtype, chunk.box.size)
+    return lay_out(value, [Storage(chunk.dtype, chunk.box.volume)])
+
+
+def encode_metadata(files: Iterable[SliceFile], ties: Mapping[Path, Path], order: Iterable[Path] = ()) -> bytes:
+    """Return the content of `.metadata`.
+
+    Args:
+        files: All of the checkpoint, of every rank.
+        order: Paths in the order that a reader is to see; others follow.
+        ties: Further path of a tensor to the path that its slices are stored under: both names get the same slices.
+
+    Raises:
+        NameCollisionError: Two paths read alike when their keys are joined by dots.
+    """
+    names = _Names()
+    also: dict[Path, list[Path]] = {}
+    for path, kept in ties.items():
+        also.setdefault(kept, []).append(path)
+    records: dict[str, Any] = {}
+    places: list[tuple[object, object]] = []
+    chunks: dict[str, list[object]] = {}
+    for file in files:
+        for what, _, offset, size in file.slices:
+            for path in (what.path, *also.get(what.path, ())):
+                name = names.of(path)
+                info = _made(_FILE, {"relative_path": file.name, "offset": offset, "length": size})
+                if isinstance(what, Item):
+                    records[name] = _class("BytesStorageMetadata", {})
+                    places.append((_index(name, None, None), info))
+                    continue
+                if name not in chunks:
+                    chunks[name] = []
+                    records[name] = _tensor(what, chunks[name])
+                chunks[name].append(
+                    _class("ChunkStorageMetadata", {"offsets": _size(what.box.offset), "sizes": _size(what.box.size)})
+                )
+                places.append((_index(name, what.box.offset, len(chunks[name]) - 1), info))
+    paths = {name: path for path, name in names.known.items()}
+    first = [names.known[path] for path in order if path in names.known]
+    state = {
+        "state_dict_metadata": {name: records[name] for name in dict.fromkeys((*first, *records))},
+        "planner_data": {name: paths[name] for name in dict.fromkeys((*first, *paths))},
+        "storage_data": Pairs(places),
+        "storage_meta": None,
+        "version": VERSION,
+    }
+    return pickled(_class("Metadata", state))
+
+
+class _Names:
+    """Flat names of paths, each path's own."""
+
+    def __init__(self) -> None:
+        self.known: dict[Path, str] = {}
+        self._taken: set[str] = set()
+
+    def of(self, path: Path) -> str:
+        name = self.known.get(path)
+        if name is None:
+            name = dotted(path)
+            if name in self._taken:
+                raise NameCollisionError(
+                    f"two values of a DCP checkpoint would both be named {name!r}",
+                    fix="Torch joins keys with dots: rename one of them.",
+                )
+            self._taken.add(name)
+            self.known[path] = name
+        return name
+
+
+def _index(name: str, offset: Shape | None, number: int | None) -> Call:
+    state: dict[str, object] = {"fqn": name, "index": number}
+    if offset is not None:
+        state["offset"] = _size(offset)
+    return _class("MetadataIndex", state)
+
+
+def _tensor(chunk: Chunk, chunks: list[object]) -> Call:
+    layout = Call(GlobalName("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory = Call(GlobalName(_CLASSES, "_MEM_FORMAT_ENCODING"), (_CONTIGUOUS,))
+    properties = (GlobalName("torch", chunk.dtype), layout, False, memory, False)
+    state = {
+        "properties": _class("TensorProperties", properties),
+        "size": _size(chunk.shape),
+        "chunks": chunks,
+    }
+    return _class("TensorStorageMetadata", state)
+
+
+def _size(value: Shape) -> Call:
+    return Call(GlobalName("torch", "Size"), (tuple(value),))
+
+
+def _class(name: str, state: object) -> Call:
+    return _made(GlobalName(_CLASSES, name), state)
+
+
+def _made(name: GlobalName, state: object) -> Call:
+    return Call(name, (), state, is_new=True)

@@ -1,0 +1,1 @@
+"""ZeRO and universal checkpoints of DeepSpeed."""

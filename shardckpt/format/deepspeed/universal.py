@@ -1,0 +1,279 @@
+"""DeepSpeed's universal checkpoints: a folder for each parameter, `zero/<name>/fp32.pt, exp_avg.pt, ...`, each whole.
+
+They are what `ds_to_universal.py` makes of a `save_checkpoint` of any stage and topology. Beside `zero/` lie copies of
+the model files, which hold the order of names, the module's own types and weights, and buffers. Paths are as those of
+`shardckpt.format.deepspeed.reader`: `model`, `master`, `optimizer`, then names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from shardckpt.boxes import strides, whole
+from shardckpt.errors import FormatError, IncompleteError
+from shardckpt.format.deepspeed import reader as deepspeed
+from shardckpt.format.deepspeed.merge_partitions import MASTER, MODEL, OPTIMIZER, Joiner, Made
+from shardckpt.format.deepspeed.state_files import Contents, ModelState, groups_of, model_state
+from shardckpt.format.deepspeed.zero_files import find_folder, read_tag, sort_files
+from shardckpt.format.reader import Evidence, Format, Reader, Source
+from shardckpt.format.torchsave.reader import open_files
+from shardckpt.format.torchsave.tensor_views import LegacyView, ZipView, narrowed
+from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry
+from shardckpt.storage.store import Store
+
+LATEST = "latest_universal"
+ZERO, WEIGHTS, STEP = "zero", "fp32", "step"
+OPTIMIZER_FILE = "optimizer_state.pt"
+_SUFFIX = ".pt"
+_STATE, _GROUPS = "state", "param_groups"
+
+
+def recognise(source: Source) -> Evidence:
+    """Recognise a folder with `zero/` and a parameter's folder in it, or one where `latest_universal` names it."""
+    return Evidence.NONE if _folder(source) is None else Evidence.STRUCTURE
+
+
+def open_source(source: Source) -> Reader:
+    """Open a recognised source.
+
+    Raises:
+        IncompleteError: A parameter has no weights.
+        CheckpointError: A file is damaged, refused, or not as DeepSpeed writes it.
+        StorageError: The store failed.
+    """
+    folder = _folder(source)
+    assert folder is not None, "only recognised sources are opened"
+    store = source.store
+    states = sort_files(store, folder)
+    params = dict(_params(store, f"{folder}/{ZERO}".removeprefix("/")))
+    sizes = {**states.sizes, **{file: size for slots in params.values() for file, size in slots.values()}}
+    shared = f"{folder}/{ZERO}/{OPTIMIZER_FILE}".removeprefix("/")
+    listed = {entry.name: entry.size for entry in store.list(f"{folder}/{ZERO}".removeprefix("/"))}
+    if shared in listed:
+        sizes[shared] = listed[shared]
+    reader = open_files(store, sizes, {file: (file,) for file in sizes}, FORMAT.name)
+    contents = Contents(reader.manifest, store.url)
+    wanted = states.models or {mp: file for (rank, mp), file in sorted(states.parts.items()) if rank == 0}
+    files = list(wanted.values())
+    if not files:
+        raise IncompleteError(
+            "no model file lies beside zero/",
+            where=f"{store.url}/{folder}".rstrip("/"),
+            expected="mp_rank_00_model_states.pt, or zero_pp_rank_*_model_states.pt: buffers, ties and order are in it",
+            fix="Copy the missing file beside zero/; DeepSpeed needs it too.",
+        )
+    made = Made(store.url)
+    places = () if states.models else sorted(states.parts.items())
+    parts = {rank: model_state(contents, file) for (rank, mp), file in places if mp == 0}
+    ranks = Joiner(contents, states, made, 0, parts, {}) if parts else None
+    joiner = _Joiner(contents, made, params, [model_state(contents, file) for file in files], ranks)
+    joiner.join_model()
+    joiner.join_optimizer(shared if shared in sizes else None)
+    deepspeed.put_loop(made, contents, files[0])
+    manifest = replace(
+        reader.manifest,
+        files={**reader.manifest.files, **made.absent},
+        tensors=made.tensors,
+        objects=made.objects,
+        aliases=made.aliases,
+        warnings=(*reader.manifest.warnings, *made.warnings),
+    )
+    return reader.restated(manifest)
+
+
+def _folder(source: Source) -> str | None:
+    """Return the folder that holds `zero/`, empty for the root; None where there is none."""
+    if source.file is not None:
+        return None
+    if ZERO in source.folders and _holds_params(source.store, ZERO):
+        return ""
+    tag = read_tag(source, LATEST)
+    if tag not in source.folders or not _holds_params(source.store, f"{tag}/{ZERO}"):
+        return None
+    return None if read_tag(source, "latest") in source.folders and find_folder(source) is not None else tag
+
+
+def _holds_params(store: Store, zero: str) -> bool:
+    """Tell whether the first folder in `zero/` is one of a parameter."""
+    first = next((entry.name for entry in store.list(zero) if entry.is_folder), None)
+    return first is not None and any(e.name == f"{first}/{WEIGHTS}{_SUFFIX}" for e in store.list(first))
+
+
+def _params(store: Store, zero: str) -> Iterator[tuple[str, dict[str, tuple[str, int]]]]:
+    """Yield each parameter, and slot to file and its bytes."""
+    for folder in sorted(entry.name for entry in store.list(zero) if entry.is_folder):
+        name = folder.rpartition("/")[2]
+        slots = {
+            entry.name[len(folder) + 1 :].removesuffix(_SUFFIX): (entry.name, entry.size)
+            for entry in sorted(store.list(folder), key=lambda e: e.name)
+            if not entry.is_folder and entry.name.endswith(_SUFFIX)
+        }
+        if WEIGHTS not in slots:
+            raise IncompleteError(
+                f"parameter {name!r} has no weights",
+                where=f"{store.url}/{folder}",
+                found=", ".join(slots) or "an empty folder",
+                expected=f"{WEIGHTS}{_SUFFIX}",
+                fix="Convert the checkpoint again, or copy the missing file.",
+            )
+        yield name, slots
+
+
+@dataclass(frozen=True, slots=True)
+class _Joiner:
+    """Puts files of parameters under their names.
+
+    Attributes:
+        contents: What the files hold.
+        made: Where arrays go.
+        params: Parameter to slot to file and its bytes.
+        models: What the model files say, of the first data-parallel rank of each model-parallel one.
+        ranks: What all ranks hold of frozen parameters, in stage 3.
+    """
+
+    contents: Contents
+    made: Made
+    params: Mapping[str, Mapping[str, tuple[str, int]]]
+    models: list[ModelState]
+    ranks: Joiner | None
+
+    def join_model(self) -> None:
+        """Add the weights: the module's own where a file has them whole, else rounded from those of the parameter."""
+        trained = self._trained()
+        shared = {alias: name for state in self.models for alias, name in state.shared.items()}
+        for state in self.models:
+            for name, live in state.module.items():
+                if (MODEL, name) in self.made.tensors or (name in shared and name not in trained):
+                    continue
+                self.made.put((MODEL, name), self._live(state, name, live))
+        for name in self.params:
+            if (MODEL, name) not in self.made.tensors and name not in shared:
+                self.made.put((MODEL, name), self._weights(name))
+        for name in trained:
+            self.made.put((MASTER, name), self._weights(name))
+        for alias, name in shared.items():
+            for root in (MODEL, MASTER):
+                if (root, name) in self.made.tensors and alias not in trained:
+                    self.made.tie((root, alias), (root, name))
+
+    def _trained(self) -> dict[str, None]:
+        """Return the parameters that an optimizer has, once all of a flat tensor were found alike."""
+        names: dict[str, None] = {}
+        for unit in (unit for state in self.models for unit in state.shapes or ()):
+            slots = {slot for name in unit for slot in self.params.get(name, ())}
+            for name in unit:
+                lacking = sorted(slots - self.params[name].keys()) if name in self.params else [WEIGHTS]
+                if lacking:
+                    raise IncompleteError(
+                        f"parameter {name!r} has no {lacking[0]}{_SUFFIX}, which others of its group have",
+                        where=self.contents.url,
+                        fix="Convert the checkpoint again, or copy the missing file.",
+                    )
+                names[name] = None
+        return names
+
+    def _live(self, state: ModelState, name: str, live: TensorEntry) -> TensorEntry:
+        if name not in self.params:
+            shape = state.frozen.get(name)
+            return live if shape is None or live.shape == shape or not self.ranks else self.ranks.frozen(name, shape)
+        weights = self._weights(name)
+        is_whole = live.shape == weights.shape or (not self.ranks and prod(live.shape) >= prod(weights.shape))
+        if is_whole and len(self.models) == 1:  # a vocabulary may be longer: the conversion took its padding off
+            return live
+        return weights._replace(delivered="" if live.stored == weights.stored else live.stored)
+
+    def _weights(self, name: str) -> TensorEntry:
+        return self._shaped(name, self._whole(self.params[name][WEIGHTS][0]))
+
+    def _shaped(self, name: str, entry: TensorEntry) -> TensorEntry:
+        """Return an array in the shape of its parameter: stage 3 leaves it flat, perhaps with padding at its end."""
+        shapes = (unit[name] for state in self.models for unit in state.shapes or () if name in unit)
+        shape = next(shapes, entry.shape)
+        if len(entry.shape) != 1 or entry.shape == shape:
+            return entry
+        padding = entry.shape[0] - prod(shape)
+        if not 0 <= padding < max(*(state.world for state in self.models), 1):
+            raise FormatError(
+                f"{name!r} is not as long as param_shapes say",
+                where=f"{self.contents.url}/{entry.pieces[0].file}",
+                found=f"{entry.shape[0]} elements",
+                expected=f"{prod(shape)} for the shape {shape}",
+            )
+        [piece] = entry.pieces
+        layout = piece.layout
+        assert isinstance(layout, Lazy), "files of torch.save are opened lazily"
+        is_spread = isinstance(layout.detail, ZipView | LegacyView) and layout.detail.view.strides is not None
+        layout = narrowed(layout, 0, strides(shape) if is_spread else None)
+        return entry._replace(shape=shape, pieces=(Piece(whole(shape), piece.file, layout),))
+
+    def _whole(self, file: str) -> TensorEntry:
+        """Return the one array of a file: bare, or under `param` beside how ranks cut it."""
+        held = self.contents.tensors[file]
+        for path in (("param",), ("tensor",)):
+            if path in held:
+                return held[path]
+        raise FormatError(
+            "the file of a parameter holds no array",
+            where=self.contents.where(file),
+            found=", ".join(".".join(map(str, path)) for path in list(held)[:4]) or "none",
+            expected="a tensor, or a dict with one under `param`",
+        )
+
+    def join_optimizer(self, shared: str | None) -> None:
+        """Add the optimizer's slots and groups.
+
+        Args:
+            shared: File of what all parameters have in common; None where it is not there.
+        """
+        for name, slots in self.params.items():
+            for slot, (file, _) in slots.items():
+                if slot != WEIGHTS:
+                    self._put_slot(name, slot, file)
+        if shared is None:
+            return
+        units: list[dict[str, None]] = []
+        for state in self.models:
+            for i, unit in enumerate(state.shapes or ()):
+                units += [{}] * (i == len(units))
+                units[i].update(dict.fromkeys(name for name in unit if name in self.params))
+        groups: list[object] = []
+        for told in groups_of(self.contents, shared, ()):
+            plain = {k: v.value for k, v in told.items() if isinstance(v, ObjectEntry)}
+            ids = plain.pop("params", None)
+            known = [i for i in ids if type(i) is int and 0 <= i < len(units)] if isinstance(ids, list) else []
+            groups.append({**plain, "params": [name for i in known for name in units[i]]})
+            for i in known:
+                self._put_steps(shared, i, units[i])
+        self.made.objects[OPTIMIZER, _GROUPS] = ObjectEntry((OPTIMIZER, _GROUPS), groups)
+
+    def _put_slot(self, name: str, slot: str, file: str) -> None:
+        path: Path = (OPTIMIZER, _STATE, name, slot)
+        value = self.contents.value(file, "object")
+        if value is not None:
+            self.made.objects[path] = ObjectEntry(path, value)
+        else:
+            self.made.put(path, self._shaped(name, self._whole(file)))
+
+    def _put_steps(self, shared: str, unit: int, names: Mapping[str, None]) -> None:
+        """Stage 3 counts the steps in what all parameters have in common, for each flat tensor."""
+        at: Path = ("optimizer_state_dict", _STATE, unit, STEP)
+        tensor, value = self.contents.tensors[shared].get(at), self.contents.value(shared, *at)
+        for name in names:
+            path: Path = (OPTIMIZER, _STATE, name, STEP)
+            if path in self.made.tensors or path in self.made.objects:
+                continue
+            if tensor is not None and not tensor.shape:
+                self.made.put(path, tensor)
+            elif value is not None:
+                self.made.objects[path] = ObjectEntry(path, value)
+
+
+FORMAT = Format(
+    name="deepspeed-universal",
+    title="DeepSpeed's universal checkpoint",
+    looks_for="zero/<parameter>/fp32.pt, or a file `latest_universal` that names the folder of it",
+    recognise=recognise,
+    open=open_source,
+)

@@ -1,0 +1,1 @@
+"""Containers of bytes: safetensors, zip, pickle, tagged JSON, codecs."""

@@ -1,0 +1,931 @@
+"""Reads pickles without running them: our own machine for the opcodes, and only listed names mean anything.
+
+The opcodes are those of protocols 0 to 5 (PEP 3154 and 574, and the notes in CPython's `pickletools`). What a pickle
+would import, call or construct becomes a value of `pickle_stubs`, or a typed error that names it.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from struct import Struct, unpack_from
+from struct import error as StructError  # noqa: N812  # struct spells its exception in lower case
+from typing import Any
+
+from shardckpt.errors import FormatError, ShardckptError, TruncatedError, UnsafeError
+from shardckpt.format.budget import Budget, Keys
+from shardckpt.format.encodings.pickle_stubs import (
+    ALLOWED,
+    NEVER_RUN,
+    PLAIN_KEYS,
+    Dtype,
+    Global,
+    Inert,
+    Ordered,
+    StorageType,
+    TensorStub,
+    make_inert,
+    make_size,
+)
+
+__all__ = ["Dtype", "Global", "Inert", "Limits", "Ordered", "StorageType", "TensorStub", "load", "load_at"]
+
+Persistent = Callable[[object], object]
+"""Turns a persistent id, such as torch's `("storage", type, key, device, count)`, into what stands for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a pickle may ask for. Real checkpoints stay far below; no honest file should meet these.
+
+    Attributes:
+        nbytes: Bytes of the pickle itself, and with them its opcodes and strings.
+        depth: Containers in one another; 0 leaves the shape of the result unchecked, for callers that never recurse.
+        int_bytes: Bytes of one integer.
+    """
+
+    nbytes: int = 1 << 30
+    depth: int = 200
+    int_bytes: int = 1024
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def load(
+    data: bytes | bytearray | memoryview,
+    *,
+    where: str,
+    persistent: Persistent | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    budget: Budget | None = None,
+) -> object:
+    """Return the object of a pickle, with stand-ins for every class.
+
+    Args:
+        data: The pickle; what follows its end is ignored.
+        where: What it is, for messages.
+        persistent: Resolves persistent ids; without it they are an error.
+        limits: What it may ask for.
+        budget: What it may cost; that of a file of its size where None.
+
+    Raises:
+        TruncatedError: It ends before its last opcode.
+        FormatError: It is no pickle, or a damaged one.
+        UnsafeError: It names something off the allow-list, would set state on something alive, or exceeds a limit.
+    """
+    return load_at(data, 0, where=where, persistent=persistent, limits=limits, budget=budget)[0]
+
+
+def load_at(
+    data: bytes | bytearray | memoryview,
+    start: int,
+    *,
+    where: str,
+    persistent: Persistent | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    budget: Budget | None = None,
+) -> tuple[object, int]:
+    """Return the object of the pickle that starts at a byte of `data`, and one past its last byte.
+
+    Args:
+        data: Bytes that hold the pickle, and perhaps others before and behind it.
+        start: First byte of the pickle.
+        where: What it is, for messages.
+        persistent: Resolves persistent ids; without it they are an error.
+        limits: What it may ask for.
+        budget: What it may cost; that of a file of its size where None.
+
+    Raises:
+        TruncatedError: It ends before its last opcode.
+        FormatError: It is no pickle, or a damaged one.
+        UnsafeError: It names something off the allow-list, would set state on something alive, or exceeds a limit.
+    """
+    budget = Budget(len(data) - start) if budget is None else budget
+    machine = _Machine(data if type(data) is bytes else bytes(data), persistent, limits, budget)
+    try:
+        if len(data) - start > limits.nbytes:
+            raise _over("bytes", limits.nbytes)
+        return machine.run(start), machine.pos
+    except ShardckptError as error:
+        raise _placed(error, f"{where}, byte {machine.pos - start}") from None
+
+
+def _placed(error: ShardckptError, where: str) -> ShardckptError:
+    """Return the error with the name of the pickle, and the byte where reading stopped."""
+    return type(error)(
+        error.what,
+        where=error.where or where,
+        found=error.found,
+        expected=error.expected,
+        fix=error.fix or ("Copy the file again." if isinstance(error, TruncatedError) else ""),
+    )
+
+
+_ATOMS = frozenset({str, int, bool, float, complex, bytes, type(None), Dtype, StorageType, Global})
+_SIZED = (list, tuple, dict, set, frozenset, str, bytes)
+_TUPLE, _LIST, _DICT, _SET = 64, 80, 80, 232
+_CALL, _ITEM, _SHARED = 96, 64, 64
+"""What containers, calls, items of dicts and sets, and values that are used again take, in bytes."""
+
+_REPEATED = 256
+"""What a value costs that the result holds beyond one for each byte of the pickle, since others hold it too."""
+
+_LONG_TEXT = 256
+_MOST_MARKS = 1 << 16
+_TWO_BYTES = Struct("<H").unpack_from
+_FOUR_BYTES = Struct("<I").unpack_from
+
+
+class _Unset:
+    """Fills memo slots that a pickle skipped."""
+
+
+_UNSET = _Unset()
+
+
+def _over(what: str, limit: int) -> UnsafeError:
+    return UnsafeError(
+        f"the pickle asks for more {what} than any checkpoint needs",
+        expected=f"at most {limit}",
+        fix="It looks made to exhaust this machine; do not trust where it came from.",
+    )
+
+
+def _ends_early() -> TruncatedError:
+    return TruncatedError("the pickle ends early", expected="more bytes")
+
+
+class _Machine:
+    """The stack, the memo, the loop over opcodes, and what opcodes share.
+
+    Args:
+        data: Bytes of the pickle.
+        persistent: Resolves persistent ids.
+        limits: What it may ask for.
+        budget: What it may cost.
+    """
+
+    __slots__ = (
+        "budget",
+        "data",
+        "has_long_text",
+        "keys",
+        "left",
+        "limits",
+        "marks",
+        "memo",
+        "persistent",
+        "pos",
+        "shared",
+        "stack",
+    )
+
+    def __init__(self, data: bytes, persistent: Persistent | None, limits: Limits, budget: Budget) -> None:
+        self.data = data
+        self.persistent = persistent
+        self.limits = limits
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: list[object] = []
+        self.shared: set[int] = set()
+        self.budget = budget
+        self.left = budget.left
+        self.keys = Keys(PLAIN_KEYS)
+        self.has_long_text = False
+        self.pos = 0
+
+    def run(self, start: int) -> object:
+        """Execute opcodes up to STOP and return the object made; `pos` is then one past the pickle."""
+        try:
+            self._loop(start)
+            value: object = self.stack[-1]
+            self.spend(_SHARED * len(self.shared))
+            if self.limits.depth:
+                shape = _Shape(self.limits.depth, self.pos - start + self.left // _REPEATED, self)
+                shape.visit(value, 1)
+                self.spend(_REPEATED * max(0, shape.count - self.pos + start))
+        except StructError:
+            raise _ends_early() from None
+        except IndexError:
+            if self.pos >= len(self.data):
+                raise _ends_early() from None
+            raise FormatError("the pickle takes a value that it never made") from None
+        except ShardckptError:
+            raise
+        except (UnicodeError, ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise FormatError("the pickle is malformed", found=str(error)) from None
+        except (MemoryError, RecursionError):
+            raise UnsafeError("the pickle asks for more memory than there is") from None
+        finally:
+            self.budget.left = self.left
+        return value
+
+    def _loop(self, pos: int) -> None:
+        """Run: what is shorter than a call, and makes up most of a real pickle, here; the rest by table."""
+        data, stack, memo = self.data, self.stack, self.memo
+        table, atoms, four_bytes = _TABLE, _ATOMS, _FOUR_BYTES
+        marks = self.marks
+        push, remember, set_mark = stack.append, memo.append, marks.append
+        try:
+            while True:
+                op = data[pos]
+                pos += 1
+                if op == 0x94:  # MEMOIZE
+                    remember(stack[-1])
+                elif op == 0x68:  # BINGET
+                    value = memo[data[pos]]
+                    pos += 1
+                    if value.__class__ not in atoms:
+                        self.share(value)
+                    push(value)
+                elif op == 0x6A:  # LONG_BINGET
+                    value = memo[four_bytes(data, pos)[0]]
+                    pos += 4
+                    if value.__class__ not in atoms:
+                        self.share(value)
+                    push(value)
+                elif op == 0x4B:  # BININT1
+                    push(data[pos])
+                    pos += 1
+                elif op == 0x28:  # MARK
+                    if len(marks) >= _MOST_MARKS:
+                        raise _over("containers in one another", _MOST_MARKS)
+                    set_mark(len(stack))
+                elif op == 0x2E:  # STOP
+                    return
+                else:
+                    pos = table[op](self, pos)
+        finally:
+            self.pos = pos
+
+    def share(self, value: object) -> None:
+        """Note a container that is used again: only those can make a result larger than its pickle."""
+        if value is _UNSET:
+            raise FormatError("the pickle uses a memo entry that it never set")
+        self.shared.add(id(value))
+
+    def put(self, index: int) -> None:
+        """Remember the top of the stack."""
+        memo = self.memo
+        if index == len(memo):
+            memo.append(self.stack[-1])
+        elif index < len(memo):
+            memo[index] = self.stack[-1]
+        elif index <= len(self.data):
+            memo.extend([_UNSET] * (index - len(memo)))
+            memo.append(self.stack[-1])
+        else:
+            raise _over("memo entries", len(self.data))
+
+    def get(self, index: int) -> None:
+        """Push a remembered value."""
+        if not 0 <= index < len(self.memo):
+            raise FormatError("the pickle uses a memo entry that it never set")
+        value = self.memo[index]
+        if value.__class__ not in _ATOMS:
+            self.share(value)
+        self.stack.append(value)
+
+    def take(self, pos: int, length: int) -> bytes:
+        """Return `length` bytes at `pos`."""
+        if length < 0 or length > len(self.data) - pos:
+            raise _ends_early()
+        return self.data[pos : pos + length]
+
+    def line(self, pos: int) -> tuple[bytes, int]:
+        """Return the line at `pos`, and the byte behind its end."""
+        end = self.data.find(b"\n", pos)
+        if end < 0:
+            raise _ends_early()
+        return self.data[pos:end], end + 1
+
+    def above_mark(self) -> list[Any]:
+        """Take what lies above the last mark off the stack, and the mark."""
+        if not self.marks:
+            raise FormatError("the pickle collects values without a mark")
+        mark = self.marks.pop()
+        items = self.stack[mark:]
+        del self.stack[mark:]
+        return items
+
+    def spend(self, nbytes: int) -> None:
+        """Count what something costs; where it happens most often, this is spelt out."""
+        self.left -= nbytes
+        if self.left < 0:
+            raise self.budget.exceeded()
+
+    def resolve(self, module: str, name: str) -> None:
+        """Push the stand-in of a global."""
+        found = ALLOWED.find(module, name)
+        if found is None:
+            raise UnsafeError(
+                f"the pickle names {module}.{name}, which is not on the list of harmless names", fix=NEVER_RUN
+            )
+        self.stack.append(found)
+
+    def call(self, what: object, args: object) -> object:
+        """Return what a call of a listed name stands for."""
+        if type(what) is not Global:
+            raise UnsafeError(f"the pickle calls {_described(what)}", expected="a listed class", fix=NEVER_RUN)
+        if type(args) is not tuple:
+            raise FormatError(f"the pickle calls {what.name} without a tuple of arguments")
+        if what.call is None:
+            raise UnsafeError(f"the pickle calls {what.name}, which it may only name", fix=NEVER_RUN)
+        self.left -= _CALL
+        if self.left < 0:
+            raise self.budget.exceeded()
+        if args and what.copied:
+            self.check_copies(what, args)
+        return what.call(what, args)
+
+    def check_copies(self, what: Global, args: tuple[object, ...]) -> None:
+        """Count what a call copies of its arguments, and check the keys that it hashes."""
+        self.spend(what.copied * (len(args) + sum(len(a) for a in args if isinstance(a, _SIZED))))
+        if what.hashed is not None:
+            self.keys.check_all(what.hashed(args))
+
+
+def _described(value: object) -> str:
+    return value.name if isinstance(value, Global | Inert) else f"a value of type {type(value).__name__}"
+
+
+class _Shape:
+    """Bounds the depth and the size of a result, so that whoever walks it may recurse.
+
+    Only a container that is used twice can make the result larger than the pickle, or contain itself; so only those are
+    remembered.
+
+    Args:
+        depth: Containers in one another that are allowed.
+        most: Values that are allowed; each character of a long text counts as one.
+        machine: What made the result.
+    """
+
+    __slots__ = ("budget", "count", "deepest", "depth", "has_long_text", "known", "most", "shared")
+
+    def __init__(self, depth: int, most: int, machine: _Machine) -> None:
+        self.depth = depth
+        self.most = most
+        self.shared = machine.shared
+        self.has_long_text = machine.has_long_text
+        self.budget = machine.budget
+        self.known: dict[int, tuple[int, int] | None] = {}
+        self.count = 0
+        self.deepest = 0
+
+    def visit(self, value: object, level: int) -> None:
+        """Count a value and everything in it, at a depth of `level`."""
+        if level > self.depth:
+            raise _over("containers in one another", self.depth)
+        if id(value) in self.shared:
+            self.visit_shared(value, level)
+        else:
+            self.visit_once(value, level)
+
+    def visit_once(self, value: object, level: int) -> None:
+        """Count what is in a value."""
+        children = _children(value)
+        self.count += len(children)
+        if self.has_long_text:
+            self.count += sum(len(child) for child in children if child.__class__ is str or child.__class__ is bytes)
+        if self.count > self.most:
+            raise self.budget.exceeded()
+        self.deepest = max(self.deepest, level)
+        for child in children:
+            if child.__class__ not in _ATOMS:
+                self.visit(child, level + 1)
+
+    def visit_shared(self, value: object, level: int) -> None:
+        """Count what is in a value that is used again: look it up the second time."""
+        key = id(value)
+        if key in self.known:
+            known = self.known[key]
+            if known is None:
+                raise UnsafeError("the pickle holds a container that contains itself")
+            self.count += known[1]
+            self.deepest = max(self.deepest, level + known[0])
+        else:
+            self.known[key] = None
+            count, deepest = self.count, self.deepest
+            self.deepest = level
+            self.visit_once(value, level)
+            self.known[key] = (self.deepest - level, self.count - count)
+            self.deepest = max(self.deepest, deepest)
+        if self.deepest > self.depth:
+            raise _over("containers in one another", self.depth)
+        if self.count > self.most:
+            raise self.budget.exceeded()
+
+
+def _children(value: object) -> Collection[object]:
+    if isinstance(value, tuple | list):
+        return value
+    if isinstance(value, dict):
+        attributes = (value.attributes,) if type(value) is Ordered and value.attributes is not None else ()
+        return [*value.values(), *value, *attributes]
+    if isinstance(value, Inert):
+        return (value.args, value.state)
+    if isinstance(value, set | frozenset):
+        return value
+    return ()
+
+
+_Step = Callable[[_Machine, int], int]
+
+
+def _unknown(machine: _Machine, pos: int) -> int:
+    raise FormatError("the pickle has an unknown opcode", found=f"0x{machine.data[pos - 1]:02x}")
+
+
+def _extension(machine: _Machine, pos: int) -> int:
+    raise UnsafeError(
+        "the pickle uses the copyreg extension registry", found=f"opcode 0x{machine.data[pos - 1]:02x}", fix=NEVER_RUN
+    )
+
+
+def _protocol(machine: _Machine, pos: int) -> int:
+    if machine.data[pos] > 5:
+        raise FormatError("the pickle has an unknown protocol", found=machine.data[pos], expected="0 to 5")
+    return pos + 1
+
+
+def _frame(machine: _Machine, pos: int) -> int:
+    (length,) = unpack_from("<Q", machine.data, pos)
+    if length > len(machine.data) - pos - 8:
+        raise _ends_early()
+    return pos + 8
+
+
+def _constant(value: object) -> _Step:
+    def step(machine: _Machine, pos: int) -> int:
+        machine.stack.append(value)
+        return pos
+
+    return step
+
+
+def _packed(form: str, size: int) -> _Step:
+    def step(machine: _Machine, pos: int) -> int:
+        machine.stack.append(unpack_from(form, machine.data, pos)[0])
+        return pos + size
+
+    return step
+
+
+def _sized(form: str, size: int, decode: Callable[[bytes], object]) -> _Step:
+    """A value that is its length and then its bytes."""
+
+    def step(machine: _Machine, pos: int) -> int:
+        (length,) = unpack_from(form, machine.data, pos)
+        pos += size
+        if length >= _LONG_TEXT:
+            machine.has_long_text = True
+        machine.stack.append(decode(machine.take(pos, length)))
+        return pos + int(length)
+
+    return step
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
+
+
+def _old_text(raw: bytes) -> str | bytes:
+    """Python 2 wrote its strings as bytes."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return raw
+
+
+def _short_text(machine: _Machine, pos: int) -> int:
+    end = pos + 1 + machine.data[pos]
+    if end > len(machine.data):
+        raise _ends_early()
+    machine.stack.append(machine.data[pos + 1 : end].decode("utf-8", "surrogatepass"))
+    return end
+
+
+def _long(form: str, size: int) -> _Step:
+    def step(machine: _Machine, pos: int) -> int:
+        (length,) = unpack_from(form, machine.data, pos)
+        if length > machine.limits.int_bytes:
+            raise _over("bytes of an integer", machine.limits.int_bytes)
+        pos += size
+        machine.stack.append(int.from_bytes(machine.take(pos, length), "little", signed=True))
+        return pos + int(length)
+
+    return step
+
+
+def _text_number(convert: Callable[[bytes], object]) -> _Step:
+    def step(machine: _Machine, pos: int) -> int:
+        line, pos = machine.line(pos)
+        if len(line) > machine.limits.int_bytes:
+            raise _over("digits of a number", machine.limits.int_bytes)
+        machine.stack.append(convert(line))
+        return pos
+
+    return step
+
+
+def _text_int(line: bytes) -> object:
+    return {b"00": False, b"01": True}.get(line, int(line))
+
+
+def _text_long(line: bytes) -> int:
+    return int(line.removesuffix(b"L"))
+
+
+def _text_string(machine: _Machine, pos: int) -> int:
+    line, pos = machine.line(pos)
+    line = line.strip()
+    if len(line) < 2 or line[:1] not in b"'\"" or line[:1] != line[-1:]:
+        raise FormatError("the pickle has a string without quotes")
+    machine.stack.append(_old_text(codecs.escape_decode(line[1:-1])[0]))
+    return pos
+
+
+def _text_unicode(machine: _Machine, pos: int) -> int:
+    line, pos = machine.line(pos)
+    machine.stack.append(line.decode("raw-unicode-escape"))
+    return pos
+
+
+def _pop(machine: _Machine, pos: int) -> int:
+    if machine.marks and machine.marks[-1] == len(machine.stack):
+        machine.marks.pop()
+    else:
+        machine.stack.pop()
+    return pos
+
+
+def _duplicate(machine: _Machine, pos: int) -> int:
+    value = machine.stack[-1]
+    machine.share(value)
+    machine.stack.append(value)
+    return pos
+
+
+def _pop_mark(machine: _Machine, pos: int) -> int:
+    machine.above_mark()
+    return pos
+
+
+def _short_put(machine: _Machine, pos: int) -> int:
+    machine.put(machine.data[pos])
+    return pos + 1
+
+
+def _long_put(machine: _Machine, pos: int) -> int:
+    (index,) = _FOUR_BYTES(machine.data, pos)
+    memo = machine.memo
+    if index == len(memo):
+        memo.append(machine.stack[-1])
+    else:
+        machine.put(index)
+    return pos + 4
+
+
+def _text_get(machine: _Machine, pos: int) -> int:
+    line, pos = machine.line(pos)
+    machine.get(int(line[:20]))
+    return pos
+
+
+def _text_put(machine: _Machine, pos: int) -> int:
+    line, pos = machine.line(pos)
+    index = int(line[:20])
+    if index < 0:
+        raise FormatError("the pickle has a negative memo index")
+    machine.put(index)
+    return pos
+
+
+def _two_bytes(machine: _Machine, pos: int) -> int:
+    machine.stack.append(_TWO_BYTES(machine.data, pos)[0])
+    return pos + 2
+
+
+def _empty_dict(machine: _Machine, pos: int) -> int:
+    machine.left -= _DICT
+    if machine.left < 0:
+        raise machine.budget.exceeded()
+    machine.stack.append({})
+    return pos
+
+
+def _empty_list(machine: _Machine, pos: int) -> int:
+    machine.left -= _LIST
+    if machine.left < 0:
+        raise machine.budget.exceeded()
+    machine.stack.append([])
+    return pos
+
+
+def _empty_set(machine: _Machine, pos: int) -> int:
+    machine.spend(_SET)
+    machine.stack.append(set())
+    return pos
+
+
+def _tuple(machine: _Machine, pos: int) -> int:
+    machine.left -= _TUPLE
+    if machine.left < 0:
+        raise machine.budget.exceeded()
+    machine.stack.append(tuple(machine.above_mark()))
+    return pos
+
+
+def _tuple1(machine: _Machine, pos: int) -> int:
+    machine.left -= _TUPLE
+    if machine.left < 0:
+        raise machine.budget.exceeded()
+    stack = machine.stack
+    stack[-1] = (stack[-1],)
+    return pos
+
+
+def _tuple2(machine: _Machine, pos: int) -> int:
+    machine.left -= _TUPLE
+    if machine.left < 0:
+        raise machine.budget.exceeded()
+    stack = machine.stack
+    last = stack.pop()
+    stack[-1] = (stack[-1], last)
+    return pos
+
+
+def _empty_tuple(machine: _Machine, pos: int) -> int:
+    """Make an empty tuple, or at once what is made without arguments (NEWOBJ): most instances are."""
+    stack = machine.stack
+    if machine.data[pos] != 0x81:
+        stack.append(())
+        return pos
+    kind = stack[-1]
+    if kind.__class__ is Global and kind.call is make_inert:
+        machine.left -= _LIST
+        if machine.left < 0:
+            raise machine.budget.exceeded()
+        stack[-1] = Inert(kind.name)
+    else:
+        stack[-1] = machine.call(kind, ())
+    return pos + 1
+
+
+def _tuple3(machine: _Machine, pos: int) -> int:
+    machine.left -= _TUPLE
+    if machine.left < 0:
+        raise machine.budget.exceeded()
+    stack = machine.stack
+    last, middle = stack.pop(), stack.pop()
+    stack[-1] = (stack[-1], middle, last)
+    return pos
+
+
+def _list(machine: _Machine, pos: int) -> int:
+    machine.spend(_LIST)
+    machine.stack.append(machine.above_mark())
+    return pos
+
+
+def _no_dict(target: object) -> UnsafeError:
+    return UnsafeError(f"the pickle sets items of {_described(target)}", expected="a dict", fix=NEVER_RUN)
+
+
+def _filled(machine: _Machine, target: object, keys: list[object], values: list[object]) -> None:
+    """Put keys and values into a dict."""
+    if not isinstance(target, dict):
+        raise _no_dict(target)
+    if len(keys) != len(values):
+        raise FormatError("the pickle has a key without a value")
+    machine.spend(_ITEM * len(keys))
+    for key, value in zip(keys, values, strict=True):
+        if type(key) is not str:
+            machine.keys.check(key, target)
+        target[key] = value
+
+
+def _dict(machine: _Machine, pos: int) -> int:
+    items = machine.above_mark()
+    made: dict[object, object] = {}
+    machine.spend(_DICT)
+    _filled(machine, made, items[::2], items[1::2])
+    machine.stack.append(made)
+    return pos
+
+
+def _set_item(machine: _Machine, pos: int) -> int:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _filled(machine, machine.stack[-1], [key], [value])
+    return pos
+
+
+def _set_items(machine: _Machine, pos: int) -> int:
+    stack = machine.stack
+    mark = machine.marks.pop()
+    target = stack[mark - 1] if mark else None
+    if not isinstance(target, dict):
+        raise _no_dict(target)
+    machine.left -= _ITEM * (len(stack) - mark) // 2
+    if machine.left < 0:
+        raise machine.budget.exceeded()
+    for i in range(mark, len(stack), 2):
+        key = stack[i]
+        if key.__class__ not in PLAIN_KEYS:
+            machine.keys.check(key, target)
+        target[key] = stack[i + 1]
+    del stack[mark:]
+    return pos
+
+
+def _appended(machine: _Machine, items: list[object]) -> None:
+    target = machine.stack[-1]
+    if type(target) is not list:
+        raise UnsafeError(f"the pickle appends to {_described(target)}", expected="a list", fix=NEVER_RUN)
+    target.extend(items)
+
+
+def _append(machine: _Machine, pos: int) -> int:
+    _appended(machine, [machine.stack.pop()])
+    return pos
+
+
+def _appends(machine: _Machine, pos: int) -> int:
+    _appended(machine, machine.above_mark())
+    return pos
+
+
+def _add_items(machine: _Machine, pos: int) -> int:
+    items = machine.above_mark()
+    target = machine.stack[-1]
+    if type(target) is not set:
+        raise UnsafeError(f"the pickle adds to {_described(target)}", expected="a set", fix=NEVER_RUN)
+    machine.spend(_ITEM * len(items))
+    for item in items:
+        machine.keys.check(item, target)
+        target.add(item)
+    return pos
+
+
+def _frozen_set(machine: _Machine, pos: int) -> int:
+    items = machine.above_mark()
+    machine.spend(_SET + _ITEM * len(items))
+    machine.keys.check_all(items)
+    machine.stack.append(frozenset(items))
+    return pos
+
+
+def _global(machine: _Machine, pos: int) -> int:
+    module, pos = machine.line(pos)
+    name, pos = machine.line(pos)
+    machine.resolve(_text(module), _text(name))
+    return pos
+
+
+def _stack_global(machine: _Machine, pos: int) -> int:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    if type(name) is not str or type(module) is not str:
+        raise FormatError("the pickle names a global by something that is no text")
+    machine.resolve(module, name)
+    return pos
+
+
+def _reduce(machine: _Machine, pos: int) -> int:
+    stack = machine.stack
+    args = stack.pop()
+    kind = stack[-1]
+    if kind.__class__ is Global and kind.call is make_size and args.__class__ is tuple:
+        stack[-1] = make_size(kind, args)  # it is no container of its own
+    else:
+        stack[-1] = machine.call(kind, args)
+    return pos
+
+
+def _new_object_ex(machine: _Machine, pos: int) -> int:
+    stack = machine.stack
+    keywords, args = stack.pop(), stack.pop()
+    made = machine.call(stack[-1], args)
+    if type(made) is not Inert or type(keywords) is not dict:
+        raise FormatError(f"the pickle constructs {_described(stack[-1])} with keywords")
+    machine.spend(_TUPLE + 8 * len(made.args))
+    made.args = (*made.args, keywords)
+    stack[-1] = made
+    return pos
+
+
+def _instance(machine: _Machine, pos: int) -> int:
+    pos = _global(machine, pos)
+    kind = machine.stack.pop()
+    machine.stack.append(machine.call(kind, tuple(machine.above_mark())))
+    return pos
+
+
+def _object(machine: _Machine, pos: int) -> int:
+    items = machine.above_mark()
+    if not items:
+        raise FormatError("the pickle constructs an object without a class")
+    machine.stack.append(machine.call(items[0], tuple(items[1:])))
+    return pos
+
+
+def _build(machine: _Machine, pos: int) -> int:
+    state = machine.stack.pop()
+    target = machine.stack[-1]
+    if type(target) is Inert:
+        target.state = state
+    elif type(target) is Ordered:
+        target.attributes = state
+    else:
+        raise UnsafeError(
+            f"the pickle sets the state of {_described(target)}", expected="a listed class", fix=NEVER_RUN
+        )
+    return pos
+
+
+def _persistent(machine: _Machine, key: object) -> None:
+    if machine.persistent is None:
+        raise FormatError("the pickle refers to data outside of it", found=key)
+    machine.left -= _CALL
+    if machine.left < 0:
+        raise machine.budget.exceeded()
+    machine.stack.append(machine.persistent(key))
+
+
+def _text_persistent(machine: _Machine, pos: int) -> int:
+    line, pos = machine.line(pos)
+    _persistent(machine, _text(line))
+    return pos
+
+
+def _binary_persistent(machine: _Machine, pos: int) -> int:
+    _persistent(machine, machine.stack.pop())
+    return pos
+
+
+# What the loop does itself is missing here.
+_STEPS: dict[bytes, _Step] = {
+    b"0": _pop,
+    b"1": _pop_mark,
+    b"2": _duplicate,
+    b"B": _sized("<I", 4, bytes),
+    b"C": _sized("<B", 1, bytes),
+    b"F": _text_number(float),
+    b"G": _packed(">d", 8),
+    b"I": _text_number(_text_int),
+    b"J": _packed("<i", 4),
+    b"L": _text_number(_text_long),
+    b"N": _constant(None),
+    b"P": _text_persistent,
+    b"Q": _binary_persistent,
+    b"S": _text_string,
+    b"T": _sized("<i", 4, _old_text),
+    b"U": _sized("<B", 1, _old_text),
+    b"M": _two_bytes,
+    b"R": _reduce,
+    b"V": _text_unicode,
+    b"X": _sized("<I", 4, _text),
+    b")": _empty_tuple,
+    b"]": _empty_list,
+    b"}": _empty_dict,
+    b"a": _append,
+    b"b": _build,
+    b"c": _global,
+    b"d": _dict,
+    b"e": _appends,
+    b"g": _text_get,
+    b"i": _instance,
+    b"l": _list,
+    b"o": _object,
+    b"p": _text_put,
+    b"q": _short_put,
+    b"r": _long_put,
+    b"s": _set_item,
+    b"t": _tuple,
+    b"u": _set_items,
+    b"\x80": _protocol,
+    b"\x81": _reduce,
+    b"\x82": _extension,
+    b"\x83": _extension,
+    b"\x84": _extension,
+    b"\x85": _tuple1,
+    b"\x86": _tuple2,
+    b"\x87": _tuple3,
+    b"\x88": _constant(True),
+    b"\x89": _constant(False),
+    b"\x8a": _long("<B", 1),
+    b"\x8b": _long("<i", 4),
+    b"\x8c": _short_text,
+    b"\x8d": _sized("<Q", 8, _text),
+    b"\x8e": _sized("<Q", 8, bytes),
+    b"\x8f": _empty_set,
+    b"\x90": _add_items,
+    b"\x91": _frozen_set,
+    b"\x92": _new_object_ex,
+    b"\x93": _stack_global,
+    b"\x95": _frame,
+    b"\x96": _sized("<Q", 8, bytes),
+}
+_TABLE = [_STEPS.get(bytes([code]), _unknown) for code in range(256)]

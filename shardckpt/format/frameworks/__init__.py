@@ -1,0 +1,1 @@
+"""Folders that training frameworks write around other formats."""

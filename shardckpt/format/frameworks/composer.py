@@ -1,0 +1,104 @@
+"""Composer's checkpoints of parts, and its pointers: `model/` and `optim/` (DCP) or `model.pt` and `optim.pt`.
+
+Beside them lie `composer_metadata.json` and `resumption.pkl`, the state of the training loop. A file `*.symlink` holds
+the path of the checkpoint that is meant. DCP folders `ep{}-ba{}`, and single files, keep everything below `state`: they
+are read as what they are. Known from their layout alone: no files that Composer wrote were at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from shardckpt.errors import FormatError, IncompleteError
+from shardckpt.format.dcp import reader as dcp
+from shardckpt.format.frameworks import torch_files
+from shardckpt.format.frameworks.composite import Part, join
+from shardckpt.format.reader import Evidence, Format, Reader, Source
+from shardckpt.format.torchsave.reader import open_files
+from shardckpt.manifest import Path
+from shardckpt.storage.store import read_bytes
+
+_METADATA = "composer_metadata.json"
+_LOOP = "resumption.pkl"
+_POINTER = ".symlink"
+_PARTS = ("model", "optim")
+_MOST_POINTER_BYTES = 4096
+
+
+def recognise(source: Source) -> Evidence:
+    """Recognise a folder by its metadata's name beside a part, and a pointer by its ending."""
+    if source.file is not None:
+        return Evidence.STRUCTURE if source.file.endswith(_POINTER) else Evidence.NONE
+    return Evidence.STRUCTURE if _METADATA in source.files and any(True for _ in _found(source)) else Evidence.NONE
+
+
+def _found(source: Source) -> Iterator[str]:
+    """Yield the files and folders that hold parts."""
+    for part in _PARTS:
+        if part in source.folders:
+            yield part
+        elif f"{part}.pt" in source.files:
+            yield f"{part}.pt"
+
+
+def open_source(source: Source) -> Reader:
+    """Open a recognised source; `resumption.pkl` is one object, read when it is asked for.
+
+    Raises:
+        CheckpointError: A part is damaged, refused or missing, or a pointer leads nowhere.
+        StorageError: The store failed.
+    """
+    if source.file is not None:
+        return _followed(source, source.file)
+    store = source.store
+    parts = []
+    names = list(_found(source))
+    for name in names:
+        slot = name.removesuffix(".pt")
+        if name == slot:
+            parts.append(Part(dcp.open_folder(store, name), partial(_below, slot)))
+        else:
+            reader = open_files(store, {name: source.listing[name].size}, {name: ()}, FORMAT.name)
+            parts.append(Part(reader, partial(_below, slot)))
+    beside = {_LOOP: source.listing[_LOOP].size} if _LOOP in source.files else {}
+    return join(FORMAT.name, store, parts, beside)
+
+
+def _below(slot: str, path: Path) -> Path:
+    """Return a path under the name of its part, which some files wrap it in already."""
+    return path if path[0] == slot and len(path) > 1 else (slot, *path)
+
+
+def _followed(source: Source, pointer: str) -> Reader:
+    """Open what a pointer names: a file or folder beside it, wherever the run that wrote it lay."""
+    where = f"{source.store.url}/{pointer}"
+    size = source.store.size(pointer)
+    if size > _MOST_POINTER_BYTES:
+        raise FormatError("a pointer is longer than any path", where=where, found=f"{size} bytes")
+    try:
+        target = read_bytes(source.store, pointer, 0, size).decode().strip()
+    except UnicodeDecodeError as error:
+        raise FormatError("a pointer holds no path", where=where) from error
+    parts = [part for part in target.replace("\\", "/").split("/") if part not in ("", ".")]
+    names = {entry.name: entry for entry in source.store.list()}
+    name = next((part for part in reversed(parts) if part in names and part != pointer), "")
+    if not name or name == "..":
+        raise IncompleteError(
+            "what a pointer names does not lie beside it",
+            where=where,
+            found=target[:200],
+            fix="Copy it here, or point at the checkpoint itself.",
+        )
+    if names[name].is_folder:
+        return dcp.open_folder(source.store, name)
+    return torch_files.open_file(Source(source.store, name))
+
+
+FORMAT = Format(
+    name="composer",
+    title="checkpoint of Composer, in parts",
+    looks_for=f"{_METADATA} beside model or optim, or a *{_POINTER} file that names a checkpoint",
+    recognise=recognise,
+    open=open_source,
+)

@@ -1,0 +1,169 @@
+"""Several readers over one store, as one checkpoint: each keeps its files, and its paths are moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import NamedTuple
+
+from shardckpt.errors import FormatError, IncompleteError
+from shardckpt.format.reader import Checksum, Reader, WholeShapes
+from shardckpt.format.torchsave.objects import read_object
+from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Piece, Span, TensorEntry, dotted
+from shardckpt.storage.store import Store
+
+
+class Part(NamedTuple):
+    """One reader of a joined checkpoint.
+
+    Attributes:
+        reader: Over the same store as the others, with files of its own.
+        move: Turns a path of its manifest into one of the joined manifest.
+    """
+
+    reader: Reader
+    move: Callable[[Path], Path]
+
+
+class JoinedReader(Reader):
+    """Readers that share a store. Objects in files that no reader owns are read as torch saved them, when asked.
+
+    Args:
+        store: Where the files lie.
+        manifest: The joined one.
+        owners: File to the reader that opened it.
+        parts: The readers, and where their paths go.
+        join_again: Joins other readers in their place.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        owners: Mapping[str, Reader],
+        parts: Sequence[Part],
+        join_again: Callable[[Sequence[Part]], JoinedReader],
+    ) -> None:
+        super().__init__(store, manifest)
+        self._owners = owners
+        self._parts = parts
+        self._join_again = join_again
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether there are flat parameters in one of them."""
+        return any(part.reader.is_flat for part in self._parts)
+
+    @property
+    def lacks_shapes(self) -> bool:
+        """Whether flat parameters in one of them are such that nothing told yet what they hold."""
+        return any(part.reader.lacks_shapes for part in self._parts)
+
+    def with_shapes(self, known: WholeShapes) -> Reader:
+        """Return the readers joined once those with flat parameters know their members."""
+        if not self.is_flat:
+            return self
+        return self._join_again([part._replace(reader=part.reader.with_shapes(known)) for part in self._parts])
+
+    def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces with every `Lazy` layout replaced, each by its reader, in one batch a reader."""
+        out = list(pieces)
+        groups: dict[int, list[int]] = {}
+        for i, piece in enumerate(pieces):
+            groups.setdefault(id(self._owners[piece.file]), []).append(i)
+        for places in groups.values():
+            owner = self._owners[pieces[places[0]].file]
+            for i, piece in zip(places, owner.resolve([pieces[i] for i in places]), strict=True):
+                out[i] = piece
+        return out
+
+    def load_object(self, entry: ObjectEntry) -> object:
+        """Return an object's value, read by the reader of its file."""
+        if entry.value is not UNREAD:
+            return entry.value
+        owner = self._owners.get(entry.file)
+        if owner is not None:
+            return owner.load_object(entry)
+        if entry.layout is None:
+            raise IncompleteError("this object was listed and never stored", where=dotted(entry.path))
+        return read_object(self.store, entry.file, entry.layout)
+
+    def checksums(self) -> Iterator[Checksum]:
+        """Yield the checksums of one reader after the other."""
+        readers = {id(reader): reader for reader in self._owners.values()}
+        return chain.from_iterable(reader.checksums() for reader in readers.values())
+
+
+def join(
+    format_name: str,
+    store: Store,
+    parts: Sequence[Part],
+    beside: Mapping[str, int],
+    warnings: Sequence[str] = (),
+    unread: Sequence[str] = (),
+) -> JoinedReader:
+    """Join readers into one.
+
+    Args:
+        format_name: Name of the format, for the manifest.
+        store: Where all files lie.
+        parts: The readers.
+        beside: Files of `torch.save` that hold one object each, and their size; read when asked for, and named by file.
+        warnings: More of them.
+        unread: Files beside that are passed over.
+
+    Raises:
+        FormatError: Two readers hold a value of the same path.
+    """
+    tensors: dict[Path, TensorEntry] = {}
+    objects: dict[Path, ObjectEntry] = {}
+    aliases: dict[Path, Path] = {}
+    files: dict[str, int] = dict(beside)
+    metadata: dict[str, str] = {}
+    owners: dict[str, Reader] = {}
+    for reader, move in parts:
+        manifest = reader.manifest
+        _add(tensors, {move(p): e._replace(path=move(p)) for p, e in manifest.tensors.items()}, store)
+        _add(objects, {move(p): replace(e, path=move(p)) for p, e in manifest.objects.items()}, store)
+        aliases |= {move(a): move(b) for a, b in manifest.aliases.items()}
+        assert not files.keys() & manifest.files.keys(), "each file has one reader"
+        files |= manifest.files
+        metadata |= manifest.metadata
+        owners |= dict.fromkeys(manifest.files, reader)
+    loose: dict[Path, ObjectEntry] = {(n,): ObjectEntry((n,), UNREAD, n, Span(0, size)) for n, size in beside.items()}
+    _add(objects, loose, store)
+    noted = (*chain.from_iterable(part.reader.manifest.warnings for part in parts), *warnings)
+    missing = tuple(chain.from_iterable(part.reader.manifest.missing for part in parts))
+    passed_over = (*chain.from_iterable(part.reader.manifest.unread for part in parts), *unread)
+    by_order = frozenset(part.move(root) for part in parts for root in part.reader.manifest.by_order)
+    keeps_order = all(part.reader.manifest.keeps_order for part in parts)
+    manifest = Manifest(
+        format_name,
+        files,
+        tensors,
+        objects,
+        aliases,
+        metadata,
+        noted,
+        missing,
+        unread=passed_over,
+        keeps_order=keeps_order,
+        by_order=by_order,
+    )
+
+    def again(changed: Sequence[Part]) -> JoinedReader:
+        return join(format_name, store, changed, beside, warnings, unread)
+
+    return JoinedReader(store, manifest, owners, parts, again)
+
+
+def _add(
+    known: dict[Path, TensorEntry] | dict[Path, ObjectEntry],
+    more: Mapping[Path, TensorEntry] | Mapping[Path, ObjectEntry],
+    store: Store,
+) -> None:
+    twice = known.keys() & more.keys()
+    if twice:
+        raise FormatError(f"{dotted(min(twice, key=str))!r} is in two places", where=store.url)
+    known.update(more)  # type: ignore[arg-type]  # both of one kind

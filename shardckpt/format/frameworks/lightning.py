@@ -1,0 +1,45 @@
+"""Sharded checkpoints of Lightning: Fabric and Trainer leave a DCP folder, and the rest of the state in `meta.pt`.
+
+The model lies under the key its user gave it (Fabric) or under `model` (Trainer); an optimizer under its key, or
+`optimizer_{i}`. A full checkpoint of either is one file of `torch.save`, and no matter of this reader.
+"""
+
+from __future__ import annotations
+
+from shardckpt.format.dcp import reader as dcp
+from shardckpt.format.frameworks.composite import Part, join
+from shardckpt.format.reader import Evidence, Format, Reader, Source
+from shardckpt.manifest import Path
+
+META = "meta.pt"
+
+
+def recognise(source: Source) -> Evidence:
+    """Recognise a DCP folder with `meta.pt` in it."""
+    if source.file is not None or META not in source.files or not dcp.metadata_names(source.files):
+        return Evidence.NONE
+    return dcp.recognise(source)
+
+
+def open_source(source: Source) -> Reader:
+    """Open a recognised source; `meta.pt` is one object, read when it is asked for.
+
+    Raises:
+        CheckpointError: The metadata is damaged or unsafe.
+        StorageError: The store failed.
+    """
+    part = Part(dcp.open_folder(source.store), _unmoved)
+    return join(FORMAT.name, source.store, [part], {META: source.listing[META].size})
+
+
+def _unmoved(path: Path) -> Path:
+    return path
+
+
+FORMAT = Format(
+    name="fabric",
+    title="sharded checkpoint of Lightning Fabric or Trainer",
+    looks_for="meta.pt beside a .metadata file and *.distcp files",
+    recognise=recognise,
+    open=open_source,
+)

@@ -1,0 +1,72 @@
+"""Megatron's `iter_*` folders of its distributed format (`torch_dist`): DCP, `metadata.json`, and `common.pt`.
+
+Paths are those of the DCP folder; `common.pt` is one object, read when it is asked for. Layers that Megatron stacked on
+their first axis stay stacked: rules cut them apart.
+"""
+
+from __future__ import annotations
+
+import re
+
+from shardckpt.errors import UnsupportedError
+from shardckpt.format.dcp import reader as dcp
+from shardckpt.format.encodings.safetensors import parse_json
+from shardckpt.format.frameworks.composite import Part, join
+from shardckpt.format.reader import Evidence, Format, Reader, Source
+from shardckpt.manifest import Path, dotted
+from shardckpt.storage.store import read_bytes
+
+METADATA, COMMON = "metadata.json", "common.pt"
+_BACKEND = "sharded_backend"
+_HEAD_BYTES = 512
+_MAX_BYTES = 1 << 20
+_STACKED = re.compile(r"(.*\.)?layers\.[a-zA-Z_].*")
+"""Names of layers without a number: all of them lie in one tensor."""
+
+
+def recognise(source: Source) -> Evidence:
+    """Recognise a folder whose `metadata.json` names a backend, as no other writer's does."""
+    if source.file is not None or METADATA not in source.files:
+        return Evidence.NONE
+    head = source.head(METADATA, _HEAD_BYTES)
+    return Evidence.STRUCTURE if head[:1] == b"{" and f'"{_BACKEND}"'.encode() in head else Evidence.NONE
+
+
+def open_source(source: Source) -> Reader:
+    """Open a recognised source.
+
+    Raises:
+        UnsupportedError: It is of another backend than `torch_dist`.
+        CheckpointError: The metadata is damaged, unsafe, or missing.
+        StorageError: The store failed.
+    """
+    size = min(source.listing[METADATA].size, _MAX_BYTES)
+    said = parse_json(read_bytes(source.store, METADATA, 0, size), where=f"{source.store.url}/{METADATA}")
+    backend = said.get(_BACKEND) if isinstance(said, dict) else None
+    if backend != "torch_dist":
+        raise UnsupportedError(
+            "Megatron saved this with another backend",
+            where=source.url,
+            found=backend,
+            expected="torch_dist",
+            fix="Load it in Megatron and save it with --ckpt-format torch_dist.",
+        )
+    part = Part(dcp.open_folder(source.store), _unmoved)
+    stacked = [dotted(path) for path in part.reader.manifest.tensors if _STACKED.fullmatch(dotted(path))]
+    many = f"{len(stacked)} tensors hold all layers on their first axis: `unstack` of --rules cuts them"
+    warnings = [f"{many}; the first is {stacked[0]}"] if stacked else []
+    beside = {COMMON: source.listing[COMMON].size} if COMMON in source.files else {}
+    return join(FORMAT.name, source.store, [part], beside, warnings)
+
+
+def _unmoved(path: Path) -> Path:
+    return path
+
+
+FORMAT = Format(
+    name="megatron",
+    title="Megatron's distributed checkpoint",
+    looks_for="metadata.json that names a sharded_backend, beside .metadata",
+    recognise=recognise,
+    open=open_source,
+)

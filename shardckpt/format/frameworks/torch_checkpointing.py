@@ -1,0 +1,171 @@
+"""Folders of `torch_checkpointing` (Meta, 0.1): one file an item and rank, and `metadata.pkl`, which says how they fit.
+
+`{item}_{rank}.pt` holds what that rank saved, tensors of several ranks as DTensors; the metadata names each such
+tensor, its global shape, and the file of every rank where it is not the usual one. Paths are the item, then keys. Items
+that were saved without a resharder are in no metadata: those of the lowest rank are read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from shardckpt.errors import FormatError, IncompleteError, UnsafeError, UnsupportedError
+from shardckpt.format.encodings.pickle_reader import Limits, load
+from shardckpt.format.ranks.merged_reader import JoinedTorchReader
+from shardckpt.format.ranks.rank_files import RankFile
+from shardckpt.format.reader import Evidence, Format, Reader, Source
+from shardckpt.format.torchsave.reader import open_files
+from shardckpt.manifest import Manifest, Path, dotted
+from shardckpt.storage.store import read_bytes
+
+METADATA = "metadata.pkl"
+_FILE = re.compile(r"(?P<item>[a-zA-Z0-9_-]+)_(?P<rank>\d{1,7})\.pt")
+_LIMITS = Limits(nbytes=1 << 29)
+_MOST_RANKS = 1 << 20
+_HEAD_BYTES = 512
+
+
+def recognise(source: Source) -> Evidence:
+    """Recognise a folder by its metadata, in which words stand that no other writer uses."""
+    if source.file is not None or METADATA not in source.files:
+        return Evidence.NONE
+    head = source.head(METADATA, _HEAD_BYTES)
+    is_pickle = head[:1] == b"\x80" and b"nested_path_to_metadata" in head
+    return Evidence.STRUCTURE if is_pickle else Evidence.NONE
+
+
+def open_source(source: Source) -> Reader:
+    """Open a recognised source.
+
+    Raises:
+        IncompleteError: A rank's file is not there.
+        UnsupportedError: An item lies in files of another kind than torch's.
+        CheckpointError: A file is damaged, refused, or does not fit the others.
+        StorageError: The store failed.
+    """
+    size = source.listing[METADATA].size
+    where = f"{source.store.url}/{METADATA}"
+    if size > _LIMITS.nbytes:
+        raise UnsafeError(
+            "the metadata is larger than that of any checkpoint",
+            where=where,
+            found=f"{size} bytes",
+            expected=f"at most {_LIMITS.nbytes}",
+        )
+    said = load(read_bytes(source.store, METADATA, 0, size), where=where, limits=_LIMITS)
+    world, items = _items(said, where)
+    ranked = list(_files(items, world, source, where))
+    known = {file.name for file in ranked}
+    beside = {
+        name: _FILE.fullmatch(name) for name in source.files if name not in known and not name.startswith(METADATA)
+    }
+    alone = {name: str(match["item"]) for name, match in beside.items() if match and int(match["rank"]) == 0}
+    prefixes: dict[str, Path] = {file.name: file.prefix for file in ranked}
+    prefixes |= {name: (item,) for name, item in alone.items()}
+    sizes = {name: source.listing[name].size for name in prefixes}
+    reader = JoinedTorchReader(open_files(source.store, sizes, prefixes, FORMAT.name, takes_shares=True), ranked)
+    _check_shapes(reader.manifest, items, where)
+    others = [name for name, match in beside.items() if match and int(match["rank"]) > 0]
+    note = (f"{others[0]} and {len(others) - 1} more are other ranks' own and are not read",) if others else ()
+    manifest = reader.manifest
+    reader.manifest = replace(manifest, format=FORMAT.name, warnings=(*manifest.warnings, *note))
+    return reader
+
+
+def _items(said: object, where: str) -> tuple[int, dict[str, Mapping[object, object]]]:
+    """Return the ranks that saved, and what the metadata says of each item."""
+    world = said.get("world_size") if isinstance(said, dict) else None
+    items = said.get("metadata") if isinstance(said, dict) else None
+    if type(world) is not int or not 0 < world <= _MOST_RANKS or not isinstance(items, dict):
+        raise FormatError("the metadata names no ranks and no items", where=where, found=said)
+    if not all(isinstance(key, str) and isinstance(value, dict) for key, value in items.items()):
+        raise FormatError("the items of the metadata are no dict", where=where)
+    return world, {str(key): value for key, value in items.items()}
+
+
+def _files(items: Mapping[str, Mapping[object, object]], world: int, source: Source, where: str) -> Iterator[RankFile]:
+    """Yield every rank's file of every item."""
+    seen: set[str] = set()
+    for item, said in items.items():
+        told = said.get("rank_to_layout_info")
+        for rank in range(world):
+            layout = told.get(rank) if isinstance(told, dict) else None
+            name = _name(item, rank, layout, where)
+            if name not in source.listing or source.listing[name].is_folder:
+                raise IncompleteError(
+                    f"the file of rank {rank} of {item!r} is not there",
+                    where=source.url,
+                    found=f"{len(source.files)} files",
+                    expected=name,
+                    fix="Copy the missing file beside the others.",
+                )
+            if name in seen:
+                raise FormatError("the metadata gives two ranks one file", where=where, found=name)
+            seen.add(name)
+            yield RankFile(name, (name,), (item,), rank, world)
+
+
+def _name(item: str, rank: int, layout: object, where: str) -> str:
+    """Return the name of one file."""
+    if layout is None:
+        return f"{item}_{rank}.pt"
+    name = layout.get("file_path") if isinstance(layout, dict) else None
+    if not isinstance(name, str) or not name.endswith(".pt") or "/" in name:
+        raise UnsupportedError(
+            f"{item!r} does not lie in files of torch.save in this folder",
+            where=where,
+            found=name,
+            expected=f"{item}_{rank}.pt",
+            fix="Merge safetensors items with torch_checkpointing.hf, and point at the result.",
+        )
+    return name
+
+
+def _check_shapes(manifest: Manifest, items: Mapping[str, Mapping[object, object]], where: str) -> None:
+    """Compare the global shapes of the files with those of the metadata."""
+    for item, said in items.items():
+        tensors = said.get("nested_path_to_metadata")
+        for key, groups in tensors.items() if isinstance(tensors, dict) else ():
+            path: Path = (item, *_keys(key, where))
+            entry = manifest.tensors.get(path)
+            shape = _shape(groups)
+            if entry is None or (shape is not None and entry.shape != shape):
+                raise FormatError(
+                    f"{dotted(path)!r} is not as the metadata says",
+                    where=where,
+                    found="nothing" if entry is None else entry.shape,
+                    expected=shape or "a tensor",
+                    fix="The files are of different saves, or one is damaged.",
+                )
+
+
+def _keys(text: object, where: str) -> list[str | int]:
+    """Return the keys of a path, which stands in the metadata as a JSON list."""
+    try:
+        keys = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        keys = None
+    if not isinstance(keys, list) or not all(type(key) in (str, int) for key in keys):
+        raise FormatError("a path of the metadata is no list of keys", where=where, found=text)
+    return keys
+
+
+def _shape(groups: object) -> tuple[int, ...] | None:
+    """Return the global shape that the metadata gives a tensor; None where it says none."""
+    first = groups[0] if isinstance(groups, list) and groups else None
+    sharding = first.get("sharding_metadata") if isinstance(first, dict) else None
+    data = sharding.get("data") if isinstance(sharding, dict) else None
+    shape = data.get("global_shape") if isinstance(data, dict) else None
+    return tuple(shape) if isinstance(shape, list | tuple) else None
+
+
+FORMAT = Format(
+    name="torch-checkpointing",
+    title="folder of torch_checkpointing",
+    looks_for="metadata.pkl of torch_checkpointing beside <item>_<rank>.pt",
+    recognise=recognise,
+    open=open_source,
+)

@@ -1,0 +1,240 @@
+"""Files of `torch.save` as checkpoints: Hugging Face's `pytorch_model*.bin`, loose files in a folder, one file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from shardckpt.errors import FormatError, IncompleteError, UnsafeError
+from shardckpt.format.encodings.safetensors import parse_json
+from shardckpt.format.ranks.fsdp1_metadata import read_notes
+from shardckpt.format.ranks.merged_reader import merge_rank_files
+from shardckpt.format.reader import Evidence, Format, Reader, Source
+from shardckpt.format.torchsave.reader import CONFIGURATION, SUFFIXES, TorchReader, looks_like_torch, open_files
+from shardckpt.manifest import Path, TensorEntry
+from shardckpt.storage.store import Store, read_bytes
+
+INDEX_SUFFIX = ".bin.index.json"
+_OPTIMIZER = "optimizer.bin"
+"""The optimizer that belongs to a model of `pytorch_model*.bin`, as `--to torch` and Accelerate write it."""
+
+_MAX_INDEX_BYTES = 200_000_000
+_HEAD_BYTES = 512
+_PICKLE_SUFFIXES = (*SUFFIXES, ".pkl")
+_SLICES_SUFFIX = ".distcp"
+"""Ending of files that hold many archives in a row, for which `torch.distributed.checkpoint` has an index."""
+
+_WHOLE = re.compile(r"(pytorch_model|adapter_model)\.bin")
+_SHARD = re.compile(r"(?P<stem>pytorch_model)-(?P<i>\d{5})-of-(?P<n>\d{5})\.bin")
+_ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+"""Folders in which Accelerate keeps sharded state, beside small torch files."""
+
+_RANKED = re.compile(r".*(mp_rank_\d+|zero_pp_rank_\d+).*_states\.pt|.*\.distcp")
+"""Files of formats that have readers of their own."""
+
+
+def recognise_hf(source: Source) -> Evidence:
+    """Recognise a folder with `pytorch_model*.bin`, or the index of one."""
+    if source.file is not None:
+        return Evidence.NAME if source.file.endswith(INDEX_SUFFIX) else Evidence.NONE
+    names = _hf_names(source.files)
+    if any(name.endswith(INDEX_SUFFIX) for name in source.files):
+        return Evidence.STRUCTURE if _any_torch(source, names) else Evidence.NAME
+    return Evidence.STRUCTURE if names and _any_torch(source, names) else Evidence.NONE
+
+
+def recognise_loose(source: Source) -> Evidence:
+    """Recognise a folder that holds files of `torch.save`, and nothing that another reader knows."""
+    if source.file is not None:
+        return Evidence.NONE
+    files = source.files
+    if ".metadata" in files or any(_RANKED.fullmatch(n) or n.endswith(".safetensors") for n in files):
+        return Evidence.NONE
+    if any(_ACCELERATE.fullmatch(n) for n in source.folders):
+        return Evidence.NONE
+    names = _loose_names(files)
+    if not names:
+        return Evidence.NONE
+    return Evidence.STRUCTURE if _any_torch(source, names) else Evidence.NAME
+
+
+def recognise_file(source: Source) -> Evidence:
+    """Recognise one file, by its first bytes, or by its name."""
+    if source.file is None or source.file.endswith(_SLICES_SUFFIX):
+        return Evidence.NONE
+    if looks_like_torch(source.head(source.file, _HEAD_BYTES)):
+        return Evidence.STRUCTURE
+    return Evidence.NAME if source.file.endswith(_PICKLE_SUFFIXES) else Evidence.NONE
+
+
+def _any_torch(source: Source, names: Sequence[str]) -> bool:
+    return any(looks_like_torch(source.head(name, _HEAD_BYTES)) for name in names[:4])
+
+
+def _hf_names(files: Iterable[str]) -> list[str]:
+    return [n for n in files if _WHOLE.fullmatch(n) or _SHARD.fullmatch(n)]
+
+
+def _loose_names(files: Iterable[str]) -> list[str]:
+    return [n for n in files if n.endswith(SUFFIXES) and n not in CONFIGURATION]
+
+
+def open_hf(source: Source) -> Reader:
+    """Open a folder of `pytorch_model*.bin`; paths are the names in it.
+
+    Raises:
+        IncompleteError: A file or a tensor that the index names is missing.
+        CheckpointError: A file is damaged, refused, or of a kind that is not read.
+        StorageError: The store failed.
+    """
+    store = source.store
+    sizes = {e.name: e.size for e in store.list() if not e.is_folder}
+    indexes = [source.file] if source.file is not None else [n for n in sizes if n.endswith(INDEX_SUFFIX)]
+    weight_map: dict[str, str] = {}
+    for index in indexes:
+        weight_map |= _read_index(store, index, sizes.get(index, 0))
+    chosen = sorted(set(weight_map.values())) or _unindexed(store, sizes)
+    missing = [name for name in chosen if name not in sizes]
+    if missing:
+        tensor = next(t for t, f in weight_map.items() if f == missing[0])
+        raise IncompleteError(
+            f"{missing[0]} is missing, and with it the whole of {tensor!r}",
+            where=store.url,
+            found=f"{len(chosen) - len(missing)} of {len(chosen)} files of the index",
+            fix="Copy the missing files beside the others.",
+        )
+    optimizer = [_OPTIMIZER] if _OPTIMIZER in sizes and source.file is None else []
+    reader = _open_shards(store, {name: sizes[name] for name in (*chosen, *optimizer)}, weight_map)
+    ignored = [n for n in _loose_names(sizes) if n not in (*chosen, *optimizer)]
+    if ignored:
+        shown = ", ".join(sorted(ignored)[:4])
+        warnings = (*reader.manifest.warnings, f"other torch files here are ignored, name one to read it: {shown}")
+        reader = reader.restated(replace(reader.manifest, warnings=warnings))
+    return reader
+
+
+def _unindexed(store: Store, sizes: Mapping[str, int]) -> list[str]:
+    """Return the model's files where no index lists them: the whole one, else a full set of shards."""
+    names = _hf_names(sizes)
+    for name in ("pytorch_model.bin", "adapter_model.bin"):
+        if name in names:
+            return [name]
+    shards = [m for n in names if (m := _SHARD.fullmatch(n))]
+    wanted = {f"{m['stem']}-{i:05d}-of-{m['n']}.bin" for m in shards[:1] for i in range(1, int(m["n"]) + 1)}
+    missing = sorted(wanted - set(names))
+    if missing:
+        raise IncompleteError(
+            f"{len(missing)} files are missing, the first is {missing[0]}",
+            where=store.url,
+            fix="Copy the missing files beside the others.",
+        )
+    return sorted(wanted)
+
+
+def _read_index(store: Store, name: str, size: int) -> dict[str, str]:
+    where = f"{store.url}/{name}"
+    if size > _MAX_INDEX_BYTES:
+        raise UnsafeError("the index is too large", where=where, found=f"{size} bytes", expected=_MAX_INDEX_BYTES)
+    raw = parse_json(read_bytes(store, name, 0, size), where=where)
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise FormatError("the index has no `weight_map` from names to files", where=where)
+    for file in set(weight_map.values()):
+        if not file or set(file) & set("/\\\0") or file in {".", ".."}:
+            raise UnsafeError("the index names a file outside its folder", where=where, found=file)
+    return weight_map
+
+
+def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str, str]) -> TorchReader:
+    """Open shards, whose names share one space; an index says which file counts for a name.
+
+    Where the optimizer's file is among them, it lies below `optimizer`, and the shards below `model`.
+    """
+    root: Path = ("model",) if _OPTIMIZER in sizes else ()
+
+    def moved(path: Path) -> Path:
+        return ("optimizer", *path[1:]) if path[0] == _OPTIMIZER else (*root, *path[1:])
+
+    reader = open_files(store, sizes, {name: (name,) for name in sizes}, HF_FORMAT.name)
+    manifest = reader.manifest
+    tensors: dict[Path, TensorEntry] = {}
+    for path, entry in manifest.tensors.items():
+        file, name = str(path[0]), moved(path)
+        if len(path) == 2 and weight_map.get(str(path[1]), file) != file:
+            continue
+        if name in tensors:
+            raise FormatError(
+                f"tensor {name[-1]!r} is in two files",
+                where=f"{store.url}/{file}",
+                found=tensors[name].pieces[0].file,
+            )
+        tensors[name] = entry._replace(path=name)
+    for wanted, file in weight_map.items():
+        if (*root, wanted) not in tensors:
+            raise IncompleteError(
+                f"tensor {wanted!r} is not in the file the index names",
+                where=f"{store.url}/{file}",
+                found="no such key",
+            )
+    objects = {moved(path): replace(entry, path=moved(path)) for path, entry in manifest.objects.items()}
+    kept = {moved(a): moved(b) for a, b in manifest.aliases.items()}
+    aliases = {a: b for a, b in kept.items() if a in tensors and b in tensors}
+    return reader.restated(replace(manifest, tensors=tensors, objects=objects, aliases=aliases))
+
+
+def open_loose(source: Source) -> Reader:
+    """Open a folder of `torch.save` files; where there are several, paths start with the file's name.
+
+    Files of ranks that hold LOCAL states, DTensors or ShardedTensors are one checkpoint of whole tensors.
+
+    Raises:
+        CheckpointError: A file is damaged, refused, or of a kind that is not read.
+        StorageError: The store failed.
+    """
+    names = _loose_names(source.files)
+    sizes = {name: source.listing[name].size for name in names}
+    prefixes: dict[str, Path] = {name: (name,) if len(names) > 1 else () for name in names}
+    notes = read_notes(source.store, {name: source.listing[name].size for name in source.files})
+    files = open_files(source.store, sizes, prefixes, LOOSE_FORMAT.name, takes_shares=True)
+    reader = merge_rank_files(files, notes)
+    skipped = sorted(CONFIGURATION & set(source.files))
+    if skipped:
+        warnings = (*reader.manifest.warnings, f"{skipped[0]} holds a live configuration object and is not read")
+        reader.manifest = replace(reader.manifest, warnings=warnings)
+    return reader
+
+
+def open_file(source: Source) -> Reader:
+    """Open a recognised file.
+
+    Raises:
+        CheckpointError: It is damaged, refused, or of a kind that is not read.
+        StorageError: The store failed.
+    """
+    assert source.file is not None, "only single files are recognised"
+    sizes = {source.file: source.listing[source.file].size}
+    return merge_rank_files(open_files(source.store, sizes, {source.file: ()}, FILE_FORMAT.name, takes_shares=True))
+
+
+HF_FORMAT = Format(
+    name="hf-torch",
+    title="Hugging Face pytorch_model.bin",
+    looks_for="pytorch_model.bin, or pytorch_model.bin.index.json with its shards",
+    recognise=recognise_hf,
+    open=open_hf,
+)
+LOOSE_FORMAT = Format(
+    name="torch-folder",
+    title="a folder of torch.save files",
+    looks_for="files of torch.save named *.pt, *.pth, *.bin, *.ckpt",
+    recognise=recognise_loose,
+    open=open_loose,
+)
+FILE_FORMAT = Format(
+    name="torch",
+    title="a file of torch.save",
+    looks_for="a zip archive with */data.pkl, or a file named *.pt, *.pth, *.bin, *.ckpt",
+    recognise=recognise_file,
+    open=open_file,
+)

@@ -1,0 +1,1 @@
+"""Folders of safetensors files with an index."""

@@ -1,0 +1,155 @@
+"""Which safetensors files of a folder make up one checkpoint: indexes, numbering, the optimizer's files beside them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from shardckpt.errors import FormatError, UnsafeError
+from shardckpt.format.encodings.safetensors import parse_json
+from shardckpt.storage.store import Store, read_bytes
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+OPTIMIZER = "optimizer"
+PARAM_GROUPS = "param_groups.json"
+OPTIMIZER_FILES_KEY = "optimizer_files"
+PARAM_GROUPS_KEY = "param_groups"
+"""Keys in the `metadata` of a model's index: the files of the optimizer that belongs to this very model.
+
+On a store without rename an overwritten target holds files of two generations for a while; the index, written last,
+says which ones belong together.
+"""
+
+_MAX_JSON_BYTES = 200_000_000
+_MOST_SHARDS = 100_000
+_MOST_HOLES = 100_000
+_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<i>\d{5})-of-(?P<n>\d{5})\.safetensors")
+_RANKED = re.compile(r"shard-(?P<rank>\d{5})-(?P<rest>.+)\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of one checkpoint.
+
+    Attributes:
+        sizes: Payload file to size in bytes, -1 for one that an index names and that is not there.
+        weight_map: Tensor to file, as the indexes say; empty without one.
+        param_groups: File with the optimizer's groups; empty where there is none.
+        warnings: What is odd, one sentence each.
+        missing: Files that the numbering of the others promises.
+        unread: Files of `torch.save` beside that are passed over.
+    """
+
+    sizes: Mapping[str, int]
+    weight_map: Mapping[str, str] = field(default_factory=dict)
+    param_groups: str = ""
+    warnings: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    weight_map: Mapping[str, str]
+    optimizer_files: tuple[str, ...] | None
+    param_groups: str
+
+
+def payload_sizes(store: Store, folder: str = "") -> dict[str, int]:
+    """Return the safetensors files directly in a folder, name to size in bytes."""
+    return {e.name: e.size for e in store.list(folder) if e.name.endswith(SUFFIX) and not e.is_folder}
+
+
+def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Files:
+    """Choose the files that the indexes name, and of the rest those that no index competes with.
+
+    Args:
+        store: Where they lie.
+        sizes: Every safetensors file of the folder, name to size in bytes.
+        indexes: Every index file of the folder.
+
+    Raises:
+        FormatError: An index is damaged.
+        UnsafeError: An index names a file elsewhere.
+    """
+    read = {name: _read_index(store, name) for name in indexes}
+    model = [index for name, index in read.items() if not name.startswith(OPTIMIZER)]
+    told = next((index for index in (*model, *read.values()) if index.optimizer_files is not None), None)
+    used = [i for name, i in read.items() if told is None or i is told or not name.startswith(OPTIMIZER)]
+    weight_map = {key: file for index in used for key, file in index.weight_map.items()}
+    wanted = set(weight_map.values()) | set(told.optimizer_files or () if told else ())
+    loose = [n for n in sizes if n not in wanted and not (told or (model and not n.startswith(OPTIMIZER)))]
+    chosen = {name: sizes.get(name, -1) for name in sorted(wanted | set(_preferred(loose)))}
+    ignored = sorted(n for n in sizes if n not in chosen)
+    warning = f"{len(ignored)} safetensors files are not in the index and are ignored: {', '.join(ignored[:4])}"
+    groups = told.param_groups if told else PARAM_GROUPS if any(n.startswith(OPTIMIZER) for n in chosen) else ""
+    return Files(chosen, weight_map, groups, (warning,) if ignored else (), tuple(islice(_holes(chosen), _MOST_HOLES)))
+
+
+def _preferred(loose: Sequence[str]) -> list[str]:
+    """Of files that no index names: the one that readers load by default, else all of them."""
+    optimizer = [n for n in loose if n.startswith(OPTIMIZER)]
+    others = [n for n in loose if not n.startswith(OPTIMIZER)]
+    for name in ("model.safetensors", "adapter_model.safetensors"):
+        if name in others:
+            return [name, *optimizer]
+    return [*others, *optimizer]
+
+
+def read_json(store: Store, name: str) -> dict[str, object]:
+    """Read a JSON object from a file.
+
+    Raises:
+        UnsafeError: The file is too large.
+        FormatError: It holds no JSON object.
+        StorageError: It cannot be read.
+    """
+    where = f"{store.url}/{name}"
+    size = store.size(name)
+    if size > _MAX_JSON_BYTES:
+        raise UnsafeError("the file is too large", where=where, found=f"{size} bytes", expected=_MAX_JSON_BYTES)
+    raw = parse_json(read_bytes(store, name, 0, size), where=where)
+    if not isinstance(raw, dict):
+        raise FormatError("no JSON object", where=where)
+    return raw
+
+
+def _read_index(store: Store, name: str) -> _Index:
+    where = f"{store.url}/{name}"
+    raw = read_json(store, name)
+    weight_map, metadata = raw.get("weight_map"), raw.get("metadata")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise FormatError("the index has no `weight_map` from names to files", where=where)
+    told = metadata if isinstance(metadata, dict) else {}
+    listed, groups = told.get(OPTIMIZER_FILES_KEY), told.get(PARAM_GROUPS_KEY, "")
+    files = tuple(map(str, listed)) if isinstance(listed, list) else None
+    for file in {*weight_map.values(), *(files or ()), str(groups) or PARAM_GROUPS}:
+        if not _is_plain(file):
+            raise UnsafeError("the index names a file outside its folder", where=where, found=file)
+    folder = name.rpartition("/")[0]
+    return _Index({key: f"{folder}/{file}" if folder else file for key, file in weight_map.items()}, files, str(groups))
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and not set(name) & set("/\\\0") and name not in {".", ".."}
+
+
+def _holes(names: Iterable[str]) -> Iterator[str]:
+    """Yield the files that `-i-of-n` names, or DCP's rank numbers, promise and that are not there."""
+    groups: dict[tuple[str, int], set[int]] = {}
+    ranks: dict[int, set[str]] = {}
+    for name in names:
+        base = name.rpartition("/")[2]
+        if match := _RANKED.fullmatch(base):
+            ranks.setdefault(int(match["rank"]), set()).add(match["rest"])
+        elif match := _NUMBERED.fullmatch(base):
+            groups.setdefault((match["stem"], int(match["n"])), set()).add(int(match["i"]))
+    for (stem, n), seen in groups.items():
+        yield from (f"{stem}-{i:05d}-of-{n:05d}{SUFFIX}" for i in range(1, min(n, _MOST_SHARDS) + 1) if i not in seen)
+    rests = sorted(set().union(*ranks.values()))
+    for rank in range(1, max(ranks, default=0) + 1):
+        there = ranks.get(rank, set())
+        yield from (f"shard-{rank:05d}-{rest}{SUFFIX}" for rest in rests if rest not in there)

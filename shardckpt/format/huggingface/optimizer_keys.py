@@ -1,0 +1,181 @@
+"""How an optimizer's tensors are called in safetensors, and how its groups' file calls its parameters: read back.
+
+`param_groups.json` says which of four ways it is; without a word, parameters go by names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardckpt.boxes import strides, whole
+from shardckpt.dtypes import bits, nbytes
+from shardckpt.errors import FormatError
+from shardckpt.format.encodings.safetensors import MAX_DIMS
+from shardckpt.format.encodings.tagged_json import decode
+from shardckpt.layout import FlatLayout, ParamSpec, from_json
+from shardckpt.manifest import Path, Piece, Span, Strided, TensorEntry
+
+EXACT = "exact"
+"""Key of what plain JSON could not hold: pairs of a path in the file, and the value that belongs there, tagged."""
+
+_KEYS = "keys"
+_FLAT_PARAMETERS = "flat-parameters"
+_WAYS = ("names", "ids", "flat", _FLAT_PARAMETERS)
+_MOST_DIGITS = 18
+
+
+@dataclass(frozen=True)
+class OptimizerFile:
+    """The content of `param_groups.json`, checked as far as it names parameters.
+
+    Attributes:
+        keys: `names`, `ids`, `flat` or `flat-parameters`.
+        groups: As it stands there; of flat parameters, with the names of the unsharded model.
+        values: State that is no array, by parameter.
+        names: Names that the groups have; empty with `ids`.
+        units: Flat parameters to what lies in each, with `flat-parameters`.
+        told: The same as it stands there.
+    """
+
+    keys: str
+    groups: object
+    values: object
+    names: frozenset[str]
+    units: Mapping[str, FlatLayout] = field(default_factory=dict)
+    told: object = None
+
+    @classmethod
+    def of(cls, raw: Mapping[str, object], where: str) -> OptimizerFile:
+        """Return what the file says.
+
+        Raises:
+            FormatError: Parameters go by keys that are not known, or by numbers that are none.
+        """
+        raw = _with_exact(raw, where)
+        keys, groups, values = raw.get(_KEYS, "names"), raw.get("param_groups", []), raw.get("non_tensor_state", {})
+        if keys not in _WAYS:
+            raise FormatError("an unknown way to name parameters", where=where, found=keys, expected=", ".join(_WAYS))
+        if keys == _FLAT_PARAMETERS:
+            return _of_flat_parameters(raw, groups, values, where)
+        if keys == "ids" and isinstance(values, dict):
+            values = {_number(key): slots for key, slots in values.items()}
+        names = {name for group in _listed(groups) for name in _params(group) if isinstance(name, str)}
+        return cls(str(keys), groups, values, frozenset(names))
+
+    def entries(self, key: str, entry: TensorEntry) -> list[tuple[Path, TensorEntry]]:
+        """Return the parameters and slots that a tensor is, and where in it each lies.
+
+        Args:
+            key: The tensor's name.
+            entry: The tensor, in one span.
+
+        Raises:
+            FormatError: It has no number where it should, or is not as long as its flat parameter.
+        """
+        name, slot = self.split(key)
+        layout = self.units.get(name) if isinstance(name, str) else None
+        if layout is None:
+            return [((name, slot), entry)]
+        if not entry.shape:
+            return [((spec.name, slot), entry) for spec in layout.specs]
+        if entry.shape != (layout.numel,) or bits(entry.stored) % 8 or len(entry.pieces) != 1:
+            raise FormatError(
+                "a tensor is not as its flat parameter", where=key, found=entry.shape, expected=layout.numel
+            )
+        return [
+            ((spec.name, slot), _member(entry, spec, at)) for spec, at in zip(layout.specs, layout.offsets, strict=True)
+        ]
+
+    def split(self, key: str) -> tuple[str | int, str]:
+        """Return the parameter and the slot that a tensor's name means.
+
+        Raises:
+            FormatError: It has no number where it should.
+        """
+        if self.keys == "flat":
+            return self._split_flat(key.removeprefix("state."))
+        name, _, slot = key.rpartition("/")
+        return (_number(name) if self.keys == "ids" else name), slot
+
+    def _split_flat(self, key: str) -> tuple[str, str]:
+        """Split at the longest start that names a parameter; where none does, at the last dot."""
+        at = len(key)
+        while (at := key.rfind(".", 0, at)) > 0:
+            if key[:at] in self.names:
+                return key[:at], key[at + 1 :]
+        name, _, slot = key.rpartition(".")
+        return name, slot
+
+
+def _with_exact(raw: Mapping[str, object], where: str) -> Mapping[str, object]:
+    """Put values that plain JSON could not hold where they belong."""
+    for pair in _listed(raw.get(EXACT)):
+        path, told = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
+        inner: object = raw
+        for key in path[:-1] if isinstance(path, list) and len(path) == 3 else ():
+            inner = _inside(inner, key)
+        last = path[-1] if isinstance(path, list) and path else None
+        if not isinstance(inner, dict) or inner is raw or not isinstance(last, str) or last not in inner:
+            raise FormatError("an exact value belongs nowhere", where=where, found=str(path)[:80])
+        inner[last] = decode(told, where=where)
+    return raw
+
+
+def _inside(value: object, key: object) -> object:
+    if isinstance(value, list) and type(key) is int and 0 <= key < len(value):
+        return value[key]
+    return value.get(key) if isinstance(value, dict) and isinstance(key, str) else None
+
+
+def _of_flat_parameters(raw: Mapping[str, object], groups: object, values: object, where: str) -> OptimizerFile:
+    """Return the file with names of the unsharded model for flat parameters."""
+    units: dict[str, FlatLayout] = {}
+    for unit in _listed(raw.get("units")):
+        told = unit if isinstance(unit, dict) else {}
+        layout, flat = from_json(told.get("layout")), told.get("flat")
+        if not isinstance(layout, FlatLayout) or not isinstance(flat, str):
+            raise FormatError("a flat parameter has no name or no flat layout", where=where, found=str(unit)[:80])
+        units[flat] = layout
+    names = [spec.name for layout in units.values() for spec in layout.specs]
+    if len(set(names)) < len(names) or any(len(s.shape) > MAX_DIMS for u in units.values() for s in u.specs):
+        raise FormatError("flat parameters have a member twice, or one of too many dimensions", where=where)
+    listed, originals = _listed(groups), _listed(raw.get("originals"))
+    if len(listed) != len(originals) or not all(isinstance(group, dict) for group in listed):
+        raise FormatError("the groups of flat parameters do not tell their members", where=where)
+    named = [
+        {**group, "params": params} for group, params in zip(listed, originals, strict=True) if isinstance(group, dict)
+    ]
+    spread = {
+        name: slots
+        for key, slots in (values.items() if isinstance(values, dict) else ())
+        for name in ([spec.name for spec in units[key].specs] if key in units else [key])
+    }
+    return OptimizerFile(_FLAT_PARAMETERS, named, spread, frozenset(names), units, raw.get("units"))
+
+
+def _member(entry: TensorEntry, spec: ParamSpec, at: int) -> TensorEntry:
+    """Return one member of a flat tensor."""
+    piece = entry.pieces[0]
+    assert isinstance(piece.layout, Span), "safetensors are spans"
+    span = Span(piece.layout.offset + nbytes(entry.stored, at), nbytes(entry.stored, spec.numel))
+    layout: Span | Strided = span
+    if spec.order:
+        steps = dict(zip(spec.order, strides(spec.memory_shape), strict=True))
+        layout = Strided(span.offset, span.nbytes, 0, tuple(steps[dim] for dim in range(len(spec.shape))))
+    return TensorEntry(entry.path, spec.shape, entry.stored, (Piece(whole(spec.shape), piece.file, layout),))
+
+
+def _listed(groups: object) -> Sequence[object]:
+    return groups if isinstance(groups, list) else ()
+
+
+def _params(group: object) -> Sequence[object]:
+    found = group.get("params") if isinstance(group, dict) else None
+    return found if isinstance(found, list) else ()
+
+
+def _number(key: str) -> int:
+    if not (key.isascii() and key.isdigit()) or len(key) > _MOST_DIGITS:
+        raise FormatError("a parameter of the optimizer has no number", found=key, expected="<number>/<slot>")
+    return int(key)

@@ -1,0 +1,250 @@
+"""Safetensors as Hugging Face lays them out: one file, shards with or without an index, adapters, DCP's own layout.
+
+Also what `consolidate` itself writes beside a model: `optimizer*.safetensors` and `param_groups.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from shardckpt.boxes import Box, Shape, whole
+from shardckpt.dtypes import UNKNOWN
+from shardckpt.errors import CheckpointError, FormatError, IncompleteError
+from shardckpt.format.encodings.safetensors import Header, looks_like_safetensors, parse_json, read_headers
+from shardckpt.format.huggingface.index_files import (
+    INDEX_SUFFIX,
+    OPTIMIZER,
+    SUFFIX,
+    Files,
+    choose,
+    payload_sizes,
+    read_json,
+)
+from shardckpt.format.huggingface.optimizer_keys import OptimizerFile
+from shardckpt.format.native.payload import KEY
+from shardckpt.format.reader import Evidence, Format, Reader, Source
+from shardckpt.format.torchsave.reader import CONFIGURATION, SUFFIXES
+from shardckpt.manifest import Manifest, ObjectEntry, Path, Piece, Span, TensorEntry
+from shardckpt.storage.store import Store
+
+_SHARDED_FOLDER = "sharded"
+_SHARDING_INFO = "DCP_SHARDING_INFO"
+_STATE = "state"
+_SHOWN = 4
+_OTHERS = ("DCP_", KEY)
+"""Metadata that describes the file it stands in, and nothing that is made of it."""
+
+
+def recognise(source: Source) -> Evidence:
+    """Recognise a safetensors file, or a folder that holds some."""
+    if source.file is not None and source.file.endswith(INDEX_SUFFIX):
+        return Evidence.NAME
+    names = _payload_names(source)
+    if not names:
+        return Evidence.NONE
+    try:
+        fits = looks_like_safetensors(source.head(names[0], 16))
+    except (CheckpointError, OSError):
+        return Evidence.NAME
+    if fits:
+        return Evidence.STRUCTURE
+    return Evidence.NAME if names[0].endswith((SUFFIX, INDEX_SUFFIX)) else Evidence.NONE
+
+
+def _payload_names(source: Source) -> list[str]:
+    if source.file is not None:
+        return [source.file]
+    names = [n for n in source.files if n.endswith(SUFFIX)] or [n for n in source.files if n.endswith(INDEX_SUFFIX)]
+    if not names and _SHARDED_FOLDER in source.folders:
+        names = [e.name for e in source.store.list(_SHARDED_FOLDER) if e.name.endswith(SUFFIX)]
+    return names
+
+
+def open_source(source: Source) -> Reader:
+    """Open a recognised source.
+
+    Raises:
+        CheckpointError: A header or an index is damaged, or a file that the names promise is missing.
+        StorageError: The store failed.
+    """
+    if source.file is not None:
+        if source.file.endswith(INDEX_SUFFIX):
+            return _open_files(source.store, choose(source.store, payload_sizes(source.store), [source.file]))
+        return _open_files(source.store, Files({source.file: source.listing[source.file].size}))
+    sizes = payload_sizes(source.store)
+    if not sizes and _SHARDED_FOLDER in source.folders:
+        sizes = payload_sizes(source.store, _SHARDED_FOLDER)
+    indexes = [n for n in source.files if n.endswith(INDEX_SUFFIX)]
+    files = choose(source.store, sizes, indexes)
+    others = [name for name in source.files if name.endswith(SUFFIXES) and name not in CONFIGURATION]
+    return _open_files(
+        source.store, replace(files, warnings=(*files.warnings, *_ignored(others)), unread=tuple(others))
+    )
+
+
+def _ignored(others: Sequence[str]) -> list[str]:
+    """Say which files of `torch.save` lie beside the safetensors: a Trainer's optimizer, or the same model again."""
+    shown = ", ".join(others[:_SHOWN])
+    more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    return [f"torch files here are ignored, name one to read it: {shown}{more}"] if others else []
+
+
+def _open_files(store: Store, files: Files) -> Reader:
+    sizes = files.sizes
+    headers = read_headers(store, {name: size for name, size in sizes.items() if size >= 0})
+    is_dcp = any(_SHARDING_INFO in header.metadata for header in headers.values())
+    tensors = _boxes_of_dcp(store, headers) if is_dcp else _whole_tensors(store, headers, files.weight_map)
+    notes = [
+        f"{name} is {sizes[name] - header.data_start - header.data_bytes} bytes longer than its header says"
+        for name, header in headers.items()
+        if sizes[name] > header.data_start + header.data_bytes
+    ]
+    metadata = dict(chain.from_iterable(h.metadata.items() for h in headers.values()))
+    aliases = _aliases(tensors, metadata)
+    for name in aliases:
+        tensors[name] = TensorEntry(name, *_same_as(tensors[aliases[name]]))
+    objects: dict[Path, ObjectEntry] = {}
+    if any(name.startswith(OPTIMIZER) for name in sizes):
+        groups = _param_groups(store, files.param_groups)
+        tensors = _split_optimizer(tensors, groups)
+        values = {(OPTIMIZER, "param_groups"): groups.groups, **_state_values(groups.values)}
+        if not any(path[:2] == (OPTIMIZER, _STATE) for path in (*tensors, *values)):
+            values[OPTIMIZER, _STATE] = {}
+        if groups.units:
+            values[OPTIMIZER, "units"] = groups.told
+        objects = {path: ObjectEntry(path, value) for path, value in values.items()}
+        aliases = {("model", *name): ("model", *kept) for name, kept in aliases.items()}
+    return Reader(
+        store,
+        Manifest(
+            format="adapter" if any(n.startswith("adapter_model") for n in sizes) else "safetensors",
+            files=dict(sizes),
+            tensors=tensors,
+            objects=objects,
+            aliases=aliases,
+            metadata={k: v for k, v in metadata.items() if (k,) not in aliases and not k.startswith(_OTHERS)},
+            warnings=(*files.warnings, *notes),
+            missing=files.missing,
+            unread=files.unread,
+            has_shapes=not is_dcp,
+        ),
+    )
+
+
+def _whole_tensors(
+    store: Store, headers: Mapping[str, Header], weight_map: Mapping[str, str]
+) -> dict[Path, TensorEntry]:
+    tensors: dict[Path, TensorEntry] = {}
+    for file, header in headers.items():
+        for name, (dtype, shape, begin, end) in header.tensors.items():
+            if weight_map.get(name, file) != file:
+                continue
+            path = (name,)
+            if path in tensors:
+                other = tensors[path].pieces[0].file
+                raise FormatError(f"tensor {name!r} is in two files", where=f"{store.url}/{file}", found=other)
+            span = Span(header.data_start + begin, end - begin)
+            tensors[path] = TensorEntry(path, shape, dtype, (Piece(whole(shape), file, span),))
+    for name, file in weight_map.items():
+        if (name,) in tensors:
+            continue
+        if file in headers:
+            raise IncompleteError(
+                f"tensor {name!r} is not in the file the index names", where=f"{store.url}/{file}", found="no such key"
+            )
+        tensors[(name,)] = TensorEntry((name,), (), UNKNOWN, (Piece(whole(()), file, Span(0, 0)),))
+    return tensors
+
+
+def _boxes_of_dcp(store: Store, headers: Mapping[str, Header]) -> dict[Path, TensorEntry]:
+    """Join the chunks that torch's HuggingFaceStorageWriter leaves in one file per rank.
+
+    A tensor's shape is the hull of its chunks: the layout does not store it. `--shapes-from` checks it.
+    """
+    chunks: dict[str, list[Piece]] = {}
+    dtypes: dict[str, str] = {}
+    for file, header in headers.items():
+        offsets = _sharding_info(header, f"{store.url}/{file}")
+        for name, (dtype, shape, begin, end) in header.tensors.items():
+            offset = offsets.get(name, (0,) * len(shape))
+            piece = Piece(Box(offset, shape), file, Span(header.data_start + begin, end - begin))
+            known = chunks.setdefault(name, [])
+            if len(offset) != len(shape) or (known and len(known[0].box.size) != len(shape)):
+                raise FormatError(f"chunks of {name!r} differ in their dimensions", where=f"{store.url}/{file}")
+            if dtypes.setdefault(name, dtype) != dtype:
+                raise FormatError(
+                    f"chunks of {name!r} differ in dtype",
+                    where=f"{store.url}/{file}",
+                    found=dtype,
+                    expected=dtypes[name],
+                )
+            if all(piece.box != other.box for other in known):
+                known.append(piece)
+    return {
+        (name,): TensorEntry((name,), _hull(pieces), dtypes[name], tuple(p for p in pieces if p.box.volume))
+        for name, pieces in chunks.items()
+    }
+
+
+def _hull(pieces: Sequence[Piece]) -> Shape:
+    return tuple(max(stops) for stops in zip(*(piece.box.stop for piece in pieces), strict=True))
+
+
+def _sharding_info(header: Header, where: str) -> dict[str, Shape]:
+    raw = parse_json(header.metadata.get(_SHARDING_INFO, "{}").encode(), where=where)
+    offsets: dict[str, Shape] = {}
+    try:
+        for name, info in raw.items():  # type: ignore[attr-defined]
+            offset = info["saved_offsets"]
+            if not all(type(n) is int and 0 <= n < 1 << 62 for n in offset):
+                raise TypeError
+            offsets[name] = tuple(offset)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise FormatError(f"{_SHARDING_INFO} does not map names to saved_offsets", where=where) from error
+    return offsets
+
+
+def _aliases(tensors: Mapping[Path, TensorEntry], metadata: Mapping[str, str]) -> dict[Path, Path]:
+    """Read the names that `save_model` of safetensors (and `consolidate`) drop, left as metadata `dropped: kept`."""
+    return {(k,): (v,) for k, v in metadata.items() if (k,) not in tensors and (v,) in tensors}
+
+
+def _same_as(entry: TensorEntry) -> tuple[Shape, str, tuple[Piece, ...]]:
+    return entry.shape, entry.stored, entry.pieces
+
+
+def _split_optimizer(tensors: Mapping[Path, TensorEntry], groups: OptimizerFile) -> dict[Path, TensorEntry]:
+    """Put what `optimizer*.safetensors` holds below `optimizer`, the rest below `model`."""
+    moved: dict[Path, TensorEntry] = {}
+    for path, entry in tensors.items():
+        name = str(path[0])
+        file = entry.pieces[0].file if entry.pieces else ""
+        if not file.startswith(OPTIMIZER):
+            moved["model", name] = entry._replace(path=("model", name))
+            continue
+        for rest, each in groups.entries(name, entry):
+            path = (OPTIMIZER, _STATE, *rest)
+            moved[path] = each._replace(path=path)
+    return moved
+
+
+def _state_values(values: object) -> dict[Path, object]:
+    """Return state that is no array by parameter and slot: arrays of the same parameter lie beside it."""
+    held = {key: slots for key, slots in values.items() if isinstance(slots, dict)} if isinstance(values, dict) else {}
+    return {(OPTIMIZER, _STATE, key, slot): value for key, slots in held.items() for slot, value in slots.items()}
+
+
+def _param_groups(store: Store, name: str) -> OptimizerFile:
+    raw = read_json(store, name) if any(entry.name == name for entry in store.list()) else {}
+    return OptimizerFile.of(raw, f"{store.url}/{name}")
+
+
+FORMAT = Format(
+    name="safetensors",
+    title="Hugging Face safetensors",
+    looks_for="*.safetensors files, or model.safetensors.index.json",
+    recognise=recognise,
+    open=open_source,
+)

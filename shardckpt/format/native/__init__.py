@@ -1,0 +1,1 @@
+"""Steps of the native format: manifest, commit, payload files."""

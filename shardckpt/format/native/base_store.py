@@ -1,0 +1,210 @@
+"""The folders that a step refers to: which of them are opened, what lies there, and one store over all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from shardckpt.errors import CheckpointError, ShardckptError, UsageError
+from shardckpt.format.native.base_refs import Base, may_open, resolved, sibling
+from shardckpt.format.native.commit import COMMIT, read_commit
+from shardckpt.format.reader import NamedBases, PathText
+from shardckpt.storage.resolve_url import open_store
+from shardckpt.storage.store import Read, Store, Traits
+from shardckpt.storage.store_wrapper import WrappedStore
+
+
+class Place(NamedTuple):
+    """A file in a folder that a step refers to.
+
+    Attributes:
+        store: Rooted at that folder.
+        name: There.
+    """
+
+    store: Store
+    name: str
+
+
+class Found(NamedTuple):
+    """What of a step's bases is there.
+
+    Attributes:
+        places: Where each file lies, by the name that the step's reader has for it.
+        folders: In which each lies, or would.
+        sizes: Of those that are there, in bytes.
+        closed: Folders that were not opened, with what whoever wants something in them is told.
+        changed: Names of files in folders that are no longer what the step was saved against, or never could tell.
+        notes: What is odd, one sentence each.
+    """
+
+    places: Mapping[str, Place]
+    folders: Mapping[str, str]
+    sizes: Mapping[str, int]
+    closed: Mapping[str, ShardckptError]
+    changed: frozenset[str]
+    notes: tuple[str, ...]
+
+
+def find_bases(
+    step: str, wanted: Mapping[str, Mapping[str, int]], named: NamedBases = "", known: Sequence[Base] = ()
+) -> Found:
+    """Look into the folders that a step refers to; one that cannot be is no error until something in it is wanted.
+
+    Args:
+        step: Where the step lies.
+        wanted: Base, as the step refers to it, to its files.
+        named: Those that the caller names; the others are opened where `may_open` lets the step choose.
+        known: What the step says of them.
+
+    Raises:
+        UnsafeError: A reference is none.
+        UsageError: It is not clear which base is named.
+    """
+    told = _told(step, list(wanted), named)
+    recorded = {base.url: base for base in known}
+    places: dict[str, Place] = {}
+    folders: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    closed: dict[str, ShardckptError] = {}
+    changed: set[str] = set()
+    notes: list[str] = []
+    for url, files in wanted.items():
+        where = told.get(url) or resolved(step, url)
+        names = {f"{url}/{name}": name for name in files}
+        folders.update(dict.fromkeys(names, where))
+        if url not in told and not may_open(step, where):
+            closed[where] = _unnamed(step, where)
+            continue
+        try:
+            store = open_store(where)
+            there = {entry.name: entry.size for entry in store.list() if not entry.is_folder}
+        except ShardckptError as error:
+            closed[where] = error
+            continue
+        places.update((place, Place(store, name)) for place, name in names.items())
+        sizes.update((place, there[name]) for place, name in names.items() if name in there)
+        odd = _change(store, there, recorded.get(url, Base(url)))
+        if odd is not None:
+            changed.update(names)
+            notes += [odd] if odd else []
+    notes += [f"a base was not opened: {error}" for error in closed.values()]
+    return Found(places, folders, sizes, closed, frozenset(changed), tuple(notes))
+
+
+def _unnamed(step: str, folder: str) -> UsageError:
+    return UsageError(
+        "the checkpoint refers to a folder on another store than its own, which nobody else has named",
+        where=step,
+        found=folder,
+        fix="If you trust it, name it: base=PLACE (--base PLACE), where it lies or where a copy does.",
+    )
+
+
+def _change(store: Store, sizes: Mapping[str, int], base: Base) -> str | None:
+    """Return None where a folder is what the step was saved against, else what is to be said of that.
+
+    Nothing is said of a folder that cannot tell, of a step that was removed but for what others refer to, and of one
+    that another save has taken the place of: both leave the files.
+    """
+    if not base.sha256 or COMMIT not in sizes:
+        return ""
+    try:
+        commit = read_commit(store, sizes)
+    except CheckpointError as error:
+        return f"the base is damaged: {error}"
+    if commit.manifest_sha256 == base.sha256:
+        return None
+    return f"the base {store.url} was changed since this was saved" if commit.save == base.save else ""
+
+
+def named_for(urls: Collection[str], others: Collection[str], named: NamedBases) -> NamedBases:
+    """Return what of the bases that the caller names for two checkpoints concerns one of them.
+
+    Args:
+        urls: What that one calls its bases.
+        others: What the other one calls its own.
+        named: For both.
+    """
+    if isinstance(named, Mapping):
+        return {url: place for url, place in named.items() if url in urls}
+    has_elsewhere = any(sibling(url) is None for url in urls)
+    return [text for text in _texts(named) if _called(text, urls) or (has_elsewhere and not _called(text, others))]
+
+
+def _texts(named: PathText | Sequence[PathText]) -> list[str]:
+    texts = [named] if isinstance(named, (str, os.PathLike)) else named
+    return [os.fspath(text) for text in texts if text]
+
+
+def _called(text: str, urls: Iterable[str]) -> str:
+    """Return what the step calls the base that a text names; empty where it tells a place alone."""
+    return next((url for url in urls if f"{text}=".startswith(f"{url}=")), "")
+
+
+def _told(step: str, urls: Sequence[str], named: NamedBases) -> Mapping[str, str]:
+    """Return where the caller says that bases lie."""
+    if isinstance(named, Mapping):
+        unknown = [url for url in named if url not in urls]
+        if unknown:
+            raise UsageError("the step has no such base", where=step, found=unknown[0], expected=", ".join(urls))
+        return {url: os.fspath(place) for url, place in named.items()}
+    found: dict[str, str] = {}
+    for text in _texts(named):
+        url = _called(text, urls)
+        place = text[len(url) + 1 :] if url else text
+        url = url or _only(step, [each for each in urls if each not in found], text)
+        found[url] = place or resolved(step, url)
+    return found
+
+
+def _only(step: str, urls: Sequence[str], place: str) -> str:
+    """Return the one base that a place can stand for."""
+    elsewhere = [url for url in urls if sibling(url) is None] or urls
+    if not elsewhere:
+        raise UsageError("the step has no base that this could be", where=step, found=place)
+    if len(elsewhere) > 1:
+        raise UsageError(
+            "`base` could stand for any of several",
+            where=step,
+            found=", ".join(urls),
+            fix="Pass a dict from what the step calls each base to where it lies (--base CALLED=PLACE for each).",
+        )
+    return elsewhere[0]
+
+
+class BasedStore(WrappedStore):
+    """A step's folder, and files of its bases under names of their own, as one store.
+
+    Args:
+        store: Rooted at the step.
+        places: Where files of bases lie, by name.
+    """
+
+    def __init__(self, store: Store, places: Mapping[str, Place]) -> None:
+        super().__init__(store)
+        self._places = places
+
+    @property
+    def traits(self) -> Traits:
+        """Those of the step's store; it is local where all folders are."""
+        stores = {id(place.store): place.store for place in self._places.values()}
+        own = self._store.traits
+        return Traits(own.renames, own.is_local and all(store.traits.is_local for store in stores.values()))
+
+    def size(self, name: str) -> int:
+        """Return a file's size in bytes. Raises MissingFileError, UnsafeError or StorageError."""
+        place = self._places.get(name)
+        return self._store.size(name) if place is None else place.store.size(place.name)
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Fill every buffer, a batch for each folder. Raises as the stores do."""
+        batches: dict[int, tuple[Store, list[Read]]] = {}
+        for read in reads:
+            place = self._places.get(read.name)
+            store = self._store if place is None else place.store
+            name = read.name if place is None else place.name
+            batches.setdefault(id(store), (store, []))[1].append(Read(name, read.offset, read.buffer))
+        for store, batch in batches.values():
+            store.read(batch)

@@ -1,0 +1,305 @@
+"""`COMMIT`, which makes a native step exist: written, read, checked, and replaced.
+
+It is a line of JSON, and a line with that line's SHA-256. It names the manifest, which is checked against it, and the
+files that a save may replace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shardckpt.errors import (
+    CheckpointError,
+    ChecksumError,
+    FormatError,
+    IncompleteError,
+    MissingFileError,
+    TargetExistsError,
+    TruncatedError,
+    UnsafeError,
+    UnsupportedError,
+)
+from shardckpt.format.encodings.safetensors import parse_json
+from shardckpt.format.native import base_refs
+from shardckpt.format.native.json_fields import (
+    MAX_BYTES,
+    NEWER,
+    bad,
+    plain_name,
+    read_base_url,
+    read_fields,
+    read_fixed,
+    read_integer,
+    read_list,
+    read_save,
+    read_sha256,
+    read_version,
+)
+from shardckpt.format.native.manifest_json import Contents, decode_manifest
+from shardckpt.format.native.payload import HF_INDEX, VERSION, canonical
+from shardckpt.format.native.records import FileRecord, files_of_bases
+from shardckpt.storage.replaceable import FolderKind
+from shardckpt.storage.store import Store, read_bytes
+
+COMMIT = "COMMIT"
+MANIFEST_SUFFIX = ".manifest.json"
+WRITTEN = re.compile(rf"[0-9a-z]{{15}}(-[0-9]{{5,}}-[0-9]{{2,}}\.safetensors|{re.escape(MANIFEST_SUFFIX)})")
+"""Names of files that only a save gives."""
+
+BRANCH = "run.branch"
+"""Name in a manifest's `about` of what `COMMIT` calls `branch`."""
+
+FEATURES: frozenset[str] = frozenset({base_refs.FEATURE})
+"""Names of what a reader must understand beyond version 1.0, and this one does."""
+
+MAX_COMMIT_BYTES = 1 << 26
+MAX_MANIFEST_BYTES = 1 << 29
+MAX_BASES = 4096
+"""Folders that a step may refer to: each of them is looked into when it is opened."""
+
+_REPAIR = "Restore the step from another copy, or rebuild its marks with `shardckpt repair`."
+_RESTORE = "Load the step before it, restore this one from another copy, or rebuild its marks with `shardckpt repair`."
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What makes a step exist.
+
+    Attributes:
+        save: The save's id.
+        manifest: Name of the manifest.
+        manifest_bytes: Its size.
+        manifest_sha256: Its digest, in hexadecimal.
+        files: Name to size of every other file of the step.
+        version: Of the format.
+        features: What a reader must understand.
+        bases: Folders that it refers to, to name and size of the files there.
+        branch: How often the run had gone back to an older step before this one was saved.
+    """
+
+    save: str
+    manifest: str
+    manifest_bytes: int
+    manifest_sha256: str
+    files: Mapping[str, int]
+    version: tuple[int, int] = VERSION
+    features: tuple[str, ...] = ()
+    bases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    branch: int = 0
+
+
+def manifest_name(save: str) -> str:
+    """Return the name of a save's manifest."""
+    return save + MANIFEST_SUFFIX
+
+
+def branch_of(about: Mapping[str, str]) -> int:
+    """Return the branch of its run that a step belongs to, as its manifest's `about` says it.
+
+    Args:
+        about: Free text by name.
+    """
+    text = about.get(BRANCH, "")
+    return int(text) if re.fullmatch("[0-9]{1,9}", text, re.ASCII) else 0
+
+
+def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branch: int = 0) -> bytes:
+    """Return the bytes of `COMMIT`: a line of JSON, and a line with that line's SHA-256.
+
+    Args:
+        save: The save's id.
+        manifest: The bytes of the manifest, whose name is `manifest_name(save)`.
+        files: Every other file of the step, and those of its bases.
+        branch: How often the run had gone back to an older step.
+    """
+    files = list(files)
+    bases = files_of_bases(files)
+    content = {
+        "format": "shardckpt",
+        "version": list(VERSION),
+        "features": [base_refs.FEATURE] if bases else [],
+        "save": save,
+        "manifest": [manifest_name(save), len(manifest), hashlib.sha256(manifest).hexdigest()],
+        "files": [[f.name, f.nbytes] for f in files if not f.base],
+        **({"bases": [[url, list(map(list, named.items()))] for url, named in bases.items()]} if bases else {}),
+        **({"branch": branch} if branch else {}),
+    }
+    line = canonical(content) + b"\n"
+    return line + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
+
+
+def decode_commit(data: bytes, *, where: object = "") -> Commit:
+    """Return what `COMMIT` says, every field checked.
+
+    Raises:
+        ChecksumError: It does not match its own digest.
+        TruncatedError: Its end is missing.
+        FormatError: It does not follow the format.
+        UnsupportedError: A newer version, or a feature that this release does not know, by name.
+    """
+    end = data.find(b"\n") + 1
+    told = data[end:]
+    if not end or len(told) < 65:
+        raise TruncatedError("the commit mark is cut short", where=where, found=f"{len(data)} bytes", fix=_REPAIR)
+    expected = hashlib.sha256(data[:end]).hexdigest()
+    if told != expected.encode("ascii") + b"\n":
+        raise ChecksumError(
+            "the commit mark does not match its own digest",
+            where=where,
+            found=expected,
+            expected=told[:80].decode("ascii", "replace").strip(),
+            fix=_REPAIR,
+        )
+    raw = parse_json(data[: end - 1], where=str(where))
+    if not isinstance(raw, dict) or raw.get("format") != "shardckpt":
+        raise FormatError("this is no commit mark of shardckpt", where=where)
+    version = read_version(raw.get("version"), where)
+    raw = read_fields(raw, {"features": list, "save": str, "manifest": list, "files": list}, where)
+    features = _features(raw["features"], version, where)
+    name, size, digest = read_fixed(raw["manifest"], 3, "manifest", where)
+    sha256 = read_sha256(digest, "the manifest's digest", where)
+    sizes = _sizes(raw["files"], where)
+    manifest_bytes = read_integer(size, "manifest", where, below=MAX_BYTES)
+    if manifest_bytes > MAX_MANIFEST_BYTES:
+        raise UnsafeError("the manifest is too large", where=where, found=size, expected=MAX_MANIFEST_BYTES)
+    save = read_save(raw["save"], where)
+    bases = _files_by_base(raw.get("bases", []), where)
+    if bool(bases) != (base_refs.FEATURE in features):
+        raise FormatError("the commit mark's features do not fit its bases", where=where)
+    branch = read_integer(raw.get("branch", 0), "branch", where, below=MAX_BYTES)
+    return Commit(save, plain_name(name, where), manifest_bytes, sha256, sizes, version, features, bases, branch)
+
+
+def _sizes(value: object, where: object) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for entry in read_list(value, "files", where):
+        file, nbytes = read_fixed(entry, 2, "files", where)
+        if plain_name(file, where) in sizes:
+            raise bad("a file is listed twice", file, "", where)
+        sizes[file] = read_integer(nbytes, "files", where, below=MAX_BYTES)
+    return sizes
+
+
+def _files_by_base(value: object, where: object) -> dict[str, dict[str, int]]:
+    bases: dict[str, dict[str, int]] = {}
+    entries = read_list(value, "bases", where)
+    if len(entries) > MAX_BASES:
+        raise UnsafeError("too many bases", where=where, found=len(entries), expected=MAX_BASES)
+    for entry in entries:
+        url, files = read_fixed(entry, 2, "bases", where)
+        if read_base_url(url, where) in bases:
+            raise bad("a base is listed twice", url, "", where)
+        bases[url] = _sizes(files, where)
+    return bases
+
+
+def _features(value: object, version: tuple[int, int], where: object) -> tuple[str, ...]:
+    features = read_list(value, "features", where)
+    for name in features:
+        if not isinstance(name, str):
+            raise bad("a feature has no name", name, "", where)
+        if name not in FEATURES:
+            raise UnsupportedError(
+                f"this step needs the feature {name!r}, which this release does not know",
+                where=where,
+                found=f"version {version[0]}.{version[1]} of the format",
+                fix=NEWER,
+            )
+    return tuple(features)
+
+
+def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
+    """Read and check the mark that makes a step exist.
+
+    Args:
+        store: Rooted at the step.
+        sizes: Of the files in the folder.
+
+    Raises:
+        IncompleteError: There is none.
+        CheckpointError: It is damaged, or of a newer format.
+        StorageError: The store failed.
+    """
+    if COMMIT not in sizes:
+        raise IncompleteError(
+            "this step was never committed",
+            where=store.url,
+            found=f"{len(sizes)} files",
+            expected=f"a file {COMMIT}",
+            fix="The save was interrupted: load the step before it, or try `shardckpt repair`.",
+        )
+    where = f"{store.url}/{COMMIT}"
+    if sizes[COMMIT] > MAX_COMMIT_BYTES:
+        raise UnsafeError("the commit mark is too large", where=where, found=sizes[COMMIT], expected=MAX_COMMIT_BYTES)
+    return decode_commit(read_bytes(store, COMMIT, 0, sizes[COMMIT]), where=where)
+
+
+def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Contents:
+    """Read the manifest that a commit mark names, and check it against that mark.
+
+    Raises:
+        IncompleteError: It is not there.
+        CheckpointError: It is not the one that was committed, or does not follow the format.
+        StorageError: The store failed.
+    """
+    where = f"{store.url}/{commit.manifest}"
+    if commit.manifest not in sizes:
+        raise IncompleteError("the step's manifest is not there", where=where, fix=_RESTORE)
+    if sizes[commit.manifest] != commit.manifest_bytes:
+        raise TruncatedError(
+            "the manifest has another size than was committed",
+            where=where,
+            found=f"{sizes[commit.manifest]} bytes",
+            expected=commit.manifest_bytes,
+            fix=_RESTORE,
+        )
+    data = read_bytes(store, commit.manifest, 0, commit.manifest_bytes)
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != commit.manifest_sha256:
+        raise ChecksumError(
+            "the manifest is not the one that was committed",
+            where=where,
+            found=digest,
+            expected=commit.manifest_sha256,
+            fix=_RESTORE,
+        )
+    contents = decode_manifest(data, where=where)
+    listed = {file.name: file.nbytes for file in contents.files if not file.base}
+    if contents.save != commit.save or listed != commit.files or files_of_bases(contents.files) != commit.bases:
+        raise FormatError("the manifest and the commit mark disagree", where=where, found=contents.save)
+    return contents
+
+
+def _committed_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:
+    """Return the names that the step's `COMMIT` lists; none where it is damaged.
+
+    Raises:
+        TargetExistsError: A newer version wrote it, and nobody here knows what it holds.
+        StorageError: The store failed.
+    """
+    if COMMIT not in sizes:
+        return ()
+    try:
+        commit = read_commit(store, sizes)
+    except UnsupportedError as error:
+        raise TargetExistsError(
+            "this version cannot read the step that lies here, so it does not replace it",
+            where=store.url,
+            found=error,
+            fix="Update shardckpt, choose another target, or remove the step yourself.",
+        ) from error
+    except (CheckpointError, MissingFileError):  # missing: somebody replaces the step meanwhile
+        return ()
+    return (*commit.files, commit.manifest)
+
+
+STEP = FolderKind(
+    "one shardckpt checkpoint",
+    payload=WRITTEN,
+    beside=re.compile(f"{re.escape(COMMIT)}|{re.escape(HF_INDEX)}"),
+    members=_committed_names,
+)
+"""What `save`, and everything else that writes this format, replaces."""

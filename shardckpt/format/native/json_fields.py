@@ -1,0 +1,140 @@
+"""Fields of the JSON that a native step consists of, checked one by one before anything is believed."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
+from shardckpt.format.native.base_refs import is_base_url
+from shardckpt.format.native.payload import VERSION
+from shardckpt.manifest import Path
+
+MAX_BYTES = 1 << 62
+"""A file that is said to be as large is none."""
+
+NEWER = "Read it with a newer release of shardckpt."
+
+_MAX_INT = (1 << 63) - 1
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_SAVE = re.compile(r"[0-9a-z]{1,64}")
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+def read_fields(value: object, kinds: Mapping[str, type], where: object) -> dict[str, Any]:
+    """Return a JSON object that has these fields.
+
+    Args:
+        value: As parsed.
+        kinds: Name to type.
+        where: The file, for messages.
+
+    Raises:
+        FormatError: It is none, or a field is missing or of another type.
+    """
+    if not isinstance(value, dict):
+        raise bad("no JSON object", value, "", where)
+    for name, kind in kinds.items():
+        if name not in value:
+            raise FormatError(f"the field {name!r} is missing", where=where)
+        if not isinstance(value[name], kind):
+            raise bad(f"the field {name!r} is no {kind.__name__}", value[name], "", where)
+    return value
+
+
+def read_list(value: object, name: str, where: object) -> list[Any]:
+    """Return a list. Raises FormatError for anything else."""
+    if not isinstance(value, list):
+        raise bad(f"{name!r} is no list", value, "", where)
+    return value
+
+
+def read_fixed(value: object, length: int, name: str, where: object) -> list[Any]:
+    """Return a list of so many. Raises FormatError for anything else."""
+    if not isinstance(value, list) or len(value) != length:
+        raise bad(f"an entry of {name!r} is none", value, f"a list of {length}", where)
+    return value
+
+
+def read_integer(value: object, name: str, where: object, *, below: int) -> int:
+    """Return an integer from 0 to a bound. Raises FormatError for anything else."""
+    if type(value) is not int or not 0 <= value < below:
+        raise bad(f"a number of {name!r} is none", value, f"0 to {below - 1}", where)
+    return value
+
+
+def read_path(value: object, where: object) -> Path:
+    """Return a path as JSON holds it: texts and integers.
+
+    Raises:
+        FormatError: It is none.
+    """
+    for key in read_list(value, "path", where):
+        if type(key) is not str and type(key) is not int:
+            raise bad("a path is no list of texts and integers", value, "", where)
+    return tuple(value)  # type: ignore[arg-type]
+
+
+def plain_name(value: object, where: object) -> str:
+    """Return the name of a file directly in the step's folder.
+
+    Raises:
+        UnsafeError: It could mean another place.
+    """
+    if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
+        raise UnsafeError("this is no name of a file in the step's folder", where=where, found=shown(value))
+    return value
+
+
+def read_base_url(url: object, where: object) -> str:
+    """Return how a step refers to a base. Raises UnsafeError for what is no such reference."""
+    if not is_base_url(url):
+        raise UnsafeError(
+            "this is no reference to a base", where=where, found=shown(url), expected="../NAME, or absolute"
+        )
+    return str(url)
+
+
+def read_save(value: object, where: object) -> str:
+    """Return the id of a save. Raises FormatError for anything else."""
+    if not isinstance(value, str) or not _SAVE.fullmatch(value):
+        raise bad("the save's id is none", value, "digits and small letters", where)
+    return value
+
+
+def read_sha256(value: object, whose: str, where: object) -> str:
+    """Return a SHA-256 in hexadecimal digits. Raises FormatError for anything else."""
+    if not isinstance(value, str) or not _SHA256.fullmatch(value):
+        raise bad(f"{whose} is none", value, "64 hexadecimal digits", where)
+    return value
+
+
+def read_version(value: object, where: object) -> tuple[int, int]:
+    """Return the version of the format.
+
+    Raises:
+        FormatError: It is none.
+        UnsupportedError: It is of another major version.
+    """
+    major, minor = (read_integer(n, "version", where, below=_MAX_INT) for n in read_fixed(value, 2, "version", where))
+    if major != VERSION[0]:
+        raise UnsupportedError(
+            f"this step has version {major}.{minor} of the format",
+            where=where,
+            found=f"{major}.{minor}",
+            expected=f"{VERSION[0]}.x",
+            fix=NEWER,
+        )
+    return major, minor
+
+
+def shown(value: object) -> str:
+    """Return a value for a message, cut where it is long."""
+    return value if isinstance(value, str) else reprlib.repr(value)  # which cuts, before it is made
+
+
+def bad(what: str, found: object, expected: str, where: object) -> FormatError:
+    """Return the error for a field that is not what it should be."""
+    return FormatError(what, where=where, found=shown(found), expected=expected)

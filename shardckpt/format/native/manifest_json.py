@@ -1,0 +1,215 @@
+"""A native step's manifest: canonical JSON, checked field by field before anything is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
+from shardckpt.format.budget import check_paths
+from shardckpt.format.encodings.safetensors import parse_json, require_affordable
+from shardckpt.format.native.base_refs import Base
+from shardckpt.format.native.json_fields import (
+    bad,
+    read_base_url,
+    read_fields,
+    read_fixed,
+    read_integer,
+    read_list,
+    read_path,
+    read_save,
+    read_sha256,
+    read_version,
+)
+from shardckpt.format.native.payload import VERSION, canonical
+from shardckpt.format.native.records import (
+    ArrayRecord,
+    FileRecord,
+    arrays_json,
+    digests_json,
+    files_json,
+    read_arrays,
+    read_files,
+    with_digests,
+)
+from shardckpt.manifest import Path, dotted
+
+KEEPS_ORDER = "keeps_order"
+"""Key of `topology`: false where arrays were taken over in another order than that of the state dicts saved."""
+
+_MANIFEST_FIELDS: Mapping[str, type] = {
+    "format": str,
+    "version": list,
+    "save": str,
+    "about": dict,
+    "topology": dict,
+    "files": list,
+    "arrays": list,
+    "ties": list,
+    "nest": object,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a manifest says.
+
+    Attributes:
+        save: The save's id.
+        files: Every file of the step but the manifest and `COMMIT`.
+        arrays: In the order of the saved nest.
+        nest: What was saved, as tagged JSON; arrays as indexes.
+        ties: Further path of an array to its index.
+        topology: Free JSON: how the ranks stood.
+        about: Free text: who wrote it.
+        bases: Folders in which some of the files lie.
+        variants: Where further weights of a model are, with where that is; None where it was not saved.
+    """
+
+    save: str
+    files: tuple[FileRecord, ...]
+    arrays: tuple[ArrayRecord, ...]
+    nest: object = None
+    ties: Mapping[Path, int] = field(default_factory=dict)
+    topology: Mapping[str, object] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)
+    bases: tuple[Base, ...] = ()
+    variants: Mapping[Path, Path | None] = field(default_factory=dict)
+
+    def carried(self) -> dict[str, object]:
+        """Return what no payload header says by itself, for `lay_out(carry=...)`."""
+        return {
+            "arrays": [list(a.path) for a in self.arrays],
+            "nest": self.nest,
+            "ties": [[list(path), index] for path, index in self.ties.items()],
+            "topology": dict(self.topology),
+            "about": dict(self.about),
+            **_variants_json(self.variants),
+        }
+
+
+def encode_manifest(contents: Contents) -> bytes:
+    """Return the manifest's bytes.
+
+    Raises:
+        UnsupportedError: The values that are no arrays are so many small lists that no reader would take them.
+    """
+    data = canonical(
+        {
+            "format": "shardckpt manifest",
+            "version": list(VERSION),
+            "save": contents.save,
+            "about": dict(contents.about),
+            "topology": dict(contents.topology),
+            **({"bases": [list(base) for base in contents.bases]} if contents.bases else {}),
+            "files": files_json(contents.files, [base.url for base in contents.bases]),
+            "arrays": arrays_json(contents.arrays),
+            **digests_json(contents.arrays),
+            "ties": [[list(path), index] for path, index in contents.ties.items()],
+            **_variants_json(contents.variants),
+            "nest": contents.nest,
+        }
+    )
+    try:
+        require_affordable(data, where="")
+    except UnsafeError as error:
+        raise UnsupportedError(
+            "the values to save consist of very many small lists and dicts, which no reader takes",
+            found=f"{len(data)} bytes of JSON",
+            fix="Save them as tensors or arrays.",
+        ) from error
+    return data
+
+
+def decode_manifest(data: bytes | bytearray, *, where: object = "") -> Contents:
+    """Return what a manifest says, every field checked.
+
+    Raises:
+        FormatError: It does not follow the format.
+        UnsupportedError: A version or a type that this release does not know.
+    """
+    raw = read_fields(parse_json(data, where=str(where)), _MANIFEST_FIELDS, where)
+    if raw["format"] != "shardckpt manifest":
+        raise bad("this is no manifest", raw["format"], "shardckpt manifest", where)
+    read_version(raw["version"], where)
+    bases = _read_bases(raw.get("bases", []), where)
+    files = read_files(raw["files"], [base.url for base in bases], where)
+    arrays = with_digests(read_arrays(raw["arrays"], len(files), where), raw, where)
+    if not all(isinstance(v, str) for v in raw["about"].values()):
+        raise bad("`about` maps no names to text", raw["about"], "", where)
+    return Contents(
+        save=read_save(raw["save"], where),
+        files=files,
+        arrays=arrays,
+        nest=raw["nest"],
+        ties=read_ties(raw["ties"], [a.path for a in arrays], where),
+        topology=raw["topology"],
+        about=raw["about"],
+        bases=bases,
+        variants=read_variants(raw.get("variants", []), where),
+    )
+
+
+def _variants_json(variants: Mapping[Path, Path | None]) -> dict[str, object]:
+    rows = [[list(path), None if of is None else list(of)] for path, of in variants.items()]
+    return {"variants": rows} if rows else {}
+
+
+def read_variants(value: object, where: object) -> dict[Path, Path | None]:
+    """Check and return where further weights are.
+
+    Args:
+        value: As parsed.
+        where: The file, for messages.
+
+    Raises:
+        FormatError: An entry is none.
+    """
+    found: dict[Path, Path | None] = {}
+    rows = [read_fixed(entry, 2, "variants", where) for entry in read_list(value, "variants", where)]
+    paths = [read_path(raw, where) for raw, _ in rows]
+    check_paths(paths, where)
+    for path, (_, of) in zip(paths, rows, strict=True):
+        if path in found:
+            raise bad("a variant stands twice", dotted(path), "", where)
+        found[path] = None if of is None else read_path(of, where)
+    return found
+
+
+def read_ties(value: object, paths: Sequence[Path], where: object) -> dict[Path, int]:
+    """Check and return the further paths of arrays.
+
+    Args:
+        value: As parsed.
+        paths: Of the arrays.
+        where: The file, for messages.
+
+    Raises:
+        FormatError: An entry is none.
+    """
+    taken = set(paths)
+    ties: dict[Path, int] = {}
+    rows = [read_fixed(entry, 2, "ties", where) for entry in read_list(value, "ties", where)]
+    tied = [read_path(raw, where) for raw, _ in rows]
+    check_paths(tied, where)
+    for path, (_, index) in zip(tied, rows, strict=True):
+        if path in taken:
+            raise bad("a tied name stands twice", dotted(path), "", where)
+        taken.add(path)
+        ties[path] = read_integer(index, "ties", where, below=len(paths))
+    return ties
+
+
+def _read_bases(value: object, where: object) -> tuple[Base, ...]:
+    bases = tuple(_read_base(entry, where) for entry in read_list(value, "bases", where))
+    if len({base.url for base in bases}) != len(bases):
+        raise FormatError("a base is listed twice", where=where)
+    return bases
+
+
+def _read_base(entry: object, where: object) -> Base:
+    url, save, sha256 = read_fixed(entry, 3, "bases", where)
+    if save == sha256 == "":
+        return Base(read_base_url(url, where))
+    sha256 = read_sha256(sha256, "the digest of a base", where)
+    return Base(read_base_url(url, where), read_save(save, where), sha256)

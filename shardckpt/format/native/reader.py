@@ -1,0 +1,258 @@
+"""Our own format: a folder of safetensors files, a manifest, and `COMMIT`, without which the step does not exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from contextlib import suppress
+
+from shardckpt.errors import FormatError, ShardckptError
+from shardckpt.format.encodings import tagged_json
+from shardckpt.format.encodings.tagged_json import ArrayRef
+from shardckpt.format.native.base_store import BasedStore, Found, find_bases
+from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, Commit, read_commit, read_contents
+from shardckpt.format.native.manifest_json import KEEPS_ORDER, Contents
+from shardckpt.format.native.payload import BLOCK_BYTES, KEY
+from shardckpt.format.native.records import ArrayRecord
+from shardckpt.format.native.verified_store import Hashed, VerifiedStore
+from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
+from shardckpt.gc_pause import gc_paused
+from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, dotted
+from shardckpt.storage.store import Store
+
+ALGORITHM = "xxh3-64"
+
+_PAYLOAD = re.compile(r"[0-9a-z]+-\d{5,}-\d{2,}\.safetensors")
+_HEAD_BYTES = 64
+_MARK = b'{"format":"shardckpt"'
+
+
+def recognise(source: Source) -> Evidence:
+    """Recognise a step by its `COMMIT`, which may be named itself, and what is left of one without."""
+    if source.file is not None:
+        named = source.file == COMMIT and _starts(source, COMMIT, _MARK)
+        return Evidence.STRUCTURE if named else Evidence.NONE
+    files = source.files
+    payload = next((name for name in files if _PAYLOAD.fullmatch(name)), None)
+    manifests = any(name.endswith(MANIFEST_SUFFIX) for name in files)
+    if COMMIT in source.listing and (payload or manifests or _starts(source, COMMIT, _MARK)):
+        return Evidence.STRUCTURE
+    if payload is not None and _starts(source, payload, f'"{KEY}"'.encode()):
+        return Evidence.STRUCTURE
+    return Evidence.NONE
+
+
+def _starts(source: Source, name: str, mark: bytes) -> bool:
+    with suppress(ShardckptError, OSError):
+        return mark in source.head(name, _HEAD_BYTES)
+    return False
+
+
+def open_source(source: Source) -> NativeReader:
+    """Open a recognised step.
+
+    Raises:
+        IncompleteError: It was never committed, or its manifest is gone.
+        ChecksumError: `COMMIT` or the manifest is damaged.
+        UnsupportedError: It is of a newer version, or needs a feature that this release does not know.
+        CheckpointError: It does not follow the format.
+        StorageError: The store failed.
+    """
+    store = source.store
+    entries = source.listing.values() if source.file is None else store.list()
+    sizes = {entry.name: entry.size for entry in entries if not entry.is_folder}
+    commit = read_commit(store, sizes)
+    with gc_paused():
+        contents = read_contents(store, sizes, commit)
+        is_based = bool(commit.bases or source.bases)
+        bases = find_bases(store.url, commit.bases, source.bases, contents.bases) if is_based else None
+        return NativeReader(store, commit, contents, sizes, bases)
+
+
+class NativeReader(Reader):
+    """An open step of our own format; what is read through its store is checked against the hashes of its blocks.
+
+    Args:
+        store: Rooted at the step.
+        commit: As read.
+        contents: As read.
+        sizes: Of the files in the folder.
+        bases: What of the folders that it refers to is there.
+
+    Attributes:
+        commit: The mark that makes the step exist.
+        contents: Its manifest as stored: files with their hashes, arrays as rows, the nest as tagged JSON.
+    """
+
+    def __init__(
+        self, store: Store, commit: Commit, contents: Contents, sizes: Mapping[str, int], bases: Found | None = None
+    ) -> None:
+        self.commit = commit
+        self.contents = contents
+        stored: Store = store if bases is None else BasedStore(store, bases.places)
+        files = {f.place: Hashed(f.nbytes, f.hashes) for f in contents.files if f.hashes is not None}
+        changed = {} if bases is None else {name: files[name] for name in files if name in bases.changed}
+        self._stored = stored
+        self._unverified = VerifiedStore(stored, changed) if changed else stored
+        super().__init__(VerifiedStore(stored, files), manifest_of(store, contents, sizes, bases))
+
+    @property
+    def stored(self) -> Store:
+        """The files as they lie, unchecked."""
+        return self._stored
+
+    @property
+    def unverified(self) -> Store:
+        """The files without the hashes; those of a folder that is not what the step was saved against with them."""
+        return self._unverified
+
+    def nest(self, revive: tagged_json.Revive) -> object:
+        """Return what was saved, in the containers it was in.
+
+        Args:
+            revive: Turns array references and torch's values into what the caller wants.
+
+        Raises:
+            CheckpointError: The nest does not follow the format.
+        """
+        return tagged_json.decode(self.contents.nest, revive, where=self.store.url)
+
+    def block_hashes(self) -> dict[str, tuple[int, ...]]:
+        """Return the xxh3-64 of each block of each file that was saved with checksums."""
+        return {file.place: file.hashes for file in self.contents.files if file.hashes is not None}
+
+    def checksums(self) -> Iterator[Checksum]:
+        """Yield the hash of every block of every file."""
+        for file in self.contents.files:
+            for number, value in enumerate(file.hashes or ()):
+                start = number * BLOCK_BYTES
+                yield Checksum(
+                    file.place, start, min(BLOCK_BYTES, file.nbytes - start), ALGORITHM, value, f"block {number}, "
+                )
+
+
+class _Entries(Mapping[Path, TensorEntry]):
+    """Arrays by path; a million pieces are made when somebody asks for them, not before."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._places = [file.place for file in contents.files]
+        self._records: dict[Path, ArrayRecord] = {record.path: record for record in contents.arrays}
+        self._records |= {path: contents.arrays[index] for path, index in contents.ties.items()}
+        self._built: dict[Path, TensorEntry] = {}
+
+    def __getitem__(self, path: Path) -> TensorEntry:
+        entry = self._built.get(path)
+        if entry is None:
+            record = self._records[path]
+            entry = TensorEntry(path, record.shape, record.dtype, record.pieces(self._places))
+            self._built[path] = entry
+        return entry
+
+    def items(self) -> ItemsView[Path, TensorEntry]:
+        """Return all of them, made at once."""
+        self._build()
+        return super().items()
+
+    def values(self) -> ValuesView[TensorEntry]:
+        """Return all of them, made at once."""
+        self._build()
+        return super().values()
+
+    def _build(self) -> None:
+        if len(self._built) < len(self._records):
+            with gc_paused():
+                for path in self._records:
+                    self[path]
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._records
+
+
+def manifest_of(store: Store, contents: Contents, sizes: Mapping[str, int], bases: Found | None = None) -> Manifest:
+    """Return what a step holds, in the words that all formats share.
+
+    Args:
+        store: Rooted at the step.
+        contents: Its manifest as stored.
+        sizes: Of the files in the folder.
+        bases: What of the folders that it refers to is there.
+
+    Raises:
+        CheckpointError: The nest does not follow the format, or refers to other arrays than there are.
+    """
+    files = {file.place: -1 if file.base else sizes.get(file.name, -1) for file in contents.files}
+    longer = [file.name for file in contents.files if files[file.place] > file.nbytes]
+    unhashed = sum(file.hashes is None for file in contents.files)
+    notes = [f"{name} is longer than when it was committed" for name in longer]
+    if unhashed:
+        notes.append(f"{unhashed} files were saved without checksums: a changed byte in them is seen by nobody")
+    if bases is not None:
+        files.update(bases.sizes)
+        notes += bases.notes
+    return Manifest(
+        format="native",
+        files=files,
+        elsewhere={} if bases is None else bases.folders,
+        closed={} if bases is None else bases.closed,
+        tensors=_Entries(contents),
+        objects=_objects(contents, store.url),
+        variants={dotted(path): (path, of) for path, of in contents.variants.items()},
+        aliases={path: contents.arrays[index].path for path, index in contents.ties.items()},
+        warnings=tuple(notes),
+        keeps_order=contents.topology.get(KEEPS_ORDER) is not False,
+    )
+
+
+def _objects(contents: Contents, where: str) -> dict[Path, ObjectEntry]:
+    """Return every value that is no array; a list without arrays is one value."""
+    nest = tagged_json.decode(contents.nest, where=where)
+    walk = _Walk(contents, where)
+    found: list[ObjectEntry] = []
+    walk.add(nest, (), found)
+    return {entry.path: entry for entry in found}
+
+
+class _Walk:
+    def __init__(self, contents: Contents, where: str) -> None:
+        self._paths = [record.path for record in contents.arrays]
+        self._ties = contents.ties
+        self._where = where
+
+    def add(self, value: object, path: Path, found: list[ObjectEntry]) -> bool:
+        """Collect what lies at and below `path`; tell whether an array does."""
+        if isinstance(value, ArrayRef):
+            self._check(value, path)
+            return True
+        if isinstance(value, dict) and value:
+            inner = [self.add(v, (*path, tagged_json.path_key(key)), found) for key, v in value.items()]
+            return any(inner)
+        if isinstance(value, (list, tuple)) and not isinstance(value, tagged_json.Named):
+            below: list[ObjectEntry] = []
+            inner = [self.add(v, (*path, i), below) for i, v in enumerate(value)]
+            if any(inner):
+                found += below
+                return True
+        if path or value is not None:
+            found.append(ObjectEntry(path, value))
+        return False
+
+    def _check(self, ref: ArrayRef, path: Path) -> None:
+        if ref.number >= len(self._paths) or (
+            self._paths[ref.number] != path and self._ties.get(path, -1) != ref.number
+        ):
+            raise FormatError("the nest refers to an array that is another", where=self._where, found=dotted(path))
+
+
+FORMAT = Format(
+    name="native",
+    title="a shardckpt step",
+    looks_for=f"a step of shardckpt ({COMMIT})",
+    recognise=recognise,
+    open=open_source,
+)

@@ -1,0 +1,248 @@
+"""Records of a native step's files and arrays, and how JSON holds them.
+
+Rows of pieces are flat lists of integers, `[file, offset, *box offset, *box size]` after one another, since a manifest
+may hold a million of them.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from shardckpt.boxes import Box, Shape
+from shardckpt.dtypes import bits, is_known
+from shardckpt.errors import FormatError, UnsupportedError
+from shardckpt.format.budget import check_paths
+from shardckpt.format.encodings.safetensors import MAX_DIMS
+from shardckpt.format.native.json_fields import (
+    MAX_BYTES,
+    NEWER,
+    bad,
+    plain_name,
+    read_fixed,
+    read_integer,
+    read_list,
+    read_path,
+)
+from shardckpt.format.native.payload import BLOCK_BYTES, BlockHasher
+from shardckpt.manifest import Path, Piece, Span, dotted
+
+DIGEST_BYTES = 16
+"""Of a chunk's xxh3-128."""
+
+
+class FileRecord(NamedTuple):
+    """One file that holds bytes of a step.
+
+    Attributes:
+        name: In its folder.
+        nbytes: Its size.
+        hashes: xxh3-64 of each of its blocks; None where none were made.
+        base: The folder, as the step refers to it; empty for the step's own.
+    """
+
+    name: str
+    nbytes: int
+    hashes: tuple[int, ...] | None
+    base: str = ""
+
+    @property
+    def place(self) -> str:
+        """Name in the store of the step's reader."""
+        return f"{self.base}/{self.name}" if self.base else self.name
+
+
+class ArrayRecord(NamedTuple):
+    """One array of a step.
+
+    Attributes:
+        path: Where it sits in the saved nest.
+        dtype: Torch's name of its type.
+        shape: In elements.
+        rows: For each piece: file index, byte offset, box offset, box size.
+        digests: For each piece the xxh3-128 of its bytes, back to back; empty where none were made.
+    """
+
+    path: Path
+    dtype: str
+    shape: Shape
+    rows: array[int]
+    digests: bytes = b""
+
+    @property
+    def width(self) -> int:
+        """Integers of one row."""
+        return 2 + 2 * len(self.shape)
+
+    def pieces(self, places: Sequence[str]) -> tuple[Piece, ...]:
+        """Return the pieces, with the bytes their boxes take.
+
+        Args:
+            places: Names of the files, as the reader's store has them.
+        """
+        rows, n, width, element = self.rows.tolist(), 2 + len(self.shape), self.width, bits(self.dtype)
+        found = []
+        for at in range(0, len(rows), width):
+            box = Box(tuple(rows[at + 2 : at + n]), tuple(rows[at + n : at + width]))
+            span = Span(rows[at + 1], (prod(box.size) * element + 7) // 8)
+            found.append(Piece(box, places[rows[at]], span))
+        return tuple(found)
+
+
+def record_of(name: str, content: bytes, *, checksums: bool = True) -> FileRecord:
+    """Return the record of a small file that holds no array, as `model.safetensors.index.json`.
+
+    Such records stand behind those of `join`, since rows count files.
+    """
+    hasher = BlockHasher()
+    hasher.update(content)
+    return FileRecord(name, len(content), hasher.digests() if checksums else None)
+
+
+def files_of_bases(files: Iterable[FileRecord]) -> dict[str, dict[str, int]]:
+    """Return for each base the names and sizes of its files."""
+    bases: dict[str, dict[str, int]] = {}
+    for file in files:
+        if file.base:
+            bases.setdefault(file.base, {})[file.name] = file.nbytes
+    return bases
+
+
+# As JSON
+
+
+def files_json(files: Iterable[FileRecord], bases: Sequence[str]) -> list[object]:
+    """Return files as JSON holds them.
+
+    Args:
+        files: The files.
+        bases: Folders that some of them lie in, by index.
+    """
+    number = {url: at for at, url in enumerate(bases)}
+    return [
+        [f.name, f.nbytes, None if f.hashes is None else _hex(f.hashes), *([number[f.base]] if f.base else [])]
+        for f in files
+    ]
+
+
+def _hex(hashes: Sequence[int]) -> str:
+    return struct.pack(f">{len(hashes)}Q", *hashes).hex()
+
+
+def arrays_json(arrays: Iterable[ArrayRecord]) -> list[object]:
+    """Return arrays as JSON holds them, without digests."""
+    return [[list(a.path), a.dtype, list(a.shape), a.rows.tolist()] for a in arrays]
+
+
+def digests_json(arrays: Sequence[ArrayRecord]) -> dict[str, object]:
+    """Return the field of the arrays' digests; none where no array has any."""
+    return {"digests": [a.digests.hex() for a in arrays]} if any(a.digests for a in arrays) else {}
+
+
+def read_files(value: object, bases: Sequence[str], where: object) -> tuple[FileRecord, ...]:
+    """Check and return files.
+
+    Args:
+        value: As parsed.
+        bases: Folders that some of them may lie in.
+        where: The file, for messages.
+
+    Raises:
+        FormatError: An entry is none.
+        UnsafeError: A name could mean another place.
+    """
+    files = tuple(_read_file(entry, bases, where) for entry in read_list(value, "files", where))
+    if len({(f.base, f.name) for f in files}) != len(files):
+        raise FormatError("a file is listed twice", where=where)
+    return files
+
+
+def _read_file(entry: object, bases: Sequence[str], where: object) -> FileRecord:
+    base = ""
+    if isinstance(entry, list) and len(entry) == 4 and bases:
+        base = bases[read_integer(entry[3], "files", where, below=len(bases))]
+        entry = entry[:3]
+    name, size, digests = read_fixed(entry, 3, "files", where)
+    size = read_integer(size, "files", where, below=MAX_BYTES)
+    if digests is None and base:
+        raise bad("a file of a base has no hashes", name, "hashes: nothing else says that it is the one", where)
+    if digests is None:
+        return FileRecord(plain_name(name, where), size, None)
+    blocks = -(-size // BLOCK_BYTES)
+    if not isinstance(digests, str) or len(digests) != 16 * blocks:
+        raise bad(f"the hashes of {str(name)[:200]!r} do not fit its size", "", f"{blocks} of 16 digits", where)
+    try:
+        hashes = struct.unpack(f">{blocks}Q", bytes.fromhex(digests))
+    except (ValueError, struct.error) as error:
+        raise bad("a hash is no hexadecimal number", digests[:40], "", where) from error
+    return FileRecord(plain_name(name, where), size, hashes, base)
+
+
+def read_arrays(value: object, files: int, where: object) -> tuple[ArrayRecord, ...]:
+    """Check and return arrays, without digests.
+
+    Args:
+        value: As parsed.
+        files: How many files there are.
+        where: The file, for messages.
+
+    Raises:
+        FormatError: An entry is none.
+        UnsupportedError: A type that this release does not know.
+    """
+    arrays = tuple(_read_array(entry, files, where) for entry in read_list(value, "arrays", where))
+    check_paths([a.path for a in arrays], where)
+    if len({a.path for a in arrays}) != len(arrays):
+        raise FormatError("an array is listed twice", where=where)
+    return arrays
+
+
+def _read_array(entry: object, files: int, where: object) -> ArrayRecord:
+    raw_path, dtype, raw_shape, raw_rows = read_fixed(entry, 4, "arrays", where)
+    path = read_path(raw_path, where)
+    shape, rows = tuple(_integers(raw_shape, where)), _integers(raw_rows, where)
+    if not isinstance(dtype, str) or not is_known(dtype):
+        raise UnsupportedError(f"array {dotted(path)!r} has an unknown type", where=where, found=dtype, fix=NEWER)
+    if len(shape) > MAX_DIMS:
+        raise UnsupportedError(
+            f"array {dotted(path)!r} has more dimensions than any library holds",
+            where=where,
+            found=len(shape),
+            expected=f"at most {MAX_DIMS}",
+        )
+    width = 2 + 2 * len(shape)
+    if len(rows) % width or (rows and max(rows[::width]) >= files):
+        raise FormatError(f"the pieces of {dotted(path)!r} are no rows", where=where)
+    return ArrayRecord(path, dtype, shape, rows)
+
+
+def _integers(value: object, where: object) -> array[int]:
+    """Return a list of numbers from 0 to 2^64; what they mean is checked where all is known: by `plan.coverage`."""
+    try:
+        found: array[int] = array("Q", read_list(value, "numbers", where))
+    except (TypeError, OverflowError, ValueError) as error:
+        raise bad("no list of counts", value, "", where) from error
+    return found
+
+
+def with_digests(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], where: object) -> tuple[ArrayRecord, ...]:
+    """Return arrays with the digests of their pieces, where there are any. Raises FormatError for what is none."""
+    if "digests" not in raw:
+        return arrays
+    texts = read_fixed(raw["digests"], len(arrays), "digests", where)
+    return tuple(
+        record._replace(digests=_read_digests(text, record, where)) for record, text in zip(arrays, texts, strict=True)
+    )
+
+
+def _read_digests(text: object, record: ArrayRecord, where: object) -> bytes:
+    length = 2 * DIGEST_BYTES * (len(record.rows) // record.width)
+    if not isinstance(text, str) or len(text) not in (0, length):
+        raise bad(f"the digests of {dotted(record.path)!r} do not fit its pieces", "", f"{length} digits", where)
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise bad("a digest is no hexadecimal number", text[:40], "", where) from error

@@ -1,0 +1,165 @@
+"""What payload files say of themselves, and the manifest that follows from it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardckpt.boxes import Box
+from shardckpt.dtypes import is_known
+from shardckpt.errors import FormatError, IncompleteError, UnsupportedError
+from shardckpt.format.budget import check_paths
+from shardckpt.format.encodings import tagged_json
+from shardckpt.format.encodings.safetensors import MAX_DIMS, Header, parse_json, read_headers
+from shardckpt.format.encodings.tagged_json import ArrayRef
+from shardckpt.format.native.json_fields import read_fields, read_path
+from shardckpt.format.native.manifest_json import Contents, read_ties, read_variants
+from shardckpt.format.native.payload import KEY, VERSION, Chunk
+from shardckpt.format.native.records import ArrayRecord, FileRecord
+from shardckpt.manifest import Path, dotted
+from shardckpt.storage.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One payload file, as its header describes it.
+
+    Attributes:
+        name: In the step's folder.
+        nbytes: Size of the whole file.
+        save: Id of the save it belongs to.
+        chunks: In the order of the file.
+        offsets: First byte of each in the file.
+        carry: What the manifest says besides; empty but in one file of a save.
+    """
+
+    name: str
+    nbytes: int
+    save: str
+    chunks: tuple[Chunk, ...]
+    offsets: tuple[int, ...]
+    carry: Mapping[str, Any]
+
+
+def read_described(store: Store, sizes: Mapping[str, int]) -> list[Described]:
+    """Read the headers of payload files.
+
+    Args:
+        store: Rooted at the step.
+        sizes: Name to size of the files.
+
+    Raises:
+        CheckpointError: A header is damaged, or is none of ours.
+        StorageError: The store failed.
+    """
+    headers = read_headers(store, sizes)
+    return [_described(name, header, f"{store.url}/{name}") for name, header in headers.items()]
+
+
+def _described(name: str, header: Header, where: str) -> Described:
+    if KEY not in header.metadata:
+        raise FormatError("this is no payload file of shardckpt", where=where, expected=f"`{KEY}` in its metadata")
+    raw = read_fields(
+        parse_json(header.metadata[KEY].encode("utf-8", "surrogatepass"), where=where),
+        {"version": list, "save": str, "chunks": list},
+        where,
+    )
+    if not raw["version"] or raw["version"][0] != VERSION[0]:
+        raise UnsupportedError("a payload file of another version", where=where, found=raw["version"])
+    chunks = tuple(_chunk(entry, where) for entry in raw["chunks"])
+    check_paths(list({str(chunk.path): chunk.path for chunk in chunks}.values()), where)
+    offsets, at = [], 0
+    for chunk in chunks:
+        offsets.append(at)
+        at += chunk.nbytes
+    told = [(offset, offset + chunk.nbytes) for offset, chunk in zip(offsets, chunks, strict=True)]
+    if sorted(told) != sorted((begin, end) for _, _, begin, end in header.tensors.values()):
+        raise FormatError("the file's own description does not fit its header", where=where)
+    carry = read_fields(raw.get("carry", {}), {}, where)
+    places = tuple(header.data_start + offset for offset in offsets)
+    return Described(name, header.data_start + at, raw["save"], chunks, places, carry)
+
+
+def _chunk(entry: Any, where: str) -> Chunk:
+    try:
+        raw_path, dtype, *lists = entry
+        shape, offset, size = (tuple(array("Q", numbers)) for numbers in lists)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FormatError("a chunk is none", where=where) from error
+    path, box = read_path(raw_path, where), Box(offset, size)
+    if not isinstance(dtype, str) or not is_known(dtype):
+        raise UnsupportedError(f"chunk of {dotted(path)!r} has an unknown type", where=where, found=dtype)
+    if not len(shape) == len(offset) == len(size):
+        raise FormatError(f"a chunk of {dotted(path)!r} has other dimensions", where=where, found=(offset, size))
+    if len(shape) > MAX_DIMS:
+        raise UnsupportedError(f"chunk of {dotted(path)!r} has very many dimensions", where=where, found=len(shape))
+    if not box.within(shape):
+        raise FormatError(f"a chunk lies outside of {dotted(path)!r}", where=where, found=str(box), expected=shape)
+    return Chunk(path, shape, dtype, box)
+
+
+def rebuild(save: str, files: Sequence[Described], where: str) -> tuple[Contents, tuple[str, ...]]:
+    """Return the manifest that follows from payload files, without hashes, and what is odd about it.
+
+    Args:
+        save: The save's id.
+        files: Its payload files.
+        where: The step, for messages.
+
+    Raises:
+        IncompleteError: Arrays are in none of the files.
+        FormatError: The files contradict each other.
+    """
+    found: dict[Path, ArrayRecord] = {}
+    for number, file in enumerate(files):
+        for chunk, offset in zip(file.chunks, file.offsets, strict=True):
+            record = found.setdefault(chunk.path, ArrayRecord(chunk.path, chunk.dtype, chunk.shape, array("Q")))
+            if (record.dtype, record.shape) != (chunk.dtype, chunk.shape):
+                raise FormatError(f"two files disagree on {dotted(chunk.path)!r}", where=f"{where}/{file.name}")
+            record.rows.extend((number, offset, *chunk.box.offset, *chunk.box.size))
+    records = tuple(FileRecord(file.name, file.nbytes, None) for file in files)
+    carry = next((file.carry for file in files if file.carry), None)
+    if carry is None:
+        note = "the file that carried the nest is gone: values that are no tensors and tied names are lost"
+        return Contents(save, records, tuple(found.values()), _plain_nest(found)), (note,)
+    told = read_fields(carry, {"arrays": list, "ties": list, "topology": dict, "about": dict}, where)
+    order = [read_path(path, where) for path in told["arrays"]]
+    check_paths(order, where)
+    _require_all(order, found, where)
+    ties = read_ties(told["ties"], order, where)
+    arrays = tuple(found[path] for path in order)
+    variants = read_variants(told.get("variants", []), where)
+    return Contents(
+        save, records, arrays, carry.get("nest"), ties, told["topology"], told["about"], variants=variants
+    ), ()
+
+
+def _require_all(order: Sequence[Path], found: Mapping[Path, object], where: str) -> None:
+    missing = [path for path in order if path not in found]
+    if missing:
+        raise IncompleteError(
+            f"{len(missing)} arrays are in no file, the first is {dotted(missing[0])!r}",
+            where=where,
+            found=f"{len(found)} arrays",
+            expected=len(order),
+            fix="Copy the missing files into the folder; what lies in a base is known to the manifest alone.",
+        )
+    if len(set(order)) != len(order) or len(found) != len(order):
+        raise FormatError("the files hold arrays that their save did not know", where=where)
+
+
+def _plain_nest(paths: Iterable[Path]) -> object:
+    """Return a nest of dicts that refers to every array."""
+    nest: dict[str | int, Any] = {}
+    for number, path in enumerate(paths):
+        if not path:
+            return tagged_json.encode(ArrayRef(number))
+        inner = nest
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise FormatError("an array lies inside another one", where=dotted(path))
+        inner[path[-1]] = ArrayRef(number)
+    return tagged_json.encode(nest)

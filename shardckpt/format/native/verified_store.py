@@ -1,0 +1,238 @@
+"""A store whose files are checked, block by block, as they are read: nothing damaged is handed out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+import xxhash
+
+from shardckpt.errors import ChecksumError
+from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.storage.store import Read, Store
+from shardckpt.storage.store_wrapper import WrappedStore
+
+_AT_ONCE = 4
+"""Blocks that are wanted in part and held in memory at a time."""
+
+_DIRECT_BYTES = 1 << 20
+"""A part of a block this large is read where it is wanted, and hashed there: what is asked for next is read again.
+
+Smaller ones are copied out of the block, which is kept; so are all of them where reading again would be a request.
+"""
+
+
+_Block = tuple[str, int]
+"""File and number."""
+
+
+class Hashed(NamedTuple):
+    """A file whose blocks have hashes.
+
+    Attributes:
+        nbytes: Its size when it was hashed.
+        hashes: xxh3-64 of each block.
+    """
+
+    nbytes: int
+    hashes: tuple[int, ...]
+
+
+class _Cut(NamedTuple):
+    """The part of a wanted range that lies in one block.
+
+    Attributes:
+        start: First byte, counted from the block's first.
+        target: Where it goes.
+    """
+
+    start: int
+    target: memoryview
+
+
+@dataclass(slots=True)
+class _Plan:
+    """How reads are carried out.
+
+    Attributes:
+        direct: Ranges that are read where they are wanted.
+        whole: Blocks among those with their bytes in order, to be hashed there.
+        parts: Blocks that are read elsewhere, and what is wanted of each.
+    """
+
+    direct: list[Read] = field(default_factory=list)
+    whole: list[tuple[_Block, list[memoryview]]] = field(default_factory=list)
+    parts: dict[_Block, list[_Cut]] = field(default_factory=dict)
+
+
+class VerifiedStore(WrappedStore):
+    """Reads of hashed files are checked; everything else goes to the store beneath.
+
+    A block that is wanted whole, if by several reads, is read where it belongs and hashed there. One that is wanted in
+    part is read whole when it is met first; large parts of it go where they belong. The last one of which only small
+    parts were wanted is kept for each thread, since small reads often follow one another.
+
+    Args:
+        store: Where the files lie.
+        files: Those with hashes.
+    """
+
+    def __init__(self, store: Store, files: Mapping[str, Hashed]) -> None:
+        super().__init__(store)
+        self._files = files
+        self._good: set[_Block] = set()
+        self._recent = threading.local()
+        self._most = max((min(file.nbytes, BLOCK_BYTES) for file in files.values()), default=0)
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Fill every buffer, once the blocks it touches match their hashes.
+
+        Raises:
+            ChecksumError: A block does not; the message names file and block.
+            ShardckptError: As the store beneath.
+        """
+        plan = _Plan()
+        for read in reads:
+            self._add(read, plan)
+        self._join(plan)
+        self._store.read(plan.direct)
+        for block, data in plan.whole:
+            self._check(block, data)
+        blocks = iter(plan.parts.items())
+        while some := list(islice(blocks, _AT_ONCE)):
+            self._fill(some)
+
+    def _add(self, read: Read, plan: _Plan) -> None:
+        name, offset, buffer = read
+        file = self._files.get(name)
+        end = offset + len(buffer)
+        if file is None or not len(buffer) or end > file.nbytes:
+            plan.direct.append(read)  # beyond the end: the store beneath says what is wrong
+            return
+        for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            start, size = _extent(file, number)
+            low, high = max(offset, start), min(end, start + size)
+            target = buffer[low - offset : high - offset]
+            if len(target) == size:
+                plan.whole.append(((name, number), [target]))
+            elif (name, number) not in self._good or self._is_recent((name, number)):
+                plan.parts.setdefault((name, number), []).append(_Cut(low - start, target))
+                continue
+            plan.direct.append(Read(name, low, target))
+
+    def _join(self, plan: _Plan) -> None:
+        """Let blocks whose parts together are all of them be read where these belong."""
+        for block in [block for block, cuts in plan.parts.items() if len(cuts) > 1 and not self._is_recent(block)]:
+            cuts = sorted(plan.parts[block], key=lambda cut: cut.start)
+            at = 0
+            for start, target in cuts:
+                if start != at:
+                    break
+                at += len(target)
+            else:
+                first, size = _extent(self._files[block[0]], block[1])
+                if at == size:
+                    plan.direct += [Read(block[0], first + cut.start, cut.target) for cut in cuts]
+                    plan.whole.append((block, [cut.target for cut in cuts]))
+                    del plan.parts[block]
+
+    def _is_recent(self, block: _Block) -> bool:
+        return getattr(self._recent, "block", None) == block
+
+    def _fill(self, wanted: Sequence[tuple[_Block, Sequence[_Cut]]]) -> None:
+        """Serve the parts of a few blocks."""
+        wanted = [(block, cuts) for block, cuts in wanted if not self._serve_recent(block, cuts)]
+        direct_bytes = _DIRECT_BYTES if self._store.traits.is_local else BLOCK_BYTES
+        laid = []
+        for ((name, number), cuts), buffer in zip(wanted, self._buffers(len(wanted)), strict=True):
+            laid.append(_laid(cuts, buffer[: _extent(self._files[name], number)[1]], direct_bytes))
+        self._store.read(
+            [
+                Read(name, number * BLOCK_BYTES + start, view)
+                for ((name, number), _), each in zip(wanted, laid, strict=True)
+                for start, view in each.parts
+            ]
+        )
+        for (block, _), each in zip(wanted, laid, strict=True):
+            self._check(block, [part.target for part in each.parts])
+            for start, target in each.copied:
+                target[:] = each.data[start : start + len(target)]
+            if len(each.parts) == 1:  # in memory of ours, all of it
+                self._recent.block, self._recent.data = block, each.data
+
+    def _serve_recent(self, block: _Block, cuts: Sequence[_Cut]) -> bool:
+        """Copy the parts of a block that is still there; tell whether it is."""
+        if not self._is_recent(block):
+            return False
+        for start, target in cuts:
+            target[:] = self._recent.data[start : start + len(target)]
+        return True
+
+    def _buffers(self, count: int) -> Sequence[memoryview]:
+        """Return memory for so many blocks, used before by this thread; the block that is kept lies elsewhere."""
+        pool = self._recent.__dict__.setdefault("pool", [])
+        kept = getattr(self._recent, "data", None)
+        free = [each for each in pool if kept is None or kept.obj is not each.obj]
+        while len(free) < count:
+            free.append(memoryview(bytearray(self._most)))
+            pool.append(free[-1])
+        return free[:count]
+
+    def _check(self, block: _Block, data: Sequence[memoryview]) -> None:
+        name, number = block
+        hasher = xxhash.xxh3_64()
+        for part in data:
+            hasher.update(part)
+        expected, found = self._files[name].hashes[number], hasher.intdigest()
+        if found != expected:
+            start, size = _extent(self._files[name], number)
+            raise ChecksumError(
+                f"block {number}, bytes {start} to {start + size}, does not match its checksum",
+                where=f"{self.url}/{name}",
+                found=f"{found:016x}",
+                expected=f"{expected:016x}",
+                fix="Restore the file from another copy: `shardckpt verify` lists every damaged block and its tensors.",
+            )
+        self._good.add(block)
+
+
+class _Laid(NamedTuple):
+    """Where a block is read to.
+
+    Attributes:
+        parts: All of it in order: where it is wanted, or in `data`.
+        data: Memory as large as the block, of which those parts are filled that `parts` has there.
+        copied: What is wanted of `data`.
+    """
+
+    parts: list[_Cut]
+    data: memoryview
+    copied: list[_Cut]
+
+
+def _laid(cuts: Sequence[_Cut], data: memoryview, direct_bytes: int) -> _Laid:
+    """Return where a block is read to: large parts where they are wanted, unless some overlap."""
+    ordered = sorted(cuts, key=lambda cut: cut.start)
+    ends = [0, *(cut.start + len(cut.target) for cut in ordered)]
+    if any(cut.start < end for end, cut in zip(ends, ordered, strict=False)):
+        return _Laid([_Cut(0, data)], data, ordered)
+    direct = [cut for cut in ordered if len(cut.target) >= direct_bytes]
+    parts: list[_Cut] = []
+    at = 0
+    for cut in direct:
+        if cut.start > at:
+            parts.append(_Cut(at, data[at : cut.start]))
+        parts.append(cut)
+        at = cut.start + len(cut.target)
+    if at < len(data):
+        parts.append(_Cut(at, data[at:]))
+    return _Laid(parts, data, [cut for cut in ordered if len(cut.target) < direct_bytes])
+
+
+def _extent(file: Hashed, number: int) -> tuple[int, int]:
+    """Return a block's first byte and its size."""
+    start = number * BLOCK_BYTES
+    return start, min(BLOCK_BYTES, file.nbytes - start)

@@ -1,0 +1,77 @@
+"""Files of `torch.save` that are one rank's each, put together to a checkpoint of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardckpt.format.ranks.fsdp1_model import has_flat_parameters
+from shardckpt.format.ranks.merge_dtensors import join_ranks
+from shardckpt.format.ranks.merge_local_states import put_together
+from shardckpt.format.ranks.rank_files import RankFile, named_ranks
+from shardckpt.format.reader import Reader, WholeShapes
+from shardckpt.format.torchsave.reader import TorchReader
+
+
+class JoinedTorchReader(TorchReader):
+    """Rank files put together, and able to do so again once more is known.
+
+    Args:
+        apart: The files as they are.
+        files: Those that are one rank's.
+        known: Whole shapes, which flat parameters of FSDP1 need.
+
+    Raises:
+        CheckpointError: The files do not fit together.
+        UsageError: The shapes do not fit.
+    """
+
+    def __init__(self, apart: TorchReader, files: Sequence[RankFile], known: WholeShapes | None = None) -> None:
+        manifest = join_ranks(apart.manifest, apart.shares, files, apart.store.url, known)
+        super().__init__(apart.store, manifest, apart.archives)
+        self._apart = apart
+        self._files = files
+        self._known = known
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether there are flat parameters in the files."""
+        return has_flat_parameters(self._apart.shares)
+
+    @property
+    def lacks_shapes(self) -> bool:
+        """Whether there are flat parameters, and nothing told yet what they hold."""
+        return self.is_flat and self._known is None
+
+    def with_shapes(self, known: WholeShapes) -> Reader:
+        """Return a reader that knows more; notes beside the files tell shapes better than anything else.
+
+        Raises:
+            UsageError: The shapes do not fit the flat parameters.
+        """
+        if self._known is not None:
+            known = replace(self._known, ids=known.ids or self._known.ids)
+        if not self.is_flat or not known.shapes:
+            return self
+        return JoinedTorchReader(self._apart, self._files, known)
+
+
+def merge_rank_files(reader: TorchReader, known: WholeShapes | None = None) -> TorchReader:
+    """Return a reader of the whole tensors that rank files hold together; the same where nothing is one rank's.
+
+    Args:
+        reader: Of the files as they are.
+        known: Whole shapes, which flat parameters of FSDP1 need.
+
+    Raises:
+        CheckpointError: What the ranks say of themselves does not fit together, or to what they hold.
+        UsageError: The shapes do not fit.
+    """
+    if reader.notes:
+        return reader.restated(put_together(reader.manifest, reader.notes, reader.store.url))
+    if not reader.shares:
+        return reader
+    names = list(reader.manifest.files)
+    if len(names) == 1:
+        return JoinedTorchReader(reader, [RankFile(names[0], (), (), 0)], known)
+    return JoinedTorchReader(reader, named_ranks(names, {str(path[0]) for path in reader.shares}), known)

@@ -1,0 +1,301 @@
+"""From a path or URL to an open checkpoint: every registered format is asked, structure first, name second."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import zip_longest
+
+from shardckpt.errors import CheckpointError, SourceNotFoundError, StorageError, UnknownFormatError, UsageError, escape
+from shardckpt.format.dcp import reader as dcp
+from shardckpt.format.deepspeed import reader as deepspeed
+from shardckpt.format.deepspeed import universal
+from shardckpt.format.frameworks import accelerate, composer, lightning, megatron, torch_checkpointing, torch_files
+from shardckpt.format.huggingface import reader as hf
+from shardckpt.format.native import reader as native
+from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX
+from shardckpt.format.native.run_directory import is_step_name
+from shardckpt.format.reader import Evidence, Format, NamedBases, Reader, Source
+from shardckpt.storage.local import LocalStore
+from shardckpt.storage.resolve_url import kind, open_store, split
+from shardckpt.storage.store import Listed, Store
+from shardckpt.storage.store_wrapper import WrappedStore
+from shardckpt.storage.subfolder_store import Within
+
+FORMATS: tuple[Format, ...] = (
+    native.FORMAT,
+    universal.FORMAT,
+    deepspeed.FORMAT,
+    accelerate.FORMAT,
+    composer.FORMAT,
+    torch_checkpointing.FORMAT,
+    lightning.FORMAT,
+    megatron.FORMAT,
+    dcp.FORMAT,
+    hf.FORMAT,
+    torch_files.HF_FORMAT,
+    torch_files.LOOSE_FORMAT,
+    torch_files.FILE_FORMAT,
+)
+"""Every format that can be read. Those that contain others stand before them."""
+
+_HOLDER = "Point at the folder or file that holds the checkpoint."
+_FOREIGN = (
+    (
+        ("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA", "_sharding"),
+        "an Orbax (JAX) folder, which needs TensorStore to read",
+        "Restore it in JAX and write its arrays with safetensors.flax.save_file.",
+    ),
+    (
+        ("latest_checkpointed_iteration.txt",),
+        "a Megatron folder of several iterations",
+        "Point at one iter_*.",
+    ),
+    (
+        ("mp_rank_00", "mp_rank_00_000"),
+        "an iteration of Megatron's older format, cut by tensor parallelism as only its code knows",
+        "Convert it with Megatron's tools/checkpoint/convert.py, or save it with --ckpt-format torch_dist.",
+    ),
+    (
+        ("latest", "zero_to_fp32.py"),
+        "a DeepSpeed folder without the folder of state files that `latest` names",
+        "Copy that folder beside it.",
+    ),
+    (("checkpoint-1", "trainer_state.json"), "a folder of a transformers Trainer without model files", _HOLDER),
+    (("COMMIT",), "a shardckpt step without its manifest and its files", _HOLDER),
+)
+"""Names that tell what a folder is, what that is, and what to do with it."""
+
+_SHOWN = 8
+_AT_ONCE = 8
+_LEVELS = 4
+"""How deep a folder is looked into that is not a checkpoint itself: Lightning puts three folders around its files."""
+_FOLDERS = {True: 500, False: 64}
+"""How many folders are looked into, on this machine and elsewhere."""
+_NAMES = 100_000
+"""How many names in these folders are looked at."""
+
+
+def open_source(url: str, bases: NamedBases = "") -> Source:
+    """Return what lies at a path or URL, unopened.
+
+    Args:
+        url: The path or URL.
+        bases: Folders that the caller names of those that a step refers to.
+
+    Raises:
+        SourceNotFoundError: Nothing lies there.
+        UsageError: No filesystem for the URL's protocol.
+        StorageError: The store failed.
+    """
+    found = kind(url)
+    if found == "missing":
+        raise SourceNotFoundError("nothing lies here", where=url, fix="Check the path or URL.")
+    if found == "file":
+        parent, name = split(url)
+        return Source(open_store(parent), name, bases)
+    return Source(open_store(url), bases=bases)
+
+
+def detect(source: Source) -> Format:
+    """Return the format of a source.
+
+    Raises:
+        UnknownFormatError: No reader recognises it; the message lists what was found and what was looked for.
+        UsageError: Bases are named, and checkpoints of its format have none.
+    """
+    found = _recognised(source)
+    if source.bases and found is not native.FORMAT:
+        raise UsageError("this checkpoint has no base", where=source.url, found=found.title)
+    return found
+
+
+def _recognised(source: Source) -> Format:
+    form = _asked(source)
+    if form is not None:
+        return form
+    if not source.listing:
+        raise UnknownFormatError("this folder is empty", where=source.url)
+    what, fix = _explanation(source)
+    raise (_around(source) if fix == _HOLDER else None) or _unknown(source, what, fix)
+
+
+def _asked(source: Source, least: Evidence = Evidence.NAME) -> Format | None:
+    """Return the format that takes a source for its own, by structure if any does; None where none does."""
+    named: Format | None = None
+    for candidate in FORMATS:
+        evidence = candidate.recognise(source)
+        if evidence is Evidence.STRUCTURE:
+            return candidate
+        if evidence is least and named is None:
+            named = candidate
+    return named
+
+
+def _around(source: Source) -> UnknownFormatError | None:
+    """Return what to say where a checkpoint lies one level above or below; None where none does."""
+    if source.file is not None:
+        form = _asked_nearby(Source(source.store))
+        if form is None:
+            return None
+        return UnknownFormatError(
+            "this file is no checkpoint by itself, and the folder that holds it is one",
+            where=source.url,
+            found=f"{source.store.url} ({form.name})",
+            fix="Point at that folder.",
+        )
+    below = _checkpoints_below(source)
+    if not below:
+        return None
+    return UnknownFormatError(
+        "this folder is no checkpoint itself, and holds some",
+        where=source.url,
+        found=_shorten([f"{path} ({form.name})" for path, form in below]),
+        fix="Point at one of them.",
+    )
+
+
+def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:
+    """Return the checkpoints in a folder that are nearest to it, by path: those of one level, at most `_SHOWN` and one.
+
+    The look goes no deeper than `_LEVELS`, and into no more than `_FOLDERS` folders and `_NAMES` names.
+    """
+    store = _FirstNames(source.store, _NAMES)
+    left = _FOLDERS[store.traits.is_local]
+    level = [name for name in reversed(source.folders) if not name.startswith(".")]
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-look") as pool:
+        for depth in range(1, _LEVELS + 1):
+            level, left = level[:left], left - len(level)
+            found: list[tuple[str, Format]] = []
+            deeper: list[list[str]] = []
+            look = partial(_look_into, store, depth)
+            for start in range(0, len(level), _AT_ONCE):
+                looks = pool.map(look, level[start : start + _AT_ONCE])
+                for path, (form, folders) in zip(level[start:], looks, strict=False):
+                    deeper.append(folders)
+                    found += [(path, form)] if form is not None else []
+                if len(found) > _SHOWN:
+                    break
+            if found:
+                return sorted(found[: _SHOWN + 1], key=lambda each: each[0])
+            level = [path for paths in zip_longest(*deeper) for path in paths if path is not None]
+            if not level or left <= 0:
+                break
+    return []
+
+
+def _look_into(store: Store, depth: int, path: str) -> tuple[Format | None, list[str]]:
+    """Return the format of a folder that nobody pointed at, and its folders, the last by name first.
+
+    Where it lies directly in the folder that somebody pointed at, names of files are enough.
+    """
+    source = Source(Within(store, path))
+    try:
+        form = _asked(source, Evidence.NAME if depth == 1 else Evidence.STRUCTURE)
+        return form, [f"{path}/{name}" for name in reversed(source.folders) if not name.startswith(".")]
+    except (StorageError, CheckpointError):  # it cannot be looked at, or a link leads elsewhere
+        return None, []
+
+
+class _FirstNames(WrappedStore):
+    """A store that lists only so many names in all its folders together."""
+
+    def __init__(self, store: Store, most: int) -> None:
+        super().__init__(store)
+        self._left = most
+
+    def list(self, folder: str = "") -> list[Listed]:
+        """Return what lies in `folder`, or the first names of it."""
+        most = max(self._left, 0)
+        if isinstance(self._store, LocalStore):
+            found = list(self._store.list_first(folder, most))
+        else:
+            found = self._store.list(folder)[:most]
+        self._left -= len(found)
+        return found
+
+
+def _asked_nearby(source: Source) -> Format | None:
+    """Return the format of a place that nobody pointed at: where it cannot be looked at, it is none."""
+    try:
+        return _asked(source)
+    except StorageError:
+        return None
+
+
+def checkpoint_in(url: str) -> str:
+    """Say which checkpoint a folder is, holds, or looks like; empty where it is none and nobody knows of one in it.
+
+    Args:
+        url: Path or URL of the folder; need not exist.
+
+    Raises:
+        StorageError: The store failed.
+    """
+    if kind(url) != "folder":
+        return ""
+    source = open_source(url)
+    form = _asked_nearby(source)
+    if form is not None:
+        return f"a checkpoint ({form.title})"
+    what, _ = _explanation(source)
+    if what:
+        return what.removeprefix(": this looks like ")
+    below = _checkpoints_below(source)
+    return _shorten(list(dict.fromkeys(_as_run(path) or f"{path} ({form.name})" for path, form in below)))
+
+
+def _as_run(path: str) -> str:
+    """Return how the run is called that a folder is a step of; empty where it is not a step of one."""
+    run, _, name = path.rpartition("/")
+    return f"{run} (a run)" if run and is_step_name(name) else ""
+
+
+def _shorten(shown: list[str]) -> str:
+    """Return the first of several texts in one, with a mark where there are more."""
+    return ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")
+
+
+def _unknown(source: Source, what: str, fix: str) -> UnknownFormatError:
+    looked_for = "one of: " + "; ".join(f.looks_for for f in FORMATS)
+    return UnknownFormatError(
+        f"no reader recognises this{what}",
+        where=source.url,
+        found=_found(source),
+        expected=looked_for if fix == _HOLDER else "",
+        fix=fix,
+    )
+
+
+def open_checkpoint(url: str, bases: NamedBases = "") -> Reader:
+    """Open the checkpoint at a path or URL, whatever its format.
+
+    Args:
+        url: The path or URL.
+        bases: Folders that the caller names of those that a step refers to.
+
+    Raises:
+        SourceNotFoundError: Nothing lies there.
+        UnknownFormatError: No reader recognises it.
+        CheckpointError: It is recognised and cannot be read.
+        StorageError: The store failed.
+    """
+    source = open_source(url, bases)
+    return detect(source).open(source)
+
+
+def _explanation(source: Source) -> tuple[str, str]:
+    """Return what a source looks like, where names tell, and what to do."""
+    names = set(source.listing)
+    for marks, what, fix in _FOREIGN:
+        if names & set(marks):
+            return f": this looks like {what}", fix
+    if any(name.endswith(MANIFEST_SUFFIX) for name in names):
+        return f": this looks like the manifest of a shardckpt step without its files and {COMMIT}", _HOLDER
+    return "", _HOLDER
+
+
+def _found(source: Source) -> str:
+    names = sorted(source.listing)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return escape(", ".join(names[:_SHOWN]) + more)

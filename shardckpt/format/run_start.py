@@ -1,0 +1,55 @@
+"""The folder of a run in which no step lies: whether it may be where a run begins, or is something else."""
+
+from __future__ import annotations
+
+import os
+
+from shardckpt.errors import SourceNotFoundError, StorageError, UnknownFormatError, UsageError
+from shardckpt.format.registry import checkpoint_in
+from shardckpt.storage.resolve_url import kind, local_path
+
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs")
+_FIX = "Name the folder that holds the steps of a run (step-00000100, ...), or load this one with shardckpt.load."
+
+
+def require_start_of_run(url: str) -> None:
+    """Refuse to take a folder without steps for a run that has not begun, where something else lies there.
+
+    Args:
+        url: Path or URL of the folder.
+
+    Raises:
+        UnknownFormatError: It is a checkpoint, or holds some that are not steps.
+        SourceNotFoundError: Its bucket does not exist.
+        UsageError: A file lies where one of its parents would be.
+        StorageError: It, or its parent, cannot be read.
+    """
+    found = checkpoint_in(url)
+    if found:
+        raise UnknownFormatError("no step of a run lies here", where=url, found=found, fix=_FIX)
+    path = local_path(url)
+    if path is None:
+        _require_bucket(url)
+    else:
+        _require_parent(os.path.abspath(path))
+
+
+def _require_bucket(url: str) -> None:
+    protocol, _, place = url.partition("://")
+    bucket = f"{protocol}://{place.strip('/').partition('/')[0]}"
+    if protocol not in _BUCKETS or "@" in bucket:
+        return
+    try:
+        found = kind(bucket)
+    except StorageError:  # who may not look at the bucket may still have this folder in it
+        return
+    if found == "missing":
+        raise SourceNotFoundError("this bucket does not exist", where=bucket, fix="Check its name, or create it.")
+
+
+def _require_parent(path: str) -> None:
+    parent = os.path.dirname(path)
+    while kind(parent) == "missing" and parent != os.path.dirname(parent):
+        parent = os.path.dirname(parent)
+    if kind(parent) == "file":
+        raise UsageError("a file lies where a folder above the run would be", where=parent, fix="Choose another.")

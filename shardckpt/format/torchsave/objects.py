@@ -1,0 +1,163 @@
+"""Small objects that torch saved, as plain values: bytes items of DCP, and files beside a checkpoint."""
+
+from __future__ import annotations
+
+import struct
+
+from shardckpt.errors import FormatError, TruncatedError, UnsafeError, UnsupportedError
+from shardckpt.format.budget import Budget
+from shardckpt.format.encodings import pickle_reader
+from shardckpt.format.encodings.codecs import DecodedStream
+from shardckpt.format.encodings.pickle_reader import Inert, Limits, Ordered, TensorStub
+from shardckpt.format.encodings.zip_archive import LOCAL_SIGNATURE, walk_front
+from shardckpt.format.torchsave.tensor_views import StorageRef, Storages
+from shardckpt.manifest import Encoded, Span
+from shardckpt.storage.store import Store, read_bytes
+
+_MAX_OBJECT_BYTES = 1 << 28
+_LIMITS = Limits(nbytes=_MAX_OBJECT_BYTES)
+_FREE_DECODED_BYTES, _DECODED_FACTOR = 4 << 20, 16
+_DECODED_COST = 8
+"""How far a compressed object may swell, and what each byte beyond those of the file costs of the budget."""
+
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_LEGACY_PREFIX = 3
+_STREAMS = ("_io.BytesIO", "io.BytesIO")
+_SCALARS = {
+    "bool": "<?",
+    "uint8": "<B",
+    "int8": "<b",
+    "int16": "<h",
+    "int32": "<i",
+    "int64": "<q",
+    "float16": "<e",
+    "float32": "<f",
+    "float64": "<d",
+}
+
+
+def read_object(store: Store, file: str, layout: Span | Encoded, budget: Budget | None = None) -> object:
+    """Return the value of an object that torch saved: of a torch archive, or of a bare pickle.
+
+    A stream of bytes becomes its bytes, a tensor of one element its number; a larger tensor stays a `TensorStub`, an
+    instance of a class an `Inert`.
+
+    Args:
+        store: Where the file lies.
+        file: Its name.
+        layout: Where its bytes lie in the file.
+        budget: What reading it may cost; that of a file of its size where None.
+
+    Raises:
+        UnsafeError: It names something that could run code, or is larger than any object should be.
+        FormatError: It is damaged, or something else.
+        StorageError: The store failed.
+    """
+    where = f"{store.url}/{file}, object at byte {layout.offset}"
+    budget = Budget(layout.nbytes) if budget is None else budget
+    raw = _bytes(store, file, layout, where)
+    if isinstance(layout, Encoded):
+        budget.spend(_DECODED_COST * max(0, len(raw) - layout.nbytes))
+    if raw.startswith(LOCAL_SIGNATURE):
+        return _of_archive(raw, where, budget)
+    if not raw.startswith(b"\x80"):
+        raise FormatError("the object is neither a torch archive nor a pickle", where=where, found=raw[:8])
+    value, at = pickle_reader.load_at(raw, 0, where=where, limits=_LIMITS, budget=budget)
+    if value == _LEGACY_MAGIC:
+        for _ in range(_LEGACY_PREFIX):
+            value, at = pickle_reader.load_at(raw, at, where=where, persistent=_nameless, limits=_LIMITS, budget=budget)
+    return _Plain({}).value(value)
+
+
+def _bytes(store: Store, file: str, layout: Span | Encoded, where: str) -> bytes:
+    if layout.nbytes <= _MAX_OBJECT_BYTES:
+        if isinstance(layout, Span):
+            return read_bytes(store, file, layout.offset, layout.nbytes)
+        most = min(_MAX_OBJECT_BYTES, _FREE_DECODED_BYTES + _DECODED_FACTOR * layout.nbytes)
+        decoded = DecodedStream(store, file, layout).head(most + 1)
+        if len(decoded) <= most:
+            return decoded
+        raise UnsafeError("the object is compressed too far", where=where, expected=f"at most {most} bytes")
+    raise UnsafeError(
+        "the object is too large", where=where, found=f"{layout.nbytes} bytes", expected=f"at most {_MAX_OBJECT_BYTES}"
+    )
+
+
+def _nameless(reference: object) -> object:
+    """A storage of the legacy container: its bytes follow the pickle and are not looked for."""
+    return reference if isinstance(reference, tuple) else None
+
+
+def require_little(order: bytes, where: str) -> None:
+    """Refuse the content of a `byteorder` record that is not `little`.
+
+    Raises:
+        UnsupportedError: It is something else.
+    """
+    if order != b"little":
+        raise UnsupportedError("written in an unusual byte order", where=where, found=order[:16], expected="little")
+
+
+def _of_archive(raw: bytes, where: str, budget: Budget) -> object:
+    first = walk_front(raw, bool, where=where).name
+    root = first.partition("/")[0]
+    try:
+        records = walk_front(raw, lambda name: name == f"{root}/version", where=where).contents
+    except TruncatedError as error:
+        raise FormatError("the torch archive of the object has no version", where=where) from error
+    if f"{root}/data.pkl" not in records:
+        raise FormatError("the torch archive of the object has no data.pkl", where=where, found=first)
+    require_little(records.get(f"{root}/byteorder", b"little"), where)
+    value = pickle_reader.load(
+        records[f"{root}/data.pkl"], where=where, persistent=Storages(), limits=_LIMITS, budget=budget
+    )
+    storages = {name.rpartition("/")[2]: data for name, data in records.items() if name.startswith(f"{root}/data/")}
+    return _Plain(storages).value(value)
+
+
+class _Plain:
+    """Replaces streams and one-element tensors in a value; what is used twice is replaced once.
+
+    Args:
+        storages: Key to bytes of the storages beside the value.
+    """
+
+    def __init__(self, storages: dict[str, bytes]) -> None:
+        self._storages = storages
+        self._done: dict[int, tuple[object, object]] = {}
+
+    def value(self, value: object) -> object:
+        """Return the replacement of a value."""
+        if not isinstance(value, list | tuple | dict | Inert | TensorStub):
+            return value
+        known = self._done.get(id(value))
+        if known is None:
+            known = self._done[id(value)] = (value, self._replaced(value))
+        return known[1]
+
+    def _replaced(self, value: object) -> object:
+        if isinstance(value, TensorStub):
+            return self._number(value)
+        if isinstance(value, Inert):
+            is_stream = value.name in _STREAMS and isinstance(value.state, tuple) and len(value.state) > 0
+            return value.state[0] if is_stream and isinstance(value.state, tuple) else value
+        if isinstance(value, list):
+            return [self.value(item) for item in value]
+        if isinstance(value, tuple):
+            return tuple(self.value(item) for item in value)
+        assert isinstance(value, dict)
+        pairs = {key: self.value(item) for key, item in value.items()}
+        if not isinstance(value, Ordered):
+            return pairs
+        ordered = Ordered(pairs)
+        ordered.attributes = value.attributes
+        return ordered
+
+    def _number(self, stub: TensorStub) -> object:
+        storage = stub.storage
+        form = _SCALARS.get(stub.dtype or storage.dtype) if isinstance(storage, StorageRef) else None
+        if form is None or stub.bits or any(n != 1 for n in stub.shape):
+            return stub
+        assert isinstance(storage, StorageRef)
+        data, at = self._storages.get(storage.key, b""), stub.offset * struct.calcsize(form)
+        return struct.unpack_from(form, data, at)[0] if at + struct.calcsize(form) <= len(data) else stub

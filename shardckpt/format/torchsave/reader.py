@@ -1,0 +1,451 @@
+"""Files of `torch.save` as views: the zip container, the legacy one, and plain pickles.
+
+The zip container holds `{root}/data.pkl` and one entry a storage, `{root}/data/{key}`. The legacy one is five pickles
+in a row (magic number, version, a note on the machine, the object, the keys of the storages), then for each storage
+its count of elements in 8 bytes, and its bytes. Tensors are only named where they lie; none is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
+from shardckpt.format.budget import Budget
+from shardckpt.format.encodings.pickle_reader import Limits, load, load_at
+from shardckpt.format.encodings.zip_archive import (
+    LOCAL_SIGNATURE,
+    STORED,
+    Archive,
+    Entry,
+    Place,
+    Wanted,
+    locate,
+    open_archives,
+    read_entries,
+    require_known_method,
+)
+from shardckpt.format.reader import Checksum, Reader
+from shardckpt.format.torchsave.dtensor_spec import Share
+from shardckpt.format.torchsave.tensor_views import (
+    LegacyView,
+    Nest,
+    RankNote,
+    Refused,
+    StorageRef,
+    Storages,
+    View,
+    ZipView,
+    element_bytes,
+)
+from shardckpt.gc_pause import gc_paused
+from shardckpt.manifest import Encoded, Lazy, Manifest, Path, Piece, Span, Strided, dotted
+from shardckpt.storage.store import Read, Store, read_bytes
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+"""Endings of names that people give to files of `torch.save`."""
+
+CONFIGURATION = frozenset({"training_args.bin"})
+"""Files of a `transformers` folder that hold a live configuration object and nothing else."""
+
+_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+_MAGIC = b"\x8a\n" + _MAGIC_NUMBER.to_bytes(10, "little") + b"."
+_LEGACY_VERSION = 1001
+_LIMITS = Limits(nbytes=1 << 29)
+_FIRST_FRONT_BYTES = {True: 1 << 12, False: 1 << 16}
+"""Bytes read first of a file whose pickles have no known end, on this machine and from elsewhere."""
+
+_TAR_MAGIC_AT = 257
+
+
+@dataclass(frozen=True, slots=True)
+class _ZipContainer:
+    """The storages of a zip container.
+
+    Attributes:
+        entries: Key of a storage to its entry.
+        where: The file, for messages.
+    """
+
+    entries: Mapping[str, Entry]
+    where: str
+
+    def storage_bytes(self, ref: StorageRef) -> int:
+        entry = self.entries.get(ref.key)
+        if entry is None:
+            raise FormatError(f"storage {ref.key!r} is not in the file", where=self.where, fix="Copy the file again.")
+        wanted = ref.count * element_bytes(ref.dtype)
+        if entry.size != wanted:
+            raise FormatError(
+                f"storage {ref.key!r} has a wrong size", where=self.where, found=entry.size, expected=f"{wanted} bytes"
+            )
+        return entry.size
+
+    def layout(self, ref: StorageRef, view: View) -> Lazy:
+        entry = self.entries[ref.key]
+        return Lazy(entry.header, entry.limit - entry.header, ZipView(entry, view))
+
+
+@dataclass(frozen=True, slots=True)
+class _LegacyContainer:
+    """The storages of a legacy container.
+
+    Attributes:
+        roots: Key to the storage as first named: its elements are what the file counts.
+        starts: Key to the byte where its count stands.
+        where: The file, for messages.
+    """
+
+    roots: Mapping[str, StorageRef]
+    starts: Mapping[str, int]
+    where: str
+
+    def storage_bytes(self, ref: StorageRef) -> int:
+        if ref.key not in self.starts:
+            raise FormatError(f"storage {ref.key!r} is not in the file", where=self.where)
+        return (ref.base + ref.count) * element_bytes(ref.dtype)
+
+    def layout(self, ref: StorageRef, view: View) -> Lazy:
+        root = self.roots[ref.key]
+        nbytes = root.count * element_bytes(root.dtype)
+        return Lazy(self.starts[ref.key], 8 + nbytes, LegacyView(root.count, nbytes, view))
+
+
+@dataclass(slots=True)
+class _Opened:
+    """What the files of one checkpoint hold, while they are opened."""
+
+    nest: Nest = field(default_factory=Nest)
+    archives: dict[str, Archive] = field(default_factory=dict)
+    budgets: dict[str, Budget] = field(default_factory=dict)
+
+
+class TorchReader(Reader):
+    """Files of `torch.save`, opened.
+
+    Args:
+        store: Where they lie.
+        manifest: What they hold.
+        archives: File to its open archive, for those that are zip containers.
+        notes: States in them that are one rank's.
+        shares: Path of the manifest to the rank's share that lies there.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        archives: Mapping[str, Archive],
+        notes: Sequence[RankNote] = (),
+        shares: Mapping[Path, Share] | None = None,
+    ) -> None:
+        super().__init__(store, manifest)
+        self._archives = archives
+        self._notes = tuple(notes)
+        self._shares = shares or {}
+        self._starts: dict[tuple[str, int], int] = {}
+
+    @property
+    def notes(self) -> Sequence[RankNote]:
+        """States in the files that say of themselves that they are one rank's."""
+        return self._notes
+
+    @property
+    def shares(self) -> Mapping[Path, Share]:
+        """Paths at which one rank's share of an array lies."""
+        return self._shares
+
+    @property
+    def archives(self) -> Mapping[str, Archive]:
+        """File to its open archive, for those that are zip containers."""
+        return self._archives
+
+    def restated(self, manifest: Manifest) -> TorchReader:
+        """Return a reader of the same files with another manifest."""
+        return TorchReader(self.store, manifest, self._archives)
+
+    def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Find where the storages of the pieces lie, all in one batch of reads."""
+        self._locate_entries(pieces)
+        self._check_counts(pieces)
+        return [self._resolved(piece) for piece in pieces]
+
+    def checksums(self) -> Iterator[Checksum]:
+        """Yield the CRC-32 of every storage that lies in a zip container as it is, where torch computed them."""
+        for file, archive in self._archives.items():
+            root = _root(archive, file)
+            if not archive.entries[f"{root}/data.pkl"].crc32:
+                continue
+            data = f"{root}/data/"
+            entries = [e for n, e in archive.entries.items() if n.startswith(data) and e.size and e.method == STORED]
+            entries.sort(key=lambda entry: entry.header)
+            starts = locate(self.store, [Wanted(file, entry) for entry in entries])
+            for entry, start in zip(entries, starts, strict=True):
+                yield Checksum(file, start, entry.size, "crc32", entry.crc32)
+
+    def _locate_entries(self, pieces: Sequence[Piece]) -> None:
+        wanted = {
+            (p.file, p.layout.offset): Wanted(p.file, p.layout.detail.entry)
+            for p in pieces
+            if isinstance(p.layout, Lazy) and isinstance(p.layout.detail, ZipView)
+        }
+        missing = [key for key in wanted if key not in self._starts]
+        starts = locate(self.store, [wanted[key] for key in missing])
+        self._starts.update(zip(missing, starts, strict=True))
+
+    def _check_counts(self, pieces: Sequence[Piece]) -> None:
+        """Read the counts in front of legacy storages, and compare them with what the pickle says."""
+        wanted = {
+            (p.file, p.layout.offset): p.layout.detail
+            for p in pieces
+            if isinstance(p.layout, Lazy) and isinstance(p.layout.detail, LegacyView)
+        }
+        missing = [key for key in wanted if key not in self._starts]
+        for file, offset in missing:
+            end = offset + 8 + wanted[file, offset].nbytes
+            if end > self.manifest.files[file]:
+                raise _ends_early(self.store, file, self.manifest.files[file], end)
+        buffers = [bytearray(8) for _ in missing]
+        self.store.read([Read(f, o, memoryview(b)) for (f, o), b in zip(missing, buffers, strict=True)])
+        for (file, offset), raw in zip(missing, buffers, strict=True):
+            found, expected = int.from_bytes(raw, "little", signed=True), wanted[file, offset].elements
+            if found != expected:
+                raise FormatError(
+                    f"the storage at byte {offset} has a wrong length",
+                    where=f"{self.store.url}/{file}",
+                    found=f"{found} elements",
+                    expected=expected,
+                )
+            self._starts[file, offset] = offset + 8
+
+    def _resolved(self, piece: Piece) -> Piece:
+        layout = piece.layout
+        if not isinstance(layout, Lazy):
+            return piece
+        detail = layout.detail
+        if isinstance(detail, Refused):
+            raise detail.error(f"{self.store.url}/{piece.file}")
+        start = self._starts[piece.file, layout.offset]
+        if isinstance(detail, LegacyView):
+            return piece._replace(layout=_placed(detail.view, start, detail.nbytes, piece))
+        assert isinstance(detail, ZipView)
+        entry, view = detail
+        require_known_method(entry, f"{self.store.url}/{piece.file}")
+        if entry.method == STORED:
+            return piece._replace(layout=_placed(view, start, entry.size, piece))
+        inner = _placed(view, 0, entry.size, piece)
+        return piece._replace(layout=Encoded("deflate", start, entry.compressed, inner))
+
+
+def _placed(view: View, start: int, nbytes: int, piece: Piece) -> Span | Strided:
+    """Return the layout of a view of a storage that starts at a byte and has so many."""
+    if view.strides is None:
+        return Span(start + view.start * view.width, prod(piece.box.size) * view.width)
+    return Strided(start, nbytes, view.start, view.strides)
+
+
+def _ends_early(store: Store, file: str, size: int, needed: int) -> TruncatedError:
+    return TruncatedError(
+        "the file ends early",
+        where=f"{store.url}/{file}",
+        found=f"{size} bytes",
+        expected=f"at least {needed}",
+        fix="Copy the file again, or restore it from the training run.",
+    )
+
+
+def looks_like_torch(head: bytes) -> bool:
+    """Tell whether a file's first bytes are those of a torch container.
+
+    Args:
+        head: The first bytes, some hundreds.
+    """
+    if head.startswith(LOCAL_SIGNATURE):
+        length = int.from_bytes(head[26:28], "little")
+        return head[30 : 30 + length].endswith(b"/data.pkl")
+    return head[:1] == b"\x80" and _MAGIC in head[:40]
+
+
+def open_files(
+    store: Store,
+    sizes: Mapping[str, int],
+    prefixes: Mapping[str, Path],
+    format_name: str,
+    *,
+    takes_shares: bool = False,
+) -> TorchReader:
+    """Open files of `torch.save` as one checkpoint; directories and pickles are read in batches.
+
+    Args:
+        store: Where they lie.
+        sizes: File to size in bytes.
+        prefixes: File to what the paths in it start with.
+        format_name: Name of the format, for the manifest.
+        takes_shares: Whether arrays of which a file holds one rank's share will be joined, or refused.
+
+    Raises:
+        CheckpointError: A file is damaged, refused, or of a kind that is not read.
+        StorageError: The store failed.
+    """
+    opened = _Opened()
+    zips = _zips(store, sizes)
+    pickles = _zip_pickles(store, {f: sizes[f] for f in zips}, opened)
+    with gc_paused():
+        for file, size in sizes.items():
+            where = f"{store.url}/{file}"
+            if file in opened.archives:
+                archive = opened.archives[file]
+                root = _root(archive, where)
+                data = f"{root}/data/"
+                entries = {n[len(data) :]: e for n, e in archive.entries.items() if n.startswith(data)}
+                pickled = f"{where}:{root}/data.pkl"
+                raw, budget = pickles.pop(file), opened.budgets[file]
+                value = load(raw, where=pickled, persistent=Storages(), limits=_LIMITS, budget=budget)
+                opened.nest.add(value, file, prefixes[file], _ZipContainer(entries, where), where, budget)
+                del value  # that of many ranks' files together is far larger than what is made of it
+            else:
+                _add_pickles(store, file, size, prefixes[file], opened.nest)
+    nest = opened.nest
+    if nest.shares and (nest.notes or not takes_shares):
+        raise _one_ranks(store, nest)
+    manifest = Manifest(
+        format_name,
+        dict(sizes),
+        nest.tensors,
+        nest.objects,
+        nest.aliases,
+        warnings=tuple(nest.warnings),
+        keeps_order=True,
+    )
+    return TorchReader(store, manifest, opened.archives, nest.notes, nest.shares)
+
+
+def _one_ranks(store: Store, nest: Nest) -> UnsupportedError:
+    path, share = next(iter(nest.shares.items()))
+    return UnsupportedError(
+        f"{dotted(path)!r} is a {share.kind}: this is one rank's share, where whole arrays belong",
+        where=store.url,
+        fix="Keep the files of ranks, and nothing else, in a folder of their own, and name that.",
+    )
+
+
+def _zips(store: Store, sizes: Mapping[str, int]) -> list[str]:
+    """Return the files that start like zip archives."""
+    heads = {file: bytearray(len(LOCAL_SIGNATURE)) for file, size in sizes.items() if size >= len(LOCAL_SIGNATURE)}
+    store.read([Read(file, 0, memoryview(head)) for file, head in heads.items()])
+    return [file for file, head in heads.items() if head == LOCAL_SIGNATURE]
+
+
+def _zip_pickles(store: Store, sizes: Mapping[str, int], opened: _Opened) -> dict[str, bytes]:
+    """Open zip containers and return the pickle of each."""
+    archives = open_archives(store, [Place(file, 0, size) for file, size in sizes.items()])
+    wanted: list[Wanted] = []
+    for archive in archives:
+        file = archive.place.file
+        root = _root(archive, f"{store.url}/{file}")
+        opened.archives[file] = archive
+        names = (f"{root}/data.pkl", f"{root}/byteorder")
+        wanted += [Wanted(file, archive.entries[n]) for n in names if n in archive.entries]
+        opened.budgets[file] = Budget(sizes[file], archive.entries[names[0]].compressed, where=f"{store.url}/{file}")
+    pickles: dict[str, bytes] = {}
+    contents = read_entries(store, wanted, most=_LIMITS.nbytes, budgets=opened.budgets)
+    for (file, entry), raw in zip(wanted, contents, strict=True):
+        where = f"{store.url}/{file}"
+        if entry.name.endswith("/data.pkl"):
+            pickles[file] = raw
+        elif raw != b"little":
+            raise _big_endian(where, raw.decode("ascii", "replace"))
+    return pickles
+
+
+def _root(archive: Archive, where: str) -> str:
+    """Return the folder of a zip container that everything lies in."""
+    roots = [name.removesuffix("/data.pkl") for name in archive.entries if name.count("/") == 1]
+    roots = [root for root in roots if f"{root}/data.pkl" in archive.entries]
+    if not roots:
+        raise FormatError("a zip archive, but none of torch.save", where=where, expected="an entry */data.pkl")
+    if f"{roots[0]}/constants.pkl" in archive.entries:
+        raise UnsupportedError(
+            "a TorchScript program, not a state dict",
+            where=where,
+            fix="Load it with torch.jit.load, and save its state_dict() with torch.save.",
+        )
+    return roots[0]
+
+
+def _big_endian(where: str, found: object) -> UnsupportedError:
+    return UnsupportedError(
+        "written on a big-endian machine",
+        where=where,
+        found=f"byte order {found}",
+        expected="little",
+        fix="Load and save it again with torch on a little-endian machine.",
+    )
+
+
+def _add_pickles(store: Store, file: str, size: int, prefix: Path, nest: Nest) -> None:
+    """Add a file that is no zip archive; its pickles are read from a growing front, since storages may follow."""
+    where = f"{store.url}/{file}"
+    front = min(_FIRST_FRONT_BYTES[store.traits.is_local], size)
+    spent = 0  # what a cut front cost counts for the longer one too
+    while True:
+        budget = Budget(size, front, where=where)
+        budget.left -= spent
+        raw = read_bytes(store, file, 0, front)
+        _refuse_tar(raw, where)
+        try:
+            found = _parse(raw, where, budget)
+        except TruncatedError:
+            if front >= min(size, _LIMITS.nbytes):
+                raise
+            spent = Budget(size, front).left - budget.left
+            front = min(4 * front, size, _LIMITS.nbytes)
+        else:
+            break
+    value, container, end = found
+    if end > size:
+        nest.warnings.append(f"{file} ends early: it has {size} bytes, and its storages need {end}")
+    nest.add(value, file, prefix, container, where, budget)
+
+
+def _refuse_tar(raw: bytes, where: str) -> None:
+    if raw[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
+        raise UnsupportedError(
+            "a tar file, as torch wrote before 0.2",
+            where=where,
+            fix="Load it with torch and save it again with torch.save.",
+        )
+
+
+def _parse(raw: bytes, where: str, budget: Budget) -> tuple[object, _LegacyContainer | None, int]:
+    """Parse the pickles in front of a file; return the object, its storages, and where the last one ends."""
+    storages = Storages()
+    first, at = load_at(raw, 0, where=where, persistent=storages, limits=_LIMITS, budget=budget)
+    if first != _MAGIC_NUMBER:
+        return first, None, at
+    version, at = load_at(raw, at, where=where, limits=_LIMITS, budget=budget)
+    if version != _LEGACY_VERSION:
+        raise UnsupportedError("an unknown version of torch.save", where=where, found=version, expected=_LEGACY_VERSION)
+    machine, at = load_at(raw, at, where=where, limits=_LIMITS, budget=budget)
+    if not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise _big_endian(where, "big")
+    value, at = load_at(raw, at, where=where, persistent=storages, limits=_LIMITS, budget=budget)
+    keys, at = load_at(raw, at, where=where, limits=_LIMITS, budget=budget)
+    starts, end = _starts(keys, storages, at, where)
+    return value, _LegacyContainer(storages.found, starts, where), end
+
+
+def _starts(keys: object, storages: Storages, at: int, where: str) -> tuple[dict[str, int], int]:
+    """Return where the count of each storage stands, and where the last storage ends."""
+    if not isinstance(keys, list):
+        raise FormatError("the keys of the storages are no list", where=where)
+    starts: dict[str, int] = {}
+    for raw in keys:
+        key = raw.decode("ascii", "replace") if isinstance(raw, bytes) else raw
+        if not isinstance(key, str) or key not in storages.found or key in starts:
+            raise FormatError("a storage stands in the file that no tensor uses, or twice", where=where, found=key)
+        starts[key] = at
+        ref = storages.found[key]
+        at += 8 + ref.count * element_bytes(ref.dtype)
+    return starts, at

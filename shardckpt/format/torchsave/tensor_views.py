@@ -1,0 +1,472 @@
+"""From the object of a torch pickle to arrays and values by path: views, ties, and what cannot be read, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import NamedTuple, Protocol
+
+from shardckpt.boxes import Shape, strides, whole
+from shardckpt.dtypes import bits, is_known
+from shardckpt.errors import FormatError, UnsupportedError, escape
+from shardckpt.format.budget import Budget
+from shardckpt.format.encodings.pickle_reader import Dtype, Global, Inert, Ordered, StorageType, TensorStub
+from shardckpt.format.encodings.zip_archive import Entry
+from shardckpt.format.torchsave.dtensor_spec import DTENSOR, SHARDED_TENSOR, Share, ShareParser
+from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry, dotted
+
+_QUANTISED_BYTES = {"quint8": 1, "qint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
+_MOST_ELEMENTS = 1 << 60
+
+_TENSOR_LIKE = {
+    "torch._utils._rebuild_qtensor": "a quantised tensor",
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor",
+    "torch.nested._internal.nested_tensor._rebuild_njt": "a nested tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a meta tensor, which has no data",
+    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor that was pickled through numpy",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of an accelerator outside of torch",
+    "torch.storage._load_from_bytes": "a tensor that was pickled without torch.save",
+}
+_NOTE, _LOCAL = "shardckpt", "LOCAL"
+"""Where `shardckpt.state` notes how a state was taken, and what it says of one rank's."""
+
+_KEY_CHARACTERS = 4
+"""What a key that is a number counts in a path."""
+
+_NO_STORAGE = "a tensor whose storage lies nowhere in the file"
+_SHARDED = frozenset({DTENSOR, SHARDED_TENSOR})
+_LEAVE_OUT = "Leave it out with --exclude, or save it dense."
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A storage that a pickle refers to.
+
+    Attributes:
+        key: Its name in the container.
+        dtype: Type it counts its elements in.
+        count: Elements.
+        base: Elements of that type in front of it, for a view of another storage (files of before torch 0.4).
+    """
+
+    key: str
+    dtype: str
+    count: int
+    base: int = 0
+
+
+class View(NamedTuple):
+    """How an array lies in its storage.
+
+    Attributes:
+        start: Elements from the start of the storage.
+        strides: Elements between neighbours in each dimension; None for row-major, back to back.
+        width: Bytes of an element.
+    """
+
+    start: int
+    strides: Shape | None
+    width: int
+
+
+class ZipView(NamedTuple):
+    """What a `Lazy` layout knows of an array in a zip container: the entry of its storage, and the view of that."""
+
+    entry: Entry
+    view: View
+
+
+class LegacyView(NamedTuple):
+    """What a `Lazy` layout knows of an array in a legacy container.
+
+    Attributes:
+        elements: What the 8 bytes in front of the storage must say.
+        nbytes: Bytes of the storage.
+        view: The view of it.
+    """
+
+    elements: int
+    nbytes: int
+    view: View
+
+
+def narrowed(layout: Lazy, first: int, steps: Shape | None) -> Lazy:
+    """Return the layout of some elements of a 1-D array; what cannot be read stays so.
+
+    Args:
+        layout: Of the array.
+        first: Which of its elements comes first.
+        steps: Elements of the array between neighbours in each dimension; None for row-major, back to back.
+    """
+    detail = layout.detail
+    if not isinstance(detail, ZipView | LegacyView):
+        return layout
+    view = detail.view
+    step = view.strides[0] if view.strides else 1
+    moved = View(view.start + first * step, steps and tuple(s * step for s in steps), view.width)
+    return layout._replace(detail=detail._replace(view=moved))
+
+
+class RankNote(NamedTuple):
+    """What a LOCAL state of `shardckpt.state` says of itself: that it is one rank's, and how that is laid out.
+
+    Attributes:
+        file: The file it stands in, relative to the store.
+        prefix: What the paths of that file start with.
+        root: Path of the state, from the top.
+        said: Its content, unchecked.
+    """
+
+    file: str
+    prefix: Path
+    root: Path
+    said: Mapping[object, object]
+
+
+class Refused(NamedTuple):
+    """Marks an array that is known, but of a kind that cannot be read.
+
+    Attributes:
+        path: Where it sits in the saved nest.
+        kind: What it is, as people say it.
+        fix: What the reader of the error can do.
+    """
+
+    path: Path
+    kind: str
+    fix: str = _LEAVE_OUT
+
+    def error(self, where: str) -> UnsupportedError:
+        """Return the error for asking for it."""
+        return UnsupportedError(
+            f"{dotted(self.path)!r} is {self.kind}",
+            where=where,
+            expected="a dense tensor",
+            fix=self.fix,
+        )
+
+
+class Container(Protocol):
+    """What a torch file knows of its storages."""
+
+    def storage_bytes(self, ref: StorageRef) -> int:
+        """Return the bytes of a storage. Raises FormatError."""
+
+    def layout(self, ref: StorageRef, view: View) -> Lazy:
+        """Return where a view of a storage lies, as far as it is known without reading."""
+
+
+@dataclass(slots=True)
+class Nest:
+    """The arrays and values of one or several files, by path; `add` puts those of one pickle in.
+
+    Attributes:
+        tensors: Arrays, in saved order.
+        objects: Other values.
+        aliases: Tied arrays to the first with the same elements.
+        warnings: What is odd.
+        notes: States that are one rank's.
+        shares: Arrays of which a file holds one rank's share: what that is, without what it holds.
+    """
+
+    tensors: dict[Path, TensorEntry] = field(default_factory=dict)
+    objects: dict[Path, ObjectEntry] = field(default_factory=dict)
+    aliases: dict[Path, Path] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[RankNote] = field(default_factory=list)
+    shares: dict[Path, Share] = field(default_factory=dict)
+
+    def add(
+        self, value: object, file: str, prefix: Path, container: Container | None, where: str, budget: Budget
+    ) -> None:
+        """Add everything in the object of one file.
+
+        Args:
+            value: The object.
+            file: The file, relative to the store.
+            prefix: What its paths start with.
+            container: Knows the storages; None for a plain pickle, which has none.
+            where: The file, for messages.
+            budget: What reading the file may cost.
+
+        Raises:
+            FormatError: A view reaches beyond its storage, two keys are spelt alike, or a share contradicts itself.
+            UnsafeError: It costs more than a file of its size may.
+            UnsupportedError: A share is of a form that is not read.
+        """
+        if not isinstance(value, dict | list | tuple):
+            prefix = (*prefix, "tensor" if _is_tensor(value) else "object")
+        self.notes += [RankNote(file, prefix, root, said) for root, said in _local_states(value, prefix)]
+        _Walk(self, file, container, where, budget).visit(value, prefix, sum(len(str(key)) for key in prefix))
+
+
+class _Walk:
+    """Goes through the object of one file.
+
+    Args:
+        nest: What is found is put there.
+        file: The file.
+        container: Knows its storages.
+        where: The file, for messages.
+        budget: What reading it may cost.
+    """
+
+    def __init__(self, nest: Nest, file: str, container: Container | None, where: str, budget: Budget) -> None:
+        self._nest, self._file, self._container, self._where = nest, file, container, where
+        self._budget = budget
+        self._holding: dict[int, bool] = {}
+        self._first: dict[tuple[object, ...], Path] = {}
+        self._shares = ShareParser()
+
+    def visit(self, value: object, path: Path, length: int) -> None:
+        """Put a value, and everything in it, under a path of so many characters. The pickle machine bounded its depth.
+
+        The characters count for each value again: a hostile file has one long key and many values below it.
+        """
+        if _is_tensor(value):
+            self._budget.spend_tensor(length)
+            self._put_tensor(value, path)
+        elif isinstance(value, dict) and value:
+            for key, inner in self._named(value, path):
+                self.visit(inner, (*path, key), length + (len(key) if isinstance(key, str) else _KEY_CHARACTERS))
+        elif isinstance(value, list | tuple) and self._holds_tensor(value):
+            for i, inner in enumerate(value):
+                self.visit(inner, (*path, i), length + _KEY_CHARACTERS)
+        else:
+            self._budget.spend_entry(length)
+            self._nest.objects[path] = ObjectEntry(path, value)
+
+    def _holds_tensor(self, value: object) -> bool:
+        """Tell whether there is a tensor in a value; each container is looked through once, however deep it lies."""
+        if not isinstance(value, dict | list | tuple):
+            return _is_tensor(value)
+        known = self._holding.get(id(value))
+        if known is None:
+            inner = value.values() if isinstance(value, dict) else value
+            known = self._holding[id(value)] = any(map(self._holds_tensor, inner))
+        return known
+
+    def _named(self, value: dict[object, object], path: Path) -> Iterator[tuple[str | int, object]]:
+        """Yield what a dict holds, by the part of a path that its key becomes."""
+        seen: set[str | int] = set()
+        for key, inner in value.items():
+            name = key if type(key) is str or type(key) is int else _spelt(key)
+            if name in seen:
+                raise FormatError(
+                    f"two keys in {dotted(path)!r} are spelt alike", where=self._where, found=f"{escape(name)!r}"
+                )
+            seen.add(name)
+            yield name, inner
+
+    def _put_tensor(self, value: object, path: Path) -> None:
+        if isinstance(value, StorageRef):
+            value = TensorStub(value, 0, (value.count,), (1,), value.dtype)
+        if isinstance(value, TensorStub):
+            kind = _refusal(value) if self._container else _NO_STORAGE
+            shape, dtype = value.shape, value.dtype or _storage_dtype(value)
+        else:
+            assert isinstance(value, Inert)
+            if value.name.rpartition(".")[2] in _SHARDED:
+                self._put_share(value, path)
+                return
+            kind = _TENSOR_LIKE.get(value.name, f"a {value.name}")
+            shape, dtype = _declared(value)
+        if prod(shape) > _MOST_ELEMENTS:
+            raise FormatError(
+                f"{dotted(path)!r} has more elements than any machine holds", where=self._where, found=shape
+            )
+        if kind or not isinstance(value, TensorStub):
+            self._nest.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
+            layout = Lazy(0, 0, Refused(path, kind))
+            dtype = dtype if is_known(dtype) else "uint8"
+        else:
+            layout = self._layout(value, dtype, path)
+        self._nest.tensors[path] = TensorEntry(path, shape, dtype, (Piece(whole(shape), self._file, layout),))
+
+    def _layout(self, stub: TensorStub, dtype: str, path: Path) -> Lazy:
+        ref = stub.storage
+        assert isinstance(ref, StorageRef) and self._container is not None
+        width = bits(dtype) // 8
+        last = stub.offset + sum((n - 1) * s for n, s in zip(stub.shape, stub.strides, strict=True))
+        held = self._container.storage_bytes(ref) // width
+        if prod(stub.shape) and last >= held:
+            raise FormatError(
+                f"{dotted(path)!r} reaches beyond its storage",
+                where=self._where,
+                found=f"element {last}",
+                expected=f"fewer than {held}",
+                fix="The file was damaged or made by hand; save the checkpoint again.",
+            )
+        packed = not prod(stub.shape) or all(
+            n == 1 or a == b for n, a, b in zip(stub.shape, stub.strides, strides(stub.shape), strict=True)
+        )
+        steps = None if packed else tuple(0 if n == 1 else s for n, s in zip(stub.shape, stub.strides, strict=True))
+        if prod(stub.shape):  # steps, not strides: those of dimensions of one element can be chosen to hash alike
+            first = self._first.setdefault((ref.key, ref.base, stub.offset, stub.shape, steps, dtype), path)
+            if first != path:
+                self._nest.aliases[path] = first
+        return self._container.layout(ref, View(ref.base + stub.offset, steps, width))
+
+    def _put_share(self, value: Inert, path: Path) -> None:
+        """Put one rank's share of an array: the boxes that this file holds, and a note on the rest."""
+        try:
+            share = self._shares.share(value)
+        except (FormatError, UnsupportedError) as error:
+            what = f"{dotted(path)!r} is one rank's share of an array, and {error.what}"
+            raise type(error)(
+                what, where=self._where, found=error.found, expected=error.expected, fix=error.fix
+            ) from None
+        kinds = (_refusal(stub) if self._container else _NO_STORAGE for _, stub in share.held)
+        kind = share.refused or next(filter(None, kinds), "")
+        stored = {stub.dtype or _storage_dtype(stub) for _, stub in share.held} | ({share.dtype} - {""})
+        if kind:
+            self._nest.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
+            lost = Piece(whole(share.shape), self._file, Lazy(0, 0, Refused(path, kind)))
+            dtype = share.dtype if is_known(share.dtype) else "uint8"
+            self._nest.tensors[path] = TensorEntry(path, share.shape, dtype, (lost,))
+            self._nest.shares[path] = replace(share, held=(), refused=kind)
+            return
+        if len(stored) != 1 or not is_known(dtype := stored.pop()) or bits(dtype) % 8:
+            raise FormatError(
+                f"{dotted(path)!r} has no one type that is known", where=self._where, found=sorted(stored)
+            )
+        pieces = tuple(Piece(box, self._file, self._layout(stub, dtype, path)) for box, stub in share.held)
+        self._nest.tensors[path] = TensorEntry(path, share.shape, dtype, pieces)
+        self._nest.shares[path] = replace(share, held=())
+
+
+def _local_states(value: object, path: Path) -> Iterator[tuple[Path, Mapping[object, object]]]:
+    """Yield the LOCAL states in nested dicts, and what is noted on each."""
+    if not isinstance(value, dict):
+        return
+    attributes = value.attributes if isinstance(value, Ordered) else None
+    metadata = attributes.get("_metadata") if isinstance(attributes, dict) else None
+    said = metadata.get(_NOTE) if isinstance(metadata, dict) else None
+    if isinstance(said, dict) and said.get("kind") == _LOCAL:
+        yield path, said
+        return
+    for key, inner in value.items():
+        if isinstance(key, str) and isinstance(inner, dict):
+            yield from _local_states(inner, (*path, key))
+
+
+def _is_tensor(value: object) -> bool:
+    if isinstance(value, Inert):
+        return value.name in _TENSOR_LIKE or value.name.rpartition(".")[2] in _SHARDED or _wraps_tensor(value)
+    return isinstance(value, TensorStub | StorageRef)
+
+
+def _wraps_tensor(value: Inert) -> bool:
+    """Tell whether it is a tensor of a subclass, as `_rebuild_from_type_v2` makes them."""
+    return len(value.args) == 1 and isinstance(value.args[0], TensorStub)
+
+
+def _storage_dtype(stub: TensorStub) -> str:
+    return stub.storage.dtype if isinstance(stub.storage, StorageRef) else ""
+
+
+def _refusal(stub: TensorStub) -> str:
+    """Return what a tensor is, where it cannot be read; empty for an ordinary one."""
+    if not isinstance(stub.storage, StorageRef):
+        return _NO_STORAGE
+    if stub.bits:
+        return f"a lazily changed view ({', '.join(stub.bits)} bit), whose bytes are not its values"
+    dtype = stub.dtype or stub.storage.dtype
+    return "" if is_known(dtype) and bits(dtype) % 8 == 0 else f"a tensor of dtype {dtype}"
+
+
+def _declared(value: Inert) -> tuple[Shape, str]:
+    """Return the shape and dtype that an unreadable tensor declares, as far as they can be told."""
+    shape: Shape = ()
+    dtype = inner = ""
+    for part in _flat(value.args, 3):
+        if isinstance(part, StorageRef):
+            dtype = dtype or _UNQUANTISED.get(part.dtype, part.dtype)
+        elif isinstance(part, Dtype):
+            dtype = part.name
+        elif isinstance(part, TensorStub):
+            inner = part.dtype or _storage_dtype(part)
+            shape = part.shape if _wraps_tensor(value) else shape
+        elif isinstance(part, tuple) and not shape and _is_shape(part):
+            shape = part
+    return shape, dtype or inner
+
+
+_UNQUANTISED = {"quint8": "uint8", "qint8": "int8", "qint32": "int32"}
+
+
+def _is_shape(value: tuple[object, ...]) -> bool:
+    return bool(value) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _flat(values: Sequence[object], depth: int) -> Iterator[object]:
+    for value in values:
+        yield value
+        if isinstance(value, tuple) and depth:
+            yield from _flat(value, depth - 1)
+
+
+def _spelt(key: object) -> str:
+    """Return a key that is neither text nor a whole number as part of a path."""
+    if isinstance(key, tuple):
+        return "(" + ", ".join(map(_spelt, key)) + ")"
+    if isinstance(key, Dtype | Global | Inert):
+        return key.name
+    if isinstance(key, StorageType):
+        return key.dtype
+    return str(key)
+
+
+class Storages:
+    """Turns the persistent ids of a torch pickle into storages, and remembers them."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, StorageRef] = {}
+
+    def __call__(self, key: object) -> object:
+        """Return the storage of one id.
+
+        Raises:
+            FormatError: It is no id that torch writes.
+        """
+        if not isinstance(key, tuple) or len(key) not in (5, 6) or _decoded(key[0]) != "storage":
+            raise FormatError("the pickle refers to something that is no storage", found=key)
+        kind, name, count = key[1], _decoded(key[2]), key[4]
+        if not isinstance(kind, StorageType) or not isinstance(name, str) or type(count) is not int:
+            raise FormatError("the pickle refers to a storage in an unknown way", found=key)
+        if not 0 <= count < _MOST_ELEMENTS:
+            raise FormatError("a storage has an impossible size", found=count)
+        ref = StorageRef(name, kind.dtype, count)
+        self.found.setdefault(name, ref)
+        return _part_of(ref, key[5]) if len(key) == 6 and key[5] is not None else ref
+
+
+def _part_of(root: StorageRef, part: object) -> StorageRef:
+    """Return the part of a storage that files of before torch 0.4 name: `(key, first element, elements)`."""
+    if (
+        not isinstance(part, tuple)
+        or len(part) != 3
+        or not all(type(n) is int and n >= 0 for n in part[1:])
+        or part[1] + part[2] > root.count
+    ):
+        raise FormatError("a storage is an impossible view of another", found=part)
+    return StorageRef(root.key, root.dtype, part[2], part[1])
+
+
+def _decoded(name: object) -> object:
+    return name.decode("ascii", "replace") if isinstance(name, bytes) else name
+
+
+def element_bytes(dtype: str) -> int:
+    """Return the bytes of one element of a storage's type.
+
+    Raises:
+        UnsupportedError: A type that is not known.
+    """
+    if dtype in _QUANTISED_BYTES:
+        return _QUANTISED_BYTES[dtype]
+    if is_known(dtype) and bits(dtype) % 8 == 0:
+        return bits(dtype) // 8
+    raise UnsupportedError("a storage has a dtype that is not known", found=dtype)

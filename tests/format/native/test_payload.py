@@ -1,0 +1,188 @@
+"""Payload files are ordinary safetensors files that describe themselves; block hashes cover every byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from native_writer import dtype_name, write_step
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from shardckpt.boxes import Box, whole
+from shardckpt.errors import UnsupportedError
+from shardckpt.format.native.payload import (
+    BLOCK_BYTES,
+    DATA_ALIGNMENT,
+    KEY,
+    BlockHasher,
+    Chunk,
+    Payload,
+    hf_index,
+    lay_out,
+    new_save_id,
+)
+from shardckpt.manifest import Path as TreePath
+
+
+def chunk(path: TreePath, shape: tuple[int, ...], dtype: str = "float32", box: Box | None = None) -> Chunk:
+    return Chunk(path, shape, dtype, box or whole(shape))
+
+
+def told(payload: Payload) -> dict[str, object]:
+    header = json.loads(payload.header[8:])
+    found: dict[str, object] = json.loads(header["__metadata__"][KEY])
+    return found
+
+
+def test_ids_are_short_and_sort_by_time() -> None:
+    ids = [new_save_id() for _ in range(50)]
+    assert len(set(ids)) == 50
+    assert [i[:9] for i in ids] == sorted(i[:9] for i in ids)
+    assert all(i.isalnum() and i == i.lower() and len(i) == 15 for i in ids)
+
+
+def test_files_open_with_the_format_s_own_library(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b": torch.tensor(1 << 40),
+        "h": torch.ones(3, dtype=torch.bfloat16),
+        "e": torch.zeros(0, 4),
+        "m": torch.tensor([True, False, True]),
+        "c": torch.ones(2, dtype=torch.complex128),
+    }
+    write_step(tmp_path, tensors)
+    [file] = tmp_path.glob("*.safetensors")
+    found = load_file(file)
+    for name, tensor in tensors.items():
+        expected = tensor if name != "c" else tensor.view(torch.uint8)
+        assert torch.equal(found[f"{name}@0"], expected), name
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata()["format"] == "pt"
+
+
+def test_data_begins_aligned_and_every_chunk_is_aligned_to_its_type() -> None:
+    shapes = [
+        ((3,), "uint8"),
+        ((5,), "float64"),
+        ((16, 4), "float32"),
+        ((7,), "float16"),
+        ((64,), "int8"),
+        ((), "int64"),
+    ]
+    [payload] = lay_out("s", 0, [chunk((str(i),), *each) for i, each in enumerate(shapes)])
+    assert len(payload.header) % DATA_ALIGNMENT == 0
+    at = len(payload.header)
+    for each, offset in zip(payload.chunks, payload.offsets, strict=True):
+        assert offset == at
+        at += each.nbytes
+        assert offset % getattr(torch, each.dtype).itemsize == 0
+    assert payload.nbytes == at
+    sizes = [c.nbytes % 64 == 0 for c in payload.chunks]
+    assert sizes == sorted(sizes, reverse=True), "sizes that are multiples of 64 first"
+
+
+def test_a_file_says_itself_what_it_holds() -> None:
+    boxes = [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))]
+    chunks = [chunk(("model", "w"), (4, 4), box=box) for box in boxes]
+    [payload] = lay_out("save1", 3, chunks, carry={"nest": {"n": 7}})
+    assert payload.name == "save1-00003-00.safetensors"
+    assert payload.keys == ("model.w@0", "model.w@1")
+    assert told(payload) == {
+        "version": [1, 0],
+        "save": "save1",
+        "writer": 3,
+        "chunks": [
+            [["model", "w"], "float32", [4, 4], [0, 0], [2, 4]],
+            [["model", "w"], "float32", [4, 4], [2, 0], [2, 4]],
+        ],
+        "carry": {"nest": {"n": 7}},
+    }
+
+
+def test_what_is_laid_out_again_says_what_its_own_save_is() -> None:
+    chunks = [chunk(("model", "w"), (4, 4)), chunk(("model", "b"), (4,))]
+    [first] = lay_out("save1", 0, chunks, carry={"nest": {"step": 9}})
+    [again] = lay_out("save2", 5, chunks, carry={"nest": {"step": 1000}})
+    [bare] = lay_out("save3", 0, chunks)
+    assert [told(each).get("carry") for each in (first, again, bare)] == [
+        {"nest": {"step": 9}},
+        {"nest": {"step": 1000}},
+        None,
+    ]
+    assert [(told(each)["save"], told(each)["writer"]) for each in (first, again, bare)] == [
+        ("save1", 0),
+        ("save2", 5),
+        ("save3", 0),
+    ]
+    assert told(first)["chunks"] == told(again)["chunks"] == told(bare)["chunks"]
+    assert again.name == "save2-00005-00.safetensors"
+
+
+def test_paths_that_read_alike_keep_two_names() -> None:
+    paths: list[TreePath] = [
+        ("a.b",),
+        ("a", "b"),
+        ("a", 0),
+        ("a", "0"),
+        ("a.b@0",),
+        ("x\ud800",),
+        (),
+        ("__metadata__",),
+    ]
+    [payload] = lay_out("s", 0, [chunk(path, (1,)) for path in paths])
+    assert len(set(payload.keys)) == len(paths)
+    assert [tuple(row[0]) for row in told(payload)["chunks"]] == paths  # type: ignore[attr-defined]
+
+
+def test_files_are_cut_at_a_size_and_a_large_chunk_stands_alone() -> None:
+    chunks = [chunk((name,), (n,), "uint8") for name, n in [("a", 60), ("b", 50), ("c", 300), ("d", 1)]]
+    payloads = lay_out("s", 0, chunks, most_bytes=100)
+    assert [[c.path[0] for c in p.chunks] for p in payloads] == [["a"], ["b"], ["c"], ["d"]]
+    assert [p.name for p in payloads] == [f"s-00000-0{i}.safetensors" for i in range(4)]
+
+
+def test_a_writer_without_chunks_writes_nothing_unless_it_carries_the_nest() -> None:
+    assert lay_out("s", 1, []) == ()
+    [payload] = lay_out("s", 0, [], carry={"nest": None})
+    assert payload.nbytes == len(payload.header) == DATA_ALIGNMENT
+
+
+def test_one_writer_leaves_a_hugging_face_folder() -> None:
+    paths: list[TreePath] = [("optim", "w"), ("model", "w"), ("model", "b.c"), ("model", "b", "c"), ("n",)]
+    payloads = lay_out("s", 0, [chunk(path, (2,)) for path in paths], model=("model",), carry={})
+    assert [p.keys for p in payloads] == [("optim.w@0", "n@0"), ("w", "b.c", "model.b.c@0")]
+    index = json.loads(hf_index(payloads, ("model",)))
+    assert index == {
+        "metadata": {"total_size": 24},
+        "weight_map": dict.fromkeys(("w", "b.c", "model.b.c@0"), "s-00000-01.safetensors"),
+    }
+
+
+def test_a_type_without_a_name_is_refused_by_its_path() -> None:
+    with pytest.raises(UnsupportedError, match=r"^model\.w: .*float4_e2m1fn_x2"):
+        lay_out("s", 0, [chunk(("model", "w"), (2,), "float4_e2m1fn_x2")])
+
+
+@pytest.mark.parametrize("step", [1, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES], ids=str)
+def test_blocks_are_hashed_however_the_bytes_come(step: int) -> None:
+    data = torch.arange(BLOCK_BYTES // 2 + 7, dtype=torch.int32).numpy().tobytes()
+    if step == 1:
+        data = data[:1000]
+    hasher = BlockHasher()
+    for at in range(0, len(data), step):
+        hasher.update(data[at : at + step])
+    blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+    assert hasher.digests() == tuple(xxhash.xxh3_64_intdigest(block) for block in blocks)
+    assert BlockHasher().digests() == ()
+
+
+def test_every_type_that_torch_stores_plainly_has_a_place(tmp_path: Path) -> None:
+    kinds = [torch.complex32, torch.complex128, torch.float8_e4m3fn, torch.uint16, torch.bool, torch.float8_e8m0fnu]
+    for kind in kinds:
+        name = dtype_name(torch.empty(0, dtype=kind))
+        [payload] = lay_out("s", 0, [chunk(("t",), (3,), name)])
+        assert payload.nbytes - len(payload.header) == 3 * kind.itemsize

@@ -1,0 +1,157 @@
+"""What is read of a hashed file is checked, block by block, however it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from counting import open_counted
+from native_writer import SAVE, write_step
+
+from shardckpt.errors import ChecksumError, TruncatedError
+from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.format.registry import open_checkpoint
+from shardckpt.storage.store import Read
+
+SIZE = 3 * BLOCK_BYTES + 1000
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tensor = torch.randint(256, (SIZE - 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return write_step(tmp_path_factory.mktemp("step") / "s", {"w": tensor})
+
+
+def payload(folder: Path) -> Path:
+    return folder / f"{SAVE}-00000-00.safetensors"
+
+
+def read(folder: Path, ranges: Sequence[tuple[int, int]], times: int = 1) -> list[bytes]:
+    store = open_checkpoint(str(folder)).store
+    for _ in range(times):
+        buffers = [bytearray(n) for _, n in ranges]
+        store.read([Read(payload(folder).name, at, memoryview(b)) for (at, _), b in zip(ranges, buffers, strict=True)])
+    return [bytes(buffer) for buffer in buffers]
+
+
+RANGES: dict[str, list[tuple[int, int]]] = {
+    "nothing": [(5, 0)],
+    "a byte": [(BLOCK_BYTES + 7, 1)],
+    "a whole block": [(BLOCK_BYTES, BLOCK_BYTES)],
+    "across a border": [(BLOCK_BYTES - 3, 6)],
+    "everything": [(0, SIZE)],
+    "the short last block": [(3 * BLOCK_BYTES, 1000)],
+    "parts of every block": [(i * BLOCK_BYTES + 10, 100) for i in range(4)]
+    + [(i * BLOCK_BYTES + 50, 900) for i in range(4)],
+    "backwards": [(2 * BLOCK_BYTES, 20), (BLOCK_BYTES, 20), (0, 20)],
+    "halves of a block": [(BLOCK_BYTES, BLOCK_BYTES // 2), (BLOCK_BYTES + BLOCK_BYTES // 2, BLOCK_BYTES // 2)],
+    "a block but for a byte": [(BLOCK_BYTES, 7), (BLOCK_BYTES + 8, BLOCK_BYTES - 8)],
+    "halves that overlap": [(0, BLOCK_BYTES // 2 + 1), (BLOCK_BYTES // 2 - 1, BLOCK_BYTES // 2 + 1)],
+    "large parts": [(10, BLOCK_BYTES // 2), (BLOCK_BYTES // 2 + 100, BLOCK_BYTES // 4)],
+    "a large part among small ones": [(3, 4), (BLOCK_BYTES // 4, BLOCK_BYTES // 2), (BLOCK_BYTES - 5, 5), (7, 900)],
+    "one part of three blocks": [(BLOCK_BYTES // 2, 2 * BLOCK_BYTES)],
+    "from the middle to the end": [(BLOCK_BYTES // 2, SIZE - BLOCK_BYTES // 2)],
+}
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("name", RANGES)
+def test_ranges_are_what_the_file_holds(step: Path, name: str, times: int) -> None:
+    data = payload(step).read_bytes()
+    assert read(step, RANGES[name], times) == [data[at : at + n] for at, n in RANGES[name]]
+
+
+def flip(file: Path, at: int) -> Callable[[], None]:
+    def change() -> None:
+        with file.open("r+b") as opened:
+            opened.seek(at)
+            [byte] = opened.read(1)
+            opened.seek(at)
+            opened.write(bytes([byte ^ 1]))
+
+    change()
+    return change
+
+
+@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("name", RANGES)
+def test_a_flipped_bit_is_found_where_its_block_is_touched_and_only_there(step: Path, name: str, block: int) -> None:
+    touched = {b for at, n in RANGES[name] if n for b in range(at // BLOCK_BYTES, (at + n - 1) // BLOCK_BYTES + 1)}
+    undo = flip(payload(step), block * BLOCK_BYTES + 999)
+    try:
+        if block in touched:
+            with pytest.raises(
+                ChecksumError, match=rf"{payload(step).name}: block {block}, bytes {block * BLOCK_BYTES} "
+            ):
+                read(step, RANGES[name])
+        else:
+            read(step, RANGES[name])
+    finally:
+        undo()
+
+
+def test_small_reads_that_follow_one_another_read_each_block_once(step: Path) -> None:
+    source, counted = open_counted(str(step))
+    counted.ranges.clear()
+    for at in range(0, 2 * BLOCK_BYTES, 1 << 18):
+        buffer = bytearray(1 << 18)
+        source.store.read([Read(payload(step).name, at, memoryview(buffer))])
+    assert counted.nbytes == 2 * BLOCK_BYTES
+
+
+def test_memory_that_is_used_again_never_changes_what_was_read(step: Path) -> None:
+    data = payload(step).read_bytes()
+    store = open_checkpoint(str(step)).store
+    for blocks in ((0,), (0, 1), (1, 2), (2,), (2, 3), (0, 3)):
+        reads = [(block * BLOCK_BYTES + 10, 900) for block in blocks]
+        buffers = [bytearray(n) for _, n in reads]
+        store.read([Read(payload(step).name, at, memoryview(b)) for (at, _), b in zip(reads, buffers, strict=True)])
+        assert buffers == [data[at : at + n] for at, n in reads]
+
+
+def test_parts_that_make_up_a_block_are_read_where_they_belong(step: Path) -> None:
+    source, counted = open_counted(str(step))
+    counted.ranges.clear()
+    half = BLOCK_BYTES // 2
+    reads = [Read(payload(step).name, at * half, memoryview(bytearray(half))) for at in (3, 0, 2, 1)]
+    source.store.read(reads)
+    assert {(at, n) for _, at, n in counted.ranges} == {(at * half, half) for at in range(4)}
+
+
+def test_a_large_part_of_a_block_is_read_where_it_belongs_and_the_rest_once(step: Path) -> None:
+    source, counted = open_counted(str(step))
+    counted.ranges.clear()
+    third = BLOCK_BYTES // 3
+    source.store.read([Read(payload(step).name, third, memoryview(bytearray(third)))])
+    assert sorted((at, n) for _, at, n in counted.ranges) == [
+        (0, third),
+        (third, third),
+        (2 * third, BLOCK_BYTES - 2 * third),
+    ]
+
+
+def test_beyond_the_end_is_the_usual_error(step: Path) -> None:
+    with pytest.raises(TruncatedError):
+        read(step, [(SIZE - 10, 20)])
+
+
+def test_other_files_and_calls_go_to_the_store_beneath(step: Path) -> None:
+    reader = open_checkpoint(str(step))
+    assert reader.store.list() == reader.stored.list()
+    assert reader.store.size("COMMIT") == (step / "COMMIT").stat().st_size
+    assert reader.store.url == reader.stored.url
+    assert reader.store.traits == reader.stored.traits
+    with reader.store.create("x") as writer:
+        writer.write(b"1")
+    buffer = bytearray(1)
+    reader.store.rename("x", "y")
+    reader.store.read([Read("y", 0, memoryview(buffer))])
+    assert buffer == b"1"
+    reader.store.delete("y")
+    assert not (step / "y").exists()
+    (step / "sub").mkdir()
+    assert reader.store.changed_at("sub") == reader.stored.changed_at("sub") is not None
+    reader.store.delete_folder("sub")
+    assert not (step / "sub").exists()

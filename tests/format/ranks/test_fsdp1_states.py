@@ -1,0 +1,211 @@
+"""Flat parameters of any unit, number of ranks and alignment are taken apart as FSDP1 put them together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from materialise import assert_same
+from share_writers import as_rank, sharded
+
+from shardckpt.boxes import Box
+from shardckpt.errors import FormatError, UnsupportedError, UsageError
+from shardckpt.format.encodings.pickle_reader import TensorStub
+from shardckpt.format.ranks.merge_dtensors import join_ranks
+from shardckpt.format.ranks.rank_files import RankFile
+from shardckpt.format.reader import Reader, WholeShapes
+from shardckpt.format.registry import open_checkpoint
+from shardckpt.format.torchsave.dtensor_spec import SHARDED_TENSOR, Shards, Share
+from shardckpt.manifest import Lazy, Manifest, Piece, TensorEntry
+from shardckpt.plan.layout.coverage import require_complete
+
+pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+Units = Mapping[str, Mapping[str, torch.Tensor]]
+"""Prefix of each unit to its parameters, by whole names."""
+
+
+def laid(members: Mapping[str, torch.Tensor], alignment: int, world: int) -> tuple[torch.Tensor, dict[str, int]]:
+    """Return a unit's flat parameter and where each member begins: FSDP1's rule, written out."""
+    parts: list[torch.Tensor] = []
+    starts: dict[str, int] = {}
+    at = 0
+    for name, value in members.items():
+        gap = -at % alignment
+        starts[name] = at + gap
+        parts += [torch.full((gap,), -1.0), value.reshape(-1)]
+        at += gap + value.numel()
+    if alignment > 1:
+        parts.append(torch.full((-at % world,), -2.0))
+    return torch.cat(parts), starts
+
+
+def write(folder: Path, units: Units, world: int, alignment: int, copies: int = 1) -> None:
+    """Write what each rank saves; `alignment` 1 is `use_orig_params=False`. Ranks beyond `world` are replicas."""
+    folder.mkdir()
+    flats = {prefix: laid(members, alignment, world) for prefix, members in units.items()}
+    for rank in range(world * copies):
+        place = rank % world
+        model: dict[str, Any] = {"buffer": torch.arange(3.0)}
+        state: dict[int, Any] = {}
+        with as_rank(place, world):
+            shares = {prefix: sharded(flat, place, world) for prefix, (flat, _) in flats.items()}
+            for prefix, (flat, starts) in flats.items():
+                chunk = -(-flat.numel() // world)
+                low, mine = place * chunk, flat[place * chunk : (place + 1) * chunk].clone()
+                padded = torch.cat([mine, torch.zeros(chunk - mine.numel())])
+                if alignment == 1:
+                    state[len(state)] = {"exp_avg": 2 * padded, "step": torch.tensor(3.0)}
+                for name, value in units[prefix].items() if alignment > 1 else ():
+                    start, stop = starts[name] - low, starts[name] - low + value.numel()
+                    model[name] = mine[max(start, 0) : max(stop, 0)]
+                    if model[name].numel():
+                        state[len(state)] = {"exp_avg": 2 * model[name], "step": torch.tensor(3.0)}
+                    else:
+                        state[len(state)] = {}
+                model[f"{prefix}_flat_param"] = shares[prefix]
+            torch.save(model, folder / f"model_rank{rank}.pt")
+        kept = {number: slots for number, slots in state.items() if slots}
+        torch.save({"state": kept, "param_groups": [{"params": list(state)}]}, folder / f"optim_rank{rank}.pt")
+
+
+def shapes_of(units: Units, **more: Any) -> WholeShapes:
+    shapes = {name: tuple(value.shape) for members in units.values() for name, value in members.items()}
+    return WholeShapes({"buffer": (3,), **shapes}, "elsewhere", **more)
+
+
+def opened(folder: Path, known: WholeShapes) -> Reader:
+    reader = open_checkpoint(str(folder)).with_shapes(known)
+    require_complete(reader.manifest, reader.manifest.tensors.values(), "here")
+    return reader
+
+
+def numbered(shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> Units:
+    """Return parameters of some shapes; each element is another number."""
+    at, units = 1, {}
+    for prefix, members in shapes.items():
+        units[prefix] = {}
+        for name, shape in members.items():
+            units[prefix][name] = torch.arange(at, at + prod(shape), dtype=torch.float32).view(shape)
+            at += prod(shape)
+    return units
+
+
+@st.composite
+def modules(draw: st.DrawFn) -> Units:
+    """Draw units, one inside the other or beside it, of parameters of odd shapes."""
+    shape = st.lists(st.integers(1, 5), max_size=3).map(tuple)
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for prefix in draw(st.lists(st.sampled_from(["", "a.", "a.b.", "ab."]), min_size=1, unique=True)):
+        shapes = draw(st.lists(shape, min_size=1, max_size=5))
+        found[prefix] = {f"{prefix}p{i}": each for i, each in enumerate(shapes)}
+    return numbered(found)
+
+
+@settings(max_examples=40)
+@given(units=modules(), world=st.integers(2, 8), alignment=st.sampled_from([1, 4, 8]), data=st.data())
+def test_every_parameter_and_moment_is_found(
+    units: Units, world: int, alignment: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Alignment 4 is that of float32, 8 that of float32 computed in bfloat16."""
+    folder = tmp_path_factory.mktemp("flat") / "src"
+    write(folder, units, world, alignment)
+    known = shapes_of(units)
+    ids = {}
+    names = [n for m in units.values() for n in m] if alignment > 1 else [f"{prefix}_flat_param" for prefix in units]
+    if data.draw(st.booleans()):
+        ids = dict(enumerate(names))
+    reader = opened(folder, WholeShapes(known.shapes, "elsewhere", ids=ids))
+    has_names = ids or not any("numbers of" in warning for warning in reader.manifest.warnings)
+    for members in units.values():
+        for name, value in members.items():
+            assert_same(reader, ("model", name), value)
+            if has_names:
+                assert_same(reader, ("optim", "state", name, "exp_avg"), 2 * value)
+                assert_same(reader, ("optim", "state", name, "step"), torch.tensor(3.0))
+    assert_same(reader, ("model", "buffer"), torch.arange(3.0))
+
+
+SMALL = numbered({"": {"e": (7, 3), "z": (2,)}, "a.": {"a.w": (5, 3), "a.b": (1,), "a.v": (5,), "a.u": (1,)}})
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_of_hybrid_groups_one_replica_is_enough(alignment: int, tmp_path: Path) -> None:
+    write(tmp_path / "src", SMALL, 2, alignment, copies=2)
+    for file in (tmp_path / "src").glob("*rank[12].pt"):
+        file.unlink()
+    for name in ("model", "optim"):
+        (tmp_path / "src" / f"{name}_rank3.pt").rename(tmp_path / "src" / f"{name}_rank1.pt")
+    reader = opened(tmp_path / "src", shapes_of(SMALL))
+    for members in SMALL.values():
+        for name, value in members.items():
+            assert_same(reader, ("model", name), value)
+            assert_same(reader, ("optim", "state", name, "exp_avg"), 2 * value)
+
+
+def test_numbers_that_fit_in_several_ways_are_left_to_the_caller(tmp_path: Path) -> None:
+    """Two units of one size, of which the optimizer has one: nobody can tell which."""
+    units = numbered({"a.": {"a.w": (4,)}, "b.": {"b.w": (4,)}})
+    write(tmp_path / "src", units, 2, 1)
+    for rank in range(2):
+        file = tmp_path / "src" / f"optim_rank{rank}.pt"
+        state = torch.load(file)
+        torch.save({"state": {0: state["state"][1]}, "param_groups": [{"params": [0]}]}, file)
+    reader = opened(tmp_path / "src", shapes_of(units))
+    assert any("--param-names" in warning for warning in reader.manifest.warnings)
+    with pytest.raises(UnsupportedError, match="--param-names"):
+        reader.resolve(reader.manifest.tensors["optim", "state", 0, "exp_avg"].pieces)
+    told = opened(tmp_path / "src", shapes_of(units, ids={0: "b.w"}))
+    assert_same(told, ("optim", "state", "b.w", "exp_avg"), 2 * units["b."]["b.w"])
+
+
+def test_a_tied_name_is_one_where_only_one_can_be(tmp_path: Path) -> None:
+    write(tmp_path / "src", SMALL, 2, 1)
+    known = shapes_of(SMALL)
+    reader = opened(tmp_path / "src", WholeShapes({**known.shapes, "head": (7, 3)}, "elsewhere"))
+    assert reader.manifest.aliases == {("model", "head"): ("model", "e")}
+    assert any("no room for head" in warning for warning in reader.manifest.warnings)
+    with pytest.raises(UsageError, match="'_flat_param'"):
+        opened(tmp_path / "src", WholeShapes({**known.shapes, "y": (7, 3), "x": (7, 3)}, "elsewhere"))
+    told = WholeShapes({**known.shapes, "head": (7, 3)}, "elsewhere", {"head": "e"})
+    assert opened(tmp_path / "src", told).manifest.warnings == ()
+
+
+def test_chunks_of_other_lengths_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "src", SMALL, 2, 1)
+    with as_rank(1, 2):
+        flat = torch.cat([value.reshape(-1) for value in SMALL["a."].values()])
+        share = sharded(flat, 1, 2)
+        share.metadata().shards_metadata[1].shard_offsets = [10]
+        share.local_shards()[0].metadata.shard_offsets = [10]
+        state = {"a._flat_param": share, "_flat_param": sharded(torch.zeros(23), 1, 2), "buffer": torch.arange(3.0)}
+        torch.save(state, tmp_path / "src" / "model_rank1.pt")
+    with pytest.raises(FormatError, match=r"what rank 1 holds of 'a._flat_param' is not its chunk"):
+        open_checkpoint(str(tmp_path / "src"))
+
+
+def test_moments_of_other_lengths_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "src", SMALL, 2, 1)
+    file = tmp_path / "src" / "optim_rank1.pt"
+    state = torch.load(file)
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:-2].clone()
+    torch.save(state, file)
+    with pytest.raises(FormatError, match=r"what rank 1 holds of .* does not fit '_flat_param'"):
+        opened(tmp_path / "src", shapes_of(SMALL, ids={0: "_flat_param", 1: "a._flat_param"}))
+
+
+def test_a_claim_of_many_ranks_is_refused(tmp_path: Path) -> None:
+    """Shards of an unheard-of number of ranks, of which two are listed: not counted through."""
+    listed = (Box((0,), (4,)), Box((4,), (4,)))
+    held = ((listed[0], TensorStub(None, 0, (4,), (1,))),)
+    cut = Shards((8,), listed, (0, 1))
+    share = Share(SHARDED_TENSOR, (8,), "float32", held, cut, None, 0, 1 << 24, 0, 1 << 24)
+    entry = TensorEntry(("f", "_flat_param"), (8,), "float32", (Piece(listed[0], "f", Lazy(0, 0)),))
+    manifest = Manifest("x", {"f": 1}, {entry.path: entry})
+    with pytest.raises(FormatError, match="not cut into equal chunks"):
+        join_ranks(manifest, {entry.path: share}, [RankFile("f", ("f",), (), 0)], "here", shapes_of(SMALL))

@@ -1,0 +1,342 @@
+"""Rank files that torch wrote are one checkpoint: every element is found, whatever wrapper, mesh and ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run
+from materialise import assert_same
+from rank_writers import FOUR, TWO, built, four_ranks, truth, two_ranks
+from safetensors.torch import load_file, save_file
+from share_writers import as_rank, sharded
+
+import shardckpt
+from shardckpt.errors import FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
+from shardckpt.format.ranks.rank_files import named_ranks
+from shardckpt.format.registry import open_checkpoint
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of everything that two and four ranks saved, and of the model's shapes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    run(2, two_ranks, folder, timeout=120)
+    run(4, four_ranks, folder, timeout=120)
+    torch.save(built().to("meta").state_dict(), folder / "shapes.pt")
+    save_file({n: v for n, v in truth().items() if "/" not in n and n != "head.weight"}, folder / "sorted.safetensors")
+    return folder
+
+
+@pytest.fixture
+def copied(written: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Copy a folder, to damage it."""
+    return lambda name: Path(shutil.copytree(written / name, tmp_path / name))
+
+
+def consolidated(source: Path, target: Path, **options: Any) -> tuple[dict[str, torch.Tensor], shardckpt.Report]:
+    report = shardckpt.consolidate(str(source), str(target), part="all", **options)
+    found: dict[str, torch.Tensor] = {}
+    for file in target.glob("*.safetensors"):
+        found |= load_file(file)
+    return {**found, **{name: found[kept] for name, kept in report.ties.items()}}, report
+
+
+def differing(found: dict[str, torch.Tensor]) -> list[str]:
+    expected = truth()
+    wrong = sorted(expected.keys() ^ found.keys())
+    return wrong + [n for n in expected.keys() & found.keys() if not torch.equal(found[n], expected[n])]
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_model_and_optimizer_come_out_bit_for_bit(name: str, written: Path, tmp_path: Path) -> None:
+    found, report = consolidated(written / name, tmp_path / "out", shapes_from=str(written / "shapes.pt"))
+    assert differing(found) == []
+    is_told = "sharded" not in name  # torch cuts a shard out for each name, and nothing says that they are one
+    assert report.ties == ({"head.weight": "embed.weight"} if is_told else {})
+    groups = json.loads((tmp_path / "out" / "param_groups.json").read_text())["param_groups"]
+    names = [name for group in groups for name in group["params"]]
+    assert sorted(names) == sorted(name for name, _ in built().named_parameters())
+
+
+@pytest.mark.parametrize("name", ["local-orig", "local-orig-bf16", "local-orig-4"])
+def test_fragments_have_names_and_an_order_of_their_own(name: str, written: Path, tmp_path: Path) -> None:
+    """With `use_orig_params=True` shapes are all that is lacking, and files without order tell those too."""
+    found, _ = consolidated(written / name, tmp_path / "out", shapes_from=str(written / "sorted.safetensors"))
+    assert differing(found) == []
+
+
+def test_a_flat_parameter_needs_the_order_of_the_model(written: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"in which order parameters lie in 'first._flat_param'"):
+        consolidated(written / "local-flat", tmp_path / "out", shapes_from=str(written / "sorted.safetensors"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["local-flat", "local-orig"])
+def test_flat_parameters_without_shapes_are_shown_and_refused(name: str, written: Path, tmp_path: Path) -> None:
+    shown = {tensor.name: tensor.shape for tensor in shardckpt.inspect(str(written / name)).tensors}
+    assert "model.first._flat_param" in shown
+    with pytest.raises(UsageError, match="Give --shapes-from SRC"):
+        consolidated(written / name, tmp_path / "out")
+    reader = open_checkpoint(str(written / name))
+    with pytest.raises(UnsupportedError, match="Give --shapes-from SRC"):
+        reader.resolve(reader.manifest.tensors["model", "first._flat_param"].pieces)
+    assert not (tmp_path / "out").exists()
+
+
+def other_width(state: dict[str, torch.Tensor]) -> None:
+    state["first.up.weight"] = state["first.up.weight"][:, :4]
+
+
+def one_lacks(state: dict[str, torch.Tensor]) -> None:
+    del state["second.up.bias"]
+
+
+def one_more(state: dict[str, torch.Tensor]) -> None:
+    state["first.extra"] = torch.zeros(7)
+
+
+@pytest.mark.parametrize("name", ["local-flat", "local-orig"])
+@pytest.mark.parametrize(
+    ("change", "unit"), [(other_width, "first"), (one_lacks, "second"), (one_more, "first")], ids=lambda v: str(v)[:12]
+)
+def test_shapes_of_another_model_are_refused_with_the_unit(
+    name: str, change: Callable[[dict[str, torch.Tensor]], None], unit: str, written: Path, tmp_path: Path
+) -> None:
+    state = built().state_dict()
+    change(state)
+    torch.save(state, tmp_path / "shapes.pt")
+    with pytest.raises(UsageError, match=rf"'{unit}._flat_param'.* found \d+ elements .* expected \d+ elements"):
+        consolidated(written / name, tmp_path / "out", shapes_from=str(tmp_path / "shapes.pt"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_note_beside_the_files_tells_shapes(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied("local-flat")
+    handles = []
+    for module in ("", "first", "second"):
+        held = [(n, v) for n, v in built().named_parameters() if n.startswith((module, "embed")) and _of(n) == module]
+        handles.append(
+            {
+                "module": module,
+                "fqns": [n.removeprefix(f"{module}.") if module else n for n, _ in held],
+                "shapes": [list(v.shape) for _, v in held],
+                "shared_params": [] if module else [["head.weight", "embed.weight"]],
+            }
+        )
+    for rank in range(2):
+        note = {"world_size": 2, "rank": rank, "handles": handles}
+        (source / f"flat_param_metadata_rank{rank}.json").write_text(json.dumps(note))
+    found, report = consolidated(source, tmp_path / "out")
+    assert differing(found) == []
+    assert report.warnings == ()
+    handles[1]["shapes"][0] = [1, 1, 1]  # type: ignore[index]
+    (source / "flat_param_metadata_rank1.json").write_text(json.dumps({"handles": handles}))
+    with pytest.raises(FormatError, match="tell different layouts"):
+        open_checkpoint(str(source))
+
+
+def _of(name: str) -> str:
+    first = name.partition(".")[0]
+    return first if first in ("first", "second") else ""
+
+
+@pytest.mark.parametrize("name", ["local-flat", "local-orig"])
+def test_shapes_from_files_that_have_none_are_refused(name: str, written: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="tells no shapes: it holds flat parameters itself"):
+        consolidated(written / name, tmp_path / "out", shapes_from=str(written / name))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["local-flat", "local-orig"])
+def test_flat_parameters_are_checked_and_compared(name: str, written: Path, tmp_path: Path) -> None:
+    assert any("--shapes-from" in problem for problem in shardckpt.verify(written / name).problems)
+    assert shardckpt.verify(written / name, shapes_from=written / "shapes.pt").ok
+    torch.save({n: v for n, v in truth().items() if "/" not in n}, tmp_path / "whole.pt")
+    found = shardckpt.diff(written / name, tmp_path / "whole.pt")
+    assert {each.kind for each in found.differences} == {"only in a"}
+    assert all("/" in each.name for each in found.differences)
+    assert found.equal == found.compared == len([n for n in truth() if "/" not in n])
+
+
+@pytest.mark.parametrize("name", ["local-flat", "local-orig"])
+def test_flat_parameters_go_to_other_numbers_of_ranks(name: str, written: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--shapes-from"):
+        shardckpt.reshard(written / name, tmp_path / "three", world_size=3)
+    shapes = written / "shapes.pt"
+    shardckpt.reshard(written / name, tmp_path / "three", world_size=3, shapes_from=shapes)
+    found, _ = consolidated(tmp_path / "three", tmp_path / "out")
+    assert differing(found) == []
+
+
+# ------------------------------------------------------------------------------------------- what does not fit
+
+
+@pytest.mark.parametrize("name", ["local-flat", "local-orig", "sharded-orig", "fsdp2"])
+def test_a_missing_rank_is_named_and_nothing_is_written(name: str, copied: Any, written: Path, tmp_path: Path) -> None:
+    source = copied(name)
+    for file in source.glob("*rank1.pt"):
+        file.unlink()
+    with pytest.raises(IncompleteError, match="the file of rank 1"):
+        consolidated(source, tmp_path / "out", shapes_from=str(written / "shapes.pt"))
+    assert not (tmp_path / "out").exists()
+    assert any("rank 1 left no file here" in w for w in shardckpt.inspect(str(source)).warnings)
+
+
+def test_replicas_make_a_missing_rank_good(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    """Rank 1 of a 2 x 2 hybrid mesh has its twin in rank 3."""
+    source = copied("fsdp2-hybrid")
+    (source / "rank1.pt").unlink()
+    found, report = consolidated(source, tmp_path / "out")
+    assert differing(found) == []
+    assert any("rank 1 left no file here" in w for w in report.warnings)
+    (source / "rank3.pt").unlink()
+    with pytest.raises(IncompleteError, match="the file of rank 1"):
+        consolidated(source, tmp_path / "out2")
+
+
+@pytest.mark.parametrize(("name", "other"), [("fsdp2", "fsdp2-4"), ("sharded-orig", "sharded-orig-4")])
+def test_files_of_two_worlds_are_refused(name: str, other: str, copied: Any, written: Path) -> None:
+    """Two ranks saved where four had saved before: their files lie beside the two that were left."""
+    source = copied(name)
+    for file in (written / other).glob("*rank[23].pt"):
+        shutil.copy(file, source)
+    with pytest.raises(FormatError, match=r"(Keep the files|keep those) of one"):
+        open_checkpoint(str(source))
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "sharded-orig", "local-flat"])
+def test_a_rank_that_is_there_twice_is_refused(name: str, copied: Callable[[str], Path]) -> None:
+    source = copied(name)
+    for file in source.glob("*rank0.pt"):
+        shutil.copy(file, file.with_name(file.name.replace("rank0", "rank1")))
+    with pytest.raises(FormatError, match=r"found rank 0 in (model_)?rank0.pt and in (model_)?rank1.pt"):
+        open_checkpoint(str(source))
+
+
+def test_ranks_of_different_steps_are_refused(copied: Callable[[str], Path]) -> None:
+    source = copied("fsdp2")
+    torch.save({"step": 4}, source / "counter_rank1.pt")
+    torch.save({"step": 3}, source / "counter_rank0.pt")
+    with pytest.raises(
+        FormatError, match=r"different steps .* step is 3 in counter_rank0.pt and 4 in counter_rank1.pt"
+    ):
+        open_checkpoint(str(source))
+
+
+def test_optimizers_of_different_steps_are_refused(copied: Callable[[str], Path]) -> None:
+    source = copied("local-orig")
+    state = torch.load(source / "optim_rank1.pt")
+    for slots in state["state"].values():
+        slots["step"] += 1
+    torch.save(state, source / "optim_rank1.pt")
+    with pytest.raises(FormatError, match=r"an optimizer's step differs in optim_rank0.pt and optim_rank1.pt"):
+        open_checkpoint(str(source))
+
+
+def test_moments_that_nothing_tells_the_layout_of_are_refused(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    """A SHARDED model beside the optimizer's own flat shards: those say nothing, and are not taken for whole."""
+    source = copied("sharded-orig")
+    for rank in range(2):
+        slots = {"exp_avg": torch.full((4,), float(rank)), "step": torch.tensor(3.0)}
+        torch.save({"state": {0: slots}, "param_groups": [{"params": [0]}]}, source / f"optim_rank{rank}.pt")
+    reader = open_checkpoint(str(source))
+    with pytest.raises(UnsupportedError, match="ranks hold different values"):
+        reader.resolve(reader.manifest.tensors["optim", "state", 0, "exp_avg"].pieces)
+    found = shardckpt.consolidate(str(source), str(tmp_path / "out"))
+    assert any("exp_avg" in warning for warning in found.warnings)
+
+
+def test_buffers_that_differ_are_told(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied("sharded-orig")
+    for rank in range(2):
+        torch.save({"running": torch.full((3,), float(rank))}, source / f"buffers_rank{rank}.pt")
+    reader = open_checkpoint(str(source))
+    assert_same(reader, ("buffers", "running"), torch.zeros(3))
+    assert any("buffers.running" in w and "lowest" in w for w in reader.manifest.warnings)
+
+
+def test_an_unknown_class_is_named_and_never_made(copied: Callable[[str], Path]) -> None:
+    source = copied("fsdp2")
+    torch.save({"x": Path}, source / "extra_rank0.pt")
+    torch.save({"x": shutil.rmtree}, source / "extra_rank1.pt")
+    with pytest.raises(UnsafeError, match="shutil"):
+        open_checkpoint(str(source))
+
+
+# ----------------------------------------------------------------------------------------------------- names
+
+
+def test_files_are_grouped_by_what_is_left_of_their_names() -> None:
+    names = [f"{part}_world_size_2_rank_{rank}.pt" for part in ("model", "optim", "extra_state") for rank in range(2)]
+    found = {file.name: (file.root, file.rank, file.world) for file in named_ranks([*names, "config.pt"], ())}
+    assert found == {name: ((name.partition("_world")[0],), int(name[-4]), 2) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [("rank_2.pt", 2), ("checkpoint_rank1.pt", 1), ("x-rank00012.bin", 12), ("frank1.pt", -1), ("7.pt", -1)],
+)
+def test_a_rank_stands_in_a_name(name: str, rank: int) -> None:
+    assert [file.rank for file in named_ranks([name], [name])] == [rank]
+
+
+def test_worlds_in_names_have_to_agree(copied: Callable[[str], Path]) -> None:
+    source = copied("fsdp2")
+    for rank in range(2):
+        (source / f"rank{rank}.pt").rename(source / f"model_world_size_{2 + 2 * rank}_rank_{rank}.pt")
+    with pytest.raises(FormatError, match=r"2 ranks in model_world_size_2_rank_0.pt and 4 in"):
+        open_checkpoint(str(source))
+
+
+def test_verl_names_are_model_and_optimizer(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied("sharded-mesh")
+    for rank in range(2):
+        for part in ("model", "optim"):
+            (source / f"{part}_rank{rank}.pt").rename(source / f"{part}_world_size_2_rank_{rank}.pt")
+        torch.save(
+            {"lr_scheduler": {"last_epoch": 3}, "rng": rank}, source / f"extra_state_world_size_2_rank_{rank}.pt"
+        )
+    found, report = consolidated(source, tmp_path / "out")
+    assert differing(found) == []
+    assert report.left_out == ("extra_state",)
+
+
+def test_tensor_parallel_pickles_of_the_fixtures_are_bit_exact(fixtures: Path) -> None:
+    """Four ranks, tensor parallel by two under FSDP2 by two: strided placements, uneven rows, columns, submeshes."""
+    reader = open_checkpoint(str(fixtures / "dcp_tp2_fsdp2_w4" / "ckpt_torch_save"))
+    expected = load_file(fixtures / "dcp_tp2_fsdp2_w4" / "truth_model.safetensors")
+    assert {path[1] for path in reader.manifest.tensors} == set(expected)
+    for name, value in expected.items():
+        assert_same(reader, ("model", name), value)
+
+
+@pytest.mark.parametrize("is_padded", [True, False], ids=["padded", "lean"])
+@pytest.mark.parametrize("buffer", [0, 9, 10], ids=["plain", "buffer-9", "buffer-10"])
+@pytest.mark.parametrize("world", [3, 4])
+def test_one_flat_number_is_the_one_flat_parameter(is_padded: bool, buffer: int, world: int, tmp_path: Path) -> None:
+    """28 elements: on three ranks the last chunk is padded; a buffer may be as long as a chunk."""
+    whole, moments = torch.arange(28.0), torch.arange(28.0) + 100
+    chunk = -(-28 // world)
+    source = tmp_path / "ckpt"
+    source.mkdir()
+    for rank in range(world):
+        with as_rank(rank, world):
+            model = {"_flat_param": sharded(whole, rank, world), **({"buf": torch.zeros(buffer)} if buffer else {})}
+            torch.save(model, source / f"model_rank{rank}.pt")
+        mine = moments[rank * chunk : (rank + 1) * chunk]
+        if is_padded:
+            mine = torch.nn.functional.pad(mine, (0, chunk - mine.numel()))
+        state = {0: {"exp_avg": mine.clone(), "step": torch.tensor(3.0)}}
+        torch.save({"state": state, "param_groups": [{"params": [0]}]}, source / f"optim_rank{rank}.pt")
+        note = {"handles": [{"module": "", "fqns": ["a", "b"], "shapes": [[5, 5], [3]]}]}
+        (source / f"flat_param_metadata_rank{rank}.json").write_text(json.dumps(note))
+    shardckpt.consolidate(source, tmp_path / "out", part="all")
+    found = load_file(tmp_path / "out" / "optimizer.safetensors")
+    assert torch.equal(found["a/exp_avg"], moments[:25].reshape(5, 5))
+    assert torch.equal(found["b/exp_avg"], moments[25:])

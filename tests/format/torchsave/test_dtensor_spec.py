@@ -1,0 +1,275 @@
+"""Placements and meshes decide what a rank holds: each box is the one that cutting the array in their order gives."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardckpt.boxes import Box, cover, whole
+from shardckpt.errors import CheckpointError, FormatError, UnsupportedError
+from shardckpt.format.encodings.pickle_reader import Dtype, Inert, TensorStub
+from shardckpt.format.torchsave.dtensor_spec import Grid, Share, ShareParser
+from shardckpt.format.torchsave.tensor_views import StorageRef
+
+PLACEMENTS = "torch.distributed.tensor.placement_types"
+
+
+def placement(kind: str, **state: Any) -> Inert:
+    return Inert(f"{PLACEMENTS}.{kind}", (), state)
+
+
+def mesh(sizes: tuple[int, ...], place: tuple[int, ...], rank: int = -1) -> Inert:
+    """Return a mesh as torch 2.13 pickles it, over consecutive ranks."""
+    steps = [prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    axes = tuple(Inert("_FlatLayout", (), {"shape": (n,), "stride": (s,)}) for n, s in zip(sizes, steps, strict=True))
+    own = sum(c * s for c, s in zip(place, steps, strict=True)) if rank < 0 else rank
+    state = {
+        "_layout": Inert("_MeshLayout", (), {"axes": axes}),
+        "_flatten_rank_map": tuple(range(prod(sizes))),
+        "_rank": own,
+        "_coordinate_on_dim": place,
+    }
+    return Inert("torch.distributed.device_mesh.DeviceMesh", (), state)
+
+
+def old_mesh(sizes: tuple[int, ...], place: tuple[int, ...]) -> Inert:
+    """Return a mesh as torch up to 2.8 pickles it: ranks are a tensor."""
+    ranks = TensorStub(StorageRef("9", "int32", prod(sizes)), 0, sizes, sizes, "int32")
+    state = {"device_type": "cuda", "mesh": ranks, "mesh_dim_names": None, "_coordinate_on_dim": list(place)}
+    return Inert("torch.distributed.device_mesh.DeviceMesh", (), state)
+
+
+def stub(shape: tuple[int, ...]) -> TensorStub:
+    return TensorStub(StorageRef("0", "float32", prod(shape)), 0, shape, shape)
+
+
+def dtensor(shape: tuple[int, ...], over: Inert, placements: Any, local: Any, order: Any = None) -> Inert:
+    meta = Inert("TensorMeta", (shape, shape, Dtype("float32")))
+    spec = {"mesh": over, "placements": placements, "tensor_meta": meta, "shard_order": order}
+    state = (None, {"_local_tensor": local, "_spec": Inert("DTensorSpec", (), spec)})
+    return Inert("torch.distributed.tensor.DTensor", (Dtype("float32"), shape, shape), state)
+
+
+def shared(value: Inert) -> Share:
+    return ShareParser().share(value)
+
+
+@st.composite
+def cut(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[list[int]]]:
+    """Draw an array, a mesh of at most 8 ranks, and for each dimension which mesh dimensions cut it in what order."""
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+    sizes = tuple(draw(st.sampled_from([(1,), (2,), (3,), (5,), (8,), (2, 2), (2, 3), (4, 2), (2, 2, 2), (3, 1, 2)])))
+    orders: list[list[int]] = [[] for _ in shape]
+    for mesh_dim in draw(st.permutations(range(len(sizes)))):
+        dim = draw(st.integers(-1, len(shape) - 1))
+        if dim >= 0:
+            orders[dim].append(mesh_dim)
+    return shape, sizes, orders
+
+
+def placements_of(sizes: tuple[int, ...], orders: list[list[int]], ndim: int, *, spelt: bool) -> tuple[Inert, ...]:
+    """Return placements that cut so: a strided one where a mesh dimension to the right cuts before."""
+    found = []
+    for mesh_dim in range(len(sizes)):
+        dim = next((d for d in range(ndim) if mesh_dim in orders[d]), None)
+        if dim is None:
+            found.append(placement("Replicate"))
+            continue
+        before = orders[dim][: orders[dim].index(mesh_dim)]
+        factor = prod(sizes[m] for m in before if m > mesh_dim)
+        is_strided = not spelt and factor > 1
+        state = {"dim": dim, "split_factor": factor} if is_strided else {"dim": dim}
+        found.append(placement("_StridedShard" if is_strided else "Shard", **state))
+    return tuple(found)
+
+
+@given(given_cut=cut(), spelt=st.booleans(), old=st.booleans())
+def test_each_rank_holds_what_cutting_the_array_gives(given_cut: Any, spelt: bool, old: bool) -> None:
+    shape, sizes, orders = given_cut
+    array = torch.arange(prod(shape)).view(shape)
+    placements = placements_of(sizes, orders, len(shape), spelt=spelt)
+    order = tuple((d, tuple(o)) for d, o in enumerate(orders) if o) if spelt else None
+    boxes: list[Box] = []
+    for place in product(*map(range, sizes)):
+        local = array
+        for dim, mesh_dims in enumerate(orders):
+            for mesh_dim in mesh_dims:
+                parts = local.chunk(sizes[mesh_dim], dim)
+                local = parts[place[mesh_dim]] if place[mesh_dim] < len(parts) else local.narrow(dim, 0, 0)
+        over = old_mesh(sizes, place) if old else mesh(sizes, place)
+        share = shared(dtensor(shape, over, placements, stub(tuple(local.shape)), order))
+        held = [box for box, _ in share.held]
+        assert share.shape == shape
+        if local.numel():
+            [box] = held
+            inside = tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
+            assert torch.equal(array[inside], local)
+        else:
+            assert held == []
+        boxes += held
+        told = dict(share.elsewhere())
+        assert set(boxes) <= set(told)
+        replicas = [m for m in range(len(sizes)) if not any(m in o for o in orders)]
+        if not old and held and not any(place[m] for m in replicas):
+            assert told[held[0]] == sum(c * prod(sizes[i + 1 :]) for i, c in enumerate(place))
+    found = cover(whole(shape), sorted(set(boxes)))
+    assert found.gaps == found.overlaps == []
+
+
+def test_a_submesh_knows_the_ranks_of_its_own_column() -> None:
+    """Rank 3 of a 2 x 2 mesh, on the mesh of its first dimension: the other rank is 1, not 0."""
+    axes = (Inert("_FlatLayout", (), {"shape": (2,), "stride": (2,)}),)
+    state = {
+        "_layout": Inert("_MeshLayout", (), {"axes": axes}),
+        "_flatten_rank_map": (0, 1, 2, 3),
+        "_rank": 3,
+        "_coordinate_on_dim": (1,),
+    }
+    over = Inert("torch.distributed.device_mesh.DeviceMesh", (), state)
+    share = shared(dtensor((4,), over, (placement("Shard", dim=0),), stub((2,))))
+    assert list(share.elsewhere()) == [(Box((0,), (2,)), 1), (Box((2,), (2,)), 3)]
+
+
+def test_partial_sums_are_refused_by_name() -> None:
+    value = dtensor((4,), mesh((2,), (0,)), (placement("Partial", reduce_op="sum"),), stub((4,)))
+    assert "partial sums (Partial)" in shared(value).refused
+
+
+def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
+    over = mesh((2,), (0,))
+    assert isinstance(over.state, dict)
+    over.state["_coordinate_on_dim"] = None
+    assert shared(dtensor((4,), over, (placement("Shard", dim=0),), stub((0,)))).held == ()
+
+
+@pytest.mark.parametrize(
+    ("placements", "local", "error"),
+    [
+        ((placement("Shard", dim=0),), (4, 4), "does not fit its placements"),
+        ((placement("Shard", dim=2),), (2, 4), "is not one that is read"),
+        ((placement("_StridedShard", dim=0, split_factor=2),), (2, 4), "follows no cut of the mesh"),
+        ((placement("Shard", dim=0), placement("Shard", dim=0)), (2, 4), "one placement for each dimension"),
+        ((placement("Shard", dim="x"),), (2, 4), "malformed"),
+        ((placement("RaggedShard", dim=0),), (2, 4), "is not one that is read"),
+    ],
+)
+def test_what_cannot_be_is_refused(placements: Any, local: tuple[int, ...], error: str) -> None:
+    with pytest.raises((FormatError, UnsupportedError), match=error):
+        shared(dtensor((4, 4), mesh((2,), (0,)), placements, stub(local)))
+
+
+# -------------------------------------------------------------------------------------------------- ShardedTensors
+
+
+def shard_metadata(box: Box, rank: int) -> Inert:
+    state = {
+        "shard_offsets": list(box.offset),
+        "shard_sizes": list(box.size),
+        "placement": Inert("_remote_device", (), {"_rank": rank, "_worker_name": None, "_device": "cpu"}),
+    }
+    return Inert("ShardMetadata", (), (None, state))
+
+
+def sharded_tensor(shape: tuple[int, ...], boxes: list[Box], rank: int, locals_: list[Any]) -> Inert:
+    """Return a ShardedTensor as rank `rank` pickles it: box `i` is rank `i`'s."""
+    shards = [
+        Inert("Shard", (), (None, {"tensor": local, "metadata": shard_metadata(boxes[rank], rank)}))
+        for local in locals_
+    ]
+    listed = [shard_metadata(box, i) for i, box in enumerate(boxes)]
+    metadata = Inert("ShardedTensorMetadata", (), {"shards_metadata": listed, "size": shape})
+    group = dict(zip(("local_rank", "global_rank"), (rank, rank), strict=True))
+    group |= {"local_world_size": len(boxes), "global_world_size": len(boxes)}
+    state = (shards, metadata, Inert("ProcessGroupState", (), group), Inert("ChunkShardingSpec", (), {}), False)
+    return Inert("torch.distributed._shard.sharded_tensor.api.ShardedTensor", (Dtype("float32"),), state)
+
+
+def test_a_sharded_tensor_lists_who_holds_what() -> None:
+    boxes = [Box((0, 0), (2, 3)), Box((2, 0), (1, 3))]
+    share = shared(sharded_tensor((3, 3), boxes, 1, [stub((1, 3))]))
+    assert [box for box, _ in share.held] == boxes[1:]
+    assert list(share.elsewhere()) == [(boxes[0], 0), (boxes[1], 1)]
+    assert (share.rank, share.world, share.place, share.parts) == (1, 2, 1, 2)
+
+
+def test_shards_of_shards_lie_where_both_say() -> None:
+    inner = sharded_tensor((2, 4), [Box((0, 0), (2, 2)), Box((0, 2), (2, 2))], 1, [stub((2, 2))])
+    outer = sharded_tensor((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))], 1, [inner])
+    share = shared(outer)
+    assert [box for box, _ in share.held] == [Box((2, 2), (2, 2))]
+    assert share.cut is None
+
+
+@pytest.mark.parametrize(
+    ("boxes", "local", "error"),
+    [
+        ([Box((0,), (2,)), Box((2,), (2,))], (3,), "not as large as it says"),
+        ([Box((0,), (2,)), Box((2,), (9,))], (9,), "outside of its array"),
+        ([Box((0,), (2,)), Box((2, 0), (2, 1))], (2, 1), "outside of its array"),
+    ],
+)
+def test_shards_that_cannot_be_are_refused(boxes: list[Box], local: tuple[int, ...], error: str) -> None:
+    with pytest.raises(FormatError, match=error):
+        shared(sharded_tensor((4,), boxes, 1, [stub(local)]))
+
+
+# --------------------------------------------------------------------------------------------------------- hostile
+
+HOSTILE: tuple[Any, ...] = (None, -1, 2**62, 2**2000, 1.5, True, "x", (), {}, [[]], (-1,), (2**62,) * 3, (1,) * 5000)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every part of a pickled value."""
+    found = [path]
+    if isinstance(value, Inert):
+        found += places(value.state, (*path, "state")) + places(value.args, (*path, "args"))
+    elif isinstance(value, dict | list | tuple):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            found += places(value[key], (*path, key))
+    return found
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    key, rest = path[0], path[1:]
+    if isinstance(value, Inert):
+        made = Inert(value.name, value.args, value.state)
+        setattr(made, key, replaced(getattr(value, key), rest, new))
+        return made
+    inner = list(value) if isinstance(value, tuple) else copy.copy(value)
+    inner[key] = replaced(value[key], rest, new)
+    return tuple(inner) if isinstance(value, tuple) else inner
+
+
+@pytest.mark.parametrize("kind", ["DTensor", "old DTensor", "ShardedTensor"])
+def test_hostile_values_are_typed_errors_or_read(kind: str) -> None:
+    """Every part of a share is replaced by every hostile value: an error of one line, or boxes inside the array."""
+    if kind == "ShardedTensor":
+        good = sharded_tensor((3, 3), [Box((0, 0), (2, 3)), Box((2, 0), (1, 3))], 1, [stub((1, 3))])
+    else:
+        over = old_mesh((2, 2), (1, 0)) if kind.startswith("old") else mesh((2, 2), (1, 0))
+        cuts = (placement("_StridedShard", dim=0, split_factor=2), placement("Shard", dim=0))
+        good = dtensor((8, 3), over, cuts, stub((2, 3)))
+    refused = 0
+    for path in places(good)[1:]:
+        for bad in HOSTILE:
+            try:
+                share = shared(replaced(good, path, bad))
+            except CheckpointError as error:
+                assert "\n" not in str(error), path
+                refused += 1
+            else:
+                assert all(box.within(share.shape) for box, _ in share.held)
+    assert refused > 50
+
+
+def test_a_grid_says_how_it_cuts() -> None:
+    assert str(Grid((4, 6), (2, 3), ((1, 0), ()))) == "(4, 6) over 2x3 ranks, dim 0 by 3x2"
