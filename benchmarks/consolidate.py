@@ -122,7 +122,7 @@ def ours(*options: str) -> Tool:
         code = (NO_FSYNC if Fsync.off else "") + COMMAND
         return [PYTHON, "-c", code, "consolidate", src, dst, "--quiet", *options]
 
-    imports = "import shardckpt_cli.app, shardckpt.convert.export"
+    imports = "import shardckpt_cli.app, shardckpt.offline.consolidate"
     return Tool(" ".join(["shardckpt consolidate", *options]), command, [PYTHON, "-c", imports])
 
 

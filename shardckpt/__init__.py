@@ -18,27 +18,6 @@ if TYPE_CHECKING:
     from shardckpt.checkpoint.stateful.rng_state import RNGState
     from shardckpt.checkpoint.stateful.stateful import PerRank
     from shardckpt.checkpoint.stateful.variant import Variant
-    from shardckpt.convert.compare import diff
-    from shardckpt.convert.export import consolidate, convert
-    from shardckpt.convert.inspect import inspect
-    from shardckpt.convert.merge import merge_adapter
-    from shardckpt.convert.options import Options
-    from shardckpt.convert.rekey import rekey
-    from shardckpt.convert.repair import Repair, repair
-    from shardckpt.convert.report import (
-        Comparison,
-        Inspection,
-        Progress,
-        Report,
-        TensorDifference,
-        TensorInfo,
-        ValueDifference,
-        Verification,
-        WrittenFile,
-    )
-    from shardckpt.convert.reshard import reshard
-    from shardckpt.convert.steps import Pruned, StepInfo, StepList, ls, prune
-    from shardckpt.convert.verify import verify
     from shardckpt.errors import (
         AmbiguousError,
         CheckpointError,
@@ -65,6 +44,27 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
+    from shardckpt.offline.consolidate import consolidate, convert
+    from shardckpt.offline.diff import diff
+    from shardckpt.offline.inspect import inspect
+    from shardckpt.offline.merge_adapter import merge_adapter
+    from shardckpt.offline.prune import Pruned, StepInfo, StepList, ls, prune
+    from shardckpt.offline.rekey import rekey
+    from shardckpt.offline.repair import Repair, repair
+    from shardckpt.offline.reshard import reshard
+    from shardckpt.offline.select.options import Options
+    from shardckpt.offline.verify import verify
+    from shardckpt.offline.write.report import (
+        Comparison,
+        Inspection,
+        Progress,
+        Report,
+        TensorDifference,
+        TensorInfo,
+        ValueDifference,
+        Verification,
+        WrittenFile,
+    )
     from shardckpt.state.keys.kinds import StateKind
     from shardckpt.state.model.load_model_state_dict import load_model_state_dict
     from shardckpt.state.model.model_state_dict import iter_full_state_dict, model_state_dict
@@ -81,14 +81,14 @@ _HOMES = {
     "shardckpt.checkpoint.stateful.rng_state": ("RNGState",),
     "shardckpt.checkpoint.save.save": ("save",),
     "shardckpt.checkpoint.stateful.variant": ("Variant",),
-    "shardckpt.convert.compare": ("diff",),
-    "shardckpt.convert.export": ("consolidate", "convert"),
-    "shardckpt.convert.inspect": ("inspect",),
-    "shardckpt.convert.merge": ("merge_adapter",),
-    "shardckpt.convert.options": ("Options",),
-    "shardckpt.convert.rekey": ("rekey",),
-    "shardckpt.convert.repair": ("Repair", "repair"),
-    "shardckpt.convert.report": (
+    "shardckpt.offline.diff": ("diff",),
+    "shardckpt.offline.consolidate": ("consolidate", "convert"),
+    "shardckpt.offline.inspect": ("inspect",),
+    "shardckpt.offline.merge_adapter": ("merge_adapter",),
+    "shardckpt.offline.select.options": ("Options",),
+    "shardckpt.offline.rekey": ("rekey",),
+    "shardckpt.offline.repair": ("Repair", "repair"),
+    "shardckpt.offline.write.report": (
         "Comparison",
         "Inspection",
         "Progress",
@@ -99,9 +99,9 @@ _HOMES = {
         "Verification",
         "WrittenFile",
     ),
-    "shardckpt.convert.reshard": ("reshard",),
-    "shardckpt.convert.steps": ("Pruned", "StepInfo", "StepList", "ls", "prune"),
-    "shardckpt.convert.verify": ("verify",),
+    "shardckpt.offline.reshard": ("reshard",),
+    "shardckpt.offline.prune": ("Pruned", "StepInfo", "StepList", "ls", "prune"),
+    "shardckpt.offline.verify": ("verify",),
     "shardckpt.errors": (
         "AmbiguousError",
         "CheckpointError",

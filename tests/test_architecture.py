@@ -34,11 +34,39 @@ ARROWS: dict[str, set[str]] = {
     "storage": {"errors"},
     "format": {"storage"} | LEAVES,
     "checkpoint": {"state", "plan", "format", "storage", "groups"} | LEAVES,
-    "convert": {"plan", "format", "storage"} | LEAVES,
-    "convert.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
+    "offline": {"plan", "format", "storage"} | LEAVES,
+    "offline.write.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
     # The door names everything for type checkers and resolves each name on first use.
-    "door": {"core", "state", "checkpoint", "convert", "format", "plan", "storage", "groups"} | LEAVES,
+    "door": {"core", "state", "checkpoint", "offline", "format", "plan", "storage", "groups"} | LEAVES,
     "cli": {"door", "errors"},
+}
+
+# The layers of a package, the lowest first: a module imports from its own sub-package and from lower layers.
+# Modules that are in no sub-package and not listed are above all.
+LAYERS: dict[str, tuple[set[str], ...]] = {
+    "core": (
+        {"config", "errors"},
+        {"policies"},
+        {"modules"},
+        {"comm"},
+        {"params"},
+        {"registration"},
+        {"runtime"},
+        {"setup", "tools", "wrap", "comm_hooks"},
+        {"fsdp1"},
+        {"fsdp2"},
+    ),
+    "state": ({"redistribute"}, {"keys"}, {"adapters"}, {"model"}, {"optim"}, {"local", "interop"}),
+    "plan": ({"naming", "layout"}, {"optim"}, {"rules"}),
+    "format": (
+        {"reader", "budget"},
+        {"encodings"},
+        {"native", "torchsave", "chunk_reader"},
+        {"ranks", "dcp", "deepspeed", "huggingface"},
+        {"frameworks"},
+    ),
+    "checkpoint": ({"stateful"}, {"planning"}, {"channels"}, {"load"}, {"incremental"}, {"save"}),
+    "offline": ({"write"}, {"select"}, {"targets", "compare"}),
 }
 
 # Third-party libraries and the rooms that may know of them.
@@ -56,18 +84,14 @@ LIBRARIES: dict[str, set[str]] = {
 # Function-level imports; besides these the command imports the door inside its functions, so that --help is quick.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
     (
-        "shardckpt.convert",
-        "shardckpt.convert.export",
-    ): "the room is also the verb, and is bound before its modules load",
-    (
-        "shardckpt.convert.export",
-        "shardckpt.convert.parallel",
+        "shardckpt.offline.consolidate",
+        "shardckpt.offline.write.parallel",
     ): "ranks speak through torch; one process needs none",
     ("shardckpt.storage.resolve_url", "shardckpt.storage.fsspec_store"): "local paths do without fsspec's 0.1 s",
 }
 
-TORCH_FREE = ("format", "plan", "storage", "convert")
-WITH_RANKS = "shardckpt.convert.parallel"
+TORCH_FREE = ("format", "plan", "storage", "offline")
+WITH_RANKS = "shardckpt.offline.write.parallel"
 
 
 @dataclass(frozen=True)
@@ -139,6 +163,18 @@ def room(module: str) -> str:
     if parts[0] == "shardckpt_cli":
         return "cli"
     return parts[1] if len(parts) > 1 else "door"
+
+
+def upward_imports(found: list[Import]) -> list[str]:
+    """Return the imports inside a package that do not go down its layers."""
+    return [str(each) for each in found if _goes_up(each.by.split("."), each.target.split("."))]
+
+
+def _goes_up(by: list[str], target: list[str]) -> bool:
+    if by[:2] != target[:2] or min(len(by), len(target)) < 3 or by[2] == target[2]:
+        return False
+    heights = {name: height for height, layer in enumerate(LAYERS.get(by[1], ())) for name in layer}
+    return by[2] in heights and heights[by[2]] <= heights.get(target[2], len(heights))
 
 
 def is_ours(module: str) -> bool:
@@ -227,6 +263,18 @@ class TestRooms:
     def test_arrows_go_only_where_the_table_says(self) -> None:
         assert forbidden_arrows(all_imports()) == []
 
+    def test_imports_inside_a_package_go_down_its_layers(self) -> None:
+        assert upward_imports(all_imports()) == []
+
+    def test_every_sub_package_has_a_layer_and_every_layer_exists(self) -> None:
+        modules = {tuple(name.split(".")[1:3]) for name in SOURCES if name.count(".") >= 2}
+        inner = {
+            tuple(name.split(".")[1:3]) for name in SOURCES if name.count(".") >= 3 and name.startswith("shardckpt.")
+        }
+        listed = {(package, name) for package, layers in LAYERS.items() for layer in layers for name in layer}
+        assert inner - listed == set()
+        assert listed - modules == set()
+
     def test_third_party_libraries_are_known_to_their_rooms_only(self) -> None:
         assert forbidden_libraries(all_imports()) == []
 
@@ -253,24 +301,37 @@ class TestTheChecksCanFail:
             ("shardckpt.storage.local", "from shardckpt.format import hf"),
             ("shardckpt.storage.local", "from shardckpt.boxes import Box"),
             ("shardckpt.plan.layout.copy_plan", "import shardckpt.storage.store"),
-            ("shardckpt.format.huggingface.reader", "def f():\n    from shardckpt.convert import consolidate"),
+            ("shardckpt.format.huggingface.reader", "def f():\n    from shardckpt.offline import consolidate"),
             (
                 "shardckpt.format.huggingface.reader",
-                "if TYPE_CHECKING:\n    from shardckpt.convert.report import Report",
+                "if TYPE_CHECKING:\n    from shardckpt.offline.write.report import Report",
             ),
-            ("shardckpt.format.huggingface.reader", "from ..plan import names"),
+            ("shardckpt.format.huggingface.reader", "from ...plan import naming"),
             ("shardckpt.format.huggingface.reader", "import shardckpt"),
-            ("shardckpt.convert.consolidate", "from shardckpt.groups import LocalGroup"),
+            ("shardckpt.offline.reshard", "from shardckpt.groups import LocalGroup"),
             ("shardckpt.errors", "from shardckpt.dtypes import bits"),
-            ("shardckpt_cli.inspect", "from shardckpt.convert.inspect import inspect"),
+            ("shardckpt_cli.inspect", "from shardckpt.offline.inspect import inspect"),
         ],
     )
     def test_an_arrow_upwards_is_found(self, by: str, text: str) -> None:
         assert len(forbidden_arrows(imports({**SOURCES, by: text}))) == 1
 
+    @pytest.mark.parametrize(
+        ("by", "text"),
+        [
+            ("shardckpt.core.params.packing", "from shardckpt.core.runtime.fsdp_unit import Unit"),
+            ("shardckpt.core.fsdp1.wrapper", "import shardckpt.core.fsdp2.fully_shard"),
+            ("shardckpt.format.dcp.reader", "from shardckpt.format.deepspeed import reader"),
+            ("shardckpt.checkpoint.load.load", "def f():\n    from shardckpt.checkpoint.manager import Checkpointer"),
+        ],
+    )
+    def test_an_import_up_the_layers_of_a_package_is_found(self, by: str, text: str) -> None:
+        assert len(upward_imports(imports({**SOURCES, by: text}))) == 1
+
     def test_groups_are_for_parallel_conversion_alone(self) -> None:
         assert (
-            forbidden_arrows(imports({"shardckpt.convert.parallel": "from shardckpt.groups import TorchGroup"})) == []
+            forbidden_arrows(imports({"shardckpt.offline.write.parallel": "from shardckpt.groups import TorchGroup"}))
+            == []
         )
 
     @pytest.mark.parametrize("text", ["import torch", "from torch.distributed import checkpoint", "import rich.table"])

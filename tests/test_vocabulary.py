@@ -48,11 +48,11 @@ BANNED: dict[str, int] = {
     "leftovers": 12,
     "lie": 195,
     "lies": 373,
-    "losses": 7,
+    "losses": 3,
     "lying": 33,
-    "nest": 306,
+    "nest": 303,
     "nests": 2,
-    "ruled": 41,
+    "ruled": 37,
     "said": 190,
     "star": 81,
     "tell": 285,
@@ -60,7 +60,7 @@ BANNED: dict[str, int] = {
     "tells": 79,
     "template": 12,
     "told": 485,
-    "whole": 662,
+    "whole": 657,
 }
 """Words that the glossary replaces, with how often sources use them in names, texts and comments."""
 
@@ -124,12 +124,10 @@ CLASSES_TWICE: dict[str, int] = {
 
 MODULES_TWICE: dict[str, int] = {
     "errors": 2,
-    "kinds": 2,
 }
 """Names of modules that several packages have, with how many do."""
 
 MODULES_IN_A_FOLDER: dict[str, int] = {
-    "shardckpt/convert": 33,
     "shardckpt/storage": 21,
 }
 """Folders of more than `MOST_MODULES` modules, with how many they hold."""

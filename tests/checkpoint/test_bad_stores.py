@@ -15,8 +15,8 @@ from faulty import DROP, LOST, SHORT, SLOW, Fault, Faulty, faulty
 from harness import raised_everywhere
 
 import shardckpt
-from shardckpt.convert.verify import verify
 from shardckpt.errors import ShardckptError, StorageError
+from shardckpt.offline.verify import verify
 from shardckpt.storage import retry
 
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardckpt
-from shardckpt.convert.verify import verify
 from shardckpt.errors import ShardckptError
 from shardckpt.format.native.payload import BLOCK_BYTES
+from shardckpt.offline.verify import verify
 
 PADDING_STRIDE = 100
 INDEX = "model.safetensors.index.json"

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardckpt
-from shardckpt.convert.verify import verify
 from shardckpt.errors import ChecksumError, NoSpaceError, TargetExistsError
+from shardckpt.offline.verify import verify
 from shardckpt.storage.local import LocalWriter
 
 

@@ -16,9 +16,9 @@ from faulty import DROP, LOST, Fault, Faulty
 from torch import nn
 
 import shardckpt
-from shardckpt.convert.verify import verify
 from shardckpt.errors import IncompleteError, ShardckptError, SourceNotFoundError, StorageError
 from shardckpt.format.native.commit import COMMIT
+from shardckpt.offline.verify import verify
 from shardckpt.storage import local, retry
 from shardckpt.storage.local_publication import LocalPublication
 from shardckpt.storage.remote_publication import RemoteFolder

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardckpt
-from shardckpt.convert.verify import verify
 from shardckpt.errors import RankError, StorageError
+from shardckpt.offline.verify import verify
 from shardckpt.state import model_state_dict, optim_state_dict
 from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalStore

@@ -20,8 +20,8 @@ import shardckpt
 from shardckpt.checkpoint.channels import get_channels
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.save import saver_of
-from shardckpt.convert.verify import verify
 from shardckpt.groups import Star
+from shardckpt.offline.verify import verify
 from shardckpt.storage.local_publication import LocalPublication
 
 State = dict[str, Any]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import shardckpt
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.payload_writer import write_payloads
-from shardckpt.convert import parallel
+from shardckpt.offline.write import parallel
 from shardckpt.storage.publish import JoinedPublication
 
 Verb = Callable[[Any, str], object]

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardckpt
 from shardckpt import Checkpointer
-from shardckpt.convert.verify import verify
 from shardckpt.errors import ShardckptError, StorageError, TargetExistsError
+from shardckpt.offline.verify import verify
 from shardckpt.storage.fsspec_writer import FsspecWriter
 from shardckpt.storage.local import LocalWriter
 from shardckpt.storage.resolve_url import open_store

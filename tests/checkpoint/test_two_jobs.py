@@ -13,8 +13,8 @@ from faulty import faulty
 
 import shardckpt
 from shardckpt.checkpoint.save import session
-from shardckpt.convert.verify import verify
 from shardckpt.errors import ShardckptError, TargetExistsError
+from shardckpt.offline.verify import verify
 from shardckpt.storage import remote_publication
 from shardckpt.storage.local_publication import LocalPublication
 from shardckpt.storage.remote_publication import KeptWriter

@@ -17,11 +17,11 @@ from samples import MODEL, OPTIM, SAMPLES
 from torch import nn
 
 import shardckpt
-from shardckpt.convert.options import TARGETS
-from shardckpt.convert.reshard import TARGETS as RESHARD_TARGETS
 from shardckpt.errors import ShardckptError
 from shardckpt.format.reader import Format
 from shardckpt.format.registry import FORMATS, detect, open_checkpoint, open_source
+from shardckpt.offline.reshard import TARGETS as RESHARD_TARGETS
+from shardckpt.offline.select.options import TARGETS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats.md"
 START, END = "<!-- tables: tests/format/test_format_table.py -->\n", "<!-- end of tables -->\n"

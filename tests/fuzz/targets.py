@@ -22,9 +22,6 @@ from memory_store import MemoryStore
 from safetensors.torch import save
 from samples import SAMPLES
 
-from shardckpt.convert.arrays import blocks_of
-from shardckpt.convert.options import Options
-from shardckpt.convert.selection import select
 from shardckpt.errors import ShardckptError
 from shardckpt.format.encodings.codecs import DecodedStream
 from shardckpt.format.encodings.pickle_reader import load
@@ -43,6 +40,9 @@ from shardckpt.format.reader import Reader, Source
 from shardckpt.format.registry import detect
 from shardckpt.manifest import Encoded, Span
 from shardckpt.manifest import Path as Key
+from shardckpt.offline.select.options import Options
+from shardckpt.offline.select.selection import select
+from shardckpt.offline.write.resolve import blocks_of
 from shardckpt.plan.layout.sizes import parse_size
 from shardckpt.storage.store import Store
 

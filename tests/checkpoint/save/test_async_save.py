@@ -26,7 +26,7 @@ import shardckpt
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.async_save import BUFFERS, _Copy
 from shardckpt.checkpoint.save.staging import Stage
-from shardckpt.convert.verify import verify
+from shardckpt.offline.verify import verify
 from shardckpt.state import model_state_dict, optim_state_dict
 
 MIB = 1 << 20

@@ -12,13 +12,13 @@ import pytest
 import torch
 from materialise import assert_same
 
-from shardckpt.convert.export import consolidate
-from shardckpt.convert.verify import verify
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsupportedError
 from shardckpt.format.reader import Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.manifest import UNREAD
+from shardckpt.offline.consolidate import consolidate
+from shardckpt.offline.verify import verify
 from shardckpt.plan.layout.coverage import require_complete
 
 WORLD = 3

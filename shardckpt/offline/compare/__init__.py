@@ -1,0 +1,1 @@
+"""Two checkpoints under common names: tensors, values, param groups."""

@@ -1,0 +1,209 @@
+"""An open checkpoint under names that do not depend on its format: tensors, values and optimizer groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from shardckpt.errors import AmbiguousError, CheckpointError, UsageError
+from shardckpt.format.reader import Reader
+from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Span, TensorEntry, dotted
+from shardckpt.offline.compare.group_alignment import Groups, groups_of
+from shardckpt.offline.select.options import Part
+from shardckpt.offline.select.remap import decide, located_model, located_state
+from shardckpt.offline.select.selection import SMALL_ELEMENTS, load_values
+from shardckpt.plan.naming.fqn import Named, name_model
+from shardckpt.plan.naming.sections import Parts, find_parts, split_flat_names
+from shardckpt.plan.optim import optimizer_state
+from shardckpt.plan.optim.optimizer_state import OptimState, RawOptim
+from shardckpt.plan.rules.rules import Rule
+
+_KNOWN = ("state", "param_groups", "units", "originals")
+"""What `by_name` takes of an optimizer, or what only says how its files are laid out."""
+
+
+Naming = Literal["names", "order", "ids"]
+"""`names` of the parameters, names that a reader took in the `order` of the model, or an optimizer's own `ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """How one optimizer's parameters are called.
+
+    Attributes:
+        root: Dotted path of the optimizer.
+        naming: What its parameters are called by.
+        tensors: Names of its tensors.
+        values: Paths of its values.
+    """
+
+    root: str
+    naming: Naming
+    tensors: frozenset[str]
+    values: frozenset[Path]
+
+
+@dataclass(slots=True)
+class Canonical:
+    """What a checkpoint holds of the part that was asked for.
+
+    Attributes:
+        tensors: Name to array. The model's stand under the names of the unwrapped model, optimizer state under
+            `<parameter>/<slot>`, anything else under its dotted path.
+        values: Path to value, for what is no array; the first key of an optimizer's value is its name.
+        groups: What stands in front of an optimizer's names, to its groups; empty for the only optimizer.
+        refused: Name to the reason why what lies there cannot be read.
+        sources: Dotted path of a value to where it lies, for those that were read from a file.
+        optimizers: What stands in front of an optimizer's names, to what they are.
+        left_out: Dotted paths of what was not asked for.
+        warnings: What is odd, one sentence each.
+    """
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    values: dict[Path, object] = field(default_factory=dict)
+    groups: dict[str, Groups] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, ObjectEntry] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_canonical(reader: Reader, part: Part, rules: Sequence[Rule] = (), *, by_ids: bool = False) -> Canonical:
+    """Return what a checkpoint holds, under one name each that does not depend on its format.
+
+    Args:
+        reader: The open checkpoint.
+        part: Which part; `all` is the whole checkpoint.
+        rules: Make other names and shapes of the model's, and of its optimizers'.
+        by_ids: Call the parameters of optimizers that are stored by ids by those, even where names are known.
+
+    Raises:
+        CheckpointError: Optimizer values cannot be read.
+        StorageError: The store failed.
+    """
+    return _Naming(reader, rules, by_ids=by_ids).run(part)
+
+
+class _Naming:
+    def __init__(self, reader: Reader, rules: Sequence[Rule], *, by_ids: bool) -> None:
+        self._reader, self._rules, self._by_ids = reader, rules, by_ids
+        self._manifest: Manifest = split_flat_names(reader.manifest)
+        self._found: Parts = find_parts(self._manifest)
+        self._model: Named = name_model(self._manifest, self._found)
+        self._made = Canonical()
+
+    def run(self, part: Part) -> Canonical:
+        if part != "optim":
+            self._add_model()
+        if part != "model":
+            for root in self._found.optimizers:
+                self._add_optimizer(root)
+        if part == "all":
+            self._add_others()
+        self._made.left_out = tuple(self._unasked(part))
+        return self._made
+
+    def _unasked(self, part: Part) -> list[str]:
+        found = self._found
+        roots = [root for root in found.optimizers if part == "model"]
+        if part == "optim" and self._model.tensors:
+            roots.append(found.model)
+        names = [dotted(root) or "the model" for root in roots]
+        return names if part == "all" else [*names, *map(dotted, found.others), *self._manifest.unread]
+
+    def _add_model(self) -> None:
+        tensors = self._model.tensors
+        if self._rules:
+            ruled = decide(self._rules, tensors, None, {})
+            tensors, _ = located_model(self._reader, self._manifest, ruled, list(ruled.model), tensors)
+        self._made.tensors.update(tensors)
+        depth = len(self._found.model)
+        for path in self._manifest.objects if depth else ():
+            if path[:depth] == self._found.model and not self._is_of_optimizer(path):
+                self._add_object(path, (self._model.clean(dotted(path[depth:])),))
+
+    def _add_optimizer(self, root: Path) -> None:
+        raw = optimizer_state.below(self._manifest, root, load_values(self._reader, self._manifest, root))
+        prefix = "" if len(self._found.optimizers) == 1 else f"{dotted(root)}:"
+        state, naming = self._named(raw, root)
+        tensors = {f"{prefix}{key}": entry for key, entry in state.tensors.items()}
+        values: dict[Path, object] = {}
+        for name, slots in state.scalars.items():
+            values.update({(f"{prefix}{name}/{slot}",): value for slot, value in slots.items()})
+        values.update({(*root, *path): v for path, v in raw.values.items() if not _is_known(path)})
+        made = self._made
+        made.tensors.update(tensors)
+        made.values.update(values)
+        if state.groups:
+            made.groups[prefix] = groups_of(state.groups, are_stored=state.has_groups)
+        made.optimizers[prefix] = Optimizer(dotted(root), naming, frozenset(tensors), frozenset(values))
+
+    def _named(self, raw: RawOptim, root: Path) -> tuple[OptimState, Naming]:
+        """Return an optimizer by the names of its parameters, or by its ids where these have no certain names."""
+        if self._by_ids and optimizer_state.has_ids(raw):
+            return optimizer_state.by_number(raw), "ids"
+        tensors = self._model.tensors
+        shapes = {name: entry.shape for name, entry in tensors.items()}
+        try:
+            state: OptimState | None = optimizer_state.by_name(raw, shapes, clean=self._model.clean)
+        except (AmbiguousError, UsageError):
+            state = None
+        if state is None or state.is_by_order:
+            words = f"{dotted(root) or 'the optimizer'} is compared by its own ids, which have no certain names"
+            self._made.warnings.append(f"{self._reader.store.url}: {words}")
+            return optimizer_state.by_number(raw), "ids"
+        if self._rules:
+            plan = decide(self._rules, tensors, state, {}).plan
+            state = located_state(self._reader, self._manifest, plan, state)
+        return state, "order" if root in self._manifest.by_order else "names"
+
+    def _add_others(self) -> None:
+        known = {entry.path for entry in self._model.tensors.values()}
+        for path, entry in self._manifest.tensors.items():
+            root = next((root for root in self._found.optimizers if path[: len(root)] == root), None)
+            if path in known or (root is not None and self._is_read(root, path)):
+                continue
+            name = dotted(path)
+            self._made.tensors[name if name not in self._made.tensors else f"{name} (beside the model)"] = entry
+        depth = len(self._found.model)
+        for path in self._manifest.objects:
+            if not self._is_of_optimizer(path) and not (depth and path[:depth] == self._found.model):
+                self._add_object(path, path)
+        self._add_unread()
+
+    def _add_unread(self) -> None:
+        """Name what the reader passes over, and where it lies if it is a file: it may be compared byte for byte."""
+        unread = self._manifest.unread
+        if not unread:
+            return
+        self._made.refused.update(dict.fromkeys(unread, "this is not read"))
+        sizes = {entry.name: entry.size for entry in self._reader.store.list() if not entry.is_folder}
+        for name in unread:
+            if name in sizes:
+                self._made.sources[name] = ObjectEntry((name,), UNREAD, name, Span(0, sizes[name]))
+
+    def _is_read(self, root: Path, path: Path) -> bool:
+        """Tell whether an optimizer's array is there already, as its state or as a number of its groups."""
+        kind, dot, _ = str(path[len(root)]).partition(".")
+        return kind != "param_groups" or (not dot and prod(self._manifest.tensors[path].shape) <= SMALL_ELEMENTS)
+
+    def _is_of_optimizer(self, path: Path) -> bool:
+        return any(path[: len(root)] == root for root in self._found.optimizers)
+
+    def _add_object(self, path: Path, under: Path) -> None:
+        entry = self._manifest.objects[path]
+        if entry.file and isinstance(entry.layout, Span):
+            self._made.sources[dotted(under)] = entry
+        try:
+            value = self._reader.load_object(entry) if entry.value is UNREAD else entry.value
+        except CheckpointError as error:
+            self._made.refused[dotted(under)] = str(error)
+        else:
+            self._made.values[under] = value
+
+
+def _is_known(path: Path) -> bool:
+    return bool(path) and str(path[0]).partition(".")[0] in _KNOWN

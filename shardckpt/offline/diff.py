@@ -1,0 +1,415 @@
+"""The verb `diff`: two checkpoints, tensor by tensor and value by value, across formats and world sizes.
+
+In bounded memory: tensors are compared block by block.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.dtypes import bits
+from shardckpt.errors import UsageError
+from shardckpt.format.native.base_store import named_for
+from shardckpt.format.native.reader import NativeReader
+from shardckpt.format.reader import NamedBases, Reader
+from shardckpt.format.registry import detect, open_checkpoint, open_source
+from shardckpt.manifest import ObjectEntry, Path, Span, TensorEntry, dotted
+from shardckpt.offline.compare.canonical import Canonical, read_canonical
+from shardckpt.offline.compare.group_alignment import NO_GROUPS, align
+from shardckpt.offline.compare.leaves import (
+    Leaves,
+    Tolerance,
+    are_equal,
+    describe,
+    find_leaves,
+    have_same_types,
+    in_words,
+)
+from shardckpt.offline.select.config_files import find_carried
+from shardckpt.offline.select.options import PARTS, Part
+from shardckpt.offline.select.param_shapes import with_whole_shapes
+from shardckpt.offline.select.remap import read_rules
+from shardckpt.offline.write.numpy_casts import cast_into, numpy_dtype
+from shardckpt.offline.write.report import Comparison, TensorDifference, ValueDifference
+from shardckpt.offline.write.resolve import blocks_of, resolve
+from shardckpt.plan.naming import fqn as names
+from shardckpt.plan.rules.rules import Rule
+from shardckpt.storage.store import read_bytes
+
+_BLOCK_BYTES = 1 << 21
+_LEAST_VALUES = 1 << 16
+_UNNAMED = (
+    "one checkpoint has its parameters by name, the other by ids, and nothing says for sure which name an id"
+    " stands for: convert it with --param-names, and compare the result"
+)
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    part: str = "all",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    rules: str = "",
+    rename: Sequence[str] = (),
+    base: NamedBases = "",
+) -> Comparison:
+    """Compare two checkpoints by canonical names: every tensor, and every value that is no tensor.
+
+    Model tensors are matched by the names of the unwrapped model, optimizer state by `<fqn>/<slot>`, an optimizer's
+    groups by the parameters in them (`param_groups.0.lr`), everything else by its dotted path. Flat parameters of FSDP1
+    are taken apart by the other's shapes, where their own files tell none.
+
+    Tensors are equal if type, shape and bits are; other values if types and values are, of whichever containers. With
+    `atol` or `rtol`, real numbers `x` and `y` of a floating-point type are equal too if `|x - y| <= atol + rtol * |y|`:
+    -0.0 is 0.0 then, any NaN is another, an infinity is only itself, complex numbers are compared part by part.
+    Integers and booleans are always compared exactly, and another type is always a difference.
+
+    Args:
+        a: Checkpoint in any readable format.
+        b: Another.
+        part: `model`, `optim` or `all`: the whole checkpoint, what is neither model nor optimizer too.
+        include: Globs of names to compare; all, where there is none.
+        exclude: Globs of names to leave out.
+        atol: Absolute tolerance.
+        rtol: Tolerance relative to the value in `b`.
+        rules: TOML file of rules, or the name of a set that comes with the package, that make the names and shapes of
+            `b` of those of `a`.
+        rename: `FROM=TO`, applied in order after `rules`.
+        base: Where a folder lies that one of them, or each, refers to, as `load` takes it.
+
+    Returns:
+        What is only in one, what differs, what was left out, and what could not be compared.
+
+    Raises:
+        UsageError: Nothing there, or nothing that a reader recognises; a glob matches nothing, or nothing is left; a
+            tolerance is negative or no number.
+        CheckpointError: One of them is damaged or incomplete.
+        StorageError: Reading failed.
+    """
+    a, b = os.fspath(a), os.fspath(b)
+    asked = _Asked(_part(part), tuple(include), tuple(exclude), _tolerance(atol, rtol))
+    for_a, for_b = _named(a, b, base)
+    found_rules = (rules, rename) if rules or rename else None
+    first, second = _open(a, b, for_a, asked, found_rules), _open(b, a, for_b, asked, None)
+    if _differently_named(first, second):
+        first, second = (_Side(side.reader, side.rules, side.read(asked, by_ids=True)) for side in (first, second))
+    for prefix in _differently_named(first, second):
+        _refuse_optimizer(prefix, first.held, second.held)
+    return _compared(a, b, first, second, asked)
+
+
+def _differently_named(a: _Side, b: _Side) -> list[str]:
+    """Return the prefixes of optimizers whose parameters have certain names on one side alone."""
+    in_a, in_b = a.held.optimizers, b.held.optimizers
+    return [prefix for prefix in in_a if prefix in in_b and in_a[prefix].naming != in_b[prefix].naming]
+
+
+def _refuse_optimizer(prefix: str, *sides: Canonical) -> None:
+    """Leave an optimizer out of the comparison, and say why."""
+    for held in sides:
+        found = held.optimizers[prefix]
+        held.tensors = {name: entry for name, entry in held.tensors.items() if name not in found.tensors}
+        held.values = {path: value for path, value in held.values.items() if path not in found.values}
+        held.groups.pop(prefix, None)
+    names = sorted({held.optimizers[prefix].root or "optimizer" for held in sides})
+    sides[0].refused[" / ".join(names)] = _UNNAMED
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be compared, and how.
+
+    Attributes:
+        part: Which part.
+        include: Globs of names; all, where there is none.
+        exclude: Globs of names that are left out.
+        tolerance: How far floating-point numbers may be apart.
+    """
+
+    part: Part
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    tolerance: Tolerance
+
+
+def _part(part: str) -> Part:
+    for known in PARTS:
+        if part == known:
+            return known
+    raise UsageError("--part must be one of the parts of a checkpoint", found=part, expected=", ".join(PARTS))
+
+
+def _tolerance(atol: float, rtol: float) -> Tolerance:
+    for name, value in (("atol", atol), ("rtol", rtol)):
+        if not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"{name} must be a finite number of 0 or more", found=value)
+    return Tolerance(float(atol), float(rtol))
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the two checkpoints, under canonical names."""
+
+    reader: Reader
+    rules: Sequence[Rule]
+    held: Canonical
+
+    def read(self, asked: _Asked, *, by_ids: bool) -> Canonical:
+        """Read it once more, optimizers by ids or by names."""
+        return read_canonical(self.reader, asked.part, self.rules, by_ids=by_ids)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """Name to array."""
+        return self.held.tensors
+
+
+def _open(url: str, other: str, base: NamedBases, asked: _Asked, ruled: tuple[str, Sequence[str]] | None) -> _Side:
+    source = open_source(url, base)
+    reader = detect(source).open(source)
+    if reader.lacks_shapes:
+        reader = with_whole_shapes(reader, other)
+    found: Sequence[Rule] = read_rules(*ruled, find_carried(source).config) if ruled else ()
+    return _Side(reader, found, read_canonical(reader, asked.part, found))
+
+
+def _named(a: str, b: str, base: NamedBases) -> tuple[NamedBases, NamedBases]:
+    """Return what of the bases that the caller names concerns each of the two."""
+    if not base:
+        return "", ""
+    readers = open_checkpoint(a), open_checkpoint(b)
+    in_a, in_b = (each.commit.bases if isinstance(each, NativeReader) else () for each in readers)
+    return named_for(in_a, in_b, base), named_for(in_b, in_a, base)
+
+
+def _compared(a: str, b: str, first: _Side, second: _Side, asked: _Asked) -> Comparison:
+    in_a, in_b = _leaves(first, second)
+    refused = _not_compared(first, second, in_a, in_b)
+    every = dict.fromkeys(sorted({*first.tensors, *second.tensors, *in_a.values, *in_b.values, *refused}))
+    if (asked.include or asked.exclude or asked.part != "all") and not every:
+        raise UsageError("neither checkpoint holds this part", found=f"part {asked.part}", where=f"{a}, {b}")
+    chosen = dict.fromkeys(names.keep(every, asked.include, asked.exclude))
+    tensors: list[TensorDifference] = []
+    values: list[ValueDifference] = []
+    for name in chosen:
+        if (name in first.tensors) != (name in second.tensors) and (name in in_a.values) != (name in in_b.values):
+            values.append(_tensor_and_value(name, first, second, in_a, in_b))
+            continue
+        found = _compare(name, first, second, asked.tolerance)
+        tensors += [found] if found else []
+        values += _compare_values(name, in_a.values, in_b.values, asked.tolerance)
+    shared = [name for name in chosen if name in first.tensors and name in second.tensors]
+    shared_values = [name for name in chosen if name in in_a.values and name in in_b.values]
+    unequal, unequal_values = {d.name for d in tensors}, {d.name for d in values}
+    return Comparison(
+        a=a,
+        b=b,
+        compared=len(shared),
+        equal=sum(name not in unequal for name in shared),
+        differences=tuple(tensors),
+        warnings=_warnings(first, second),
+        compared_values=len(shared_values),
+        equal_values=sum(name not in unequal_values for name in shared_values),
+        value_differences=tuple(values),
+        not_compared={name: why for name, why in sorted(refused.items()) if name in chosen},
+        left_out=tuple(dict.fromkeys((*first.held.left_out, *second.held.left_out, *_excluded(every, chosen)))),
+    )
+
+
+def _not_compared(a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> dict[str, str]:
+    """Return what cannot be compared value by value, and whose bytes differ too."""
+    refused = {**in_b.refused, **b.held.refused, **in_a.refused, **a.held.refused}
+    sources = {name: _source(name, a.held.sources) for name in refused}
+    same = {source for source in set(sources.values()) if source and _same_bytes(a, b, source)}
+    return {name: why for name, why in refused.items() if sources[name] not in same}
+
+
+def _source(name: str, sources: Mapping[str, ObjectEntry]) -> str:
+    """Return the dotted path of the value that something lies in; empty where it was not read from a file."""
+    while name and name not in sources:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _same_bytes(a: _Side, b: _Side, name: str) -> bool:
+    """Tell whether a value lies in both checkpoints as the same bytes."""
+    in_a, in_b = a.held.sources[name], b.held.sources.get(name)
+    if in_b is None or not isinstance(in_a.layout, Span) or not isinstance(in_b.layout, Span):
+        return False
+    nbytes = in_a.layout.nbytes
+    return nbytes == in_b.layout.nbytes and all(
+        read_bytes(a.reader.store, in_a.file, in_a.layout.offset + at, min(_BLOCK_BYTES, nbytes - at))
+        == read_bytes(b.reader.store, in_b.file, in_b.layout.offset + at, min(_BLOCK_BYTES, nbytes - at))
+        for at in range(0, nbytes, _BLOCK_BYTES)
+    )
+
+
+def _warnings(*sides: _Side) -> tuple[str, ...]:
+    return tuple(line for side in sides for line in (*side.reader.manifest.warnings, *side.held.warnings))
+
+
+def _excluded(every: Mapping[str, None], chosen: Mapping[str, None]) -> list[str]:
+    return [name for name in every if name not in chosen]
+
+
+def _leaves(a: _Side, b: _Side) -> tuple[Leaves, Leaves]:
+    """Return the values of both, taken apart, with the settings of groups under common names."""
+    of_groups: tuple[dict[Path, object], dict[Path, object]] = ({}, {})
+    for prefix in {**a.held.groups, **b.held.groups}:
+        aligned = align(a.held.groups.get(prefix, NO_GROUPS), b.held.groups.get(prefix, NO_GROUPS))
+        for out, settings in zip(of_groups, aligned, strict=True):
+            out.update({(f"{prefix}{path[0]}", *path[1:]): value for path, value in settings.items()})
+    first, second = (
+        find_leaves({**side.held.values, **settings}, _most_values(side.reader))
+        for side, settings in zip((a, b), of_groups, strict=True)
+    )
+    return first, second
+
+
+def _most_values(reader: Reader) -> int:
+    """Return how many values the files of a checkpoint can hold, each taking a byte."""
+    return _LEAST_VALUES + sum(size for size in reader.manifest.files.values() if size > 0)
+
+
+def _tensor_and_value(name: str, a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> ValueDifference:
+    words = [
+        _words(side.tensors[name]) if name in side.tensors else in_words(leaves.values[name])
+        for side, leaves in ((a, in_a), (b, in_b))
+    ]
+    return ValueDifference(name, "type", words[0], words[1])
+
+
+def _compare_values(
+    name: str, a: Mapping[str, object], b: Mapping[str, object], tolerance: Tolerance
+) -> list[ValueDifference]:
+    if name not in a and name not in b:
+        return []
+    if name not in b:
+        return [ValueDifference(name, "only in a", in_words(a[name]), "")]
+    if name not in a:
+        return [ValueDifference(name, "only in b", "", in_words(b[name]))]
+    if are_equal(a[name], b[name], tolerance):
+        return []
+    kind = "value" if have_same_types(a[name], b[name]) else "type"
+    return [ValueDifference(name, kind, *describe(a[name], b[name], tolerance))]
+
+
+def _compare(name: str, a: _Side, b: _Side, tolerance: Tolerance) -> TensorDifference | None:
+    left, right = a.tensors.get(name), b.tensors.get(name)
+    if left is None and right is None:
+        return None
+    if left is None or right is None:
+        kind = "only in a" if right is None else "only in b"
+        return TensorDifference(name, kind, _words(left), _words(right))
+    if left.shape != right.shape:
+        return TensorDifference(name, "shape", _words(left), _words(right))
+    [left] = resolve(a.reader, a.reader.manifest, [left])
+    [right] = resolve(b.reader, b.reader.manifest, [right])
+    return _values(name, a.reader, left, b.reader, right, tolerance)
+
+
+def _words(entry: TensorEntry | None) -> str:
+    return "" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+
+
+def _values(
+    name: str, in_a: Reader, a: TensorEntry, in_b: Reader, b: TensorEntry, tolerance: Tolerance
+) -> TensorDifference | None:
+    """Compare block by block; both sides are cut at the same elements."""
+    same_type = a.dtype == b.dtype
+    is_tolerant = same_type and not tolerance.is_exact and _is_tolerated(a.dtype)
+    have_numbers = same_type or (bits(a.dtype) % 8 == bits(b.dtype) % 8 == 0)
+    found = _Distance()
+    equal = same_type
+    elements = max(_BLOCK_BYTES * 8 // max(bits(a.stored), bits(b.stored)), 1)
+    from_a = blocks_of(in_a, a, elements * bits(a.stored) // 8)
+    from_b = blocks_of(in_b, b, elements * bits(b.stored) // 8)
+    for raw_a, raw_b in zip(from_a, from_b, strict=True):
+        x, y = _delivered(raw_a, a), _delivered(raw_b, b)
+        if same_type and x == y:
+            continue
+        u, v = (_numbers(x, a.dtype), _numbers(y, b.dtype)) if have_numbers else (None, None)
+        if u is None or v is None or not (is_tolerant and _are_close(u, v, tolerance)):
+            equal = False
+        if u is not None and v is not None:
+            found = found.with_block(u, v)
+    if equal:
+        return None
+    kind = "values" if same_type else "dtype"
+    if not have_numbers:
+        return TensorDifference(name, kind, _words(a), _words(b))
+    return TensorDifference(
+        name, kind, _words(a), _words(b), found.max_abs, found.max_rel, (found.nans_a, found.nans_b)
+    )
+
+
+def _delivered(data: bytearray, entry: TensorEntry) -> bytearray:
+    """Return elements in the type that they are handed out in."""
+    if entry.dtype == entry.stored:
+        return data
+    out = bytearray(len(data) * bits(entry.dtype) // bits(entry.stored))
+    name = dotted(entry.path)
+    cast_into(memoryview(data), entry.stored, memoryview(out), entry.dtype, name=name, allow_overflow=True)
+    return out
+
+
+def _is_tolerated(dtype: str) -> bool:
+    """Tell whether tolerances apply to a type: to floating-point and complex ones that can be read as numbers."""
+    return dtype.startswith(("float", "bfloat", "complex")) and bits(dtype) % 8 == 0
+
+
+def _are_close(x: NDArray[Any], y: NDArray[Any], tolerance: Tolerance) -> bool:
+    """Tell whether all numbers are within the tolerance; the parts of complex ones by themselves."""
+    if x.dtype.kind == "c":
+        x, y = x.view(np.float64), y.view(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        is_near = np.abs(x - y) <= tolerance.atol + tolerance.rtol * np.abs(y)
+    is_near &= np.isfinite(x) & np.isfinite(y)
+    return bool(np.all(is_near | (x == y) | (np.isnan(x) & np.isnan(y))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Distance:
+    """How far two arrays are apart, over the blocks seen so far that differ."""
+
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    nans_a: int = 0
+    nans_b: int = 0
+
+    def with_block(self, x: NDArray[Any], y: NDArray[Any]) -> _Distance:
+        nans_x, nans_y = np.isnan(x), np.isnan(y)
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            gap = np.where((x == y) | (nans_x & nans_y), 0.0, np.abs(x - y))
+            scale = np.maximum(np.abs(x), np.abs(y))
+            relative = np.where(gap == 0, 0.0, gap / scale)
+        gap, relative = (np.where(np.isnan(v), np.inf, v) for v in (gap, relative))
+        return _Distance(
+            max(self.max_abs, float(gap.max(initial=0.0))),
+            max(self.max_rel, float(relative.max(initial=0.0))),
+            self.nans_a + int(nans_x.sum()),
+            self.nans_b + int(nans_y.sum()),
+        )
+
+
+def _numbers(data: bytearray, dtype: str) -> NDArray[Any]:
+    """Return elements as float64 or complex128; bytes where numpy does not know the type."""
+    if dtype == "complex32":
+        return np.frombuffer(data, np.float16).astype(np.float64).view(np.complex128)
+    try:
+        kind = numpy_dtype(dtype)
+    except TypeError:
+        return np.frombuffer(data, np.uint8).astype(np.float64)
+    values = np.frombuffer(data, kind)
+    return values.astype(np.complex128 if kind.kind == "c" else np.float64)

@@ -1,0 +1,82 @@
+"""The verb `inspect`: what a checkpoint holds, from headers and metadata alone."""
+
+from __future__ import annotations
+
+import os
+
+from shardckpt.errors import UsageError, escape
+from shardckpt.format.reader import NamedBases
+from shardckpt.format.registry import open_checkpoint
+from shardckpt.manifest import UNREAD, Manifest, dotted
+from shardckpt.offline.select.param_shapes import with_whole_shapes
+from shardckpt.offline.write.report import Inspection, TensorInfo
+from shardckpt.plan.layout.coverage import faults
+from shardckpt.plan.naming.sections import find_parts, model_paths, split_flat_names
+
+_SHOWN = 60
+
+
+def inspect(
+    src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "", base: NamedBases = ""
+) -> Inspection:
+    """Describe a checkpoint; no tensor data is read and nothing is executed.
+
+    Args:
+        src: Checkpoint in any readable format: a folder or file, a path or URL.
+        shapes_from: Any checkpoint of the same model that holds whole tensors: then flat parameters of FSDP1 are shown
+            as what lies in them.
+        base: Where a folder lies that the checkpoint refers to, as `load` takes it.
+
+    Returns:
+        Its tensors, values, files and parts. Gaps, overlaps and short files are warnings here.
+
+    Raises:
+        UsageError: Nothing there, or nothing that a reader recognises; or the shapes do not fit.
+        CheckpointError: Headers, metadata or pickles cannot be read, or are refused.
+        StorageError: Reading failed.
+
+    Example:
+        >>> shardckpt.inspect("run/step-100").nbytes  # doctest: +SKIP
+    """
+    src = os.fspath(src)
+    reader = open_checkpoint(src, base)
+    if shapes_from:
+        reader = with_whole_shapes(reader, os.fspath(shapes_from))
+    manifest = split_flat_names(reader.manifest)
+    return Inspection(
+        source=src,
+        format=manifest.format,
+        files=dict(manifest.files),
+        tensors=tuple(
+            TensorInfo(dotted(path), e.dtype, e.shape, e.nbytes, len(e.pieces)) for path, e in manifest.tensors.items()
+        ),
+        objects={dotted(path): _render(entry.value) for path, entry in manifest.objects.items()},
+        ties={dotted(a): dotted(b) for a, b in manifest.aliases.items()},
+        metadata=dict(manifest.metadata),
+        parts=_parts(manifest),
+        warnings=(
+            *manifest.warnings,
+            *(f"{f} is missing" for f in manifest.missing),
+            *(str(f) for f in faults(manifest, manifest.tensors.values())),
+        ),
+    )
+
+
+def _render(value: object) -> str:
+    if value is UNREAD:
+        return ""
+    text = escape(repr(value))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _parts(manifest: Manifest) -> dict[str, tuple[str, ...]]:
+    try:
+        found = find_parts(manifest)
+    except UsageError:
+        return {}
+    return {
+        "model": (dotted(found.model),) if any(True for _ in model_paths(manifest, found)) else (),
+        "optimizer": tuple(map(dotted, found.optimizers)),
+        "variants": tuple(manifest.variants),
+        "other": tuple(name for name in map(dotted, found.others) if name not in manifest.variants),
+    }

@@ -1,0 +1,218 @@
+"""The verb `merge-adapter`: a base with the weights of a LoRA adapter added, computed block by block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardckpt.boxes import Box, Shape, flat_index
+from shardckpt.dtypes import FLOATS, nbytes
+from shardckpt.errors import UnsupportedError, UsageError
+from shardckpt.format.chunk_reader import PieceReader, Want
+from shardckpt.format.huggingface.index_files import read_json
+from shardckpt.format.reader import Reader
+from shardckpt.format.registry import open_checkpoint
+from shardckpt.manifest import TensorEntry, dotted
+from shardckpt.offline.consolidate import by_size, export, parse_options
+from shardckpt.offline.select.selection import Selection
+from shardckpt.offline.write.numpy_casts import numpy_dtype
+from shardckpt.offline.write.report import OnProgress, Report
+from shardckpt.offline.write.resolve import resolve
+from shardckpt.plan.adapter import LowRank, plan_merge
+from shardckpt.plan.layout.output_files import Change
+
+_CONFIG = "adapter_config.json"
+
+
+def merge_adapter(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    on_progress: OnProgress | None = None,
+    **options: Any,
+) -> Report:
+    """Write a base model with a LoRA adapter merged into it.
+
+    What the adapter adds is computed in float32 (float64 for a base in float64), added in that type, and the sum is
+    rounded once to the type of the base's weight. Tensors that were trained as a whole take the place of the base's.
+    Memory is constant but for one factor at a time.
+
+    Args:
+        base: Checkpoint of the model that the adapter was trained on, in any readable format.
+        adapter: Folder with `adapter_config.json` and the adapter's tensors, as `peft` saves it.
+        dst: As for `consolidate`.
+        on_progress: As for `consolidate`.
+        **options: Fields of `Options`, about the base; `part` is the model.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UsageError: The call cannot be done: the adapter is not of this base, an option does not fit.
+        CheckpointError: A checkpoint is damaged, incomplete or unsafe, or the adapter of a kind that cannot be merged
+            (DoRA and others, by name).
+        StorageError: Reading or writing failed.
+
+    Example:
+        >>> shardckpt.merge_adapter("llama", "run/adapter", "merged")  # doctest: +SKIP
+    """
+    chosen = parse_options({**options, "part": options.get("part", "model")})
+    if chosen.part != "model":
+        raise UsageError("an adapter changes a model alone", found=f"part {chosen.part}", expected="model")
+    opened = open_checkpoint(os.fspath(adapter))
+    if not any(entry.name == _CONFIG for entry in opened.store.list()):
+        raise UsageError(f"no adapter lies here: there is no {_CONFIG}", where=os.fspath(adapter))
+    config = read_json(opened.store, _CONFIG)
+
+    def change(selection: Selection) -> Selection:
+        return _merged(selection, opened, config)
+
+    return export(os.fspath(base), os.fspath(dst), chosen, by_size(chosen), on_progress, change)
+
+
+def _merged(selection: Selection, adapter: Reader, config: Mapping[str, Any]) -> Selection:
+    """Return the base's tensors with their changes."""
+    manifest = adapter.manifest
+    entries = {dotted(path): entry for path, entry in manifest.tensors.items()}
+    entries = dict(zip(entries, resolve(adapter, manifest, list(entries.values())), strict=True))
+    tensors = {tensor.name: tensor for tensor in selection.model}
+    known = {**{n: t.shape for n, t in tensors.items()}, **{n: tensors[k].shape for n, k in selection.ties.items()}}
+    merge = plan_merge(config, {name: e.shape for name, e in entries.items()}, known, adapter.store.url)
+    source = _Source(adapter, entries)
+    changes: dict[str, Change] = {name: _Other(source, own) for name, own in merge.replaced.items()}
+    changes |= {each.weight: _Sum(source, each, known[each.weight], changes.get(each.weight)) for each in merge.added}
+    ties, warnings = dict(selection.ties), list(selection.warnings)
+    for name, kept in selection.ties.items():
+        if name in merge.own or kept in merge.own:
+            del ties[name]
+            tensors[name] = replace(tensors[kept], name=name)
+            warnings.append(f"{name} and {kept} are tied in the base, and no more: config.json may have to say so")
+        elif name in changes:
+            if kept in changes:
+                raise UnsupportedError("the adapter changes two names of one tensor", found=f"{name}, {kept}")
+            changes[kept] = changes.pop(name)  # one tensor under two names: both change, as in the module
+    for name in changes:
+        if tensors[name].entry.stored not in FLOATS:
+            raise UnsupportedError(
+                f"{name} is of a type that nothing can be added to",
+                found=tensors[name].entry.stored,
+                expected=", ".join(sorted(FLOATS)),
+                fix="Merge into the base before it was quantised.",
+            )
+    order = [name for name in selection.order if name in tensors] or list(tensors)
+    return replace(
+        selection,
+        model=tuple(replace(tensors[name], change=changes.get(name)) for name in order),
+        ties=ties,
+        warnings=tuple(warnings),
+    )
+
+
+class _Source:
+    """The adapter's tensors, read as numbers; the last factor that was wanted whole is kept.
+
+    Args:
+        reader: The open adapter.
+        entries: Its tensors, located, by name.
+
+    Raises:
+        UnsupportedError: One is of no float type.
+    """
+
+    def __init__(self, reader: Reader, entries: Mapping[str, TensorEntry]) -> None:
+        self._pieces, self._entries = PieceReader(reader.store), entries
+        self._kept: tuple[str, str, NDArray[Any]] | None = None
+        for name, entry in entries.items():
+            if entry.stored not in FLOATS:
+                raise UnsupportedError(f"{name} is of no float type", where=reader.store.url, found=entry.stored)
+
+    def shape(self, name: str) -> Shape:
+        """Return the shape of a tensor."""
+        return self._entries[name].shape
+
+    def raw(self, name: str, box: Box) -> tuple[memoryview, str]:
+        """Return the bytes of a box of a tensor, and their type."""
+        entry = self._entries[name]
+        data = memoryview(bytearray(nbytes(entry.stored, box.volume)))
+        self._pieces.fill([Want(entry.pieces, box, entry.stored, data)])
+        return data, entry.stored
+
+    def rows(self, name: str, dim: int, start: int, size: int, kind: str) -> NDArray[Any]:
+        """Return some rows (`dim` 0) or columns (`dim` 1) of a factor; what lies behind counts as columns."""
+        shape = self._entries[name].shape
+        offset = tuple(start if d == dim else 0 for d in range(len(shape)))
+        box = Box(offset, tuple(size if d == dim else n for d, n in enumerate(shape)))
+        found = _numbers(*self.raw(name, box), kind)
+        return found.reshape(box.size[0], -1)
+
+    def whole(self, name: str, kind: str) -> NDArray[Any]:
+        """Return a whole factor."""
+        kept = self._kept
+        if kept is None or kept[:2] != (name, kind):
+            kept = self._kept = (name, kind, self.rows(name, 0, 0, self._entries[name].shape[0], kind))
+        return kept[2]
+
+
+def _numbers(data: memoryview, stored: str, kind: str) -> NDArray[Any]:
+    return np.frombuffer(data, numpy_dtype(stored)).astype(numpy_dtype(kind), copy=False)
+
+
+class _Sum:
+    """Adds the product of two factors to a weight.
+
+    Args:
+        source: The adapter.
+        low_rank: Which factors, and how much.
+        shape: Of the weight.
+        before: What is done to the weight before.
+    """
+
+    def __init__(self, source: _Source, low_rank: LowRank, shape: Shape, before: Change | None) -> None:
+        self._source, self._low_rank, self._shape, self._before = source, low_rank, shape, before
+
+    def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
+        """Return a block of the weight with what is added, in the type that it was computed in."""
+        if self._before is not None:
+            data, stored = self._before(box, data, stored)
+        kind = "float64" if stored == "float64" else "float32"
+        found = _numbers(data, stored, kind) + self._added(box, kind).reshape(-1)
+        return memoryview(found).cast("B"), kind
+
+    def _added(self, box: Box, kind: str) -> NDArray[Any]:
+        """Return what is added to a block: rows of the weight, or a part of one row.
+
+        Dimensions behind the first (of a convolution's kernel) count as one.
+        """
+        columns = self._shape[1] if len(self._shape) == 2 else int(np.prod(self._shape[1:]))
+        first = flat_index(self._shape, box.offset)
+        row, column = divmod(first, columns)
+        rows = max(box.volume // columns, 1)
+        width = columns if box.volume >= columns else box.volume
+        told, source = self._low_rank, self._source
+        if told.is_turned:
+            a, b = source.rows(told.a, 1, row, rows, kind), source.rows(told.b, 0, column, width, kind)
+            return np.asarray((a.T @ b.T) * np.asarray(told.scale, a.dtype))
+        b, a = source.rows(told.b, 0, row, rows, kind), source.whole(told.a, kind)[:, column : column + width]
+        return np.asarray((b @ a) * np.asarray(told.scale, a.dtype))
+
+
+class _Other:
+    """Takes the values of another tensor.
+
+    Args:
+        source: The adapter.
+        name: The tensor in there.
+    """
+
+    def __init__(self, source: _Source, name: str) -> None:
+        self._source, self._name = source, name
+
+    def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:  # noqa: ARG002
+        """Return the block of the other tensor."""
+        return self._source.raw(self._name, box)

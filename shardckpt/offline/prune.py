@@ -1,0 +1,241 @@
+"""The verbs `ls` and `prune`: the steps of a run, and removing those that nobody needs any more."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError
+from shardckpt.format.native.commit import COMMIT
+from shardckpt.format.native.run_directory import (
+    Run,
+    Step,
+    delete_leftover,
+    delete_steps,
+    leftovers,
+    manifest_fault,
+    other_content,
+    read_metrics,
+    read_run,
+    read_run_to_remove,
+    with_sound_newest,
+)
+from shardckpt.format.run_start import require_start_of_run
+from shardckpt.offline.verify import verify as verification
+from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead, seconds_of
+from shardckpt.storage.resolve_url import kind, open_store
+from shardckpt.storage.store import Store
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """One step of a run.
+
+    Attributes:
+        number: The step.
+        path: Where it lies: a path or URL that every verb takes.
+        nbytes: Of its files, as they were committed.
+        saved_at: When its save began, in seconds since the epoch; None where not known.
+        fault: Why it is not complete; empty where it is.
+    """
+
+    number: int
+    path: str
+    nbytes: int
+    saved_at: float | None
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepList:
+    """The steps of a run.
+
+    Attributes:
+        root: Where they lie.
+        complete: Those that were committed, with all their files, the oldest first.
+        incomplete: Folders that are called like steps and cannot be loaded.
+    """
+
+    root: str
+    complete: tuple[StepInfo, ...]
+    incomplete: tuple[StepInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What was removed, or with `dry_run` would be.
+
+    Attributes:
+        root: Where.
+        removed: Steps, oldest first.
+        kept: Complete steps that stay.
+        incomplete: Steps that count for nothing and stay.
+        leftovers: Names of folders that dead saves and removals had left.
+        other_content: Names of what lies in the removed steps and no save wrote, below the root: it stays.
+    """
+
+    root: str
+    removed: tuple[StepInfo, ...]
+    kept: tuple[StepInfo, ...]
+    incomplete: tuple[StepInfo, ...]
+    leftovers: tuple[str, ...]
+    other_content: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the steps that were removed."""
+        return sum(step.nbytes for step in self.removed)
+
+
+def ls(root: str | os.PathLike[str]) -> StepList:
+    """List the steps of a run. What counts is a step's `COMMIT`, and that the files it names have their sizes.
+
+    Args:
+        root: Folder of the run, a path or URL.
+
+    Raises:
+        UsageError: Nothing lies there, or no folder of steps: then the message says what lies there.
+        StorageError: Reading failed.
+
+    Example:
+        >>> shardckpt.ls("s3://bucket/run").complete[-1].path  # doctest: +SKIP
+    """
+    root = os.fspath(root)
+    store = _open(root)
+    run = read_run(store)
+    if not run.steps:
+        _require_empty(root, store)
+    return StepList(root, _infos(store, run.complete), _infos(store, run.incomplete))
+
+
+def prune(
+    root: str | os.PathLike[str],
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    keep_best: int | None = None,
+    metric: str = "loss",
+    mode: Literal["min", "max"] = "min",
+    keep_for: timedelta | float | str | None = None,
+    verify: bool = False,
+    dry_run: bool = False,
+) -> Pruned:
+    """Remove steps of a run that no rule keeps, and what dead saves have left for more than a day.
+
+    The newest complete step always stays, and only complete ones count. Of each step `COMMIT` goes first, so that a run
+    that is killed leaves every step whole or not at all.
+
+    Args:
+        root: Folder of the run, a path or URL.
+        keep_last: So many of the newest steps stay.
+        keep_every: Steps whose number this divides stay.
+        keep_best: So many of the best steps by `metric` stay; steps without it too, unless there are other rules.
+            Without any rule all steps do.
+        metric: What `keep_best` goes by, of the metrics that were saved with the steps.
+        mode: Whether the best step has the smallest metric, or the largest.
+        keep_for: Steps stay for so long: a timedelta, seconds, or a time such as `"36h"` or `"7d"`.
+        verify: Before anything goes, check every block of the newest step; one that is damaged counts for nothing, and
+            the one before is checked. Otherwise only its manifest is read.
+        dry_run: Remove nothing.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        UsageError: Nothing lies there, or no folder of steps; a rule that would mean nothing; no step has the metric.
+            Nothing was removed.
+        UnsupportedError: A newer version wrote a step; nothing was removed.
+        StorageError: Reading or removing failed.
+    """
+    root = os.fspath(root)
+    rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for), metric)
+    store = _open(root)
+    now = time.time()
+    run = _sound_run(store, verify=verify) if rules.is_needed else read_run_to_remove(store)
+    if not run.steps:
+        require_start_of_run(root)
+    run.require_readable()
+    facts = [
+        SavedStep(
+            step.number,
+            step.is_complete,
+            step.saved_at,
+            read_metrics(store, step) if rules.keep_best is not None and step.is_complete else {},
+            step.branch,
+        )
+        for step in run.steps
+    ]
+    gone = set(doomed(facts, rules, now=now))
+    removed = [step for step in run.complete if step.number in gone]
+    dead = [left.name for left in leftovers(store, run) if is_dead(left.changed_at, now)]
+    going = [step for step in run.steps if step.number in gone and (step.is_complete or step.is_double)]
+    left = other_content(going)
+    if not dry_run:
+        left = delete_steps(store, run, [step.name for step in going])
+        dead = [name for name in dead if delete_leftover(store, name)]
+    return Pruned(
+        root,
+        removed=_infos(store, removed),
+        kept=_infos(store, [step for step in run.complete if step.number not in gone]),
+        incomplete=_infos(store, [s for s in run.incomplete if not (_goes_along(s, gone) or s.name in dead)]),
+        leftovers=tuple(dead),
+        other_content=tuple(left),
+    )
+
+
+def _sound_run(store: Store, *, verify: bool) -> Run:
+    """Return a run whose newest complete step was looked at closely; one that is removed meanwhile is not faulty."""
+
+    def fault_of(step: Step) -> str:
+        return manifest_fault(store, step) or (_damage(store, step) if verify else "")
+
+    while True:
+        run = read_run_to_remove(open_store(store.url))
+        sound = with_sound_newest(run, fault_of)
+        faulty = {step.save for step in run.complete} - {step.save for step in sound.complete}
+        if not faulty or faulty <= {step.save for step in read_run(open_store(store.url)).complete}:
+            return sound
+
+
+def _goes_along(step: Step, removed: Collection[int]) -> bool:
+    """Tell whether a step is removed with the one that it doubles."""
+    return step.is_double and step.number in removed
+
+
+def _damage(store: Store, step: Step) -> str:
+    return next(iter(verification(_path(store, step)).problems), "")
+
+
+def _path(store: Store, step: Step) -> str:
+    return f"{store.url.rstrip('/')}/{step.name}"
+
+
+def _open(root: str) -> Store:
+    found = kind(root)
+    if found == "missing":
+        raise SourceNotFoundError("nothing lies here", where=root, fix="Check the path or URL.")
+    if found == "file":
+        raise UsageError("this is a file", where=root, expected="a folder of steps")
+    store = open_store(root)
+    if any(entry.name == COMMIT for entry in store.list()):
+        raise UsageError("this is a step", where=root, expected="the folder it lies in")
+    return store
+
+
+def _require_empty(root: str, store: Store) -> None:
+    """Refuse to list a folder that holds other things than steps. Raises UnknownFormatError."""
+    require_start_of_run(root)
+    names = [entry.name for entry in store.list() if not entry.name.startswith(".")]
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise UnknownFormatError("no step of a run lies here", where=root, found=", ".join(names[:_SHOWN]) + more)
+
+
+def _infos(store: Store, steps: Iterable[Step]) -> tuple[StepInfo, ...]:
+    return tuple(StepInfo(s.number, _path(store, s), s.nbytes, s.saved_at, s.fault) for s in steps)

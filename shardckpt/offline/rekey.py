@@ -1,0 +1,80 @@
+"""The verb `rekey`: an optimizer's state under names, numbers, flattened names, or flat parameters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardckpt.errors import UsageError
+from shardckpt.format.huggingface.index_files import SUFFIX
+from shardckpt.offline.consolidate import by_size, export, parse_options
+from shardckpt.offline.select.selection import Selection, read_param_names
+from shardckpt.offline.write.report import OnProgress, Report
+from shardckpt.plan.optim.key_conversion import Keys, rekeyed
+
+_KEYS: Mapping[str, Keys] = {
+    "names": "names",
+    "ids": "ids",
+    "flatten": "flat",
+    "nest": "names",
+    "flat-parameters": "flat-parameters",
+}
+
+
+def rekey(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str,
+    on_progress: OnProgress | None = None,
+    **options: Any,
+) -> Report:
+    """Write a checkpoint as `consolidate` does, its optimizer's state under other keys; no value is changed.
+
+    Args:
+        src: Checkpoint in any readable format, with an optimizer: a folder or file, a path or URL.
+        dst: Folder to write; or, by names, one file where it ends in `.safetensors`, without groups.
+        to: `names`: tensors are called `<parameter>/<slot>`. `ids`: `<number>/<slot>`, as `torch.optim` numbers
+            parameters; the groups keep the names. `flatten`: `state.<parameter>.<slot>`. `nest`: undoes that.
+            `flat-parameters`: `<flat parameter>/<slot>`, one tensor of all its members, where the files tell the
+            layouts: those of LOCAL states, and what this wrote. `names` undoes that.
+        on_progress: As for `consolidate`.
+        **options: Fields of `Options`; `part` is `all` unless given. `param_names` names the numbers of a source that
+            has numbers; with `ids` and a source that has names it says which number each gets.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UsageError: The call cannot be done: `to` is unknown, nobody tells the names.
+        CheckpointError: The checkpoint is damaged, incomplete, unsafe, or holds no optimizer.
+        StorageError: Reading or writing failed.
+
+    Example:
+        >>> shardckpt.rekey("run/step-100", "by-number", to="ids")  # doctest: +SKIP
+    """
+    src, dst = os.fspath(src), os.fspath(dst)
+    if to not in _KEYS:
+        raise UsageError("there are no such keys", found=to, expected=", ".join(_KEYS))
+    if "optim_keys" in options:
+        raise UsageError("keys are asked for twice", found="optim_keys", expected="`to` alone")
+    chosen = parse_options({"part": "all", **options})
+    if chosen.part == "model":
+        raise UsageError("the model alone has no keys to change", found="part model", expected="all or optim")
+    if dst.endswith(SUFFIX) and _KEYS[to] in ("ids", "flat-parameters"):
+        raise UsageError(
+            "one file has no place for the groups, without which nobody can tell what its tensors are",
+            found=dst,
+            fix="Name a folder.",
+        )
+    numbers = read_param_names(chosen.param_names) if chosen.param_names and to == "ids" else None
+
+    def change(selection: Selection) -> Selection:
+        if selection.groups is None:
+            raise UsageError("the checkpoint holds no optimizer", where=src, fix="Name it with --optim-key.")
+        optim, groups = rekeyed(selection.optim, selection.groups, _KEYS[to], numbers, selection.units)
+        return replace(selection, optim=optim, groups=groups)
+
+    return export(src, dst, chosen, by_size(chosen), on_progress, change)

@@ -1,0 +1,1 @@
+"""Choose tensors and settings of a source, under which names."""

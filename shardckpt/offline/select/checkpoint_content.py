@@ -1,0 +1,85 @@
+"""All that a checkpoint holds, for targets of torch: arrays once, ties, values, and what had to be left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shardckpt.format.reader import Reader
+from shardckpt.format.torchsave.writer import TYPES
+from shardckpt.manifest import UNREAD, Path, dotted
+from shardckpt.offline.select.lossiness import refuses, require_allowed, told
+from shardckpt.offline.write.resolve import resolve
+from shardckpt.plan.layout.output_files import OutTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a target is to hold.
+
+    Attributes:
+        arrays: Tensors by path, each once.
+        ties: Further path of a tensor to its path in `arrays`.
+        values: Everything else by path.
+        order: Paths of tensors in the order that a reader is to see, tied ones too.
+        left_out: What the target cannot hold, a sentence each.
+    """
+
+    arrays: Mapping[Path, OutTensor]
+    ties: Mapping[Path, Path]
+    values: Mapping[Path, object]
+    order: tuple[Path, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+def _as_it_is(path: Path) -> Path:
+    return path
+
+
+def _as_one(value: object, path: Path) -> Mapping[Path, object]:
+    return {path: value}
+
+
+def whole_content(
+    reader: Reader,
+    to: str,
+    *,
+    allow_loss: bool,
+    placed: Callable[[Path], Path] = _as_it_is,
+    leaves: Callable[[object, Path], Mapping[Path, object]] = _as_one,
+) -> Content:
+    """Return all that a checkpoint holds, proven complete.
+
+    Args:
+        reader: The open checkpoint.
+        to: The format that is written.
+        allow_loss: Leave out what it cannot hold.
+        placed: Where in the target something lies.
+        leaves: Which values the target makes of one that is no array, by path.
+
+    Raises:
+        UsageError: There is something that it cannot hold, and that may not be left out.
+        CheckpointError: Elements are missing or doubled, or a container is damaged.
+        StorageError: The store failed.
+    """
+    manifest = reader.manifest
+    lost = [f"{dotted(path)}, of type {e.dtype}" for path, e in manifest.tensors.items() if e.dtype not in TYPES]
+    paths = [path for path, e in manifest.tensors.items() if path not in manifest.aliases and e.dtype in TYPES]
+    entries = resolve(reader, manifest, [manifest.tensors[path] for path in paths])
+    values: dict[Path, object] = {}
+    for path, entry in manifest.objects.items():
+        value = reader.load_object(entry) if entry.value is UNREAD else entry.value
+        for leaf, each in leaves(value, placed(path)).items():
+            if refuses(to, each):
+                lost.append(told(leaf, each))
+            else:
+                values[leaf] = each
+    require_allowed(lost, to, allow_loss=allow_loss)
+    kept = set(paths)
+    return Content(
+        {placed(path): OutTensor(dotted(path), e, e.dtype) for path, e in zip(paths, entries, strict=True)},
+        {placed(path): placed(first) for path, first in manifest.aliases.items() if first in kept},
+        values,
+        tuple(map(placed, manifest.tensors)),
+        tuple(f"left out: {what}" for what in lost),
+    )

@@ -1,0 +1,125 @@
+"""What a native step made of an open checkpoint holds: its arrays by path, and everything else as tagged JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardckpt.errors import FormatError, UnsupportedError
+from shardckpt.format.encodings.tagged_json import ArrayRef, encode
+from shardckpt.format.native.manifest_json import KEEPS_ORDER
+from shardckpt.format.native.reader import NativeReader
+from shardckpt.format.reader import Reader
+from shardckpt.manifest import UNREAD, Path, dotted
+from shardckpt.offline.select.group_settings import by_path, plain_value
+from shardckpt.offline.select.lossiness import require_allowed
+from shardckpt.offline.select.selection import Selection
+from shardckpt.offline.write.resolve import resolve
+from shardckpt.plan.layout.output_files import OutTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Nest:
+    """What is to be saved.
+
+    Attributes:
+        arrays: By path, each once, in the order that `json` counts them in; their pieces are located.
+        json: The nest, as tagged JSON.
+        ties: Further path of an array to its index.
+        topology: Free JSON.
+        warnings: What is odd or was left out, one sentence each.
+        variants: Where further weights of a model are, with where that is.
+    """
+
+    arrays: Mapping[Path, OutTensor]
+    json: object
+    ties: Mapping[Path, int] = field(default_factory=dict)
+    topology: Mapping[str, object] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    variants: Mapping[Path, Path | None] = field(default_factory=dict)
+
+
+def whole_nest(reader: Reader, *, allow_loss: bool) -> Nest:
+    """Return all that a checkpoint holds, proven complete; of a native step in its own containers.
+
+    Args:
+        reader: The open checkpoint.
+        allow_loss: Leave out values that a step cannot hold.
+
+    Raises:
+        UsageError: There are such, and they may not be left out.
+        CheckpointError: Elements are missing or doubled, or a container is damaged.
+        StorageError: The store failed.
+    """
+    manifest = reader.manifest
+    paths = [path for path in manifest.tensors if path not in manifest.aliases]
+    entries = resolve(reader, manifest, [manifest.tensors[path] for path in paths])
+    arrays = {path: OutTensor(dotted(path), e, e.dtype) for path, e in zip(paths, entries, strict=True)}
+    if isinstance(reader, NativeReader):
+        contents = reader.contents
+        return Nest(arrays, contents.nest, contents.ties, contents.topology, manifest.warnings, contents.variants)
+    numbers = {path: number for number, path in enumerate(paths)}
+    ties = {path: numbers[kept] for path, kept in manifest.aliases.items()}
+    refs = {path: ArrayRef(numbers[manifest.aliases.get(path, path)]) for path in manifest.tensors}
+    values, lost = _values(reader)
+    require_allowed(lost, "native", allow_loss=allow_loss)
+    notes = [f"left out: {what}" for what in lost]
+    nest = encode(nested({**refs, **values}, reader.store.url))
+    topology: dict[str, object] = {"source": manifest.format}
+    if not manifest.keeps_order:
+        topology[KEEPS_ORDER] = False
+    return Nest(arrays, nest, ties, topology, (*manifest.warnings, *notes))
+
+
+def selected_nest(selection: Selection) -> Nest:
+    """Return what a conversion selected: `{"model": {name: ...}, "optim": {"state": {name: {slot: ...}}, ...}}`."""
+    arrays: dict[Path, OutTensor] = {("model", tensor.name): tensor for tensor in selection.model}
+    values: dict[Path, object] = {}
+    if selection.groups is not None:
+        state, rest = by_path(selection.optim, selection.groups)
+        arrays |= {("optim", *path): tensor for path, tensor in state.items()}
+        values = {("optim", *path): plain_value(value) for path, value in rest.items()}
+    numbers = {path: number for number, path in enumerate(arrays)}
+    ties: dict[Path, int] = {
+        ("model", name): numbers["model", kept] for name, kept in selection.ties.items() if ("model", kept) in arrays
+    }
+    refs = {path: ArrayRef(number) for path, number in (*numbers.items(), *ties.items())}
+    nest = encode(nested({**refs, **values}, "the selection"))
+    return Nest(arrays, nest, ties)
+
+
+def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
+    """Return the values that are no arrays, and what the format cannot hold of them."""
+    found: dict[Path, object] = {}
+    lost = []
+    for path, entry in reader.manifest.objects.items():
+        value = plain_value(reader.load_object(entry) if entry.value is UNREAD else entry.value)
+        try:
+            encode(value, path)
+        except UnsupportedError as error:
+            lost.append(str(error))
+            continue
+        found[path] = value
+    return found, lost
+
+
+def nested(values: Mapping[Path, object], where: str) -> object:
+    """Return values by path as dicts in one another.
+
+    Raises:
+        FormatError: One lies inside another one that is no dict.
+    """
+    root: dict[str | int, Any] = {}
+    for path, value in values.items():
+        if not path:
+            return value
+        inner: Any = root
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+            if type(inner) is not dict:
+                raise FormatError("a value lies inside another one", where=where, found=dotted(path))
+        if path[-1] in inner and value != {}:
+            raise FormatError("two values have one place", where=where, found=dotted(path))
+        inner.setdefault(path[-1], value)
+    return root

@@ -1,0 +1,128 @@
+"""Rules applied to an open checkpoint: read, planned on names and shapes, then located; still no tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardckpt.format.reader import Reader
+from shardckpt.manifest import Manifest, TensorEntry
+from shardckpt.offline.write.resolve import blocks_of, resolve
+from shardckpt.plan.optim.optimizer_state import OptimState
+from shardckpt.plan.rules import rules as planning
+from shardckpt.plan.rules.optimizer_rules import ruled_state, shapes_of
+from shardckpt.plan.rules.rule_files import parse_rename, parse_rules, rules_text
+from shardckpt.plan.rules.rules import Made, Plan, Rule
+from shardckpt.storage.text_files import read_text
+
+
+def read_rules(file: str, renames: Iterable[str] = (), config: Mapping[str, object] | None = None) -> tuple[Rule, ...]:
+    """Return the rules of a file, then those of `--rename`.
+
+    Args:
+        file: Path or URL of a TOML file, or the name of a set that comes with the package; empty for none.
+        renames: `FROM=TO`, in order.
+        config: The model's `config.json`, whose numbers rules may name.
+
+    Raises:
+        UsageError: There is no such file or set, or a rule is none.
+        StorageError: The file cannot be read.
+    """
+    found = parse_rules(rules_text(file, lambda: read_text(file)), file, config) if file else ()
+    return (*found, *map(parse_rename, renames))
+
+
+@dataclass(frozen=True, slots=True)
+class Ruled:
+    """What rules make of a checkpoint, decided.
+
+    Attributes:
+        plan: What becomes of every tensor, those of the optimizer alone included.
+        model: Final names of the model's tensors to how they are made, in order.
+        ties: Final name that is not written to the one that stands for it.
+    """
+
+    plan: Plan
+    model: Mapping[str, Made]
+    ties: Mapping[str, str]
+
+
+def decide(
+    rules: Sequence[Rule], model: Mapping[str, TensorEntry], state: OptimState | None, ties: Mapping[str, str]
+) -> Ruled:
+    """Plan rules as a whole.
+
+    Args:
+        rules: In order.
+        model: Canonical name to tensor.
+        state: The optimizer by those names, if it is asked for.
+        ties: Canonical name to the one that holds the same tensor.
+
+    Raises:
+        UsageError: A rule does not fit.
+    """
+    facts = {name: (entry.shape, entry.dtype) for name, entry in model.items()}
+    if state is not None:
+        facts |= shapes_of(state, model)
+    plan = planning.plan(rules, facts)
+    mine = {n: m for n, m in plan.made.items() if all(leaf.name in model for leaf in planning.leaves(m.recipe))}
+    return Ruled(plan, mine, _ties(mine, ties))
+
+
+def _ties(made: Mapping[str, Made], ties: Mapping[str, str]) -> dict[str, str]:
+    """Return which results are made alike of the same tensors."""
+    groups: dict[Made, list[str]] = {}
+    for name, each in made.items():
+        groups.setdefault(each._replace(recipe=planning.with_sources(each.recipe, ties)), []).append(name)
+    dropped: dict[str, str] = {}
+    for whole, names in groups.items():
+        if all(leaf.name not in ties.values() for leaf in planning.leaves(whole.recipe)):
+            continue  # made alike by rules, and not tied in the checkpoint
+        kept = next((name for name in names if made[name] == whole), names[0])
+        dropped |= {name: kept for name in names if name != kept}
+    return dropped
+
+
+def located_model(
+    reader: Reader, manifest: Manifest, ruled: Ruled, names: Sequence[str], model: Mapping[str, TensorEntry]
+) -> tuple[dict[str, TensorEntry], list[TensorEntry]]:
+    """Return results by name, located, and what of the checkpoint they are made of.
+
+    Args:
+        reader: The open checkpoint.
+        manifest: What it holds.
+        ruled: What is made.
+        names: Final names that are wanted.
+        model: Canonical name to tensor.
+
+    Raises:
+        CheckpointError: Elements are missing or doubled, or a container is damaged.
+        UsageError: A result would be of several types.
+    """
+    needed = list(dict.fromkeys(leaf.name for name in names for leaf in planning.leaves(ruled.model[name].recipe)))
+    found = dict(zip(needed, resolve(reader, manifest, [model[name] for name in needed]), strict=True))
+    made = {name: planning.cooked(ruled.model[name].recipe, name, found) for name in names}
+    return made, [model[name] for name in needed]
+
+
+def located_state(reader: Reader, manifest: Manifest, plan: Plan, state: OptimState) -> OptimState:
+    """Return an optimizer as rules make it, located.
+
+    Raises:
+        CheckpointError: Elements are missing or doubled, or a container is damaged.
+        UsageError: Slots or groups do not fit together.
+    """
+    used = {leaf.name for made in plan.made.values() for leaf in planning.leaves(made.recipe)}
+    kept = {key: entry for key, entry in state.tensors.items() if key.rpartition("/")[0] in used}
+    found = dict(zip(kept, resolve(reader, manifest, list(kept.values())), strict=True))
+
+    def same(entries: Sequence[TensorEntry]) -> bool:
+        return len({(e.stored, b"".join(bytes(block) for block in blocks_of(reader, e))) for e in entries}) == 1
+
+    return ruled_state(plan, replace(state, tensors=found), same)
+
+
+def only(plan: Plan, names: Iterable[str]) -> Plan:
+    """Return a plan of some of its results."""
+    wanted = set(names)
+    return replace(plan, made={name: made for name, made in plan.made.items() if name in wanted})

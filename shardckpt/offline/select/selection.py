@@ -1,0 +1,357 @@
+"""What a conversion takes from a checkpoint, and under which names: the model, the optimizer, and what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from shardckpt.dtypes import FLOATS
+from shardckpt.errors import (
+    AmbiguousError,
+    FormatError,
+    IncompleteError,
+    UnsupportedError,
+    UsageError,
+)
+from shardckpt.format.encodings.safetensors import parse_json
+from shardckpt.format.reader import Reader
+from shardckpt.format.registry import open_checkpoint
+from shardckpt.layout import FlatLayout
+from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
+from shardckpt.offline.select import remap as ruling
+from shardckpt.offline.select.group_settings import content_of
+from shardckpt.offline.select.options import Options, parse_dtype
+from shardckpt.offline.select.remap import read_rules
+from shardckpt.offline.write.numpy_casts import numpy_dtype
+from shardckpt.offline.write.report import NO_SHAPES
+from shardckpt.offline.write.resolve import blocks_of, resolve, same_bits
+from shardckpt.parameter_names import BY_ORDER
+from shardckpt.plan.layout.coverage import faults
+from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.naming import fqn as names
+from shardckpt.plan.naming import sections, weights
+from shardckpt.plan.naming import shared_tensors as ties
+from shardckpt.plan.naming.fqn import Named, name_model
+from shardckpt.plan.optim import optimizer_state
+from shardckpt.plan.rules.rules import Rule
+from shardckpt.storage.resolve_url import open_store, split
+from shardckpt.storage.store import read_bytes
+
+SMALL_ELEMENTS = 64
+"""Elements of an array among hyper-parameters that is read as numbers."""
+_MAX_NAMES_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What will be written.
+
+    Attributes:
+        model: The model's tensors, in state-dict order, tied ones once.
+        optim: Optimizer state, keys `<fqn>/<slot>`.
+        groups: The optimizer's `param_groups` and `non_tensor_state`; None without an optimizer.
+        units: What lies in the optimizer's flat parameters, where the checkpoint tells.
+        ties: Name that is not written to the name that stands for it.
+        left_out: What no part asked for holds, as dotted paths.
+        warnings: What is odd, one sentence each.
+        order: The model's names in state-dict order, those that are not written too.
+    """
+
+    model: tuple[OutTensor, ...]
+    optim: tuple[OutTensor, ...]
+    groups: Mapping[str, Any] | None
+    units: Mapping[str, FlatLayout]
+    ties: Mapping[str, str]
+    left_out: tuple[str, ...]
+    warnings: tuple[str, ...]
+    order: tuple[str, ...] = ()
+
+
+def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Selection:
+    """Decide what is written, check that every element of it is there, and where its bytes lie.
+
+    Args:
+        reader: The open checkpoint.
+        options: What was asked for.
+        config: The model's `config.json`, for ties.
+
+    Raises:
+        UsageError: Nothing to write, or an option that does not fit the checkpoint.
+        CheckpointError: Something wanted is missing, short, doubled or refused.
+        StorageError: The store failed.
+    """
+    manifest = weights.choose(sections.split_flat_names(reader.manifest), options.weights, options.model_key)
+    found = sections.find_parts(manifest, options.model_key, options.optim_key)
+    model = name_model(manifest, found)
+    if not model.tensors and options.part != "optim":
+        raise IncompleteError("the checkpoint holds no model tensors", where=reader.store.url, found=_tops(manifest))
+    _check_shapes(model.tensors, options.shapes_from)
+    rules = read_rules(options.rules, options.rename, config)
+    chosen = _ruled(reader, manifest, found, model, options, config, rules) if rules else None
+    chosen = chosen or _as_it_is(reader, manifest, found, model, options, config)
+    names.require_matches(options.keep_fp32, chosen.names)
+    kept = [name for name in chosen.names if name not in chosen.ties] if options.part != "optim" else []
+    state = chosen.state
+    wanted = [chosen.tensors[n] for n in kept] + (list(state.tensors.values()) if state else [])
+    resolved = iter(resolve(reader, manifest, wanted))
+    unasked = [r for r in (found.model, *found.optimizers) if _is_unasked(r, found, options)]
+    return Selection(
+        model=tuple(
+            OutTensor(n, next(resolved), chosen.casts.get(n) or _target_dtype(n, chosen.tensors[n], options))
+            for n in kept
+        ),
+        optim=tuple(OutTensor(n, e, e.dtype) for n, e in zip(state.tensors, resolved, strict=True)) if state else (),
+        groups=content_of(state) if state else None,
+        units=state.units if state else {},
+        ties=chosen.ties if options.part != "optim" else {},
+        order=tuple(chosen.names),
+        left_out=(*map(dotted, (*unasked, *_unwritten(manifest, found, options), *found.others)), *chosen.dropped),
+        warnings=(
+            *manifest.warnings,
+            *(() if manifest.has_shapes or options.shapes_from else (NO_SHAPES,)),
+            *chosen.warnings,
+            *((BY_ORDER,) if state is not None and state.is_by_order else ()),
+            *_unneeded_faults(manifest, chosen.used or wanted),
+        ),
+    )
+
+
+def _unwritten(manifest: Manifest, found: sections.Parts, options: Options) -> Iterator[Path]:
+    """Yield the model's values that are not tensors, which no target holds, where the model is asked for."""
+    if options.part != "optim":
+        yield from sections.model_values(manifest, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Tensors under their final names.
+
+    Attributes:
+        names: The model's, in state-dict order.
+        tensors: Name to array; tied ones need not be there.
+        ties: Name that is not written to the name that stands for it.
+        state: The optimizer, if it is asked for.
+        warnings: What is odd about ties.
+        casts: Name to the type that a rule says.
+        used: What of the checkpoint all is made of, where rules make it.
+        dropped: What rules left out.
+    """
+
+    names: Sequence[str]
+    tensors: Mapping[str, TensorEntry]
+    ties: Mapping[str, str]
+    state: optimizer_state.OptimState | None
+    warnings: Sequence[str]
+    casts: Mapping[str, str] = field(default_factory=dict)
+    used: Sequence[TensorEntry] = ()
+    dropped: tuple[str, ...] = ()
+
+
+def _as_it_is(
+    reader: Reader,
+    manifest: Manifest,
+    found: sections.Parts,
+    model: Named,
+    options: Options,
+    config: Mapping[str, object],
+) -> _Chosen:
+    chosen = names.keep(model.tensors, options.include, options.exclude)
+    dropped, warnings = _ties(reader, manifest, model, chosen, config)
+    state = _optimizer(reader, manifest, found, model, options) if options.part != "model" else None
+    if state is not None and (options.include or options.exclude):
+        state = _of_parameters(state, set(chosen))
+    return _Chosen(chosen, model.tensors, dropped, state, warnings)
+
+
+def _ruled(
+    reader: Reader,
+    manifest: Manifest,
+    found: sections.Parts,
+    model: Named,
+    options: Options,
+    config: Mapping[str, object],
+    rules: Sequence[Rule],
+) -> _Chosen:
+    """Return what rules make; globs are about the names that they give."""
+    ties_before, warnings = _ties(reader, manifest, model, list(model.tensors), config)
+    state = _optimizer(reader, manifest, found, model, options) if options.part != "model" else None
+    ruled = ruling.decide(rules, model.tensors, state, ties_before)
+    chosen = names.keep(ruled.model, options.include, options.exclude)
+    dropped = {name: kept for name, kept in ruled.ties.items() if name in chosen and kept in chosen}
+    kept = [name for name in chosen if name not in dropped] if options.part != "optim" else []
+    tensors, used = ruling.located_model(reader, manifest, ruled, kept, model.tensors)
+    if state is not None:
+        wanted = [name for name in ruled.plan.made if name not in ruled.model or name in set(chosen)]
+        used += state.tensors.values()
+        state = ruling.located_state(reader, manifest, ruling.only(ruled.plan, wanted), state)
+    casts = {name: ruled.model[name].cast for name in kept if ruled.model[name].cast}
+    gone = tuple(f"{name} (by a rule)" for name in ruled.plan.dropped)
+    return _Chosen(chosen, tensors, dropped, state, warnings, casts, used, gone)
+
+
+def _unneeded_faults(manifest: Manifest, wanted: Sequence[TensorEntry]) -> list[str]:
+    """Say what is wrong with tensors that nobody asked for: no reason to stop, but worth knowing."""
+    needed = {entry.path for entry in wanted}
+    rest = (entry for path, entry in manifest.tensors.items() if path not in needed)
+    return [f"not needed here, but damaged: {fault}" for fault in faults(manifest, rest, limit=4)]
+
+
+def _is_unasked(root: Path, found: sections.Parts, options: Options) -> bool:
+    if root == found.model:
+        return options.part == "optim" and root != ()
+    return options.part == "model"
+
+
+def _tops(manifest: Manifest) -> str:
+    tops = dict.fromkeys(str(p[0]) for p in (*manifest.tensors, *manifest.objects) if p)
+    return ", ".join(list(tops)[:8]) or "nothing"
+
+
+def _target_dtype(name: str, entry: TensorEntry, options: Options) -> str:
+    dtype = parse_dtype(options.dtype)
+    if not dtype or entry.dtype not in FLOATS or any(fnmatchcase(name, glob) for glob in options.keep_fp32):
+        return entry.dtype
+    return dtype
+
+
+def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
+    """Compare global shapes with those of another checkpoint: formats that store no shape can hide a missing end."""
+    if not shapes_from:
+        return
+    other = sections.split_flat_names(open_checkpoint(shapes_from).manifest)
+    shapes = name_model(other, sections.find_parts(other)).tensors
+    for name, entry in tensors.items():
+        if name in shapes and shapes[name].shape != entry.shape:
+            raise IncompleteError(
+                f"{name} has another shape than in --shapes-from",
+                where=dotted(entry.path),
+                found=entry.shape,
+                expected=shapes[name].shape,
+                fix="A file with the end of the tensor is probably missing.",
+            )
+    paths = {entry.path for name, entry in shapes.items() if name in tensors}
+    kept = {other.aliases.get(path, path) for path in paths}
+    missing = [n for n, e in shapes.items() if n not in tensors and other.aliases.get(e.path, e.path) not in kept]
+    if missing and not paths:
+        raise UsageError("--shapes-from shares no name with the checkpoint", where=shapes_from, found=missing[0])
+    if missing:
+        raise IncompleteError(
+            f"{missing[0]} is in --shapes-from and not in the checkpoint",
+            where=shapes_from,
+            found=f"{len(missing)} such tensors",
+            fix="The file that held it is probably missing.",
+        )
+
+
+def _ties(
+    reader: Reader, manifest: Manifest, model: Named, chosen: Sequence[str], config: Mapping[str, object]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the names that are not written, and what is odd about ties."""
+    tensors = {name: model.tensors[name] for name in chosen}
+    paths = {name: entry.path for name, entry in tensors.items()}
+    tied = ties.ties_of_config(config, tensors)
+    dropped = ties.kept_names(chosen, paths, manifest.aliases, prefer=tied.values())
+    warnings = []
+    for head, embedding in tied.items():
+        if head in dropped or embedding in dropped:
+            continue
+        if same_bits(reader, manifest, tensors[head], tensors[embedding]):
+            dropped[head] = embedding
+        else:
+            warnings.append(f"config.json ties {head} to {embedding}, but their values differ: both are written")
+    return dropped, warnings
+
+
+def _optimizer(
+    reader: Reader, manifest: Manifest, found: sections.Parts, model: Named, options: Options
+) -> optimizer_state.OptimState | None:
+    if not found.optimizers:
+        if options.part == "optim":
+            raise IncompleteError(
+                "the checkpoint holds no optimizer",
+                where=reader.store.url,
+                found=_tops(manifest),
+                expected="a subtree with `state` and `param_groups`",
+                fix="Name it with --optim-key if it is somewhere else.",
+            )
+        unread = [name for name in manifest.unread if name.startswith("optim")]
+        if unread:
+            raise UnsupportedError(
+                "the optimizer lies in a file that is not read together with this model",
+                where=reader.store.url,
+                found=", ".join(unread),
+                fix="Write the model with --part model; for the optimizer name its file, with --part optim and"
+                " --param-names FILE.",
+            )
+        return None
+    if len(found.optimizers) > 1:
+        raise AmbiguousError(
+            "the checkpoint holds several optimizers",
+            where=reader.store.url,
+            found=", ".join(map(dotted, found.optimizers)),
+            fix="Choose one with --optim-key.",
+        )
+    root = found.optimizers[0]
+    values = load_values(reader, manifest, root)
+    raw = optimizer_state.below(manifest, root, values)
+    return optimizer_state.by_name(
+        raw,
+        {name: entry.shape for name, entry in model.tensors.items()},
+        read_param_names(options.param_names) if options.param_names else None,
+        model.clean,
+    )
+
+
+def _of_parameters(state: optimizer_state.OptimState, fqns: Set[str]) -> optimizer_state.OptimState:
+    """Return the tensors of some parameters; groups and values stay."""
+    kept = {key: entry for key, entry in state.tensors.items() if key.rpartition("/")[0] in fqns}
+    return replace(state, tensors=kept)
+
+
+def load_values(reader: Reader, manifest: Manifest, root: Path) -> dict[Path, object]:
+    """Return the objects below `root`, and small tensors among the hyper-parameters as numbers.
+
+    Raises:
+        CheckpointError: One of them is damaged or refused.
+    """
+    n = len(root)
+    values: dict[Path, object] = {}
+    for path, entry in manifest.objects.items():
+        if path[:n] == root:
+            values[path] = reader.load_object(entry) if entry.value is UNREAD else entry.value
+    for path, tensor in manifest.tensors.items():
+        if path[: n + 1] == (*root, "param_groups") and prod(tensor.shape) <= SMALL_ELEMENTS:
+            [located] = resolve(reader, manifest, [tensor])
+            data = b"".join(blocks_of(reader, located))
+            values[path] = np.frombuffer(data, numpy_dtype(tensor.stored)).reshape(tensor.shape).tolist()
+    return values
+
+
+def read_param_names(url: str) -> dict[int, str]:
+    """Read `--param-names`: a JSON object from id to name, or an array of names.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    parent, name = split(url)
+    reader = open_store(parent)
+    size = reader.size(name)
+    if size > _MAX_NAMES_BYTES:
+        raise UsageError("--param-names is too large", where=url, found=f"{size} bytes")
+    try:
+        raw = parse_json(read_bytes(reader, name, 0, size), where=url)
+    except FormatError as error:
+        raise UsageError(f"--param-names is no JSON: {error.what}", where=url) from error
+    pairs = enumerate(raw) if isinstance(raw, list) else raw.items() if isinstance(raw, dict) else ()
+    try:
+        named = {int(key): value for key, value in pairs}
+    except (TypeError, ValueError) as error:
+        raise UsageError("--param-names has a key that is no id", where=url) from error
+    if not named or not all(isinstance(value, str) for value in named.values()):
+        raise UsageError("--param-names holds no names", where=url, expected="an object from id to name, or an array")
+    return named

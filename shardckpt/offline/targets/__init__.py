@@ -1,0 +1,1 @@
+"""Output formats: the files of each."""

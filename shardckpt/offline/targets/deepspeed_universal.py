@@ -1,0 +1,267 @@
+"""`--to deepspeed-universal`: a folder for each trained parameter, which DeepSpeed resumes from on any topology.
+
+Written for `load_checkpoint` with `"checkpoint": {"load_universal": true}`, for ZeRO 1 to 3 alike: weights in float32
+under `zero/`, what all parameters share beside them, and model files with the live weights, buffers and ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from shardckpt.errors import UsageError
+from shardckpt.format.encodings.tagged_json import Named
+from shardckpt.format.reader import Reader
+from shardckpt.format.torchsave.writer import TensorValue, archived
+from shardckpt.manifest import UNREAD
+from shardckpt.offline.select.group_settings import GROUPS, VALUES
+from shardckpt.offline.select.lossiness import refuses, require_allowed
+from shardckpt.offline.select.options import Options
+from shardckpt.offline.select.selection import Selection, select
+from shardckpt.offline.targets.torchsave import TorchFile, state_dict, torch_file
+from shardckpt.offline.write.numpy_casts import numpy_dtype
+from shardckpt.offline.write.resolve import blocks_of
+from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.optim.optimizer_state import rebuild
+
+TARGET = "deepspeed-universal"
+LATEST = "latest_universal"
+_ZERO, _WEIGHTS, _STEP = "zero", "fp32", "step"
+_MASTER = "master"
+_OLDEST_VERSION = "0.14.0"
+"""What is written as DeepSpeed's version where the source is of another framework: files are alike since then."""
+
+_LOOP = ("lr_scheduler", "data_sampler", "random_ltd", "global_samples")
+"""What of the training loop DeepSpeed takes up again, where the source is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Param:
+    """A trained parameter.
+
+    Attributes:
+        weights: In float32.
+        slots: What the optimizer keeps of it.
+        step: Steps taken, as an array or as a value; None where nothing says it.
+    """
+
+    weights: OutTensor
+    slots: Mapping[str, OutTensor]
+    step: OutTensor | object
+
+
+def check(options: Options) -> None:
+    """Refuse options that do not fit.
+
+    Raises:
+        UsageError: Only a part is asked for, or other keys than names.
+    """
+    if options.part != "all" or options.optim_keys != "names":
+        raise UsageError(
+            "a universal checkpoint holds model and optimizer, by name",
+            found=f"--part {options.part}, --optim-keys {options.optim_keys}",
+            fix="Give --part all.",
+        )
+
+
+def masters(reader: Reader, options: Options, config: Mapping[str, object], selection: Selection) -> list[OutTensor]:
+    """Return the weights that the optimizer goes on from: its own copies where the source has them.
+
+    Raises:
+        UsageError: The optimizer has a parameter that the model lacks; or there is no optimizer.
+        CheckpointError: Something of them is missing.
+    """
+    if not _trained(selection):
+        raise UsageError(
+            "a universal checkpoint is one to resume training from, and there is no optimizer here",
+            found="no trained parameter",
+            expected="an optimizer with its groups, which say what is trained",
+            fix="Name it with --optim-key; or write the weights alone, --to safetensors.",
+        )
+    found = selection.model
+    if any(path[0] == _MASTER for path in reader.manifest.tensors):
+        found = select(reader, replace(options, part="model", weights="master"), config).model
+    known = {tensor.name: tensor for tensor in found}
+    made = []
+    for name in _trained(selection):
+        tensor = known.get(name) or known.get(selection.ties.get(name, ""))
+        if tensor is None:
+            raise UsageError(
+                f"the optimizer has {name!r}, which the model lacks", fix="Take it along, or leave out neither."
+            )
+        made.append(OutTensor(name, tensor.entry, "float32"))
+    return made
+
+
+def lay_out(
+    reader: Reader, selection: Selection, weights: Sequence[OutTensor], *, allow_loss: bool
+) -> tuple[list[TorchFile], dict[str, bytes]]:
+    """Return the files of the target: those with tensors, and the content of the small ones.
+
+    Args:
+        reader: The source.
+        selection: What is written.
+        weights: Of every trained parameter, in float32.
+        allow_loss: Leave out what DeepSpeed would not load.
+
+    Raises:
+        UsageError: DeepSpeed would not load this: the message says why.
+        CheckpointError: The count of steps cannot be read.
+    """
+    params, lost = _params(selection, weights)
+    require_allowed(lost, TARGET, allow_loss=allow_loss)
+    steps = _steps(reader, params)
+    folder = f"global_step{steps}_universal"
+    files = [
+        file for name, param in params.items() for file in _files_of(f"{folder}/{_ZERO}/{_folder_name(name)}", param)
+    ]
+    files.append(_optimizer_state(f"{folder}/{_ZERO}/optimizer_state.pt", reader, selection, params))
+    told = _told(reader, selection, params, steps)
+    model = {"module": state_dict(selection, selection.model), **told}
+    files.append(torch_file(f"{folder}/mp_rank_00_model_states.pt", model, selection.model))
+    small = {
+        f"{folder}/zero_pp_rank_0_mp_rank_00_model_states.pt": archived({"module": {}, **told}),
+        **{
+            f"{folder}/{_ZERO}/{_folder_name(name)}/{_STEP}.pt": archived(param.step)
+            for name, param in params.items()
+            if param.step is not None and not isinstance(param.step, OutTensor)
+        },
+        LATEST: folder.encode(),
+    }
+    return files, small
+
+
+def _trained(selection: Selection) -> list[str]:
+    groups: Sequence[Mapping[str, Any]] = (selection.groups or {}).get(GROUPS, ())
+    return [name for group in groups for name in group["params"]]
+
+
+def _params(selection: Selection, weights: Sequence[OutTensor]) -> tuple[dict[str, _Param], list[str]]:
+    """Return the trained parameters by name, and what of their state DeepSpeed would not load."""
+    slots: dict[str, dict[str, OutTensor]] = {}
+    lost = []
+    steps: dict[str, OutTensor | object] = {}
+    for tensor in selection.optim:
+        name, _, slot = tensor.name.rpartition("/")
+        if slot == _STEP and not tensor.shape:
+            steps[name] = tensor
+        else:
+            slots.setdefault(name, {})[slot] = tensor
+    for name, values in (selection.groups or {}).get(VALUES, {}).items():
+        for slot, value in values.items():
+            if slot == _STEP:
+                steps[name] = value
+            else:
+                lost.append(f"{name}/{slot}, which is no tensor")
+    found = {tensor.name: _Param(tensor, {}, None) for tensor in weights}
+    for name, param in found.items():
+        mine = slots.pop(name, {})
+        odd = [slot for slot, tensor in mine.items() if tensor.shape != param.weights.shape]
+        lost += [f"{name}/{slot}, which is not shaped like its parameter" for slot in odd]
+        kept = {slot: tensor for slot, tensor in mine.items() if slot not in odd}
+        found[name] = replace(param, slots=kept, step=steps.get(name))
+    lost += [f"{name}/{slot}, of a parameter in no group" for name, held in slots.items() for slot in held]
+    _require_alike(selection, found)
+    return found, lost
+
+
+def _require_alike(selection: Selection, params: Mapping[str, _Param]) -> None:
+    """Refuse groups of which DeepSpeed could not fill one flat tensor for every slot."""
+    for group in (selection.groups or {}).get(GROUPS, ()):
+        slots = sorted({slot for name in group["params"] for slot in params[name].slots})
+        for name in group["params"]:
+            lacking = [slot for slot in slots if slot not in params[name].slots]
+            if lacking:
+                raise UsageError(
+                    f"{name!r} has no {lacking[0]}, which others of its group have: DeepSpeed keeps both in one tensor",
+                    fix="Take it out of the optimizer's group in training, and save again.",
+                )
+
+
+def _folder_name(name: str) -> str:
+    if "/" in name or "\\" in name or "\0" in name or name in ("", ".", ".."):
+        raise UsageError(f"{name!r} cannot be the name of a folder", fix="Rename it with --rename.")
+    return name
+
+
+def _files_of(folder: str, param: _Param) -> Iterator[TorchFile]:
+    for slot, tensor in {_WEIGHTS: param.weights, **param.slots}.items():
+        value = {"cat_dim": 0, "param": TensorValue(0, tensor.dtype, tensor.shape)}
+        yield torch_file(f"{folder}/{slot}.pt", value, [tensor])
+    if isinstance(param.step, OutTensor):
+        yield torch_file(f"{folder}/{_STEP}.pt", TensorValue(0, param.step.dtype, ()), [param.step])
+
+
+def _optimizer_state(name: str, reader: Reader, selection: Selection, params: Mapping[str, _Param]) -> TorchFile:
+    """Return the file of what all parameters share; stage 3 reads its groups and its steps there once more."""
+    steps = [param.step for param in params.values() if isinstance(param.step, OutTensor)][:1]
+    step = TensorValue(0, steps[0].dtype, ()) if steps else next((p.step for p in params.values()), None)
+    given: Sequence[Mapping[str, Any]] = (selection.groups or {}).get(GROUPS, ())
+    groups = [{**group, "params": [number]} for number, group in enumerate(given)]
+    value = {
+        "overflow": False,
+        "ds_version": _version(reader),
+        "param_groups": groups,
+        "optimizer_state_dict": {
+            "state": {number: {_STEP: step} for number in range(len(groups))},
+            "param_groups": groups,
+        },
+    }
+    return torch_file(name, value, steps)
+
+
+def _told(reader: Reader, selection: Selection, params: Mapping[str, _Param], steps: int) -> dict[str, object]:
+    """Return what a model file says beside the weights."""
+    groups: Sequence[Mapping[str, Any]] = (selection.groups or {}).get(GROUPS, ())
+    shapes = [{name: Named("size", params[name].weights.shape) for name in group["params"]} for group in groups]
+    return {
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": shapes,
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": dict(selection.ties),
+        **dict.fromkeys(("lr_scheduler", "data_sampler", "random_ltd")),
+        "skipped_steps": 0,
+        "global_steps": steps,
+        **_loop(reader),
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": _version(reader),
+        "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+    }
+
+
+def _loop(reader: Reader) -> dict[str, object]:
+    """Return what of the source's training loop DeepSpeed takes up again, as far as it is plain."""
+    found: dict[str, object] = {}
+    for key in _LOOP if reader.manifest.format.startswith("deepspeed") else ():
+        below = {p[1:]: e.value for p, e in reader.manifest.objects.items() if p[0] == key}
+        value = rebuild(below) if below and UNREAD not in below.values() else None
+        if value is not None and not refuses("torch", value):
+            found[key] = value
+    return found
+
+
+def _version(reader: Reader) -> str:
+    entry = reader.manifest.objects.get(("ds_version",))
+    return entry.value if entry is not None and isinstance(entry.value, str) else _OLDEST_VERSION
+
+
+def _steps(reader: Reader, params: Mapping[str, _Param]) -> int:
+    """Return the optimizer steps taken."""
+    entry = reader.manifest.objects.get(("global_steps",))
+    if entry is not None and type(entry.value) is int:
+        return entry.value
+    for param in params.values():
+        if isinstance(param.step, OutTensor) and prod(param.step.shape) == 1:
+            data = b"".join(blocks_of(reader, param.step.entry))
+            return int(np.frombuffer(data, numpy_dtype(param.step.entry.stored))[0])
+        if isinstance(param.step, int | float):
+            return int(param.step)
+    return 0

@@ -1,0 +1,164 @@
+"""The verb `verify`: structure, coverage, sizes, and the checksums that a format stores."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+
+import xxhash
+
+from shardckpt.errors import CheckpointError, ChecksumError, escape
+from shardckpt.format.reader import Checksum, NamedBases, Reader
+from shardckpt.format.registry import open_checkpoint
+from shardckpt.manifest import Lazy, Manifest, dotted
+from shardckpt.offline.select.param_shapes import with_whole_shapes
+from shardckpt.offline.write.report import NO_SHAPES, Verification
+from shardckpt.plan.layout.coverage import faults
+from shardckpt.storage.store import Read
+
+_BLOCK_BYTES = 1 << 22
+_MOST_FAULTS = 1000
+_WHOLE_FILES = "xxh3-64"
+"""Checksums of this kind leave no byte of a file out."""
+
+_SHOWN = 4
+
+
+def verify(
+    src: str | os.PathLike[str], *, shapes_from: str | os.PathLike[str] = "", base: NamedBases = ""
+) -> Verification:
+    """Check that a checkpoint is whole: every element once, every file long enough, every stored checksum right.
+
+    A damaged checkpoint is reported, not raised; only one that no reader recognises, or storage that fails, raises.
+
+    Args:
+        src: Checkpoint in any readable format: a folder or file, a path or URL.
+        shapes_from: Any checkpoint of the same model that holds whole tensors, for flat parameters of FSDP1.
+        base: Where a folder lies that the checkpoint refers to, as `load` takes it.
+
+    Returns:
+        Every problem found.
+
+    Raises:
+        UsageError: Nothing there, or nothing that a reader recognises; or the shapes do not fit.
+        StorageError: Reading failed.
+    """
+    src = os.fspath(src)
+    try:
+        reader = open_checkpoint(src, base)
+        if shapes_from:
+            reader = with_whole_shapes(reader, os.fspath(shapes_from))
+    except CheckpointError as error:
+        return Verification(src, "", 0, 0, (str(error),), ())
+    manifest = reader.manifest
+    problems = [escape(f) for f in faults(manifest, manifest.tensors.values(), limit=_MOST_FAULTS)]
+    problems += [escape(f"{name} is missing") for name in manifest.missing]
+    if not problems:  # a file that no tensor needs
+        problems += [escape(f"{name} is missing") for name, size in manifest.files.items() if size < 0]
+    checked = 0
+    if not problems:
+        problems += _containers(reader)
+    if not problems:
+        checked, wrong = _checksums(reader)
+        problems += wrong
+    warnings = (*manifest.warnings, *(() if manifest.has_shapes else (NO_SHAPES,)))
+    return Verification(src, manifest.format, len(manifest.tensors), checked, tuple(problems), warnings)
+
+
+def _containers(reader: Reader) -> list[str]:
+    """Open every container a tensor lies in."""
+    try:
+        reader.resolve([piece for entry in reader.manifest.tensors.values() for piece in entry.pieces])
+    except CheckpointError as error:
+        return [str(error)]
+    return []
+
+
+def _checksums(reader: Reader) -> tuple[int, list[str]]:
+    checked = 0
+    problems: list[str] = []
+    content = _Content(reader.manifest)
+    buffer = bytearray(_BLOCK_BYTES)
+    ends: dict[str, int] = {}
+    try:
+        for checksum in reader.checksums():
+            value = _ALGORITHMS[checksum.algorithm](_blocks(reader, checksum, buffer))
+            if checksum.algorithm == _WHOLE_FILES:
+                ends[checksum.file] = checksum.offset + checksum.nbytes
+            if value == checksum.value:
+                checked += checksum.nbytes
+            elif len(problems) < _MOST_FAULTS:
+                problems.append(_mismatch(reader, checksum, value, content))
+    except CheckpointError as error:
+        problems.append(str(error))
+    longer = {name: size - ends[name] for name, size in reader.manifest.files.items() if size > ends.get(name, size)}
+    return checked, [*problems, *(escape(f"{name} has {n} more bytes than were saved") for name, n in longer.items())]
+
+
+def _mismatch(reader: Reader, checksum: Checksum, value: int, content: _Content) -> str:
+    digits = 8 if checksum.algorithm == "crc32" else 16
+    end = checksum.offset + checksum.nbytes
+    error = ChecksumError(
+        f"{checksum.label}bytes {checksum.offset} to {end} do not match their checksum"
+        f"{content.of(checksum.file, checksum.offset, end)}",
+        where=f"{reader.store.url}/{checksum.file}",
+        found=f"{value:0{digits}x}",
+        expected=f"{checksum.value:0{digits}x}",
+        fix="Restore the file from another copy.",
+    )
+    return str(error)
+
+
+class _Content:
+    """Says which tensors lie in a range of a file."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    @cached_property
+    def _ranges(self) -> Mapping[str, list[tuple[int, int, str]]]:
+        found: dict[str, list[tuple[int, int, str]]] = {}
+        for path, entry in self._manifest.tensors.items():
+            for _, file, layout in entry.pieces:
+                if not isinstance(layout, Lazy):
+                    found.setdefault(file, []).append((layout.offset, layout.offset + layout.nbytes, dotted(path)))
+        for ranges in found.values():
+            ranges.sort()
+        return found
+
+    def of(self, file: str, start: int, end: int) -> str:
+        """Return words for the tensors between two bytes; nothing where there are none."""
+        names = list(
+            dict.fromkeys(name for low, high, name in self._ranges.get(file, ()) if low < end and high > start)
+        )
+        if not names:
+            return ""
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return f": {', '.join(names[:_SHOWN])}{more}"
+
+
+def _blocks(reader: Reader, checksum: Checksum, buffer: bytearray) -> Iterator[memoryview]:
+    """Yield the bytes that a checksum covers, a part at a time in one buffer."""
+    for start in range(0, checksum.nbytes, _BLOCK_BYTES):
+        block = memoryview(buffer)[: min(_BLOCK_BYTES, checksum.nbytes - start)]
+        reader.stored.read([Read(checksum.file, checksum.offset + start, block)])
+        yield block
+
+
+def _crc32(blocks: Iterable[memoryview]) -> int:
+    value = 0
+    for block in blocks:
+        value = zlib.crc32(block, value)
+    return value
+
+
+def _xxh3(blocks: Iterable[memoryview]) -> int:
+    digest = xxhash.xxh3_64()
+    for block in blocks:
+        digest.update(block)
+    return int(digest.intdigest())
+
+
+_ALGORITHMS: Mapping[str, Callable[[Iterable[memoryview]], int]] = {"crc32": _crc32, "xxh3-64": _xxh3}

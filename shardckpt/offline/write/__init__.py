@@ -1,0 +1,1 @@
+"""Write output files: stream, cast, count, report."""

@@ -1,0 +1,378 @@
+"""`diff` compares tensors and other values across formats and world sizes, by canonical names."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from cases import NAMES, read_case
+from safetensors.torch import load_file, save_file
+
+import shardckpt
+from shardckpt.offline.write.report import TensorDifference
+
+
+def files(folder: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[str, str]:
+    for name, tensors in (("a", a), ("b", b)):
+        save_file(tensors, folder / f"{name}.safetensors")
+    return str(folder / "a.safetensors"), str(folder / "b.safetensors")
+
+
+def only(folder: Path, a: torch.Tensor, b: torch.Tensor) -> TensorDifference:
+    found = shardckpt.diff(*files(folder, {"w": a}, {"w": b}))
+    assert not found.same
+    [difference] = found.differences
+    return difference
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("torch_save", "fsdp1_full"))])
+def test_a_checkpoint_equals_what_was_made_of_it(name: str, fixtures: Path, tmp_path: Path) -> None:
+    """Across formats: the sharded source and the safetensors that consolidate wrote."""
+    case = read_case(fixtures, name, tmp_path)
+    shardckpt.consolidate(str(case.source), str(tmp_path / "out"), part="all")
+    found = shardckpt.diff(str(case.source), str(tmp_path / "out"))
+    assert [d for d in (*found.differences, *found.value_differences) if d.kind != "only in a"] == []
+    if name == "fsdp1_local_gpt2_w2":  # whose ids have no certain names
+        assert ["--param-names" in why for why in found.not_compared.values()] == [True]
+        assert found.compared == found.equal == len(case.model)
+    else:
+        assert found.compared == found.equal >= len(case.optim)
+    assert found.compared_values == found.equal_values
+
+
+def test_the_same_run_at_another_world_size_has_the_same_names(fixtures: Path) -> None:
+    a, b = (str(fixtures / n / "ckpt") for n in ("accelerate_fsdp1_sharded_llama_w2", "accelerate_fsdp2_full_llama_w2"))
+    found = shardckpt.diff(a, b)
+    assert found.compared > 50
+
+
+def test_a_changed_value_is_measured(tmp_path: Path) -> None:
+    found = only(tmp_path, torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.5, 4.0]))
+    assert (found.kind, found.max_abs, found.max_rel, found.nans) == ("values", 0.5, 0.2, (0, 0))
+
+
+def test_the_largest_difference_of_many_blocks_is_found(tmp_path: Path) -> None:
+    a = torch.zeros(3 << 20)
+    b = a.clone()
+    b[5], b[-1] = 1e-3, 7.0
+    assert only(tmp_path, a, b).max_abs == 7.0
+
+
+def test_nans_are_counted_and_equal_to_themselves(tmp_path: Path) -> None:
+    a = torch.tensor([math.nan, 1.0, 2.0])
+    assert shardckpt.diff(*files(tmp_path, {"w": a}, {"w": a.clone()})).same
+    found = only(tmp_path, a, torch.tensor([math.nan, math.nan, 2.0]))
+    assert found.nans == (1, 2)
+    assert found.max_abs == math.inf
+
+
+def test_bits_count_and_not_values(tmp_path: Path) -> None:
+    found = only(tmp_path, torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert (found.kind, found.max_abs) == ("values", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "gap"),
+    [
+        (torch.tensor([1, 2]), torch.tensor([1, 5]), 3.0),
+        (torch.tensor([True, False]), torch.tensor([True, True]), 1.0),
+        (torch.tensor([1 + 1j]), torch.tensor([1 + 3j]), 2.0),
+        (torch.tensor([math.inf]), torch.tensor([1.0]), math.inf),
+        (torch.tensor([math.inf, 1.0]), torch.tensor([math.inf, 2.0]), 1.0),
+        (torch.tensor([1.0]).to(torch.float8_e4m3fn), torch.tensor([2.0]).to(torch.float8_e4m3fn), 1.0),
+        (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0], dtype=torch.bfloat16), 1.0),
+    ],
+)
+def test_every_kind_of_number_is_measured(a: torch.Tensor, b: torch.Tensor, gap: float, tmp_path: Path) -> None:
+    assert only(tmp_path, a, b).max_abs == gap
+
+
+def test_another_type_is_a_difference_with_a_distance(tmp_path: Path) -> None:
+    a = torch.tensor([1.0, 1 / 3])
+    found = only(tmp_path, a, a.to(torch.bfloat16))
+    assert (found.kind, found.a, found.b) == ("dtype", "float32 [2]", "bfloat16 [2]")
+    assert found.max_abs is not None
+    assert 0 < found.max_abs < 1e-3
+
+
+def test_another_shape_is_not_compared(tmp_path: Path) -> None:
+    found = only(tmp_path, torch.zeros(2, 3), torch.zeros(3, 2))
+    assert (found.kind, found.max_abs) == ("shape", None)
+
+
+def test_what_only_one_side_has_is_listed(tmp_path: Path) -> None:
+    found = shardckpt.diff(
+        *files(tmp_path, {"both": torch.ones(1), "x": torch.ones(1)}, {"both": torch.ones(1), "y": torch.ones(1)})
+    )
+    assert [(d.name, d.kind) for d in found.differences] == [("x", "only in a"), ("y", "only in b")]
+    assert (found.compared, found.equal) == (1, 1)
+
+
+def test_wrapper_prefixes_do_not_count(tmp_path: Path) -> None:
+    a = {"_orig_mod.module.w": torch.ones(2), "_orig_mod.module.b": torch.ones(1)}
+    assert shardckpt.diff(*files(tmp_path, a, {"w": torch.ones(2), "b": torch.ones(1)})).same
+
+
+def test_ids_and_names_of_an_optimizer_are_matched_where_groups_tell(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(3, 2)
+    adam = torch.optim.AdamW(layer.named_parameters(), lr=0.1)
+    layer(torch.ones(3)).sum().backward()
+    adam.step()
+    torch.save({"model": layer.state_dict(), "optim": adam.state_dict()}, tmp_path / "a.pt")
+    shardckpt.consolidate(str(tmp_path / "a.pt"), str(tmp_path / "out"), part="all")
+    found = shardckpt.diff(str(tmp_path / "a.pt"), str(tmp_path / "out"))
+    assert found.same
+    assert found.compared == 2 + 6
+
+
+def test_one_flipped_bit_of_a_shard_is_found(fixtures: Path, tmp_path: Path) -> None:
+    source = fixtures / "hf_pretrained_llama" / "ckpt"
+    shutil.copytree(source, tmp_path / "b")
+    shard = tmp_path / "b" / "model-00002-of-00004.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-100] ^= 0x40
+    shard.write_bytes(raw)
+    found = shardckpt.diff(str(source), str(tmp_path / "b"))
+    assert len(found.differences) == 1
+    assert found.differences[0].name in load_file(shard)
+
+
+def run_state(**changed: object) -> dict[str, object]:
+    """What a small run saves; the same every time but for what is changed in its groups or beside them."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 2)
+    adam = torch.optim.AdamW([{"params": [("weight", layer.weight)]}, {"params": [("bias", layer.bias)], "lr": 0.2}])
+    layer(torch.ones(3)).sum().backward()
+    adam.step()
+    state = {"model": layer.state_dict(), "optim": adam.state_dict(), "step": 3, "seed": 7, "schedule": {"last": [0.1]}}
+    for name, value in changed.items():
+        if name in state:
+            state[name] = value
+        else:
+            state["optim"]["param_groups"][0][name] = value  # type: ignore[index]
+    return state
+
+
+def difference(folder: Path, a: dict[str, object], b: dict[str, object], **how: object) -> shardckpt.Comparison:
+    torch.save(a, folder / "a.pt")
+    torch.save(b, folder / "b.pt")
+    return shardckpt.diff(folder / "a.pt", folder / "b.pt", **how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "words"),
+    [
+        ({"lr": 0.5}, "param_groups.0.lr", ("0.001", "0.5")),
+        ({"betas": (0.9, 0.99)}, "param_groups.0.betas", ("[1] 0.999", "[1] 0.99")),
+        ({"amsgrad": True}, "param_groups.0.amsgrad", ("False", "True")),
+        ({"step": 4}, "step", ("3", "4")),
+        ({"step": 3.0}, "step", ("int 3", "float 3.0")),
+        ({"step": True}, "step", ("int 3", "bool True")),
+        ({"seed": None}, "seed", ("int 7", "None")),
+        ({"schedule": {"last": [0.1, 0.2]}}, "schedule.last", ("1 items", "2 items")),
+        ({"schedule": {"last": [1e-4]}}, "schedule.last", ("[0] 0.1", "[0] 0.0001")),
+    ],
+)
+def test_a_value_that_is_no_tensor_counts(
+    changed: dict[str, object], name: str, words: tuple[str, str], tmp_path: Path
+) -> None:
+    found = difference(tmp_path, run_state(), run_state(**changed))
+    assert not found.same
+    assert found.differences == ()
+    [only] = found.value_differences
+    assert (only.name, only.a, only.b) == (name, *words)
+    assert difference(tmp_path, run_state(), run_state()).same
+
+
+def test_a_value_of_one_side_alone_is_a_difference(tmp_path: Path) -> None:
+    a = run_state()
+    b = {key: value for key, value in a.items() if key != "seed"}
+    assert [(d.name, d.kind, d.a) for d in difference(tmp_path, a, b).value_differences] == [("seed", "only in a", "7")]
+
+
+def test_a_tensor_is_no_number_of_the_same_value(tmp_path: Path) -> None:
+    found = difference(tmp_path, run_state(), run_state(step=torch.tensor(3)))
+    assert [(d.name, d.kind, d.a, d.b) for d in found.value_differences] == [("step", "type", "3", "int64 []")]
+    assert found.differences == ()
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp", "native"])
+@pytest.mark.parametrize("keys", ["names", "ids", "flat"])
+def test_values_of_equal_checkpoints_are_equal_in_every_format(to: str, keys: str, tmp_path: Path) -> None:
+    state = {key: value for key, value in run_state().items() if key in ("model", "optim")}
+    torch.save(state, tmp_path / "a.pt")
+    shardckpt.convert(tmp_path / "a.pt", tmp_path / "out", to=to, part="all", optim_keys=keys)
+    found = shardckpt.diff(tmp_path / "a.pt", tmp_path / "out")
+    assert found.same
+    assert found.compared_values == 22
+
+
+def test_all_that_a_run_holds_is_equal_after_resharding(tmp_path: Path) -> None:
+    torch.save(run_state(), tmp_path / "a.pt")
+    for to in ("native", "dcp", "torch"):
+        shardckpt.reshard(tmp_path / "a.pt", tmp_path / to, to=to, world_size=2)
+        found = shardckpt.diff(tmp_path / "a.pt", tmp_path / to)
+        assert found.same
+        assert found.compared_values == 22 + 3
+
+
+def test_groups_are_matched_by_their_parameters_and_not_by_their_order(tmp_path: Path) -> None:
+    a, b = run_state(), run_state()
+    b["optim"]["param_groups"].reverse()  # type: ignore[index]
+    assert difference(tmp_path, a, b).same
+
+
+def test_another_division_into_groups_is_a_difference_of_its_own(tmp_path: Path) -> None:
+    a, b = run_state(), run_state(lr=0.2)
+    a["optim"]["param_groups"][0]["lr"] = 0.2  # type: ignore[index]
+    first, second = b["optim"]["param_groups"]  # type: ignore[index]
+    second["params"] = first["params"] + second["params"]
+    second["param_names"] = first["param_names"] + second["param_names"]
+    del b["optim"]["param_groups"][0]  # type: ignore[attr-defined, index]
+    found = difference(tmp_path, a, b)
+    assert [d.name for d in found.value_differences] == ["param_groups.members"]
+
+
+def test_a_part_is_compared_alone_and_the_rest_is_said(tmp_path: Path) -> None:
+    a, b = run_state(), run_state(lr=0.5, seed=8)
+    model = difference(tmp_path, a, b, part="model")
+    assert model.same
+    assert model.left_out == ("optim", "step", "seed", "schedule")
+    optim = difference(tmp_path, a, b, part="optim")
+    assert [d.name for d in optim.value_differences] == ["param_groups.0.lr"]
+    assert optim.left_out == ("model", "step", "seed", "schedule")
+
+
+def test_globs_choose_tensors_and_values_and_the_rest_is_said(tmp_path: Path) -> None:
+    a, b = run_state(), run_state(lr=0.5, seed=8)
+    found = difference(tmp_path, a, b, exclude=["*.lr", "seed"])
+    assert found.same
+    assert found.left_out == ("param_groups.0.lr", "param_groups.1.lr", "seed")
+    assert [d.name for d in difference(tmp_path, a, b, include=["se*", "weight"]).value_differences] == ["seed"]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"part": "trainer"}, "--part must be one of"),
+        ({"atol": -1.0}, "atol must be a finite number"),
+        ({"rtol": math.nan}, "rtol must be a finite number"),
+        ({"include": ["nothing"]}, "matches no tensor"),
+        ({"exclude": ["*"]}, "--exclude leaves nothing"),
+    ],
+)
+def test_a_call_that_cannot_be_done_is_refused(how: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(shardckpt.UsageError, match=message):
+        difference(tmp_path, run_state(), run_state(), **how)
+
+
+def test_a_part_that_neither_holds_is_refused(tmp_path: Path) -> None:
+    a, b = files(tmp_path, {"w": torch.ones(1)}, {"w": torch.ones(1)})
+    with pytest.raises(shardckpt.UsageError, match="neither checkpoint holds this part"):
+        shardckpt.diff(a, b, part="optim")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "how", "is_equal"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), {"atol": 0.11}, True),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), {"rtol": 0.04}, False),
+        (torch.tensor([100.0]), torch.tensor([101.0]), {"rtol": 0.01}, True),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), {"atol": 1e-9}, True),
+        (torch.tensor([math.nan]), torch.tensor([-math.nan]), {"atol": 1e-9}, True),
+        (torch.tensor([math.nan]), torch.tensor([1.0]), {"atol": 1e9}, False),
+        (torch.tensor([math.inf]), torch.tensor([math.inf, 1.0][:1]), {"atol": 1e-9}, True),
+        (torch.tensor([1.0]), torch.tensor([math.inf]), {"rtol": 1.0}, False),
+        (torch.tensor([math.inf]), torch.tensor([-math.inf]), {"rtol": 9.0}, False),
+        (torch.tensor([1 + 1j]), torch.tensor([1 + 1.1j]), {"atol": 0.11}, True),
+        (torch.tensor([1 + 1j]), torch.tensor([1 + 1.2j]), {"atol": 0.11}, False),
+        (torch.tensor([1.0]).bfloat16(), torch.tensor([1.0078125]).bfloat16(), {"rtol": 0.01}, True),
+        (torch.tensor([1.0]).to(torch.float8_e5m2), torch.tensor([1.25]).to(torch.float8_e5m2), {"rtol": 0.3}, True),
+        (torch.tensor([1]), torch.tensor([2]), {"atol": 5.0}, False),
+        (torch.tensor([True]), torch.tensor([False]), {"atol": 5.0}, False),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), {"atol": 5.0}, False),
+    ],
+)
+def test_tolerances_are_of_floating_point_numbers(
+    a: torch.Tensor, b: torch.Tensor, how: dict[str, float], is_equal: bool, tmp_path: Path
+) -> None:
+    assert shardckpt.diff(*files(tmp_path, {"w": a}, {"w": b}), **how).same is is_equal  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "how", "is_equal"),
+    [
+        (0.1, 0.1 + 1e-12, {"rtol": 1e-9}, True),
+        (0.1, 0.1 + 1e-12, {}, False),
+        (0.0, -0.0, {}, False),
+        (0.0, -0.0, {"atol": 1e-9}, True),
+        (math.nan, math.nan, {}, True),
+        (1.0, math.inf, {"rtol": 1.0}, False),
+        (3, 4, {"atol": 5.0}, False),
+        (True, False, {"atol": 5.0}, False),
+        ([1.0, (2.0, "x")], (1.0, [2.0, "x"]), {}, True),
+    ],
+)
+def test_tolerances_and_types_are_of_values_too(
+    a: object, b: object, how: dict[str, float], is_equal: bool, tmp_path: Path
+) -> None:
+    assert difference(tmp_path, run_state(seed=a), run_state(seed=b), **how).same is is_equal
+
+
+def test_values_that_cannot_be_read_are_not_compared_unless_their_bytes_are_the_same(
+    fixtures: Path, tmp_path: Path
+) -> None:
+    """Accelerate keeps the state of torch's generator as a tensor inside of a value."""
+    source = fixtures / "accelerate_fsdp1_full_gpt2_w2" / "ckpt"
+    shutil.copytree(source, tmp_path / "same")
+    assert shardckpt.diff(source, tmp_path / "same").same
+    states = torch.load(source / "random_states_0.pkl", weights_only=False)
+    states["torch_manual_seed"][0] ^= 1
+    torch.save(states, tmp_path / "same" / "random_states_0.pkl")
+    found = shardckpt.diff(source, tmp_path / "same")
+    assert not found.same
+    assert list(found.not_compared) == ["random_states_0.pkl.torch_manual_seed"]
+    assert shardckpt.diff(source, tmp_path / "same", exclude=["*torch_manual_seed"]).same
+
+
+def test_files_beside_that_are_not_read_are_not_compared(tmp_path: Path) -> None:
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.ones(1)}, tmp_path / name / "model.safetensors")
+        torch.save({"lr": lr}, tmp_path / name / "optimizer.pt")
+    found = shardckpt.diff(tmp_path / "a", tmp_path / "b")
+    assert not found.same
+    assert found.not_compared == {"optimizer.pt": "this is not read"}
+    assert shardckpt.diff(tmp_path / "a", tmp_path / "b", part="model").same
+
+
+def test_numbers_of_an_optimizer_that_nothing_names_are_compared_as_numbers(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(2, 2)
+    adam = torch.optim.Adam(layer.parameters(), lr=0.1)
+    torch.save(adam.state_dict(), tmp_path / "a.pt")
+    adam.param_groups[0]["lr"] = 0.2
+    torch.save(adam.state_dict(), tmp_path / "b.pt")
+    found = shardckpt.diff(tmp_path / "a.pt", tmp_path / "b.pt", part="optim")
+    assert [d.name for d in found.value_differences] == ["param_groups.0.lr"]
+    assert "numbers" in found.warnings[0]
+
+
+def test_files_that_are_not_read_are_equal_if_their_bytes_are(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    save_file({"w": torch.ones(2)}, first / "model.safetensors")
+    torch.save({"x": 1}, first / "optimizer.pt")
+    torch.save({"x": 2}, first / "scheduler.pt")
+    shutil.copytree(first, second)
+    found = shardckpt.diff(first, second)
+    assert found.same
+    assert found.not_compared == {}
+    torch.save({"x": 3}, second / "scheduler.pt")
+    found = shardckpt.diff(first, second)
+    assert not found.same
+    assert list(found.not_compared) == ["scheduler.pt"]
+    (second / "optimizer.pt").unlink()
+    assert list(shardckpt.diff(first, second).not_compared) == ["optimizer.pt", "scheduler.pt"]

@@ -1,0 +1,129 @@
+"""`--max-memory` is a cap on what a process adds to its start-up, however large a tensor is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from share_writers import as_rank, sharded
+
+from shardckpt.format.encodings.safetensors import Placed, encode_header
+from shardckpt.offline.select.options import LEAST_MEMORY_BYTES
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks are read from /proc")
+
+CAP = LEAST_MEMORY_BYTES
+ROWS, COLUMNS = 8 * CAP // 4 // 2048, 2048
+FEWER_ROWS = 3 * CAP // 4 // 2048
+"""Of what is put in order element by element, which takes long."""
+
+
+def peak_bytes(code: str) -> int:
+    """Return the peak resident memory of a fresh process that runs `code`."""
+    tail = "\nprint(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')).split()[1])"
+    done = subprocess.run([sys.executable, "-c", code + tail], check=True, capture_output=True, text=True)
+    return int(done.stdout.split()[-1]) << 10
+
+
+def by_columns(folder: Path) -> None:
+    """Two ranks, cut in the second dimension: every row of the result comes from both."""
+    folder.mkdir()
+    for rank in range(2):
+        half = np.full((ROWS, COLUMNS // 2), rank, np.float32)
+        info = f'{{"w": {{"saved_offsets": [0, {rank * COLUMNS // 2}]}}}}'
+        name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        save_file({"w": half}, folder / name, {"DCP_SHARDING_INFO": info})
+
+
+def whole(folder: Path) -> None:
+    folder.mkdir()
+    header = encode_header([Placed("w", "float32", (ROWS, COLUMNS))], {})
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 8 * CAP)
+
+
+def transposed(folder: Path) -> None:
+    folder.mkdir()
+    torch.save({"w": torch.zeros(COLUMNS, FEWER_ROWS).T}, folder / "a.pt")
+
+
+def flat(folder: Path) -> None:
+    """FSDP1's LOCAL states of two ranks: a flat parameter that begins with the tensor and has a few elements more."""
+    folder.mkdir()
+    whole = torch.zeros(FEWER_ROWS * COLUMNS + 5)
+    for rank in range(2):
+        with as_rank(rank, 2):
+            torch.save({"_flat_param": sharded(whole, rank, 2)}, folder / f"model_rank{rank}.pt")
+    handle = {"module": "", "fqns": ["w", "b"], "shapes": [[FEWER_ROWS, COLUMNS], [5]]}
+    (folder / "flat_param_metadata_rank0.json").write_text(json.dumps({"handles": [handle]}))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "times"),
+    [(by_columns, "", 8), (whole, "", 8), (whole, "dtype='bf16', ", 4), (transposed, "", 3), (flat, "", 3)],
+    ids=["by columns", "whole", "cast", "transposed", "flat"],
+)
+def test_a_tensor_of_many_times_the_cap_is_written_under_it(
+    make: Callable[[Path], None], options: str, times: int, tmp_path: Path
+) -> None:
+    src = tmp_path / "src"
+    make(src)
+    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(src)!r})")
+    call = f"shardckpt.consolidate({str(src)!r}, {str(tmp_path / 'out')!r}, {options}max_memory={CAP})"
+    added = peak_bytes(f"import shardckpt; {call}") - start
+    assert added <= CAP, f"{added / 2**20:.1f} MiB"
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > times * CAP
+
+
+def test_the_measure_sees_a_tensor_that_is_held(tmp_path: Path) -> None:
+    """The control: a process that reads the tensor as a whole breaks the cap by this measure."""
+    src = tmp_path / "src"
+    whole(src)
+    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(src)!r})")
+    read = f"data = open({str(src / 'model.safetensors')!r}, 'rb').read()"
+    held = peak_bytes(f"import shardckpt; shardckpt.inspect({str(src)!r}); {read}")
+    assert held - start > 7 * CAP
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_other_formats_are_written_under_the_cap_too(to: str, tmp_path: Path) -> None:
+    by_columns(tmp_path / "src")
+    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'src')!r})")
+    options = f"to={to!r}, max_shard_size=10**12, max_memory={CAP}"
+    call = f"shardckpt.consolidate({str(tmp_path / 'src')!r}, {str(tmp_path / 'out')!r}, {options})"
+    added = peak_bytes(f"import shardckpt; {call}") - start
+    assert added <= CAP, f"{added / 2**20:.1f} MiB"
+    assert sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) > 8 * CAP
+
+
+def test_an_adapter_is_merged_in_little_memory(tmp_path: Path) -> None:
+    whole(tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    name = "base_model.model.w"
+    factors = {f"{name}.lora_A.weight": np.ones((8, COLUMNS), np.float32)}
+    factors[f"{name}.lora_B.weight"] = np.ones((ROWS, 8), np.float32)
+    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 8}')
+    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'base')!r})")
+    places = ", ".join(repr(str(tmp_path / each)) for each in ("base", "adapter", "out"))
+    call = f"shardckpt.merge_adapter({places}, max_memory={CAP}, rename=['w=w.weight'])"
+    added = peak_bytes(f"import shardckpt; {call}") - start
+    assert added <= 2 * CAP, f"{added / 2**20:.1f} MiB"  # the product has threads and buffers of its own
+
+
+def test_rules_are_streamed(tmp_path: Path) -> None:
+    whole(tmp_path / "src")
+    (tmp_path / "rules.toml").write_text('[[rule]]\nsplit = {from = "w", to = ["a", "b"], dim = 1}\n')
+    start = peak_bytes(f"import shardckpt; shardckpt.inspect({str(tmp_path / 'src')!r})")
+    options = f"rules={str(tmp_path / 'rules.toml')!r}, max_memory={CAP}"
+    call = f"shardckpt.consolidate({str(tmp_path / 'src')!r}, {str(tmp_path / 'out')!r}, {options})"
+    added = peak_bytes(f"import shardckpt; {call}") - start
+    assert added <= CAP, f"{added / 2**20:.1f} MiB"

@@ -1,0 +1,270 @@
+"""A LoRA adapter merged into its base: as peft merges it, block by block, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import same_bits
+from safetensors.torch import load_file, save_file
+
+import shardckpt
+from shardckpt.errors import FormatError, ShardckptError, UnsafeError, UnsupportedError, UsageError
+from shardckpt.plan import adapter as plans
+
+PREFIX = "base_model.model."
+
+
+def write(folder: Path, base: dict[str, torch.Tensor], own: dict[str, torch.Tensor], **config: Any) -> tuple[str, str]:
+    """Write a base and an adapter; return where they lie."""
+    (folder / "base").mkdir(parents=True)
+    (folder / "adapter").mkdir()
+    save_file(base, folder / "base" / "model.safetensors", {"format": "pt"})
+    save_file({PREFIX + name: value for name, value in own.items()}, folder / "adapter" / "adapter_model.safetensors")
+    told = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, **config}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(told))
+    return str(folder / "base"), str(folder / "adapter")
+
+
+def merged(folder: Path, base: dict[str, torch.Tensor], own: dict[str, torch.Tensor], **config: Any) -> Any:
+    places = write(folder, base, own, **config)
+    shardckpt.merge_adapter(*places, folder / "out")
+    return load_file(folder / "out" / "model.safetensors")
+
+
+def test_a_real_adapter_equals_what_peft_made_of_it(fixtures: Path, tmp_path: Path) -> None:
+    case = fixtures / "peft_lora_llama"
+    report = shardckpt.merge_adapter(case / "base", case / "ckpt", tmp_path / "out")
+    found, truth = load_file(tmp_path / "out" / "model.safetensors"), load_file(case / "truth_merged.safetensors")
+    base = load_file(case / "base" / "model.safetensors")
+    assert set(found) == set(truth)
+    for name in truth:
+        torch.testing.assert_close(found[name], truth[name], rtol=1e-6, atol=1e-7)
+    changed = {name for name in truth if not torch.equal(found[name], base[name])}
+    assert changed == {name for name in truth if not torch.equal(truth[name], base[name])}
+    assert len(changed) == 6
+    assert report.cast == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [3, 700])
+def test_sums_are_made_wide_and_rounded_once(tmp_path: Path, dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(0)
+    w = torch.randn(rows, 900).to(dtype)
+    a, b = torch.randn(2, 900), torch.randn(rows, 2)
+    found = merged(tmp_path, {"m.weight": w, "n": torch.ones(1)}, {"m.lora_A.weight": a, "m.lora_B.weight": b})
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    expected = w.to(wide) + (b.to(wide) @ a.to(wide)) * 3
+    assert found["m.weight"].dtype == dtype
+    if dtype in (torch.bfloat16, torch.float16):
+        assert (found["m.weight"] != expected.to(dtype)).float().mean() < 1e-3, "but for sums at a border of rounding"
+    torch.testing.assert_close(found["m.weight"].to(wide), expected.to(dtype).to(wide), rtol=1e-2, atol=1e-5)
+    assert torch.equal(found["n"], torch.ones(1))
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d", "embedding", "conv2d"])
+def test_every_kind_of_layer_and_the_scale_of_its_own(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(1)
+    w, a, b = torch.randn(6, 5), torch.randn(4, 5), torch.randn(6, 4)
+    config: dict[str, Any] = {"rank_pattern": {"x.m": 4}, "alpha_pattern": {r"x\.m": 8}, "use_rslora": True}
+    names = {"x.m.lora_A.weight": a, "x.m.lora_B.weight": b}
+    added = b @ a
+    if kind == "conv1d":
+        w, added, config["fan_in_fan_out"] = w.T.contiguous(), added.T, True
+    elif kind == "embedding":
+        w, added = w.T.contiguous(), added.T
+        names = {"x.m.lora_embedding_A": a, "x.m.lora_embedding_B": b}
+    elif kind == "conv2d":
+        w, a = torch.randn(6, 5, 3, 2), torch.randn(4, 5, 3, 2)
+        names = {"x.m.lora_A.weight": a, "x.m.lora_B.weight": b.reshape(6, 4, 1, 1)}
+        added = (b @ a.reshape(4, -1)).reshape(w.shape)
+    other = {"y.m.weight": torch.zeros(2, 2)}
+    names |= {"y.m.lora_A.weight": torch.ones(2, 2), "y.m.lora_B.weight": torch.ones(2, 2)}
+    found = merged(tmp_path, {"x.m.weight": w, **other}, names, **{**config, "fan_in_fan_out": kind == "conv1d"})
+    torch.testing.assert_close(found["x.m.weight"], w + added * 8 / sqrt(4))
+    torch.testing.assert_close(found["y.m.weight"], torch.full((2, 2), 2 * 6 / sqrt(2)))
+
+
+@pytest.mark.parametrize("batch", [1 << 16, 1 << 20])
+def test_blocks_of_any_size_give_the_same(tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardckpt.offline.write import stream
+
+    torch.manual_seed(2)
+    w = torch.randn(3, 40_000)  # a row is larger than the smaller batch
+    own = {"m.lora_A.weight": torch.randn(2, 40_000), "m.lora_B.weight": torch.randn(3, 2)}
+    monkeypatch.setattr(stream, "_LOCAL_BATCH_BYTES", batch)
+    found = merged(tmp_path, {"m.weight": w}, own)["m.weight"]
+    torch.testing.assert_close(found, w + 3 * own["m.lora_B.weight"] @ own["m.lora_A.weight"])
+
+
+def test_tensors_that_were_trained_as_a_whole_take_the_place_of_the_bases(tmp_path: Path) -> None:
+    base = {"head.weight": torch.zeros(3, 2, dtype=torch.bfloat16), "m.bias": torch.zeros(3), "k": torch.ones(2)}
+    own = {"head.weight": torch.full((3, 2), 1.5), "m.base_layer.bias": torch.ones(3)}
+    found = merged(tmp_path, base, own)
+    assert same_bits(found["head.weight"], torch.full((3, 2), 1.5, dtype=torch.bfloat16))
+    assert torch.equal(found["m.bias"], torch.ones(3))
+    assert torch.equal(found["k"], base["k"])
+
+
+def test_a_sharded_base_and_other_targets(tmp_path: Path) -> None:
+    w, a, b = torch.randn(8, 4), torch.randn(2, 4), torch.randn(8, 2)
+    places = write(tmp_path, {"m.weight": w}, {"m.lora_A.weight": a, "m.lora_B.weight": b})
+    torch.save({"model": {"m.weight": w}}, tmp_path / "base.pt")
+    shardckpt.reshard(tmp_path / "base.pt", tmp_path / "sharded", world_size=3, to="dcp")
+    shardckpt.merge_adapter(places[0], places[1], tmp_path / "one")
+    shardckpt.merge_adapter(tmp_path / "sharded", places[1], tmp_path / "two", to="dcp")
+    assert shardckpt.diff(tmp_path / "one", tmp_path / "two").same
+    shardckpt.merge_adapter(places[0], places[1], tmp_path / "m.pt", dry_run=True)
+    assert not (tmp_path / "m.pt").exists()
+
+
+def test_both_names_of_a_tied_weight_change_together_and_a_trained_head_is_its_own(tmp_path: Path) -> None:
+    embed = torch.randn(6, 4)
+    torch.save({"embed.weight": embed, "head.weight": embed}, tmp_path / "base.pt")
+    own = {"embed.lora_embedding_A": torch.ones(2, 6), "embed.lora_embedding_B": torch.ones(4, 2)}
+    _, adapter = write(tmp_path / "a", {"x": embed}, own)
+    shardckpt.merge_adapter(tmp_path / "base.pt", adapter, tmp_path / "a.pt")
+    found = torch.load(tmp_path / "a.pt")
+    torch.testing.assert_close(found["head.weight"], embed + 6)
+    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    _, adapter = write(tmp_path / "b", {"x": embed}, {"head.weight": torch.zeros(6, 4)})
+    report = shardckpt.merge_adapter(tmp_path / "base.pt", adapter, tmp_path / "b.pt")
+    found = torch.load(tmp_path / "b.pt")
+    assert torch.equal(found["embed.weight"], embed)
+    assert not found["head.weight"].any()
+    assert any("tied in the base, and no more" in warning for warning in report.warnings)
+
+
+FACTORS = {"m.lora_A.weight": torch.ones(2, 4), "m.lora_B.weight": torch.ones(3, 2)}
+
+
+@pytest.mark.parametrize(
+    ("own", "config", "kind", "message"),
+    [
+        (FACTORS, {"use_dora": True}, UnsupportedError, "DoRA"),
+        ({**FACTORS, "m.lora_magnitude_vector": torch.ones(3)}, {}, UnsupportedError, "DoRA"),
+        (FACTORS, {"peft_type": "IA3"}, UnsupportedError, "only LoRA.*IA3"),
+        (FACTORS, {"layer_replication": [[0, 1]]}, UnsupportedError, "replicated"),
+        ({**FACTORS, "m.lora_B.bias": torch.ones(3)}, {}, UnsupportedError, "biases of its own"),
+        ({"m.lora_A.weight": torch.ones(2, 4)}, {}, FormatError, "one factor of two"),
+        (FACTORS, {"r": 3}, FormatError, "do not fit its rank"),
+        (FACTORS, {"rank_pattern": {"(": 2}}, FormatError, "no regular expression"),
+        (FACTORS, {"rank_pattern": {"(a+)+b": 2}}, UnsupportedError, "could take for ever"),
+        (FACTORS, {"rank_pattern": {"(" * 400 + ")" * 400: 2}}, UnsupportedError, "could take for ever"),
+        (FACTORS, {"rank_pattern": {"a" * 5000: 2}}, UnsupportedError, "too long"),
+        (FACTORS, {"rank_pattern": ["x"]}, FormatError, "rank_pattern does not map"),
+        (FACTORS, {"rank_pattern": {"m": "x"}}, FormatError, "not a whole number"),
+        (FACTORS, {"r": 2.0}, FormatError, "not a whole number"),
+        (FACTORS, {"lora_alpha": "x"}, FormatError, "lora_alpha"),
+        (FACTORS, {"lora_alpha": True}, FormatError, "lora_alpha"),
+        (FACTORS, {"lora_alpha": 10**400}, FormatError, "lora_alpha"),
+        (FACTORS, {"lora_alpha": float("inf")}, FormatError, "JSON"),
+        ({**FACTORS, "m.lora_B.weight": torch.ones(5, 2)}, {}, UsageError, "do not fit its weight"),
+        (
+            {"gone.lora_A.weight": torch.ones(2, 4), "gone.lora_B.weight": torch.ones(3, 2)},
+            {},
+            UsageError,
+            "gone.weight",
+        ),
+        ({"m.weight": torch.ones(3)}, {}, UsageError, "another shape"),
+        ({"m.weight": torch.ones(3, 4, dtype=torch.int64)}, {}, UnsupportedError, "no float type"),
+    ],
+    ids=[str(i) for i in range(22)],
+)
+def test_what_cannot_be_merged_is_refused_by_name_and_nothing_is_written(
+    tmp_path: Path, own: dict[str, torch.Tensor], config: dict[str, Any], kind: type[ShardckptError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        merged(tmp_path, {"m.weight": torch.zeros(3, 4)}, own, **config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_an_adapter_is_the_callers_fault(tmp_path: Path) -> None:
+    base, _ = write(tmp_path, {"m.weight": torch.zeros(3, 4)}, FACTORS)
+    with pytest.raises(UsageError, match=r"no adapter_config\.json"):
+        shardckpt.merge_adapter(base, base, tmp_path / "out")
+
+
+def test_a_quantised_base_and_a_sum_that_overflows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="quantised"):
+        merged(tmp_path / "a", {"m.weight": torch.zeros(3, 4).to(torch.float8_e4m3fn)}, FACTORS)
+    big = torch.full((3, 4), 6e4, dtype=torch.float16)
+    with pytest.raises(shardckpt.PrecisionError, match=r"m\.weight"):
+        merged(tmp_path / "b", {"m.weight": big}, {k: 100 * v for k, v in FACTORS.items()})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "module", "fits"),
+    [
+        ("q_proj", "model.layers.0.q_proj", True),
+        ("proj", "model.layers.0.q_proj", False),
+        (r"layers\.[01]\.q_proj", "model.layers.1.q_proj", True),
+        ("model.layers.1.q_proj", "model.layers.1.q_proj", True),
+    ],
+)
+def test_a_pattern_is_the_end_of_a_modules_name(pattern: str, module: str, fits: bool) -> None:
+    shapes = {
+        f"{PREFIX}{module}.lora_A.weight": (4 if fits else 2, 3),
+        f"{PREFIX}{module}.lora_B.weight": (5, 4 if fits else 2),
+    }
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "rank_pattern": {pattern: 4}}
+    [found] = plans.plan_merge(config, shapes, {f"{module}.weight": (5, 3)}, "x").added
+    assert found.scale == (0.5 if fits else 1.0)
+
+
+def test_patterns_of_very_many_alternatives_are_refused_in_time() -> None:
+    names = [f"model.layers.{i}.self_attn.{kind}_proj" for i in range(8) for kind in "qkvo"]
+    shapes = {f"{PREFIX}{name}.lora_{side}.weight": (2, 2) for name in names for side in "AB"}
+    patterns = {f"{'(.|x)' * 6}.*z{i}": 2 for i in range(1000)}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "rank_pattern": patterns}
+    started = time.process_time()
+    with pytest.raises(UnsafeError, match="patterns of the adapter"):
+        plans.plan_merge(config, shapes, {f"{name}.weight": (2, 2) for name in names}, "x")
+    assert time.process_time() - started < 2
+
+
+def _peft(folder: Path, change: Callable[[Any], None]) -> Path:
+    """Write a base and an adapter with peft itself, and what its own merge gives."""
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder / "base")
+    told = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    change(told)
+    wrapped = peft.get_peft_model(model, told)
+    wrapped.save_pretrained(folder / "adapter")
+    torch.save(wrapped.merge_and_unload().state_dict(), folder / "truth.pt")
+    return folder
+
+
+def _rslora(config: Any) -> None:
+    config.use_rslora, config.rank_pattern, config.alpha_pattern = (
+        True,
+        {"down_proj": 2},
+        {"layers.0.self_attn.q_proj": 5},
+    )
+
+
+def _whole(config: Any) -> None:
+    config.modules_to_save, config.target_modules = ["lm_head"], ["embed_tokens", "v_proj"]
+
+
+@pytest.mark.parametrize("change", [lambda _config: None, _rslora, _whole], ids=["plain", "rslora", "whole"])
+def test_pefts_own_merge_gives_the_same(change: Callable[[Any], None], tmp_path: Path) -> None:
+    folder = _peft(tmp_path, change)
+    shardckpt.merge_adapter(folder / "base", folder / "adapter", folder / "out.pt")
+    found, truth = torch.load(folder / "out.pt"), torch.load(folder / "truth.pt")
+    assert set(found) == set(truth)
+    for name in truth:
+        torch.testing.assert_close(found[name], truth[name], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,361 @@
+"""`ls` and `prune`: what stays can be loaded, what cannot counts for nothing, and a kill at any moment harms nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from bucket import Bucket
+from disk import watched
+from native_writer import write_step
+
+import shardckpt
+from shardckpt.errors import SourceNotFoundError, StorageError, UsageError
+from shardckpt.format.native import run_directory as format_steps
+from shardckpt.format.native.payload import new_save_id
+from shardckpt.format.native.run_directory import step_name
+from shardckpt.offline import prune as convert_steps
+from shardckpt.storage import orphans, retry
+from shardckpt.storage.local import LocalStore
+from shardckpt.storage.resolve_url import open_store
+from shardckpt.storage.store import Store
+
+DAY = 24 * 3600.0
+
+
+def write(root: Path, *numbers: int) -> None:
+    for number in numbers:
+        write_step(root / step_name(number), {"w": torch.full((5,), float(number))}, save=new_save_id())
+
+
+def break_file(folder: Path, suffix: str) -> None:
+    """Flip a bit in the middle of a file."""
+    (path,) = (each for each in folder.iterdir() if each.name.endswith(suffix))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def complete(root: object) -> list[int]:
+    return [step.number for step in shardckpt.ls(str(root)).complete]
+
+
+def days_pass(monkeypatch: pytest.MonkeyPatch, days: float = 2.0) -> None:
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + days * DAY)
+
+
+class TestList:
+    def test_complete_steps_are_told_by_number_with_place_size_and_time(self, tmp_path: Path) -> None:
+        write(tmp_path, 20, 3)
+        found = shardckpt.ls(str(tmp_path))
+        assert [step.number for step in found.complete] == [3, 20]
+        assert found.incomplete == ()
+        last = found.complete[-1]
+        assert shardckpt.verify(last.path).ok
+        assert last.nbytes > 20
+        assert last.saved_at is not None
+        assert abs(last.saved_at - time.time()) < 60
+
+    def test_others_are_told_with_what_is_wrong(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2)
+        (tmp_path / step_name(2) / "COMMIT").unlink()
+        (left,) = shardckpt.ls(str(tmp_path)).incomplete
+        assert left.number == 2
+        assert "never committed" in left.fault
+
+    def test_a_run_without_steps_is_empty(self, tmp_path: Path) -> None:
+        assert complete(tmp_path) == []
+
+    @pytest.mark.parametrize("verb", [shardckpt.ls, shardckpt.prune])
+    def test_what_is_no_run_is_refused(self, verb: object, tmp_path: Path) -> None:
+        write(tmp_path, 1)
+        (tmp_path / "file").write_text("x")
+        with pytest.raises(SourceNotFoundError):
+            verb(str(tmp_path / "none"))  # type: ignore[operator]
+        with pytest.raises(UsageError, match="this is a file"):
+            verb(str(tmp_path / "file"))  # type: ignore[operator]
+        with pytest.raises(UsageError, match="this is a step"):
+            verb(str(tmp_path / step_name(1)))  # type: ignore[operator]
+
+
+class TestPrune:
+    def test_what_no_rule_keeps_goes(self, tmp_path: Path) -> None:
+        write(tmp_path, *range(10, 80, 10))
+        done = shardckpt.prune(str(tmp_path), keep_last=2, keep_every=30)
+        assert [step.number for step in done.removed] == [10, 20, 40, 50]
+        assert [step.number for step in done.kept] == complete(tmp_path) == [30, 60, 70]
+        assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (30, 60, 70)]
+        assert done.nbytes == sum(step.nbytes for step in done.removed) > 0
+
+    def test_a_folder_of_somebody_else_that_is_called_alike_stays(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2)
+        (tmp_path / "step-1").mkdir()
+        (tmp_path / "step-1" / "pytorch_model.bin").write_bytes(b"precious")
+        shardckpt.prune(str(tmp_path), keep_last=1)
+        assert sorted(os.listdir(tmp_path)) == [step_name(2), "step-1"]
+
+    def test_a_second_time_nothing_goes(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2, 3)
+        shardckpt.prune(str(tmp_path), keep_last=1)
+        assert shardckpt.prune(str(tmp_path), keep_last=1).removed == ()
+
+    def test_a_dry_run_says_the_same_and_removes_nothing(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2, 3)
+        said = shardckpt.prune(str(tmp_path), keep_last=1, dry_run=True)
+        assert complete(tmp_path) == [1, 2, 3]
+        assert shardckpt.prune(str(tmp_path), keep_last=1) == said
+
+    def test_without_a_rule_no_step_goes(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2)
+        assert shardckpt.prune(str(tmp_path)).removed == ()
+        assert complete(tmp_path) == [1, 2]
+
+    def test_a_rule_that_means_nothing_is_refused_before_anything_goes(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2)
+        with pytest.raises(UsageError, match="keep_last"):
+            shardckpt.prune(str(tmp_path), keep_last=0)
+        assert complete(tmp_path) == [1, 2]
+
+    @pytest.mark.parametrize("fault", ["no commit", "flipped commit", "file gone", "manifest gone", "flipped manifest"])
+    def test_the_only_good_step_stays_whatever_is_wrong_with_newer_ones(self, fault: str, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2, 3, 4)
+        for number in (3, 4):
+            folder = tmp_path / step_name(number)
+            if fault == "no commit":
+                (folder / "COMMIT").unlink()
+            elif fault.startswith("flipped"):
+                break_file(folder, "COMMIT" if fault == "flipped commit" else ".manifest.json")
+            else:
+                suffix = ".safetensors" if fault == "file gone" else ".manifest.json"
+                next(path for path in folder.iterdir() if path.name.endswith(suffix)).unlink()
+        done = shardckpt.prune(str(tmp_path), keep_last=1)
+        assert [step.number for step in done.removed] == [1]
+        assert [step.number for step in done.kept] == [2]
+        assert [step.number for step in done.incomplete] == [3, 4]
+        assert shardckpt.verify(done.kept[0].path).ok
+
+    def test_a_flipped_bit_in_the_newest_is_found_where_that_is_asked_for(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, 2, 3, 4)
+        for number in (3, 4):
+            (path,) = (tmp_path / step_name(number)).glob("*.safetensors")
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        said = shardckpt.prune(str(tmp_path), keep_last=1, dry_run=True)
+        assert [step.number for step in said.kept] == [4], "nobody looked"
+        done = shardckpt.prune(str(tmp_path), keep_last=1, verify=True)
+        assert [step.number for step in done.kept] == [2]
+        assert [step.number for step in done.incomplete] == [3, 4]
+        assert all("block 0" in step.fault for step in done.incomplete)
+        assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (2, 3, 4)]
+
+    def test_a_step_that_a_trainer_removes_meanwhile_is_not_faulty(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write(tmp_path, 1)
+        fault, looks = format_steps.manifest_fault, []
+
+        def late(store: Store, step: format_steps.Step) -> str:
+            looks.append(step.number)
+            if len(looks) == 1:
+                write(tmp_path, 2)
+                format_steps.delete_step(LocalStore(str(tmp_path)), step_name(1))
+            return fault(store, step)
+
+        monkeypatch.setattr(convert_steps, "manifest_fault", late)
+        done = shardckpt.prune(str(tmp_path), keep_last=1, dry_run=True)
+        assert [step.number for step in done.kept] == [2]
+        assert done.incomplete == ()
+
+    def test_storage_that_refuses_is_told_and_what_is_half_gone_does_not_exist(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write(tmp_path, 1, 2, 3)
+        unlink = os.unlink
+
+        def refusing(path: str, **options: object) -> None:
+            if not path.endswith("COMMIT"):
+                raise PermissionError(13, "no")
+            unlink(path)
+
+        monkeypatch.setattr(os, "unlink", refusing)
+        with pytest.raises(StorageError, match="cannot delete"):
+            shardckpt.prune(str(tmp_path), keep_last=1)
+        assert complete(tmp_path) == [3]
+
+
+class TestLeftovers:
+    def make(self, root: Path) -> list[str]:
+        write(root, 1, 2)
+        (root / step_name(2) / "COMMIT").unlink()
+        partial = f".{step_name(7)}.partial-0123456789ab"
+        (root / partial).mkdir()
+        (root / partial / "x.safetensors").write_bytes(b"half")
+        return [partial, step_name(2)]
+
+    def test_what_a_dead_save_left_stays_for_a_day(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        left = self.make(tmp_path)
+        days_pass(monkeypatch, 0.99)
+        assert shardckpt.prune(str(tmp_path)).leftovers == ()
+        assert {*left, step_name(1)} == set(os.listdir(tmp_path))
+
+    def test_then_it_goes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        left = self.make(tmp_path)
+        days_pass(monkeypatch, 1.01)
+        said = shardckpt.prune(str(tmp_path), dry_run=True)
+        assert set(os.listdir(tmp_path)) == {*left, step_name(1)}
+        done = shardckpt.prune(str(tmp_path))
+        assert list(done.leftovers) == list(said.leftovers) == left
+        assert done.incomplete == ()
+        assert os.listdir(tmp_path) == [step_name(1)]
+
+    def test_what_a_process_holds_stays_however_old(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path, held = orphans.make_partial(str(tmp_path / step_name(7)))
+        days_pass(monkeypatch)
+        assert shardckpt.prune(str(tmp_path)).leftovers == ()
+        os.close(held)
+        assert shardckpt.prune(str(tmp_path)).leftovers == (os.path.basename(path),)
+        assert os.listdir(tmp_path) == []
+
+    def test_a_file_that_changed_lately_keeps_its_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        partial, _ = self.make(tmp_path)
+        changed = LocalStore.changed_at
+        days_pass(monkeypatch)
+        late = {partial: time.time() - 60}
+        monkeypatch.setattr(LocalStore, "changed_at", lambda self, name: late.get(name) or changed(self, name))
+        assert shardckpt.prune(str(tmp_path)).leftovers == (step_name(2),)
+
+
+# Killed at every operation
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write(tmp_path / "run", 1, 2, 3, 4)
+    return tmp_path / "run"
+
+
+def check_after_a_kill(root: str, where: str) -> None:
+    """What has a COMMIT is whole, the steps that were to stay are listed, and the next run comes to the end."""
+    found = shardckpt.ls(root)
+    assert {3, 4} <= {step.number for step in found.complete}, where
+    for step in (*found.complete, *found.incomplete):
+        if "COMMIT" in [entry.name for entry in open_store(step.path).list()]:
+            assert shardckpt.verify(step.path).ok, f"{where}: step {step.number} is committed and damaged"
+    shardckpt.prune(root, keep_last=2)
+    assert complete(root) == [3, 4]
+
+
+def kill_matrix(folder: Path) -> int:
+    """Kill a prune of two steps of four at every operation; return how many there were."""
+    k, was_killed = 0, True
+    while was_killed:
+        k += 1
+        root = folder / str(k)
+        write(root, 1, 2, 3, 4)
+        was_killed = prune_and_die_at(root, k)
+        check_after_a_kill(str(root), f"a kill at operation {k}")
+    return k - 1
+
+
+def test_a_prune_that_is_killed_at_any_operation_leaves_every_step_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operations = kill_matrix(tmp_path)
+    print(f"killed at each of {operations} operations")
+    assert operations == 8, "of each of two steps: COMMIT, the manifest, a payload file, the folder"
+    days_pass(monkeypatch)
+    for root in tmp_path.iterdir():
+        shardckpt.prune(str(root))
+        assert sorted(os.listdir(root)) == [step_name(3), step_name(4)]
+
+
+def test_the_matrix_is_red_where_the_commit_does_not_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def last(store: Store, step: format_steps.Step, kept: object) -> None:
+        for entry in sorted(store.list(step.name), key=lambda entry: entry.name.endswith("COMMIT")):
+            store.delete(entry.name)
+        store.delete_folder(step.name)
+
+    monkeypatch.setattr(format_steps, "_delete_mark", lambda *_: None)
+    monkeypatch.setattr(format_steps, "_delete_saved", last)
+    with pytest.raises(AssertionError, match="is committed and damaged"):
+        kill_matrix(tmp_path)
+
+
+def prune_and_die_at(root: Path, k: int) -> bool:
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def before(name: str, args: tuple[object, ...]) -> None:
+            nonlocal count
+            count += 1
+            if count == k:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with watched(before, lambda *_: None):
+            shardckpt.prune(str(root), keep_last=2)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+class Dead(BaseException):
+    """The process is gone: whatever it tries from now on does not happen."""
+
+
+@pytest.mark.parametrize("how", ["killed", "unheard"])
+def test_so_does_one_on_a_store_without_rename(how: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
+    requests = 0
+    for k in range(1, 100):
+        Bucket.reset()
+        Bucket.objects = {f"b/run/{path.relative_to(run)}": path.read_bytes() for path in run.rglob("*.*")}
+        Bucket.objects |= {f"b/run/{p.parent.name}/COMMIT": p.read_bytes() for p in run.glob("*/COMMIT")}
+
+        def fault(count: int, verb: str, path: str, k: int = k) -> None:
+            if count >= k + (how == "unheard"):
+                raise Dead
+
+        def answer(count: int, verb: str, path: str, k: int = k) -> None:
+            if how == "unheard" and count >= k:
+                raise Dead
+
+        Bucket.fault, Bucket.answer = fault, answer
+        with suppress(Dead):
+            shardckpt.prune("bucket://b/run", keep_last=2)
+        requests = len(Bucket.requests)
+        Bucket.fault = Bucket.answer = None
+        Bucket.requests.clear()
+        check_after_a_kill("bucket://b/run", f"request {k} {how}")
+        if requests < k:
+            break
+    print(f"{how} at each of {requests} requests")
+    assert requests > 15
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    yield "memory://runs/a"
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+def test_a_run_in_memory_is_pruned_alike(memory: str, run: Path) -> None:
+    fsspec.filesystem("memory").put(str(run), "/runs/a", recursive=True)
+    assert complete(memory) == [1, 2, 3, 4]
+    done = shardckpt.prune(memory, keep_last=1, keep_every=2)
+    assert [step.number for step in done.removed] == [1, 3]
+    assert complete(memory) == [2, 4]
+    assert shardckpt.verify(done.kept[-1].path).ok
+    assert {name.split("/")[3] for name in fsspec.filesystem("memory").store} == {step_name(2), step_name(4)}
