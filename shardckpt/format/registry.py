@@ -19,8 +19,7 @@ from shardckpt.format.reader import Evidence, Format, NamedBases, Reader, Source
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Listed, Store
-from shardckpt.storage.store_wrapper import WrappedStore
-from shardckpt.storage.subfolder_store import Within
+from shardckpt.storage.store_wrapper import SubfolderStore, WrappedStore
 
 FORMATS: tuple[Format, ...] = (
     native.FORMAT,
@@ -189,7 +188,7 @@ def _look_into(store: Store, depth: int, path: str) -> tuple[Format | None, list
 
     Where it lies directly in the folder that somebody pointed at, names of files are enough.
     """
-    source = Source(Within(store, path))
+    source = Source(SubfolderStore(store, path))
     try:
         form = _asked(source, Evidence.NAME if depth == 1 else Evidence.STRUCTURE)
         return form, [f"{path}/{name}" for name in reversed(source.folders) if not name.startswith(".")]

@@ -8,13 +8,13 @@ from shardckpt.errors import UnsafeError
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Listed
-from shardckpt.storage.subfolder_store import Within
+from shardckpt.storage.store_wrapper import SubfolderStore
 
 
 class TestOnDisk(StoreSuite):
     @pytest.fixture
     def store(self, tmp_path):
-        return Within(LocalStore(str(tmp_path / "root")), "step-1")
+        return SubfolderStore(LocalStore(str(tmp_path / "root")), "step-1")
 
 
 class TestInMemory(StoreSuite):
@@ -23,13 +23,13 @@ class TestInMemory(StoreSuite):
         fs = fsspec.filesystem("memory")
         fs.store.clear()
         fs.pseudo_dirs[:] = [""]
-        return Within(FsspecStore("memory://some/root"), "step-1")
+        return SubfolderStore(FsspecStore("memory://some/root"), "step-1")
 
 
 def test_it_sees_its_folder_alone_under_the_names_below_it(tmp_path):
     outer = LocalStore(str(tmp_path))
     put(outer, "a.bin", b"outer")
-    inner = Within(outer, "sub/deep")
+    inner = SubfolderStore(outer, "sub/deep")
     put(inner, "b.bin", b"in")
     assert inner.list() == [Listed("b.bin", 2, False)]
     assert outer.list("sub/deep") == [Listed("sub/deep/b.bin", 2, False)]
@@ -39,4 +39,4 @@ def test_it_sees_its_folder_alone_under_the_names_below_it(tmp_path):
 @pytest.mark.parametrize("folder", ["", "..", "/etc", "a/../.."])
 def test_a_folder_outside_of_the_store_is_refused(folder, tmp_path):
     with pytest.raises(UnsafeError):
-        Within(LocalStore(str(tmp_path)), folder)
+        SubfolderStore(LocalStore(str(tmp_path)), folder)

@@ -26,7 +26,7 @@ from shardckpt.storage.orphans import PARTIAL, is_partial, remove_abandoned
 from shardckpt.storage.replaceable import is_ignored
 from shardckpt.storage.resolve_url import local_path, open_store, split
 from shardckpt.storage.store import Listed, Store, read_bytes
-from shardckpt.storage.subfolder_store import Within
+from shardckpt.storage.store_wrapper import SubfolderStore
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _PARTIAL = re.compile(rf"\.{_STEP.pattern}\.{PARTIAL}-[0-9a-f]{{12}}")
@@ -260,7 +260,7 @@ def _other_folders(store: Store, folders: Sequence[str], steps: Iterable[Step]) 
 
 
 def _referring(store: Store, name: str, depth: int) -> list[Step]:
-    inside = Within(store, name)
+    inside = SubfolderStore(store, name)
     try:
         entries = inside.list()
     except CheckpointError:  # a link that leads out of the run
@@ -284,7 +284,7 @@ def _saves_under_way(store: Store, steps: Iterable[Step]) -> list[Step]:
 
 def _reference(store: Store, folder: str, name: str, sizes: Mapping[str, int]) -> Step:
     """Return what a `COMMIT` or a manifest refers to; nothing where it is damaged, or has gone meanwhile."""
-    inside, step = Within(store, folder), Step(-1, folder)
+    inside, step = SubfolderStore(store, folder), Step(-1, folder)
     try:
         if name == COMMIT:
             bases: Mapping[str, Mapping[str, int]] = read_commit(inside, sizes).bases
@@ -348,7 +348,7 @@ def _with_bases(store: Store, steps: Sequence[Step], others: Sequence[Step] = ()
     for folder in needed:
         if folder not in known:
             with suppress(CheckpointError):  # a link that leads out of the run: whoever loads looks there
-                known[folder] = _sizes(Within(store, folder).list())
+                known[folder] = _sizes(SubfolderStore(store, folder).list())
     return [_with_base(store, step, known, needed.get(step.name, frozenset())) for step in steps]
 
 
@@ -412,7 +412,7 @@ def _is_beside_steps(parent: str) -> bool:
 
 
 def _read_step(store: Store, number: int, name: str) -> Step:
-    inside = Within(store, name)
+    inside = SubfolderStore(store, name)
     try:
         entries = inside.list()
     except CheckpointError as error:  # a link that leads out of the run
@@ -509,7 +509,7 @@ def read_about(store: Store, step: Step) -> Mapping[str, str]:
         CheckpointError: The manifest is damaged.
         StorageError: The store failed.
     """
-    inside = Within(store, step.name)
+    inside = SubfolderStore(store, step.name)
     sizes = _sizes(inside.list())
     return read_contents(inside, sizes, read_commit(inside, sizes)).about
 
@@ -687,7 +687,7 @@ def _changed_at(store: Store, name: str) -> float | None:
     known = store.changed_at(name)
     if known is not None:
         return known
-    saved = [WRITTEN.fullmatch(_final(entry.name)) for entry in Within(store, name).list()]
+    saved = [WRITTEN.fullmatch(_final(entry.name)) for entry in SubfolderStore(store, name).list()]
     return max((_begun_at(match[0]) for match in saved if match), default=None)
 
 
