@@ -42,9 +42,9 @@ from shardckpt.core.modules.fqn_and_params import (
 )
 from shardckpt.core.params import tensor_parallel
 from shardckpt.core.params.param_bucket import Bucket, Cut
-from shardckpt.core.registration.base import Exposure
-from shardckpt.core.registration.flat_param import FlatExposure
-from shardckpt.core.registration.orig_params import OriginalExposure
+from shardckpt.core.registration.base import ParamRegistration
+from shardckpt.core.registration.flat_param import FlatParamRegistration
+from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.core.runtime.fsdp_unit import Phase, Unit, UnshardHandle
 from shardckpt.core.runtime.mixed_precision import Buffers
 from shardckpt.core.runtime.root_state import Context, compute
@@ -254,19 +254,21 @@ class FullyShardedDataParallel(StateStatics):
         sets: dict[tuple[torch.dtype, bool], list[Managed]] = {}
         for each in managed:
             sets.setdefault((each.parameter.dtype, each.parameter.requires_grad), []).append(each)
-        exposures = [self._expose(module, name, members, i, config) for i, members in enumerate(sets.values())]
-        return Unit(name, [module], exposures, config, self._buffer_types)
+        registrations = [
+            self._build_registration(module, name, members, i, config) for i, members in enumerate(sets.values())
+        ]
+        return Unit(name, [module], registrations, config, self._buffer_types)
 
-    def _expose(
+    def _build_registration(
         self, module: nn.Module, name: Name, members: list[Managed], index: int, config: UnitConfig
-    ) -> Exposure:
+    ) -> ParamRegistration:
         placed = tensor_parallel.placed(members)
         cut = Cut(aligned=self._use_orig_params, keeps_full=config.keeps_full, placed=placed, flat=True)
         bucket = Bucket(members, self._group, name, cut, config.precision, config.offload)
         if self._use_orig_params:
             tensor_parallel.expose_plain(members)
-            return OriginalExposure(bucket, name)
-        return FlatExposure(bucket, name, module, f"{FLAT_PARAM}_{index}" if index else FLAT_PARAM)
+            return OrigParamsRegistration(bucket, name)
+        return FlatParamRegistration(bucket, name, module, f"{FLAT_PARAM}_{index}" if index else FLAT_PARAM)
 
     # ---------------------------------------------------------------------------------------------- running
 
@@ -480,17 +482,17 @@ class FullyShardedDataParallel(StateStatics):
 
     @property
     def _has_params(self) -> bool:
-        return bool(self._unit.exposures)
+        return bool(self._unit.registrations)
 
     @property
     def _flat_param(self) -> nn.Parameter | None:
-        found = self._unit.exposures[0] if self._unit.exposures else None
-        return found.flat if isinstance(found, FlatExposure) else None
+        found = self._unit.registrations[0] if self._unit.registrations else None
+        return found.flat if isinstance(found, FlatParamRegistration) else None
 
     @property
     def params(self) -> list[nn.Parameter]:
         """What an optimizer sees of this instance alone."""
-        return [parameter for exposure in self._unit.exposures for parameter in exposure.parameters]
+        return [parameter for registration in self._unit.registrations for parameter in registration.parameters]
 
     @property
     def _is_root(self) -> bool | None:
@@ -567,9 +569,9 @@ class FullyShardedDataParallel(StateStatics):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._unit.lent:
             return self
-        for exposure in self._unit.exposures:
-            exposure.adopt()
-            exposure.show_sharded()
+        for registration in self._unit.registrations:
+            registration.adopt()
+            registration.show_sharded()
         return self
 
     @contextmanager

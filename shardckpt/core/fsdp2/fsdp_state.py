@@ -31,8 +31,8 @@ from shardckpt.core.modules.fqn_and_params import (
 from shardckpt.core.params.mesh_placement import DataParallelMeshInfo, Placed, ShardPlacementFn, place
 from shardckpt.core.params.param_bucket import Bucket, Cut
 from shardckpt.core.params.tensor_extension import ExtensionBucket, needs_extension
-from shardckpt.core.registration.base import Exposure
-from shardckpt.core.registration.dtensor_params import DTensorExposure, ExtensionExposure
+from shardckpt.core.registration.base import ParamRegistration
+from shardckpt.core.registration.dtensor_params import DTensorRegistration, ExtensionRegistration
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.fsdp_unit import Unit
 from shardckpt.core.runtime.root_state import Context, compute
@@ -118,7 +118,9 @@ class Sharded:
         exempt = set(self._options.ignored)
         for each in all_sharded(self._whole):
             if each is not self:
-                exempt |= {p for exposure in each.unit.exposures for p in exposure.parameters} | each._options.ignored
+                exempt |= {
+                    p for registration in each.unit.registrations for p in registration.parameters
+                } | each._options.ignored
         for instance in FullyShardedDataParallel.fsdp_modules(self._whole):
             exempt.update(instance.parameters())
         return exempt
@@ -141,8 +143,10 @@ class Sharded:
             sets.setdefault(key, []).append((each, placed))
         _check_meshes([placed for members in sets.values() for _, placed in members])
         self._move(managed)
-        exposures = [self._exposed(name, members) for members in sets.values()]
-        return Unit(name, self.modules, exposures, self._options.config, mixed_precision.Buffers(self._own_modules()))
+        registrations = [self._build_registration(name, members) for members in sets.values()]
+        return Unit(
+            name, self.modules, registrations, self._options.config, mixed_precision.Buffers(self._own_modules())
+        )
 
     def _own_modules(self) -> list[nn.Module]:
         """Return the modules below that no nested unit has, each once."""
@@ -171,7 +175,7 @@ class Sharded:
         materialize.move_states([each.parameter for each in managed], device)
         materialize.move_states(buffers, device)
 
-    def _exposed(self, name: Name, members: Sequence[tuple[Managed, Placed]]) -> DTensorExposure:
+    def _build_registration(self, name: Name, members: Sequence[tuple[Managed, Placed]]) -> DTensorRegistration:
         placed = tuple(each for _, each in members)
         info, config = placed[0].info, self._options.config
         group = info.group
@@ -181,8 +185,8 @@ class Sharded:
         cut = Cut(keeps_full=placed[0].dim is None, placed=placed, slices=slices)
         kind = ExtensionBucket if needs_extension(placed[0].local(members[0][0].parameter)) else Bucket
         bucket = kind([each for each, _ in members], group, name, cut, config.precision, config.offload)
-        exposure = ExtensionExposure if isinstance(bucket, ExtensionBucket) else DTensorExposure
-        return exposure(bucket, name, placed)
+        registered = ExtensionRegistration if isinstance(bucket, ExtensionBucket) else DTensorRegistration
+        return registered(bucket, name, placed)
 
     def configure(self, **changes: Any) -> None:
         """Change settings of the unit, also for when it has to be made again."""
@@ -318,14 +322,14 @@ class Sharded:
         Raises:
             StateError: Something is on the meta device, or not on the CPU though it is offloaded.
         """
-        for exposure in self.unit.exposures:
-            if exposure.bucket.compute_device.type == "meta":
-                _leave_meta(exposure)
+        for registration in self.unit.registrations:
+            if registration.bucket.compute_device.type == "meta":
+                _leave_meta(registration)
         self.unit.bind_extensions()
         exposed = [
             (member.fqn, parameter)
-            for exposure in self.unit.exposures
-            for member, parameter in zip(exposure.bucket.members, exposure.parameters, strict=True)
+            for registration in self.unit.registrations
+            for member, parameter in zip(registration.bucket.members, registration.parameters, strict=True)
         ]
         scope = materialize.Scope.of(self._whole, self._is_elsewhere, self._options.ignored)
         materialize.refuse_meta(scope, name, below)
@@ -370,7 +374,7 @@ class Sharded:
             kwargs: And those by name.
         """
         context = self.ensure_root()
-        if context.root is self.unit and not self.unit.exposures:  # without parameters it does not know where it is
+        if context.root is self.unit and not self.unit.registrations:  # without parameters it does not know where it is
             args, kwargs = mixed_precision.moved((args, dict(kwargs)), self.device)
         return compute(context, self.unit, function, args, kwargs)
 
@@ -423,10 +427,10 @@ def _everyone(info: DataParallelMeshInfo) -> dist.ProcessGroup | None:
     return _group("everyone", tuple(info.mesh.mesh.flatten().tolist()))
 
 
-def _leave_meta(exposure: Exposure) -> None:
+def _leave_meta(registration: ParamRegistration) -> None:
     """Compute where this rank's parameters are, if a load that assigns brought them from the meta device."""
-    exposure.adopt()  # what a load assigned is not the exposure's yet
-    bucket = exposure.bucket
+    registration.adopt()  # what a load assigned is not registered yet
+    bucket = registration.bucket
     if not bucket.shard.is_meta:
         ranks = bucket.group.shard or bucket.group.replicate
         bucket.compute_on(materialize.default_device(ranks) if ranks is not None else bucket.shard.device)

@@ -279,8 +279,8 @@ class FSDPModule:
         unit = self._sharded.unit
         if not unit.lent:
             unit.adopt()
-            for exposure in unit.exposures:
-                exposure.show_sharded()
+            for registration in unit.registrations:
+                registration.show_sharded()
         return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

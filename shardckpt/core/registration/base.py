@@ -1,4 +1,4 @@
-"""What is registered of a sharded bucket: what all forms share, and FlatParameter."""
+"""Base classes for the parameters that a sharded bucket registers on its modules, and FlatParameter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardckpt.core.modules.fqn_and_params import Name
 from shardckpt.core.params.grad_accum import restore_gradient
 from shardckpt.core.params.gradient_reduction import Reduced
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.registration.placeholders import Gate
+from shardckpt.core.registration.placeholders import ForwardGuard
 from shardckpt.errors import ShardckptError
 
 
@@ -24,8 +24,8 @@ class ChangedError(ShardckptError, RuntimeError, AssertionError):
     """A full parameter was changed where its old value is still needed."""
 
 
-class Exposure(ABC):
-    """What the user and the optimizer see of one bucket.
+class ParamRegistration(ABC):
+    """Register the parameters of one bucket on its modules, as the user and the optimizer see them.
 
     Args:
         bucket: The bucket.
@@ -71,8 +71,8 @@ class Exposure(ABC):
                 warnings.warn(f"{self._unit}: changes of parameters in their compute dtype are lost", stacklevel=2)
         self._kept = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Exposure:
-        """Return what a copy of the model shows of a copy of the bucket, without gradients."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
+        """Return the registration of a copy of the bucket on a copy of the model, without gradients."""
         made = object.__new__(type(self))
         memo[id(self)] = made
         for name, value in self.__dict__.items():
@@ -107,9 +107,9 @@ class Exposure(ABC):
             member.restore(leaf.detach().clone().requires_grad_(leaf.requires_grad))
         self.bucket.free()
 
-    def gather_by(self, gather: Callable[[], None]) -> None:
-        """Learn what gathers the unit in backward, where a module is computed again outside the unit's forward."""
-        del gather
+    def set_backward_unshard(self, unshard: Callable[[], None]) -> None:
+        """Set what unshards the unit in backward, when a module is recomputed outside the unit's forward."""
+        del unshard
 
     @abstractmethod
     def show_full(self) -> None:
@@ -132,8 +132,8 @@ class Exposure(ABC):
         """Tell whether a local tensor has all-gather extensions that the bucket does not gather by."""
         return False
 
-    def bind_extensions(self) -> tuple[Exposure, ...]:
-        """Return exposures of the same parameters whose buckets gather by these extensions."""
+    def bind_extensions(self) -> tuple[ParamRegistration, ...]:
+        """Return registrations of the same parameters whose buckets gather by these extensions."""
         return (self,)
 
     @abstractmethod
@@ -192,16 +192,16 @@ class Exposure(ABC):
         self.bucket.abandon()
 
 
-class ShowingExposure(Exposure):
-    """Gradients that are held back are the exposed parameters' own meanwhile, so that `zero_grad` drops them."""
+class UnshardedGradMixin(ParamRegistration):
+    """Store not yet reduced gradients (no_sync) in the registered parameters, so that `zero_grad` drops them."""
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         super().__init__(bucket, unit)
         self._parked: list[torch.Tensor | None] = []
         self._shown: list[tuple[nn.Parameter, torch.Tensor, int]] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Exposure:
-        """Return what a copy of the model shows; gradients that are held back stay with this one."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
+        """Return the registration of a copy; gradients that are not yet reduced stay with this one."""
         aside = self._parked, self._shown
         self._parked, self._shown = [], []
         try:
@@ -267,39 +267,39 @@ class ShowingExposure(Exposure):
                         restore_gradient(parameter, before)
 
 
-class PartsExposure(Exposure):
-    """Each parameter is exposed by itself, as this rank's part of it."""
+class PerParamRegistration(ParamRegistration):
+    """Register each parameter by itself, as this rank's shard of it."""
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         super().__init__(bucket, unit)
         self._views = bucket.parts
         homes = {place.module: member.fqn for member in reversed(bucket.members) for place in member.places}
-        self._gates = [Gate(module, unit, fqn) for module, fqn in homes.items()]
+        self._guards = [ForwardGuard(module, unit, fqn) for module, fqn in homes.items()]
 
-    def gather_by(self, gather: Callable[[], None]) -> None:
-        """Let the modules be computed again in backward, with what this method gathers."""
-        for gate in self._gates:
-            gate.gather_by(gather)
+    def set_backward_unshard(self, unshard: Callable[[], None]) -> None:
+        """Set what unshards the unit in backward, when a module is recomputed outside the unit's forward."""
+        for guard in self._guards:
+            guard.set_backward_unshard(unshard)
 
     def restore(self) -> None:
         """Undo the sharding: register full parameters again. Collective."""
         super().restore()
-        self._let_in()
+        self._allow_forward()
 
-    def _let_in(self) -> None:
-        """Let the modules compute, with what is registered now."""
-        for gate in self._gates:
-            gate.open()
+    def _allow_forward(self) -> None:
+        """Allow forward with the registered parameters."""
+        for guard in self._guards:
+            guard.allow()
 
-    def _let_in_as_kept(self) -> None:
-        """Let the modules compute with what is kept; in backward with what is gathered, which gets the gradients."""
-        for gate in self._gates:
-            gate.keep()
+    def _allow_kept_forward(self) -> None:
+        """Allow forward with the kept parameters; in backward with unsharded ones, which get the gradients."""
+        for guard in self._guards:
+            guard.allow_kept()
 
-    def _keep_out(self) -> None:
-        """Let the modules refuse to compute with parts of parameters."""
-        for gate in self._gates:
-            gate.close()
+    def _refuse_forward(self) -> None:
+        """Refuse forward with shards of parameters."""
+        for guard in self._guards:
+            guard.refuse()
 
     def alias(self) -> None:
         """Let the exposed parameters be the parts of the shard."""

@@ -15,11 +15,11 @@ from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, c
 from shardckpt.core.params.gradient_reduction import Reduced
 from shardckpt.core.params.param_bucket import Bucket, Placed
 from shardckpt.core.params.tensor_extension import ExtensionBucket, is_extended, is_possibly_extended, move_functions
-from shardckpt.core.registration.base import Exposure, PartsExposure
+from shardckpt.core.registration.base import ParamRegistration, PerParamRegistration
 
 
-class DTensorExposure(PartsExposure):
-    """Each parameter is a DTensor around its part of the shard, in the place of the user's, with its attributes.
+class DTensorRegistration(PerParamRegistration):
+    """Register each parameter as a DTensor around its shard, with the attributes of the user's parameter.
 
     Args:
         bucket: The bucket.
@@ -69,7 +69,7 @@ class DTensorExposure(PartsExposure):
         """Register the leaves."""
         self._refuse_changes()
         self._show(self.bucket.leaves)
-        self._let_in()
+        self._allow_forward()
 
     def show_kept(self) -> None:
         """Leave the leaves registered."""
@@ -79,7 +79,7 @@ class DTensorExposure(PartsExposure):
         """Register the DTensors."""
         self._take_changes()
         self._show(self._parameters)
-        self._keep_out()
+        self._refuse_forward()
 
     def _current(self) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -116,17 +116,19 @@ class DTensorExposure(PartsExposure):
         locals_ = map(_stored, self._parameters)
         return [index for index, local in enumerate(locals_) if is_possibly_extended(local) and is_extended(local)]
 
-    def bind_extensions(self) -> tuple[Exposure, ...]:
-        """Return one exposure for each parameter that has all-gather extensions, behind one for the others."""
+    def bind_extensions(self) -> tuple[ParamRegistration, ...]:
+        """Return one registration for each parameter that has all-gather extensions, after one for the others."""
         extended = self._extended()
         if not extended:
             return (self,)
-        self._let_in()
+        self._allow_forward()
         others = [index for index in range(len(self._parameters)) if index not in extended]
-        kept = [self._selected(DTensorExposure, Bucket, others)] if others else []
-        return (*kept, *(self._selected(ExtensionExposure, ExtensionBucket, [index]) for index in extended))
+        kept = [self._selected(DTensorRegistration, Bucket, others)] if others else []
+        return (*kept, *(self._selected(ExtensionRegistration, ExtensionBucket, [index]) for index in extended))
 
-    def _selected(self, kind: type[DTensorExposure], of: type[Bucket], indices: Sequence[int]) -> DTensorExposure:
+    def _selected(
+        self, kind: type[DTensorRegistration], of: type[Bucket], indices: Sequence[int]
+    ) -> DTensorRegistration:
         device = self.bucket.compute_device
         made = kind(self.bucket.select(of, indices), self._unit, [self._placed[index] for index in indices])
         made._parameters = [self._parameters[index] for index in indices]
@@ -163,7 +165,7 @@ class DTensorExposure(PartsExposure):
             assign_gradient(whole, None if grad is None else placed.full(grad))
             made.append(whole)
         self._show(made)
-        self._let_in()
+        self._allow_forward()
         return made
 
     def hide_whole(self) -> None:
@@ -178,8 +180,8 @@ class DTensorExposure(PartsExposure):
         """Nothing to do: the reduction adds them."""
 
 
-class ExtensionExposure(DTensorExposure):
-    """One parameter whose local tensor says what is gathered of it; that tensor is asked as long as it is there.
+class ExtensionRegistration(DTensorRegistration):
+    """Register one parameter whose local tensor has `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
     Args:
         bucket: The bucket.
@@ -193,8 +195,8 @@ class ExtensionExposure(DTensorExposure):
         super().__init__(bucket, unit, placed)
         self._ask()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Exposure:
-        """Return what a copy of the model shows; its local tensor has only those functions that its class has."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
+        """Return the registration of a copy; its local tensor has only the functions of its class."""
         aside, self._known = self._known, None
         try:
             return super().__deepcopy__(memo)
@@ -206,8 +208,8 @@ class ExtensionExposure(DTensorExposure):
         """Return False: `adopt` takes over other local tensors."""
         return False
 
-    def bind_extensions(self) -> tuple[Exposure, ...]:
-        """Return this exposure."""
+    def bind_extensions(self) -> tuple[ParamRegistration, ...]:
+        """Return this registration."""
         return (self,)
 
     def _is_moved(self, data: torch.Tensor, view: torch.Tensor) -> bool:

@@ -12,13 +12,13 @@ from shardckpt.core.modules.fqn_and_params import Name, Place, put, register
 from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.params.gradient_reduction import Reduced
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.registration.base import ShowingExposure, mark_flat
-from shardckpt.core.registration.placeholders import AbsentParameter
+from shardckpt.core.registration.base import UnshardedGradMixin, mark_flat
+from shardckpt.core.registration.placeholders import ShardedPlaceholder
 from shardckpt.errors import ShardckptError
 
 
-class FlatExposure(ShowingExposure):
-    """One flat parameter is registered on the unit's module; the submodules hold full ones as plain attributes.
+class FlatParamRegistration(UnshardedGradMixin):
+    """Register one flat parameter on the unit's module; submodules have full ones as plain attributes.
 
     Args:
         bucket: The bucket.
@@ -31,7 +31,7 @@ class FlatExposure(ShowingExposure):
         super().__init__(bucket, unit)
         self.flat = mark_flat(nn.Parameter(bucket.shard.data, requires_grad=bucket.trainable))
         self._home = Place(module, attribute, attribute)
-        self._absent = self._stand_ins()
+        self._placeholders = self._build_placeholders()
         for member in bucket.members:
             for place in member.places:
                 place.module._parameters.pop(place.attribute, None)
@@ -54,9 +54,9 @@ class FlatExposure(ShowingExposure):
         """Where the flat parameter is registered."""
         return self._home
 
-    def _stand_ins(self) -> list[AbsentParameter]:
+    def _build_placeholders(self) -> list[ShardedPlaceholder]:
         pairs = zip(self.bucket.leaves, self.bucket.layout.specs, strict=True)
-        return [AbsentParameter(leaf, self._unit, spec.name) for leaf, spec in pairs]
+        return [ShardedPlaceholder(leaf, self._unit, spec.name) for leaf, spec in pairs]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -75,14 +75,14 @@ class FlatExposure(ShowingExposure):
         self._watch(self.bucket.leaves)
 
     def show_sharded(self) -> None:
-        """Put stand-ins into the modules, since reading freed memory would end the process."""
+        """Put placeholders into the modules, since reading freed memory would end the process."""
         if self.bucket.aliased:
             self.show_full()
             return
         self._take_changes()
-        for member, absent in zip(self.bucket.members, self._absent, strict=True):
+        for member, placeholder in zip(self.bucket.members, self._placeholders, strict=True):
             for place in member.places:
-                put(place, absent)
+                put(place, placeholder)
 
     def adopt(self) -> None:
         """Take what a user registered in the places of ours, and the flat parameter's data where they have parted."""
@@ -129,7 +129,7 @@ class FlatExposure(ShowingExposure):
                 )
             bucket.replace_shard(data.reshape(-1))
             self.flat.data = bucket.shard.data
-            self._absent = self._stand_ins()
+            self._placeholders = self._build_placeholders()
         for index, leaf in enumerate(bucket.leaves):
             if leaf.requires_grad != self.flat.requires_grad:
                 bucket.train(index, self.flat.requires_grad)

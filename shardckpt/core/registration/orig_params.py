@@ -12,11 +12,11 @@ from shardckpt.core.modules.fqn_and_params import Name, given_instead, register
 from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient, restore_gradient
 from shardckpt.core.params.gradient_reduction import Reduced
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.registration.base import PartsExposure, ShowingExposure
+from shardckpt.core.registration.base import PerParamRegistration, UnshardedGradMixin
 
 
-class OriginalExposure(PartsExposure, ShowingExposure):
-    """The user's own parameters stay registered; while sharded each is a 1-D view of its part of the shard.
+class OrigParamsRegistration(PerParamRegistration, UnshardedGradMixin):
+    """Keep the user's own parameters registered; while sharded each is a 1-D view of its part of the shard.
 
     Args:
         bucket: The bucket.
@@ -40,7 +40,7 @@ class OriginalExposure(PartsExposure, ShowingExposure):
         for member, leaf in zip(self.bucket.members, self.bucket.leaves, strict=True):
             for place in member.places:
                 register(place, leaf)
-        self._let_in()
+        self._allow_forward()
 
     def show_kept(self) -> None:
         """Register the user's parameters with full shapes."""
@@ -48,18 +48,18 @@ class OriginalExposure(PartsExposure, ShowingExposure):
             original.data = full
         self._watch(self._originals)
         self._register_originals()
-        self._let_in_as_kept()
+        self._allow_kept_forward()
 
     def show_sharded(self) -> None:
         """Register the user's parameters as views of the shard."""
         self._take_changes()
         self._reset_data()
         self._register_originals()
-        self._keep_out()
+        self._refuse_forward()
 
-    def _keep_out(self) -> None:
+    def _refuse_forward(self) -> None:
         if not self.bucket.keeps_full:
-            super()._keep_out()
+            super()._refuse_forward()
 
     def _register_originals(self) -> None:
         for member, original in zip(self.bucket.members, self._originals, strict=True):
@@ -120,7 +120,7 @@ class OriginalExposure(PartsExposure, ShowingExposure):
             if gradients is not None:
                 assign_gradient(original, gradients[index])
         self._register_originals()
-        self._let_in()
+        self._allow_forward()
         return [self._whole(index, grads=gradients is not None) for index in range(len(values))]
 
     def _whole(self, index: int, *, grads: bool) -> nn.Parameter:
@@ -150,7 +150,7 @@ class OriginalExposure(PartsExposure, ShowingExposure):
             elif original.grad is not None and original.grad.shape != view.shape and not self.shows_held:
                 original.grad = None  # made inside, by a backward of the full parameters
         self._register_originals()
-        self._keep_out()
+        self._refuse_forward()
 
     def _unsharded(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         pairs = zip(self._originals, self.bucket.unsharded_gradients(), strict=True)

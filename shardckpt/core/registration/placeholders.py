@@ -1,4 +1,4 @@
-"""Refusals of sharded modules: in place of a forward, and of a full parameter."""
+"""Guards and placeholders of sharded modules: for a forward, and for a full parameter."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class NotGatheredError(ShardckptError, RuntimeError):
 WAYS_OUT = "Call the unit itself, or gather it: register_fsdp_forward_method, summon_full_params or unshard."
 
 
-class Gate:
-    """Stands in for the forward of a module that has sharded parameters of its own, until they are gathered.
+class ForwardGuard:
+    """A replacement for the forward of a module whose own parameters are sharded.
 
     A forward that a user put in place of the module's own is left alone. One who took this for the module's own gets
-    that once the gate is open. In backward, where a checkpoint computes again, the unit is gathered instead.
+    that once the guard allows it. In backward, where a checkpoint computes again, the unit is unsharded instead.
 
     Args:
         module: The module.
@@ -42,31 +42,31 @@ class Gate:
         self._module = weakref(module)
         self._unit = unit
         self._fqn = fqn
-        self._open = True
-        self._gather: WeakMethod[Callable[[], None]] | None = None
+        self._is_allowed = True
+        self._unshard: WeakMethod[Callable[[], None]] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
-        """Return the one of the module's copy."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGuard:
+        """Return the guard of the module's copy."""
         module = self._module()
-        copied = copy.deepcopy(module, memo)  # which has a gate in it, perhaps this one's copy
+        copied = copy.deepcopy(module, memo)  # which has a guard, perhaps this one's copy
         if id(self) not in memo:
-            memo[id(self)] = Gate(copied or nn.Module(), copy.deepcopy(self._unit, memo), self._fqn)
-            memo[id(self)]._open = self._open
-        found: Gate = memo[id(self)]
+            memo[id(self)] = ForwardGuard(copied or nn.Module(), copy.deepcopy(self._unit, memo), self._fqn)
+            memo[id(self)]._is_allowed = self._is_allowed
+        found: ForwardGuard = memo[id(self)]
         return found
 
-    def gather_by(self, gather: Callable[[], None]) -> None:
-        """Call a method to gather the unit in backward; the object it is bound to is not kept alive."""
-        self._gather = WeakMethod(gather)
+    def set_backward_unshard(self, unshard: Callable[[], None]) -> None:
+        """Set the method that unshards the unit in backward; the object it is bound to is not kept alive."""
+        self._unshard = WeakMethod(unshard)
 
-    def close(self) -> None:
+    def refuse(self) -> None:
         """Refuse to compute from now on, except in backward."""
-        self._open = False
+        self._is_allowed = False
         self._put()
 
-    def keep(self) -> None:
-        """Let the module compute as it is, but in backward with what the unit gathers."""
-        self._open = True
+    def allow_kept(self) -> None:
+        """Allow the module to compute with its registered parameters; in backward unshard the unit first."""
+        self._is_allowed = True
         self._put()
 
     def _put(self) -> None:
@@ -74,19 +74,19 @@ class Gate:
         if module is not None:
             module.__dict__.setdefault("forward", self)
 
-    def open(self) -> None:
-        """Let the module compute."""
-        self._open = True
+    def allow(self) -> None:
+        """Allow the module to compute: remove the guard."""
+        self._is_allowed = True
         module = self._module()
         if module is not None and module.__dict__.get("forward") is self:
             del module.__dict__["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse; compute where the gate is open, in backward, or where the caller knows of DTensors."""
-        gather = self._gather() if self._gather is not None and autograd_hooks.in_backward() else None
-        if gather is not None:
-            gather()
-        if self._open or any(isinstance(each, DTensor) for each in args):
+        """Refuse; compute if the guard allows it, in backward, or if the caller uses DTensors."""
+        unshard = self._unshard() if self._unshard is not None and autograd_hooks.in_backward() else None
+        if unshard is not None:
+            unshard()
+        if self._is_allowed or any(isinstance(each, DTensor) for each in args):
             return self.__func__(self._module(), *args, **kwargs)
         raise NotGatheredError(
             f"the module of parameter {self._fqn} is called outside its unit's forward, while sharded",
@@ -109,11 +109,11 @@ class Gate:
 _READABLE = frozenset({"__get__", "size", "dim", "numel", "nelement", "stride", "is_floating_point", "element_size"})
 
 _OF_VALUES = (torch.Tensor.data.__get__, torch.Tensor.data.__set__, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-"""What is read and set as an attribute, and would be lost where it is set on a stand-in."""
+"""Read and set as attributes; setting one on a placeholder would be lost."""
 
 
-class AbsentParameter(nn.Parameter):
-    """Stands for a full parameter while its unit is sharded: it has a shape and a dtype, and no values.
+class ShardedPlaceholder(nn.Parameter):
+    """A placeholder for a full parameter while its unit is sharded: with shape and dtype, without values.
 
     Args:
         like: The full parameter.
@@ -125,25 +125,25 @@ class AbsentParameter(nn.Parameter):
     fqn: str
     true_device: torch.device
 
-    def __new__(cls, like: torch.Tensor, unit: Name, fqn: str) -> AbsentParameter:
-        """Make one; no memory is taken."""
+    def __new__(cls, like: torch.Tensor, unit: Name, fqn: str) -> ShardedPlaceholder:
+        """Make a placeholder; no memory is allocated."""
         empty = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
-        made: AbsentParameter = torch.Tensor._make_subclass(cls, empty, like.requires_grad)
+        made: ShardedPlaceholder = torch.Tensor._make_subclass(cls, empty, like.requires_grad)
         made.unit = unit
         made.fqn = fqn
         made.true_device = like.device
         return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
-        """Return a stand-in for the copied parameter."""
-        made = memo[id(self)] = AbsentParameter(self, copy.deepcopy(self.unit, memo), self.fqn)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedPlaceholder:
+        """Return a placeholder for the copied parameter."""
+        made = memo[id(self)] = ShardedPlaceholder(self, copy.deepcopy(self.unit, memo), self.fqn)
         return made
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer what needs no values; refuse the rest by name."""
+        """Return what needs no values; refuse the rest by name."""
         name = getattr(func, "__name__", "")
         if func == torch.Tensor.device.__get__:
             return args[0].true_device
@@ -151,10 +151,10 @@ class AbsentParameter(nn.Parameter):
         if not refused and (name in _READABLE or (name in ("__repr__", "__set__") and len(types) == 1)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        absent = next((each for each in args if isinstance(each, AbsentParameter)), None)
+        used = next((each for each in args if isinstance(each, ShardedPlaceholder)), None)
         raise NotGatheredError(
-            f"parameter {absent.fqn if absent is not None else ''} is used outside its unit's forward, while sharded",
-            where=absent.unit if absent is not None else "",
+            f"parameter {used.fqn if used is not None else ''} is used outside its unit's forward, while sharded",
+            where=used.unit if used is not None else "",
             found=f"a call of {name}",
             fix=WAYS_OUT,
         )

@@ -19,7 +19,7 @@ from shardckpt.core.modules.fqn_and_params import Managed, Name
 from shardckpt.core.modules.pytree import mapped, tensors
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.params.tensor_extension import ExtensionError
-from shardckpt.core.registration.base import Exposure
+from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.mixed_precision import Buffers
 from shardckpt.errors import ShardckptError
@@ -129,7 +129,7 @@ class Unit:
     Args:
         name: What messages call it.
         modules: The module; several where they are gathered and freed together.
-        exposures: Its buckets, as the user sees them.
+        registrations: Its buckets, as they are registered on the modules.
         config: Its settings.
         buffers: Buffers that follow the unit's precision.
     """
@@ -138,14 +138,14 @@ class Unit:
         self,
         name: Name,
         modules: Sequence[nn.Module],
-        exposures: Sequence[Exposure],
+        registrations: Sequence[ParamRegistration],
         config: UnitConfig,
         buffers: Buffers | None = None,
     ) -> None:
         hide()
         self._name = name
         self.modules = tuple(modules)
-        self.exposures = tuple(exposures)
+        self.registrations = tuple(registrations)
         self.config = config
         self.buffers = buffers if buffers is not None else Buffers(())
         self.sync_gradients = True
@@ -171,9 +171,9 @@ class Unit:
         if self.attached:
             self.free()
         made = memo[id(self)] = Unit(copy.deepcopy(self._name, memo), (), (), self.config)
-        for each in self.exposures:
+        for each in self.registrations:
             each.copy_parameters(memo)
-        made.exposures = copy.deepcopy(self.exposures, memo)
+        made.registrations = copy.deepcopy(self.registrations, memo)
         made._watch_gradients()
         made.modules = copy.deepcopy(self.modules, memo)
         made.buffers = copy.deepcopy(self.buffers, memo)
@@ -183,9 +183,9 @@ class Unit:
 
     def _watch_gradients(self) -> None:
         """Learn of gradients, and of needs of parameters in backward, that no call of the unit tells of."""
-        for each in self.exposures:
+        for each in self.registrations:
             each.bucket.watch.tell(self.gradient_arrived)
-            each.gather_by(self.fill_for_backward)
+            each.set_backward_unshard(self.fill_for_backward)
 
     # ---------------------------------------------------------------------------------------------------- facts
 
@@ -202,16 +202,16 @@ class Unit:
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets, in their fixed order."""
-        return [each.bucket for each in self.exposures]
+        return [each.bucket for each in self.registrations]
 
     @property
     def members(self) -> list[Managed]:
         """The parameters of all buckets."""
-        return [member for each in self.exposures for member in each.bucket.members]
+        return [member for each in self.registrations for member in each.bucket.members]
 
     def restore(self) -> None:
         """Undo the sharding; the unit is done with after that. Collective."""
-        for each in self.exposures:
+        for each in self.registrations:
             each.restore()
 
     @property
@@ -222,7 +222,7 @@ class Unit:
     @property
     def trainable(self) -> bool:
         """Tell whether some parameter takes part in gradients."""
-        return any(each.bucket.requires_grad for each in self.exposures)
+        return any(each.bucket.requires_grad for each in self.registrations)
 
     @property
     def owes_reduction(self) -> bool:
@@ -348,9 +348,9 @@ class Unit:
         return self.config.keeps_slice > 0 and self.phase is Phase.FORWARD and torch.is_grad_enabled()
 
     @property
-    def _active(self) -> tuple[Exposure, ...]:
+    def _active(self) -> tuple[ParamRegistration, ...]:
         """The buckets to compute with: none while somebody else shows them."""
-        return () if self._lending else self.exposures
+        return () if self._lending else self.registrations
 
     @property
     def lent(self) -> bool:
@@ -358,7 +358,7 @@ class Unit:
         return self._lending
 
     @contextmanager
-    def lending(self) -> Iterator[tuple[Exposure, ...]]:
+    def lending(self) -> Iterator[tuple[ParamRegistration, ...]]:
         """Hand the buckets out, sharded; inside, the unit computes as a module that has none of them would."""
         self.recover()
         if self.attached:
@@ -366,7 +366,7 @@ class Unit:
         self.adopt()
         self._lending = True
         try:
-            yield self.exposures
+            yield self.registrations
         finally:
             self._lending = False
 
@@ -392,7 +392,7 @@ class Unit:
                 found=[member.fqn for each in late for member in each.bucket.members],
                 fix="Put them there before the first forward, or after a backward that reduces gradients.",
             )
-        self.exposures = tuple(made for each in self.exposures for made in each.bind_extensions())
+        self.registrations = tuple(made for each in self.registrations for made in each.bind_extensions())
         self._watch_gradients()
 
     def recover(self) -> None:
@@ -680,7 +680,7 @@ class Unit:
     @property
     def reduced(self) -> bool:
         """Tell whether `finish_reduction` would return at once."""
-        return all(each.bucket.reduced for each in self.exposures)
+        return all(each.bucket.reduced for each in self.registrations)
 
     def finish_reduction(self) -> None:
         """Hand the averaged gradients over once they are there."""

@@ -53,7 +53,7 @@ class Context:
     def _comparison(self) -> rank_checks.Comparison:
         """Make what ranks compare in debug mode."""
         groups = [unit.buckets[0].group if unit.buckets else None for unit in self.units]
-        shown = {parameter for unit in self.units for each in unit.exposures for parameter in each.parameters}
+        shown = {parameter for unit in self.units for each in unit.registrations for parameter in each.parameters}
         whole: dict[str, torch.Tensor] = {}
         for module in self.root.modules:
             whole.update((clean(name), each) for name, each in module.named_parameters() if each not in shown)
@@ -195,8 +195,8 @@ class Context:
 
     def released(self, unit: Unit) -> None:
         """Note that the unit's memory is free as soon as what is queued has been computed."""
-        if unit.config.limit_gathers and unit.exposures:
-            self.limiter.freed(unit.exposures[0].bucket.compute_device)
+        if unit.config.limit_gathers and unit.registrations:
+            self.limiter.freed(unit.registrations[0].bucket.compute_device)
 
     # ----------------------------------------------------------------------------------------------- backward
 

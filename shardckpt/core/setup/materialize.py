@@ -375,7 +375,11 @@ def sync_module_states(module: nn.Module, process_group: dist.ProcessGroup | Non
 
 def _refuse_flat(module: nn.Module) -> None:
     for unit in traversal.units(module):
-        if any(not isinstance(each.data, DTensor) for exposure in unit.exposures for each in exposure.parameters):
+        if any(
+            not isinstance(each.data, DTensor)
+            for registration in unit.registrations
+            for each in registration.parameters
+        ):
             raise ArgumentError(
                 "ranks that hold different parts of a flat parameter cannot be made equal",
                 where=f"the unit of {unit.name}",

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.core.errors import ArgumentError, StateError
 from shardckpt.core.params.tensor_parallel import copies_beneath, mesh_beneath
-from shardckpt.core.registration.base import Exposure
+from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.runtime import traversal
 from shardckpt.core.runtime.fsdp_unit import Unit
 
@@ -92,14 +92,16 @@ def clip(
     order = float(norm_type)
     if not order > 0:
         raise ArgumentError("the order of a norm is positive", where="clip_grad_norm_", found=norm_type)
-    told = [each for unit in units for exposure in unit.exposures for each in _told(exposure)]
+    told = [each for unit in units for registration in unit.registrations for each in _told(registration)]
     _refuse_held([parameter for parameter, _ in told])
     widest = max([_Ranks.of_group(around), *(ranks for _, ranks in told)], key=lambda ranks: ranks.count)
     mesh = mesh_beneath(bucket for unit in units for bucket in unit.buckets)
     if mesh is None:
         parts = [_Part.of(parameter.grad, ranks.copies) for parameter, ranks in told if parameter.grad is not None]
     else:
-        parts = [part for unit in units for exposure in unit.exposures for part in _over_mesh(exposure, mesh)]
+        parts = [
+            part for unit in units for registration in unit.registrations for part in _over_mesh(registration, mesh)
+        ]
         widest = widest.over(mesh)
     _refuse_submesh(told, widest)
     total = _over_ranks(_local(parts, order, device), widest, order)
@@ -174,19 +176,19 @@ class _Part:
         return found
 
 
-def _told(exposure: Exposure) -> list[tuple[nn.Parameter, _Ranks]]:
+def _told(registration: ParamRegistration) -> list[tuple[nn.Parameter, _Ranks]]:
     """Return the parameters that an optimizer gets, with their ranks."""
-    parameters = exposure.parameters
+    parameters = registration.parameters
     if parameters and isinstance(parameters[0].data, DTensor):
         return [(each, _Ranks.of_dtensor(cast("DTensor", each.data))) for each in parameters]
-    ranks = _Ranks.of_group(exposure.bucket.group)
+    ranks = _Ranks.of_group(registration.bucket.group)
     return [(each, ranks) for each in parameters]
 
 
-def _over_mesh(exposure: Exposure, mesh: DeviceMesh) -> list[_Part]:
+def _over_mesh(registration: ParamRegistration, mesh: DeviceMesh) -> list[_Part]:
     """Return the gradients of a flat unit, one for each parameter, since tensor parallelism has cut some of them."""
-    replicas = exposure.bucket.group.replicas
-    rows = zip(exposure.gradients(), copies_beneath(exposure.bucket, mesh), strict=True)
+    replicas = registration.bucket.group.replicas
+    rows = zip(registration.gradients(), copies_beneath(registration.bucket, mesh), strict=True)
     return [_Part.of(grad, replicas * copies) for grad, copies in rows if grad is not None]
 
 

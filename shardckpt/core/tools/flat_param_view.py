@@ -21,7 +21,7 @@ def flat_instead(units: Sequence[tuple[nn.Module, Unit]], name: str) -> Generato
         units: Each unit with the module to register its flat parameters on.
         name: Name of a flat parameter; further ones of a unit get numbers.
     """
-    homes = {home: unit.exposures for home, unit in units}
+    homes = {home: unit.registrations for home, unit in units}
     places = [p for _, unit in units for member in unit.members for p in member.places]
     before = {module: dict(module._parameters) for module in [*homes, *(place.module for place in places)]}
     for _, unit in units:
@@ -29,8 +29,8 @@ def flat_instead(units: Sequence[tuple[nn.Module, Unit]], name: str) -> Generato
     for place in places:
         place.module._parameters.pop(place.attribute, None)
     flats = []
-    for home, exposures in homes.items():
-        for index, each in enumerate(exposures):
+    for home, registrations in homes.items():
+        for index, each in enumerate(registrations):
             bucket = each.bucket
             flat = mark_flat(nn.Parameter(bucket.shard.data, requires_grad=bucket.trainable))
             home._parameters[f"{name}_{index}" if index else name] = flat

@@ -15,8 +15,8 @@ from shardckpt.core.errors import BusyError, StateError
 from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.fqn_and_params import Managed, clean, is_held
 from shardckpt.core.params.full_params import Full, cut, gather, gather_some, scatter
-from shardckpt.core.registration.base import Exposure
-from shardckpt.core.registration.placeholders import AbsentParameter
+from shardckpt.core.registration.base import ParamRegistration
+from shardckpt.core.registration.placeholders import ShardedPlaceholder
 from shardckpt.core.runtime.fsdp_unit import Phase, Unit
 from shardckpt.core.runtime.traversal import ShardedModule
 from shardckpt.errors import ShardckptError
@@ -101,9 +101,9 @@ def _check_idle(unit: Unit) -> None:
 
 @contextmanager
 def _summoned_unit(unit: Unit, summons: Summons) -> Iterator[None]:
-    with unit.lending() as exposures, ExitStack() as stack:
-        for exposure in exposures:
-            opened = _Summoned(exposure, summons, persists=unit.config.keeps_full)
+    with unit.lending() as registrations, ExitStack() as stack:
+        for registration in registrations:
+            opened = _Summoned(registration, summons, persists=unit.config.keeps_full)
             stack.callback(opened.close)
             opened.open()
         _reorder(unit)
@@ -123,14 +123,14 @@ class _Summoned:
     """The full parameters of one bucket.
 
     Args:
-        exposure: The bucket, as the user sees it.
+        registration: The bucket as it is registered on the modules.
         summons: What they are wanted for.
         persists: Nothing of the unit is sharded: what is changed is what is stored, and stays changed.
     """
 
-    def __init__(self, exposure: Exposure, summons: Summons, *, persists: bool) -> None:
-        self._exposure = exposure
-        self._bucket = exposure.bucket
+    def __init__(self, registration: ParamRegistration, summons: Summons, *, persists: bool) -> None:
+        self._registration = registration
+        self._bucket = registration.bucket
         self._summons = summons
         self._persists = persists
         self._full: Full | None = None
@@ -149,9 +149,9 @@ class _Summoned:
         if self._given[0] is full.values[0]:
             self._full = full  # counted as long as it is here
         shown = None if gradients is None else [None if grad is None else self._own(grad) for grad in gradients]
-        self._parameters = self._exposure.show_whole(self._given, shown)
+        self._parameters = self._registration.show_whole(self._given, shown)
         for parameter in self._parameters:
-            if parameter.requires_grad and not any(parameter is each for each in self._exposure.parameters):
+            if parameter.requires_grad and not any(parameter is each for each in self._registration.parameters):
                 parameter.register_hook(self._refuse_late)  # type: ignore[no-untyped-call]
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -170,9 +170,9 @@ class _Summoned:
 
     def _gradients(self) -> list[torch.Tensor | None]:
         """Return full gradients; those that are held back from reduction as they are on this rank. Collective."""
-        exposure = self._exposure
-        own = exposure.gradients()
-        if not exposure.shows_held:
+        registration = self._registration
+        own = registration.gradients()
+        if not registration.shows_held:
             return gather_some(self._bucket, own, self._bucket.gradient_dtype)
         gather_some(self._bucket, [None] * len(own), self._bucket.gradient_dtype)
         return [None if grad is None else grad.clone() for grad in own]
@@ -187,7 +187,7 @@ class _Summoned:
         values, wrong = self._values() if shown else ([], None)
         gradients = [None if each.grad is None else _local(each.grad) for each in self._registered()] if shown else []
         if shown:
-            self._exposure.hide_whole()
+            self._registration.hide_whole()
         self._parameters, self._given, self._full = [], [], None
         with torch.no_grad():
             if summons.writeback and summons.rank0_only:
@@ -222,7 +222,7 @@ class _Summoned:
         return values, wrong
 
     def _write_gradients(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        bucket, exposure = self._bucket, self._exposure
+        bucket, registration = self._bucket, self._registration
         out = torch.zeros(bucket.shard.shape, dtype=bucket.gradient_dtype, device=bucket.shard.device)
         if self._summons.rank0_only:
             there = scatter(bucket, gradients, out)
@@ -230,11 +230,11 @@ class _Summoned:
             there = [grad is not None for grad in gradients]
             specs = bucket.packing.layout.specs
             cut(bucket, [_or_zeros(g, s.shape, out) for g, s in zip(gradients, specs, strict=True)], out)
-        if not exposure.shows_held:
+        if not registration.shows_held:
             parts = bucket.of_shard(out)
-            exposure.set_gradients([part if has else None for part, has in zip(parts, there, strict=True)])
+            registration.set_gradients([part if has else None for part, has in zip(parts, there, strict=True)])
         elif gradients is not None:
-            for held, grad in zip(exposure.gradients(), gradients, strict=True):
+            for held, grad in zip(registration.gradients(), gradients, strict=True):
                 if held is not None:
                     held.copy_(_or_zeros(grad, held.shape, held))
 
@@ -283,13 +283,13 @@ def iter_full_params(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from _unsharded(module, units)
     names = {each: clean(name) for name, each in module.named_modules()}
     for unit in units:
-        with unit.lending() as exposures:
-            for exposure in exposures:
-                yield from _gathered(exposure, names)
+        with unit.lending() as registrations:
+            for registration in registrations:
+                yield from _gathered(registration, names)
 
 
 def _unsharded(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[str, torch.Tensor]]:
-    ours = {parameter for unit in units for exposure in unit.exposures for parameter in exposure.parameters}
+    ours = {parameter for unit in units for registration in unit.registrations for parameter in registration.parameters}
     members = {id(leaf) for unit in units for bucket in unit.buckets for leaf in bucket.leaves}
     for name, parameter in module.named_parameters():
         if parameter in ours or id(parameter) in members:
@@ -310,16 +310,16 @@ def _refuse_parts(module: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def _is_of_unit(value: object) -> bool:
-    return isinstance(value, AbsentParameter) or (isinstance(value, nn.Parameter) and is_held(value))
+    return isinstance(value, ShardedPlaceholder) or (isinstance(value, nn.Parameter) and is_held(value))
 
 
-def _gathered(exposure: Exposure, names: Mapping[nn.Module, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    bucket = exposure.bucket
+def _gathered(registration: ParamRegistration, names: Mapping[nn.Module, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    bucket = registration.bucket
     bucket.free()
     full = gather(bucket, bucket.shard.data)
     try:
         for index, member in enumerate(bucket.members):
-            value = exposure.computed(index, full.values[index])
+            value = registration.computed(index, full.values[index])
             yield _name(member, names), _complete(value.clone())  # of its own, so that the unit's can go
     finally:
         full.free()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardckpt.core.params.full_params import Staging, copies, join
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.registration.base import Exposure
+from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.state.adapters.base import Entry, Holder, from_first, local
 from shardckpt.state.redistribute.rank_grid import Ranks
 from shardckpt.state.redistribute.scatter_from_rank0 import deal
@@ -22,13 +22,13 @@ class BucketHolder(Holder):
     """A bucket of the engine; the ways in which its parameters are exposed are classes of their own.
 
     Args:
-        exposure: The bucket as the user sees it.
+        registration: The bucket as it is registered on the modules.
         names: The names of each member in the model, the first before its aliases.
         everyone: The ranks that the model is on.
     """
 
-    def __init__(self, exposure: Exposure, names: Sequence[Sequence[str]], everyone: Ranks) -> None:
-        bucket = exposure.bucket
+    def __init__(self, registration: ParamRegistration, names: Sequence[Sequence[str]], everyone: Ranks) -> None:
+        bucket = registration.bucket
         rows = zip(names, bucket.leaves, strict=True)
         super().__init__(
             [
@@ -37,12 +37,12 @@ class BucketHolder(Holder):
             ],
             everyone,
         )
-        self._exposure = exposure
+        self._registration = registration
 
     @property
     def bucket(self) -> Bucket:
         """The bucket."""
-        return self._exposure.bucket
+        return self._registration.bucket
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +52,7 @@ class BucketHolder(Holder):
     @property
     def exposed(self) -> list[nn.Parameter]:
         """The parameters that an optimizer holds."""
-        return self._exposure.parameters
+        return self._registration.parameters
 
     @property
     def is_everywhere(self) -> bool:
@@ -81,13 +81,13 @@ class BucketHolder(Holder):
     @property
     def laid(self) -> torch.Tensor:
         """The shard."""
-        self._exposure.adopt()
+        self._registration.adopt()
         return self.bucket.shard.detach()
 
     def written(self) -> None:
         """Give up full parameters that are there: they are stale."""
         self.bucket.free()
-        self._exposure.show_sharded()
+        self._registration.show_sharded()
 
     def places(self, laid: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's part as a view."""

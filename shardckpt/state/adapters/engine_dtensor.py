@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardckpt.core.params.full_params import Staging
-from shardckpt.core.registration.dtensor_params import DTensorExposure
+from shardckpt.core.registration.dtensor_params import DTensorRegistration
 from shardckpt.state.adapters.base import Cut, local, placing_of
 from shardckpt.state.adapters.engine_bucket import BucketHolder
 from shardckpt.state.redistribute.dtensor_rows import chunks, has_rows_everywhere
@@ -18,14 +18,14 @@ class RowsHolder(BucketHolder):
     """A bucket of `fully_shard`.
 
     Args:
-        exposure: The bucket as the user sees it.
+        registration: The bucket as it is registered on the modules.
         names: The names of each member in the model, the first before its aliases.
         everyone: The ranks that the model is on.
     """
 
-    def __init__(self, exposure: DTensorExposure, names: Sequence[Sequence[str]], everyone: Ranks) -> None:
-        super().__init__(exposure, names, everyone)
-        self._placed = exposure.placed
+    def __init__(self, registration: DTensorRegistration, names: Sequence[Sequence[str]], everyone: Ranks) -> None:
+        super().__init__(registration, names, everyone)
+        self._placed = registration.placed
 
     @property
     def all_have(self) -> bool:

@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import Placement
 from shardckpt.core.params.buffer_layout import apart
 from shardckpt.core.params.full_params import Staging, gather
 from shardckpt.core.params.mesh_placement import cut_over_both
-from shardckpt.core.registration.flat_param import FlatExposure
-from shardckpt.core.registration.orig_params import OriginalExposure
+from shardckpt.core.registration.flat_param import FlatParamRegistration
+from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.state.adapters.base import Cut, local, placing_of
 from shardckpt.state.adapters.engine_bucket import BucketHolder
@@ -28,7 +28,7 @@ class FlatHolder(BucketHolder):
     """A bucket laid out flat: one flat parameter, or original ones as 1-D views.
 
     Args:
-        exposure: The bucket as the user sees it.
+        registration: The bucket as it is registered on the modules.
         names: The names of each member in the model, the first before its aliases.
         everyone: The ranks that the model is on.
         mesh: The ranks that share the bucket, with its shards along the last dimension; None where nothing is sharded.
@@ -37,13 +37,13 @@ class FlatHolder(BucketHolder):
 
     def __init__(
         self,
-        exposure: FlatExposure | OriginalExposure,
+        registration: FlatParamRegistration | OrigParamsRegistration,
         names: Sequence[Sequence[str]],
         everyone: Ranks,
         mesh: DeviceMesh | None,
         flat_name: str | None,
     ) -> None:
-        super().__init__(exposure, names, everyone)
+        super().__init__(registration, names, everyone)
         self._mesh = mesh
         self._flat_name = flat_name
 
@@ -61,7 +61,7 @@ class FlatHolder(BucketHolder):
             values: One for each entry, registered where it belongs; or one for the flat parameter.
             lying: It is the flat parameter's.
         """
-        home = self._exposure.home if isinstance(self._exposure, FlatExposure) else None
+        home = self._registration.home if isinstance(self._registration, FlatParamRegistration) else None
         if home is not None:
             home.module._parameters[home.attribute] = values[0] if lying else None  # type: ignore[assignment]
         if not lying:
@@ -73,8 +73,8 @@ class FlatHolder(BucketHolder):
     def registered(self, *, lying: bool) -> list[torch.Tensor]:
         """Return what is registered in the places that `show` filled: what was shown, or what was put there since."""
         if lying:
-            assert isinstance(self._exposure, FlatExposure), "only a flat parameter lies by itself"
-            places = [self._exposure.home]
+            assert isinstance(self._registration, FlatParamRegistration), "only a flat parameter lies by itself"
+            places = [self._registration.home]
         else:
             places = [member.places[0] for member in self.bucket.members]
         found = [place.module._parameters[place.attribute] for place in places]
@@ -82,10 +82,10 @@ class FlatHolder(BucketHolder):
 
     def hide(self) -> None:
         """Register what is registered while the bucket is sharded."""
-        if isinstance(self._exposure, FlatExposure):
-            self._exposure.hide_whole()
+        if isinstance(self._registration, FlatParamRegistration):
+            self._registration.hide_whole()
         else:
-            self._exposure.show_sharded()
+            self._registration.show_sharded()
 
     @property
     def flat_name(self) -> str | None:

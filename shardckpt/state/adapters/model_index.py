@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardckpt.core.modules.fqn_and_params import clean, is_incompatible
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.registration.base import Exposure
-from shardckpt.core.registration.dtensor_params import DTensorExposure
-from shardckpt.core.registration.flat_param import FlatExposure
-from shardckpt.core.registration.orig_params import OriginalExposure
+from shardckpt.core.registration.base import ParamRegistration
+from shardckpt.core.registration.dtensor_params import DTensorRegistration
+from shardckpt.core.registration.flat_param import FlatParamRegistration
+from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.core.runtime.fsdp_unit import Unit
 from shardckpt.core.runtime.traversal import ShardedModule, units
 from shardckpt.state.adapters.base import Entry, Holder
@@ -148,13 +148,13 @@ class _Walk:
     def __init__(self, model: nn.Module) -> None:
         self._root = model
         self._units = units(model)
-        self._of_place: dict[tuple[int, str], tuple[Exposure, int]] = {}
+        self._of_place: dict[tuple[int, str], tuple[ParamRegistration, int]] = {}
         self._attributes: dict[int, list[str]] = {}
         self._exposed: set[int] = set()
         for unit in self._units:
             unit.bind_extensions()
-            for exposure in unit.exposures:
-                self._note(exposure)
+            for registration in unit.registrations:
+                self._note(registration)
         self._flats: dict[int, str] = {}
         self._homes: list[tuple[nn.Module, str]] = []
         self._places: dict[str, tuple[nn.Module, str]] = {}
@@ -167,11 +167,11 @@ class _Walk:
         for prefix, module in modules(model):
             self._visit(f"{prefix}." if prefix else "", module)
 
-    def _note(self, exposure: Exposure) -> None:
-        self._exposed |= {id(parameter) for parameter in (*exposure.parameters, *exposure.bucket.leaves)}
-        for index, member in enumerate(exposure.bucket.members):
+    def _note(self, registration: ParamRegistration) -> None:
+        self._exposed |= {id(parameter) for parameter in (*registration.parameters, *registration.bucket.leaves)}
+        for index, member in enumerate(registration.bucket.members):
             for place in member.places:
-                self._of_place[id(place.module), place.attribute] = (exposure, index)
+                self._of_place[id(place.module), place.attribute] = (registration, index)
                 self._attributes.setdefault(id(place.module), []).append(place.attribute)
 
     def _visit(self, prefix: str, module: nn.Module) -> None:
@@ -216,7 +216,9 @@ class _Walk:
     def description(self) -> Description:
         """Return what was found."""
         ranks = Ranks.of(self._groups)
-        holders: list[Holder] = [self._holder(exposure, ranks) for unit in self._units for exposure in unit.exposures]
+        holders: list[Holder] = [
+            self._holder(registration, ranks) for unit in self._units for registration in unit.registrations
+        ]
         for key, parameter in self._plain.items():
             first, *others = self._known[key]
             entry = Entry(first, tuple(others), tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
@@ -236,13 +238,15 @@ class _Walk:
             flats=tuple(self._homes),
         )
 
-    def _holder(self, exposure: Exposure, ranks: Ranks) -> Holder:
-        names = [self._known[exposure, index] for index in range(len(exposure.bucket.members))]
-        if isinstance(exposure, DTensorExposure):
-            return RowsHolder(exposure, names, ranks)
-        assert isinstance(exposure, (FlatExposure, OriginalExposure)), "these are all exposures there are"
-        flat_name = self._flats[id(exposure.flat)] if isinstance(exposure, FlatExposure) else None
-        return FlatHolder(exposure, names, ranks, mesh_of_bucket(exposure.bucket), flat_name)
+    def _holder(self, registration: ParamRegistration, ranks: Ranks) -> Holder:
+        names = [self._known[registration, index] for index in range(len(registration.bucket.members))]
+        if isinstance(registration, DTensorRegistration):
+            return RowsHolder(registration, names, ranks)
+        assert isinstance(registration, (FlatParamRegistration, OrigParamsRegistration)), (
+            "all kinds of registration are known"
+        )
+        flat_name = self._flats[id(registration.flat)] if isinstance(registration, FlatParamRegistration) else None
+        return FlatHolder(registration, names, ranks, mesh_of_bucket(registration.bucket), flat_name)
 
 
 def groups_of(unit: Unit) -> list[dist.ProcessGroup | None]:
@@ -252,9 +256,9 @@ def groups_of(unit: Unit) -> list[dist.ProcessGroup | None]:
         unit: The unit.
     """
     found: list[dist.ProcessGroup | None] = []
-    for exposure in unit.exposures:
-        found += [exposure.bucket.group.shard, exposure.bucket.group.replicate]
-        found += [group for leaf in exposure.bucket.leaves for group in _mesh_groups(leaf)]
+    for registration in unit.registrations:
+        found += [registration.bucket.group.shard, registration.bucket.group.replicate]
+        found += [group for leaf in registration.bucket.leaves for group in _mesh_groups(leaf)]
     return found
 
 

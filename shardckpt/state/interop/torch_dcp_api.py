@@ -20,7 +20,7 @@ from torch.distributed.fsdp import api as theirs
 from shardckpt.core import config
 from shardckpt.core.fsdp1.wrapper import FLAT_PARAM, FullyShardedDataParallel
 from shardckpt.core.modules.fqn_and_params import clean
-from shardckpt.core.registration.flat_param import FlatExposure
+from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.state.adapters.flat_shard_check import has_peers
 from shardckpt.state.adapters.model_index import EXTRA
 from shardckpt.state.adapters.torch_fsdp1 import find_torch_wrapper
@@ -113,9 +113,9 @@ def _members(model: nn.Module, path: str, attribute: str) -> list[str]:
         if isinstance(above, FullyShardedDataParallel):
             return [
                 ".".join([*parts[:depth], member.fqn])
-                for exposure in above.sharding_unit.exposures
-                if isinstance(exposure, FlatExposure) and exposure.home.attribute == attribute
-                for member in exposure.bucket.members
+                for registration in above.sharding_unit.registrations
+                if isinstance(registration, FlatParamRegistration) and registration.home.attribute == attribute
+                for member in registration.bucket.members
             ]
     return []
 

@@ -15,8 +15,8 @@ from shardckpt.core.config import FullStateDictConfig, StateDictSettings, StateD
 from shardckpt.core.fsdp1.state_dict_api import StateStatics
 from shardckpt.core.modules.fqn_and_params import WRAPPED, clean
 from shardckpt.core.params.full_params import Staging
-from shardckpt.core.registration.flat_param import FlatExposure
-from shardckpt.core.registration.orig_params import OriginalExposure
+from shardckpt.core.registration.flat_param import FlatParamRegistration
+from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.core.runtime.fsdp_unit import Unit
 from shardckpt.state.adapters.engine_flat import FlatHolder
 from shardckpt.state.adapters.model_index import groups_of, mesh_of_bucket
@@ -39,11 +39,13 @@ def holders_of(unit: Unit) -> list[FlatHolder]:
     """Return who holds the parameters of one wrapped module; names are those from the module on."""
     found: list[FlatHolder] = []
     ranks = Ranks.of(groups_of(unit))
-    for exposure in unit.exposures:
-        assert isinstance(exposure, (FlatExposure, OriginalExposure)), "the wrapper exposes nothing else"
-        names = [[place.fqn for place in member.places] for member in exposure.bucket.members]
-        flat_name = exposure.home.attribute if isinstance(exposure, FlatExposure) else None
-        found.append(FlatHolder(exposure, names, ranks, mesh_of_bucket(exposure.bucket), flat_name))
+    for registration in unit.registrations:
+        assert isinstance(registration, (FlatParamRegistration, OrigParamsRegistration)), (
+            "the wrapper has no other registrations"
+        )
+        names = [[place.fqn for place in member.places] for member in registration.bucket.members]
+        flat_name = registration.home.attribute if isinstance(registration, FlatParamRegistration) else None
+        found.append(FlatHolder(registration, names, ranks, mesh_of_bucket(registration.bucket), flat_name))
     return found
 
 
@@ -252,7 +254,7 @@ def prepared(state: MutableMapping[str, Any], prefix: str, unit: Unit) -> None:
         unit: Its unit. Where flat parameters themselves are handed back under their names, as torch's
             `set_model_state_dict` does beside the state, there is nothing to load.
     """
-    flats = [each.flat.data_ptr() for each in unit.exposures if isinstance(each, FlatExposure)]
+    flats = [each.flat.data_ptr() for each in unit.registrations if isinstance(each, FlatParamRegistration)]
     for name in [name for name, value in state.items() if name.startswith(prefix) and _is_any(value, flats)]:
         del state[name]
     compiled = list(_compiled(unit.module))

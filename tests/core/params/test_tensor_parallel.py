@@ -157,7 +157,7 @@ def test_a_tied_parameter_goes_to_the_unit_above_as_it_was():
         model[1].weight = model[0].weight
         model[0] = shard(model[0], device_mesh=mesh["dp"], use_orig_params=orig)
         sharded = shard(model, device_mesh=mesh["dp"], use_orig_params=orig)
-        weights = {len(each.bucket.members) for unit in (sharded, model[0]) for each in unit._unit.exposures}
+        weights = {len(each.bucket.members) for unit in (sharded, model[0]) for each in unit._unit.registrations}
         return sorted(weights)
 
     assert both(body) == [[[1, 2]] * 2] * 4
