@@ -60,32 +60,32 @@ class Iteration(Protocol):
     def lap(self) -> int:
         """The number of the computation that a user began last."""
 
-    def calls_ended(self) -> int:
-        """Return how many calls have ended in this forward."""
+    def count_finished_calls(self) -> int:
+        """Return the number of calls that finished in this forward."""
 
-    def forward_begins(self, unit: Unit) -> None:
-        """The unit computes now; its parameters are there."""
+    def on_pre_forward(self, unit: Unit) -> None:
+        """Record that a unit is unsharded and computes next."""
 
-    def forward_ended(self, call: Call) -> None:
-        """The unit has computed, and its results have gradients."""
+    def record_post_forward(self, call: Call) -> None:
+        """Record a call whose outputs require gradients."""
 
-    def backward_begins(self) -> None:
-        """A gradient is there; told again and again."""
+    def ensure_backward_started(self) -> None:
+        """Start a backward unless one runs; units call it many times."""
 
-    def backward_reached(self, call: Call) -> None:
-        """A gradient of a call's results is there; its parameters are about to be needed."""
+    def on_pre_backward(self, call: Call) -> None:
+        """Prepare for the backward of a call: a gradient of its outputs has arrived."""
 
-    def backward_needs(self, unit: Unit) -> None:
-        """The unit's parameters are there; gradients are computed next."""
+    def prefetch_backward_pre(self, unit: Unit) -> None:
+        """Prefetch before the gradients of a unit are computed (BACKWARD_PRE)."""
 
-    def backward_passes(self, call: Call) -> None:
-        """Everything of a call has its gradients; what is nested in it must have come first."""
+    def on_post_backward(self, call: Call) -> None:
+        """Finish the calls that are nested in one whose gradients are complete."""
 
-    def backward_passed(self, unit: Unit) -> None:
-        """The unit's parameters are not needed any more."""
+    def prefetch_backward_post(self, unit: Unit) -> None:
+        """Prefetch after the gradients of a unit are computed (BACKWARD_POST)."""
 
-    def reduction_begins(self, unit: Unit) -> None:
-        """A reduction of the unit is under way."""
+    def on_reduction_start(self, unit: Unit) -> None:
+        """Record a reduction that has started."""
 
     def filled(self, bucket: Bucket, unit: Unit) -> None:
         """A bucket's buffer has an address now."""
@@ -102,8 +102,8 @@ class Iteration(Protocol):
     def is_root(self, unit: Unit) -> bool:
         """Tell whether the unit is the outermost one."""
 
-    def rests(self, unit: Unit) -> None:
-        """The unit has computed."""
+    def on_post_forward(self, unit: Unit) -> None:
+        """Record that a unit has computed."""
 
     def reduces(self, unit: Unit) -> None:
         """The unit's gradients are about to be reduced."""
@@ -432,8 +432,8 @@ class Unit:
     # ---------------------------------------------------------------------------------------------- forward
 
     @hidden
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gather, and put a node in front of the inputs that tells when everything behind them has its gradients.
+    def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Unshard, and register the post-backward hook in front of the inputs.
 
         Args:
             args: The module's arguments.
@@ -454,7 +454,9 @@ class Unit:
         self._cast_buffers()
         args, kwargs = self._prepared((args, kwargs))
         found = [t for t in tensors((args, kwargs)) if t.requires_grad] if torch.is_grad_enabled() else []
-        call = Call(self, 0 if again else self._root.calls_ended(), bool(found), _NOW if again else self._root.lap)
+        call = Call(
+            self, 0 if again else self._root.count_finished_calls(), bool(found), _NOW if again else self._root.lap
+        )
         self._running.append(call)
         if not again:
             self.phase = Phase.FORWARD
@@ -463,12 +465,12 @@ class Unit:
             self.free()  # kept by a forward in the other mode, or gathered ahead for one
         self._fill(exact=self._exactly)
         if not again:
-            self._root.forward_begins(self)
+            self._root.on_pre_forward(self)
         if torch.is_grad_enabled():
             self._owed.add(call.lap)
         if not found or not self._active:
             return args, kwargs
-        through = iter(autograd_hooks.thread(found, lambda: self.passed(call)))
+        through = iter(autograd_hooks.thread(found, lambda: self.post_backward_hook(call)))
         return mapped((args, kwargs), lambda t: next(through) if t.requires_grad else t)  # type: ignore[no-any-return]
 
     @property
@@ -495,8 +497,8 @@ class Unit:
         return mixed_precision.cast(given, config.param_dtype)
 
     @hidden
-    def after_forward(self, output: Any) -> Any:
-        """Free, and let the gradients of the results gather again.
+    def post_forward(self, output: Any) -> Any:
+        """Reshard, and register pre-backward hooks on the outputs.
 
         Args:
             output: The module's result.
@@ -510,21 +512,21 @@ class Unit:
             output = mixed_precision.cast(output, self.config.precision.output_dtype)
         found = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
         for tensor in found:
-            tensor.register_hook(lambda _: self._reached(call))  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda _: self.pre_backward_hook(call))  # type: ignore[no-untyped-call]
         if found and not again and self._active:
             self._calls.add(call)
-            self._root.forward_ended(call)
+            self._root.record_post_forward(call)
         self._ran += not again
         if again or self._running or self._ran < len(self.modules):
             return output
         self._ran = 0
         self.phase = Phase.IDLE
-        self._root.rests(self)
+        self._root.on_post_forward(self)
         self._leave_forward()
         return output
 
-    def rest(self) -> None:
-        """After what a user began has computed: modules of the unit that did not are not waited for."""
+    def end_root_forward(self) -> None:
+        """End the root's forward: wait no longer for modules of the unit that did not run."""
         if self._ran and not self._running:
             self._ran = 0
             self.phase = Phase.IDLE
@@ -571,7 +573,8 @@ class Unit:
 
     # --------------------------------------------------------------------------------------------- backward
 
-    def _reached(self, call: Call) -> None:
+    def pre_backward_hook(self, call: Call) -> None:
+        """Prepare for the backward of a call when a gradient of its outputs arrives. Collective."""
         root = self._root
         if torch.is_grad_enabled() and not all(bucket.aliased for bucket in self.buckets):
             raise DoubleBackwardError(
@@ -580,17 +583,17 @@ class Unit:
                 found="a backward with create_graph=True",
                 fix="Compute this term with summon_full_params or a NO_SHARD unit, or without create_graph.",
             )
-        root.backward_begins()
-        root.backward_reached(call)
-        self.enter_backward()
+        root.ensure_backward_started()
+        root.on_pre_backward(call)
+        self.pre_backward()
 
-    def enter_backward(self) -> None:
-        """Gradients of the unit's results are there: gather, unless it is told to do without."""
+    def pre_backward(self) -> None:
+        """Unshard for backward, unless the settings of the unit say not to. Collective."""
         if self.config.gathers_in_backward:
             self.fill_for_backward()
             return
         self._take_part()
-        self._root.backward_needs(self)
+        self._root.prefetch_backward_pre(self)
 
     def _take_part(self) -> None:
         self.phase = Phase.BACKWARD
@@ -600,18 +603,18 @@ class Unit:
     def gradient_arrived(self) -> None:
         """Note that a full parameter has a gradient, perhaps of a tensor that no result of a call leads to."""
         if self.attached:
-            self._root.backward_begins()
+            self._root.ensure_backward_started()
             self._owed.add(_NOW)
 
     def fill_for_backward(self) -> None:
         """Gather for gradients, unless the parameters are there."""
         root = self._root
-        root.backward_begins()
+        root.ensure_backward_started()
         if self.phase is Phase.BACKWARD and self.filled and self._full_shown:
             return
         self._take_part()
         self._fill(exact=self._exactly)
-        root.backward_needs(self)
+        root.prefetch_backward_pre(self)
 
     def stale(self) -> str:
         """Say that a parameter was changed between forward and backward."""
@@ -620,23 +623,23 @@ class Unit:
             f"a parameter of unit {self.name} was changed between its forward and its backward"
         )
 
-    def skip(self, call: Call) -> None:
-        """Do for a call that this rank's gradients do not reach what the other ranks do for it. Collective."""
-        self.enter_backward()
+    def run_skipped_post_backward(self, call: Call) -> None:
+        """Join the collectives of a call that gradients of this rank do not reach. Collective."""
+        self.pre_backward()
         if call in self._calls:
-            self.passed(call)
+            self.post_backward_hook(call)
 
-    def passed(self, call: Call) -> None:
-        """Everything behind a call has its gradients; after the last call of the unit they are reduced. Collective."""
-        self._root.backward_begins()
-        self._root.backward_passes(call)
+    def post_backward_hook(self, call: Call) -> None:
+        """Finish a call: its gradients are complete; the unit's last call reduces. Collective."""
+        self._root.ensure_backward_started()
+        self._root.on_post_backward(call)
         self._calls.discard(call)
         if self._calls:
             return
-        self.finish_backward()
+        self.post_backward()
 
-    def finish_backward(self, laps: Set[int] | None = None) -> None:
-        """Reduce the gradients, or keep them where reductions are held back, and free. Collective.
+    def post_backward(self, laps: Set[int] | None = None) -> None:
+        """Reshard, and reduce gradients unless gradient sync is off. Collective.
 
         Args:
             laps: Those that are done with; all where None.
@@ -648,7 +651,7 @@ class Unit:
         if not self._keeps_after_backward(held=not self.sync_gradients):
             self.free()
         self.phase = Phase.IDLE
-        self._root.backward_passed(self)
+        self._root.prefetch_backward_post(self)
         if self.sync_gradients:
             self._begin_reduce()
 
@@ -675,7 +678,7 @@ class Unit:
                 )
                 began = True
         if began:
-            self._root.reduction_begins(self)
+            self._root.on_reduction_start(self)
 
     @property
     def reduced(self) -> bool:
@@ -690,13 +693,13 @@ class Unit:
                 everything = replace(reduced, used=(True,) * len(reduced.used))
                 each.add_gradient(everything if self.config.zeros_for_unused else reduced)
 
-    def begin_iteration(self) -> None:
-        """Before the first gradient of a backward: take back what was shown of gradients held back."""
+    def prepare_gradients_for_backward(self) -> None:
+        """Take unsynced gradients back from parameters before a backward adds to them."""
         for each in self._active:
             each.take_held()
 
-    def end_iteration(self) -> None:
-        """After a backward: forget its calls, free what is left, show gradients that were held back."""
+    def finalize_backward(self) -> None:
+        """End a backward: forget its calls, reshard, show unsynced gradients."""
         self._calls.clear()
         self._renew_watches()
         took_part, self._took_part = self._took_part, False

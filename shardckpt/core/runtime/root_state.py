@@ -65,8 +65,8 @@ class Context:
     # ---------------------------------------------------------------------------------------------- iteration
 
     @hidden
-    def forward_starts(self) -> None:
-        """Before the root computes: recover from an iteration that ended in an exception."""
+    def root_pre_forward(self) -> None:
+        """Prepare an iteration before the root computes; recover from one that failed."""
         if autograd_hooks.in_backward():
             return
         self.recover()
@@ -146,14 +146,14 @@ class Context:
             self._depth -= 1
             if not self._depth:
                 for unit in self.units:
-                    unit.rest()
+                    unit.end_root_forward()
 
-    def calls_ended(self) -> int:
-        """Return how many calls have ended in this forward."""
+    def count_finished_calls(self) -> int:
+        """Return the number of calls that finished in this forward."""
         return len(self._order)
 
-    def forward_begins(self, unit: Unit) -> None:
-        """Start to gather the unit that came next in the first iteration, where forward prefetching is on."""
+    def on_pre_forward(self, unit: Unit) -> None:
+        """Record a unit that computes next, and prefetch the one that follows it if settings say so."""
         position = len(self._begun)
         self._begun.append(unit)
         told = unit.told_next(Phase.FORWARD)
@@ -165,8 +165,8 @@ class Context:
         if unit.config.forward_prefetch and len(begun) == 2 and begun[0] is unit:
             begun[1].prefetch()
 
-    def forward_ended(self, call: Call) -> None:
-        """Note the order: backward goes through it from its end, on every rank alike."""
+    def record_post_forward(self, call: Call) -> None:
+        """Record the post-forward order: backward goes through it in reverse, on every rank alike."""
         self._places[call] = len(self._order)
         self._order.append(call)
 
@@ -174,8 +174,8 @@ class Context:
         """Tell whether the unit is the outermost one."""
         return unit is self.root
 
-    def rests(self, unit: Unit) -> None:
-        """Once the root has computed, ranks compare, in debug mode, where they are."""
+    def on_post_forward(self, unit: Unit) -> None:
+        """Note that parameters may be kept once the root has computed; in debug mode, compare ranks."""
         if unit is self.root:
             self._kept |= torch.is_grad_enabled()
             if self._ranks is not None:
@@ -200,8 +200,8 @@ class Context:
 
     # ----------------------------------------------------------------------------------------------- backward
 
-    def backward_begins(self) -> None:
-        """Once a backward: arrange for its end, and take back gradients that were held back."""
+    def ensure_backward_started(self) -> None:
+        """Queue the final callback when a backward starts, and prepare the gradients of all units."""
         if self._backward:
             self._end_done_reductions()
             return
@@ -210,12 +210,12 @@ class Context:
             self._ranks.order.backward_begins()
         self._laps, self._open = set(), []
         self._cursor = len(self._order)
-        autograd_hooks.at_end_of_backward(self._finish)
+        autograd_hooks.at_end_of_backward(self._post_backward_final_callback)
         for each in self.units:
-            each.begin_iteration()
+            each.prepare_gradients_for_backward()
 
-    def backward_reached(self, call: Call) -> None:
-        """Go back in the order of forward to this call; calls on the way that nothing came back to are skipped here.
+    def on_pre_backward(self, call: Call) -> None:
+        """Go back in the post-forward order to this call; run the calls on the way that were missed.
 
         Other ranks may have reached those, and gathered and reduced them: so does this one, at the same place.
         """
@@ -223,46 +223,46 @@ class Context:
         if place is None:
             return
         self._laps.add(call.lap)
-        self._skip_to(place + 1)
-        self._close_above(place)
+        self._run_missed_calls(place + 1)
+        self._finish_calls_above(place)
         self._cursor = min(self._cursor, place)
-        self._await_end(call)
+        self._defer_finish(call)
 
-    def backward_passes(self, call: Call) -> None:
-        """Skip what is nested in the call and was not reached."""
+    def on_post_backward(self, call: Call) -> None:
+        """Run the missed calls that are nested in this one, and finish those that began."""
         if call.lap:
             self._laps.add(call.lap)
         if call in self._places:
-            self._skip_to(call.below)
-            self._close_above(call.below - 1, self._places[call])
+            self._run_missed_calls(call.below)
+            self._finish_calls_above(call.below - 1, self._places[call])
 
-    def _skip_to(self, place: int) -> None:
+    def _run_missed_calls(self, place: int) -> None:
         while self._cursor > place:
-            self._close_above(self._cursor - 1)
+            self._finish_calls_above(self._cursor - 1)
             self._cursor -= 1
             call = self._order[self._cursor]
             if call.lap not in self._laps:
                 continue
             if call.below < place:  # what was reached is nested in it: it has only begun
-                call.unit.enter_backward()
-                self._await_end(call)
+                call.unit.pre_backward()
+                self._defer_finish(call)
             else:
-                call.unit.skip(call)
+                call.unit.run_skipped_post_backward(call)
 
-    def _await_end(self, call: Call) -> None:
+    def _defer_finish(self, call: Call) -> None:
         if not call.threaded and call not in self._open:
             self._open.append(call)
 
-    def _close_above(self, place: int, limit: int | None = None) -> None:
-        """End the calls whose inputs have no gradients, once backward has gone below all that is nested in them."""
+    def _finish_calls_above(self, place: int, limit: int | None = None) -> None:
+        """Finish the calls without a post-backward hook, once backward has passed all that is nested in them."""
         for call in tuple(self._open):
             at = self._places.get(call, -1)
             if call in self._open and call.below > place and (limit is None or at < limit):
                 self._open.remove(call)
-                call.unit.passed(call)
+                call.unit.post_backward_hook(call)
 
-    def backward_needs(self, unit: Unit) -> None:
-        """Start to gather what is needed next."""
+    def prefetch_backward_pre(self, unit: Unit) -> None:
+        """Prefetch what backward needs next, before the gradients of a unit are computed."""
         told = unit.told_next(Phase.BACKWARD)
         if told is not None:
             for each in told:
@@ -270,8 +270,8 @@ class Context:
         elif unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch()
 
-    def backward_passed(self, unit: Unit) -> None:
-        """Start to gather what is needed next, where that waits for the gradients."""
+    def prefetch_backward_post(self, unit: Unit) -> None:
+        """Prefetch what backward needs next, if settings say to wait for the gradients of a unit."""
         posted = unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST
         if posted and unit.told_next(Phase.BACKWARD) is None:
             self._prefetch()
@@ -282,8 +282,8 @@ class Context:
         if call is not None and call.unit.config.gathers_in_backward:
             call.unit.prefetch()
 
-    def reduction_begins(self, unit: Unit) -> None:
-        """Let one reduction be under way, so that one buffer of gradients is held, or as many as were wanted."""
+    def on_reduction_start(self, unit: Unit) -> None:
+        """Record a reduction, and finish older ones beyond the number of buffers that is allowed."""
         self._reducing = [*(each for each in self._reducing if each is not unit), unit]
         self._end_reductions(unit.config.reductions_under_way)
 
@@ -296,19 +296,19 @@ class Context:
         while len(self._reducing) > left:
             self._reducing.pop(0).finish_reduction()
 
-    def _finish(self) -> None:
-        """The end of a backward: what is left is reduced in the fixed order of units, everything is freed."""
+    def _post_backward_final_callback(self) -> None:
+        """End a backward: reduce the remaining gradients in the fixed order of units, reshard all."""
         self._reach_laps_of_gradients()
         if self._laps:
-            self._skip_to(0)
-            self._close_above(-1)
+            self._run_missed_calls(0)
+            self._finish_calls_above(-1)
         for unit in reversed(self.units):
             if unit.owes(self._laps):
-                unit.finish_backward(self._laps)
+                unit.post_backward(self._laps)
         if self.waits_for_reductions:
             self._end_reductions(0)
         for unit in self.units:
-            unit.end_iteration()
+            unit.finalize_backward()
         if self._ranks is not None:
             self._ranks.order.backward_ends()
         self._backward = False
@@ -360,13 +360,13 @@ def compute(
     """
     is_root = context.root is unit
     if is_root:
-        context.forward_starts()
+        context.root_pre_forward()
     with context.computing():
         try:
-            args, named = unit.before_forward(args, dict(kwargs))
+            args, named = unit.pre_forward(args, dict(kwargs))
             with unit.computing():
                 output = function(*args, **named)
-            return unit.after_forward(output)
+            return unit.post_forward(output)
         except BaseException:
             unit.forward_failed()
             if is_root:
