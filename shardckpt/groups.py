@@ -20,23 +20,23 @@ from shardckpt.errors import RankError, ShardckptError, UsageError
 from shardckpt.rendezvous import BoundedStore, make_group, meet
 
 _MESSAGE_BYTES = 512
-"""An error is told in so many bytes, so that agreeing that there was none costs one small collective."""
+"""Bytes of an error message in the all-gather that ends a collective: without an error it costs one small one."""
 
 
-_WORD_BYTES = _MESSAGE_BYTES - 1
+_PIGGYBACK_BYTES = _MESSAGE_BYTES - 1
 
 
-class Word:
-    """What ranks tell each other besides that none failed, in the same collective.
+class Piggyback:
+    """A message of each rank that the all-gather of errors carries along.
 
     Attributes:
-        said: What this rank says, of at most 511 bytes; set inside the block.
-        heard: What each rank said, in rank order, with zero bytes behind it; there once the block has ended.
+        local: This rank's message, of at most 511 bytes; set inside the block.
+        gathered: Each rank's message, in rank order, padded with zero bytes; set at the end of the block.
     """
 
     def __init__(self) -> None:
-        self.said = b""
-        self.heard: list[bytes] = []
+        self.local = b""
+        self.gathered: list[bytes] = []
 
 
 class Group(ABC):
@@ -52,11 +52,11 @@ class Group(ABC):
     def size(self) -> int:
         """How many ranks there are."""
 
-    def everywhere(self, rank: int) -> int:
-        """Return the number among all ranks of one of these, which messages name.
+    def global_rank(self, rank: int) -> int:
+        """Return the global rank of a rank of this group; messages name global ranks.
 
         Args:
-            rank: Its number here.
+            rank: Its rank in this group.
         """
         return rank
 
@@ -85,42 +85,42 @@ class Group(ABC):
         return self.all_gather(data)
 
     @contextmanager
-    def together(self, what: str) -> Iterator[Word]:
-        """Run a block on every rank; a failure on one is raised on all, naming the rank. One collective at its end.
+    def collective(self, what: str) -> Iterator[Piggyback]:
+        """Run a block on every rank; an error on one is raised on all, with its rank. One all-gather at the end.
 
         Args:
             what: The work, for the message.
 
         Yields:
-            What this rank may say, and where it hears the others.
+            The message of this rank, and those of the others.
 
         Raises:
             RankError: Another rank failed; this rank's own exception is raised as it is.
         """
         failure: Exception | None = None
-        word = Word()
+        piggyback = Piggyback()
         try:
-            yield word
-        except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+            yield piggyback
+        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             failure = error
-        told = self.all_gather_equal(_fixed(failure, word.said))
+        outcomes = self.all_gather_equal(_pack_outcome(failure, piggyback.local))
         if failure is not None:
             raise failure
-        self._raise_first(what, told)
-        word.heard = [each[1:] for each in told]
+        self._raise_first(what, outcomes)
+        piggyback.gathered = [each[1:] for each in outcomes]
 
-    def _raise_first(self, what: str, told: Sequence[bytes]) -> None:
-        texts = {at: data.rstrip(b"\0").decode("utf-8", "replace") for at, data in enumerate(told) if data[0]}
+    def _raise_first(self, what: str, outcomes: Sequence[bytes]) -> None:
+        texts = {at: data.rstrip(b"\0").decode("utf-8", "replace") for at, data in enumerate(outcomes) if data[0]}
         if texts:
-            failed = [self.everywhere(at) for at in texts]
+            failed = [self.global_rank(at) for at in texts]
             more = f"; ranks {', '.join(map(str, failed))} failed" if len(failed) > 1 else ""
             text = next(iter(texts.values()))
             raise RankError(f"{what} failed on rank {failed[0]}: {text}{more}", rank=failed[0])
 
 
-def _fixed(failure: Exception | None, said: bytes) -> bytes:
+def _pack_outcome(failure: Exception | None, message: bytes) -> bytes:
     if failure is None:
-        return b"\0" + said[:_WORD_BYTES].ljust(_WORD_BYTES, b"\0")
+        return b"\0" + message[:_PIGGYBACK_BYTES].ljust(_PIGGYBACK_BYTES, b"\0")
     text = str(failure) if isinstance(failure, ShardckptError) else f"{type(failure).__name__}: {failure}"
     return (
         (text or type(failure).__name__).encode("utf-8", "replace")[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
@@ -171,8 +171,8 @@ class TorchGroup(Group):
         """Ranks in the group."""
         return dist.get_world_size(self._group)
 
-    def everywhere(self, rank: int) -> int:
-        """Return the number among all ranks of one of the group's."""
+    def global_rank(self, rank: int) -> int:
+        """Return the global rank of a rank of the group."""
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -184,14 +184,14 @@ class TorchGroup(Group):
             if longest == 0:
                 return [b""] * self.size
             rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(rows, _padded(data, longest), group=self._group)
+            dist.all_gather(rows, _pad_to_tensor(data, longest), group=self._group)
         return [row[: int(n)].numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
     def all_gather_equal(self, data: bytes) -> list[bytes]:
         """Gather the bytes, whose number is known."""
         with self._named("all-gather"):
             rows = [torch.empty(len(data), dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(rows, _padded(data, len(data)), group=self._group)
+            dist.all_gather(rows, _pad_to_tensor(data, len(data)), group=self._group)
         return [row.numpy().tobytes() for row in rows]
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
@@ -201,7 +201,7 @@ class TorchGroup(Group):
             dist.broadcast(length, group=self._group, group_src=source)
             if int(length) == 0:
                 return b""
-            row = _padded(data if data is not None and self.rank == source else b"", int(length))
+            row = _pad_to_tensor(data if data is not None and self.rank == source else b"", int(length))
             dist.broadcast(row, group=self._group, group_src=source)
         return row.numpy().tobytes()
 
@@ -218,7 +218,7 @@ class TorchGroup(Group):
             ) from error
 
 
-def _padded(data: bytes, nbytes: int) -> torch.Tensor:
+def _pad_to_tensor(data: bytes, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
 
 
@@ -230,11 +230,11 @@ def current_group(group: dist.ProcessGroup | None = None) -> Group:
 
 
 @contextmanager
-def joined_ranks(timeout: timedelta = timedelta(days=7)) -> Iterator[Group]:
-    """Yield all ranks: of the group that is initialised, else of those that `torchrun` started, joined by gloo.
+def init_gloo_group(timeout: timedelta = timedelta(days=7)) -> Iterator[Group]:
+    """Yield all ranks: of the initialised process group, else of one that is initialised here, with gloo.
 
     Args:
-        timeout: How long a rank may keep the others waiting, where they are joined here.
+        timeout: How long ranks wait for each other in a process group that is initialised here.
 
     Raises:
         RankError: They cannot be joined.
@@ -252,11 +252,11 @@ def joined_ranks(timeout: timedelta = timedelta(days=7)) -> Iterator[Group]:
         dist.destroy_process_group()
 
 
-class Star:
-    """Every rank tells the first, which decides and answers each: a rank that fails or dies is named on all others.
+class Coordinator:
+    """Send each rank's message to rank 0, which decides and answers; a rank that is lost is named on all others.
 
-    Messages go from rank to rank, so the first sees whose connection broke or whose word is late. What it found is
-    left in the group's store too, since a backend that ran out of time speaks to nobody any more.
+    Messages go from rank to rank, so rank 0 sees whose connection broke or whose message is late. It writes that rank
+    to the group's store too, since a backend that ran out of time sends nothing any more.
 
     Args:
         group: A group that nobody else uses, whose backend moves CPU tensors; None for a world of one.
@@ -265,11 +265,11 @@ class Star:
     Attributes:
         rank: This process's number.
         size: How many there are.
-        is_lost: Whether a rank is gone: nobody may be consulted any more.
+        has_lost_rank: Whether a rank is gone: nothing may be sent any more.
     """
 
     _FIRST_WAITS = 0.75
-    """Of the timeout: the first rank has to find who is late before the others give up on it."""
+    """Of the timeout: rank 0 has to find which rank is late before the others give up on rank 0."""
 
     _FINDS_S = 2.0
 
@@ -277,17 +277,19 @@ class Star:
         self._group = group
         self._timeout = timeout
         self._round = 0
-        self.is_lost = False
+        self.has_lost_rank = False
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
 
-    def consult(self, what: str, say: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
-        """Return what the first rank answers this one. Collective: a message from every rank, and one back.
+    def coordinate(
+        self, step: str, message: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]
+    ) -> bytes:
+        """Return rank 0's answer to this rank. Collective: a message from every rank, and one back.
 
         Args:
-            what: The work, for messages.
-            say: What this rank tells, or why it failed.
-            decide: On the first rank, what everyone told becomes an answer for each; what it raises is raised by all.
+            step: The work, for error messages.
+            message: This rank's message, or why it failed.
+            decide: Turns all messages into an answer for each rank, on rank 0; its error is raised on all ranks.
 
         Raises:
             RankError: Another rank failed, is gone or did not answer in time; this rank's own exception comes as it is,
@@ -295,29 +297,31 @@ class Star:
         """
         self._round += 1
         with self.in_step():
-            answer = self._answered(what, say, decide)
-        if isinstance(say, Exception):
-            raise say
+            answer = self._exchange(step, message, decide)
+        if isinstance(message, Exception):
+            raise message
         if answer[:1] == _FAILED:
-            failure = _told_failure(answer[1:])
-            self.is_lost = _IS_GONE in failure.what
+            failure = _decode_failure(answer[1:])
+            self.has_lost_rank = _IS_GONE in failure.what
             raise failure
         return answer[1:]
 
-    def _answered(self, what: str, say: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+    def _exchange(
+        self, step: str, message: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]
+    ) -> bytes:
         if self.rank == 0:
-            return self._decided(what, say, decide)
-        known = say if isinstance(say, RankError) and self.is_lost else None
-        with self._of_first(known):
-            self._send(_framed(say), 0)
-            return self._receive(0, time.monotonic() + self._timeout.total_seconds())
+            return self._gather_and_answer(step, message, decide)
+        known = message if isinstance(message, RankError) and self.has_lost_rank else None
+        with self._report_lost_rank(known):
+            self._send_bytes(_frame(message), 0)
+            return self._recv_bytes(0, time.monotonic() + self._timeout.total_seconds())
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Run work of several consultations; where a signal ends it before its end, the ranks count as lost.
+        """Run work of several messages; where a signal ends it before its end, the ranks count as lost.
 
-        The others go on to the next consultation of that work. Whatever this rank said next would be taken for its
-        part in it, and the answer to that for the answer to what it said.
+        The others go on to the next message of that work. The next message of this rank would be taken for that one,
+        and the answer to it for the answer to this one.
         """
         try:
             yield
@@ -328,148 +332,150 @@ class Star:
             raise
 
     def leave(self) -> None:
-        """Count the ranks as lost: this one leaves work of several consultations before its end."""
-        self.is_lost = self.size > 1
+        """Count the ranks as lost: this one leaves work of several messages before its end."""
+        self.has_lost_rank = self.size > 1
 
-    def post(self, row: torch.Tensor, to: int) -> dist.Work:
-        """Begin to send bytes to a rank that takes them; the tensor stays as it is until the work is done.
+    def send(self, tensor: torch.Tensor, dst: int) -> dist.Work:
+        """Start to send bytes to a rank that receives them; the tensor must not change until the work is done.
 
-        Between two consultations, in an order that both ranks know; it does not mix with what is said there.
+        Between two calls of `coordinate`, in an order that both ranks know; it does not mix with their messages.
 
         Args:
-            row: The bytes.
-            to: The rank.
+            tensor: The bytes.
+            dst: The rank.
         """
-        with self._on_the_way(to):
-            work = dist.isend(row, group=self._group, group_dst=to, tag=_DATA)
+        with self._detect_lost_rank(dst):
+            work = dist.isend(tensor, group=self._group, group_dst=dst, tag=_DATA)
         assert work is not None
         return work
 
-    def take(self, row: torch.Tensor, source: int) -> None:
-        """Wait for the bytes that a rank posts.
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        """Receive bytes that a rank sends.
 
         Args:
-            row: Where they go.
-            source: The rank.
+            tensor: Where they go.
+            src: The rank.
 
         Raises:
-            RankError: It is gone or did not post them in time.
+            RankError: It is gone or did not send them in time.
         """
-        with self._on_the_way(source):
-            work = dist.irecv(row, group=self._group, group_src=source, tag=_DATA)
+        with self._detect_lost_rank(src):
+            work = dist.irecv(tensor, group=self._group, group_src=src, tag=_DATA)
             assert work is not None
             work.wait(self._timeout)
 
-    def wait(self, work: dist.Work, to: int) -> None:
-        """Wait until what was posted to a rank has arrived.
+    def wait(self, work: dist.Work, dst: int) -> None:
+        """Wait until a rank has received the bytes that were sent to it.
 
         Args:
-            work: What `post` returned.
-            to: The rank.
+            work: As `send` returned it.
+            dst: The rank.
 
         Raises:
-            RankError: It is gone or did not take it in time.
+            RankError: It is gone or did not receive them in time.
         """
-        with self._on_the_way(to):
+        with self._detect_lost_rank(dst):
             work.wait(self._timeout)
 
     @contextmanager
-    def _on_the_way(self, peer: int) -> Iterator[None]:
-        """Turn a broken way into the loss of a rank: the one that somebody found first, else the peer."""
+    def _detect_lost_rank(self, peer: int) -> Iterator[None]:
+        """Turn a broken connection into the loss of a rank: the one that was found first, else the peer."""
         try:
             yield
         except RuntimeError as error:
-            self.is_lost = True
+            self.has_lost_rank = True
             raise self._give_up({peer: error}) from error
 
-    def _decided(self, what: str, say: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
-        """Gather, decide, answer; whatever goes wrong is told to all that are left, then raised."""
+    def _gather_and_answer(
+        self, step: str, message: bytes | Exception, decide: Callable[[list[bytes]], Sequence[bytes]]
+    ) -> bytes:
+        """Gather, decide, answer; an error is sent to all ranks that are left, then raised."""
         try:
-            if isinstance(say, RankError) and self.is_lost:  # who is left cannot be heard either
-                self._store.leave(self._key, say.what)
-                raise say
-            told = [_framed(say), *self._gathered()]
-            _raise_failed(what, told)
-            answers = [_DONE + answer for answer in decide([each[1:] for each in told])]
-        except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
-            failure = say if isinstance(say, Exception) else error
-            self._tell_all([_FAILED + _as_bytes(what, failure)] * self.size, suppressed=True)
-            raise failure from failure.__cause__  # its own, not that it was told
-        self._tell_all(answers)
+            if isinstance(message, RankError) and self.has_lost_rank:  # the others cannot be received from either
+                self._store.leave(self._key, message.what)
+                raise message
+            messages = [_frame(message), *self._gather_messages()]
+            _raise_failed(step, messages)
+            answers = [_DONE + answer for answer in decide([each[1:] for each in messages])]
+        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+            failure = message if isinstance(message, Exception) else error
+            self._send_all([_FAILED + _encode_failure(step, failure)] * self.size, suppressed=True)
+            raise failure from failure.__cause__  # its own, not that it was sent
+        self._send_all(answers)
         return answers[0]
 
-    def _gathered(self) -> list[bytes]:
+    def _gather_messages(self) -> list[bytes]:
         deadline = time.monotonic() + self._timeout.total_seconds() * self._FIRST_WAITS
-        told, lost = [], {}
+        messages, lost = [], {}
         for rank in range(1, self.size):
             try:
-                told.append(self._receive(rank, deadline))
+                messages.append(self._recv_bytes(rank, deadline))
             except RuntimeError as error:
                 lost[rank] = error
-                deadline = min(deadline, time.monotonic() + self._FINDS_S)  # whoever is there has spoken by now
+                deadline = min(deadline, time.monotonic() + self._FINDS_S)  # the others have sent theirs by now
         if lost:
             raise self._give_up(lost)
-        return told
+        return messages
 
-    def _tell_all(self, answers: Sequence[bytes], *, suppressed: bool = False) -> None:
+    def _send_all(self, answers: Sequence[bytes], *, suppressed: bool = False) -> None:
         lost = {}
         for rank in range(1, self.size):
             try:
-                self._send(answers[rank], rank)
+                self._send_bytes(answers[rank], rank)
             except RuntimeError as error:
                 lost[rank] = error
         if lost and not suppressed:
             raise self._give_up(lost)
 
-    def _send(self, data: bytes, to: int) -> None:
+    def _send_bytes(self, data: bytes, dst: int) -> None:
         for part in (len(data).to_bytes(8, "little"), data):
-            work = dist.isend(_padded(part, len(part)), group=self._group, group_dst=to)
+            work = dist.isend(_pad_to_tensor(part, len(part)), group=self._group, group_dst=dst)
             assert work is not None
             work.wait(self._timeout)
 
-    def _receive(self, source: int, deadline: float) -> bytes:
-        return self._received(int.from_bytes(self._received(8, source, deadline), "little"), source, deadline)
+    def _recv_bytes(self, src: int, deadline: float) -> bytes:
+        return self._recv_exactly(int.from_bytes(self._recv_exactly(8, src, deadline), "little"), src, deadline)
 
-    def _received(self, nbytes: int, source: int, deadline: float) -> bytes:
+    def _recv_exactly(self, nbytes: int, src: int, deadline: float) -> bytes:
         row = torch.empty(nbytes, dtype=torch.uint8)
-        work = dist.irecv(row, group=self._group, group_src=source)
+        work = dist.irecv(row, group=self._group, group_src=src)
         assert work is not None
         work.wait(timedelta(seconds=max(0.05, deadline - time.monotonic())))
         return row.numpy().tobytes()
 
     def _give_up(self, lost: dict[int, RuntimeError]) -> RankError:
-        """Leave word of who is gone for those that are left, unless somebody has; nobody else can be heard any more."""
-        self.is_lost = True
+        """Write which rank is gone to the store, unless another rank has; nothing can be received any more."""
+        self.has_lost_rank = True
         known = self._store.find(self._key)
         if known:
-            return self._named(known)
+            return self._lost_rank_error(known)
         rank, error = next(iter(lost.items()))
         text = f"rank {rank} of {self.size} {_IS_GONE}: {' '.join(str(error).split())[:200]}"
         self._store.leave(self._key, text)
-        return _gone(text, rank)
+        return _build_lost_error(text, rank)
 
     @contextmanager
-    def _of_first(self, known: RankError | None) -> Iterator[None]:
-        """Turn a failure of the way to the first rank into what the first rank found, if it found something.
+    def _report_lost_rank(self, known: RankError | None) -> Iterator[None]:
+        """Turn a broken connection to rank 0 into the loss that rank 0 found, if it found one.
 
         Args:
-            known: Who was found to be gone before.
+            known: The loss that was found before.
         """
         try:
             yield
         except RuntimeError as error:
-            self.is_lost = True
+            self.has_lost_rank = True
             if known is not None:
                 raise known from error
             text = self._store.find(self._key, wait_s=self._FINDS_S) or f"rank 0 of {self.size} {_IS_GONE}: {error}"
-            raise self._named(text) from error
+            raise self._lost_rank_error(text) from error
 
-    def _named(self, text: str) -> RankError:
-        """Return the error for what a rank has left word of; no rank names itself."""
+    def _lost_rank_error(self, text: str) -> RankError:
+        """Return the error for a loss that a rank has written to the store; no rank names itself."""
         found = re.match(r"rank (\d+) of \d+ ", text)
         if found is None or int(found[1]) != self.rank:
-            return _gone(text, int(found[1]) if found else -1)
-        return _gone(f"another rank of {self.size} is gone, or has stopped waiting for this one", -1)
+            return _build_lost_error(text, int(found[1]) if found else -1)
+        return _build_lost_error(f"another rank of {self.size} is gone, or has stopped waiting for this one", -1)
 
     @property
     def _store(self) -> BoundedStore:
@@ -482,53 +488,53 @@ class Star:
 
 
 _DATA = 1
-"""Tag of messages between consultations."""
+"""Tag of messages between two calls of `coordinate`."""
 
 _DONE, _FAILED = b"\0", b"\1"
 _IS_GONE = "is gone or did not answer in time"
 
 
-def _framed(say: bytes | Exception) -> bytes:
-    return _DONE + say if isinstance(say, bytes) else _FAILED + _kind_and_text(say)
+def _frame(message: bytes | Exception) -> bytes:
+    return _DONE + message if isinstance(message, bytes) else _FAILED + _encode_error(message)
 
 
-def _kind_and_text(error: BaseException) -> bytes:
+def _encode_error(error: BaseException) -> bytes:
     text = str(error) if isinstance(error, ShardckptError) else f"{type(error).__name__}: {error}"
     kind = next((each.__name__ for each in type(error).__mro__ if each.__module__ == errors.__name__), "")
     return f"{kind}\n{text[:50_000]}".encode("utf-8", "replace")
 
 
-def _as_bytes(what: str, failure: Exception) -> bytes:
-    """Return the first rank's reason to stop, as the others are to raise it."""
+def _encode_failure(step: str, failure: Exception) -> bytes:
+    """Return rank 0's reason to stop, as the others are to raise it."""
     if isinstance(failure, RankError):
-        return f"{failure.rank}\n{_kind_and_text(failure).decode()}".encode()
-    kind, text = _kind_and_text(failure).decode().split("\n", 1)
-    return f"0\n{kind}\n{what} failed on rank 0: {text}".encode()
+        return f"{failure.rank}\n{_encode_error(failure).decode()}".encode()
+    kind, text = _encode_error(failure).decode().split("\n", 1)
+    return f"0\n{kind}\n{step} failed on rank 0: {text}".encode()
 
 
-def _raise_failed(what: str, told: Sequence[bytes]) -> None:
-    failed = {rank: data[1:].decode("utf-8", "replace") for rank, data in enumerate(told) if data[:1] == _FAILED}
+def _raise_failed(step: str, messages: Sequence[bytes]) -> None:
+    failed = {rank: data[1:].decode("utf-8", "replace") for rank, data in enumerate(messages) if data[:1] == _FAILED}
     if failed:
         rank = next(iter(failed))
         kind, text = failed[rank].split("\n", 1)
         more = f"; ranks {', '.join(map(str, failed))} failed" if len(failed) > 1 else ""
-        raise _of_kind(kind, f"{what} failed on rank {rank}: {text}{more}", rank)
+        raise _build_error(kind, f"{step} failed on rank {rank}: {text}{more}", rank)
 
 
-def _told_failure(data: bytes) -> ShardckptError:
+def _decode_failure(data: bytes) -> ShardckptError:
     rank, kind, text = data.decode("utf-8", "replace").split("\n", 2)
-    return _of_kind(kind, text, int(rank))
+    return _build_error(kind, text, int(rank))
 
 
-def _of_kind(kind: str, text: str, rank: int) -> ShardckptError:
-    """Return what blames the call as what it is, since every rank made that call; anything else names its rank."""
+def _build_error(kind: str, text: str, rank: int) -> ShardckptError:
+    """Return a UsageError in its own type, since every rank made that call; anything else as a RankError."""
     known = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, UsageError):
         return known(text)
     return RankError(text, rank=rank)
 
 
-def _gone(text: str, rank: int) -> RankError:
+def _build_lost_error(text: str, rank: int) -> RankError:
     return RankError(
         text,
         rank=rank,
@@ -536,8 +542,8 @@ def _gone(text: str, rank: int) -> RankError:
     )
 
 
-def new_star(group: dist.ProcessGroup | None = None) -> Star:
-    """Make a group of one's own of the same ranks. Collective.
+def new_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
+    """Create a coordinator over a process group of its own, of the same ranks. Collective.
 
     Args:
         group: The ranks; all where None.
@@ -546,10 +552,10 @@ def new_star(group: dist.ProcessGroup | None = None) -> Star:
         RankError: A rank did not come in time.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
-        return Star(None)
+        return Coordinator(None)
     given = dist.group.WORLD if group is None else group
     assert given is not None
-    timeout = _timeout_of(given)
+    timeout = _get_timeout(given)
     meet(given, timeout)
     ranks = None if group is None else dist.get_process_group_ranks(given)
 
@@ -559,11 +565,11 @@ def new_star(group: dist.ProcessGroup | None = None) -> Star:
         made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
         return made
 
-    return Star(make_group(given, make, timeout), timeout)
+    return Coordinator(make_group(given, make, timeout), timeout)
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long a group waits, which torch tells nobody publicly; its default where it does not tell us."""
+def _get_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Return how long a group waits, which torch keeps private; torch's default where it cannot be read."""
     for device in ("cpu", "cuda"):
         try:
             found = group._get_backend(torch.device(device)).options._timeout

@@ -57,7 +57,7 @@ def test_one_rank_broadcasts_and_the_others_need_give_nothing():
 
 def test_a_failure_on_one_rank_is_raised_on_all_and_names_it():
     def work(group: Group) -> None:
-        with group.together("writing shards"):
+        with group.collective("writing shards"):
             if group.rank == 1:
                 raise OSError("no space left")
 
@@ -70,9 +70,9 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_names_it():
 
 def test_ranks_that_did_not_fail_hear_what_the_others_say():
     def work(group: Group) -> list[bytes]:
-        with group.together("writing shards") as word:
-            word.said = b"of %d" % group.rank
-        return [each.rstrip(b"\0") for each in word.heard]
+        with group.collective("writing shards") as piggyback:
+            piggyback.local = b"of %d" % group.rank
+        return [each.rstrip(b"\0") for each in piggyback.gathered]
 
     assert on_ranks(2, work) == [[b"of 0", b"of 1"]] * 2
 

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardckpt.groups import Star, new_star
+from shardckpt.groups import Coordinator, new_coordinator
 
 
 class Channels:
@@ -19,28 +19,28 @@ class Channels:
         main: As given.
     """
 
-    def __init__(self, main: Star) -> None:
+    def __init__(self, main: Coordinator) -> None:
         self.main = main
-        self._background: Star | None = None
+        self._background: Coordinator | None = None
 
     @property
-    def is_lost(self) -> bool:
+    def has_lost_rank(self) -> bool:
         """Whether a rank is gone: no more messages may be sent."""
-        return self.main.is_lost or (self._background is not None and self._background.is_lost)
+        return self.main.has_lost_rank or (self._background is not None and self._background.has_lost_rank)
 
-    def background(self, group: dist.ProcessGroup | None) -> Star:
+    def background(self, group: dist.ProcessGroup | None) -> Coordinator:
         """Return what threads behind the training loop send messages through. Collective at the first call.
 
         Args:
             group: The process group of these channels.
         """
         if self._background is None:
-            self._background = new_star(group)
+            self._background = new_coordinator(group)
         return self._background
 
 
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channels] = WeakKeyDictionary()
-ALONE = Channels(Star(None))
+ALONE = Channels(Coordinator(None))
 """Of a process without others."""
 
 
@@ -64,8 +64,8 @@ def get_channels(group: dist.ProcessGroup | None, refusal: Exception | None = No
     if key is None:
         return ALONE
     known = _CHANNELS.get(key)
-    if known is not None and known.is_lost and refusal is not None:
+    if known is not None and known.has_lost_rank and refusal is not None:
         raise refusal
-    if known is None or known.is_lost:
-        known = _CHANNELS[key] = Channels(new_star(group))
+    if known is None or known.has_lost_rank:
+        known = _CHANNELS[key] = Channels(new_coordinator(group))
     return known

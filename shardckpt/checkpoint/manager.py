@@ -53,7 +53,7 @@ from shardckpt.format.native.run_directory import (
     step_name,
 )
 from shardckpt.format.run_start import require_start_of_run
-from shardckpt.groups import Star
+from shardckpt.groups import Coordinator
 from shardckpt.plan.retention import (
     Retention,
     SavedStep,
@@ -214,9 +214,9 @@ class Checkpointer:
 
     def _asked(self, what: str, answer: Callable[[], Any], fault: Exception | None = None) -> Any:
         """Return on every rank what the first one finds; or raise on every rank what is wrong with this one's call."""
-        star = get_channels(self._group).main
+        coordinator = get_channels(self._group).main
         return json.loads(
-            star.consult(
+            coordinator.coordinate(
                 f"{what} of {self.root}", fault or b"", lambda told: [json.dumps(answer()).encode()] * len(told)
             )
         )
@@ -328,7 +328,9 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
             said = error
         what = f"preparing to save into {self.root}"
-        answer = get_channels(self._group).main.consult(what, said, lambda told: self._prepared(told, names, overwrite))
+        answer = get_channels(self._group).main.coordinate(
+            what, said, lambda told: self._prepared(told, names, overwrite)
+        )
         replaces, is_asked, unranked, branch = json.loads(answer)
         self._signals.heed(is_asked)
         if branch:
@@ -522,10 +524,10 @@ class Checkpointer:
         try:
             load(state, self._place(name), group=self._group, **options)
         except Exception as error:
-            star = get_channels(self._group).main
-            if is_last or star.is_lost:
+            coordinator = get_channels(self._group).main
+            if is_last or coordinator.has_lost_rank:
                 raise
-            return _agreed(star, name, error)
+            return _agreed(coordinator, name, error)
         return ""
 
     def _tell(self, restored: int, faults: list[str]) -> None:
@@ -567,11 +569,11 @@ class Checkpointer:
             number = _number(step)
         except UsageError as error:
             fault = error
-        star = get_channels(self._group).main
-        if self._signals.is_watching or star.size == 1:
+        coordinator = get_channels(self._group).main
+        if self._signals.is_watching or coordinator.size == 1:
             has_failed = self._background is not None and self._background.has_failed
             said = bytes([(_SIGNAL if self._signals.has_come else 0) | (_FAILURE if has_failed else 0)])
-            (told,) = star.consult("agreeing whether to save", fault or said, _any)
+            (told,) = coordinator.coordinate("agreeing whether to save", fault or said, _any)
             self._signals.heed(bool(told & _SIGNAL))
             if told & _FAILURE:
                 self._forget_failed_save()
@@ -741,7 +743,7 @@ def _number(step: int) -> int:
     return number
 
 
-def _agreed(star: Star, name: str, error: Exception) -> str:
+def _agreed(coordinator: Coordinator, name: str, error: Exception) -> str:
     """Return what some rank found wrong with a step; where none did, raise what kept this one from loading it."""
     said: bytes | Exception = error
     if isinstance(error, _DAMAGE) and not isinstance(error, PrecisionError):
@@ -755,4 +757,4 @@ def _agreed(star: Star, name: str, error: Exception) -> str:
             raise error
         return [damage] * len(told)
 
-    return star.consult(f"loading {name}", said, decide).decode()
+    return coordinator.coordinate(f"loading {name}", said, decide).decode()

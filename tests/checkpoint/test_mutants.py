@@ -151,7 +151,7 @@ def commit_comes_first(patch: pytest.MonkeyPatch) -> None:
 
 def errors_stay_at_home(patch: pytest.MonkeyPatch) -> None:
     """A rank that fails tells nobody."""
-    whole = groups.Star.consult
+    whole = groups.Coordinator.coordinate
 
     def alone(self, what, say, decide):
         if not isinstance(say, Exception):
@@ -160,7 +160,7 @@ def errors_stay_at_home(patch: pytest.MonkeyPatch) -> None:
             whole(self, what, b"", decide)
         raise say
 
-    patch.setattr(groups.Star, "consult", alone)
+    patch.setattr(groups.Coordinator, "coordinate", alone)
 
 
 Check = Callable[[Path], None]

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import shardckpt
 from shardckpt.checkpoint.channels import get_channels
 from shardckpt.checkpoint.save import session
-from shardckpt.checkpoint.save.save import saver_of
-from shardckpt.groups import Star
+from shardckpt.checkpoint.save.save import saver_for
+from shardckpt.groups import Coordinator
 from shardckpt.offline.verify import verify
 from shardckpt.storage.local_publication import LocalPublication
 
@@ -168,7 +168,7 @@ def test_a_plan_outlives_a_save_of_another_state_that_was_refused(tmp_path: Path
 def test_nothing_is_kept_of_a_save_before_all_ranks_have_committed_it(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> list[str]:
         shardckpt.save(KINDS["full"](1), tmp_path / "base")
-        saver = saver_of(None)
+        saver = saver_for(None)
         kept = (saver.task_cache, saver.plan_cache, saver.compared)
         changes = []
         for number, phase in enumerate(PHASES):
@@ -237,10 +237,10 @@ def test_a_rank_that_was_interrupted_in_a_save_does_not_answer_for_the_next(
 
 def test_a_rank_of_which_a_round_was_interrupted_counts_as_lost(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> tuple[bool, bool]:
-        star: Star = get_channels(None).main
-        before = star.is_lost
-        with pytest.raises(KeyboardInterrupt), star.in_step():
+        coordinator: Coordinator = get_channels(None).main
+        before = coordinator.has_lost_rank
+        with pytest.raises(KeyboardInterrupt), coordinator.in_step():
             raise KeyboardInterrupt
-        return before, star.is_lost
+        return before, coordinator.has_lost_rank
 
     assert run(2, body) == [(False, True)] * 2

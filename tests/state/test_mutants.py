@@ -46,11 +46,11 @@ def errors_stay_at_home(patch: pytest.MonkeyPatch) -> None:
 
     @contextmanager
     def alone(self, what):
-        word = groups.Word()
-        yield word
-        word.heard = [word.said.ljust(511, b"\0")] * self.size
+        piggyback = groups.Piggyback()
+        yield piggyback
+        piggyback.gathered = [piggyback.local.ljust(511, b"\0")] * self.size
 
-    patch.setattr(groups.Group, "together", alone)
+    patch.setattr(groups.Group, "collective", alone)
 
 
 CAUGHT: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]] = [

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.load.tensor_loader import Delivery, Wish
 from shardckpt.errors import RankError
-from shardckpt.groups import Star
+from shardckpt.groups import Coordinator
 from shardckpt.plan.layout.read_sharing import Circle, Stretches
 from shardckpt.storage.store import Read, Store
 
@@ -31,7 +31,7 @@ class FanOut:
     to an end and can be told who failed.
 
     Args:
-        star: The ranks.
+        coordinator: Of the ranks.
         store: What is read through.
         stretches: Of the checkpoint's files.
         circles: In which this rank takes part.
@@ -43,9 +43,14 @@ class FanOut:
     """
 
     def __init__(
-        self, star: Star, store: Store, stretches: Stretches, circles: Sequence[Circle], wanted: Sequence[Delivery]
+        self,
+        coordinator: Coordinator,
+        store: Store,
+        stretches: Stretches,
+        circles: Sequence[Circle],
+        wanted: Sequence[Delivery],
     ) -> None:
-        self._star, self._store, self._stretches = star, store, stretches
+        self._coordinator, self._store, self._stretches = coordinator, store, stretches
         self._circles = circles
         shared = set(chain.from_iterable(circle.ids.tolist() for circle in circles))
         self._places: dict[int, list[tuple[int, memoryview, Delivery]]] = {number: [] for number in shared}
@@ -116,7 +121,7 @@ class FanOut:
         for at in range(rounds):
             for circle in self._circles:
                 for owner, number in circle.turns(at):
-                    if owner == self._star.rank:
+                    if owner == self._coordinator.rank:
                         while (
                             len(ahead) < _AHEAD and not self._is_over and (following := next(numbers, None)) is not None
                         ):
@@ -124,7 +129,7 @@ class FanOut:
                         self._send(circle, number, at, ahead)
             for circle in self._circles:
                 for owner, number in circle.turns(at):
-                    if owner != self._star.rank:
+                    if owner != self._coordinator.rank:
                         self._take(owner, number)
             self._settle(at - 1)
         for future in ahead:
@@ -135,7 +140,7 @@ class FanOut:
         """Yield the stretches that this rank reads, in order."""
         for at in range(max(circle.rounds for circle in self._circles)):
             for circle in self._circles:
-                yield from (number for owner, number in circle.turns(at) if owner == self._star.rank)
+                yield from (number for owner, number in circle.turns(at) if owner == self._coordinator.rank)
 
     def _read(self, number: int) -> torch.Tensor:
         name, start, stop = self._stretches.extent(number)
@@ -152,7 +157,7 @@ class FanOut:
             except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
                 self._stop(error)
         for member in circle.members:
-            if member == self._star.rank or member in self._told:
+            if member == self._coordinator.rank or member in self._told:
                 continue
             if row is None:
                 self._told.add(member)
@@ -166,7 +171,7 @@ class FanOut:
         if member in self._told and row.numel() != 1:
             return  # it is gone since
         try:
-            self._sent.append((at, member, self._star.post(row, member), row))
+            self._sent.append((at, member, self._coordinator.send(row, member), row))
         except RankError as error:
             self._lose(member, error)
 
@@ -178,9 +183,9 @@ class FanOut:
         _, start, stop = self._stretches.extent(number)
         row = torch.empty(stop - start, dtype=torch.uint8)
         try:
-            self._star.take(word, owner)
+            self._coordinator.recv(word, owner)
             if word.item() == _FINE:
-                self._star.take(row, owner)
+                self._coordinator.recv(row, owner)
         except RankError as error:
             self._lose(owner, error)
             return
@@ -210,9 +215,9 @@ class FanOut:
         """Wait for what was sent up to a round, and let it go."""
         while self._sent and self._sent[0][0] <= until:
             _, member, work, _row = self._sent.popleft()
-            if member in self._told and self._star.is_lost:
+            if member in self._told and self._coordinator.has_lost_rank:
                 continue
             try:
-                self._star.wait(work, member)
+                self._coordinator.wait(work, member)
             except RankError as error:
                 self._lose(member, error)

@@ -22,7 +22,7 @@ from shardckpt.checkpoint.stateful.stateful import build_call_error
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
 from shardckpt.format.reader import NamedBases
 from shardckpt.gc_pause import gc_paused
-from shardckpt.groups import Star
+from shardckpt.groups import Coordinator
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.read_sharing import Circle, Stretches, decode_circles, encode_circles, share_out
 from shardckpt.state import StateMismatchError
@@ -152,9 +152,9 @@ def load(
         order = _Order(_Source(url_of(path), verify, rules, _named(base)), policy, fan_out)
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         order = error
-    star = get_channels(group).main
-    with gc_paused(), star.in_step():
-        _load_into(state, path, order, star)
+    coordinator = get_channels(group).main
+    with gc_paused(), coordinator.in_step():
+        _load_into(state, path, order, coordinator)
     return state
 
 
@@ -212,15 +212,15 @@ class _Errand:
         ranges = ((name, offset, offset + len(buffer)) for name, offset, buffer in reads)
         return self.saved.identity + self.stretches.wanted(ranges, self.saved.grain).tobytes()
 
-    def carry_out(self, star: Star, circles: Sequence[Circle], failure: Exception | None) -> None:
+    def carry_out(self, coordinator: Coordinator, circles: Sequence[Circle], failure: Exception | None) -> None:
         """Read everything, together with others what they want too.
 
         Args:
-            star: The ranks.
+            coordinator: Of the ranks.
             circles: With whom to share what.
             failure: Why this rank cannot go on; the others hear of it.
         """
-        sharing = FanOut(star, self.saved.store, self.stretches, circles, self.deliveries)
+        sharing = FanOut(coordinator, self.saved.store, self.stretches, circles, self.deliveries)
         failure = sharing.run(failure)
         if failure is not None:
             raise failure
@@ -230,27 +230,27 @@ class _Errand:
             self.saved.elements.read([*self.wanted, *sharing.alone])
 
 
-def _load_into(state: Any, path: Any, order: _Order | Exception, star: Star) -> None:
+def _load_into(state: Any, path: Any, order: _Order | Exception, coordinator: Coordinator) -> None:
     errand = None
     said: bytes | Exception
     try:
         if isinstance(order, Exception):
             raise order
-        errand = _errand(state, order, star)
+        errand = _errand(state, order, coordinator)
         said = errand.told()
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         said = error
-    answer = star.consult(f"fitting {path}", said, _shared)
+    answer = coordinator.coordinate(f"fitting {path}", said, _shared)
     assert errand is not None, "what failed was raised by all"
-    said = _filled(errand, star, decode_circles(answer))
+    said = _filled(errand, coordinator, decode_circles(answer))
     try:
-        star.consult(f"loading {path}", said, _silent)
+        coordinator.coordinate(f"loading {path}", said, _silent)
     except Exception as error:
         _add_note(error, MIXED)
         raise
 
 
-def _errand(state: Any, order: _Order, star: Star) -> _Errand:
+def _errand(state: Any, order: _Order, coordinator: Coordinator) -> _Errand:
     """Find out what is to be read, and that it is there and fits; nothing is changed."""
     source, policy, fan_out = order
     models = cache(lambda: Models(state))
@@ -258,17 +258,17 @@ def _errand(state: Any, order: _Order, star: Star) -> _Errand:
     if policy.partial is None:
         saved.expect_most()
     if source.verify == "full":
-        saved.check_blocks(star.rank, star.size, own_only=policy.is_own_only)
-    fitting = fit(state, saved, policy, star.rank, star.size, models())
+        saved.check_blocks(coordinator.rank, coordinator.size, own_only=policy.is_own_only)
+    fitting = fit(state, saved, policy, coordinator.rank, coordinator.size, models())
     _require_fit(fitting)
     wanted = saved.ready([(each.entry, each.array) for each in fitting.arrays])
-    if star.size == 1 or not (fan_out or (fan_out is None and not saved.store.traits.is_local)):
+    if coordinator.size == 1 or not (fan_out or (fan_out is None and not saved.store.traits.is_local)):
         return _Errand(saved, fitting, wanted)
     deliveries, rest = as_deliveries(wanted)
     return _Errand(saved, fitting, rest, deliveries)
 
 
-def _filled(errand: _Errand, star: Star, circles: Sequence[Circle]) -> bytes | Exception:
+def _filled(errand: _Errand, coordinator: Coordinator, circles: Sequence[Circle]) -> bytes | Exception:
     """Read, and hand over what was read; return how that failed, or nothing."""
     values, failure = [], None
     try:
@@ -276,7 +276,7 @@ def _filled(errand: _Errand, star: Star, circles: Sequence[Circle]) -> bytes | E
     except Exception as error:  # noqa: BLE001  (others may wait for what this rank was to read)
         failure = error
     try:
-        errand.carry_out(star, circles, failure)
+        errand.carry_out(coordinator, circles, failure)
         for finish in errand.fitting.after:
             finish()
         for at, each in enumerate(values):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from shardckpt.checkpoint.save.handle import BACKGROUND, Course, OnEvent, SaveHandle
-from shardckpt.checkpoint.save.save import BaseOf, checked_how, saver_of
+from shardckpt.checkpoint.save.save import BaseOf, checked_how, saver_for
 from shardckpt.checkpoint.save.session import Cargo, Corridor, attempted
 from shardckpt.checkpoint.save.staging import Pool, Stage, block_size, make_block
 from shardckpt.errors import UsageError
@@ -89,7 +89,7 @@ def async_save(
         with course.phase("waiting"):
             refusal = fault or _refusal(on_busy)
         with course.phase("capture"):
-            saver = saver_of(group, refusal)
+            saver = saver_for(group, refusal)
             copy = _Copy(course, Corridor(saver, how, saver.channels.background(group)), most)
             BACKGROUND.begin(course, copy.abandon)
             copy.agree(state, refusal)

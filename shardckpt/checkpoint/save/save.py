@@ -67,7 +67,7 @@ def save(
     with BACKGROUND.entry:
         BACKGROUND.wait()
         refusal = fault or BACKGROUND.unheard()
-        saver_of(group, refusal).save(state, how, refusal)
+        saver_for(group, refusal).save(state, how, refusal)
 
 
 BaseOf = Callable[[], str | None]
@@ -156,7 +156,7 @@ _SAVERS: WeakKeyDictionary[dist.ProcessGroup, Saver] = WeakKeyDictionary()
 _ALONE = Saver(ALONE)
 
 
-def saver_of(group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:
+def saver_for(group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Saver:
     """Return the saver of a group; its ranks get channels of their own at the first call. Collective then.
 
     Args:

@@ -37,7 +37,7 @@ from shardckpt.format.native.payload import HF_INDEX, Payload, hf_index, lay_out
 from shardckpt.format.native.records import FileRecord, record_of
 from shardckpt.format.native.run_directory import files_of_others
 from shardckpt.gc_pause import gc_paused
-from shardckpt.groups import Star
+from shardckpt.groups import Coordinator
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.local.local_shards import LocalArray
 from shardckpt.storage.presence import require_files
@@ -208,8 +208,8 @@ class Corridor:
         last: The channels of the last round; nobody else speaks through them until this save is over.
     """
 
-    def __init__(self, saver: Saver, how: How, last: Star) -> None:
-        self._saver, self._star, self._how, self._last = saver, saver.channels.main, how, last
+    def __init__(self, saver: Saver, how: How, last: Coordinator) -> None:
+        self._saver, self._coordinator, self._how, self._last = saver, saver.channels.main, how, last
         self._compared = saver.compared.copy()
         self._publication: Publication | None = None
         self._contents: Contents | None = None
@@ -243,7 +243,7 @@ class Corridor:
 
     def leave(self) -> None:
         """Remove what this rank wrote, and count the other ranks as lost, which go on without it."""
-        self._star.leave()
+        self._coordinator.leave()
         self.take_back()
 
     @property
@@ -263,7 +263,7 @@ class Corridor:
             refusal: Why this rank does not save; all are told.
         """
         answer = self._agree(state, refusal)
-        self._save_id, self._model = answer.save, self._captured.model if self._star.size == 1 else None
+        self._save_id, self._model = answer.save, self._captured.model if self._coordinator.size == 1 else None
         self._new_task, self._place = answer.task, answer.place
         self._grounds = answer.grounds
         if self._grounds.url:
@@ -279,7 +279,7 @@ class Corridor:
         unchanged = self._grounds.unchanged(self._task.chunks, self.arrays)
         kept = set(unchanged)
         chunks = [chunk for at, chunk in enumerate(self._task.chunks) if at not in kept]
-        payloads = lay_out(self._save_id, self._star.rank, chunks, model=self._model, carry=carry)
+        payloads = lay_out(self._save_id, self._coordinator.rank, chunks, model=self._model, carry=carry)
         return Cargo(payloads, self._replicas() if self._how.checksums else {}, unchanged)
 
     def contents(self, payload: Payload) -> Iterator[memoryview]:
@@ -299,11 +299,11 @@ class Corridor:
         if self._model is not None and not self._publication.fresh:  # an old index has to stay as long as its files
             self._write_index(cargo.payloads, self._model)
         self._cargo = cargo
-        blocks = self._grounds.hashed_share(self._star.rank, self._star.size)
+        blocks = self._grounds.hashed_share(self._coordinator.rank, self._coordinator.size)
         head = json.dumps([cargo.class_digests(), cargo.unchanged, blocks]).encode()
-        if self._star.rank == 0:
+        if self._coordinator.rank == 0:
             self._part = part_of(written)
-        return len(head).to_bytes(8, "little") + head + (encode_part(written) if self._star.rank else b"")
+        return len(head).to_bytes(8, "little") + head + (encode_part(written) if self._coordinator.rank else b"")
 
     def finish(self, said: bytes | Exception) -> None:
         """Publish what all wrote. Collective; what goes wrong on one rank is raised on all.
@@ -312,9 +312,9 @@ class Corridor:
             said: What `transfer` returned, or how it failed.
         """
         what = f"saving to {self._how.path}"
-        told = self._last.consult(what, said, self._publish)
+        told = self._last.coordinate(what, said, self._publish)
         if told == _EXPLAIN:
-            self._last.consult(what, json.dumps(self._cargo.replica_digests()).encode(), _raise_replicas)
+            self._last.coordinate(what, json.dumps(self._cargo.replica_digests()).encode(), _raise_replicas)
         if told == _BASE_REMOVED:
             raise BaseRemovedError(
                 "the base was removed or replaced by another process during the save, which was taken back",
@@ -326,7 +326,7 @@ class Corridor:
 
     def _agree(self, state: Any, refusal: Exception | None) -> _Answer:
         """Look at the state, tell of it, and be told what to write."""
-        if self._star.size == 1:
+        if self._coordinator.size == 1:
             _raise(refusal)
             self._captured = capture(state, 0, 1)
             plan = plan_alone(self._captured, trainable_only=self._how.trainable_only)
@@ -335,16 +335,16 @@ class Corridor:
 
         def report() -> bytes:
             _raise(refusal)
-            self._captured = capture(state, self._star.rank, self._star.size)
+            self._captured = capture(state, self._coordinator.rank, self._coordinator.size)
             self._draft = draft_of(self._captured, trainable_only=self._how.trainable_only)
             return self._report().encode()
 
-        told = self._star.consult(what, attempted(report), self._decide)
+        told = self._coordinator.coordinate(what, attempted(report), self._decide)
         if told == _DRAFTS_NEEDED:
             self._saver.forget()
-            told = self._star.consult(what, attempted(lambda: self._report().encode()), self._decide)
+            told = self._coordinator.coordinate(what, attempted(lambda: self._report().encode()), self._decide)
         if told == _EXPLAIN:
-            self._star.consult(what, value_digests(self._captured), _raise_values)
+            self._coordinator.coordinate(what, value_digests(self._captured), _raise_values)
         return _Answer.decode(told)
 
     def _report(self) -> Report:
@@ -418,7 +418,7 @@ class Corridor:
         if self._draft is None or self._new_task is None:
             return  # one rank alone, or a plan that is kept already
         self._saver.task_cache = TaskCache(self._save_id, self._draft, self._new_task)
-        if self._star.rank == 0:
+        if self._coordinator.rank == 0:
             self._saver.plan_cache = self._plan
 
     def _write_index(self, payloads: Sequence[Payload], model: Path) -> None:

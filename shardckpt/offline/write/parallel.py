@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heapify, heapreplace
 
-from shardckpt.groups import Group, joined_ranks
+from shardckpt.groups import Group, init_gloo_group
 from shardckpt.offline.write.stream import Payload
 from shardckpt.offline.write.target_writer import Hashes, Layout
 from shardckpt.storage.presence import require_files
@@ -20,7 +20,7 @@ _SEPARATOR = "\0"
 @contextmanager
 def ranks() -> Iterator[Group]:
     """Yield the ranks that were started together, by `torchrun` or by the caller's own job."""
-    with joined_ranks() as group:
+    with init_gloo_group() as group:
         yield group
 
 
@@ -63,19 +63,19 @@ def publish_together(
     """
     publication: Publication | None = None
     try:
-        with group.together("preparing the target"):
+        with group.collective("preparing the target"):
             if group.rank == 0:
                 publication = begin()
         said = _SEPARATOR.join((publication.fresh, save, publication.place)) if publication else ""
         heard = group.broadcast(said.encode("utf-8", "surrogateescape"))  # a path on a disk is any bytes
         fresh, save, place = heard.decode("utf-8", "surrogateescape").split(_SEPARATOR, 2)
-        with group.together("writing"):
+        with group.collective("writing"):
             publication = publication or JoinedPublication(place)
             laid = lay_out(fresh, save)
             shares = share_out(laid.payload, group.size)
             hashes = write(shares[group.rank], publication)
         told = {name: each for said in group.all_gather(_encoded(hashes)) for name, each in _decoded(said)}
-        with group.together("publishing"):
+        with group.collective("publishing"):
             if group.rank == 0:
                 others = [{file.name: file.nbytes for file in share} for share in shares[1:]]
                 require_files(publication.place, publication.place, [{}, *others])

@@ -78,7 +78,7 @@ class Handed:
         if self.not_alone is not None:
             raise self.not_alone
         if why:
-            first = group.everywhere(0)
+            first = group.global_rank(0)
             raise RankError(f"{what} failed on rank {first}: {why}", rank=first)
 
 
@@ -87,13 +87,13 @@ def _compare(group: Group, digests: list[bytes]) -> None:
     if odd:
         raise StateMismatchError(
             "ranks were given states that differ in names, shapes, types or settings",
-            found=f"another one on rank {_numbers(group, odd)} than on rank {group.everywhere(0)}",
+            found=f"another one on rank {_numbers(group, odd)} than on rank {group.global_rank(0)}",
             fix="Nothing was changed. Give every rank the same state, or the first rank alone one.",
         )
 
 
 def _numbers(group: Group, ranks: list[int]) -> str:
-    return ", ".join(str(group.everywhere(rank)) for rank in ranks)
+    return ", ".join(str(group.global_rank(rank)) for rank in ranks)
 
 
 @contextmanager
@@ -109,11 +109,11 @@ def handed(ranks: Ranks, what: str, *, given: bool) -> Iterator[Handed]:
         StateMismatchError: Ranks were handed different states, or some of them none.
         RankError: Another rank failed.
     """
-    with ranks.group.together(what) as word:
+    with ranks.group.collective(what) as piggyback:
         made = Handed(given, ranks.is_first)
         yield made
-        word.said = made.said()
-    made.heard(ranks.group, what, word.heard, compare=not ranks.guessed)
+        piggyback.local = made.said()
+    made.heard(ranks.group, what, piggyback.gathered, compare=not ranks.guessed)
 
 
 def digest(value: Any) -> bytes:

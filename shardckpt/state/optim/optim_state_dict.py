@@ -137,11 +137,11 @@ def optimized(found: Description, optim: Optimizing) -> Optimized:
 
 def _check_same(group: Group, heard: Sequence[bytes]) -> None:
     """Refuse ranks whose optimizers have different parameters: a part of a parameter is no state of it."""
-    odd = [str(group.everywhere(rank)) for rank, each in enumerate(heard) if each != heard[0]]
+    odd = [str(group.global_rank(rank)) for rank, each in enumerate(heard) if each != heard[0]]
     if odd:
         raise StateMismatchError(
             "the optimizers of the ranks have different ones of the parameters that the ranks share",
-            found=f"others on rank {', '.join(odd)} than on rank {group.everywhere(0)}",
+            found=f"others on rank {', '.join(odd)} than on rank {group.global_rank(0)}",
             fix="Give every rank's optimizer the same parameters.",
         )
 
@@ -195,10 +195,10 @@ def optim_state_dict(
         return torch_fsdp1.whole_optim_state(model, optim, offload=offload_to_cpu, first_only=rank0_only)
     settle(model)
     found = describe_whole(model)
-    with found.ranks.group.together("find the parameters of the optimizer") as word:
+    with found.ranks.group.collective("find the parameters of the optimizer") as piggyback:
         of = optimized(found, optim)
-        word.said = of.shared
-    _check_same(found.ranks.group, word.heard)
+        piggyback.local = of.shared
+    _check_same(found.ranks.group, piggyback.gathered)
     if kind is StateKind.LOCAL:
         kept = survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
     else:

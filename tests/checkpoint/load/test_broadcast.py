@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import shardckpt
 from shardckpt.checkpoint.load import load as loading
 from shardckpt.checkpoint.load import tensor_loader
-from shardckpt.groups import Star, new_star
+from shardckpt.groups import Coordinator, new_coordinator
 from shardckpt.plan.layout import read_sharing
 from shardckpt.storage.fsspec_store import FsspecStore
 
@@ -115,8 +115,8 @@ def test_each_reads_for_itself_where_that_is_asked_for(step: Path) -> None:
 def test_a_folder_is_read_by_each_unless_it_is_said_to_be_remote(step: Path, fan_out_, sends: bool) -> None:
     def body(rank: int, world: int):
         posted = []
-        post = Star.post
-        Star.post = lambda self, row, to: posted.append(row.numel()) or post(self, row, to)
+        post = Coordinator.send
+        Coordinator.send = lambda self, row, to: posted.append(row.numel()) or post(self, row, to)
         state = empty()
         shardckpt.load(state, step, fan_out=fan_out_)
         return max(posted, default=0) == STRETCH, is_as_saved(state)
@@ -308,18 +308,18 @@ class TestFailures:
 
     def test_a_rank_that_waited_does_not_name_itself(self) -> None:
         def body(rank: int, world: int):
-            star = new_star()
-            star.consult("begin", b"", lambda told: told)
+            coordinator = new_coordinator()
+            coordinator.coordinate("begin", b"", lambda told: told)
             if rank == 2:
                 time.sleep(5.0)
                 os._exit(1)
             failure: shardckpt.RankError | None = None
             if rank == 0:
                 with pytest.raises(shardckpt.RankError) as raised:
-                    star.wait(star.post(torch.zeros(STRETCH, dtype=torch.uint8), 2), 2)
+                    coordinator.wait(coordinator.send(torch.zeros(STRETCH, dtype=torch.uint8), 2), 2)
                 failure = raised.value
             with pytest.raises(shardckpt.RankError) as last:
-                star.consult("the load", failure or b"", lambda told: told)
+                coordinator.coordinate("the load", failure or b"", lambda told: told)
             return last.value.rank, last.value.what.split(" is gone")[0]
 
         found = outcomes(3, body, group_timeout=1.5, timeout=15.0)
