@@ -8,7 +8,7 @@ import sys
 import typer
 
 from shardckpt_cli import compare, consolidate, inspect, ls, merge, prune, rekey, repair, reshard, verify
-from shardckpt_cli.exits import guarded, sheltered
+from shardckpt_cli.exits import run_main, wrap_command
 
 app = typer.Typer(
     name="shardckpt",
@@ -17,21 +17,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("consolidate")(sheltered(consolidate.consolidate))
-app.command("convert")(sheltered(consolidate.convert))
-app.command("rekey")(sheltered(rekey.rekey))
-app.command("reshard")(sheltered(reshard.reshard))
-app.command("merge-adapter")(sheltered(merge.merge_adapter))
-app.command("inspect")(sheltered(inspect.inspect))
-app.command("repair")(sheltered(repair.repair))
-app.command("verify")(sheltered(verify.verify))
-app.command("diff")(sheltered(compare.diff))
-app.command("ls")(sheltered(ls.ls))
-app.command("prune")(sheltered(prune.prune))
+app.command("consolidate")(wrap_command(consolidate.consolidate))
+app.command("convert")(wrap_command(consolidate.convert))
+app.command("rekey")(wrap_command(rekey.rekey))
+app.command("reshard")(wrap_command(reshard.reshard))
+app.command("merge-adapter")(wrap_command(merge.merge_adapter))
+app.command("inspect")(wrap_command(inspect.inspect))
+app.command("repair")(wrap_command(repair.repair))
+app.command("verify")(wrap_command(verify.verify))
+app.command("diff")(wrap_command(compare.diff))
+app.command("ls")(wrap_command(ls.ls))
+app.command("prune")(wrap_command(prune.prune))
 
 
 def main() -> None:
     """Run the command; exit codes: 0 done, 1 the checkpoint, 2 the call, 3 the storage, 130 and 143 on signals."""
     # a manifest is a hundred thousand small values that live to the end: looking for cycles among them only costs
     gc.set_threshold(200_000, 50, 100)
-    guarded(lambda: app(sys.argv[1:] or ["--help"], standalone_mode=False))
+    run_main(lambda: app(sys.argv[1:] or ["--help"], standalone_mode=False))

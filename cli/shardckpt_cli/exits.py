@@ -15,28 +15,28 @@ import typer
 _Arguments = ParamSpec("_Arguments")
 
 
-_left = ["nothing was left under the target's name"]
+_interrupt_messages = ["nothing was left under the target's name"]
 
 
-def leaves(words: str) -> None:
-    """Set what is told of the work of a command that is interrupted from now on.
+def on_interrupt_message(words: str) -> None:
+    """Set the end of the message for an interrupted command.
 
     Args:
-        words: What it leaves; without this, that it takes back whatever it did.
+        words: The state it leaves behind; by default, that nothing is left under the target's name.
     """
-    _left.append(words)
+    _interrupt_messages.append(words)
 
 
 class Terminated(BaseException):
     """SIGTERM arrived; unwinds like Ctrl-C, so that whatever was half-done is taken back."""
 
 
-class Sheltered(Exception):  # noqa: N818  (it only carries one)
-    """Carries an error past the argument parser, which has its own idea of what to do about it."""
+class CommandFailure(Exception):  # noqa: N818  (it only carries one)
+    """Carries an error past the argument parser, which would handle it in its own way."""
 
 
-def sheltered(command: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Return a command whose end-of-file errors, interruptions and broken pipes reach `guarded` as they were raised.
+def wrap_command(command: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Make end-of-file errors, interruptions and broken pipes of a command reach `run_main`.
 
     A truncated checkpoint is an EOFError, and the parser would turn it into "Aborted" and print an empty line; a reader
     that has seen enough is no failure, and the parser would exit with 1.
@@ -47,13 +47,13 @@ def sheltered(command: Callable[_Arguments, None]) -> Callable[_Arguments, None]
         try:
             command(*args, **kwargs)
         except (EOFError, KeyboardInterrupt, BrokenPipeError) as error:
-            raise Sheltered from error
+            raise CommandFailure from error
 
     return run
 
 
-def guarded(run: Callable[[], object]) -> NoReturn:
-    """Run a command and leave the process with the exit code of what happened.
+def run_main(run: Callable[[], object]) -> NoReturn:
+    """Run a command and exit with the code of its result.
 
     Args:
         run: The command; may raise anything.
@@ -70,11 +70,11 @@ def _terminate(_number: int, _frame: FrameType | None) -> None:
 
 def _exit_code(run: Callable[[], object]) -> int:
     try:
-        done = _unsheltered(run)
+        done = _run_unwrapped(run)
     except (KeyboardInterrupt, typer.Abort):
-        return _say(f"interrupted; {_left[-1]}", 130)
+        return _die(f"interrupted; {_interrupt_messages[-1]}", 130)
     except Terminated:
-        return _say(f"terminated; {_left[-1]}", 143)
+        return _die(f"terminated; {_interrupt_messages[-1]}", 143)
     except BrokenPipeError:
         # whoever read our output has seen enough; keep the interpreter from flushing into the closed pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -84,10 +84,10 @@ def _exit_code(run: Callable[[], object]) -> int:
     return done if isinstance(done, int) else 0
 
 
-def _unsheltered(run: Callable[[], object]) -> object:
+def _run_unwrapped(run: Callable[[], object]) -> object:
     try:
         return run()
-    except Sheltered as carrier:
+    except CommandFailure as carrier:
         assert carrier.__cause__ is not None
         raise carrier.__cause__ from None
 
@@ -96,19 +96,19 @@ def _failed(error: Exception) -> int:
     from shardckpt.errors import ShardckptError, escape
 
     if isinstance(error, ShardckptError):
-        return _say(str(error), error.exit_code)
+        return _die(str(error), error.exit_code)
     if hasattr(error, "format_message"):  # typer's own errors; which class they are depends on the click it carries
-        return _say(f"{' '.join(error.format_message().split()).rstrip('.')}. See `shardckpt --help`", 2)
+        return _die(f"{' '.join(error.format_message().split()).rstrip('.')}. See `shardckpt --help`", 2)
     if os.environ.get("SHARDCKPT_TRACEBACK"):
         raise error
     if isinstance(error, MemoryError):
-        return _say("out of memory; lower --max-memory", 3)
+        return _die("out of memory; lower --max-memory", 3)
     if isinstance(error, OSError):
-        return _say(escape(error), 3)
+        return _die(escape(error), 3)
     what = f"{type(error).__name__}: {error}"
-    return _say(f"{escape(what)}. This is a fault of shardckpt; SHARDCKPT_TRACEBACK=1 shows where", 1)
+    return _die(f"{escape(what)}. This is a fault of shardckpt; SHARDCKPT_TRACEBACK=1 shows where", 1)
 
 
-def _say(line: str, code: int) -> int:
+def _die(line: str, code: int) -> int:
     print(f"shardckpt: {line}", file=sys.stderr)
     return code

@@ -29,7 +29,7 @@ FlatShapesFrom = Annotated[
 ]
 Base = Annotated[
     list[str] | None,
-    typer.Option("--base", help="Where a folder is that the checkpoint refers to: PLACE or CALLED=PLACE; repeatable."),
+    typer.Option("--base", help="Where a folder is that the checkpoint refers to: PATH or NAME=PATH; repeatable."),
 ]
 
 # what becomes of it

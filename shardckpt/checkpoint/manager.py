@@ -63,7 +63,7 @@ from shardckpt.plan.retention import (
     seconds_of,
     with_trusted_times,
 )
-from shardckpt.storage.resolve_url import local_path, open_store, url_of
+from shardckpt.storage.resolve_url import as_url, local_path, open_store
 from shardckpt.storage.store import Store
 
 _DAMAGE = (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError)
@@ -130,9 +130,9 @@ class Checkpointer:
         self._rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for), metric)
         if save_every is not None and (type(save_every) is not int or save_every < 1):
             raise UsageError("`save_every` is no number of steps", found=repr(save_every), expected="an integer from 1")
-        self.root = url_of(root).rstrip("/") or "/"
-        if self.root.endswith(":") and url_of(root).startswith(f"{self.root}//"):
-            raise UsageError("this URL names no place", where=url_of(root), fix="Name a bucket, or a folder in it.")
+        self.root = as_url(root).rstrip("/") or "/"
+        if self.root.endswith(":") and as_url(root).startswith(f"{self.root}//"):
+            raise UsageError("this URL names no place", where=as_url(root), fix="Name a bucket, or a folder in it.")
         self._save_every, self._dedup, self._group = save_every, dedup, group
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._damaged: set[str] = set()

@@ -17,7 +17,7 @@ from shardckpt.storage.store import Listed, Store, read_bytes
 PathText = str | os.PathLike[str]
 NamedBases = PathText | Sequence[PathText] | Mapping[str, PathText]
 """Folders that the caller names of those that a step refers to: where the one lies that is not beside the step. Or, for
-several, what the step calls each to where it lies; `CALLED=PLACE` says that too, and `CALLED` that it lies there."""
+several, what the step calls each to where it lies; `NAME=PATH` says that too, and `NAME` that it lies there."""
 
 
 class Source:

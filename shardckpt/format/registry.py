@@ -160,7 +160,7 @@ def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:
     The look goes no deeper than `_LEVELS`, and into no more than `_FOLDERS` folders and `_NAMES` names.
     """
     store = _FirstNames(source.store, _NAMES)
-    left = _FOLDERS[store.traits.is_local]
+    left = _FOLDERS[store.capabilities.is_local]
     level = [name for name in reversed(source.folders) if not name.startswith(".")]
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-look") as pool:
         for depth in range(1, _LEVELS + 1):

@@ -320,7 +320,7 @@ def _run(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
         last=job.last,
         keep=job.kept(),
     ) as publication:
-        layout = _lay_out(job, publication.fresh, new_save_id())
+        layout = _lay_out(job, publication.unique_suffix, new_save_id())
         hashes = _scribe(job, on_progress).write(layout.payload, publication)
         watch.lap("copy")
         _write_rest(job, layout, hashes, publication)

@@ -96,7 +96,7 @@ def reshard(
         kind = RANK_FILES if to == "torch" else kind_of_folder(to)
         kept = files_of_others(dst) if to == "native" and overwrite else ()
         with publish(dst, kind, overwrite=overwrite, needed_bytes=needed, last=work.last, keep=kept) as publication:
-            layout = work.lay_out(publication.fresh) if publication.fresh else layout
+            layout = work.lay_out(publication.unique_suffix) if publication.unique_suffix else layout
             hashes = Scribe(reader, memory, Meter(total, on_progress)).write(layout.payload, publication)
             watch.lap("copy")
             layout.write_rest(hashes, publication)

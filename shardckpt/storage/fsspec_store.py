@@ -18,10 +18,10 @@ from fsspec.utils import infer_storage_options
 from shardckpt.errors import MissingFileError, StorageError, TruncatedError, UsageError
 from shardckpt.storage.fsspec_writer import FsspecWriter, new_writer
 from shardckpt.storage.range_cache import MAX_REQUEST, BlockCache, Span, plan_requests
-from shardckpt.storage.retry import ShortBodyError, attempt, remote_error
+from shardckpt.storage.retry import ShortBodyError, remote_error, retry
 from shardckpt.storage.safe_names import check_name
-from shardckpt.storage.sftp import SftpFiles, shared
-from shardckpt.storage.store import Listed, Read, Traits
+from shardckpt.storage.sftp import SftpFiles, get_connection
+from shardckpt.storage.store import Capabilities, Listed, Read
 
 CACHE_BYTES = 32 << 20
 """Fetched bytes one store keeps, so that a small checkpoint is fetched once however it is read."""
@@ -78,9 +78,9 @@ class FsspecStore:
         return self._url
 
     @property
-    def traits(self) -> Traits:
+    def capabilities(self) -> Capabilities:
         """No rename, and every read is a request."""
-        return Traits(renames=False, is_local=False)
+        return Capabilities(renames=False, is_local=False)
 
     def list(self, folder: str = "") -> list[Listed]:
         """Return what lies directly in `folder`, sorted by name; nothing for a folder that does not exist.
@@ -91,7 +91,7 @@ class FsspecStore:
         """
         path = self._path(folder) if folder else self._root
         try:
-            entries: list[dict[str, Any]] = attempt(
+            entries: list[dict[str, Any]] = retry(
                 lambda: self._fs.ls(path, detail=True), "cannot list", self._shown(folder)
             )
         except MissingFileError:
@@ -120,7 +120,7 @@ class FsspecStore:
         if known is not None:
             return known
         path, shown = self._path(name), self._shown(name)
-        entry: dict[str, Any] = attempt(lambda: self._fs.info(path), "cannot find the size", shown)
+        entry: dict[str, Any] = retry(lambda: self._fs.info(path), "cannot find the size", shown)
         if entry["type"] == "directory":
             raise MissingFileError("this is a folder, not a file", where=shown)
         if entry["size"] is None:
@@ -194,7 +194,7 @@ class FsspecStore:
                 raise ShortBodyError(f"{len(data)} of {end - start} bytes")
             return data
 
-        return attempt(request, "cannot read", f"{self._shown(name)} bytes {start}-{end}", pause=stop.wait)
+        return retry(request, "cannot read", f"{self._shown(name)} bytes {start}-{end}", pause=stop.wait)
 
     def _cat(self, path: str, start: int, end: int) -> bytes:
         if type(self._fs).cat_file is fsspec.AbstractFileSystem.cat_file:
@@ -249,7 +249,7 @@ class FsspecStore:
         path = self._path(name)
         self._forget(name)
         with suppress(MissingFileError):
-            attempt(lambda: self._fs.rm_file(path), "cannot delete", self._shown(name))
+            retry(lambda: self._fs.rm_file(path), "cannot delete", self._shown(name))
 
     def delete_folder(self, folder: str) -> None:
         """Remove a folder with all it holds; a missing one is no error.
@@ -281,7 +281,7 @@ class FsspecStore:
             StorageError: The store failed, after retries.
         """
         path = self._path(folder)
-        found: dict[str, dict[str, Any]] = attempt(
+        found: dict[str, dict[str, Any]] = retry(
             lambda: self._fs.find(path, detail=True), "cannot list", self._shown(folder)
         )
         times = (_changed(entry) for entry in found.values())
@@ -296,7 +296,7 @@ class FsspecStore:
             StorageError: The store failed, after retries.
         """
         path = self._path(name)
-        entry: dict[str, Any] = attempt(lambda: self._fs.info(path), "cannot find its time", self._shown(name))
+        entry: dict[str, Any] = retry(lambda: self._fs.info(path), "cannot find its time", self._shown(name))
         return _changed(entry)
 
     def version(self, name: str) -> str:
@@ -308,7 +308,7 @@ class FsspecStore:
             StorageError: The store failed, after retries.
         """
         path = self._path(name)
-        entry: dict[str, Any] = attempt(lambda: self._fs.info(path), "cannot find its version", self._shown(name))
+        entry: dict[str, Any] = retry(lambda: self._fs.info(path), "cannot find its version", self._shown(name))
         known = [f"{key} {entry[key]}" for key in (*_VERSIONS, *_TIMES) if entry.get(key) is not None]
         return f"{entry.get('size')} {' '.join(known)}" if known else ""
 
@@ -385,7 +385,7 @@ def _connect_sftp(url: str, protocol: str, options: Mapping[str, object]) -> tup
     if not parts.get("host"):
         raise UsageError("this URL names no host", where=url, fix=f"Write {protocol}://user@host/folder.")
     server = repr([parts.get(key) for key in ("username", "password", "host", "port")] + sorted(options.items()))
-    return shared(server, lambda: url_to_fs(url, skip_instance_cache=True, **options)[0]), parts["path"]
+    return get_connection(server, lambda: url_to_fs(url, skip_instance_cache=True, **options)[0]), parts["path"]
 
 
 def _missing_package(url: str, protocol: str, error: ImportError) -> UsageError:
@@ -403,7 +403,7 @@ def kind_of(url: str) -> str:
     """
     fs, path = connect(url)
     try:
-        entry: dict[str, Any] = attempt(lambda: fs.info(path), "cannot look at it", url)
+        entry: dict[str, Any] = retry(lambda: fs.info(path), "cannot look at it", url)
     except MissingFileError:
         return "missing"
     return "folder" if entry["type"] == "directory" else "file"

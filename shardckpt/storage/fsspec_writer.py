@@ -13,7 +13,7 @@ from fsspec.asyn import AsyncFileSystem
 
 from shardckpt.errors import TargetExistsError
 from shardckpt.storage.range_cache import MAX_REQUEST
-from shardckpt.storage.retry import attempt, remote_error
+from shardckpt.storage.retry import remote_error, retry
 from shardckpt.storage.sftp import SftpFiles
 from shardckpt.storage.store import ClosingWriter, Read, Store
 
@@ -161,7 +161,7 @@ class ObjectWriter(FsspecWriter):
         if self._file is None and not _puts_whole(self._fs):
             self._file = self._fs.open(self._path, "wb", block_size=PART_BYTES)
         if self._file is None:
-            attempt(self._put, "cannot finish", self._shown)
+            retry(self._put, "cannot finish", self._shown)
         else:
             self._file.close()
 
@@ -201,7 +201,7 @@ class MovedWriter(FsspecWriter):
         super().__init__(fs, path, shown, is_new=is_new)
         folder, _, base = path.rpartition("/")
         self._partial = f"{folder}/.{base}.partial-{os.urandom(6).hex()}"
-        self._file = attempt(self._open, "cannot create", shown)
+        self._file = retry(self._open, "cannot create", shown)
 
     def _open(self) -> Any:
         self._fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
@@ -229,7 +229,7 @@ class MovedWriter(FsspecWriter):
             self._file.close()
         if isinstance(self._file, fsspec.spec.AbstractBufferedFile):
             self._file.closed = True  # or it would be finished when it is collected
-        attempt(lambda: self._fs.rm_file(self._partial), "cannot delete", self._shown)
+        retry(lambda: self._fs.rm_file(self._partial), "cannot delete", self._shown)
 
 
 def new_writer(fs: Any, path: str, shown: str, *, is_new: bool) -> FsspecWriter:

@@ -13,10 +13,10 @@ from itertools import islice
 
 from shardckpt.errors import MissingFileError, TruncatedError, UnsafeError
 from shardckpt.storage.linux_syscalls import STEP_BYTES, start_writeback
-from shardckpt.storage.orphans import PARTIAL, beside, close, hold, release
-from shardckpt.storage.os_errors import failing, storage_error
+from shardckpt.storage.orphans import PARTIAL, close, hold, release, sibling_path
+from shardckpt.storage.os_errors import convert_os_errors, storage_error
 from shardckpt.storage.safe_names import check_name
-from shardckpt.storage.store import ClosingWriter, Listed, Read, Store, Traits
+from shardckpt.storage.store import Capabilities, ClosingWriter, Listed, Read, Store
 
 _OPEN_FILES = 64
 """File descriptors one store keeps open; a checkpoint may have thousands of files."""
@@ -74,9 +74,9 @@ class LocalStore:
         return self._root
 
     @property
-    def traits(self) -> Traits:
+    def capabilities(self) -> Capabilities:
         """Folders are renamed in one step, reads are cheap."""
-        return Traits(renames=True, is_local=True)
+        return Capabilities(renames=True, is_local=True)
 
     def close(self) -> None:
         """Close the files that are kept open; the store remains usable."""
@@ -109,7 +109,7 @@ class LocalStore:
         prefix = f"{folder}/" if folder else ""
         try:
             with os.scandir(path) as entries:
-                found = [_listed(prefix, entry) for entry in islice(entries, most)]
+                found = [_to_listed(prefix, entry) for entry in islice(entries, most)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -125,7 +125,7 @@ class LocalStore:
             StorageError: The file cannot be looked at.
         """
         path = self._path(name)
-        with failing("cannot find the size", path):
+        with convert_os_errors("cannot find the size", path):
             status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):
             raise MissingFileError("this is a folder, not a file", where=path)
@@ -158,7 +158,7 @@ class LocalStore:
                 self._files.move_to_end(name)
                 return file
         path = self._path(name)
-        with failing("cannot open", path):
+        with convert_os_errors("cannot open", path):
             file = OpenFile(path)
         with self._lock:
             self._files[name] = file
@@ -174,7 +174,7 @@ class LocalStore:
             StorageError: It cannot be created.
         """
         path = self._path(name, follow=False)
-        with failing("cannot create", path):
+        with convert_os_errors("cannot create", path):
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             parts = name.split("/")[:-1]
             folders = [os.path.join(self._root, *parts[:depth]) for depth in range(len(parts), -1, -1)]
@@ -189,7 +189,7 @@ class LocalStore:
         """
         path = self._path(name, follow=False)
         self.close()
-        with failing("cannot delete", path):
+        with convert_os_errors("cannot delete", path):
             try:
                 os.unlink(path)
             except FileNotFoundError:
@@ -204,8 +204,8 @@ class LocalStore:
         """
         path = self._path(folder)
         self.close()
-        with failing("cannot delete", path):
-            for inner, folders, files in os.walk(path, topdown=False, onerror=_unless_gone):
+        with convert_os_errors("cannot delete", path):
+            for inner, folders, files in os.walk(path, topdown=False, onerror=_raise_unless_missing):
                 for name in (*folders, *files):
                     _remove(os.path.join(inner, name))
             _remove(path)
@@ -232,7 +232,7 @@ class LocalStore:
         """
         old, new = self._path(source, follow=False), self._path(target, follow=False)
         self.close()
-        with failing("cannot rename", old):
+        with convert_os_errors("cannot rename", old):
             os.rename(old, new)
 
     def _shown(self, name: str) -> str:
@@ -330,7 +330,7 @@ class LocalWriter(ClosingWriter):
         self._path = path
         self._folders = folders
         self._appeared = appeared
-        self._partial = beside(path, PARTIAL)
+        self._partial = sibling_path(path, PARTIAL)
         self._fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         hold(self._fd)
         self._buffer: memoryview | None = None
@@ -344,7 +344,7 @@ class LocalWriter(ClosingWriter):
             StorageError: Writing failed; NoSpaceError where the disk is full.
         """
         view = memoryview(data).cast("B")
-        with failing("cannot write", self._path):
+        with convert_os_errors("cannot write", self._path):
             while view:
                 count = os.write(self._fd, view)
                 self._count(count)
@@ -372,7 +372,7 @@ class LocalWriter(ClosingWriter):
             self._started = self._written
 
     def _copy_buffer(self, source: Store, nbytes: int) -> memoryview:
-        size = min(nbytes, _BUFFER if source.traits.is_local else _REMOTE_BUFFER)
+        size = min(nbytes, _BUFFER if source.capabilities.is_local else _REMOTE_BUFFER)
         if self._buffer is None or len(self._buffer) < size:
             self._buffer = memoryview(bytearray(size))
         return self._buffer
@@ -387,7 +387,7 @@ class LocalWriter(ClosingWriter):
             return
         self._buffer = None
         try:
-            with failing("cannot finish", self._path):
+            with convert_os_errors("cannot finish", self._path):
                 os.fsync(self._fd)
                 self._close_fd()
                 os.replace(self._partial, self._path)
@@ -441,7 +441,7 @@ def sync_open_folder(fd: int) -> None:
             raise
 
 
-def _listed(prefix: str, entry: os.DirEntry[str]) -> Listed:
+def _to_listed(prefix: str, entry: os.DirEntry[str]) -> Listed:
     try:
         is_folder = entry.is_dir()
         size = 0 if is_folder else entry.stat().st_size
@@ -450,7 +450,7 @@ def _listed(prefix: str, entry: os.DirEntry[str]) -> Listed:
     return Listed(prefix + entry.name, size, is_folder)
 
 
-def _unless_gone(error: OSError) -> None:
+def _raise_unless_missing(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):
         raise error
 
@@ -465,7 +465,7 @@ def _remove(path: str) -> None:
 
 
 def _changed(path: str) -> float | None:
-    with failing("cannot look at it", path), suppress(FileNotFoundError):
+    with convert_os_errors("cannot look at it", path), suppress(FileNotFoundError):
         return os.lstat(path).st_ctime
     return None
 

@@ -11,10 +11,21 @@ from functools import partial
 from shardckpt.errors import NoSpaceError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage.linux_syscalls import exchange
 from shardckpt.storage.local import LocalStore, LocalWriter, open_folder, sync_folder, sync_open_folder
-from shardckpt.storage.orphans import OLD, PARTIAL, abandoned, beside, is_at, make_partial, release, remove, sweep, take
-from shardckpt.storage.os_errors import failing, storage_error
+from shardckpt.storage.orphans import (
+    OLD,
+    PARTIAL,
+    find_orphans,
+    is_at,
+    make_partial,
+    release,
+    remove,
+    sibling_path,
+    sweep,
+    take,
+)
+from shardckpt.storage.os_errors import convert_os_errors, storage_error
 from shardckpt.storage.publication import REPLACE_IT, Publication
-from shardckpt.storage.replaceable import FileKind, Kind, files_of_one, require_file
+from shardckpt.storage.replaceable import FileKind, Kind, find_replaceable_files, require_file
 from shardckpt.storage.store import Listed
 
 
@@ -43,14 +54,14 @@ class LocalPublication(Publication):
         needed_bytes: int,
         keep: Collection[str] = (),
     ) -> None:
-        self._target = _checked_target(path)
+        self._target = _resolve_target(path)
         self._kind = kind
         self._keep = tuple(keep)
         self._overwrite = overwrite
         self._made: list[str] = []
         self._old = ""
         self._is_doubtful = False
-        with failing("cannot prepare the target", self._target, is_target=True):
+        with convert_os_errors("cannot prepare the target", self._target, is_target=True):
             _restore(self._target)
             self._require_replaceable()
             sweep(self._target, PARTIAL)
@@ -65,16 +76,16 @@ class LocalPublication(Publication):
         self._owner = os.getpid()
         self._result = self._lock
         self._parent = -1
-        self.place = self._partial
+        self.staging_url = self._partial
         self._store = LocalStore(self._partial)
 
     def create(self, name: str) -> LocalWriter:
         """Start a file of the result. Raises StorageError."""
         return self._store.create(os.path.basename(self._target) if isinstance(self._kind, FileKind) else name)
 
-    def finish(self) -> None:
+    def commit(self) -> None:
         """Put the result in place, make that safe, remove the old content. Raises StorageError."""
-        with failing("cannot put the result in place", self._target):
+        with convert_os_errors("cannot put the result in place", self._target):
             self._require_replaceable()  # since the work began somebody may have put something there
             # Opened now, so that behind the swap nothing but the fsync can fail.
             self._parent = open_folder(os.path.dirname(self._target))
@@ -84,8 +95,8 @@ class LocalPublication(Publication):
                 self._place_folder()
         self._settle()
 
-    def drop(self) -> None:
-        """Take back what was written; once the result is in place, only tidy up. Never raises.
+    def rollback(self) -> None:
+        """Remove the files; once the result is in place, only tidy up. Never raises.
 
         Nothing happens in a child that was forked meanwhile: there is nothing that it owns.
         """
@@ -119,7 +130,7 @@ class LocalPublication(Publication):
                 folder, name = os.path.split(self._target)
                 require_file(self._kind, LocalStore(folder), name, self._target)
         elif not _is_vacant(self._target):
-            files_of_one(self._kind, LocalStore(self._target), partial(_entries, self._target), self._target)
+            find_replaceable_files(self._kind, LocalStore(self._target), partial(_entries, self._target), self._target)
 
     def _keep_old(self) -> None:
         """Give files of the old folder a second name in the new one."""
@@ -145,11 +156,11 @@ class LocalPublication(Publication):
                 self._move_aside()
         except OSError as error:
             if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
-                raise _exists(self._target) from error
+                raise _exists_error(self._target) from error
             raise
 
     def _move_aside(self) -> None:
-        old = beside(self._target, OLD)
+        old = sibling_path(self._target, OLD)
         # Held while the target is absent, so that nobody takes the moved content for abandoned and restores it.
         mark = take(self._target)
         try:
@@ -218,7 +229,7 @@ def _cannot_make(folder: str, error: OSError) -> StorageError:
     return result
 
 
-def _checked_target(path: str) -> str:
+def _resolve_target(path: str) -> str:
     target = os.path.realpath(path)
     if f"{os.path.realpath('.')}/".startswith(f"{target.rstrip('/')}/"):
         raise UsageError(
@@ -239,7 +250,7 @@ def _restore(target: str) -> None:
     """Bring back the content that a killed run had moved aside, if nothing has taken its place."""
     if not _is_vacant(target):
         return
-    left = abandoned(target, OLD)
+    left = find_orphans(target, OLD)
     if left:
         os.rename(left[-1], target)
 
@@ -275,10 +286,10 @@ def _refuse_existing(target: str, *, overwrite: bool, single_file: bool) -> None
             fix="Choose another name.",
         )
     if not overwrite and not (single_file and os.path.getsize(target) == 0):
-        raise _exists(target)
+        raise _exists_error(target)
 
 
-def _exists(target: str) -> TargetExistsError:
+def _exists_error(target: str) -> TargetExistsError:
     return TargetExistsError("the target exists already", where=target, fix=REPLACE_IT)
 
 

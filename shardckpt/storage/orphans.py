@@ -1,8 +1,8 @@
-"""What a publication lays beside its target, whose it is, and what becomes of it when its process was killed.
+"""Files beside a target: who owns them, and how those of killed processes are found and removed.
 
 A partial belongs to whoever holds a flock on it: the kernel drops the lock with the process, and process ids, which
 containers share and systems reuse, play no part. A child that is forked meanwhile would share the lock and keep it when
-its parent is gone, so it closes what it has inherited. Where a file system knows no locks, leftovers stay until removed
+its parent is gone, so it closes what it has inherited. Where a file system knows no locks, orphans stay until removed
 by hand.
 """
 
@@ -27,8 +27,8 @@ _IDS = {PARTIAL: r"\w+", OLD: r"[0-9a-f]{8,}"}
 """What is taken for ours: of old content, which may be precious, only what nobody would name by hand."""
 
 
-def beside(target: str, kind: str) -> str:
-    """Return a new path beside `target` for a leftover of this kind."""
+def sibling_path(target: str, kind: str) -> str:
+    """Return a new path beside `target` for a file of this kind."""
     folder, name = os.path.split(target)
     return os.path.join(folder, f".{name}.{kind}-{os.urandom(6).hex()}")
 
@@ -63,7 +63,7 @@ def make_partial(target: str) -> tuple[str, int]:
         OSError: It cannot be made.
     """
     while True:
-        path, fd = beside(target, PARTIAL), -1
+        path, fd = sibling_path(target, PARTIAL), -1
         try:
             os.mkdir(path)
             with suppress(FileNotFoundError):
@@ -103,7 +103,7 @@ def release(fd: int) -> None:
 
 
 def take(path: str) -> int | None:
-    """Own an existing leftover; return the descriptor that does, None where somebody else owns it or nobody can."""
+    """Own an existing orphan; return the descriptor that does, None where somebody else owns it or nobody can."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -125,8 +125,8 @@ def is_at(fd: int, path: str) -> bool:
         return False
 
 
-def abandoned(target: str, kind: str) -> list[str]:
-    """Return leftovers of this kind beside `target` that no process owns, oldest first."""
+def find_orphans(target: str, kind: str) -> list[str]:
+    """Return orphans of this kind beside `target` that no process owns, oldest first."""
     folder, name = os.path.split(target)
     pattern = re.compile(rf"\.{re.escape(name)}\.{kind}-{_IDS[kind]}")
     try:
@@ -153,13 +153,13 @@ def _changed(path: str) -> int:
 
 
 def sweep(target: str, kind: str) -> None:
-    """Remove leftovers of this kind beside `target` that no process owns; never raises for those that resist."""
-    for path in abandoned(target, kind):
-        remove_abandoned(path)
+    """Remove orphans of this kind beside `target` that no process owns; never raises for those that resist."""
+    for path in find_orphans(target, kind):
+        remove_orphan(path)
 
 
-def remove_abandoned(path: str) -> bool:
-    """Remove a leftover, unless a process owns it; tell whether it is gone."""
+def remove_orphan(path: str) -> bool:
+    """Remove an orphan, unless a process owns it; return True if it is gone."""
     fd = take(path)
     if fd is None:
         return False

@@ -50,7 +50,7 @@ def storage_error(error: OSError, what: str, where: str, *, is_target: bool = Fa
 
 
 @contextmanager
-def failing(what: str, where: str, *, is_target: bool = False) -> Iterator[None]:
+def convert_os_errors(what: str, where: str, *, is_target: bool = False) -> Iterator[None]:
     """Let an OSError out of the block as a StorageError; our own errors pass as they are."""
     try:
         yield

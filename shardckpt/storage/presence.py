@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from shardckpt.errors import MissingFileError, StorageError
-from shardckpt.storage.os_errors import failing
+from shardckpt.storage.os_errors import convert_os_errors
 from shardckpt.storage.resolve_url import local_path, open_remote, open_store
 
 _SHOWN = 3
@@ -53,7 +53,7 @@ def require_files(url: str, place: str, sizes: Sequence[Mapping[str, int]]) -> N
     found = ", ".join(list(missing)[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
     if elsewhere and 0 not in elsewhere:
         raise StorageError(
-            f"rank 0 does not see the files that {named_ranks(elsewhere)} wrote: they see another folder of this name",
+            f"rank 0 does not see the files that {format_ranks(elsewhere)} wrote: they see another folder of this name",
             where=url,
             found=f"no {found}",
             fix=SHARE_IT,
@@ -70,7 +70,7 @@ SHARE_IT = "Save to storage that every rank sees under this name: a shared file 
 """What to do where ranks see different folders."""
 
 
-def named_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as messages name them, the first ones of many."""
     shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
@@ -98,7 +98,7 @@ def file_version(folder: str, name: str) -> str:
     if path is None:
         return open_remote(folder).version(name)
     where = os.path.join(path, name)
-    with failing("cannot look at it", where):
+    with convert_os_errors("cannot look at it", where):
         try:
             found = os.stat(where)
         except FileNotFoundError as error:

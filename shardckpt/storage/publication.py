@@ -1,4 +1,4 @@
-"""What a publication offers to the one who writes, wherever it goes."""
+"""The interface of a publication, on a disk or a remote store."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Publication(ABC):
     """A result on its way to its target.
 
     Attributes:
-        fresh: Put this into the names of large files: empty where names may repeat those of the old content, else a
-            short id, since on a store without rename the old files stay readable until the new ones are complete.
-        place: Where files lie until they are put in place: other processes may write there, each under names of its
-            own, and `JoinedPublication` does.
+        unique_suffix: A short id for the names of large files, since on a store without rename the old files stay
+            readable until the new ones are complete; empty if names may repeat those of the old content.
+        staging_url: Folder of the files until the commit: other processes may write there, each under its own names,
+            and `JoinedPublication` does.
     """
 
-    fresh: str = ""
-    place: str = ""
+    unique_suffix: str = ""
+    staging_url: str = ""
 
     @abstractmethod
     def create(self, name: str) -> Writer:
@@ -35,13 +35,13 @@ class Publication(ABC):
         """
 
     @abstractmethod
-    def finish(self) -> None:
-        """Put the whole result in place. Called by `publish`.
+    def commit(self) -> None:
+        """Put the result in place, all at once. Called by `publish`.
 
         Raises:
             StorageError: The store failed.
         """
 
     @abstractmethod
-    def drop(self) -> None:
-        """Take back what was written, unless the result is in place already; never raises. Called by `publish`."""
+    def rollback(self) -> None:
+        """Remove the files unless the result is in place already; never raises. Called by `publish`."""

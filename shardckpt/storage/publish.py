@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 from shardckpt.errors import StorageError
 from shardckpt.storage.local_publication import LocalPublication
-from shardckpt.storage.os_errors import failing
+from shardckpt.storage.os_errors import convert_os_errors
 from shardckpt.storage.presence import SHARE_IT
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.remote_publication import RemoteFile, RemoteFolder
@@ -51,9 +51,9 @@ def publish(
     publication = begin(url, kind, overwrite=overwrite, needed_bytes=needed_bytes, last=last, keep=keep)
     try:
         yield publication
-        publication.finish()
+        publication.commit()
     except BaseException:
-        publication.drop()
+        publication.rollback()
         raise
 
 
@@ -67,7 +67,7 @@ def begin(
     prefix: str = "",
     keep: Collection[str] = (),
 ) -> Publication:
-    """Open a publication that ends with its `finish`, or its `drop`: for those who cannot use `publish`.
+    """Open a publication that ends with its `commit` or `rollback`, if `publish` cannot be used.
 
     Other arguments and errors are those of `publish`.
 
@@ -90,21 +90,21 @@ def begin(
 
 
 class JoinedPublication(Publication):
-    """What another process began: files are made where it says, and are put in place by that process.
+    """A publication that another process began and commits: files are made in its `staging_url`.
 
     Args:
-        place: The other's `place`.
+        staging_url: That of the process that began it.
 
     Raises:
         StorageError: This process does not see the folder that the other one made there.
     """
 
-    def __init__(self, place: str) -> None:
-        path = local_path(place)
+    def __init__(self, staging_url: str) -> None:
+        path = local_path(staging_url)
         if path is not None:
             _require_folder(path)
-        self.place = place
-        self._store = open_store(place)
+        self.staging_url = staging_url
+        self._store = open_store(staging_url)
         self._writers: dict[str, Writer] = {}
 
     def create(self, name: str) -> Writer:
@@ -112,15 +112,15 @@ class JoinedPublication(Publication):
         self._writers[name] = self._store.create(name)
         return self._writers[name]
 
-    def finish(self) -> None:
-        """Do nothing: who began it puts it in place."""
+    def commit(self) -> None:
+        """Do nothing: the process that began it commits."""
 
-    def drop(self) -> None:
-        """Take back what this writer wrote; never raises.
+    def rollback(self) -> None:
+        """Remove the files of this process; never raises.
 
         Not on a store without rename: what was written there may be a part of the result by now. Who began removes it.
         """
-        if not self._store.traits.renames:
+        if not self._store.capabilities.renames:
             return
         for name, writer in self._writers.items():
             writer.abort()
@@ -149,7 +149,7 @@ def _is_there_now(path: str) -> bool:
     A network file system may remember for a while that one of them was absent; asked to make it, it looks again.
     """
     made: list[str] = []
-    with failing("cannot join the other ranks", path):
+    with convert_os_errors("cannot join the other ranks", path):
         try:
             _make_missing(os.path.dirname(path), made)
             return os.path.isdir(path)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, UsageError
 from shardckpt.storage.orphans import is_partial
 from shardckpt.storage.publication import REPLACE_IT, Publication
-from shardckpt.storage.replaceable import FileKind, FolderKind, files_below, files_of_one, require_file
+from shardckpt.storage.replaceable import FileKind, FolderKind, files_below, find_replaceable_files, require_file
 from shardckpt.storage.resolve_url import kind as kind_at
 from shardckpt.storage.resolve_url import open_remote, split
 from shardckpt.storage.store import ClosingWriter, Store, Writer, read_bytes
@@ -25,11 +25,11 @@ _DEAD_S = 24 * 3600.0
 """Seconds after which what another save wrote, and nothing refers to, counts as left behind: it may be under way."""
 
 
-class HeldWriter(ClosingWriter):
-    """A writer whose `close` waits for the publication's end.
+class DeferredWriter(ClosingWriter):
+    """A writer whose `close` waits for the commit.
 
     Args:
-        writer: The one that is held.
+        writer: The writer that is closed then.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -55,8 +55,8 @@ class HeldWriter(ClosingWriter):
         self._writer.abort()
 
 
-class KeptWriter(ClosingWriter):
-    """A small file that is kept in memory until the publication's end.
+class BufferedWriter(ClosingWriter):
+    """A small file that is buffered in memory until the commit.
 
     Args:
         store: Where it goes.
@@ -92,11 +92,11 @@ class KeptWriter(ClosingWriter):
             with self._store.create(self._name, is_new=is_new) as writer:
                 writer.write(self._data)
         except TargetExistsError:
-            if not self.lies_there():  # where it does, the answer was lost and the request made once more
+            if not self.is_written():  # where it does, the answer was lost and the request made once more
                 raise
 
-    def lies_there(self) -> bool:
-        """Tell whether the store holds this very file. Raises StorageError."""
+    def is_written(self) -> bool:
+        """Return True if the store has this very file. Raises StorageError."""
         try:
             store = open_remote(self._store.url)
             nbytes = store.size(self._name)
@@ -111,7 +111,7 @@ class KeptWriter(ClosingWriter):
 class RemoteFolder(Publication):
     """A folder that becomes loadable with its last object.
 
-    While files of fresh names are written the old content stays whole. At the end the old content goes, its `last`
+    While files of new names are written the old content stays complete. At the end the old content goes, its `last`
     first, so that no reader mixes old with new; then come the files whose names the old content had, then `last`.
 
     Where all names but the last begin with a prefix of their own, the old content need not go first: the old `last` is
@@ -147,15 +147,15 @@ class RemoteFolder(Publication):
             raise TargetExistsError("the target is a file", where=url, fix="Choose another name.")
         if not url.partition("://")[2].strip("/") and not url.startswith("memory:"):
             raise UsageError("this URL names no place", where=url, fix="Name a bucket, and a folder in it.")
-        self.place = url
+        self.staging_url = url
         self._store = open_remote(url)
         self._last = last
         if overwrite:
-            self._old = files_of_one(kind, self._store, self._store.list, url)
+            self._old = find_replaceable_files(kind, self._store, self._store.list, url)
         else:
             self._old = _only_partials(self._store, url, last)
-        self.fresh = os.urandom(4).hex() if self._old else ""
-        self._held: dict[str, HeldWriter | KeptWriter] = {}
+        self.unique_suffix = os.urandom(4).hex() if self._old else ""
+        self._deferred: dict[str, DeferredWriter | BufferedWriter] = {}
         self._written: list[str] = []
         self._prefix = prefix
         self._keep = frozenset(keep)
@@ -168,43 +168,43 @@ class RemoteFolder(Publication):
             StorageError: It cannot be created.
         """
         if name == self._last:
-            self._held[name] = KeptWriter(self._store, name)
-            return self._held[name]
+            self._deferred[name] = BufferedWriter(self._store, name)
+            return self._deferred[name]
         writer = self._store.create(name)
         if name in self._old:
-            self._held[name] = HeldWriter(writer)
-            return self._held[name]
+            self._deferred[name] = DeferredWriter(writer)
+            return self._deferred[name]
         self._written.append(name)
         return writer
 
-    def finish(self) -> None:
-        """Remove the old content, finish the held files, the last one last. Raises StorageError."""
-        last = self._held.get(self._last or "")
-        if isinstance(last, KeptWriter) and len(self._held) == 1 and (self._prefix or not self._old):
+    def commit(self) -> None:
+        """Remove the old content and close the deferred files, the last one last. Raises StorageError."""
+        last = self._deferred.get(self._last or "")
+        if isinstance(last, BufferedWriter) and len(self._deferred) == 1 and (self._prefix or not self._old):
             self._flip(last)
             return
         for name in sorted(self._old, key=lambda name: name != self._last):
             if name not in self._keep:
                 self._store.delete(name)
-        for name in sorted(self._held, key=lambda name: name == self._last):
+        for name in sorted(self._deferred, key=lambda name: name == self._last):
             self._written.append(name)
-            self._held[name].finish()
+            self._deferred[name].finish()
         self._is_done = True
 
-    def _flip(self, last: KeptWriter) -> None:
+    def _flip(self, last: BufferedWriter) -> None:
         """Put or replace `last`, then remove what was old; that this fails changes nothing for a reader."""
         self._is_doubtful = True  # it may take effect although nobody hears of it
         is_new = self._last not in self._old
         gone = self._old if is_new else self._replaced()
         last.finish(is_new=is_new)
         self._is_done = True
-        for name in set(gone) - set(self._held) - self._keep:
+        for name in set(gone) - set(self._deferred) - self._keep:
             with suppress(StorageError):
                 self._store.delete(name)
 
     def _replaced(self) -> list[str]:
         """Return what nobody needs once `last` is replaced: what it names, and all else but what may be under way."""
-        store, text = open_remote(self.place), b""
+        store, text = open_remote(self.staging_url), b""
         with suppress(StorageError):
             text = read_bytes(store, self._last or "", 0, store.size(self._last or ""))
         named = [name for name in _all_files(store) if json.dumps(name).encode() in text]
@@ -212,36 +212,36 @@ class RemoteFolder(Publication):
         return named + [name for name in self._old if not of_a_save.fullmatch(name) or self._is_dead(name)]
 
     def _is_dead(self, name: str) -> bool:
-        """Tell whether a file was written long ago; where the store does not know, it was."""
+        """Return True if a file was written long ago, or if the store does not know."""
         with suppress(StorageError):
             written = self._store.written_at(name)
             return written is None or time.time() - written > _DEAD_S
         return False
 
-    def drop(self) -> None:
+    def rollback(self) -> None:
         """Delete what was written, the last file first, unless all was or may have been; never raises."""
         if self._is_done:
             return
-        for writer in self._held.values():
+        for writer in self._deferred.values():
             writer.abort()
-        if self._is_doubtful and not self._is_taken_back():
+        if self._is_doubtful and not self._is_rolled_back():
             return
-        for name in [*reversed(self._written), *self._of_others()]:
+        for name in [*reversed(self._written), *self._list_other_files()]:
             with suppress(StorageError):
                 self._store.delete(name)
 
-    def _is_taken_back(self) -> bool:
-        """Remove `last` where it was new and took effect; tell whether nothing refers to what was written."""
-        last = self._held.get(self._last or "")
-        if not isinstance(last, KeptWriter) or self._last is None or self._last in self._old:
+    def _is_rolled_back(self) -> bool:
+        """Remove `last` if it was new and took effect; return True if nothing refers to the files."""
+        last = self._deferred.get(self._last or "")
+        if not isinstance(last, BufferedWriter) or self._last is None or self._last in self._old:
             return False
         with suppress(StorageError):
-            if last.lies_there():
+            if last.is_written():
                 self._store.delete(self._last)
             return True
         return False
 
-    def _of_others(self) -> list[str]:
+    def _list_other_files(self) -> list[str]:
         """Return what other processes wrote for this result."""
         if not self._prefix:
             return []
@@ -276,21 +276,21 @@ class RemoteFile(Publication):
         self._is_new = found == "missing"
         if not self._is_new:
             require_file(kind, self._store, self._name, url)
-        self._writer: HeldWriter | None = None
+        self._writer: DeferredWriter | None = None
 
     def create(self, name: str) -> Writer:
         """Start the file; it appears at the publication's end. Raises StorageError."""
         assert name == self._name, name
-        self._writer = HeldWriter(self._store.create(name, is_new=self._is_new))
+        self._writer = DeferredWriter(self._store.create(name, is_new=self._is_new))
         return self._writer
 
-    def finish(self) -> None:
-        """Let the file appear. Raises StorageError."""
+    def commit(self) -> None:
+        """Make the file appear. Raises StorageError."""
         if self._writer is not None:
             self._writer.finish()
 
-    def drop(self) -> None:
-        """Drop what was written; never raises."""
+    def rollback(self) -> None:
+        """Abort the upload; never raises."""
         if self._writer is not None:
             self._writer.abort()
 

@@ -72,7 +72,7 @@ def is_ignored(name: str) -> bool:
     return is_partial(name) or _OF_A_SYSTEM.fullmatch(name.rpartition("/")[2]) is not None
 
 
-def files_of_one(kind: FolderKind, store: Store, list_folder: ListFolder, where: str) -> list[str]:
+def find_replaceable_files(kind: FolderKind, store: Store, list_folder: ListFolder, where: str) -> list[str]:
     """Return all files of a folder that may be replaced: those of one checkpoint of a kind, or none that counts.
 
     The search ends at the first file that does not belong there.
@@ -92,7 +92,7 @@ def files_of_one(kind: FolderKind, store: Store, list_folder: ListFolder, where:
     counting = [name for name in sizes if not is_ignored(name)]
     listed = frozenset(kind.members(store, sizes)) if counting else frozenset()
     others = [name for name in counting if not _belongs(name, kind, listed)]
-    others += _of_other_content(kind, store, {name: sizes[name] for name in counting})
+    others += _find_other_content(kind, store, {name: sizes[name] for name in counting})
     folders = [entry.name for entry in top if entry.is_folder]
     if others:
         raise _other_content(kind, [*others, *_as_folders(folders)], where)
@@ -164,7 +164,7 @@ def require_file(kind: FileKind, store: Store, name: str, where: str) -> None:
         )
 
 
-def _of_other_content(kind: FolderKind, store: Store, sizes: Mapping[str, int]) -> list[str]:
+def _find_other_content(kind: FolderKind, store: Store, sizes: Mapping[str, int]) -> list[str]:
     """Return payload files by name whose first bytes are those of something else; an empty one is a payload file."""
     if kind.is_one is None:
         return []

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
 
 
-def url_of(path: object) -> str:
+def as_url(path: object) -> str:
     """Return what a caller gave for a path as text.
 
     Raises:

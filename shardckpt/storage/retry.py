@@ -1,4 +1,4 @@
-"""What may pass is tried again, with growing pauses; what will not is told at once."""
+"""Retry requests that fail with transient errors, with growing pauses; raise other errors at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PERMANENT = {
     errno.EDQUOT,
     errno.EROFS,
 }
-_PASSING_NAMES = re.compile("Timeout|Connect|Incomplete|Payload|HTTPClient|Protocol|Throttl")
+_TRANSIENT_NAMES = re.compile("Timeout|Connect|Incomplete|Payload|HTTPClient|Protocol|Throttl")
 """Classes of aiohttp, botocore, urllib3 and paramiko that stand for an interrupted conversation."""
 
 T = TypeVar("T")
@@ -44,8 +44,8 @@ class ShortBodyError(Exception):
     """A response held fewer bytes than were asked for."""
 
 
-def attempt(action: Callable[[], T], what: str, where: str, pause: Callable[[float], object] = time.sleep) -> T:
-    """Return what `action` returns, trying again where an error may pass.
+def retry(action: Callable[[], T], what: str, where: str, pause: Callable[[float], object] = time.sleep) -> T:
+    """Return the result of `action`; try again after transient errors.
 
     Args:
         action: One request; may be repeated.
@@ -64,13 +64,13 @@ def attempt(action: Callable[[], T], what: str, where: str, pause: Callable[[flo
             raise
         except Exception as error:  # fsspec's back ends raise whatever their libraries do
             seconds = FIRST_PAUSE_S * 2 ** (number - 1) * random.uniform(0.5, 2)  # noqa: S311 (no secret)
-            if number == ATTEMPTS or not is_passing(error) or pause(seconds):
+            if number == ATTEMPTS or not is_transient(error) or pause(seconds):
                 raise remote_error(error, what, where, tries=number) from error
     raise AssertionError("unreachable")
 
 
-def is_passing(error: BaseException) -> bool:
-    """Return whether the same request may succeed a little later."""
+def is_transient(error: BaseException) -> bool:
+    """Return True if the same request may succeed a little later."""
     status = _status(error)
     if status is not None:
         return status >= 500 or status in {408, 425, 429}
@@ -79,7 +79,7 @@ def is_passing(error: BaseException) -> bool:
     if isinstance(error, OSError):
         named = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
         return not isinstance(error, named) and error.errno not in _PERMANENT
-    return any(_PASSING_NAMES.search(kind.__name__) for kind in type(error).__mro__)
+    return any(_TRANSIENT_NAMES.search(kind.__name__) for kind in type(error).__mro__)
 
 
 def remote_error(error: Exception, what: str, where: str, tries: int = 1) -> StorageError:
@@ -99,8 +99,8 @@ def remote_error(error: Exception, what: str, where: str, tries: int = 1) -> Sto
 def _status(error: BaseException) -> int | None:
     """Return the HTTP status an error carries, as aiohttp and requests carry it."""
     response = getattr(error, "response", None)
-    for holder, name in ((error, "status"), (response, "status_code")):
-        value = getattr(holder, name, None)
+    for owner, name in ((error, "status"), (response, "status_code")):
+        value = getattr(owner, name, None)
         if isinstance(value, int):
             return value
     return None

@@ -64,31 +64,31 @@ class SftpFiles:
 
     def ls(self, path: str, detail: bool = True) -> Any:
         """List a folder. Raises what paramiko does, as all that follow."""
-        return self._asked(lambda fs: fs.ls(path, detail=detail))
+        return self._request(lambda fs: fs.ls(path, detail=detail))
 
     def info(self, path: str) -> Any:
         """Describe a file or a folder."""
-        return self._asked(lambda fs: fs.info(path))
+        return self._request(lambda fs: fs.info(path))
 
     def find(self, path: str, detail: bool = True) -> Any:
         """Describe all files below a folder."""
-        return self._asked(lambda fs: fs.find(path, detail=detail))
+        return self._request(lambda fs: fs.find(path, detail=detail))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder and those above it."""
-        self._asked(lambda fs: fs.makedirs(path, exist_ok=exist_ok))
+        self._request(lambda fs: fs.makedirs(path, exist_ok=exist_ok))
 
     def rm_file(self, path: str) -> None:
         """Remove a file."""
-        self._asked(lambda fs: fs.ftp.remove(path))
+        self._request(lambda fs: fs.ftp.remove(path))
 
     def rmdir(self, path: str) -> None:
         """Remove an empty folder."""
-        self._asked(lambda fs: fs.ftp.rmdir(path))
+        self._request(lambda fs: fs.ftp.rmdir(path))
 
     def mv(self, path: str, target: str) -> None:
         """Rename a file in one step; what lay at the target is replaced."""
-        self._asked(lambda fs: fs.ftp.posix_rename(path, target))
+        self._request(lambda fs: fs.ftp.posix_rename(path, target))
 
     def mv_new(self, path: str, target: str) -> None:
         """Rename a file in one step, where nothing lies at the target.
@@ -97,9 +97,9 @@ class SftpFiles:
             FileExistsError: Something lies there.
         """
         try:
-            self._asked(lambda fs: fs.ftp.rename(path, target))
+            self._request(lambda fs: fs.ftp.rename(path, target))
         except OSError as error:
-            if self._asked(lambda fs: fs.exists(target)):
+            if self._request(lambda fs: fs.exists(target)):
                 raise FileExistsError(target) from error
             raise
 
@@ -110,16 +110,16 @@ class SftpFiles:
             with fs.ftp.open(path, "rb") as file:
                 return b"".join(file.readv([(start, end - start)]))
 
-        data: bytes = self._asked(read)
+        data: bytes = self._request(read)
         return data
 
     def open(self, path: str, mode: str, block_size: int = 0) -> SftpUpload:
         """Start a file."""
         assert mode == "wb", (mode, block_size)
         with self.turn:
-            return SftpUpload(self, self._asked(lambda fs: fs.ftp.open(path, "wb")))
+            return SftpUpload(self, self._request(lambda fs: fs.ftp.open(path, "wb")))
 
-    def _asked(self, action: Callable[[Any], Any]) -> Any:
+    def _request(self, action: Callable[[Any], Any]) -> Any:
         with self.turn:
             fs = self.live()
             try:
@@ -187,7 +187,7 @@ _SHARED: dict[tuple[int, str], SftpFiles] = {}
 _SHARING = threading.Lock()
 
 
-def shared(server: str, connect: Callable[[], Any]) -> SftpFiles:
+def get_connection(server: str, connect: Callable[[], Any]) -> SftpFiles:
     """Return this process' connection to a server; one that was inherited over a fork is left alone.
 
     Args:

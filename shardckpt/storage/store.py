@@ -40,7 +40,7 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
+class Capabilities:
     """What a store can do beyond naming bytes.
 
     Attributes:
@@ -117,7 +117,7 @@ class Store(Protocol):
         """The root, as a person would type it."""
 
     @property
-    def traits(self) -> Traits:
+    def capabilities(self) -> Capabilities:
         """What this store can do."""
 
     def list(self, folder: str = "") -> list[Listed]:
@@ -155,7 +155,7 @@ class Store(Protocol):
         """Return when anything in a folder last changed, in seconds since the epoch; None where nobody knows."""
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file or folder in one step; only where `traits.renames`. Raises StorageError."""
+        """Rename a file or folder in one step; only where `capabilities.renames`. Raises StorageError."""
 
 
 def read_bytes(store: Store, name: str, offset: int, nbytes: int) -> bytes:

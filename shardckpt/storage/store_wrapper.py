@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardckpt.storage.safe_names import check_name
-from shardckpt.storage.store import Listed, Read, Store, Traits, Writer
+from shardckpt.storage.store import Capabilities, Listed, Read, Store, Writer
 
 
 class WrappedStore:
-    """The store beneath under another name, from which a store that changes some of it is made.
+    """The underlying store under another name, from which a store that changes some of it is made.
 
     Args:
-        store: The one beneath.
+        store: The underlying store.
     """
 
     def __init__(self, store: Store) -> None:
@@ -24,40 +24,40 @@ class WrappedStore:
         return self._store.url
 
     @property
-    def traits(self) -> Traits:
+    def capabilities(self) -> Capabilities:
         """What this store can do."""
-        return self._store.traits
+        return self._store.capabilities
 
     def list(self, folder: str = "") -> list[Listed]:
-        """As the store beneath."""
+        """As the underlying store."""
         return self._store.list(folder)
 
     def size(self, name: str) -> int:
-        """As the store beneath."""
+        """As the underlying store."""
         return self._store.size(name)
 
     def read(self, reads: Sequence[Read]) -> None:
-        """As the store beneath."""
+        """As the underlying store."""
         self._store.read(reads)
 
     def create(self, name: str) -> Writer:
-        """As the store beneath."""
+        """As the underlying store."""
         return self._store.create(name)
 
     def delete(self, name: str) -> None:
-        """As the store beneath."""
+        """As the underlying store."""
         self._store.delete(name)
 
     def delete_folder(self, folder: str) -> None:
-        """As the store beneath."""
+        """As the underlying store."""
         self._store.delete_folder(folder)
 
     def changed_at(self, folder: str) -> float | None:
-        """As the store beneath."""
+        """As the underlying store."""
         return self._store.changed_at(folder)
 
     def rename(self, source: str, target: str) -> None:
-        """As the store beneath."""
+        """As the underlying store."""
         self._store.rename(source, target)
 
 
@@ -110,7 +110,7 @@ class SubfolderStore(WrappedStore):
         return self._store.changed_at(self._name(folder))
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file or folder in one step; only where `traits.renames`. Raises StorageError."""
+        """Rename a file or folder in one step; only where `capabilities.renames`. Raises StorageError."""
         self._store.rename(self._name(source), self._name(target))
 
     def _name(self, name: str) -> str:

@@ -81,7 +81,7 @@ def refused(phase: str, is_failing: bool) -> Iterator[None]:
         with patch.object(session, name, broken):
             yield
     else:
-        with patch.object(LocalPublication, {"begin": "__init__", "publish": "finish"}[phase], broken):
+        with patch.object(LocalPublication, {"begin": "__init__", "publish": "commit"}[phase], broken):
             yield
 
 

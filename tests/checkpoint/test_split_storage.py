@@ -77,7 +77,7 @@ def lost(folder: Path, change: Callable[[Path], object]) -> list[Raised]:
         def spoilt(publication: Any, *args: Any, **options: Any) -> Any:
             written = write_payloads(publication, *args, **options)
             for each in written if rank == 1 else ():
-                change(Path(publication.place) / each.payload.name)
+                change(Path(publication.staging_url) / each.payload.name)
             return written
 
         with patch.object(session, "write_payloads", spoilt):

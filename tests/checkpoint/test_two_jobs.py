@@ -17,7 +17,7 @@ from shardckpt.errors import ShardckptError, TargetExistsError
 from shardckpt.offline.verify import verify
 from shardckpt.storage import remote_publication
 from shardckpt.storage.local_publication import LocalPublication
-from shardckpt.storage.remote_publication import KeptWriter
+from shardckpt.storage.remote_publication import BufferedWriter
 from shardckpt.storage.resolve_url import open_store
 
 MINE, THEIRS, OLD = 1, 2, 0
@@ -58,9 +58,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_one_wins_and_the_other_is_told(url: str, moment: str, overwrite: bool, monkeypatch) -> None:
     if overwrite:
         shardckpt.save(state(OLD), url)
-    last = (session, "require_files") if moment == "before the last check" else (KeptWriter, "finish")
+    last = (session, "require_files") if moment == "before the last check" else (BufferedWriter, "finish")
     theirs: list[bool] = []
-    for kind, method in ((LocalPublication, "finish"), last):
+    for kind, method in ((LocalPublication, "commit"), last):
         whole = getattr(kind, method)
 
         def meanwhile(self, *args, whole=whole, **options):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import typer
 from shardckpt_cli.app import app
-from shardckpt_cli.exits import guarded
+from shardckpt_cli.exits import run_main
 
 _COMMAND = typer.main.get_command(app)
 _ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ def run_here(*args: object) -> Outcome:
     before = signal.getsignal(signal.SIGTERM)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            guarded(lambda: _COMMAND(list(map(str, args)), standalone_mode=False))
+            run_main(lambda: _COMMAND(list(map(str, args)), standalone_mode=False))
     except SystemExit as end:
         return Outcome(int(end.code or 0), out.getvalue(), err.getvalue())
     finally:

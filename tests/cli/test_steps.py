@@ -91,7 +91,7 @@ def test_prune_that_is_interrupted_does_not_say_that_nothing_was_done(root: Path
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prune, "delete_steps", interrupted)
-    monkeypatch.setattr(exits, "_left", exits._left[:1])
+    monkeypatch.setattr(exits, "_interrupt_messages", exits._interrupt_messages[:1])
     found = run_here("prune", root, "--keep-last", "1")
     assert found.code == 130
     assert "steps removed so far are gone, all others are whole" in found.err

@@ -321,7 +321,7 @@ class TestRetries:
                 raise TimeoutError
 
             with pytest.raises(StorageError):
-                retry.attempt(fail, "cannot read", "x", pause=pauses.append)
+                retry.retry(fail, "cannot read", "x", pause=pauses.append)
             runs.append(pauses)
         for pauses in runs:
             assert len(pauses) == retry.ATTEMPTS - 1
@@ -453,7 +453,7 @@ class TestSetup:
 
     def test_renaming_is_not_offered(self, bucket):
         store = FsspecStore("bucket://b")
-        assert not store.traits.renames
+        assert not store.capabilities.renames
         with pytest.raises(StorageError):
             store.rename("a", "b")
 

@@ -285,7 +285,7 @@ SINGLE_OLD = {"config.json": "old", "model.bin": "old 1"}
 
 def publish_bucket(shards: int = 2, label: str = "new", *, index_first: bool = True) -> None:
     with publish("bucket://b/out", FOLDER, overwrite=True, needed_bytes=1, last=LAST) as publication:
-        mark = f"-{publication.fresh}" if publication.fresh else ""
+        mark = f"-{publication.unique_suffix}" if publication.unique_suffix else ""
         files = {f"model{mark}-{n:05}-of-{shards:05}.bin": f"{label} {n}" for n in range(1, shards + 1)}
         index = {LAST: json.dumps(sorted(files))}
         for name, text in {**(index if index_first else {}), "config.json": label, **files, **index}.items():
@@ -433,13 +433,13 @@ class TestMutants:
             bucket_matrix(how, BUCKET_OLD, index=True)
 
     def test_with_the_old_index_deleted_last_the_bucket_matrix_is_red(self, monkeypatch):
-        def finish(self):
-            for name in sorted(self._held, key=lambda name: name == self._last):
-                self._held[name].finish()
-            for name in set(self._old) - set(self._held):
+        def commit(self):
+            for name in sorted(self._deferred, key=lambda name: name == self._last):
+                self._deferred[name].finish()
+            for name in set(self._old) - set(self._deferred):
                 self._store.delete(name)
 
-        monkeypatch.setattr(remote_publication.RemoteFolder, "finish", finish)
+        monkeypatch.setattr(remote_publication.RemoteFolder, "commit", commit)
         with pytest.raises(AssertionError, match="a reader sees"):
             bucket_matrix("killed", BUCKET_OLD, index=True)
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardckpt.errors import StorageError
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.presence import missing_files, named_ranks, require_files
+from shardckpt.storage.presence import format_ranks, missing_files, require_files
 from shardckpt.storage.publish import JoinedPublication
 
 
@@ -37,7 +37,7 @@ def test_a_file_that_was_cut_or_removed_by_somebody_is_told_as_that(tmp_path: Pa
 
 
 def test_many_ranks_are_counted() -> None:
-    assert named_ranks(list(range(1, 15))) == "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 4 more"
+    assert format_ranks(list(range(1, 15))) == "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 4 more"
 
 
 def test_a_folder_that_this_process_does_not_see_is_refused_and_not_made(tmp_path: Path) -> None:

@@ -392,7 +392,7 @@ class TestLeftovers:
         with publish(str(tmp_path / "out"), FOLDER, overwrite=False, needed_bytes=0) as publication:
             assert not os.path.exists(swept[0])
             orphans.sweep(str(tmp_path / "out"), orphans.PARTIAL)
-            assert os.listdir(tmp_path) == [os.path.basename(publication.place)]
+            assert os.listdir(tmp_path) == [os.path.basename(publication.staging_url)]
             put(publication, "a.bin", b"1")
         assert len(os.listdir("/proc/self/fd")) == before
 
@@ -407,7 +407,7 @@ class TestLeftovers:
                 publication.create("a.bin")
                 if os.fork() == 0:  # a worker, which outlives the save
                     os.close(ends)
-                    publication.drop()
+                    publication.rollback()
                     os.write(told, b"1")
                     os.read(waits, 1)
                     os._exit(0)
@@ -513,14 +513,14 @@ class TestWithoutRename:
 
     def test_new_names_are_needed_only_where_old_files_lie(self, target):
         with publish(target, FOLDER, overwrite=True, needed_bytes=0) as publication:
-            assert publication.fresh == ""
+            assert publication.unique_suffix == ""
             put(publication, "a.bin", b"1")
         with publish(target, FOLDER, overwrite=True, needed_bytes=0) as one:
             put(one, "a.bin", b"1")
         with publish(target, FOLDER, overwrite=True, needed_bytes=0) as other:
             put(other, "a.bin", b"1")
-        assert one.fresh
-        assert other.fresh not in {"", one.fresh}
+        assert one.unique_suffix
+        assert other.unique_suffix not in {"", one.unique_suffix}
 
     def test_what_a_killed_writer_left_does_not_block_and_is_removed(self, target):
         Bucket.objects["b/out/.a.bin.partial-0123456789ab"] = b"half"
@@ -551,7 +551,7 @@ class TestWithoutRename:
         with publish(target, FOLDER, overwrite=True, needed_bytes=0, last=LAST) as publication:
             put(publication, LAST, b"new index")
             put(publication, "a.bin", b"new a")
-            put(publication, f"model-{publication.fresh}.bin", b"new model")
+            put(publication, f"model-{publication.unique_suffix}.bin", b"new model")
             assert OLD.items() <= content(target).items()
             Bucket.requests.clear()
         changes = [(verb, path.removeprefix("b/out/")) for verb, path in Bucket.requests]

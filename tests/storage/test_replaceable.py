@@ -10,7 +10,7 @@ import pytest
 from shardckpt.errors import TargetExistsError
 from shardckpt.storage import replaceable
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.replaceable import FolderKind, files_of_one
+from shardckpt.storage.replaceable import FolderKind, find_replaceable_files
 from shardckpt.storage.store import Listed
 
 KIND = FolderKind(
@@ -37,7 +37,7 @@ class Folder:
 
 
 def found(folder: Folder, kind: FolderKind = KIND) -> list[str]:
-    return sorted(files_of_one(kind, LocalStore("nowhere"), folder, "there"))
+    return sorted(find_replaceable_files(kind, LocalStore("nowhere"), folder, "there"))
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_a_path_opens_a_local_store_and_a_url_a_remote_one():
     Bucket.reset()
     assert isinstance(open_store("ckpt"), LocalStore)
     assert isinstance(open_store("file:///ckpt"), LocalStore)
-    assert not open_store("bucket://b/x").traits.is_local
+    assert not open_store("bucket://b/x").capabilities.is_local
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ class TestOnDisk(StoreSuite):
 
 def test_it_is_where_the_one_beneath_is_and_can_what_that_can(tmp_path):
     beneath = LocalStore(str(tmp_path))
-    assert (WrappedStore(beneath).url, WrappedStore(beneath).traits) == (beneath.url, beneath.traits)
+    assert (WrappedStore(beneath).url, WrappedStore(beneath).capabilities) == (beneath.url, beneath.capabilities)
 
 
 def test_a_subclass_says_what_is_different(tmp_path):

@@ -16,7 +16,7 @@ from shardckpt.errors import AmbiguousError, UnknownNameError, UsageError
 from shardckpt.format.reader import NamedBases
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.state.local.local_shards import LocalArray, Portion
-from shardckpt.storage.resolve_url import url_of
+from shardckpt.storage.resolve_url import as_url
 
 Index = int | slice | EllipsisType
 """What selects elements along dimensions."""
@@ -213,4 +213,4 @@ def open(path: Any, *, verify: Verify = "read", base: NamedBases | None = None) 
     """
     if verify == "full":
         raise UsageError("what is opened is verified as it is read", found=verify, expected="False or 'read'")
-    return Opened(Saved(url_of(path), verify, None, base or ""))
+    return Opened(Saved(as_url(path), verify, None, base or ""))

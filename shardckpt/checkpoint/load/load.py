@@ -27,7 +27,7 @@ from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.read_sharing import Circle, Stretches, decode_circles, encode_circles, share_out
 from shardckpt.state import StateMismatchError
 from shardckpt.state.keys.slots import UnequalSteps, require_way_with_steps
-from shardckpt.storage.resolve_url import url_of
+from shardckpt.storage.resolve_url import as_url
 
 _SHOWN_CHARACTERS = 40_000
 
@@ -136,7 +136,7 @@ def load(
             name = "cast" if cast else "partial"
             raise UsageError(f"`{name}` is for loads into a state", fix="Give the state first: load(state, path, ...).")
         with gc_paused():
-            saved = Saved(url_of(state), verify, rules, _named(base))
+            saved = Saved(as_url(state), verify, rules, _named(base))
             saved.expect_most()
             if verify == "full":
                 saved.check_blocks()
@@ -149,7 +149,7 @@ def load(
     order: _Order | Exception
     try:
         policy = Policy(strict, checked_globs(), cast, is_own_only=base is False, unequal_steps=unequal_steps)
-        order = _Order(_Source(url_of(path), verify, rules, _named(base)), policy, fan_out)
+        order = _Order(_Source(as_url(path), verify, rules, _named(base)), policy, fan_out)
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         order = error
     coordinator = get_channels(group).main
@@ -262,7 +262,7 @@ def _errand(state: Any, order: _Order, coordinator: Coordinator) -> _Errand:
     fitting = fit(state, saved, policy, coordinator.rank, coordinator.size, models())
     _require_fit(fitting)
     wanted = saved.ready([(each.entry, each.array) for each in fitting.arrays])
-    if coordinator.size == 1 or not (fan_out or (fan_out is None and not saved.store.traits.is_local)):
+    if coordinator.size == 1 or not (fan_out or (fan_out is None and not saved.store.capabilities.is_local)):
         return _Errand(saved, fitting, wanted)
     deliveries, rest = as_deliveries(wanted)
     return _Errand(saved, fitting, rest, deliveries)

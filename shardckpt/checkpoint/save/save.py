@@ -16,7 +16,7 @@ from shardckpt.checkpoint.save.session import How, Saver
 from shardckpt.errors import UsageError
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import METRIC
-from shardckpt.storage.resolve_url import url_of
+from shardckpt.storage.resolve_url import as_url
 
 
 def save(
@@ -93,12 +93,12 @@ def how_to(
         raise UsageError("trainable_only needs a base", fix="Pass base=PATH of what holds the frozen parameters.")
     if (digests or base is not None) and not checksums:
         raise UsageError("a save with a base or digests needs checksums", found="checksums=False")
-    url = None if base is None or callable(base) else url_of(base)
+    url = None if base is None or callable(base) else as_url(base)
     ask: BaseOf = base if callable(base) else lambda: url
     rules = _require_texts("base_rules", base_rules)
     compiled(rules)
     wants_digests = digests or base is not None
-    return How(url_of(path), overwrite, checksums, read_notes(about), ask, wants_digests, trainable_only, rules)
+    return How(as_url(path), overwrite, checksums, read_notes(about), ask, wants_digests, trainable_only, rules)
 
 
 def checked_how(path: object, *arguments: Any) -> tuple[How, Exception | None]:

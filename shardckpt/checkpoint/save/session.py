@@ -239,7 +239,7 @@ class Corridor:
         """Remove what this rank wrote."""
         publication, self._publication = self._publication, None
         if publication is not None:
-            publication.drop()
+            publication.rollback()
 
     def leave(self) -> None:
         """Remove what this rank wrote, and count the other ranks as lost, which go on without it."""
@@ -296,7 +296,9 @@ class Corridor:
         assert self._publication is not None
         how, digests = self._how, self._how.digests
         written = write_payloads(self._publication, cargo.payloads, source, checksums=how.checksums, digests=digests)
-        if self._model is not None and not self._publication.fresh:  # an old index has to stay as long as its files
+        if (
+            self._model is not None and not self._publication.unique_suffix
+        ):  # an old index has to stay as long as its files
             self._write_index(cargo.payloads, self._model)
         self._cargo = cargo
         blocks = self._grounds.hashed_share(self._coordinator.rank, self._coordinator.size)
@@ -387,7 +389,7 @@ class Corridor:
             prefix=save_id,
             keep=kept,
         )
-        place = self._publication.place
+        place = self._publication.staging_url
         if self._ground is None:
             return [_Answer(save_id, place, task) for task in plan.tasks]
         self._ground.ask_for_hashes(self._compared.hashes)
@@ -455,12 +457,12 @@ class Corridor:
         self._write(manifest_name(whole.save), manifest)
         own = {**_sizes(self._contents.files), manifest_name(whole.save): len(manifest)}
         first, *others = [_sizes(part.files) for part in parts[: len(told)]]
-        require_files(self._how.path, self._publication.place, [{**first, **own}, *others])
+        require_files(self._how.path, self._publication.staging_url, [{**first, **own}, *others])
         # From here on whoever removes the base sees the manifest, and leaves what it refers to.
         if self._ground is not None and not self._ground.is_kept(files):
             return [_BASE_REMOVED] * len(told)
         self._write(COMMIT, encode_commit(whole.save, manifest, whole.files, branch_of(whole.about)))
-        self._publication.finish()
+        self._publication.commit()
         return [b""] * len(told)
 
     def _replicas(self) -> dict[int, tuple[Replica, ...]]:

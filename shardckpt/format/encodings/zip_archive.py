@@ -126,7 +126,7 @@ def open_archives(store: Store, places: Sequence[Place]) -> list[Archive]:
         UnsupportedError: It is encrypted, or spread over several volumes.
         StorageError: The store failed.
     """
-    most = _TAIL[store.traits.is_local]
+    most = _TAIL[store.capabilities.is_local]
     tails = _read(store, [(p.file, p.offset + p.nbytes - min(most, p.nbytes), min(most, p.nbytes)) for p in places])
     ends = [_end(p, tail, _where(store, p)) for p, tail in zip(places, tails, strict=True)]
     missing = [

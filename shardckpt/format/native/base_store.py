@@ -11,7 +11,7 @@ from shardckpt.format.native.base_refs import Base, may_open, resolved, sibling
 from shardckpt.format.native.commit import COMMIT, read_commit
 from shardckpt.format.reader import NamedBases, PathText
 from shardckpt.storage.resolve_url import open_store
-from shardckpt.storage.store import Read, Store, Traits
+from shardckpt.storage.store import Capabilities, Read, Store
 from shardckpt.storage.store_wrapper import WrappedStore
 
 
@@ -169,7 +169,7 @@ def _only(step: str, urls: Sequence[str], place: str) -> str:
             "`base` could stand for any of several",
             where=step,
             found=", ".join(urls),
-            fix="Pass a dict from what the step calls each base to where it lies (--base CALLED=PLACE for each).",
+            fix="Pass a dict from what the step calls each base to where it lies (--base NAME=PATH for each).",
         )
     return elsewhere[0]
 
@@ -187,11 +187,11 @@ class BasedStore(WrappedStore):
         self._places = places
 
     @property
-    def traits(self) -> Traits:
+    def capabilities(self) -> Capabilities:
         """Those of the step's store; it is local where all folders are."""
         stores = {id(place.store): place.store for place in self._places.values()}
-        own = self._store.traits
-        return Traits(own.renames, own.is_local and all(store.traits.is_local for store in stores.values()))
+        own = self._store.capabilities
+        return Capabilities(own.renames, own.is_local and all(store.capabilities.is_local for store in stores.values()))
 
     def size(self, name: str) -> int:
         """Return a file's size in bytes. Raises MissingFileError, UnsafeError or StorageError."""

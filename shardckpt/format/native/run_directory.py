@@ -22,7 +22,7 @@ from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, WRITTEN, Com
 from shardckpt.format.native.manifest_json import decode_manifest
 from shardckpt.format.native.payload import HF_INDEX
 from shardckpt.format.native.records import files_of_bases
-from shardckpt.storage.orphans import PARTIAL, is_partial, remove_abandoned
+from shardckpt.storage.orphans import PARTIAL, is_partial, remove_orphan
 from shardckpt.storage.replaceable import is_ignored
 from shardckpt.storage.resolve_url import local_path, open_store, split
 from shardckpt.storage.store import Listed, Store, read_bytes
@@ -703,7 +703,7 @@ def delete_leftover(store: Store, name: str) -> bool:
     """
     root = local_path(store.url)
     if root is not None and _PARTIAL.fullmatch(name):
-        return remove_abandoned(os.path.join(root, name))
+        return remove_orphan(os.path.join(root, name))
     now = read_run_to_remove(open_store(store.url))
     now.require_readable()
     if not any(step.name == name and step.is_unfinished and not step.is_base for step in now.steps):

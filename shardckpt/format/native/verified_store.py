@@ -69,7 +69,7 @@ class _Plan:
 
 
 class VerifiedStore(WrappedStore):
-    """Reads of hashed files are checked; everything else goes to the store beneath.
+    """Reads of hashed files are checked; everything else goes to the underlying store.
 
     A block that is wanted whole, if by several reads, is read where it belongs and hashed there. One that is wanted in
     part is read whole when it is met first; large parts of it go where they belong. The last one of which only small
@@ -92,7 +92,7 @@ class VerifiedStore(WrappedStore):
 
         Raises:
             ChecksumError: A block does not; the message names file and block.
-            ShardckptError: As the store beneath.
+            ShardckptError: As the underlying store.
         """
         plan = _Plan()
         for read in reads:
@@ -110,7 +110,7 @@ class VerifiedStore(WrappedStore):
         file = self._files.get(name)
         end = offset + len(buffer)
         if file is None or not len(buffer) or end > file.nbytes:
-            plan.direct.append(read)  # beyond the end: the store beneath says what is wrong
+            plan.direct.append(read)  # beyond the end: the underlying store says what is wrong
             return
         for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             start, size = _extent(file, number)
@@ -145,7 +145,7 @@ class VerifiedStore(WrappedStore):
     def _fill(self, wanted: Sequence[tuple[_Block, Sequence[_Cut]]]) -> None:
         """Serve the parts of a few blocks."""
         wanted = [(block, cuts) for block, cuts in wanted if not self._serve_recent(block, cuts)]
-        direct_bytes = _DIRECT_BYTES if self._store.traits.is_local else BLOCK_BYTES
+        direct_bytes = _DIRECT_BYTES if self._store.capabilities.is_local else BLOCK_BYTES
         laid = []
         for ((name, number), cuts), buffer in zip(wanted, self._buffers(len(wanted)), strict=True):
             laid.append(_laid(cuts, buffer[: _extent(self._files[name], number)[1]], direct_bytes))

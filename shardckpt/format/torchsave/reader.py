@@ -387,7 +387,7 @@ def _big_endian(where: str, found: object) -> UnsupportedError:
 def _add_pickles(store: Store, file: str, size: int, prefix: Path, nest: Nest) -> None:
     """Add a file that is no zip archive; its pickles are read from a growing front, since storages may follow."""
     where = f"{store.url}/{file}"
-    front = min(_FIRST_FRONT_BYTES[store.traits.is_local], size)
+    front = min(_FIRST_FRONT_BYTES[store.capabilities.is_local], size)
     spent = 0  # what a cut front cost counts for the longer one too
     while True:
         budget = Budget(size, front, where=where)

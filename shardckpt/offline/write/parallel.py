@@ -50,7 +50,7 @@ def publish_together(
         group: The ranks.
         save: An id drawn at random, of which the first rank's counts.
         begin: Opens the publication, on the first rank.
-        lay_out: Decides the files, given the publication's `fresh` and the id; the same on every rank.
+        lay_out: Decides the files, given the publication's `unique_suffix` and the id; the same on every rank.
         write: Writes some of the payload, which ranks share out; returns the hashes of its blocks.
         finish: Writes the rest, on the first rank, given the hashes of all.
 
@@ -66,7 +66,7 @@ def publish_together(
         with group.collective("preparing the target"):
             if group.rank == 0:
                 publication = begin()
-        said = _SEPARATOR.join((publication.fresh, save, publication.place)) if publication else ""
+        said = _SEPARATOR.join((publication.unique_suffix, save, publication.staging_url)) if publication else ""
         heard = group.broadcast(said.encode("utf-8", "surrogateescape"))  # a path on a disk is any bytes
         fresh, save, place = heard.decode("utf-8", "surrogateescape").split(_SEPARATOR, 2)
         with group.collective("writing"):
@@ -78,12 +78,12 @@ def publish_together(
         with group.collective("publishing"):
             if group.rank == 0:
                 others = [{file.name: file.nbytes for file in share} for share in shares[1:]]
-                require_files(publication.place, publication.place, [{}, *others])
+                require_files(publication.staging_url, publication.staging_url, [{}, *others])
                 finish(laid, told, publication)
-                publication.finish()
+                publication.commit()
     except BaseException:
         if publication is not None:
-            publication.drop()
+            publication.rollback()
         raise
     return laid
 

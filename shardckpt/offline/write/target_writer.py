@@ -86,7 +86,7 @@ class Scribe:
             StorageError: Reading or writing failed.
         """
         writers = max(min(self.jobs, len(files)), 1)
-        budget = Budget.of(self.max_memory, writers, is_local=self.reader.store.traits.is_local)
+        budget = Budget.of(self.max_memory, writers, is_local=self.reader.store.capabilities.is_local)
 
         def write(file: Payload) -> tuple[int, ...]:
             with publication.create(file.name) as writer:

@@ -137,12 +137,12 @@ def test_beyond_the_end_is_the_usual_error(step: Path) -> None:
         read(step, [(SIZE - 10, 20)])
 
 
-def test_other_files_and_calls_go_to_the_store_beneath(step: Path) -> None:
+def test_other_files_and_calls_go_to_the_underlying_store(step: Path) -> None:
     reader = open_checkpoint(str(step))
     assert reader.store.list() == reader.stored.list()
     assert reader.store.size("COMMIT") == (step / "COMMIT").stat().st_size
     assert reader.store.url == reader.stored.url
-    assert reader.store.traits == reader.stored.traits
+    assert reader.store.capabilities == reader.stored.capabilities
     with reader.store.create("x") as writer:
         writer.write(b"1")
     buffer = bytearray(1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shardckpt.format.reader import Reader, Source
 from shardckpt.format.registry import detect
 from shardckpt.storage.resolve_url import kind, open_store, split
-from shardckpt.storage.store import Listed, Read, Store, Traits, Writer
+from shardckpt.storage.store import Capabilities, Listed, Read, Store, Writer
 
 
 class CountingStore:
@@ -27,8 +27,8 @@ class CountingStore:
         return self._inner.url
 
     @property
-    def traits(self) -> Traits:
-        return self._inner.traits
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from shardckpt.errors import MissingFileError, TruncatedError
 from shardckpt.storage.safe_names import check_name
-from shardckpt.storage.store import Listed, Read, Traits, Writer
+from shardckpt.storage.store import Capabilities, Listed, Read, Writer
 
 
 class MemoryStore:
@@ -17,7 +17,7 @@ class MemoryStore:
         url: Where they are said to lie.
     """
 
-    traits = Traits(renames=True, is_local=True)
+    capabilities = Capabilities(renames=True, is_local=True)
 
     def __init__(self, files: Mapping[str, bytes], url: str = "memory") -> None:
         self._files, self.url = files, url
