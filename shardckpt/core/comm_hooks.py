@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.core.config import ShardingStrategy
 from shardckpt.core.errors import ArgumentError
-from shardckpt.core.runtime.fsdp_unit import Phase, Unit
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase
 from shardckpt.errors import ShardckptError
 
 _LOW_PRECISION = frozenset({"fp16_compress_hook", "bf16_compress_hook"})
@@ -31,7 +31,9 @@ class HookError(ShardckptError, AssertionError):
     """A communication hook at a time, or for a unit, where there can be none."""
 
 
-def check(hook: object, root: bool, units: Sequence[tuple[Unit, ShardingStrategy, Callable[..., Any] | None]]) -> None:
+def check(
+    hook: object, root: bool, units: Sequence[tuple[FSDPUnit, ShardingStrategy, Callable[..., Any] | None]]
+) -> None:
     """Refuse a hook that cannot be registered.
 
     Args:

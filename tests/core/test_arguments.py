@@ -210,7 +210,7 @@ def test_limit_all_gathers_holds_gathers_back(limit):
     def body(rank, world):
         model = PLAIN.cut(Stack(), lambda module: shard(module, limit_all_gathers=limit))
         square(model(PLAIN.batch(rank, 0))).backward()
-        return model._context.limiter.waits
+        return model._root_state.limiter.waits
 
     assert [waits > 0 for waits in run(2, body)] == [limit] * 2
 

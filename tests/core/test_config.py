@@ -226,7 +226,8 @@ def test_parameters_on_several_devices_or_on_another_than_was_said(devices, devi
             module.register_parameter(f"p{i}", nn.Parameter(torch.empty(2, device=device)))
         with pytest.raises(kind) as error:
             materialize.move(
-                materialize.Scope.of(module, lambda _: False, set()), torch.device(device_id) if device_id else None
+                materialize.ModuleScope.collect(module, lambda _: False, set()),
+                torch.device(device_id) if device_id else None,
             )
     for word in words:
         assert word in str(error.value)

@@ -153,8 +153,8 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """What a bucket was made from.
+class InitialChecksums:
+    """Checksums of the parameters that a bucket was made from.
 
     Attributes:
         names: Names of its parameters below the unit.
@@ -167,7 +167,9 @@ class Beginning:
     parts: tuple[int, ...]
 
     @staticmethod
-    def of(names: Iterable[str], values: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Beginning | None:
+    def of(
+        names: Iterable[str], values: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
+    ) -> InitialChecksums | None:
         """Note what a bucket is made from; None outside debug mode.
 
         Args:
@@ -178,7 +180,7 @@ class Beginning:
         if not detailed() or any(part.is_meta for part in parts):
             return None
         whole = None if any(value.is_meta for value in values) else tuple(map(checksum, values))
-        return Beginning(tuple(names), whole, tuple(map(checksum, parts)))
+        return InitialChecksums(tuple(names), whole, tuple(map(checksum, parts)))
 
 
 class Sharded(Protocol):
@@ -189,7 +191,7 @@ class Sharded(Protocol):
         """Who shares it."""
 
     @property
-    def beginning(self) -> Beginning | None:
+    def beginning(self) -> InitialChecksums | None:
         """What it was made from; None where that was not noted."""
 
     @property

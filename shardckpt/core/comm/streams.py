@@ -143,7 +143,7 @@ def pinned(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
     return tensor.pin_memory()
 
 
-class Limiter:
+class RateLimiter:
     """Holds gathers back while the computation is more than two freed units behind: the CPU must not run ahead.
 
     Attributes:

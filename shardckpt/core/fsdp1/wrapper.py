@@ -33,8 +33,8 @@ from shardckpt.core.fsdp1.state_dict_api import StateStatics, announce_wrappers
 from shardckpt.core.modules.compile_guard import around, hidden
 from shardckpt.core.modules.fqn_and_params import (
     WRAPPED,
-    Managed,
     Name,
+    ParamInfo,
     clean,
     is_incompatible,
     managed_parameters,
@@ -45,9 +45,9 @@ from shardckpt.core.params.param_bucket import Bucket, Cut
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
-from shardckpt.core.runtime.fsdp_unit import Phase, Unit, UnshardHandle
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, UnshardHandle
 from shardckpt.core.runtime.mixed_precision import Buffers
-from shardckpt.core.runtime.root_state import Context, compute
+from shardckpt.core.runtime.root_state import RootState, run_forward
 from shardckpt.core.runtime.traversal import ShardedModule
 from shardckpt.core.setup import materialize, shared_params
 from shardckpt.core.setup.ignored import Ignored
@@ -133,7 +133,7 @@ class FullyShardedDataParallel(StateStatics):
         self.limit_all_gathers = limit_all_gathers
         self._use_orig_params = use_orig_params
         self._ignored_params = ignored.parameters - _exposed(module)
-        self._context: Context | None = None
+        self._root_state: RootState | None = None
         self._hook: CommHook | None = None
         self._synchronised = sync_module_states
         self._device = materialize.device_of(device_id, self.rank) or self._offloaded_from()
@@ -150,14 +150,14 @@ class FullyShardedDataParallel(StateStatics):
         memo[id(self)] = made
         for name, value in self.__dict__.items():
             shared = isinstance(value, (dist.ProcessGroup, DeviceMesh))
-            made.__dict__[name] = value if shared else copy.deepcopy(value, memo) if name != "_context" else None
+            made.__dict__[name] = value if shared else copy.deepcopy(value, memo) if name != "_root_state" else None
         return made
 
     # ----------------------------------------------------------------------------------------- construction
 
     def _prepared(
         self, module: nn.Module, ignored: Ignored, policy: Policy | None, own: Mapping[str, Any]
-    ) -> tuple[Buffers, list[Managed]]:
+    ) -> tuple[Buffers, list[ParamInfo]]:
         """Wrap what is below, give states memory, values and a place; return those that are this unit's. Collective."""
         initializer = self._initializer(own["param_init_fn"])
         initializer.run_early(self._scope(module, ignored))
@@ -180,13 +180,13 @@ class FullyShardedDataParallel(StateStatics):
         nested = (each._ignored_params for each in _instances(module))
         return self._ignored_params.union(_exposed(module), *nested)
 
-    def _scope(self, module: nn.Module, ignored: Ignored) -> materialize.Scope:
+    def _scope(self, module: nn.Module, ignored: Ignored) -> materialize.ModuleScope:
         """Return the modules whose states this instance initialises and moves: down to ignored and sharded ones."""
 
         def left_alone(each: nn.Module) -> bool:
             return each in ignored.modules or isinstance(each, FullyShardedDataParallel) or is_incompatible(each)
 
-        return materialize.Scope.of(module, left_alone, self._exempt(module))
+        return materialize.ModuleScope.collect(module, left_alone, self._exempt(module))
 
     def _offloaded_from(self) -> torch.device | None:
         """Return where to compute with parameters that live on the CPU, when nobody said where."""
@@ -202,7 +202,7 @@ class FullyShardedDataParallel(StateStatics):
             values_matter=sends or not self._synchronised,
         )
 
-    def _broadcast(self, module: nn.Module, managed: list[Managed]) -> None:
+    def _broadcast(self, module: nn.Module, managed: list[ParamInfo]) -> None:
         """Let all ranks begin with the first one's values, where a nested instance has not seen to that. Collective."""
         done = {id(b) for each in _instances(module) if each._synchronised for b in each.buffers()}
         buffers = [buffer for buffer in module.buffers() if id(buffer) not in done]
@@ -238,7 +238,7 @@ class FullyShardedDataParallel(StateStatics):
         module = self._fsdp_wrapped_module
         self._unit = self._make_unit(module, managed_parameters(module, self._exempt(module)))
 
-    def _make_unit(self, module: nn.Module, managed: list[Managed]) -> Unit:
+    def _make_unit(self, module: nn.Module, managed: list[ParamInfo]) -> FSDPUnit:
         strategy = self.sharding_strategy
         config = UnitConfig(
             frees_after_forward=strategy.frees_after_forward,
@@ -251,16 +251,16 @@ class FullyShardedDataParallel(StateStatics):
             offload=Offload(self.cpu_offload.offload_params),
         )
         name = Name(type(module).__name__)
-        sets: dict[tuple[torch.dtype, bool], list[Managed]] = {}
+        sets: dict[tuple[torch.dtype, bool], list[ParamInfo]] = {}
         for each in managed:
             sets.setdefault((each.parameter.dtype, each.parameter.requires_grad), []).append(each)
         registrations = [
             self._build_registration(module, name, members, i, config) for i, members in enumerate(sets.values())
         ]
-        return Unit(name, [module], registrations, config, self._buffer_types)
+        return FSDPUnit(name, [module], registrations, config, self._buffer_types)
 
     def _build_registration(
-        self, module: nn.Module, name: Name, members: list[Managed], index: int, config: UnitConfig
+        self, module: nn.Module, name: Name, members: list[ParamInfo], index: int, config: UnitConfig
     ) -> ParamRegistration:
         placed = tensor_parallel.placed(members)
         cut = Cut(aligned=self._use_orig_params, keeps_full=config.keeps_full, placed=placed, flat=True)
@@ -273,9 +273,9 @@ class FullyShardedDataParallel(StateStatics):
     # ---------------------------------------------------------------------------------------------- running
 
     @hidden
-    def _ensure_root(self) -> Context:
-        """Make this instance the root, unless it has one."""
-        if self._context is None:
+    def _ensure_root_state(self) -> RootState:
+        """Return the state of the root; become the root if there is none."""
+        if self._root_state is None:
             named = [(n, m) for n, m in self.named_modules() if isinstance(m, FullyShardedDataParallel)]
             roots = [clean(name) for name, each in named if each.is_sharding_root]
             if roots:
@@ -287,29 +287,29 @@ class FullyShardedDataParallel(StateStatics):
             _agree(named)
             self._leave_roots([each for _, each in named])
             units = [(clean(name) or type(self.module).__name__, each._unit) for name, each in named]
-            context = Context(self._unit, units)
+            root_state = RootState(self._unit, units)
             for _, each in named:
-                each._join(context)
+                each._join(root_state)
                 if each.mixed_precision.buffer_dtype is not None:
                     each._buffer_types.cast(each.mixed_precision.buffer_dtype)
-        assert self._context is not None
-        return self._context
+        assert self._root_state is not None
+        return self._root_state
 
     def _leave_roots(self, instances: list[FullyShardedDataParallel]) -> None:
         """Let instances that ran below a root of before, whose module was wrapped again, be as if they never had."""
-        if any(each._context is not None for each in instances):
+        if any(each._root_state is not None for each in instances):
             for each in instances:
                 each._unit.recover()
                 each._unit.free()
             self._reset_lazy_init()
 
-    def _join(self, context: Context) -> None:
-        self._context = context
+    def _join(self, root_state: RootState) -> None:
+        self._root_state = root_state
 
     @around
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
-        return compute(self._ensure_root(), self._unit, self._fsdp_wrapped_module, args, kwargs)
+        return run_forward(self._ensure_root_state(), self._unit, self._fsdp_wrapped_module, args, kwargs)
 
     def gathers_for(self, method_name: str) -> None:
         """Let a method of the wrapped module run with its parameters gathered, when it is called on the wrapper.
@@ -321,7 +321,7 @@ class FullyShardedDataParallel(StateStatics):
         @functools.wraps(getattr(self._fsdp_wrapped_module, method_name))
         def gathered(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
             method = getattr(self._fsdp_wrapped_module, method_name)
-            return compute(self._ensure_root(), self._unit, method, args, kwargs)
+            return run_forward(self._ensure_root_state(), self._unit, method, args, kwargs)
 
         setattr(self, method_name, MethodType(gathered, self))
 
@@ -333,20 +333,20 @@ class FullyShardedDataParallel(StateStatics):
             StateError: This instance is not the root.
             BusyError: It computes at the moment.
         """
-        context = self._ensure_root()
-        if context.root is not self._unit:
+        root_state = self._ensure_root_state()
+        if root_state.root is not self._unit:
             raise StateError(
                 "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on root FSDP module",
                 where=self._unit.name,
             )
         self._assert_state(TrainingState.IDLE)
-        before = [unit.sync_gradients for unit in context.units]
-        for unit in context.units:
+        before = [unit.sync_gradients for unit in root_state.units]
+        for unit in root_state.units:
             unit.synchronise(False)
         try:
             yield
         finally:
-            for unit, on in zip(context.units, before, strict=True):
+            for unit, on in zip(root_state.units, before, strict=True):
                 unit.synchronise(on)
 
     def clip_grad_norm_(
@@ -367,13 +367,13 @@ class FullyShardedDataParallel(StateStatics):
         Raises:
             StateError: This instance is not the root, or the norm is not finite and that was to be refused.
         """
-        context = self._ensure_root()
-        if context.root is not self._unit:
+        root_state = self._ensure_root_state()
+        if root_state.root is not self._unit:
             raise StateError(
                 "`clip_grad_norm_()` should only be called on the root FSDP instance", where=self._unit.name
             )
         return clip_grad_norm.clip(
-            context.units,
+            root_state.units,
             self._group,
             self.compute_device,
             max_norm,
@@ -425,8 +425,8 @@ class FullyShardedDataParallel(StateStatics):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and parameters as `torch.nn.Module` does, after a failed backward those of before it."""
-        if self._context is not None:
-            self._context.recover()
+        if self._root_state is not None:
+            self._root_state.recover()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield self._shown_name(name), parameter
 
@@ -469,7 +469,7 @@ class FullyShardedDataParallel(StateStatics):
             BusyError: In a forward, in a backward, or inside another one for the same instance.
             SummonShapeError: On exit: a parameter was replaced by one of another shape.
         """
-        wanted = summon.Summons(writeback, rank0_only, offload_to_cpu, with_grads)
+        wanted = summon.SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
         with summon.summoned(module, wanted, recurse=recurse):
             yield
 
@@ -496,7 +496,7 @@ class FullyShardedDataParallel(StateStatics):
 
     @property
     def _is_root(self) -> bool | None:
-        return None if self._context is None else self.is_sharding_root
+        return None if self._root_state is None else self.is_sharding_root
 
     def _mixed_precision_enabled_for_buffers(self) -> bool:
         return self.mixed_precision.buffer_dtype is not None
@@ -515,7 +515,7 @@ class FullyShardedDataParallel(StateStatics):
         Returns:
             What waits for them; None where they are there.
         """
-        self._ensure_root()
+        self._ensure_root_state()
         handle = UnshardHandle(self._unit.fill)
         if async_op:
             self._unit.prefetch()
@@ -540,18 +540,18 @@ class FullyShardedDataParallel(StateStatics):
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     @property
-    def sharding_unit(self) -> Unit:
+    def sharding_unit(self) -> FSDPUnit:
         """The unit of this instance."""
         return self._unit
 
     @property
     def is_sharding_root(self) -> bool:
         """Tell whether this instance ran first of all around it."""
-        return self._context is not None and self._context.root is self._unit
+        return self._root_state is not None and self._root_state.root is self._unit
 
     def check_is_root(self) -> bool:
         """Tell whether this is the outermost instance; the tree is fixed by the question."""
-        return self._ensure_root().root is self._unit
+        return self._ensure_root_state().root is self._unit
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -590,7 +590,7 @@ class FullyShardedDataParallel(StateStatics):
                     where=each._unit.name,
                 )
             each._assert_state(TrainingState.IDLE)
-        self._ensure_root()
+        self._ensure_root_state()
         with flat_param_view.flat_instead([(each._fsdp_wrapped_module, each._unit) for each in found], FLAT_PARAM):
             yield
 
@@ -601,14 +601,14 @@ class FullyShardedDataParallel(StateStatics):
             BusyError: The unit computes at the moment, or its full parameters were summoned.
         """
         self._assert_state(TrainingState.IDLE)
-        with summon.summoned(self, summon.Summons(), recurse=False):
+        with summon.summoned(self, summon.SummonOptions(), recurse=False):
             super().apply(fn)
         return self
 
     def _reset_lazy_init(self) -> None:
         """Forget the root: the next call that needs one finds it anew."""
         for each in _instances(self):
-            each._context = None
+            each._root_state = None
             each._unit.attach(None)
 
     @property

@@ -1,4 +1,4 @@
-"""What one call of `fully_shard` made: the unit of its modules, how to make it again, the root it belongs to."""
+"""State of one `fully_shard`: the unit of its modules, its options, the root it belongs to."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardckpt.core.errors import ArgumentError, StateError
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.modules.compile_guard import around, hidden
 from shardckpt.core.modules.fqn_and_params import (
-    Managed,
     Name,
+    ParamInfo,
     clean,
     identity,
     is_held,
@@ -34,16 +34,16 @@ from shardckpt.core.params.tensor_extension import ExtensionBucket, needs_extens
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.dtensor_params import DTensorRegistration, ExtensionRegistration
 from shardckpt.core.runtime import mixed_precision
-from shardckpt.core.runtime.fsdp_unit import Unit
-from shardckpt.core.runtime.root_state import Context, compute
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit
+from shardckpt.core.runtime.root_state import RootState, run_forward
 from shardckpt.core.setup import materialize, shared_params
 
 _STATE = "_shardckpt_sharded"
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the unit was told when it was made.
+class FullyShardOptions:
+    """Arguments of one `fully_shard`.
 
     Attributes:
         info: The mesh.
@@ -60,36 +60,36 @@ class Options:
     config: UnitConfig
 
 
-def sharded(module: nn.Module) -> Sharded | None:
-    """Return what `fully_shard` made of a module; None where it was not applied."""
-    found: Sharded | None = module.__dict__.get(_STATE)
+def get_fsdp_state(module: nn.Module) -> FSDPState | None:
+    """Return the state of a module; None if `fully_shard` was not applied to it."""
+    found: FSDPState | None = module.__dict__.get(_STATE)
     return found
 
 
-def all_sharded(module: nn.Module) -> list[Sharded]:
-    """Return what is in a module, outer ones first, each once."""
-    found = [sharded(each) for each in module.modules()]
+def fsdp_states_below(module: nn.Module) -> list[FSDPState]:
+    """Return the states of a module and of all below it, outer ones first, each once."""
+    found = [get_fsdp_state(each) for each in module.modules()]
     return list(dict.fromkeys(each for each in found if each is not None))
 
 
-class Sharded:
+class FSDPState:
     """The unit of the modules of one `fully_shard`, which computes whenever one of them does.
 
     Args:
         modules: The modules.
-        options: What was told.
+        options: The arguments.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], options: Options) -> None:
-        self.unit: Unit
+    def __init__(self, modules: Sequence[nn.Module], options: FullyShardOptions) -> None:
+        self.unit: FSDPUnit
         self.modules = tuple(modules)
         self._options = options
         self._comms = Comms()
         self._separate = False
-        self._context: Context | None = None
+        self._root_state: RootState | None = None
         self._waits = True
         whole = self._whole
-        owners: dict[Unit, Sharded] = {each.unit: each for each in all_sharded(whole)}
+        owners: dict[FSDPUnit, FSDPState] = {each.unit: each for each in fsdp_states_below(whole)}
         reopened = [owners[unit] for unit in shared_params.reopen(whole, list(owners))]
         with ties_below(whole):
             for each in reopened:
@@ -98,12 +98,12 @@ class Sharded:
         for module in self.modules:
             module.__dict__[_STATE] = self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FSDPState:
         """Copy what is sharded; the copy belongs to no root yet."""
-        made = object.__new__(Sharded)
+        made = object.__new__(FSDPState)
         memo[id(self)] = made
         for name, value in self.__dict__.items():
-            made.__dict__[name] = None if name == "_context" else copy.deepcopy(value, memo)
+            made.__dict__[name] = None if name == "_root_state" else copy.deepcopy(value, memo)
         return made
 
     # ------------------------------------------------------------------------------------------------- the unit
@@ -116,7 +116,7 @@ class Sharded:
     @property
     def _exempt(self) -> set[nn.Parameter]:
         exempt = set(self._options.ignored)
-        for each in all_sharded(self._whole):
+        for each in fsdp_states_below(self._whole):
             if each is not self:
                 exempt |= {
                     p for registration in each.unit.registrations for p in registration.parameters
@@ -132,10 +132,10 @@ class Sharded:
         if self._separate:
             self.separate(True)
 
-    def _made(self) -> Unit:
+    def _made(self) -> FSDPUnit:
         managed = managed_parameters(self._whole, self._exempt)
         name = Name(", ".join(type(module).__name__ for module in self.modules))
-        sets: dict[tuple[Any, ...], list[tuple[Managed, Placed]]] = {}
+        sets: dict[tuple[Any, ...], list[tuple[ParamInfo, Placed]]] = {}
         for each in managed:
             placed = place(each.fqn, each.parameter, self._options.info, self._options.choose)
             alone = id(each) if needs_extension(placed.local(each.parameter)) else None
@@ -144,13 +144,13 @@ class Sharded:
         _check_meshes([placed for members in sets.values() for _, placed in members])
         self._move(managed)
         registrations = [self._build_registration(name, members) for members in sets.values()]
-        return Unit(
+        return FSDPUnit(
             name, self.modules, registrations, self._options.config, mixed_precision.Buffers(self._own_modules())
         )
 
     def _own_modules(self) -> list[nn.Module]:
         """Return the modules below that no nested unit has, each once."""
-        nested = {module for each in all_sharded(self._whole) if each is not self for module in each.modules}
+        nested = {module for each in fsdp_states_below(self._whole) if each is not self for module in each.modules}
         below = walk(self._whole, lambda module: module in nested or is_incompatible(module))
         return list(dict.fromkeys(module for _, module in below))
 
@@ -169,13 +169,13 @@ class Sharded:
                 if dtype is not None and key in state:
                     state[key] = state[key].to(dtype)
 
-    def _move(self, managed: Sequence[Managed]) -> None:
+    def _move(self, managed: Sequence[ParamInfo]) -> None:
         device = self._options.info.device
         buffers = [each for module in self._own_modules() for each in module._buffers.values() if each is not None]
         materialize.move_states([each.parameter for each in managed], device)
         materialize.move_states(buffers, device)
 
-    def _build_registration(self, name: Name, members: Sequence[tuple[Managed, Placed]]) -> DTensorRegistration:
+    def _build_registration(self, name: Name, members: Sequence[tuple[ParamInfo, Placed]]) -> DTensorRegistration:
         placed = tuple(each for _, each in members)
         info, config = placed[0].info, self._options.config
         group = info.group
@@ -232,21 +232,21 @@ class Sharded:
     # ------------------------------------------------------------------------------------------------- running
 
     @property
-    def context(self) -> Context | None:
-        """The root's; None before the first forward."""
-        return self._context
+    def root_state(self) -> RootState | None:
+        """The state of the root; None before the first forward."""
+        return self._root_state
 
     @hidden
-    def ensure_root(self) -> Context:
-        """Let these modules be the root, unless they have one.
+    def ensure_root_state(self) -> RootState:
+        """Return the state of the root; become the root if there is none.
 
         Raises:
             StateError: They are several, or something below was the root of a forward before.
         """
-        if self._context is None:
+        if self._root_state is None:
             self._become_root()
-        assert self._context is not None
-        return self._context
+        assert self._root_state is not None
+        return self._root_state
 
     def _become_root(self) -> None:
         if len(self.modules) > 1:
@@ -254,12 +254,12 @@ class Sharded:
                 f"FSDP requires a single root module but got {[type(each).__name__ for each in self.modules]}",
                 fix="Apply fully_shard to a module above them as well, and run that.",
             )
-        names: dict[Sharded, list[str]] = {}
+        names: dict[FSDPState, list[str]] = {}
         for name, module in self.modules[0].named_modules():
-            each = sharded(module)
+            each = get_fsdp_state(module)
             if each is not None:
                 names.setdefault(each, []).append(clean(name))
-        ran = [", ".join(name) for each, name in names.items() if each._context is not None]
+        ran = [", ".join(name) for each, name in names.items() if each._root_state is not None]
         if ran:
             raise StateError(
                 f"FSDP state has already been lazily initialized for {ran[0]}; "
@@ -273,10 +273,10 @@ class Sharded:
         ]
         for name, each in units:
             each.check(name, names[each][0])
-        context = Context(self.unit, [(name, each.unit) for name, each in units])
-        context.awaits_reductions(self._waits)
+        root_state = RootState(self.unit, [(name, each.unit) for name, each in units])
+        root_state.awaits_reductions(self._waits)
         for each in names:
-            each._context = context
+            each._root_state = root_state
 
     def awaits_reductions(self, on: bool) -> None:
         """Say whether a backward ends with all its reductions done; of the root it counts.
@@ -285,8 +285,8 @@ class Sharded:
             on: Whether it does.
         """
         self._waits = on
-        if self._context is not None:
-            self._context.awaits_reductions(on)
+        if self._root_state is not None:
+            self._root_state.awaits_reductions(on)
 
     def optimized(self, event: Any) -> None:
         """Let the next iteration's gathers wait for an event only; before the first iteration there is none.
@@ -294,10 +294,10 @@ class Sharded:
         Args:
             event: Recorded behind the optimizer's step.
         """
-        if self._context is not None:
-            self._context.optimized(event)
+        if self._root_state is not None:
+            self._root_state.optimized(event)
 
-    def _refuse_strangers(self, known: Iterable[Sharded]) -> None:
+    def _refuse_strangers(self, known: Iterable[FSDPState]) -> None:
         """Refuse to compute with a parameter that a unit elsewhere has: it would be trained twice, differently."""
         units = [each.unit for each in known]
         units += [each.sharding_unit for each in FullyShardedDataParallel.fsdp_modules(self.modules[0])]
@@ -331,7 +331,7 @@ class Sharded:
             for registration in self.unit.registrations
             for member, parameter in zip(registration.bucket.members, registration.parameters, strict=True)
         ]
-        scope = materialize.Scope.of(self._whole, self._is_elsewhere, self._options.ignored)
+        scope = materialize.ModuleScope.collect(self._whole, self._is_elsewhere, self._options.ignored)
         materialize.refuse_meta(scope, name, below)
         away = [(fqn, parameter.device) for fqn, parameter in exposed if parameter.device.type != "cpu"]
         if away and self._options.config.offload.enabled:
@@ -343,7 +343,7 @@ class Sharded:
             )
 
     def _is_elsewhere(self, module: nn.Module) -> bool:
-        return is_incompatible(module) or sharded(module) not in (None, self)
+        return is_incompatible(module) or get_fsdp_state(module) not in (None, self)
 
     def prefetch(self) -> None:
         """Start to gather, also before there is a root. Collective."""
@@ -362,21 +362,23 @@ class Sharded:
 
     def _attach(self) -> None:
         if not self.unit.attached:
-            Context(self.unit, [(self.unit.name, self.unit)])
+            RootState(self.unit, [(self.unit.name, self.unit)])
 
     @around
-    def compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a function of one of the modules gives with the parameters there. Collective.
+    def run_forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function of one of the modules with the parameters unsharded. Collective.
 
         Args:
             function: The module's forward, or another method.
             args: Arguments.
             kwargs: And those by name.
         """
-        context = self.ensure_root()
-        if context.root is self.unit and not self.unit.registrations:  # without parameters it does not know where it is
+        root_state = self.ensure_root_state()
+        if (
+            root_state.root is self.unit and not self.unit.registrations
+        ):  # without parameters it does not know where it is
             args, kwargs = mixed_precision.moved((args, dict(kwargs)), self.device)
-        return compute(context, self.unit, function, args, kwargs)
+        return run_forward(root_state, self.unit, function, args, kwargs)
 
 
 def _check_meshes(placed: Sequence[Placed]) -> None:

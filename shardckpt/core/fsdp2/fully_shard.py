@@ -18,7 +18,7 @@ from shardckpt.core.config import UnitConfig
 from shardckpt.core.errors import ArgumentError, StateError
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.fsdp2.composable_registry import register_fully_shard
-from shardckpt.core.fsdp2.fsdp_state import Options, Sharded, all_sharded, sharded
+from shardckpt.core.fsdp2.fsdp_state import FSDPState, FullyShardOptions, fsdp_states_below, get_fsdp_state
 from shardckpt.core.modules.compile_guard import around
 from shardckpt.core.params.mesh_placement import (
     DataParallelMeshDims,
@@ -28,7 +28,7 @@ from shardckpt.core.params.mesh_placement import (
     mesh_info,
 )
 from shardckpt.core.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
-from shardckpt.core.runtime.fsdp_unit import Unit, UnshardHandle
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit, UnshardHandle
 from shardckpt.core.runtime.traversal import ShardedModule
 from shardckpt.errors import ShardckptError
 
@@ -127,7 +127,7 @@ def fully_shard(
         keeps_while_held=False,
         **kept,
     )
-    Sharded(modules, Options(info, shard_placement_fn, slices, frozenset(ignored_params or ()), config))
+    FSDPState(modules, FullyShardOptions(info, shard_placement_fn, slices, frozenset(ignored_params or ()), config))
     for each in modules:
         each.__class__ = _sharded_class(type(each))
         register_fully_shard(each)
@@ -147,7 +147,7 @@ def _outermost(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
     for each in modules:
-        if sharded(each) is not None:
+        if get_fsdp_state(each) is not None:
             raise MisuseError(
                 "Each distinct composable distributed API can only be applied to a module once. "
                 f"fully_shard has already been applied to the following module:\n{each}"
@@ -192,8 +192,8 @@ def _kept(answer: bool | int | None, info: DataParallelMeshInfo) -> tuple[int, d
     return 0, {"frees_after_forward": answer, "keeps_without_grad": not answer, "keeps_as_root": False}
 
 
-def _state(module: nn.Module) -> Sharded | None:
-    return sharded(module)
+def _state(module: nn.Module) -> FSDPState | None:
+    return get_fsdp_state(module)
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]
@@ -225,7 +225,7 @@ class FSDPModule:
         self.reshard()
         made = object.__new__(type(self))
         memo[id(self)] = made
-        copy.deepcopy(self._sharded, memo)
+        copy.deepcopy(self._fsdp_state, memo)
         for name, value in self.__dict__.items():
             made.__dict__[name] = copy.deepcopy(value, memo)
         return made
@@ -233,13 +233,13 @@ class FSDPModule:
     @around
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute with the parameters gathered."""
-        return self._sharded.compute(super().__call__, args, kwargs)  # type: ignore[misc]
+        return self._fsdp_state.run_forward(super().__call__, args, kwargs)  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and parameters as `torch.nn.Module` does, after a failed backward those of before it."""
-        context = self._sharded.context
-        if context is not None:
-            context.recover()
+        root_state = self._fsdp_state.root_state
+        if root_state is not None:
+            root_state.recover()
         yield from super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     # -------------------------------------------------------------------------------------------------- inside
@@ -250,33 +250,33 @@ class FSDPModule:
         return self
 
     @property
-    def _sharded(self) -> Sharded:
-        found = sharded(self._as_module)
+    def _fsdp_state(self) -> FSDPState:
+        found = get_fsdp_state(self._as_module)
         if found is None:
             raise MisuseError(f"No FSDP state found on {type(self).__name__}")
         return found
 
-    def _get_fsdp_state(self) -> Sharded:
-        return self._sharded
+    def _get_fsdp_state(self) -> FSDPState:
+        return self._fsdp_state
 
     @property
-    def sharding_unit(self) -> Unit:
+    def sharding_unit(self) -> FSDPUnit:
         """The unit that this module has, or shares with others."""
-        return self._sharded.unit
+        return self._fsdp_state.unit
 
     @property
     def is_sharding_root(self) -> bool:
         """Tell whether this module ran first of all that is sharded around it."""
-        state = self._sharded
-        return state.context is not None and state.context.root is state.unit
+        state = self._fsdp_state
+        return state.root_state is not None and state.root_state.root is state.unit
 
-    def _each(self, recurse: bool) -> list[Sharded]:
-        return all_sharded(self._as_module) if recurse else [self._sharded]
+    def _each(self, recurse: bool) -> list[FSDPState]:
+        return fsdp_states_below(self._as_module) if recurse else [self._fsdp_state]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        unit = self._sharded.unit
+        unit = self._fsdp_state.unit
         if not unit.lent:
             unit.adopt()
             for registration in unit.registrations:
@@ -288,7 +288,7 @@ class FSDPModule:
         self.reshard()
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        self._sharded.with_stored_types(state, self._as_module, prefix)
+        self._fsdp_state.with_stored_types(state, self._as_module, prefix)
         return state
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -306,7 +306,7 @@ class FSDPModule:
         Returns:
             What waits for them; None where they are there.
         """
-        state = self._sharded
+        state = self._fsdp_state
         handle = UnshardHandle(state.fill)
         if async_op:
             state.prefetch()
@@ -316,7 +316,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Give up this module's full parameters, not those of sharded modules below it."""
-        self._sharded.free()
+        self._fsdp_state.free()
 
     def reset_iter_state(self) -> None:
         """After an exception, be as before the iteration, without its gradients; the next one works without this too.
@@ -324,12 +324,12 @@ class FSDPModule:
         Raises:
             StateError: This is not the root.
         """
-        context, unit = self._sharded.context, self._sharded.unit
-        if context is None:
+        root_state, unit = self._fsdp_state.root_state, self._fsdp_state.unit
+        if root_state is None:
             return
-        if context.root is not unit:
+        if root_state.root is not unit:
             raise StateError("reset_iter_state must be called on the root FSDP module", where=unit.name)
-        context.abandon()
+        root_state.abandon()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether full parameters go between forward and backward, those of the root too.
@@ -367,7 +367,7 @@ class FSDPModule:
         Args:
             unshard_in_backward: Whether they are gathered in backward.
         """
-        self._sharded.configure(gathers_in_backward=unshard_in_backward)
+        self._fsdp_state.configure(gathers_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Say what is gathered while this module computes forward.
@@ -378,7 +378,7 @@ class FSDPModule:
         Raises:
             ArgumentError: One is not sharded.
         """
-        self._sharded.unit.prefetches(forward=[each.unit for each in _all_of(modules)])
+        self._fsdp_state.unit.prefetches(forward=[each.unit for each in _all_of(modules)])
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Say what is gathered while this module's gradients are computed, instead of what came before it in forward.
@@ -389,7 +389,7 @@ class FSDPModule:
         Raises:
             ArgumentError: One is not sharded.
         """
-        self._sharded.unit.prefetches(backward=[each.unit for each in _all_of(modules)])
+        self._fsdp_state.unit.prefetches(backward=[each.unit for each in _all_of(modules)])
 
     # ---------------------------------------------------------------------------------------------- gradients
 
@@ -420,7 +420,7 @@ class FSDPModule:
         Args:
             is_last_backward: Whether it is.
         """
-        self._sharded.awaits_reductions(is_last_backward)
+        self._fsdp_state.awaits_reductions(is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Say what summed gradients are divided by, instead of the number of ranks.
@@ -428,7 +428,7 @@ class FSDPModule:
         Args:
             factor: The divisor.
         """
-        self._sharded.configure(divide_factor=factor)
+        self._fsdp_state.configure(divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do what `set_gradient_divide_factor` does, which is to be used instead."""
@@ -441,7 +441,7 @@ class FSDPModule:
         Args:
             enable: Whether they do.
         """
-        self._sharded.configure(force_sum=enable)
+        self._fsdp_state.configure(force_sum=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Say whether a parameter that no rank used gets a gradient of zeros, rather than none.
@@ -514,8 +514,8 @@ class FSDPModule:
             raise ArgumentError("stream cannot be set when using native HSDP")
         state.use(all_reduce_hook=hook if stream is None else _on(stream, hook))
 
-    def _one_group(self, called: str) -> Sharded:
-        state = self._sharded
+    def _one_group(self, called: str) -> FSDPState:
+        state = self._fsdp_state
         if len(state.groups) > 1:
             raise ArgumentError(
                 f"{called} is not supported with multiple param groups (from per-param mesh via shard_placement_fn): "
@@ -545,7 +545,7 @@ class FSDPModule:
             BackendError: The backend has no allocator.
         """
         self._refuse_own_comms("set_allocate_memory_from_process_group()")
-        state = self._sharded
+        state = self._fsdp_state
         if not enable:
             state.use(all_gather=None, reduce_scatter=None)
             return
@@ -568,7 +568,7 @@ class FSDPModule:
         self._refuse_backend(f"symmetric memory of {backend}, which this version gathers without,")
 
     def _refuse_own_comms(self, called: str) -> None:
-        comms = self._sharded.comms
+        comms = self._fsdp_state.comms
         for kind, own in (("all gather", comms.all_gather), ("reduce scatter", comms.reduce_scatter)):
             if own is not None and not isinstance(own, (PooledAllGather, PooledReduceScatter)):
                 raise MisuseError(f"cannot call {called} when {kind} comm is custom: {type(own).__name__}")
@@ -576,8 +576,8 @@ class FSDPModule:
     def _refuse_backend(self, wanted: str) -> None:
         raise BackendError(
             f"{wanted} is not there",
-            where=self._sharded.unit.name,
-            found=self._sharded.backends,
+            where=self._fsdp_state.unit.name,
+            found=self._fsdp_state.backends,
             expected="nccl",
             fix="Leave the setting out; it changes speed only.",
         )
@@ -588,7 +588,7 @@ class FSDPModule:
         Args:
             event: Recorded behind the optimizer's step; used once.
         """
-        self._sharded.optimized(event)
+        self._fsdp_state.optimized(event)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Gathers are asynchronous always; this is here for the name."""
@@ -610,12 +610,12 @@ def _on(stream: torch.cuda.Stream, hook: Callable[[torch.Tensor], None]) -> Call
     return run
 
 
-def _all_of(modules: Iterable[Any]) -> list[Sharded]:
+def _all_of(modules: Iterable[Any]) -> list[FSDPState]:
     found = []
     for each in modules:
         if not isinstance(each, FSDPModule):
             raise ArgumentError(f"Expects FSDPModule but got {type(each)}: {each}")
-        found.append(each._sharded)
+        found.append(each._fsdp_state)
     return found
 
 
@@ -642,7 +642,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(bound)
     def gathered(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         function = bound if method is None else functools.partial(method, self)  # a copy's own, not the original's
-        return self._sharded.compute(function, args, kwargs)
+        return self._fsdp_state.run_forward(function, args, kwargs)
 
     setattr(module, method_name, MethodType(gathered, module))
 

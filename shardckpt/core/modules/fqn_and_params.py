@@ -70,8 +70,8 @@ class Name:
 
 
 @dataclass(eq=False)
-class Place:
-    """Where a parameter is an attribute.
+class ParamLocation:
+    """A module and the attribute under which it has a parameter (torch: `ParamModuleInfo`).
 
     Attributes:
         module: The module that has it.
@@ -132,8 +132,8 @@ def identity(parameter: nn.Parameter) -> Identity:
 
 
 @dataclass(eq=False)
-class Managed:
-    """A parameter that a unit manages, and every place where it is an attribute.
+class ParamInfo:
+    """A parameter that a unit manages, with all its locations (torch: `ParamInfo`).
 
     Attributes:
         original: The user's object; None once it is let go.
@@ -143,7 +143,7 @@ class Managed:
     """
 
     original: nn.Parameter | None
-    places: list[Place] = field(default_factory=list)
+    places: list[ParamLocation] = field(default_factory=list)
     identity: Identity = field(init=False)
     order: int = field(default_factory=lambda: next(_ORDER))
 
@@ -200,7 +200,7 @@ def walk(module: nn.Module, stop: Stop, prefix: str = "") -> Iterator[tuple[str,
             yield from walk(child, stop, f"{prefix}.{name}" if prefix else name)
 
 
-def managed_parameters(module: nn.Module, exempt: set[nn.Parameter]) -> list[Managed]:
+def managed_parameters(module: nn.Module, exempt: set[nn.Parameter]) -> list[ParamInfo]:
     """Return the parameters below a module, each once, in the order of `named_parameters`.
 
     One that is also an attribute outside, as the tie counted by `ties_below` tells, is left for the unit above.
@@ -209,15 +209,15 @@ def managed_parameters(module: nn.Module, exempt: set[nn.Parameter]) -> list[Man
         module: The unit's module.
         exempt: Parameters that nested units have, and ignored ones.
     """
-    found: dict[nn.Parameter, Managed] = {}
+    found: dict[nn.Parameter, ParamInfo] = {}
     for prefix, each in walk(module, is_incompatible):
         for name, parameter in each._parameters.items():
             if parameter is None or parameter in exempt or identity(parameter).held:
                 continue  # one that is held by a unit elsewhere is its tie, and waits for the unit above both
             fqn = clean(f"{prefix}.{name}" if prefix else name)
-            entry = found.setdefault(parameter, Managed(parameter))
+            entry = found.setdefault(parameter, ParamInfo(parameter))
             if not any(p.module is each and p.attribute == name for p in entry.places):
-                entry.places.append(Place(each, name, fqn))
+                entry.places.append(ParamLocation(each, name, fqn))
     expected = _TIES.get()
     return [entry for entry in found.values() if len(entry.places) >= expected.get(entry.parameter, 1)]
 
@@ -252,7 +252,7 @@ def parameters_below(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
     return {parameter for module in modules for parameter in module.parameters()}
 
 
-def put(place: Place, value: torch.Tensor) -> None:
+def put(place: ParamLocation, value: torch.Tensor) -> None:
     """Make `value` an attribute of a module without registering it."""
     module, name = place.module, place.attribute
     if type(module).__setattr__ is nn.Module.__setattr__:
@@ -265,7 +265,7 @@ def put(place: Place, value: torch.Tensor) -> None:
         module.__dict__[name] = value
 
 
-def register(place: Place, value: nn.Parameter) -> None:
+def register(place: ParamLocation, value: nn.Parameter) -> None:
     """Make `value` the registered parameter of a module, in its old position."""
     module, name = place.module, place.attribute
     if type(module).__setattr__ is nn.Module.__setattr__:
@@ -274,7 +274,7 @@ def register(place: Place, value: nn.Parameter) -> None:
         setattr(module, name, value)
 
 
-def given_instead(member: Managed, exposed: nn.Parameter, leaf: nn.Parameter) -> nn.Parameter | None:
+def given_instead(member: ParamInfo, exposed: nn.Parameter, leaf: nn.Parameter) -> nn.Parameter | None:
     """Return what a user registered in one of a parameter's places."""
     for place in member.places:
         found = place.module._parameters.get(place.attribute)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardckpt.core.comm.collectives import CommHook, Comms, Pending, ShardGroup
-from shardckpt.core.comm.rank_checks import Beginning
+from shardckpt.core.comm.rank_checks import InitialChecksums
 from shardckpt.core.comm.streams import Resizable, await_gather, gathering, gathers_await, in_use, pinned
 from shardckpt.core.config import Offload, Precision
 from shardckpt.core.modules.autograd_hooks import GradientWatch
-from shardckpt.core.modules.fqn_and_params import Managed, Name
+from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.params.buffer_layout import DimPacking, FlatPacking, Packing
 from shardckpt.core.params.gradient_reduction import Averaging, Reduced, Reducer
 from shardckpt.layout import ALIGNMENT, Layout
@@ -117,7 +117,7 @@ class Bucket:
 
     def __init__(
         self,
-        members: Sequence[Managed],
+        members: Sequence[ParamInfo],
         group: ShardGroup,
         name: Name,
         cut: Cut,
@@ -151,7 +151,7 @@ class Bucket:
         self._filled = self.aliased
         self._comms = Comms()
         self._reducer = Reducer(self.packing, group, name, whole=cut.keeps_full)
-        self.beginning = Beginning.of([member.fqn for member in members], values, self.parts)
+        self.beginning = InitialChecksums.of([member.fqn for member in members], values, self.parts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
         """Return a bucket of the copied parameters, over the same ranks, without gradients."""

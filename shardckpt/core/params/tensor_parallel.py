@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.core.errors import ArgumentError
-from shardckpt.core.modules.fqn_and_params import Managed
+from shardckpt.core.modules.fqn_and_params import ParamInfo
 from shardckpt.core.params.param_bucket import Bucket
 
 
@@ -113,7 +113,7 @@ def copies_beneath(bucket: Bucket, mesh: DeviceMesh) -> list[int]:
     return [each.copies(mesh) for each in found]
 
 
-def placed(members: Sequence[Managed]) -> tuple[Whole, ...]:
+def placed(members: Sequence[ParamInfo]) -> tuple[Whole, ...]:
     """Tell how parameters were cut before data parallelism came to them; nothing where none was."""
     parameters = [member.parameter for member in members]
     if not any(isinstance(each, DTensor) for each in parameters):
@@ -127,7 +127,7 @@ def _placed(parameter: nn.Parameter) -> Whole:
     return Part(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
 
 
-def expose_plain(members: Sequence[Managed]) -> None:
+def expose_plain(members: Sequence[ParamInfo]) -> None:
     """Let plain parameters stand for DTensors, as those that a user sees while a unit is sharded.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardckpt.core.errors import StateError
-from shardckpt.core.modules.fqn_and_params import Name, Place, put, register
+from shardckpt.core.modules.fqn_and_params import Name, ParamLocation, put, register
 from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.params.gradient_reduction import Reduced
 from shardckpt.core.params.param_bucket import Bucket
@@ -30,7 +30,7 @@ class FlatParamRegistration(UnshardedGradMixin):
     def __init__(self, bucket: Bucket, unit: Name, module: nn.Module, attribute: str) -> None:
         super().__init__(bucket, unit)
         self.flat = mark_flat(nn.Parameter(bucket.shard.data, requires_grad=bucket.trainable))
-        self._home = Place(module, attribute, attribute)
+        self._home = ParamLocation(module, attribute, attribute)
         self._placeholders = self._build_placeholders()
         for member in bucket.members:
             for place in member.places:
@@ -50,7 +50,7 @@ class FlatParamRegistration(UnshardedGradMixin):
         self._reset_data()
 
     @property
-    def home(self) -> Place:
+    def home(self) -> ParamLocation:
         """Where the flat parameter is registered."""
         return self._home
 
@@ -97,7 +97,7 @@ class FlatParamRegistration(UnshardedGradMixin):
                     self._adopt_full(index, place, given)
 
     @torch.no_grad()
-    def _adopt_full(self, index: int, place: Place, given: nn.Parameter) -> None:
+    def _adopt_full(self, index: int, place: ParamLocation, given: nn.Parameter) -> None:
         """Take this rank's part of a full parameter that was registered while its unit is sharded."""
         packing, specs = self.bucket.packing, self.bucket.layout.specs
         if tuple(given.shape) != specs[index].shape:

@@ -1,4 +1,4 @@
-"""One module's buckets around forward and backward, and the unshard handle."""
+"""An FSDP unit: the buckets of one module and their hooks in forward and backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from shardckpt.core.config import UnitConfig
 from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.compile_guard import hidden, hide
-from shardckpt.core.modules.fqn_and_params import Managed, Name
+from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.modules.pytree import mapped, tensors
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.params.tensor_extension import ExtensionError
@@ -36,8 +36,8 @@ class Phase(Enum):
     BACKWARD = auto()
 
 
-class Call:
-    """One forward of a unit whose results have gradients.
+class ForwardCall:
+    """One forward of a unit whose outputs require gradients.
 
     Args:
         unit: The unit.
@@ -46,15 +46,15 @@ class Call:
         lap: Which of the computations it belongs to that a user began: a backward goes back through those it reaches.
     """
 
-    def __init__(self, unit: Unit, below: int, threaded: bool = False, lap: int = 0) -> None:
+    def __init__(self, unit: FSDPUnit, below: int, threaded: bool = False, lap: int = 0) -> None:
         self.unit = unit
         self.below = below
         self.threaded = threaded
         self.lap = lap
 
 
-class Iteration(Protocol):
-    """What a unit tells its root, which knows the order of all units."""
+class RootSchedule(Protocol):
+    """The root as its units see it: it knows the order of all of them."""
 
     @property
     def lap(self) -> int:
@@ -63,55 +63,55 @@ class Iteration(Protocol):
     def count_finished_calls(self) -> int:
         """Return the number of calls that finished in this forward."""
 
-    def on_pre_forward(self, unit: Unit) -> None:
+    def on_pre_forward(self, unit: FSDPUnit) -> None:
         """Record that a unit is unsharded and computes next."""
 
-    def record_post_forward(self, call: Call) -> None:
+    def record_post_forward(self, call: ForwardCall) -> None:
         """Record a call whose outputs require gradients."""
 
     def ensure_backward_started(self) -> None:
         """Start a backward unless one runs; units call it many times."""
 
-    def on_pre_backward(self, call: Call) -> None:
+    def on_pre_backward(self, call: ForwardCall) -> None:
         """Prepare for the backward of a call: a gradient of its outputs has arrived."""
 
-    def prefetch_backward_pre(self, unit: Unit) -> None:
+    def prefetch_backward_pre(self, unit: FSDPUnit) -> None:
         """Prefetch before the gradients of a unit are computed (BACKWARD_PRE)."""
 
-    def on_post_backward(self, call: Call) -> None:
+    def on_post_backward(self, call: ForwardCall) -> None:
         """Finish the calls that are nested in one whose gradients are complete."""
 
-    def prefetch_backward_post(self, unit: Unit) -> None:
+    def prefetch_backward_post(self, unit: FSDPUnit) -> None:
         """Prefetch after the gradients of a unit are computed (BACKWARD_POST)."""
 
-    def on_reduction_start(self, unit: Unit) -> None:
+    def on_reduction_start(self, unit: FSDPUnit) -> None:
         """Record a reduction that has started."""
 
-    def filled(self, bucket: Bucket, unit: Unit) -> None:
+    def filled(self, bucket: Bucket, unit: FSDPUnit) -> None:
         """A bucket's buffer has an address now."""
 
     def freed(self, address: int) -> None:
         """The buffer at this address is gone."""
 
-    def find(self, tensor: torch.Tensor) -> Unit | None:
+    def find(self, tensor: torch.Tensor) -> FSDPUnit | None:
         """Return the unit in whose full buffer a tensor lies."""
 
     def recover(self) -> None:
         """After a backward that raised, nothing of which tells the engine: be as before it."""
 
-    def is_root(self, unit: Unit) -> bool:
+    def is_root(self, unit: FSDPUnit) -> bool:
         """Tell whether the unit is the outermost one."""
 
-    def on_post_forward(self, unit: Unit) -> None:
+    def on_post_forward(self, unit: FSDPUnit) -> None:
         """Record that a unit has computed."""
 
-    def reduces(self, unit: Unit) -> None:
+    def reduces(self, unit: FSDPUnit) -> None:
         """The unit's gradients are about to be reduced."""
 
-    def admit(self, unit: Unit) -> None:
+    def admit(self, unit: FSDPUnit) -> None:
         """Return when the unit may be gathered: not while too many freed ones are still computed with."""
 
-    def released(self, unit: Unit) -> None:
+    def released(self, unit: FSDPUnit) -> None:
         """The unit's full parameters are gone, as soon as what is queued has been computed."""
 
 
@@ -123,8 +123,8 @@ class DoubleBackwardError(ShardckptError, NotImplementedError):
     """Gradients of gradients through parameters that are freed."""
 
 
-class Unit:
-    """The buckets of one module: gathered before it computes, freed after, gathered and reduced in backward.
+class FSDPUnit:
+    """The buckets of one module: unsharded to compute, resharded after, reduced in backward.
 
     Args:
         name: What messages call it.
@@ -150,12 +150,12 @@ class Unit:
         self.buffers = buffers if buffers is not None else Buffers(())
         self.sync_gradients = True
         self._all_reduce = True
-        self._next: dict[Phase, tuple[Unit, ...]] = {}
+        self._next: dict[Phase, tuple[FSDPUnit, ...]] = {}
         self._ran = 0
         self.phase = Phase.IDLE
-        self._iteration: Iteration | None = None
-        self._calls: set[Call] = set()
-        self._running: list[Call] = []
+        self._iteration: RootSchedule | None = None
+        self._calls: set[ForwardCall] = set()
+        self._running: list[ForwardCall] = []
         self._owed: set[int] = set()  # laps whose gradients have not been reduced
         self._took_part = False
         self._addresses: list[int] = []
@@ -166,11 +166,11 @@ class Unit:
         self._watch_gradients()
         self._exactly = False  # the last forward computed in the stored types
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FSDPUnit:
         """Return a unit of the copied modules, sharded, at rest and below no root."""
         if self.attached:
             self.free()
-        made = memo[id(self)] = Unit(copy.deepcopy(self._name, memo), (), (), self.config)
+        made = memo[id(self)] = FSDPUnit(copy.deepcopy(self._name, memo), (), (), self.config)
         for each in self.registrations:
             each.copy_parameters(memo)
         made.registrations = copy.deepcopy(self.registrations, memo)
@@ -205,7 +205,7 @@ class Unit:
         return [each.bucket for each in self.registrations]
 
     @property
-    def members(self) -> list[Managed]:
+    def members(self) -> list[ParamInfo]:
         """The parameters of all buckets."""
         return [member for each in self.registrations for member in each.bucket.members]
 
@@ -243,7 +243,7 @@ class Unit:
         """Return the laps whose gradients have not been reduced."""
         return self._owed - {_NOW}
 
-    def attach(self, iteration: Iteration | None, name: str = "") -> None:
+    def attach(self, iteration: RootSchedule | None, name: str = "") -> None:
         """Let the unit belong to a root, where it has a name; or to none."""
         self._iteration = iteration
         if name:
@@ -268,7 +268,9 @@ class Unit:
         """
         self.config = replace(self.config, **changes)
 
-    def prefetches(self, *, forward: Sequence[Unit] | None = None, backward: Sequence[Unit] | None = None) -> None:
+    def prefetches(
+        self, *, forward: Sequence[FSDPUnit] | None = None, backward: Sequence[FSDPUnit] | None = None
+    ) -> None:
         """Say which units are gathered while this one computes, instead of those that the order suggests.
 
         Args:
@@ -279,7 +281,7 @@ class Unit:
             if units is not None:
                 self._next[phase] = tuple(units)
 
-    def told_next(self, phase: Phase) -> tuple[Unit, ...] | None:
+    def told_next(self, phase: Phase) -> tuple[FSDPUnit, ...] | None:
         """Return the units to gather while this one computes; None where nobody named any."""
         return self._next.get(phase) or None
 
@@ -289,7 +291,7 @@ class Unit:
         return self._iteration is not None
 
     @property
-    def _root(self) -> Iteration:
+    def _root(self) -> RootSchedule:
         assert self._iteration is not None, "a unit computes only below a root"
         return self._iteration
 
@@ -454,7 +456,7 @@ class Unit:
         self._cast_buffers()
         args, kwargs = self._prepared((args, kwargs))
         found = [t for t in tensors((args, kwargs)) if t.requires_grad] if torch.is_grad_enabled() else []
-        call = Call(
+        call = ForwardCall(
             self, 0 if again else self._root.count_finished_calls(), bool(found), _NOW if again else self._root.lap
         )
         self._running.append(call)
@@ -573,7 +575,7 @@ class Unit:
 
     # --------------------------------------------------------------------------------------------- backward
 
-    def pre_backward_hook(self, call: Call) -> None:
+    def pre_backward_hook(self, call: ForwardCall) -> None:
         """Prepare for the backward of a call when a gradient of its outputs arrives. Collective."""
         root = self._root
         if torch.is_grad_enabled() and not all(bucket.aliased for bucket in self.buckets):
@@ -623,13 +625,13 @@ class Unit:
             f"a parameter of unit {self.name} was changed between its forward and its backward"
         )
 
-    def run_skipped_post_backward(self, call: Call) -> None:
+    def run_skipped_post_backward(self, call: ForwardCall) -> None:
         """Join the collectives of a call that gradients of this rank do not reach. Collective."""
         self.pre_backward()
         if call in self._calls:
             self.post_backward_hook(call)
 
-    def post_backward_hook(self, call: Call) -> None:
+    def post_backward_hook(self, call: ForwardCall) -> None:
         """Finish a call: its gradients are complete; the unit's last call reduces. Collective."""
         self._root.ensure_backward_started()
         self._root.on_post_backward(call)

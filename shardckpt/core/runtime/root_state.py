@@ -1,4 +1,4 @@
-"""Order, prefetching and recovery of the units below a root; one call of a unit."""
+"""State that units below one root share: order, prefetching, end of backward, recovery."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.comm import rank_checks
-from shardckpt.core.comm.streams import Limiter, gathers_await
+from shardckpt.core.comm.streams import RateLimiter, gathers_await
 from shardckpt.core.config import BackwardPrefetch
 from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.compile_guard import hidden
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.runtime.fsdp_unit import Call, Phase, Unit
+from shardckpt.core.runtime.fsdp_unit import ForwardCall, FSDPUnit, Phase
 from shardckpt.errors import RankError
 
 
-class Context:
-    """The units below one root, in a fixed order, and the iteration they are in.
+class RootState:
+    """State that the units below one root share: their order, and the iteration that runs.
 
     Args:
         root: The root's unit.
         units: All units with their names, the root's among them, in the order of `modules()`.
     """
 
-    def __init__(self, root: Unit, units: Sequence[tuple[str, Unit]]) -> None:
+    def __init__(self, root: FSDPUnit, units: Sequence[tuple[str, FSDPUnit]]) -> None:
         self.root = root
         self.units = tuple(unit for _, unit in units)
-        self.limiter = Limiter()
+        self.limiter = RateLimiter()
         self.waits_for_reductions = True
         self._optimized: Any = None
-        self._order: list[Call] = []
-        self._places: dict[Call, int] = {}
-        self._begun: list[Unit] = []
-        self._first_order: list[Unit] = []
+        self._order: list[ForwardCall] = []
+        self._places: dict[ForwardCall, int] = {}
+        self._begun: list[FSDPUnit] = []
+        self._first_order: list[FSDPUnit] = []
         self._cursor = 0
         self._backward = False
         self._kept = False
         self._lap = self._depth = 0
         self._laps: set[int] = set()
-        self._open: list[Call] = []
-        self._owners: dict[int, Unit] = {}
-        self._reducing: list[Unit] = []
+        self._open: list[ForwardCall] = []
+        self._owners: dict[int, FSDPUnit] = {}
+        self._reducing: list[FSDPUnit] = []
         for name, unit in units:
             unit.attach(self, name)
         self._ranks = self._comparison() if rank_checks.detailed() else None
@@ -152,7 +152,7 @@ class Context:
         """Return the number of calls that finished in this forward."""
         return len(self._order)
 
-    def on_pre_forward(self, unit: Unit) -> None:
+    def on_pre_forward(self, unit: FSDPUnit) -> None:
         """Record a unit that computes next, and prefetch the one that follows it if settings say so."""
         position = len(self._begun)
         self._begun.append(unit)
@@ -165,35 +165,35 @@ class Context:
         if unit.config.forward_prefetch and len(begun) == 2 and begun[0] is unit:
             begun[1].prefetch()
 
-    def record_post_forward(self, call: Call) -> None:
+    def record_post_forward(self, call: ForwardCall) -> None:
         """Record the post-forward order: backward goes through it in reverse, on every rank alike."""
         self._places[call] = len(self._order)
         self._order.append(call)
 
-    def is_root(self, unit: Unit) -> bool:
+    def is_root(self, unit: FSDPUnit) -> bool:
         """Tell whether the unit is the outermost one."""
         return unit is self.root
 
-    def on_post_forward(self, unit: Unit) -> None:
+    def on_post_forward(self, unit: FSDPUnit) -> None:
         """Note that parameters may be kept once the root has computed; in debug mode, compare ranks."""
         if unit is self.root:
             self._kept |= torch.is_grad_enabled()
             if self._ranks is not None:
                 self._ranks.order.forward_ends()
 
-    def reduces(self, unit: Unit) -> None:
+    def reduces(self, unit: FSDPUnit) -> None:
         """Let ranks compare, in debug mode, whose gradients they are about to reduce."""
         if self._ranks is not None:
             self._ranks.order.reduces(self.units.index(unit))
 
-    def admit(self, unit: Unit) -> None:
+    def admit(self, unit: FSDPUnit) -> None:
         """Return when the unit may be gathered; in debug mode, ranks compare which one it is."""
         if self._ranks is not None:
             self._ranks.order.gathers(self.units.index(unit))
         if unit.config.limit_gathers:
             self.limiter.admit()
 
-    def released(self, unit: Unit) -> None:
+    def released(self, unit: FSDPUnit) -> None:
         """Note that the unit's memory is free as soon as what is queued has been computed."""
         if unit.config.limit_gathers and unit.registrations:
             self.limiter.freed(unit.registrations[0].bucket.compute_device)
@@ -214,7 +214,7 @@ class Context:
         for each in self.units:
             each.prepare_gradients_for_backward()
 
-    def on_pre_backward(self, call: Call) -> None:
+    def on_pre_backward(self, call: ForwardCall) -> None:
         """Go back in the post-forward order to this call; run the calls on the way that were missed.
 
         Other ranks may have reached those, and gathered and reduced them: so does this one, at the same place.
@@ -228,7 +228,7 @@ class Context:
         self._cursor = min(self._cursor, place)
         self._defer_finish(call)
 
-    def on_post_backward(self, call: Call) -> None:
+    def on_post_backward(self, call: ForwardCall) -> None:
         """Run the missed calls that are nested in this one, and finish those that began."""
         if call.lap:
             self._laps.add(call.lap)
@@ -249,7 +249,7 @@ class Context:
             else:
                 call.unit.run_skipped_post_backward(call)
 
-    def _defer_finish(self, call: Call) -> None:
+    def _defer_finish(self, call: ForwardCall) -> None:
         if not call.threaded and call not in self._open:
             self._open.append(call)
 
@@ -261,7 +261,7 @@ class Context:
                 self._open.remove(call)
                 call.unit.post_backward_hook(call)
 
-    def prefetch_backward_pre(self, unit: Unit) -> None:
+    def prefetch_backward_pre(self, unit: FSDPUnit) -> None:
         """Prefetch what backward needs next, before the gradients of a unit are computed."""
         told = unit.told_next(Phase.BACKWARD)
         if told is not None:
@@ -270,7 +270,7 @@ class Context:
         elif unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch()
 
-    def prefetch_backward_post(self, unit: Unit) -> None:
+    def prefetch_backward_post(self, unit: FSDPUnit) -> None:
         """Prefetch what backward needs next, if settings say to wait for the gradients of a unit."""
         posted = unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST
         if posted and unit.told_next(Phase.BACKWARD) is None:
@@ -282,7 +282,7 @@ class Context:
         if call is not None and call.unit.config.gathers_in_backward:
             call.unit.prefetch()
 
-    def on_reduction_start(self, unit: Unit) -> None:
+    def on_reduction_start(self, unit: FSDPUnit) -> None:
         """Record a reduction, and finish older ones beyond the number of buffers that is allowed."""
         self._reducing = [*(each for each in self._reducing if each is not unit), unit]
         self._end_reductions(unit.config.reductions_under_way)
@@ -326,7 +326,7 @@ class Context:
 
     # ------------------------------------------------------------------------------------------------ buffers
 
-    def filled(self, bucket: Bucket, unit: Unit) -> None:
+    def filled(self, bucket: Bucket, unit: FSDPUnit) -> None:
         """Know whose the buffer is that lies there; two that have storage cannot have one address."""
         if bucket.address:
             self._owners[bucket.address] = unit
@@ -336,7 +336,7 @@ class Context:
         self._owners.pop(address, None)
 
     @hidden
-    def find(self, tensor: torch.Tensor) -> Unit | None:
+    def find(self, tensor: torch.Tensor) -> FSDPUnit | None:
         """Return the unit in whose full buffer a tensor lies."""
         try:
             if isinstance(tensor, DTensor):
@@ -346,22 +346,26 @@ class Context:
             return None
 
 
-def compute(
-    context: Context, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def run_forward(
+    root_state: RootState,
+    unit: FSDPUnit,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return what a function gives with the unit's parameters there. Collective.
+    """Run a function with the unit's parameters unsharded, and return its result. Collective.
 
     Args:
-        context: The root's.
+        root_state: The state of the root.
         unit: The unit.
-        function: What computes: a module's forward, or another method.
+        function: The forward of a module, or another method.
         args: Its arguments.
         kwargs: And those by name.
     """
-    is_root = context.root is unit
+    is_root = root_state.root is unit
     if is_root:
-        context.root_pre_forward()
-    with context.computing():
+        root_state.root_pre_forward()
+    with root_state.computing():
         try:
             args, named = unit.pre_forward(args, dict(kwargs))
             with unit.computing():
@@ -370,5 +374,5 @@ def compute(
         except BaseException:
             unit.forward_failed()
             if is_root:
-                context.forward_failed()
+                root_state.forward_failed()
             raise

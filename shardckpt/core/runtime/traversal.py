@@ -9,7 +9,7 @@ from torch import nn
 
 from shardckpt.core.modules.fqn_and_params import is_incompatible
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.runtime.fsdp_unit import Unit
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 
 
 class ShardedModule(ABC):
@@ -20,7 +20,7 @@ class ShardedModule(ABC):
 
     @property
     @abstractmethod
-    def sharding_unit(self) -> Unit:
+    def sharding_unit(self) -> FSDPUnit:
         """The unit."""
 
     @property
@@ -29,7 +29,7 @@ class ShardedModule(ABC):
         """Tell whether the module ran first of all that is sharded around it; False while nothing has run."""
 
 
-def units_with_modules(module: nn.Module) -> tuple[list[Unit], list[nn.Module]]:
+def units_with_modules(module: nn.Module) -> tuple[list[FSDPUnit], list[nn.Module]]:
     """Return the units below a module and the modules that have them, depth first, each unit once.
 
     Nothing below a module that the engine leaves alone is looked at.
@@ -37,14 +37,14 @@ def units_with_modules(module: nn.Module) -> tuple[list[Unit], list[nn.Module]]:
     Args:
         module: Where to begin; it is included.
     """
-    found: dict[Unit, nn.Module] = {}
+    found: dict[FSDPUnit, nn.Module] = {}
     for each in _below(module):
         if isinstance(each, ShardedModule):
             found.setdefault(each.sharding_unit, each)
     return list(found), list(found.values())
 
 
-def units(module: nn.Module) -> list[Unit]:
+def units(module: nn.Module) -> list[FSDPUnit]:
     """Return the units below a module, depth first."""
     return units_with_modules(module)[0]
 

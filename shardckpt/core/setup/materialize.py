@@ -33,7 +33,7 @@ class MeshDeviceError(ArgumentError):
 
 
 @dataclass(frozen=True)
-class Scope:
+class ModuleScope:
     """The modules that one unit looks after, before it is sharded.
 
     Attributes:
@@ -45,8 +45,8 @@ class Scope:
     exempt: Set[nn.Parameter]
 
     @classmethod
-    def of(cls, module: nn.Module, stop: Stop, exempt: Set[nn.Parameter]) -> Scope:
-        """Collect the modules from one on.
+    def collect(cls, module: nn.Module, stop: Stop, exempt: Set[nn.Parameter]) -> ModuleScope:
+        """Collect a module and those below it.
 
         Args:
             module: Where to begin.
@@ -109,7 +109,7 @@ class Initializer:
         if self.function is not None and not callable(self.function):
             raise ArgumentError(f"Expected {self.function} to be callable but got {type(self.function)}")
 
-    def run(self, scope: Scope) -> None:
+    def run(self, scope: ModuleScope) -> None:
         """Give memory and values to modules that lack them; their ties stay.
 
         Args:
@@ -131,7 +131,7 @@ class Initializer:
                 "non-persistent buffers included.",
             )
 
-    def run_early(self, scope: Scope) -> None:
+    def run_early(self, scope: ModuleScope) -> None:
         """Do that for modules that share parameters, before units below could part them.
 
         Args:
@@ -142,7 +142,7 @@ class Initializer:
             self._each({m: name for m, name in scope.modules.items() if m in shared}, scope)
             _EARLY.update(shared)
 
-    def _each(self, modules: Mapping[nn.Module, str], scope: Scope) -> None:
+    def _each(self, modules: Mapping[nn.Module, str], scope: ModuleScope) -> None:
         ties = _shared(scope)
         with torch.no_grad():
             for module, name in modules.items():
@@ -184,7 +184,7 @@ def _has_meta(module: nn.Module) -> bool:
     return any(each is not None and each.is_meta for each in states)
 
 
-def _shared(scope: Scope) -> list[list[tuple[nn.Module, str]]]:
+def _shared(scope: ModuleScope) -> list[list[tuple[nn.Module, str]]]:
     """Return the places of parameters without memory that have more than one."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in scope.modules:
@@ -194,7 +194,7 @@ def _shared(scope: Scope) -> list[list[tuple[nn.Module, str]]]:
     return [each for each in places.values() if len(each) > 1]
 
 
-def _deferred(scope: Scope) -> bool:
+def _deferred(scope: ModuleScope) -> bool:
     """Tell whether torchdistX holds back the construction of parameters; such have no memory without being meta."""
     if "torchdistx" not in sys.modules:  # without it nobody can have made any
         return False
@@ -202,12 +202,12 @@ def _deferred(scope: Scope) -> bool:
     return not scope.on_meta() and any(is_fake(parameter) for _, parameter in scope.parameters())
 
 
-def _run_deferred(scope: Scope) -> None:
+def _run_deferred(scope: ModuleScope) -> None:
     root = next(iter(scope.modules))
     import_module("torchdistx.deferred_init").materialize_module(root, check_fn=lambda m: m in scope.modules)
 
 
-def refuse_meta(scope: Scope, unit: str, below: str = "") -> None:
+def refuse_meta(scope: ModuleScope, unit: str, below: str = "") -> None:
     """Refuse to compute with what has no memory.
 
     Args:
@@ -273,7 +273,7 @@ def default_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device(accelerator.type, torch.get_device_module(accelerator).current_device())
 
 
-def move(scope: Scope, device: torch.device | None) -> None:
+def move(scope: ModuleScope, device: torch.device | None) -> None:
     """Bring the states of a unit of the wrapper to the device that it is to compute on.
 
     Args:

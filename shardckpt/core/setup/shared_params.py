@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from shardckpt.core.modules.fqn_and_params import Identity, Managed, identity, is_incompatible, walk
-from shardckpt.core.runtime.fsdp_unit import Unit
+from shardckpt.core.modules.fqn_and_params import Identity, ParamInfo, identity, is_incompatible, walk
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 
 _Users = dict[Identity, set[tuple[int, str]]]
 
 
-def reopen(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+def reopen(module: nn.Module, units: Sequence[FSDPUnit]) -> list[FSDPUnit]:
     """Undo the sharding of units below a module that hold a parameter which others below it use too. Collective.
 
     Args:
@@ -42,7 +42,7 @@ def reopen(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     return reopened
 
 
-def _users(module: nn.Module, units: Sequence[Unit]) -> _Users:
+def _users(module: nn.Module, units: Sequence[FSDPUnit]) -> _Users:
     """Return all places of the parameters that units hold: in the units, and registered outside them."""
     users: _Users = {}
     for unit in units:
@@ -55,13 +55,13 @@ def _users(module: nn.Module, units: Sequence[Unit]) -> _Users:
     return users
 
 
-def _tied(units: Sequence[Unit], users: Mapping[Identity, set[tuple[int, str]]]) -> set[Identity]:
+def _tied(units: Sequence[FSDPUnit], users: Mapping[Identity, set[tuple[int, str]]]) -> set[Identity]:
     """Return the parameters of which some unit has not all places."""
     members = [member for unit in units for member in unit.members]
     return {m.identity for m in members if {(id(p.module), p.attribute) for p in m.places} != users[m.identity]}
 
 
-def _unify(member: Managed, first: dict[Identity, nn.Parameter]) -> None:
+def _unify(member: ParamInfo, first: dict[Identity, nn.Parameter]) -> None:
     """Let all places of one identity have one object again."""
     kept = first.setdefault(member.identity, member.parameter)
     for place in member.places:

@@ -20,7 +20,7 @@ from shardckpt.core.errors import ArgumentError, StateError
 from shardckpt.core.params.tensor_parallel import copies_beneath, mesh_beneath
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.runtime import traversal
-from shardckpt.core.runtime.fsdp_unit import Unit
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 
 
 def clip_grad_norm_(
@@ -57,7 +57,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip(
-    units: Sequence[Unit],
+    units: Sequence[FSDPUnit],
     around: ShardGroup,
     device: torch.device,
     max_norm: float,

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from torch import nn
 
 from shardckpt.core.registration.base import mark_flat
-from shardckpt.core.runtime.fsdp_unit import Unit
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 
 
 @contextmanager
-def flat_instead(units: Sequence[tuple[nn.Module, Unit]], name: str) -> Generator[None, None, None]:
+def flat_instead(units: Sequence[tuple[nn.Module, FSDPUnit]], name: str) -> Generator[None, None, None]:
     """Inside, modules have flat parameters over their units' shards, and the original ones are not registered.
 
     What is written to a flat parameter is written to the shard, so that the original ones have it afterwards.

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core.errors import BusyError, StateError
 from shardckpt.core.modules import autograd_hooks
-from shardckpt.core.modules.fqn_and_params import Managed, clean, is_held
+from shardckpt.core.modules.fqn_and_params import ParamInfo, clean, is_held
 from shardckpt.core.params.full_params import Full, cut, gather, gather_some, scatter
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.placeholders import ShardedPlaceholder
-from shardckpt.core.runtime.fsdp_unit import Phase, Unit
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase
 from shardckpt.core.runtime.traversal import ShardedModule
 from shardckpt.errors import ShardckptError
 
@@ -27,8 +27,8 @@ class SummonShapeError(ShardckptError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Summons:
-    """What full parameters are wanted for.
+class SummonOptions:
+    """Options of `summon_full_params`.
 
     Attributes:
         writeback: Changes are kept.
@@ -44,7 +44,7 @@ class Summons:
 
 
 @contextmanager
-def summoned(module: nn.Module, summons: Summons, *, recurse: bool = True) -> Generator[None, None, None]:
+def summoned(module: nn.Module, summons: SummonOptions, *, recurse: bool = True) -> Generator[None, None, None]:
     """Let the modules have their full parameters, of the stored types, inside. Collective.
 
     They are ordinary parameters: of a flat face with shapes and names of their own, of the others the user's own
@@ -77,12 +77,12 @@ def summoned(module: nn.Module, summons: Summons, *, recurse: bool = True) -> Ge
         yield
 
 
-def _units(module: nn.Module, *, recurse: bool) -> list[Unit]:
+def _units(module: nn.Module, *, recurse: bool) -> list[FSDPUnit]:
     modules = module.modules() if recurse else [module]
     return list(dict.fromkeys(each.sharding_unit for each in modules if isinstance(each, ShardedModule)))
 
 
-def _check_idle(unit: Unit) -> None:
+def _check_idle(unit: FSDPUnit) -> None:
     unit.recover()
     if unit.lent:
         raise BusyError(
@@ -100,7 +100,7 @@ def _check_idle(unit: Unit) -> None:
 
 
 @contextmanager
-def _summoned_unit(unit: Unit, summons: Summons) -> Iterator[None]:
+def _summoned_unit(unit: FSDPUnit, summons: SummonOptions) -> Iterator[None]:
     with unit.lending() as registrations, ExitStack() as stack:
         for registration in registrations:
             opened = _Summoned(registration, summons, persists=unit.config.keeps_full)
@@ -110,7 +110,7 @@ def _summoned_unit(unit: Unit, summons: Summons) -> Iterator[None]:
         yield
 
 
-def _reorder(unit: Unit) -> None:
+def _reorder(unit: FSDPUnit) -> None:
     """Let full parameters have the order in their modules that they had before they were sorted to buckets."""
     places = [(member.order, place) for member in unit.members for place in member.places]
     for _, place in sorted(places, key=lambda each: each[0]):
@@ -128,7 +128,7 @@ class _Summoned:
         persists: Nothing of the unit is sharded: what is changed is what is stored, and stays changed.
     """
 
-    def __init__(self, registration: ParamRegistration, summons: Summons, *, persists: bool) -> None:
+    def __init__(self, registration: ParamRegistration, summons: SummonOptions, *, persists: bool) -> None:
         self._registration = registration
         self._bucket = registration.bucket
         self._summons = summons
@@ -239,7 +239,7 @@ class _Summoned:
                     held.copy_(_or_zeros(grad, held.shape, held))
 
 
-def _others(member: Managed, ours: nn.Parameter) -> Iterator[nn.Parameter]:
+def _others(member: ParamInfo, ours: nn.Parameter) -> Iterator[nn.Parameter]:
     """Yield what is registered for a parameter and is not ours."""
     for place in member.places:
         found = place.module._parameters.get(place.attribute)
@@ -288,7 +288,7 @@ def iter_full_params(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield from _gathered(registration, names)
 
 
-def _unsharded(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[str, torch.Tensor]]:
+def _unsharded(module: nn.Module, units: Sequence[FSDPUnit]) -> Iterator[tuple[str, torch.Tensor]]:
     ours = {parameter for unit in units for registration in unit.registrations for parameter in registration.parameters}
     members = {id(leaf) for unit in units for bucket in unit.buckets for leaf in bucket.leaves}
     for name, parameter in module.named_parameters():
@@ -297,7 +297,7 @@ def _unsharded(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[str, 
         yield clean(name), _complete(parameter.detach())
 
 
-def _refuse_parts(module: nn.Module, units: Sequence[Unit]) -> None:
+def _refuse_parts(module: nn.Module, units: Sequence[FSDPUnit]) -> None:
     """Refuse a module whose parameters a unit above it has."""
     ours = {place.module for unit in units for member in unit.members for place in member.places}
     for name, each in module.named_modules():
@@ -325,7 +325,7 @@ def _gathered(registration: ParamRegistration, names: Mapping[nn.Module, str]) -
         full.free()
 
 
-def _name(member: Managed, names: Mapping[nn.Module, str]) -> str:
+def _name(member: ParamInfo, names: Mapping[nn.Module, str]) -> str:
     place = next((place for place in member.places if place.module in names), member.places[0])
     prefix = names.get(place.module, "")
     return f"{prefix}.{place.attribute}" if prefix else place.attribute

@@ -21,7 +21,7 @@ from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.dtensor_params import DTensorRegistration
 from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
-from shardckpt.core.runtime.fsdp_unit import Unit
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 from shardckpt.core.runtime.traversal import ShardedModule, units
 from shardckpt.state.adapters.base import Entry, Holder
 from shardckpt.state.adapters.dtensor import DTensorHolder
@@ -249,7 +249,7 @@ class _Walk:
         return FlatHolder(registration, names, ranks, mesh_of_bucket(registration.bucket), flat_name)
 
 
-def groups_of(unit: Unit) -> list[dist.ProcessGroup | None]:
+def groups_of(unit: FSDPUnit) -> list[dist.ProcessGroup | None]:
     """Return the groups of ranks that share parts of a unit, or have copies.
 
     Args:

@@ -17,7 +17,7 @@ from shardckpt.core.modules.fqn_and_params import WRAPPED, clean
 from shardckpt.core.params.full_params import Staging
 from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
-from shardckpt.core.runtime.fsdp_unit import Unit
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 from shardckpt.state.adapters.engine_flat import FlatHolder
 from shardckpt.state.adapters.model_index import groups_of, mesh_of_bucket
 from shardckpt.state.keys.kinds import KEY, StateKind
@@ -35,7 +35,7 @@ KINDS = {
 }
 
 
-def holders_of(unit: Unit) -> list[FlatHolder]:
+def holders_of(unit: FSDPUnit) -> list[FlatHolder]:
     """Return who holds the parameters of one wrapped module; names are those from the module on."""
     found: list[FlatHolder] = []
     ranks = Ranks.of(groups_of(unit))
@@ -88,7 +88,7 @@ class _Shown:
 
 def module_state_dict(
     module: StateStatics,
-    unit: Unit,
+    unit: FSDPUnit,
     *args: Any,
     destination: MutableMapping[str, Any] | None = None,
     prefix: str = "",
@@ -176,7 +176,7 @@ def _finished(
     destination: MutableMapping[str, Any],
     prefix: str,
     module: nn.Module,
-    unit: Unit,
+    unit: FSDPUnit,
     settings: StateDictSettings,
 ) -> None:
     """Give buffers the types they had, and move everything where it is wanted."""
@@ -207,7 +207,7 @@ class Loading:
         unit: Its unit.
     """
 
-    def __init__(self, module: StateStatics, unit: Unit) -> None:
+    def __init__(self, module: StateStatics, unit: FSDPUnit) -> None:
         unit.free()
         kind = KINDS[module.state_dict_settings.state_dict_type]
         self._kind = kind
@@ -245,7 +245,7 @@ def _is_any(value: Any, addresses: Sequence[int]) -> bool:
     return isinstance(value, nn.Parameter) and value.numel() > 0 and value.data_ptr() in addresses
 
 
-def prepared(state: MutableMapping[str, Any], prefix: str, unit: Unit) -> None:
+def prepared(state: MutableMapping[str, Any], prefix: str, unit: FSDPUnit) -> None:
     """Rename what is under a prefix to what the recursion looks for: below the wrapper's own attribute. In place.
 
     Args:

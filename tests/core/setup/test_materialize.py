@@ -306,12 +306,12 @@ def test_g27_fully_shard_refuses_to_train_with_what_is_on_meta(left):
 
 @pytest.mark.skipif(TORCH, reason="one function of ours")
 def test_g27_states_without_memory_are_refused_by_name_before_training():
-    scope = materialize.Scope.of(Pile("meta"), lambda _: False, set())
+    scope = materialize.ModuleScope.collect(Pile("meta"), lambda _: False, set())
     with pytest.raises(RuntimeError, match="still on meta device") as error:
         materialize.refuse_meta(scope, "the unit")
     for word in ("the unit", "inner.0.weight", "outer.table", "to_empty"):
         assert word in str(error.value)
-    materialize.refuse_meta(materialize.Scope.of(Pile(), lambda _: False, set()), "the unit")
+    materialize.refuse_meta(materialize.ModuleScope.collect(Pile(), lambda _: False, set()), "the unit")
 
 
 # ------------------------------------------------------------------------------------------- deferred construction
