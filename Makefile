@@ -33,6 +33,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
+	$(BIN)/python .githooks/commit-msg
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
