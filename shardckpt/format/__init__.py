@@ -1,1 +1,1 @@
-"""Bytes to manifests: one file a format, `detect` on top. Knows no model and no rank."""
+"""Read checkpoints of every format as manifests. Knows no model and no rank."""
