@@ -570,8 +570,8 @@ class FullyShardedDataParallel(StateStatics):
         if self._unit.lent:
             return self
         for registration in self._unit.registrations:
-            registration.adopt()
-            registration.show_sharded()
+            registration.pull_user_changes()
+            registration.register_sharded()
         return self
 
     @contextmanager

@@ -431,7 +431,7 @@ def _everyone(info: DataParallelMeshInfo) -> dist.ProcessGroup | None:
 
 def _leave_meta(registration: ParamRegistration) -> None:
     """Compute where this rank's parameters are, if a load that assigns brought them from the meta device."""
-    registration.adopt()  # what a load assigned is not registered yet
+    registration.pull_user_changes()  # what a load assigned is not registered yet
     bucket = registration.bucket
     if not bucket.shard.is_meta:
         ranks = bucket.group.shard or bucket.group.replicate

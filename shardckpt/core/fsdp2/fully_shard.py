@@ -278,9 +278,9 @@ class FSDPModule:
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         unit = self._fsdp_state.unit
         if not unit.lent:
-            unit.adopt()
+            unit.pull_user_changes()
             for registration in unit.registrations:
-                registration.show_sharded()
+                registration.register_sharded()
         return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -329,7 +329,7 @@ class FSDPModule:
             return
         if root_state.root is not unit:
             raise StateError("reset_iter_state must be called on the root FSDP module", where=unit.name)
-        root_state.abandon()
+        root_state.reset_after_error()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether full parameters go between forward and backward, those of the root too.

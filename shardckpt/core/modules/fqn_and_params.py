@@ -274,10 +274,10 @@ def register(place: ParamLocation, value: nn.Parameter) -> None:
         setattr(module, name, value)
 
 
-def given_instead(member: ParamInfo, exposed: nn.Parameter, leaf: nn.Parameter) -> nn.Parameter | None:
-    """Return what a user registered in one of a parameter's places."""
+def find_user_param(member: ParamInfo, registered: nn.Parameter, leaf: nn.Parameter) -> nn.Parameter | None:
+    """Return the parameter that a user registered at a location of a managed one, or None."""
     for place in member.places:
         found = place.module._parameters.get(place.attribute)
-        if found is not None and found is not exposed and found is not leaf:
+        if found is not None and found is not registered and found is not leaf:
             return found
     return None

@@ -228,8 +228,8 @@ class Reducer:
         partial, self._partial = self._partial, None
         return out if partial is None else out.add_(partial)
 
-    def abandon(self) -> None:
-        """After a failure: wait for what is under way, forget everything."""
+    def reset_after_error(self) -> None:
+        """Wait for a pending reduction after an error, and drop all gradients."""
         reduction, self._under_way = self._under_way, None
         self._partial, self._held = None, []
         if reduction is not None:

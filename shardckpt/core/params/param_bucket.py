@@ -91,8 +91,8 @@ class _Full:
             self._watched.add(index)
             self._watch.watch(self.leaves[index])
 
-    def adopt(self, others: Sequence[nn.Parameter | None]) -> None:
-        """Have other objects as leaves where there are any: copies that modules hold already."""
+    def swap_params(self, others: Sequence[nn.Parameter | None]) -> None:
+        """Replace leaves by given objects: copies that modules hold already."""
         for other, leaf in zip(others, self.leaves, strict=True):
             if other is not None:
                 torch.utils.swap_tensors(other, leaf)  # type: ignore[no-untyped-call]
@@ -164,7 +164,7 @@ class Bucket:
         made.watch = GradientWatch()
         made.shard = self.shard.detach().clone()
         made._full = made._made([leaf.requires_grad for leaf in self._full.leaves])
-        made._full.adopt([memo.get(id(leaf)) for leaf in self._full.leaves])
+        made._full.swap_params([memo.get(id(leaf)) for leaf in self._full.leaves])
         memo.update(zip(map(id, self._full.leaves), made._full.leaves, strict=True))
         return made
 
@@ -242,8 +242,8 @@ class Bucket:
         """The full parameters as plain tensors: of one that tensor parallelism has cut, this rank's part."""
         return (self._exact or self._full).views
 
-    def computed(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Return what the module would have for a full value of a parameter: with tensor parallelism a DTensor."""
+    def wrap_unsharded(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """Wrap a full value as the module's parameter: a DTensor with tensor parallelism."""
         return self._placed[index].full(value) if self._placed else value
 
     @property
@@ -504,8 +504,8 @@ class Bucket:
             return None
         return Reduced(reduced.gradient.to(dtype=self.gradient_dtype, device=self.shard.device), reduced.used)
 
-    def hold_gradients(self) -> None:
-        """Take the leaves' gradients, and keep them for the next reduction."""
+    def stash_unsharded_grads(self) -> None:
+        """Move the leaves' gradients to the reducer, which adds them to the next reduction."""
         self._reducer.hold(self.gradients, self._precision.reduced(self.dtype))
         self.drop_gradients()
 
@@ -515,10 +515,10 @@ class Bucket:
             for leaf in each.leaves if each is not None else ():
                 leaf.grad = None
 
-    def abandon(self) -> None:
-        """After a failure: wait for what is under way, forget gradients, free the full parameters."""
+    def reset_after_error(self) -> None:
+        """Wait for collectives after an error, drop gradients and free the full parameters."""
         try:
-            self._reducer.abandon()
+            self._reducer.reset_after_error()
             self.finish_gather()
         finally:
             self._gathering = self._incoming = None

@@ -35,41 +35,41 @@ class ParamRegistration(ABC):
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         self.bucket = bucket
         self._unit = unit
-        self._kept: list[tuple[torch.Tensor, int, int]] = []  # what is shown, its version, its memory
+        self._recorded: list[tuple[torch.Tensor, int, int]] = []  # (tensor, version, data pointer)
         for member in bucket.members:
             member.identity.hold(self)
 
-    def _watch(self, shown: Sequence[torch.Tensor]) -> None:
-        """Note what a user could change while full parameters are kept between forward and backward."""
-        self._kept = [] if self.bucket.aliased else [(each, each._version, each.data_ptr()) for each in shown]
+    def _record_versions(self, shown: Sequence[torch.Tensor]) -> None:
+        """Record the versions of full parameters that are kept between forward and backward."""
+        self._recorded = [] if self.bucket.aliased else [(each, each._version, each.data_ptr()) for each in shown]
 
     @property
-    def _changed(self) -> bool:
-        return any(each._version != version for each, version, _ in self._kept)
+    def _is_modified(self) -> bool:
+        return any(each._version != version for each, version, _ in self._recorded)
 
     @property
-    def _replaced(self) -> bool:
-        return any(each.data_ptr() != memory for each, _, memory in self._kept)
+    def _is_replaced(self) -> bool:
+        return any(each.data_ptr() != memory for each, _, memory in self._recorded)
 
-    def _refuse_changes(self) -> None:
-        """Raise where a user changed what was kept: gradients would be those of neither value."""
-        if self._changed or self._replaced:
+    def _check_unmodified(self) -> None:
+        """Raise if a user changed parameters after forward: gradients would be those of neither value."""
+        if self._is_modified or self._is_replaced:
             raise ChangedError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation, or "
                 "replaced: FSDP does not support changing the parameters between forward and backward",
                 where=self._unit,
                 fix="Change parameters after backward, or after a forward under no_grad.",
             )
-        self._kept = []
+        self._recorded = []
 
-    def _take_changes(self) -> None:
-        """Take over what a user changed while it was kept, before it goes."""
-        if self._changed and self.bucket.filled:
+    def _write_back_changes(self) -> None:
+        """Write parameters that a user changed after forward to the shard, before they are freed."""
+        if self._is_modified and self.bucket.filled:
             if self.bucket.exact:
                 self.bucket.write_back()
             else:  # taking over a rounded copy would round what nobody changed
                 warnings.warn(f"{self._unit}: changes of parameters in their compute dtype are lost", stacklevel=2)
-        self._kept = []
+        self._recorded = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
         """Return the registration of a copy of the bucket on a copy of the model, without gradients."""
@@ -81,16 +81,16 @@ class ParamRegistration(ABC):
             copied.__dict__.update(copy.deepcopy(ours.__dict__, memo))
         for member in made.bucket.members:
             member.identity.hold(made)
-        made.alias()
+        made.alias_shard()
         return made
 
     def copy_parameters(self, memo: dict[int, Any]) -> None:
-        """Copy first what cannot copy itself."""
+        """Copy parameters that `deepcopy` cannot copy, before the rest."""
         del memo
 
     @abstractmethod
-    def alias(self) -> None:
-        """Let the exposed parameters be of the shard's memory."""
+    def alias_shard(self) -> None:
+        """Make the registered parameters views of the shard."""
 
     @property
     @abstractmethod
@@ -99,7 +99,7 @@ class ParamRegistration(ABC):
 
     def restore(self) -> None:
         """Undo the sharding: register full parameters again. Collective."""
-        self.adopt()
+        self.pull_user_changes()
         self.bucket.free()
         self.bucket.begin_gather(exact=True)
         self.bucket.finish_gather()
@@ -112,24 +112,24 @@ class ParamRegistration(ABC):
         del unshard
 
     @abstractmethod
-    def show_full(self) -> None:
-        """Let the modules compute with the full parameters."""
+    def register_unsharded(self) -> None:
+        """Register the unsharded parameters on the modules."""
 
     @abstractmethod
-    def show_kept(self) -> None:
-        """Let the modules have full parameters between forward and backward."""
+    def register_post_forward(self) -> None:
+        """Register unsharded parameters for the time between forward and backward."""
 
     @abstractmethod
-    def show_sharded(self) -> None:
-        """Let the modules have what is registered while the bucket is sharded."""
+    def register_sharded(self) -> None:
+        """Register the sharded parameters on the modules."""
 
     @abstractmethod
-    def adopt(self) -> None:
-        """Take over what a user did to the exposed parameters: other storage, dtype, device, requires_grad."""
+    def pull_user_changes(self) -> None:
+        """Pull a user's changes of the registered parameters: storage, dtype, device, requires_grad."""
 
     @property
     def has_unbound_extensions(self) -> bool:
-        """Tell whether a local tensor has all-gather extensions that the bucket does not gather by."""
+        """Return True if a local tensor has all-gather extensions that the bucket does not use yet."""
         return False
 
     def bind_extensions(self) -> tuple[ParamRegistration, ...]:
@@ -138,20 +138,20 @@ class ParamRegistration(ABC):
 
     @abstractmethod
     def add_gradient(self, reduced: Reduced) -> None:
-        """Add an averaged gradient to what the optimizer sees."""
+        """Add a reduced gradient to the registered parameters' gradients."""
 
-    def computed(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Return what the module would have for a full value of a parameter: with tensor parallelism a DTensor."""
-        return self.bucket.computed(index, value)
+    def wrap_unsharded(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """Wrap a full value as the module's parameter: a DTensor with tensor parallelism."""
+        return self.bucket.wrap_unsharded(index, value)
 
     @property
-    def shows_held(self) -> bool:
-        """Tell whether the gradients that are exposed are unsharded ones, held back from reduction."""
+    def has_unsharded_grads(self) -> bool:
+        """Return True if the registered parameters have unsharded, not yet reduced gradients (no_sync)."""
         return False
 
     @abstractmethod
     def gradients(self) -> list[torch.Tensor | None]:
-        """Return this rank's part of each parameter's gradient; all of it where it is held back."""
+        """Return this rank's shard of each parameter's gradient; the full one if it is not yet reduced."""
 
     @abstractmethod
     def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
@@ -162,34 +162,34 @@ class ParamRegistration(ABC):
         """
 
     @abstractmethod
-    def show_whole(
+    def register_summoned(
         self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
     ) -> list[nn.Parameter]:
-        """Register full parameters with other memory than the bucket's; `hide_whole` undoes it.
+        """Register full parameters with other memory than the bucket's; `unregister_summoned` undoes it.
 
         Args:
             values: Full values, which are aliased.
             gradients: And their gradients; None to leave gradients as they are.
 
         Returns:
-            What is registered now, for each parameter.
+            The registered parameters.
         """
 
     @abstractmethod
-    def hide_whole(self) -> None:
-        """Register again what is registered while sharded, with the gradients of before."""
+    def unregister_summoned(self) -> None:
+        """Register the sharded parameters again, with their earlier gradients."""
 
     @abstractmethod
-    def hold_gradients(self) -> None:
-        """After a backward without a reduction: keep the leaves' gradients for the next one."""
+    def stash_unsharded_grads(self) -> None:
+        """Keep the unsharded gradients of a backward without reduction (no_sync) for the next one."""
 
     @abstractmethod
-    def take_held(self) -> None:
-        """Before the next backward: go on from what is kept."""
+    def restore_unsharded_grads(self) -> None:
+        """Restore the kept unsharded gradients before the next backward."""
 
-    def abandon(self) -> None:
-        """After a failure: forget the gradients of the iteration."""
-        self.bucket.abandon()
+    def reset_after_error(self) -> None:
+        """Drop the gradients of the iteration after an error."""
+        self.bucket.reset_after_error()
 
 
 class UnshardedGradMixin(ParamRegistration):
@@ -197,68 +197,68 @@ class UnshardedGradMixin(ParamRegistration):
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         super().__init__(bucket, unit)
-        self._parked: list[torch.Tensor | None] = []
-        self._shown: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+        self._reduced_grads: list[torch.Tensor | None] = []
+        self._unsharded_grads: list[tuple[nn.Parameter, torch.Tensor, int]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
         """Return the registration of a copy; gradients that are not yet reduced stay with this one."""
-        aside = self._parked, self._shown
-        self._parked, self._shown = [], []
+        aside = self._reduced_grads, self._unsharded_grads
+        self._reduced_grads, self._unsharded_grads = [], []
         try:
             return super().__deepcopy__(memo)
         finally:
-            self._parked, self._shown = aside
+            self._reduced_grads, self._unsharded_grads = aside
 
     @property
-    def shows_held(self) -> bool:
-        """Tell whether the gradients that are exposed are unsharded ones, held back from reduction."""
-        return bool(self._shown)
+    def has_unsharded_grads(self) -> bool:
+        """Return True if the registered parameters have unsharded, not yet reduced gradients (no_sync)."""
+        return bool(self._unsharded_grads)
 
     @abstractmethod
-    def _unsharded(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return exposed parameters with the unsharded gradients that the leaves hold."""
+    def _collect_unsharded_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Return registered parameters with the unsharded gradients of the leaves."""
 
     @abstractmethod
     def _reset_data(self) -> None:
-        """Let the exposed parameters' data be the shard again."""
+        """Set the registered parameters' data to the shard again."""
 
     @abstractmethod
-    def _forget(self, parameter: nn.Parameter) -> None:
-        """Drop the leaf gradients behind an exposed parameter."""
+    def _drop_unsharded_grad(self, parameter: nn.Parameter) -> None:
+        """Drop the leaf gradients of a registered parameter."""
 
-    def hold_gradients(self) -> None:
-        """Show the leaves' gradients as the exposed parameters' own."""
-        if self._shown:
+    def stash_unsharded_grads(self) -> None:
+        """Move the leaves' gradients to the registered parameters."""
+        if self._unsharded_grads:
             return
-        for parameter, grad in self._unsharded():
-            self._parked.append(parameter.grad)
+        for parameter, grad in self._collect_unsharded_grads():
+            self._reduced_grads.append(parameter.grad)
             parameter.grad = None
             parameter.data = grad  # a gradient has to have its parameter's shape when it is set
             parameter.grad = grad
-            self._shown.append((parameter, grad, grad._version))
+            self._unsharded_grads.append((parameter, grad, grad._version))
         self._reset_data()
 
-    def take_held(self) -> None:
-        """Take the shown gradients back, or forget them where the user has."""
-        shown, self._shown = self._shown, []
-        parked, self._parked = self._parked, []
+    def restore_unsharded_grads(self) -> None:
+        """Move the unsharded gradients back to the leaves, or drop those that a user has dropped."""
+        shown, self._unsharded_grads = self._unsharded_grads, []
+        parked, self._reduced_grads = self._reduced_grads, []
         for (parameter, grad, version), before in zip(shown, parked, strict=True):
             kept = parameter.grad is grad
             zeroed = kept and grad._version != version and not bool(grad.any())
             if not kept:
-                self._forget(parameter)
+                self._drop_unsharded_grad(parameter)
                 if parameter.grad is not None:
                     continue
             parameter.grad = None
             if kept and not zeroed and before is not None:
                 restore_gradient(parameter, before)
 
-    def abandon(self) -> None:
-        """After a failure: forget the gradients of the iteration, those that are shown included."""
-        shown, self._shown = self._shown, []
-        parked, self._parked = self._parked, []
+    def reset_after_error(self) -> None:
+        """Drop the gradients of the iteration after an error, also stashed ones."""
+        shown, self._unsharded_grads = self._unsharded_grads, []
+        parked, self._reduced_grads = self._reduced_grads, []
         try:
-            self.bucket.abandon()
+            self.bucket.reset_after_error()
         finally:
             for (parameter, grad, _), before in zip(shown, parked, strict=True):
                 if parameter.grad is grad:
@@ -301,22 +301,22 @@ class PerParamRegistration(ParamRegistration):
         for guard in self._guards:
             guard.refuse()
 
-    def alias(self) -> None:
-        """Let the exposed parameters be the parts of the shard."""
+    def alias_shard(self) -> None:
+        """Make the registered parameters the local shards."""
         self._views = self.bucket.parts
         self._reset_data()
 
     @abstractmethod
-    def _current(self) -> list[torch.Tensor]:
-        """Return what the exposed parameters hold now, as plain tensors."""
+    def _get_local_data(self) -> list[torch.Tensor]:
+        """Return the data of the registered parameters as plain tensors."""
 
     @abstractmethod
     def _reset_data(self) -> None:
-        """Let the exposed parameters hold the views of the shard."""
+        """Set the registered parameters' data to the views of the shard."""
 
-    def adopt(self) -> None:
-        """Copy what a user put in place of the views into the shard, and alias it again."""
-        current = self._current()
+    def pull_user_changes(self) -> None:
+        """Copy data that a user set on the parameters into the shard, and alias the shard again."""
+        current = self._get_local_data()
         pairs = list(zip(current, self._views, strict=True))
         moved = [(data, view) for data, view in pairs if self._is_moved(data, view)]
         for member, (data, view) in zip(self.bucket.members, pairs, strict=True):
@@ -330,17 +330,17 @@ class PerParamRegistration(ParamRegistration):
                     "by summon_full_params.",
                 )
         if moved:
-            self._take(current, moved)
+            self._copy_moved(current, moved)
         both = zip(self.parameters, self.bucket.leaves, strict=True)
-        for index, (exposed, leaf) in enumerate(both):
-            if exposed.requires_grad != leaf.requires_grad:
-                self.bucket.train(index, exposed.requires_grad)
+        for index, (parameter, leaf) in enumerate(both):
+            if parameter.requires_grad != leaf.requires_grad:
+                self.bucket.train(index, parameter.requires_grad)
 
     def _is_moved(self, data: torch.Tensor, view: torch.Tensor) -> bool:
-        """Tell whether a user put other memory in place of a view."""
-        return _parted(data, view)
+        """Return True if a user replaced the memory of a view."""
+        return _has_moved(data, view)
 
-    def _take(self, current: list[torch.Tensor], moved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _copy_moved(self, current: list[torch.Tensor], moved: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         like = moved[0][0]
         if like.dtype != self.bucket.dtype or like.device != self.bucket.shard.device:
             shard = self.bucket.shard
@@ -352,7 +352,7 @@ class PerParamRegistration(ParamRegistration):
         self._reset_data()
 
 
-def _parted(data: torch.Tensor, view: torch.Tensor) -> bool:
+def _has_moved(data: torch.Tensor, view: torch.Tensor) -> bool:
     if data.dtype != view.dtype or data.device != view.device or data.shape != view.shape:
         return True
     return data.numel() > 0 and data.data_ptr() != view.data_ptr()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.modules.fqn_and_params import Name, given_instead, register
+from shardckpt.core.modules.fqn_and_params import Name, find_user_param, register
 from shardckpt.core.params.buffer_layout import apart
 from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.params.gradient_reduction import Reduced
@@ -30,18 +30,18 @@ class DTensorRegistration(PerParamRegistration):
     def __init__(self, bucket: Bucket, unit: Name, placed: Sequence[Placed]) -> None:
         super().__init__(bucket, unit)
         self._placed = tuple(placed)
-        self._parameters = [self._made(i) for i in range(len(bucket.members))]
+        self._parameters = [self._build_parameter(i) for i in range(len(bucket.members))]
         for member in bucket.members:
             member.forget()
-        self.show_sharded()
+        self.register_sharded()
 
-    def _made(self, index: int) -> nn.Parameter:
+    def _build_parameter(self, index: int) -> nn.Parameter:
         member = self.bucket.members[index]
         made = nn.Parameter(
             self._placed[index].sharded(self._views[index]), requires_grad=member.parameter.requires_grad
         )
         for each in (made, self.bucket.leaves[index]):
-            each.__dict__.update(_of_user(member.parameter))
+            each.__dict__.update(_user_attributes(member.parameter))
         return made
 
     @property
@@ -60,80 +60,78 @@ class DTensorRegistration(PerParamRegistration):
         """The DTensors."""
         return self._parameters
 
-    def _show(self, shown: Sequence[nn.Parameter]) -> None:
+    def _register(self, shown: Sequence[nn.Parameter]) -> None:
         for member, parameter in zip(self.bucket.members, shown, strict=True):
             for place in member.places:
                 register(place, parameter)
 
-    def show_full(self) -> None:
+    def register_unsharded(self) -> None:
         """Register the leaves."""
-        self._refuse_changes()
-        self._show(self.bucket.leaves)
+        self._check_unmodified()
+        self._register(self.bucket.leaves)
         self._allow_forward()
 
-    def show_kept(self) -> None:
+    def register_post_forward(self) -> None:
         """Leave the leaves registered."""
-        self._watch(self.bucket.leaves)
+        self._record_versions(self.bucket.leaves)
 
-    def show_sharded(self) -> None:
+    def register_sharded(self) -> None:
         """Register the DTensors."""
-        self._take_changes()
-        self._show(self._parameters)
+        self._write_back_changes()
+        self._register(self._parameters)
         self._refuse_forward()
 
-    def _current(self) -> list[torch.Tensor]:
+    def _get_local_data(self) -> list[torch.Tensor]:
         with torch.no_grad():
-            return [_local(parameter) for parameter in self._parameters]
+            return [_to_local(parameter) for parameter in self._parameters]
 
     def _reset_data(self) -> None:
-        """Let the DTensors be around the views again; they stay the objects that an optimizer may hold."""
+        """Wrap the views in the DTensors again; the objects stay, as an optimizer may hold them."""
         for parameter, placed, view in zip(self._parameters, self._placed, self._views, strict=True):
             renewed = nn.Parameter(placed.sharded(view), requires_grad=parameter.requires_grad)
             renewed.__dict__.update(parameter.__dict__)
             renewed.grad = parameter.grad
             torch.utils.swap_tensors(parameter, renewed)  # type: ignore[no-untyped-call]
 
-    def adopt(self) -> None:
-        """Take the parameters that a user registered in the places of ours, and what is in them."""
-        self._take_given()
-        super().adopt()
+    def pull_user_changes(self) -> None:
+        """Pull parameters that a user registered, and their data."""
+        self._pull_user_params()
+        super().pull_user_changes()
 
-    def _take_given(self) -> None:
+    def _pull_user_params(self) -> None:
         for index, member in enumerate(self.bucket.members):
-            given = given_instead(member, self._parameters[index], self.bucket.leaves[index])
+            given = find_user_param(member, self._parameters[index], self.bucket.leaves[index])
             if given is not None:
                 self._parameters[index] = given
 
     @property
     def has_unbound_extensions(self) -> bool:
-        """Tell whether a local tensor has all-gather extensions, unless full parameters that were gathered stay."""
+        """Return True if a local tensor has all-gather extensions and the bucket is not unsharded."""
         if self.bucket.holds_full and not self.bucket.aliased:
             return False
-        self._take_given()
-        return bool(self._extended())
+        self._pull_user_params()
+        return bool(self._find_extended())
 
-    def _extended(self) -> list[int]:
-        locals_ = map(_stored, self._parameters)
+    def _find_extended(self) -> list[int]:
+        locals_ = map(_get_local_tensor, self._parameters)
         return [index for index, local in enumerate(locals_) if is_possibly_extended(local) and is_extended(local)]
 
     def bind_extensions(self) -> tuple[ParamRegistration, ...]:
         """Return one registration for each parameter that has all-gather extensions, after one for the others."""
-        extended = self._extended()
+        extended = self._find_extended()
         if not extended:
             return (self,)
         self._allow_forward()
         others = [index for index in range(len(self._parameters)) if index not in extended]
-        kept = [self._selected(DTensorRegistration, Bucket, others)] if others else []
-        return (*kept, *(self._selected(ExtensionRegistration, ExtensionBucket, [index]) for index in extended))
+        kept = [self._select(DTensorRegistration, Bucket, others)] if others else []
+        return (*kept, *(self._select(ExtensionRegistration, ExtensionBucket, [index]) for index in extended))
 
-    def _selected(
-        self, kind: type[DTensorRegistration], of: type[Bucket], indices: Sequence[int]
-    ) -> DTensorRegistration:
+    def _select(self, kind: type[DTensorRegistration], of: type[Bucket], indices: Sequence[int]) -> DTensorRegistration:
         device = self.bucket.compute_device
         made = kind(self.bucket.select(of, indices), self._unit, [self._placed[index] for index in indices])
         made._parameters = [self._parameters[index] for index in indices]
-        made.show_sharded()
-        made.adopt()
+        made.register_sharded()
+        made.pull_user_changes()
         made.bucket.compute_on(device)
         return made
 
@@ -146,17 +144,17 @@ class DTensorRegistration(PerParamRegistration):
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Return this rank's part of each parameter's gradient."""
-        return [None if each.grad is None else _local(each.grad) for each in self._parameters]
+        return [None if each.grad is None else _to_local(each.grad) for each in self._parameters]
 
     def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
         """Set each parameter's gradient."""
         for parameter, placed, part in zip(self._parameters, self._placed, parts, strict=True):
             copy_gradient(parameter, None if part is None else placed.sharded(part))
 
-    def show_whole(
+    def register_summoned(
         self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
     ) -> list[nn.Parameter]:
-        """Register full parameters in the places of the DTensors, with their attributes."""
+        """Register full parameters instead of the DTensors, with their attributes."""
         rows = zip(self._parameters, self._placed, values, gradients or [None] * len(values), strict=True)
         made = []
         for parameter, placed, value, grad in rows:
@@ -164,20 +162,20 @@ class DTensorRegistration(PerParamRegistration):
             whole.__dict__.update(parameter.__dict__)
             assign_gradient(whole, None if grad is None else placed.full(grad))
             made.append(whole)
-        self._show(made)
+        self._register(made)
         self._allow_forward()
         return made
 
-    def hide_whole(self) -> None:
+    def unregister_summoned(self) -> None:
         """Register the DTensors again."""
-        self.show_sharded()
+        self.register_sharded()
 
-    def hold_gradients(self) -> None:
-        """Keep them out of sight."""
-        self.bucket.hold_gradients()
+    def stash_unsharded_grads(self) -> None:
+        """Keep the unsharded gradients in the bucket."""
+        self.bucket.stash_unsharded_grads()
 
-    def take_held(self) -> None:
-        """Nothing to do: the reduction adds them."""
+    def restore_unsharded_grads(self) -> None:
+        """Do nothing: the reduction adds them."""
 
 
 class ExtensionRegistration(DTensorRegistration):
@@ -189,23 +187,23 @@ class ExtensionRegistration(DTensorRegistration):
         placed: How the parameter lies over the mesh.
     """
 
-    _known: torch.Tensor | None = None
+    _bound_local: torch.Tensor | None = None
 
     def __init__(self, bucket: Bucket, unit: Name, placed: Sequence[Placed]) -> None:
         super().__init__(bucket, unit, placed)
-        self._ask()
+        self._bind_local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
         """Return the registration of a copy; its local tensor has only the functions of its class."""
-        aside, self._known = self._known, None
+        aside, self._bound_local = self._bound_local, None
         try:
             return super().__deepcopy__(memo)
         finally:
-            self._known = aside
+            self._bound_local = aside
 
     @property
     def has_unbound_extensions(self) -> bool:
-        """Return False: `adopt` takes over other local tensors."""
+        """Return False: `pull_user_changes` takes over other local tensors."""
         return False
 
     def bind_extensions(self) -> tuple[ParamRegistration, ...]:
@@ -213,46 +211,46 @@ class ExtensionRegistration(DTensorRegistration):
         return (self,)
 
     def _is_moved(self, data: torch.Tensor, view: torch.Tensor) -> bool:
-        return _stored(self._parameters[0]) is not self._known or super()._is_moved(data, view)
+        return _get_local_tensor(self._parameters[0]) is not self._bound_local or super()._is_moved(data, view)
 
-    def _current(self) -> list[torch.Tensor]:
-        local = _stored(self._parameters[0]).detach()
+    def _get_local_data(self) -> list[torch.Tensor]:
+        local = _get_local_tensor(self._parameters[0]).detach()
         return [local.as_subclass(torch.Tensor) if _is_dense(local) else local]
 
     def _reset_data(self) -> None:
-        """Let the local tensor be the part of the shard; one that has the functions stays the object, if it can."""
-        local = _stored(self._parameters[0])
+        """Set the local tensor to the shard; one with extension functions stays the same object if possible."""
+        local = _get_local_tensor(self._parameters[0])
         view = self._views[0]
         if _is_dense(local) and is_extended(local):
             local.data = apart(view)
         else:
             super()._reset_data()
-            move_functions(local, _stored(self._parameters[0]))
-        self._ask()
+            move_functions(local, _get_local_tensor(self._parameters[0]))
+        self._bind_local()
 
-    def _ask(self) -> None:
+    def _bind_local(self) -> None:
         bucket = self.bucket
         assert isinstance(bucket, ExtensionBucket), "its local tensor says what is gathered"
-        self._known = _stored(self._parameters[0])
-        bucket.ask(self._known)
+        self._bound_local = _get_local_tensor(self._parameters[0])
+        bucket.ask(self._bound_local)
 
 
 def _is_dense(local: torch.Tensor) -> bool:
-    """Tell whether a tensor has memory itself, rather than tensors that it is made of."""
+    """Return True if a tensor has memory itself, rather than inner tensors."""
     return type(local).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def _stored(parameter: nn.Parameter) -> torch.Tensor:
+def _get_local_tensor(parameter: nn.Parameter) -> torch.Tensor:
     """Return the local tensor itself, where `to_local` returns a view; functions that a user put on it are here."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
+def _to_local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
 
 
-def _of_user(parameter: nn.Parameter) -> dict[str, Any]:
-    """Return what a user set on a parameter: not the tensors that one of a wrapping class is made of."""
+def _user_attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return a user's attributes of a parameter, without the inner tensors of a wrapper subclass."""
     flatten = getattr(parameter, "__tensor_flatten__", None)
     content = set(flatten()[0]) if flatten is not None else set()
     return {name: value for name, value in parameter.__dict__.items() if name not in content}

@@ -37,7 +37,7 @@ class FlatParamRegistration(UnshardedGradMixin):
                 place.module._parameters.pop(place.attribute, None)
             member.forget()
         module.register_parameter(attribute, self.flat)
-        self.show_sharded()
+        self.register_sharded()
 
     def restore(self) -> None:
         """Undo the sharding, and take the flat parameter away. Collective."""
@@ -45,8 +45,8 @@ class FlatParamRegistration(UnshardedGradMixin):
         module, attribute = self._home.module, self._home.attribute
         module._parameters.pop(attribute)
 
-    def alias(self) -> None:
-        """Let the flat parameter be the shard."""
+    def alias_shard(self) -> None:
+        """Make the flat parameter the shard."""
         self._reset_data()
 
     @property
@@ -63,42 +63,42 @@ class FlatParamRegistration(UnshardedGradMixin):
         """The flat parameter."""
         return [self.flat]
 
-    def show_full(self) -> None:
-        """Put the leaves into the modules."""
-        self._refuse_changes()
+    def register_unsharded(self) -> None:
+        """Set the leaves as attributes of the modules."""
+        self._check_unmodified()
         for member, leaf in zip(self.bucket.members, self.bucket.leaves, strict=True):
             for place in member.places:
                 put(place, leaf)
 
-    def show_kept(self) -> None:
+    def register_post_forward(self) -> None:
         """Leave the leaves where they are."""
-        self._watch(self.bucket.leaves)
+        self._record_versions(self.bucket.leaves)
 
-    def show_sharded(self) -> None:
-        """Put placeholders into the modules, since reading freed memory would end the process."""
+    def register_sharded(self) -> None:
+        """Set placeholders on the modules, since reading freed memory would end the process."""
         if self.bucket.aliased:
-            self.show_full()
+            self.register_unsharded()
             return
-        self._take_changes()
+        self._write_back_changes()
         for member, placeholder in zip(self.bucket.members, self._placeholders, strict=True):
             for place in member.places:
                 put(place, placeholder)
 
-    def adopt(self) -> None:
-        """Take what a user registered in the places of ours, and the flat parameter's data where they have parted."""
+    def pull_user_changes(self) -> None:
+        """Pull parameters that a user registered, and the flat parameter's data if it was replaced."""
         registered = self._home.module._parameters.get(self._home.attribute)
         if registered is not None and registered is not self.flat:
             self.flat = mark_flat(registered)
-        self._adopt_data()
+        self._pull_flat_param_data()
         for index, member in enumerate(self.bucket.members):
             for place in member.places:
                 given = place.module._parameters.get(place.attribute)
                 if given is not None:
-                    self._adopt_full(index, place, given)
+                    self._copy_user_param(index, place, given)
 
     @torch.no_grad()
-    def _adopt_full(self, index: int, place: ParamLocation, given: nn.Parameter) -> None:
-        """Take this rank's part of a full parameter that was registered while its unit is sharded."""
+    def _copy_user_param(self, index: int, place: ParamLocation, given: nn.Parameter) -> None:
+        """Copy this rank's shard of a full parameter that a user registered while its unit is sharded."""
         packing, specs = self.bucket.packing, self.bucket.layout.specs
         if tuple(given.shape) != specs[index].shape:
             raise StateError(
@@ -117,7 +117,7 @@ class FlatParamRegistration(UnshardedGradMixin):
             self.bucket.parts[index].copy_(part)
         place.module._parameters.pop(place.attribute)
 
-    def _adopt_data(self) -> None:
+    def _pull_flat_param_data(self) -> None:
         bucket, data = self.bucket, self.flat.data
         if data.data_ptr() != bucket.shard.data_ptr() or data.dtype != bucket.dtype:
             if data.numel() != bucket.shard.numel():
@@ -140,11 +140,11 @@ class FlatParamRegistration(UnshardedGradMixin):
             add_gradient_to(self.flat, reduced.gradient)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Return this rank's part of each parameter's gradient; all of it where it is held back."""
+        """Return this rank's shard of each parameter's gradient; the full one if it is not yet reduced."""
         grad, bucket = self.flat.grad, self.bucket
         if grad is None:
             return [None] * len(bucket.members)
-        return list(bucket.packing.views(grad) if self.shows_held else bucket.of_shard(grad))
+        return list(bucket.packing.views(grad) if self.has_unsharded_grads else bucket.of_shard(grad))
 
     def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
         """Set the flat parameter's gradient; parameters without one have zeros in it."""
@@ -158,35 +158,35 @@ class FlatParamRegistration(UnshardedGradMixin):
                 place.copy_(part)
         copy_gradient(self.flat, whole)
 
-    def show_whole(
+    def register_summoned(
         self, values: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
     ) -> list[nn.Parameter]:
-        """Register full parameters at their own places; the flat one is not registered meanwhile."""
+        """Register full parameters on their own modules; the flat one is not registered meanwhile."""
         module, attribute = self._home.module, self._home.attribute
         module._parameters[attribute] = None  # it comes back to its position
         pairs = zip(values, self.bucket.leaves, strict=True)
         made = [
-            nn.Parameter(self.computed(index, value), requires_grad=leaf.requires_grad)
+            nn.Parameter(self.wrap_unsharded(index, value), requires_grad=leaf.requires_grad)
             for index, (value, leaf) in enumerate(pairs)
         ]
         for index, (member, parameter) in enumerate(zip(self.bucket.members, made, strict=True)):
             grad = gradients[index] if gradients is not None else None
-            assign_gradient(parameter, None if grad is None else self.computed(index, grad))
+            assign_gradient(parameter, None if grad is None else self.wrap_unsharded(index, grad))
             for place in member.places:
                 place.module.__dict__.pop(place.attribute, None)
                 register(place, parameter)
         return made
 
-    def hide_whole(self) -> None:
+    def unregister_summoned(self) -> None:
         """Register the flat parameter again."""
         module, attribute = self._home.module, self._home.attribute
         for member in self.bucket.members:
             for place in member.places:
                 place.module._parameters.pop(place.attribute, None)
         module._parameters[attribute] = self.flat
-        self.show_sharded()
+        self.register_sharded()
 
-    def _unsharded(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    def _collect_unsharded_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         bucket = self.bucket
         if all(leaf.grad is None for leaf in bucket.leaves):
             return []
@@ -194,11 +194,11 @@ class FlatParamRegistration(UnshardedGradMixin):
         for index, (view, grad) in enumerate(zip(bucket.packing.views(whole), bucket.gradients, strict=True)):
             if grad is not None:
                 view.copy_(grad)
-                bucket.leaves[index].grad = bucket.computed(index, view)
+                bucket.leaves[index].grad = bucket.wrap_unsharded(index, view)
         return [(self.flat, whole)]
 
     def _reset_data(self) -> None:
         self.flat.data = self.bucket.shard.data
 
-    def _forget(self, parameter: nn.Parameter) -> None:  # noqa: ARG002  (there is one only)
+    def _drop_unsharded_grad(self, parameter: nn.Parameter) -> None:  # noqa: ARG002  (there is one only)
         self.bucket.drop_gradients()

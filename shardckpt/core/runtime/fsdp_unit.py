@@ -160,7 +160,7 @@ class FSDPUnit:
         self._took_part = False
         self._addresses: list[int] = []
         self._full_shown = False
-        self._held_back = False
+        self._has_unsynced_grads = False
         self._lending = False
         self._saves = True  # what autograd keeps of the parameters comes by our hooks
         self._watch_gradients()
@@ -315,7 +315,7 @@ class FSDPUnit:
         started = False
         for each in self._active:
             if not each.bucket.filled:
-                each.adopt()
+                each.pull_user_changes()
                 started |= each.bucket.begin_gather(exact=exact)
         return started
 
@@ -341,8 +341,8 @@ class FSDPUnit:
                 self._root.filled(each.bucket, self)
                 self._addresses.append(each.bucket.address)
             if each.bucket.aliased:
-                each.adopt()
-            each.show_full()
+                each.pull_user_changes()
+            each.register_unsharded()
         self._full_shown = True
 
     @property
@@ -365,18 +365,18 @@ class FSDPUnit:
         self.recover()
         if self.attached:
             self.free()
-        self.adopt()
+        self.pull_user_changes()
         self._lending = True
         try:
             yield self.registrations
         finally:
             self._lending = False
 
-    def adopt(self) -> None:
-        """Take over what a user did to the exposed parameters: values, dtypes, all-gather extensions."""
+    def pull_user_changes(self) -> None:
+        """Pull a user's changes of the registered parameters: values, dtypes, all-gather extensions."""
         self.bind_extensions()
         for each in self._active:
-            each.adopt()
+            each.pull_user_changes()
 
     def bind_extensions(self) -> None:
         """Gather from now on by the all-gather extensions that a user has put on local tensors.
@@ -427,7 +427,7 @@ class FSDPUnit:
                 self._root.freed(address)
         self._addresses.clear()
         for each in self._active:
-            each.show_sharded()
+            each.register_sharded()
             each.bucket.free(keeps_slice=keeps_slice)
         self._full_shown = False
 
@@ -543,7 +543,7 @@ class FSDPUnit:
             self.free(keeps_slice=recorded and config.keeps_slice > 0)
             return
         for each in self._active:
-            each.show_kept()
+            each.register_post_forward()
         self._full_shown = False
 
     @contextmanager
@@ -649,7 +649,7 @@ class FSDPUnit:
         self._owed -= self._owed if laps is None else {_NOW, *laps}
         self._renew_watches()
         self._took_part = True
-        self._held_back |= not self.sync_gradients
+        self._has_unsynced_grads |= not self.sync_gradients
         if not self._keeps_after_backward(held=not self.sync_gradients):
             self.free()
         self.phase = Phase.IDLE
@@ -698,7 +698,7 @@ class FSDPUnit:
     def prepare_gradients_for_backward(self) -> None:
         """Take unsynced gradients back from parameters before a backward adds to them."""
         for each in self._active:
-            each.take_held()
+            each.restore_unsharded_grads()
 
     def finalize_backward(self) -> None:
         """End a backward: forget its calls, reshard, show unsynced gradients."""
@@ -707,29 +707,29 @@ class FSDPUnit:
         took_part, self._took_part = self._took_part, False
         if self._owed and not took_part:
             return  # its own backward is still to come
-        held, self._held_back = self._held_back, False
+        held, self._has_unsynced_grads = self._has_unsynced_grads, False
         keeps = self._keeps_after_backward(held=held)
         if not keeps:
             self.free()
         for each in self._active:
             if held:
-                each.hold_gradients()
+                each.stash_unsharded_grads()
             if keeps:
-                each.show_kept()
+                each.register_post_forward()
         self._full_shown = False
         self.phase = Phase.IDLE
 
-    def abandon(self) -> None:
+    def reset_after_error(self) -> None:
         """After a failure: be as before the iteration, without its gradients."""
         self._calls.clear()
         self._running.clear()
         self._ran = 0
         self._owed.clear()
         self._renew_watches()
-        self._held_back = self._took_part = False
+        self._has_unsynced_grads = self._took_part = False
         try:
             for each in self._active:
-                each.abandon()
+                each.reset_after_error()
         finally:
             self._hide()
             self.phase = Phase.IDLE

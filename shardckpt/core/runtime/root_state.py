@@ -107,14 +107,14 @@ class RootState:
         """The root's forward raised; in a recomputation that is how checkpointing stops early."""
         if not autograd_hooks.in_backward():
             with suppress(RankError):  # the exception that is under way says more
-                self.abandon()
+                self.reset_after_error()
 
     def recover(self) -> None:
         """After a backward that raised, nothing of which tells the engine: be as before it."""
         if self._backward and not autograd_hooks.in_backward():
-            self.abandon()
+            self.reset_after_error()
 
-    def abandon(self) -> None:
+    def reset_after_error(self) -> None:
         """Bring every unit back to rest, without the gradients of the iteration that failed."""
         self._backward = False
         if self._ranks is not None:
@@ -122,7 +122,7 @@ class RootState:
         self._reducing = []
         self._order, self._begun, self._places, self._open = [], [], {}, []
         for unit in self.units:
-            unit.abandon()
+            unit.reset_after_error()
 
     @property
     def lap(self) -> int:

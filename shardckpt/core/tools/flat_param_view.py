@@ -44,4 +44,4 @@ def flat_instead(units: Sequence[tuple[nn.Module, FSDPUnit]], name: str) -> Gene
         for flat, each in flats:
             if flat.data_ptr() != each.bucket.shard.data_ptr():
                 each.bucket.shard.data.copy_(flat.data)
-            each.show_sharded()
+            each.register_sharded()

@@ -149,7 +149,7 @@ class _Summoned:
         if self._given[0] is full.values[0]:
             self._full = full  # counted as long as it is here
         shown = None if gradients is None else [None if grad is None else self._own(grad) for grad in gradients]
-        self._parameters = self._registration.show_whole(self._given, shown)
+        self._parameters = self._registration.register_summoned(self._given, shown)
         for parameter in self._parameters:
             if parameter.requires_grad and not any(parameter is each for each in self._registration.parameters):
                 parameter.register_hook(self._refuse_late)  # type: ignore[no-untyped-call]
@@ -172,7 +172,7 @@ class _Summoned:
         """Return full gradients; those that are held back from reduction as they are on this rank. Collective."""
         registration = self._registration
         own = registration.gradients()
-        if not registration.shows_held:
+        if not registration.has_unsharded_grads:
             return gather_some(self._bucket, own, self._bucket.gradient_dtype)
         gather_some(self._bucket, [None] * len(own), self._bucket.gradient_dtype)
         return [None if grad is None else grad.clone() for grad in own]
@@ -187,7 +187,7 @@ class _Summoned:
         values, wrong = self._values() if shown else ([], None)
         gradients = [None if each.grad is None else _local(each.grad) for each in self._registered()] if shown else []
         if shown:
-            self._registration.hide_whole()
+            self._registration.unregister_summoned()
         self._parameters, self._given, self._full = [], [], None
         with torch.no_grad():
             if summons.writeback and summons.rank0_only:
@@ -230,7 +230,7 @@ class _Summoned:
             there = [grad is not None for grad in gradients]
             specs = bucket.packing.layout.specs
             cut(bucket, [_or_zeros(g, s.shape, out) for g, s in zip(gradients, specs, strict=True)], out)
-        if not registration.shows_held:
+        if not registration.has_unsharded_grads:
             parts = bucket.of_shard(out)
             registration.set_gradients([part if has else None for part, has in zip(parts, there, strict=True)])
         elif gradients is not None:
@@ -319,7 +319,7 @@ def _gathered(registration: ParamRegistration, names: Mapping[nn.Module, str]) -
     full = gather(bucket, bucket.shard.data)
     try:
         for index, member in enumerate(bucket.members):
-            value = registration.computed(index, full.values[index])
+            value = registration.wrap_unsharded(index, full.values[index])
             yield _name(member, names), _complete(value.clone())  # of its own, so that the unit's can go
     finally:
         full.free()

@@ -81,13 +81,13 @@ class BucketHolder(Holder):
     @property
     def laid(self) -> torch.Tensor:
         """The shard."""
-        self._registration.adopt()
+        self._registration.pull_user_changes()
         return self.bucket.shard.detach()
 
     def written(self) -> None:
         """Give up full parameters that are there: they are stale."""
         self.bucket.free()
-        self._registration.show_sharded()
+        self._registration.register_sharded()
 
     def places(self, laid: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's part as a view."""
@@ -113,7 +113,7 @@ class BucketHolder(Holder):
 
     def _whole(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Return a parameter of which this is all that the bucket has."""
-        seen = self.bucket.computed(index, value)
+        seen = self.bucket.wrap_unsharded(index, value)
         return seen.full_tensor() if isinstance(seen, DTensor) else value
 
     def _own_of(self, index: int, value: torch.Tensor) -> torch.Tensor:

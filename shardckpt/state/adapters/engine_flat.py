@@ -83,9 +83,9 @@ class FlatHolder(BucketHolder):
     def hide(self) -> None:
         """Register what is registered while the bucket is sharded."""
         if isinstance(self._registration, FlatParamRegistration):
-            self._registration.hide_whole()
+            self._registration.unregister_summoned()
         else:
-            self._registration.show_sharded()
+            self._registration.register_sharded()
 
     @property
     def flat_name(self) -> str | None:
@@ -134,7 +134,7 @@ class FlatHolder(BucketHolder):
     def sharding(self, laid: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
         """Begin the exchange: rows travel while the next unit's are put together."""
         if self.bucket.keeps_full or self._mesh is None:
-            made = [self.bucket.computed(i, view.clone()) for i, view in enumerate(self.bucket.of_shard(laid))]
+            made = [self.bucket.wrap_unsharded(i, view.clone()) for i, view in enumerate(self.bucket.of_shard(laid))]
             return lambda: made
         if self.is_parallel and self._both is None:
             cut = self._parallel(laid)
@@ -145,7 +145,7 @@ class FlatHolder(BucketHolder):
     def _parallel(self, laid: torch.Tensor) -> list[torch.Tensor]:
         """Return what tensor parallelism cut as it cut it, gathered over the ranks of data parallelism."""
         values = gather(self.bucket, laid).values
-        return [self.bucket.computed(index, value.clone()) for index, value in enumerate(values)]
+        return [self.bucket.wrap_unsharded(index, value.clone()) for index, value in enumerate(values)]
 
     @cached_property
     def _both(self) -> list[Cut | None] | None:
@@ -170,7 +170,7 @@ class FlatHolder(BucketHolder):
         assert self._mesh is not None
         spec = self.layout.specs[index]
         if not spec.shape:  # a 0-dim tensor has no dimension to be cut along
-            return self.bucket.computed(index, self._scalar(part)) if self.is_parallel else self._scalar(part)
+            return self.bucket.wrap_unsharded(index, self._scalar(part)) if self.is_parallel else self._scalar(part)
         if self.is_parallel:
             both = self._both[index] if self._both is not None else None
             assert both is not None, "or it is gathered"
