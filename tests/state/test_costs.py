@@ -136,15 +136,19 @@ def test_whole_states_for_the_first_rank_are_sent_to_it_alone():
                 load_optim_state_dict(model, optim, kept)
         count = len(dict(model.named_parameters())) if bare else UNITS
         received = sum(call.received for call in taking if call.op == "gather")
-        dealt = [call for call in loading if call.op == "all_to_all"]
+        scatter_rows = [call for call in loading if call.op == "all_to_all"]
         elsewhere = sum(_elements_of(model, other) for other in range(1, world))
         wrong = [] if told(taking) == ["gather"] * (3 * count) else [told(taking)]
         wrong += [] if (received > 0) == (rank == 0) else [f"received {received}"]
         wrong += [] if {*told(loading)} <= {"broadcast", "all_to_all"} else [told(loading)]
-        wrong += [] if len(dealt) == 3 * count else [told(loading)]
+        wrong += [] if len(scatter_rows) == 3 * count else [told(loading)]
         sent_here, taken_here = (3 * 4 * elsewhere, 0) if rank == 0 else (0, 3 * 4 * _elements_of(model, rank))
-        wrong += [] if sent(dealt, "all_to_all") == sent_here else [f"sent {sent(dealt, 'all_to_all')} of {sent_here}"]
-        taken = sum(call.received for call in dealt)
+        wrong += (
+            []
+            if sent(scatter_rows, "all_to_all") == sent_here
+            else [f"sent {sent(scatter_rows, 'all_to_all')} of {sent_here}"]
+        )
+        taken = sum(call.received for call in scatter_rows)
         wrong += [] if taken == taken_here else [f"took {taken} of {taken_here}"]
         return wrong
 
@@ -173,7 +177,7 @@ def test_an_optimizer_that_has_stepped_is_loaded_into_the_tensors_that_it_has():
             for state in kept.values():
                 for value in state.values():
                     value.zero_()
-            with Held() as held:
+            with AdapterParams() as held:
                 load_optim_state_dict(model, optim, given)
             again = optim_state_dict(model, optim, kind, **how)
             same = all(optim.state[p][slot] is value for p, state in kept.items() for slot, value in state.items())
@@ -207,7 +211,7 @@ def storages(values) -> list[torch.UntypedStorage]:
     return [tensor.untyped_storage() for tensor in found]
 
 
-class Held(TorchDispatchMode):
+class AdapterParams(TorchDispatchMode):
     """Adds up what storages that are made inside hold, after every operation."""
 
     def __init__(self) -> None:
@@ -260,7 +264,7 @@ def test_a_whole_state_holds_itself_and_one_unit_and_elsewhere_one_unit_at_most(
             ("optimizer's", lambda: optim_state_dict(model, optim, "SHARDED"), shards + 2 * unit),
             ("LOCAL", lambda: model_state_dict(model, "LOCAL"), 0),
         ):
-            with Held() as held:
+            with AdapterParams() as held:
                 take()
             wrong += [] if held.peak <= most + slack else [f"{name}: {held.peak} of {most}, unit {unit}"]
         return wrong

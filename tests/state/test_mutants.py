@@ -19,7 +19,7 @@ def states_go_by_position(patch: pytest.MonkeyPatch) -> None:
     original = load_optim_state_dict.fit
 
     def positional(model, optim, state, **how):
-        of = load_optim_state_dict.optimized(load_optim_state_dict.describe_whole(model), optim)
+        of = load_optim_state_dict.map_optimizer_params(load_optim_state_dict.index_complete_model(model), optim)
         live = [name for names in of.groups for name in names]
         saved = [name for group in state["param_groups"] for name in group["params"]]
         renamed = dict(zip(saved, live, strict=False))
@@ -32,13 +32,13 @@ def states_go_by_position(patch: pytest.MonkeyPatch) -> None:
 
 def steps_are_shared(patch: pytest.MonkeyPatch) -> None:
     """All parameters count in one tensor."""
-    original = load_optim_state_dict._Putter._scalar
+    original = load_optim_state_dict._StateSetter._scalar
 
     def shared(self, held, index, name, slot):
         kept = self.__dict__.setdefault("kept", {})
         return kept.setdefault(name, original(self, held, index, name, slot))
 
-    patch.setattr(load_optim_state_dict._Putter, "_scalar", shared)
+    patch.setattr(load_optim_state_dict._StateSetter, "_scalar", shared)
 
 
 def errors_stay_at_home(patch: pytest.MonkeyPatch) -> None:

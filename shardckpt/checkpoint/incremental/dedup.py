@@ -22,7 +22,7 @@ from shardckpt.format.native.payload import Chunk
 from shardckpt.format.native.records import FileRecord
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.layout.write_plan import Spec
-from shardckpt.state.local.local_shards import LocalArray
+from shardckpt.state.local.local_shards import TensorShards
 
 _HASHERS = 4
 _WORTH_THREADS_BYTES = 64 << 20
@@ -31,7 +31,7 @@ _Hashes = dict[tuple[str, str, str], tuple[int, ...]]
 """Of the blocks of files that store none: by folder, name, and the version of the file."""
 
 
-def chunk_digest(chunk: Chunk, arrays: Mapping[Path, LocalArray]) -> bytes:
+def chunk_digest(chunk: Chunk, arrays: Mapping[Path, TensorShards]) -> bytes:
     """Return the xxh3-128 of a chunk as it lies in memory.
 
     Args:
@@ -44,7 +44,7 @@ def chunk_digest(chunk: Chunk, arrays: Mapping[Path, LocalArray]) -> bytes:
     return hasher.digest()
 
 
-def chunk_digests(chunks: Sequence[Chunk], arrays: Mapping[Path, LocalArray]) -> list[bytes]:
+def chunk_digests(chunks: Sequence[Chunk], arrays: Mapping[Path, TensorShards]) -> list[bytes]:
     """Return the xxh3-128 of each chunk as it lies in memory; large ones are hashed side by side.
 
     Args:
@@ -84,7 +84,7 @@ class Grounds:
         data = bytes.fromhex(digits)
         return cls(url, key, {at: data[16 * n : 16 * n + 16] for n, at in enumerate(positions)}, files)
 
-    def unchanged(self, chunks: Sequence[Chunk], arrays: Mapping[Path, LocalArray]) -> tuple[int, ...]:
+    def unchanged(self, chunks: Sequence[Chunk], arrays: Mapping[Path, TensorShards]) -> tuple[int, ...]:
         """Return the positions of chunks that are in memory what they are in the base.
 
         Args:

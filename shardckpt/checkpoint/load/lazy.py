@@ -15,7 +15,7 @@ from shardckpt.checkpoint.stateful.flatten import ArrayAt
 from shardckpt.errors import AmbiguousError, UnknownNameError, UsageError
 from shardckpt.format.reader import NamedBases
 from shardckpt.manifest import Path, TensorEntry, dotted
-from shardckpt.state.local.local_shards import LocalArray, Portion
+from shardckpt.state.local.local_shards import LocalShard, TensorShards
 from shardckpt.storage.resolve_url import as_url
 
 Index = int | slice | EllipsisType
@@ -85,7 +85,7 @@ class SavedTensor:
         saved = self._source.saved
         (entry,) = saved.located([self._entry])  # before memory is taken for it
         made = allocate(entry, box.size)
-        saved.elements.read([(entry, LocalArray(shape, made.dtype, (Portion(box, made),)))])
+        saved.elements.read([(entry, TensorShards(shape, made.dtype, (LocalShard(box, made),)))])
         for dim in reversed(range(len(shape))):
             made = _thinned(made, picks[dim], dim, shape[dim])
         return made

@@ -38,11 +38,11 @@ from shardckpt.plan.naming.sections import find_parts, model_paths
 from shardckpt.plan.optim import optimizer_state as optimizers
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShards
-from shardckpt.state.adapters.model_index import Description
+from shardckpt.state.adapters.model_index import ModelIndex
 from shardckpt.state.keys.kinds import is_sharded_tensor
 from shardckpt.state.keys.slots import LARGEST_TOLD, UnequalSteps
-from shardckpt.state.local.local_shards import LocalArray, Portion, local_array
-from shardckpt.state.local.optim_shards import Room, Slot, parameter_names, room_for
+from shardckpt.state.local.local_shards import LocalShard, TensorShards, get_tensor_shards
+from shardckpt.state.local.optim_shards import OptimTargets, Slot, parameter_names, plan_optim_targets
 
 Put = Callable[[Any], None]
 
@@ -72,7 +72,7 @@ class Wanted(NamedTuple):
 
     path: Path
     entry: TensorEntry
-    array: LocalArray
+    array: TensorShards
 
 
 @dataclass
@@ -232,11 +232,11 @@ class _Fit:
         if len(path) > MAX_DEPTH:
             raise UsageError("nested too deep, or holds itself", where=dotted(path[:8]))
         if is_sharded_tensor(value):
-            self._array(path, path, local_array(as_rows(value, path)))
+            self._array(path, path, get_tensor_shards(as_rows(value, path)))
         elif isinstance(value, torch.Tensor):
             check_tensor(value, path)
             require_no_flat_shard(value, path, self._shards)
-            self._array(path, path, local_array(value))
+            self._array(path, path, get_tensor_shards(value))
         elif isinstance(value, nn.Module):
             self._module(value, path)
         elif is_optimizer(value):
@@ -265,7 +265,7 @@ class _Fit:
         )
         entry = self._saved.arrays.get(path)
         if is_fillable and (put is _refuse or entry is None or self._fits(value, entry)):
-            self._array(path, path, local_array(torch.from_numpy(value)))
+            self._array(path, path, get_tensor_shards(torch.from_numpy(value)))
         elif entry is not None and self._policy.is_own_only and self._saved.lies_elsewhere(entry):
             self.fitting.taken.add(path)
         else:
@@ -325,7 +325,7 @@ class _Fit:
         handover = hand_over(found, get_state_dict(value, path), path, self._saved.arrays)
         for fill in handover.fills:
             require_no_flat_shard(fill.tensor, fill.path, self._shards)
-            self._array(fill.path, fill.source, local_array(fill.tensor))
+            self._array(fill.path, fill.source, get_tensor_shards(fill.tensor))
         for each in handover.missing:
             self._missing(each)
         for each in handover.unplaced if self._policy.strict else ():
@@ -337,7 +337,7 @@ class _Fit:
             )
         self.fitting.values.append(Taker(path, handover.nest, value.load_state_dict))
 
-    def _array(self, path: Path, source: Path, array: LocalArray) -> None:
+    def _array(self, path: Path, source: Path, array: TensorShards) -> None:
         """Want one array.
 
         Args:
@@ -358,9 +358,9 @@ class _Fit:
         self.fitting.taken.add(source)
         if not self._wants(path) or (self._policy.is_own_only and self._saved.lies_elsewhere(entry)):
             return
-        if any(_repeats(portion.tensor) for portion in array.portions) and entry.shape == array.shape:
+        if any(_repeats(shard.tensor) for shard in array.shards) and entry.shape == array.shape:
             array = self._without_repeats(path, entry, array)
-        if any(portion.tensor.is_meta for portion in array.portions):
+        if any(shard.tensor.is_meta for shard in array.shards):
             text = f"no memory for {dotted(path)}: it is on the meta device"
             self.fitting.problems.append(f"{text} (`to_empty` gives some)")
         if entry.shape != array.shape:
@@ -371,24 +371,24 @@ class _Fit:
             self.fitting.problems.append(f"{text} (cast=True converts)")
         self.fitting.arrays.append(Wanted(path, entry, array))
 
-    def _without_repeats(self, path: Path, entry: TensorEntry, array: LocalArray) -> LocalArray:
+    def _without_repeats(self, path: Path, entry: TensorEntry, array: TensorShards) -> TensorShards:
         """Return the places of an expanded tensor, each once, if the saved values are alike where it repeats itself."""
-        portions = []
-        for portion in array.portions:
-            size, at = portion.tensor.shape, _once(portion.tensor)
-            if not portion.tensor.is_meta:
+        shards = []
+        for shard in array.shards:
+            size, at = shard.tensor.shape, _once(shard.tensor)
+            if not shard.tensor.is_meta:
                 (found,) = self._saved.located([entry])  # before memory is taken for it
                 values = allocate(found, size)
-                self._saved.elements.read([(found, array._replace(portions=(Portion(portion.box, values),)))])
+                self._saved.elements.read([(found, array._replace(shards=(LocalShard(shard.box, values),)))])
                 if not _are_alike(values, values[at].expand(size)):
                     self._problem(
                         path,
                         f"{dotted(path)} is an expanded tensor, whose elements share memory, and the saved values"
                         " differ where it repeats itself (make it contiguous: `tensor.expand(...).clone()`)",
                     )
-            place = portion.tensor.detach()[at]
-            portions.append(Portion(Box(portion.box.offset, tuple(place.shape)), place))
-        return array._replace(portions=tuple(portions))
+            place = shard.tensor.detach()[at]
+            shards.append(LocalShard(Box(shard.box.offset, tuple(place.shape)), place))
+        return array._replace(shards=tuple(shards))
 
     def _variant(self, variant: Variant, path: Path) -> None:
         if variant.module is not None:
@@ -437,7 +437,7 @@ class _Fit:
         self.fitting.after.append(lambda: room.put(optim))
 
     def _compare_parameters(
-        self, optim: torch.optim.Optimizer, found: Description, state: optimizers.OptimState, path: Path
+        self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimState, path: Path
     ) -> None:
         """Tell of parameters that only one of the live and the saved optimizer has; groups may be others."""
         live = dict.fromkeys(name for names in parameter_names(found, optim) for name in names)
@@ -474,7 +474,7 @@ class _Fit:
             take = lambda state: torch_fsdp1.put_optim_state(model, optim, state)  # noqa: E731
         self.fitting.values.append(Taker(path, self._saved.find(root)[0], take))
 
-    def _optim_state(self, root: Path, found: Description, optim: torch.optim.Optimizer) -> optimizers.OptimState:
+    def _optim_state(self, root: Path, found: ModelIndex, optim: torch.optim.Optimizer) -> optimizers.OptimState:
         shapes = {name: entry.shape for name, entry in found.entries.items()}
         n = len(root)
         tensors = {path: entry for path, entry in self._saved.arrays.items() if path[:n] == root}
@@ -503,12 +503,12 @@ class _Fit:
         groups = state.groups if self._wants((*path, "param_groups")) else ()
         return replace(state, tensors=tensors, scalars=scalars, groups=groups)
 
-    def _room(self, optim: torch.optim.Optimizer, found: Description, state: optimizers.OptimState) -> Room:
+    def _room(self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimState) -> OptimTargets:
         slots: dict[str, dict[str, Slot]] = {}
         for key, entry in state.tensors.items():
             name, _, slot = key.rpartition("/")
             slots.setdefault(name, {})[slot] = Slot(entry.shape, torch_dtype(entry))
-        return room_for(
+        return plan_optim_targets(
             found,
             optim,
             slots,
@@ -518,13 +518,13 @@ class _Fit:
             unequal_steps=self._policy.unequal_steps,
         )
 
-    def _fill_room(self, room: Room, state: optimizers.OptimState, path: Path) -> None:
+    def _fill_room(self, room: OptimTargets, state: optimizers.OptimState, path: Path) -> None:
         """Want what the room is for; numbers that several parameters share are compared first."""
         shared: dict[int, list[Wanted]] = {}
         for name, slot, array in room.arrays:
             wanted = Wanted((*path, "state", name, slot), state.tensors[f"{name}/{slot}"], array)
-            if not array.shape and array.portions:
-                shared.setdefault(array.portions[0].tensor.data_ptr(), []).append(wanted)
+            if not array.shape and array.shards:
+                shared.setdefault(array.shards[0].tensor.data_ptr(), []).append(wanted)
             else:
                 self.fitting.arrays.append(wanted)
         for rows in shared.values():
@@ -546,7 +546,7 @@ class _Fit:
 
     def _number(self, entry: TensorEntry) -> Any:
         made = torch.empty((), dtype=torch_dtype(entry))
-        self._saved.fill([(entry, local_array(made))])
+        self._saved.fill([(entry, get_tensor_shards(made))])
         return made.item()
 
     def _per_rank(self, value: PerRank, path: Path) -> None:
@@ -701,7 +701,7 @@ def _leaves(nest: Any, root: Path) -> dict[Path, Any]:
     return found
 
 
-def _first(name: str, found: Description) -> str:
+def _first(name: str, found: ModelIndex) -> str:
     return found.aliases.get(name, name)
 
 

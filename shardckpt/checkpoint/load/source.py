@@ -27,7 +27,7 @@ from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import UNREAD, Lazy, Path, TensorEntry, dotted
 from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.plan.naming.sections import split_flat_names
-from shardckpt.state.local.local_shards import LocalArray, Portion
+from shardckpt.state.local.local_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read, Store
 
 Rules = Mapping[str, str] | str | os.PathLike[str] | None
@@ -191,8 +191,8 @@ class Saved:
         wanted = []
         for path, entry in zip(paths, entries, strict=True):
             made[path] = allocate(entry, entry.shape)
-            portion = Portion(whole(entry.shape), made[path])
-            wanted.append((entry, LocalArray(entry.shape, made[path].dtype, (portion,))))
+            shard = LocalShard(whole(entry.shape), made[path])
+            wanted.append((entry, TensorShards(entry.shape, made[path].dtype, (shard,))))
         self.elements.read(wanted)
         return filled(nest, made, skipped)
 

@@ -16,7 +16,7 @@ from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, lies_flat, na
 from shardckpt.dtypes import nbytes
 from shardckpt.format.chunk_reader import PieceReader, Want, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry
-from shardckpt.state.local.local_shards import LocalArray, Portion
+from shardckpt.state.local.local_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read, Store
 
 BATCH_BYTES = 64 << 20
@@ -29,7 +29,7 @@ _WINDOW_PIECES = 100_000
 _READERS = 2
 """Batches that are under way at once: one is read while the other is hashed and goes to where it belongs."""
 
-Wish = tuple[TensorEntry, LocalArray]
+Wish = tuple[TensorEntry, TensorShards]
 """A saved array, and where its elements go."""
 
 
@@ -129,16 +129,16 @@ def as_deliveries(wanted: Sequence[Wish]) -> tuple[list[Delivery], list[Wish]]:
     rest: list[Wish] = []
     for entry, array in wanted:
         others = []
-        for portion in _portions(array, entry):
-            buffer, finish = _buffer(portion.tensor, entry)
-            reads = straight_reads(Want(entry.pieces, portion.box, entry.stored, buffer))
+        for shard in _shards(array, entry):
+            buffer, finish = _buffer(shard.tensor, entry)
+            reads = straight_reads(Want(entry.pieces, shard.box, entry.stored, buffer))
             if reads is None:
-                others.append(portion)
+                others.append(shard)
             else:
-                wish = entry, array._replace(portions=(portion,))
+                wish = entry, array._replace(shards=(shard,))
                 found.append(Delivery(reads, finish, wish))
         if others:
-            rest.append((entry, array._replace(portions=tuple(others))))
+            rest.append((entry, array._replace(shards=tuple(others))))
     return found, rest
 
 
@@ -148,25 +148,25 @@ def _divided(wanted: Sequence[Wish]) -> tuple[list[Read], list[Wish]]:
     rest: list[Wish] = []
     for entry, array in wanted:
         others = []
-        for portion in array.portions:
-            found = _straight(portion, entry) if portion.box.volume else []
+        for shard in array.shards:
+            found = _straight(shard, entry) if shard.box.volume else []
             if found is None:
-                others.append(portion)
+                others.append(shard)
             else:
                 reads += found
         if others:
-            rest.append((entry, array._replace(portions=tuple(others))))
+            rest.append((entry, array._replace(shards=tuple(others))))
     return reads, rest
 
 
-def _portions(array: LocalArray, entry: TensorEntry) -> Iterator[Portion]:
+def _shards(array: TensorShards, entry: TensorEntry) -> Iterator[LocalShard]:
     """Yield what is held; what needs a buffer on its way in parts that fit a batch."""
-    for portion in array.portions:
-        if lies_flat(portion.tensor) and portion.tensor.dtype == getattr(torch, entry.stored):
-            if portion.box.volume:
-                yield portion
+    for shard in array.shards:
+        if lies_flat(shard.tensor) and shard.tensor.dtype == getattr(torch, entry.stored):
+            if shard.box.volume:
+                yield shard
         else:
-            yield from (Portion(*part) for part in _parts(array._replace(portions=(portion,)), entry))
+            yield from (LocalShard(*part) for part in _parts(array._replace(shards=(shard,)), entry))
 
 
 @dataclass
@@ -191,11 +191,11 @@ def _place(wish: Wish) -> tuple[str, int]:
     return (pieces[0].file, getattr(pieces[0].layout, "offset", 0)) if pieces else ("", 0)
 
 
-def _straight(portion: Portion, entry: TensorEntry) -> list[Read] | None:
-    """Return the reads that fill a portion of an array; None where its elements do not lie as they are held."""
-    if not lies_flat(portion.tensor) or portion.tensor.dtype != getattr(torch, entry.stored):
+def _straight(shard: LocalShard, entry: TensorEntry) -> list[Read] | None:
+    """Return the reads that fill a shard of an array; None where its elements do not lie as they are held."""
+    if not lies_flat(shard.tensor) or shard.tensor.dtype != getattr(torch, entry.stored):
         return None
-    return straight_reads(Want(entry.pieces, portion.box, entry.stored, flat_bytes(portion.tensor)))
+    return straight_reads(Want(entry.pieces, shard.box, entry.stored, flat_bytes(shard.tensor)))
 
 
 def _batches(wanted: Sequence[Wish]) -> Iterator[_Batch]:
@@ -219,7 +219,7 @@ def _windows(wanted: Sequence[Wish]) -> Iterator[Sequence[Wish]]:
     """Cut what is wanted where a window is full, by bytes or by pieces."""
     start = held = pieces = 0
     for at, (entry, array) in enumerate(wanted):
-        held += sum(portion.tensor.nbytes for portion in array.portions)
+        held += sum(shard.tensor.nbytes for shard in array.shards)
         pieces += len(entry.pieces)
         if held >= _WINDOW_BYTES or pieces >= _WINDOW_PIECES:
             yield wanted[start : at + 1]
@@ -247,10 +247,10 @@ def _batches_of_reads(reads: Sequence[Read]) -> Iterator[_Batch]:
         yield batch
 
 
-def _parts(array: LocalArray, entry: TensorEntry) -> Iterator[tuple[Box, torch.Tensor]]:
+def _parts(array: TensorShards, entry: TensorEntry) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield what is wanted in parts that fit a batch."""
     most = max(BATCH_BYTES // max(nbytes(entry.stored, 8) // 8, 1), 1)
-    for box, tensor in array.portions:
+    for box, tensor in array.shards:
         if box.volume <= most:
             if box.volume:
                 yield box, tensor

@@ -68,7 +68,7 @@ def draft_of(captured: Captured, *, trainable_only: bool = False) -> Draft:
         trainable_only: Frozen parameters are not written.
     """
     arrays = tuple(
-        Held(path, array.shape, dtype_name(array.dtype), tuple(portion.box for portion in array.portions))
+        Held(path, array.shape, dtype_name(array.dtype), tuple(shard.box for shard in array.shards))
         for path, array in captured.arrays.items()
     )
     frozen = frozenset(captured.frozen) if trainable_only else frozenset()
@@ -195,9 +195,9 @@ def plan_alone(captured: Captured, *, trainable_only: bool = False) -> Plan:
     """
     chunks = []
     for path, array in captured.arrays.items():
-        if len(array.portions) != 1 or array.portions[0].box.size != array.shape:
+        if len(array.shards) != 1 or array.shards[0].box.size != array.shape:
             return plan_of([draft_of(captured, trainable_only=trainable_only)])
-        chunks.append(Chunk(path, array.shape, dtype_name(array.dtype), array.portions[0].box))
+        chunks.append(Chunk(path, array.shape, dtype_name(array.dtype), array.shards[0].box))
     task = _task(chunks, {}, captured.frozen if trainable_only else set())
     specs = tuple(Spec(chunk.path, chunk.shape, chunk.dtype) for chunk in task.frozen)
     written = sum(chunk.nbytes for chunk in task.chunks)

@@ -12,7 +12,7 @@ from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, held, tensor
 from shardckpt.format.native.partial_manifest import Written
 from shardckpt.format.native.payload import FileHasher, Payload
 from shardckpt.manifest import Path
-from shardckpt.state.local.local_shards import LocalArray
+from shardckpt.state.local.local_shards import TensorShards
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.store import Writer
 
@@ -54,7 +54,7 @@ def write_payloads(
     return written
 
 
-def contents(payload: Payload, arrays: Mapping[Path, LocalArray]) -> Iterator[memoryview]:
+def contents(payload: Payload, arrays: Mapping[Path, TensorShards]) -> Iterator[memoryview]:
     """Yield the bytes of a file, as they lie in memory now.
 
     Args:

@@ -39,7 +39,7 @@ from shardckpt.format.native.run_directory import files_of_others
 from shardckpt.gc_pause import gc_paused
 from shardckpt.groups import Coordinator
 from shardckpt.manifest import Path, dotted
-from shardckpt.state.local.local_shards import LocalArray
+from shardckpt.state.local.local_shards import TensorShards
 from shardckpt.storage.presence import require_files
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import JoinedPublication, begin
@@ -247,7 +247,7 @@ class Corridor:
         self.take_back()
 
     @property
-    def arrays(self) -> Mapping[Path, LocalArray]:
+    def arrays(self) -> Mapping[Path, TensorShards]:
         """What lies here: views, valid until the state changes or `let_go` is called."""
         return self._captured.arrays
 
@@ -478,8 +478,8 @@ def _sizes(files: Iterable[FileRecord]) -> dict[str, int]:
     return {each.name: each.nbytes for each in files}
 
 
-def _replica(path: Path, array: LocalArray, which: int) -> Replica:
-    box, tensor = array.portions[which]
+def _replica(path: Path, array: TensorShards, which: int) -> Replica:
+    box, tensor = array.shards[which]
     digest = xxhash.xxh3_128()
     for part in tensor_bytes(tensor):
         digest.update(part)

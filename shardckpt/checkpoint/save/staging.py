@@ -22,7 +22,7 @@ from shardckpt.checkpoint.stateful.tensor_bytes import (
 from shardckpt.errors import UsageError
 from shardckpt.format.native.payload import Payload
 from shardckpt.manifest import Path
-from shardckpt.state.local.local_shards import LocalArray
+from shardckpt.state.local.local_shards import TensorShards
 
 BLOCK_BYTES = 64 << 20
 """Bytes of a buffer, where the budget is not small: threads that copy meet once a buffer, and wait for each other."""
@@ -201,7 +201,7 @@ class Stage:
 
     # The loop's side
 
-    def fill(self, payloads: Sequence[Payload], arrays: Mapping[Path, LocalArray]) -> None:
+    def fill(self, payloads: Sequence[Payload], arrays: Mapping[Path, TensorShards]) -> None:
         """Copy what is to be written; once this returns, the arrays may change.
 
         Args:

@@ -28,13 +28,13 @@ from shardckpt.format.encodings.tagged_json import ArrayRef, Named, path_key
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShardError, FlatShards, has_peers
-from shardckpt.state.adapters.model_index import Description
+from shardckpt.state.adapters.model_index import ModelIndex
 from shardckpt.state.adapters.sharded_tensor import as_dtensor
 from shardckpt.state.keys.kinds import is_flat_part, is_sharded_tensor, note_of, require_not_local
 from shardckpt.state.keys.slots import OpaqueStateError
-from shardckpt.state.local.local_shards import LocalArray, LocalModel, local_array, local_model
+from shardckpt.state.local.local_shards import LocalModel, TensorShards, get_tensor_shards, local_model
 from shardckpt.state.local.optim_shards import local_optimizer
-from shardckpt.state.optim.optim_state_dict import ForeignParameterError, optimized
+from shardckpt.state.optim.optim_state_dict import ForeignParameterError, map_optimizer_params
 
 
 class ArrayAt(NamedTuple):
@@ -67,7 +67,7 @@ class Captured:
     """
 
     nest: Any = None
-    arrays: dict[Path, LocalArray] = field(default_factory=dict)
+    arrays: dict[Path, TensorShards] = field(default_factory=dict)
     ties: dict[Path, Path] = field(default_factory=dict)
     loose: dict[Path, Any] = field(default_factory=dict)
     own: dict[Path, Any] = field(default_factory=dict)
@@ -108,12 +108,12 @@ class Models:
         """Return what of a model lies here."""
         return self._found[id(model)][1]
 
-    def description_for(self, optim: torch.optim.Optimizer) -> Description | None:
+    def description_for(self, optim: torch.optim.Optimizer) -> ModelIndex | None:
         """Return the one model that has all parameters of an optimizer; None where no single one has."""
         for _, model in self._found.values():
             if model.found is not None:
                 try:
-                    optimized(model.found, optim)
+                    map_optimizer_params(model.found, optim)
                 except ForeignParameterError:
                     continue
                 return model.found
@@ -262,7 +262,7 @@ class _Capture:
         if not self._is_own:
             require_no_flat_shard(value, path, self._shards)
         try:
-            array = local_array(value)
+            array = get_tensor_shards(value)
         except UnsupportedError as error:
             raise UnsupportedError(error.what, where=dotted(path), found=error.found, fix=error.fix) from error
         self._kept.append(value)
@@ -273,10 +273,10 @@ class _Capture:
     def _sharded_tensor(self, value: torch.Tensor, path: Path) -> ArrayAt:
         """Take what torch's wrapper gives where it has no mesh."""
         self._kept.append(value)
-        self._add(path, local_array(as_rows(value, path)), ("object", id(value)))
+        self._add(path, get_tensor_shards(as_rows(value, path)), ("object", id(value)))
         return ArrayAt(path)
 
-    def _add(self, path: Path, array: LocalArray, identity: Hashable) -> None:
+    def _add(self, path: Path, array: TensorShards, identity: Hashable) -> None:
         if path in self._made.arrays or path in self._made.ties:
             raise UsageError("two keys of a dict are spelt alike", where=dotted(path))
         first = self._known.setdefault(identity, path)
@@ -311,9 +311,9 @@ class _Capture:
             place = (*path, name)
             if name in found.arrays:
                 array = found.arrays[name]
-                if array.portions and array.portions[0].tensor.is_meta:
-                    check_tensor(array.portions[0].tensor, place)
-                is_whole = len(array.portions) == 1 and array.portions[0].box.size == array.shape and array.shape
+                if array.shards and array.shards[0].tensor.is_meta:
+                    check_tensor(array.shards[0].tensor, place)
+                is_whole = len(array.shards) == 1 and array.shards[0].box.size == array.shape and array.shape
                 self._add(place, array, _memory(array) if is_whole else ("model", id(found), name))
                 nest[name] = ArrayAt(place)
                 if name in found.buffers:
@@ -358,8 +358,8 @@ class _Capture:
         return [None] * self._world
 
 
-def _memory(array: LocalArray) -> Hashable:
-    own = array.portions[0].tensor
+def _memory(array: TensorShards) -> Hashable:
+    own = array.shards[0].tensor
     return (str(own.device), own.data_ptr(), tuple(own.shape), own.stride(), own.dtype)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from shardckpt.boxes import Box, contiguous_blocks, intersect, shift, whole
-from shardckpt.state.local.local_shards import LocalArray
+from shardckpt.state.local.local_shards import TensorShards
 
 STAGED_BYTES = 16 << 20
 """Bytes of what does not lie in one piece in this machine's memory that are copied at a time."""
@@ -17,18 +17,18 @@ SMALL_BYTES = 64 << 10
 """Bytes up to which a tensor is copied and written with others: that takes less time than a view of each."""
 
 
-def held(array: LocalArray, box: Box) -> torch.Tensor:
+def held(array: TensorShards, box: Box) -> torch.Tensor:
     """Return the elements of a box of an array, as a view of what lies here.
 
     Args:
         array: Of which this rank holds all of the box.
         box: Which elements.
     """
-    for portion in array.portions:
-        if portion.box == box:
-            return portion.tensor
-        if box.volume and intersect(portion.box, box) == box:
-            return narrowed(portion.tensor, shift(box, portion.box.offset))
+    for shard in array.shards:
+        if shard.box == box:
+            return shard.tensor
+        if box.volume and intersect(shard.box, box) == box:
+            return narrowed(shard.tensor, shift(box, shard.box.offset))
     assert not box.volume, "a plan gives a rank only what it holds"
     return torch.empty(0, dtype=torch.uint8)
 

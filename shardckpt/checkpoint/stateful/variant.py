@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from shardckpt.errors import UsageError
-from shardckpt.state.local.ema_shards import mirrored
-from shardckpt.state.local.local_shards import LocalArray, LocalModel
+from shardckpt.state.local.ema_shards import map_ema_shards
+from shardckpt.state.local.local_shards import LocalModel, TensorShards
 
 EXTRAS = ("n_averaged",)
 """Names that lie beside a variant's weights, where an average was saved."""
@@ -59,7 +59,7 @@ class Variant:
         """What is kept beside the weights: how often an average was updated."""
         return {"n_averaged": self.weights.n_averaged} if isinstance(self.weights, AveragedModel) else {}
 
-    def arrays(self, found: LocalModel) -> dict[str, LocalArray]:
+    def arrays(self, found: LocalModel) -> dict[str, TensorShards]:
         """Return what lies here of a dict of tensors.
 
         Args:
@@ -69,4 +69,4 @@ class Variant:
             UnsupportedError: A tensor that does not fit its parameter.
         """
         assert isinstance(self.weights, Mapping), "a module's names are its own"
-        return mirrored(self.of, found, self.weights)
+        return map_ema_shards(self.of, found, self.weights)

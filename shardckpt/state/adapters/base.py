@@ -1,11 +1,11 @@
-"""Who holds a model's tensors: what every adapter does, whatever sharded the model.
+"""The adapter interface: get and set the state of tensors that are sharded together, whatever sharded the model.
 
-One adapter each: `flat_holder` and `rows_holder` for units of the engine (what they share is in `bucket_holder`),
-`dtensor_holder` for DTensors of any other origin, torch's `fully_shard` among them, `plain_holder` for plain tensors.
-States of models under torch's own wrapper are taken and put as a whole, by `foreign`.
+One adapter each: `engine_flat` and `engine_dtensor` for units of the engine (their common part is in `engine_bucket`),
+`dtensor` for DTensors of any other origin, torch's `fully_shard` among them, `replicated` for plain tensors.
+States of models under torch's own wrapper go through its public functions, in `torch_fsdp1`.
 
 Whatever is laid out as the parameters are (they themselves, a moment of the optimizer) passes through the same
-functions: *laid* is this rank's part of all of them together, a bucket's 1-D shard or a tensor's local part.
+functions: *packed* is this rank's part of all of them together, a bucket's 1-D shard or a tensor's local part.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.distributed.tensor.placement_types import Placement
 from shardckpt.core.params.full_params import Staging
 from shardckpt.state.redistribute.rank_grid import Ranks
 
-Cut = tuple[DeviceMesh, tuple[Placement, ...]]
-"""Over which mesh a DTensor is cut, and where along its directions."""
+MeshPlacements = tuple[DeviceMesh, tuple[Placement, ...]]
+"""The mesh of a DTensor, and its placements over it."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Entry:
     trains: bool
 
 
-class Holder(ABC):
-    """Tensors that are sharded together.
+class ShardingAdapter(ABC):
+    """Gets and sets the state of tensors that are sharded together.
 
     Args:
-        entries: What they are, in order.
+        entries: The tensors, in order.
         everyone: The ranks that the model is on.
     """
 
@@ -78,7 +78,7 @@ class Holder(ABC):
         return True
 
     @property
-    def all_have(self) -> bool:
+    def has_parts_everywhere(self) -> bool:
         """Tell whether an optimizer keeps something of each parameter on every rank, if it does on one."""
         return True
 
@@ -93,15 +93,15 @@ class Holder(ABC):
         """Where parts of it travel from and to."""
 
     @property
-    def lies_as_sharded(self) -> bool:
+    def is_stored_as_sharded(self) -> bool:
         """Tell whether what an optimizer keeps is what `sharded` makes of it, so that nothing has to travel."""
         return True
 
     @abstractmethod
-    def cuts(self) -> list[Cut | None]:
+    def cuts(self) -> list[MeshPlacements | None]:
         """Return how `sharded` cuts each entry; None for what is whole."""
 
-    def extents(self, position: int) -> tuple[int, ...] | None:
+    def shard_lengths(self, position: int) -> tuple[int, ...] | None:
         """Return how long each rank's part of a parameter is along the dimension it is cut; None if not along one.
 
         Args:
@@ -110,7 +110,7 @@ class Holder(ABC):
         del position
         return None
 
-    def tells(self, position: int) -> bool:
+    def is_reporting_rank(self, position: int) -> bool:
         """Tell whether this rank is the one that tells the others what its optimizer keeps of a parameter.
 
         Args:
@@ -119,7 +119,7 @@ class Holder(ABC):
         del position
         return self.everyone.is_first
 
-    def layout_note(self) -> dict[str, Any]:
+    def layout_metadata(self) -> dict[str, Any]:
         """Return the layout as plain JSON values; nothing where every rank has the whole."""
         return {}
 
@@ -159,7 +159,7 @@ class Holder(ABC):
         """
 
     @abstractmethod
-    def blank(self, position: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:
         """Return new memory for what an optimizer keeps of an exposed parameter: any content, zeros in its padding.
 
         Args:
@@ -191,7 +191,7 @@ class Holder(ABC):
             staging: Memory that it passes through.
         """
 
-    def sharding(self, laid: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
+    def start_to_sharded(self, laid: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
         """Begin to do what `sharded` does, while other things are done. Collective.
 
         Args:
@@ -270,13 +270,13 @@ def from_first(
     return made
 
 
-def placing_of(tensor: torch.Tensor) -> Cut | None:
+def get_mesh_placements(tensor: torch.Tensor) -> MeshPlacements | None:
     """Return how a DTensor is cut; None of a plain tensor."""
     return (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None
 
 
-def _alike(value: torch.Tensor, cut: Cut | None) -> bool:
-    return placing_of(value) == cut
+def _alike(value: torch.Tensor, cut: MeshPlacements | None) -> bool:
+    return get_mesh_placements(value) == cut
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import DimLayout, ParamSpec
-from shardckpt.state.adapters.base import Cut, Entry, Holder, from_first, local, placing_of
+from shardckpt.state.adapters.base import Entry, MeshPlacements, ShardingAdapter, from_first, get_mesh_placements, local
 from shardckpt.state.redistribute import dtensor_rows
 from shardckpt.state.redistribute.dtensor_rows import chunks, has_rows_everywhere
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 
-class DTensorHolder(Holder):
+class DTensorAdapter(ShardingAdapter):
     """One parameter that is a DTensor.
 
     Args:
@@ -35,7 +35,7 @@ class DTensorHolder(Holder):
     @property
     def _kept(self) -> DTensor:
         kept = self._parameter
-        assert isinstance(kept, DTensor), "other holders have plain parameters"
+        assert isinstance(kept, DTensor), "other adapters have plain parameters"
         return kept
 
     @property
@@ -54,7 +54,7 @@ class DTensorHolder(Holder):
         return not all(placement.is_replicate() for placement in self._kept.placements)
 
     @property
-    def all_have(self) -> bool:
+    def has_parts_everywhere(self) -> bool:
         """Tell whether no rank is without rows; of a mesh of several dimensions, whether that is certain."""
         dims = [each.dim for each in self._kept.placements if isinstance(each, Shard)]
         return all(has_rows_everywhere(self._kept.shape[dim], self._kept.device_mesh.size()) for dim in dims)
@@ -70,11 +70,11 @@ class DTensorHolder(Holder):
         """Where its local part is."""
         return self.laid.device
 
-    def cuts(self) -> list[Cut | None]:
+    def cuts(self) -> list[MeshPlacements | None]:
         """As it is."""
-        return [placing_of(self._kept)]
+        return [get_mesh_placements(self._kept)]
 
-    def extents(self, position: int) -> tuple[int, ...] | None:
+    def shard_lengths(self, position: int) -> tuple[int, ...] | None:
         """Count rows, on a mesh of one dimension."""
         del position
         mesh, placement = self._kept.device_mesh, self._kept.placements[0]
@@ -82,7 +82,7 @@ class DTensorHolder(Holder):
             return None
         return chunks(self._kept.shape[placement.dim], mesh.size())
 
-    def layout_note(self) -> dict[str, Any]:
+    def layout_metadata(self) -> dict[str, Any]:
         """Return the rows that the ranks have, where it is cut along one dimension of one mesh's."""
         mesh, entry = self._kept.device_mesh, self.entries[0]
         if mesh.get_coordinate() is None:
@@ -131,7 +131,7 @@ class DTensorHolder(Holder):
         """Return the local part."""
         return self.laid.new_zeros(self.laid.shape, dtype=dtype) if parts[0] is None else local(parts[0]).to(dtype)
 
-    def blank(self, position: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
+    def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
         """Return a DTensor around new memory."""
         return self._around(torch.empty_like(self.laid, dtype=dtype))
 
@@ -145,7 +145,7 @@ class DTensorHolder(Holder):
         """Gather to the ranks that get something, where it is cut along one direction of its mesh; else to all."""
         kept = self._kept
         at = dtensor_rows.direction(kept) if first_only else None
-        whole = self._around(laid).full_tensor() if at is None else dtensor_rows.collected(kept, at, laid)
+        whole = self._around(laid).full_tensor() if at is None else dtensor_rows.gather_rows(kept, at, laid)
         return None if whole is None or (first_only and not self.everyone.is_first) else [whole]
 
     def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
@@ -174,7 +174,7 @@ class DTensorHolder(Holder):
             return
         at = dtensor_rows.direction(self._kept)
         if at is not None and self._is_everywhere(self._kept.device_mesh):
-            dtensor_rows.dealt(self._kept, at, value, place, dtype=dtype, staging=staging)
+            dtensor_rows.scatter_rows(self._kept, at, value, place, dtype=dtype, staging=staging)
             return
         self.from_full([from_first(self.everyone, self.entries[0].shape, dtype, self.device, value)], into)
 

@@ -1,4 +1,4 @@
-"""What holders of the engine's buckets share; how a bucket's parameters are exposed makes the rest."""
+"""The common part of the adapters of the engine's buckets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardckpt.core.params.full_params import Staging, copies, join
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ParamRegistration
-from shardckpt.state.adapters.base import Entry, Holder, from_first, local
+from shardckpt.state.adapters.base import Entry, ShardingAdapter, from_first, local
 from shardckpt.state.redistribute.rank_grid import Ranks
-from shardckpt.state.redistribute.scatter_from_rank0 import deal
+from shardckpt.state.redistribute.scatter_from_rank0 import scatter_from_rank0
 
 
-class BucketHolder(Holder):
+class EngineBucketAdapter(ShardingAdapter):
     """A bucket of the engine; the ways in which its parameters are exposed are classes of their own.
 
     Args:
@@ -74,7 +74,7 @@ class BucketHolder(Holder):
         """Tell whether tensor parallelism has cut parameters before the engine did."""
         return any(isinstance(leaf, DTensor) for leaf in self.bucket.leaves)
 
-    def layout_note(self) -> dict[str, Any]:
+    def layout_metadata(self) -> dict[str, Any]:
         """Return the layout, and which of its ranks this one is."""
         return {"layout": self.bucket.layout.to_json(), "place": self.bucket.rank}
 
@@ -155,7 +155,7 @@ class BucketHolder(Holder):
         if values is not None and group.is_first:
             rows = [self._cut(values, rank) for rank in range(group.size)]
         copies = Ranks(() if group.replicate is None else (group.replicate,))
-        deal(rows, into, group.shard, copies, dtype=dtype, device=self.device, staging=staging)
+        scatter_from_rank0(rows, into, group.shard, copies, dtype=dtype, device=self.device, staging=staging)
 
     def _told(
         self, values: Sequence[torch.Tensor | None] | None, into: Sequence[torch.Tensor | None], dtype: torch.dtype

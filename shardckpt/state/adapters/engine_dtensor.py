@@ -8,13 +8,13 @@ import torch
 
 from shardckpt.core.params.full_params import Staging
 from shardckpt.core.registration.dtensor_params import DTensorRegistration
-from shardckpt.state.adapters.base import Cut, local, placing_of
-from shardckpt.state.adapters.engine_bucket import BucketHolder
+from shardckpt.state.adapters.base import MeshPlacements, get_mesh_placements, local
+from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.redistribute.dtensor_rows import chunks, has_rows_everywhere
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 
-class RowsHolder(BucketHolder):
+class EngineDTensorAdapter(EngineBucketAdapter):
     """A bucket of `fully_shard`.
 
     Args:
@@ -28,7 +28,7 @@ class RowsHolder(BucketHolder):
         self._placed = registration.placed
 
     @property
-    def all_have(self) -> bool:
+    def has_parts_everywhere(self) -> bool:
         """Tell whether no rank is without rows of a parameter."""
         rows = [
             spec.shape[placed.dim]
@@ -37,14 +37,14 @@ class RowsHolder(BucketHolder):
         ]
         return all(has_rows_everywhere(each, self.bucket.group.size) for each in rows)
 
-    def extents(self, position: int) -> tuple[int, ...] | None:
+    def shard_lengths(self, position: int) -> tuple[int, ...] | None:
         """Count rows."""
         dim = self._placed[position].dim
         return None if dim is None else chunks(self.bucket.layout.specs[position].shape[dim], self.bucket.group.size)
 
-    def cuts(self) -> list[Cut | None]:
+    def cuts(self) -> list[MeshPlacements | None]:
         """As the parameters are."""
-        return [placing_of(parameter) for parameter in self.exposed]
+        return [get_mesh_placements(parameter) for parameter in self.exposed]
 
     def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
         """Return DTensors around what is there: nothing travels, nothing is copied."""
@@ -71,6 +71,6 @@ class RowsHolder(BucketHolder):
         """Return each parameter's part."""
         return super().parts(laid)
 
-    def blank(self, position: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a DTensor around new memory."""
         return self._placed[position].sharded(torch.empty_like(local(self.exposed[position].detach()), dtype=dtype))

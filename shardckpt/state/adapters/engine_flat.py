@@ -18,13 +18,19 @@ from shardckpt.core.params.mesh_placement import cut_over_both
 from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.layout import FlatLayout, ParamSpec
-from shardckpt.state.adapters.base import Cut, local, placing_of
-from shardckpt.state.adapters.engine_bucket import BucketHolder
-from shardckpt.state.redistribute.flat_to_rows import first_owners, from_rows, row_dim, rows_to_come, strides
+from shardckpt.state.adapters.base import MeshPlacements, get_mesh_placements, local
+from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
+from shardckpt.state.redistribute.flat_to_rows import (
+    find_first_owners,
+    row_dim,
+    rows_to_flat,
+    start_flat_to_rows,
+    strides,
+)
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 
-class FlatHolder(BucketHolder):
+class EngineFlatAdapter(EngineBucketAdapter):
     """A bucket laid out flat: one flat parameter, or original ones as 1-D views.
 
     Args:
@@ -98,11 +104,11 @@ class FlatHolder(BucketHolder):
         return self.layout.owned(self.bucket.rank)
 
     @property
-    def all_have(self) -> bool:
+    def has_parts_everywhere(self) -> bool:
         """Tell whether no rank is without a part of a parameter: of the flat one all have some."""
         return self._flat_name is not None or self.bucket.keeps_full
 
-    def extents(self, position: int) -> tuple[int, ...] | None:
+    def shard_lengths(self, position: int) -> tuple[int, ...] | None:
         """Count elements: of the flat parameter with padding, as it is exposed."""
         if self.is_parallel:
             return None
@@ -111,27 +117,27 @@ class FlatHolder(BucketHolder):
         ranks = range(self.layout.world)
         return tuple(sum(run.stop - run.start for run in self.layout.runs(r) if run.index == position) for r in ranks)
 
-    def tells(self, position: int) -> bool:
+    def is_reporting_rank(self, position: int) -> bool:
         """Let the first rank that has a part of a parameter tell."""
         group = self.bucket.group
         if group.replicate is not None and group.replicate.rank() != 0:
             return False
-        return first_owners(self.layout).get(position, 0) == group.rank
+        return find_first_owners(self.layout).get(position, 0) == group.rank
 
     @property
-    def lies_as_sharded(self) -> bool:
+    def is_stored_as_sharded(self) -> bool:
         """Tell that rows have to be exchanged for it."""
         return False
 
-    def layout_note(self) -> dict[str, Any]:
+    def layout_metadata(self) -> dict[str, Any]:
         """Return the layout, which of its ranks this one is, and the name of the flat parameter."""
-        return {**super().layout_note(), "flat": self._flat_name}
+        return {**super().layout_metadata(), "flat": self._flat_name}
 
     def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:
         """Exchange flat shards for rows: one all-to-all."""
-        return self.sharding(laid, staging)()
+        return self.start_to_sharded(laid, staging)()
 
-    def sharding(self, laid: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
+    def start_to_sharded(self, laid: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
         """Begin the exchange: rows travel while the next unit's are put together."""
         if self.bucket.keeps_full or self._mesh is None:
             made = [self.bucket.wrap_unsharded(i, view.clone()) for i, view in enumerate(self.bucket.of_shard(laid))]
@@ -139,7 +145,7 @@ class FlatHolder(BucketHolder):
         if self.is_parallel and self._both is None:
             cut = self._parallel(laid)
             return lambda: cut
-        rows = rows_to_come(laid.to(self.bucket.compute_device), self.layout, self.bucket.group.shard, staging)
+        rows = start_flat_to_rows(laid.to(self.bucket.compute_device), self.layout, self.bucket.group.shard, staging)
         return lambda: [self._dtensor(part, index) for index, part in enumerate(rows())]
 
     def _parallel(self, laid: torch.Tensor) -> list[torch.Tensor]:
@@ -148,16 +154,16 @@ class FlatHolder(BucketHolder):
         return [self.bucket.wrap_unsharded(index, value.clone()) for index, value in enumerate(values)]
 
     @cached_property
-    def _both(self) -> list[Cut | None] | None:
+    def _both(self) -> list[MeshPlacements | None] | None:
         """How entries lie over the meshes of data and tensor parallelism together; None if these are not of one mesh.
 
         A part of tensor parallelism is cut into rows again. What it left alone lies on all of its ranks.
         """
         inner = next(leaf.device_mesh for leaf in self.bucket.leaves if isinstance(leaf, DTensor))
-        found: list[Cut | None] = []
+        found: list[MeshPlacements | None] = []
         for spec, leaf in zip(self.layout.specs, self.bucket.leaves, strict=True):
             if not spec.shape:
-                found.append(placing_of(leaf))
+                found.append(get_mesh_placements(leaf))
                 continue
             own = leaf.placements if isinstance(leaf, DTensor) else (Replicate(),) * inner.ndim
             cut = None if self._mesh is None else cut_over_both(self._mesh, row_dim(spec), inner, own)
@@ -190,12 +196,12 @@ class FlatHolder(BucketHolder):
         copies = 0 if self._mesh is None else self._mesh.ndim - 1
         return (*[Replicate()] * copies, Shard(row_dim(spec)))
 
-    def cuts(self) -> list[Cut | None]:
+    def cuts(self) -> list[MeshPlacements | None]:
         """Rows along the dimension that is slowest in memory, also of what tensor parallelism cut."""
         if self.is_parallel:
             if self._both is not None and not self.bucket.keeps_full:
                 return self._both
-            return [placing_of(leaf) for leaf in self.bucket.leaves]
+            return [get_mesh_placements(leaf) for leaf in self.bucket.leaves]
         mesh = None if self.bucket.keeps_full else self._mesh
         return [
             (mesh, self._placements(spec)) if mesh is not None and spec.shape else None for spec in self.layout.specs
@@ -220,7 +226,7 @@ class FlatHolder(BucketHolder):
             for row, spec in zip(own, self.layout.specs, strict=True)
         ]
         dtype = next(place.dtype for place in into if place is not None)
-        from_rows(rows, into, self.layout, self.bucket.group.shard, staging, dtype=dtype, device=self.device)
+        rows_to_flat(rows, into, self.layout, self.bucket.group.shard, staging, dtype=dtype, device=self.device)
 
     def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
         """Return the flat tensor itself, or each original's part."""
@@ -236,7 +242,7 @@ class FlatHolder(BucketHolder):
             return torch.zeros(self.layout.chunk, dtype=dtype, device=self.device)
         return local(parts[0]).to(dtype)
 
-    def blank(self, position: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat parameter's memory with zeros between its members and behind them, or a part's."""
         made = torch.empty_like(local(self.exposed[position].detach()), dtype=dtype)
         if self._flat_name is not None:

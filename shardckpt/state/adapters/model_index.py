@@ -1,4 +1,4 @@
-"""What a model consists of by the names it has unsharded: holders of its parameters, buffers, extra state."""
+"""Index a model by the names it has unsharded: adapters of its parameters, buffers, extra state."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 from shardckpt.core.runtime.traversal import ShardedModule, units
-from shardckpt.state.adapters.base import Entry, Holder
-from shardckpt.state.adapters.dtensor import DTensorHolder
-from shardckpt.state.adapters.engine_dtensor import RowsHolder
-from shardckpt.state.adapters.engine_flat import FlatHolder
+from shardckpt.state.adapters.base import Entry, ShardingAdapter
+from shardckpt.state.adapters.dtensor import DTensorAdapter
+from shardckpt.state.adapters.engine_dtensor import EngineDTensorAdapter
+from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.flat_shard_check import FlatShards
-from shardckpt.state.adapters.replicated import PlainHolder
+from shardckpt.state.adapters.replicated import ReplicatedAdapter
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 EXTRA = "_extra_state"
@@ -61,12 +61,12 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelIndex:
     """A model, by names.
 
     Attributes:
         names: Every name that a state dict of the unsharded model has, in its order.
-        holders: Who holds the parameters.
+        adapters: The adapters of the parameters.
         buffers: The buffers, those that are not persistent too.
         extra: Modules with state of their own making, by the name it has.
         aliases: Names of parameters that are other names of one, with the first.
@@ -77,7 +77,7 @@ class Description:
     """
 
     names: tuple[str, ...]
-    holders: tuple[Holder, ...]
+    adapters: tuple[ShardingAdapter, ...]
     buffers: tuple[Buffer, ...]
     extra: dict[str, nn.Module]
     aliases: dict[str, str]
@@ -89,7 +89,7 @@ class Description:
     @cached_property
     def entries(self) -> dict[str, Entry]:
         """The parameters by their first names."""
-        return {entry.name: entry for holder in self.holders for entry in holder.entries}
+        return {entry.name: entry for adapter in self.adapters for entry in adapter.entries}
 
 
 def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -107,31 +107,31 @@ def below(model: nn.Module) -> set[str]:
     return {name for name in model._modules if not clean(name) or (is_parallel and name == "module")}
 
 
-def describe(model: nn.Module) -> Description:
-    """Describe a model: sharded by either face, by torch's `fully_shard`, with DTensors, replicated or plain."""
-    return _Walk(model).description()
+def index_model(model: nn.Module) -> ModelIndex:
+    """Index a model: sharded by either face, by torch's `fully_shard`, with DTensors, replicated or plain."""
+    return _Walk(model).build()
 
 
-def describe_whole(model: nn.Module) -> Description:
-    """Describe a model of which no parameter is a shard of a wrapper around it.
+def index_complete_model(model: nn.Module) -> ModelIndex:
+    """Index a model; refuse one whose wrapper, with flat parameters, is around it.
 
     Args:
-        model: As for `describe`.
+        model: As for `index_model`.
 
     Raises:
         FlatShardError: One is.
     """
-    found = describe(model)
-    plain = [each for each in found.holders if isinstance(each, PlainHolder)]
+    found = index_model(model)
+    plain = [each for each in found.adapters if isinstance(each, ReplicatedAdapter)]
     FlatShards().require_none((each.entries[0].name, each.exposed[0]) for each in plain)
     return found
 
 
-def settle(model: nn.Module) -> None:
-    """Give up full parameters that units still have, so that what is registered, read and written is sharded.
+def reshard_all(model: nn.Module) -> None:
+    """Reshard all units, so that the registered parameters are sharded.
 
     Args:
-        model: As for `describe`.
+        model: As for `index_model`.
     """
     for unit in units(model):
         unit.free()
@@ -213,22 +213,22 @@ class _Walk:
         dtype = next((dtype for dtype in found if dtype is not None), buffer.dtype)
         self._buffers[name] = Buffer(name, module, attribute, persistent, dtype)
 
-    def description(self) -> Description:
-        """Return what was found."""
+    def build(self) -> ModelIndex:
+        """Return the index."""
         ranks = Ranks.of(self._groups)
-        holders: list[Holder] = [
-            self._holder(registration, ranks) for unit in self._units for registration in unit.registrations
+        adapters: list[ShardingAdapter] = [
+            self._build_adapter(registration, ranks) for unit in self._units for registration in unit.registrations
         ]
         for key, parameter in self._plain.items():
             first, *others = self._known[key]
             entry = Entry(first, tuple(others), tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-            adapter = DTensorHolder if isinstance(parameter, DTensor) else PlainHolder
-            holders.append(adapter(entry, parameter, ranks))
+            adapter = DTensorAdapter if isinstance(parameter, DTensor) else ReplicatedAdapter
+            adapters.append(adapter(entry, parameter, ranks))
         aliases = {name: names[0] for names in self._known.values() for name in names[1:]}
         names, buffers = tuple(dict.fromkeys(self._names)), tuple(self._buffers.values())
-        return Description(
+        return ModelIndex(
             names,
-            tuple(holders),
+            tuple(adapters),
             buffers,
             self._extra,
             aliases,
@@ -238,15 +238,15 @@ class _Walk:
             flats=tuple(self._homes),
         )
 
-    def _holder(self, registration: ParamRegistration, ranks: Ranks) -> Holder:
+    def _build_adapter(self, registration: ParamRegistration, ranks: Ranks) -> ShardingAdapter:
         names = [self._known[registration, index] for index in range(len(registration.bucket.members))]
         if isinstance(registration, DTensorRegistration):
-            return RowsHolder(registration, names, ranks)
+            return EngineDTensorAdapter(registration, names, ranks)
         assert isinstance(registration, (FlatParamRegistration, OrigParamsRegistration)), (
             "all kinds of registration are known"
         )
         flat_name = self._flats[id(registration.flat)] if isinstance(registration, FlatParamRegistration) else None
-        return FlatHolder(registration, names, ranks, mesh_of_bucket(registration.bucket), flat_name)
+        return EngineFlatAdapter(registration, names, ranks, mesh_of_bucket(registration.bucket), flat_name)
 
 
 def groups_of(unit: FSDPUnit) -> list[dist.ProcessGroup | None]:

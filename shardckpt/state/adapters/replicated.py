@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from shardckpt.core.params.full_params import Staging
-from shardckpt.state.adapters.base import Cut, Entry, Holder, from_first
+from shardckpt.state.adapters.base import Entry, MeshPlacements, ShardingAdapter, from_first
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 
-class PlainHolder(Holder):
+class ReplicatedAdapter(ShardingAdapter):
     """One parameter.
 
     Args:
@@ -40,7 +40,7 @@ class PlainHolder(Holder):
         """Where it is."""
         return self._parameter.device
 
-    def cuts(self) -> list[Cut | None]:
+    def cuts(self) -> list[MeshPlacements | None]:
         """It is whole."""
         return [None]
 
@@ -69,7 +69,7 @@ class PlainHolder(Holder):
         """Return it as it is."""
         return torch.zeros_like(self.laid, dtype=dtype) if parts[0] is None else parts[0].to(dtype)
 
-    def blank(self, position: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
+    def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
         """Return memory in the parameter's form."""
         return torch.empty_like(self.laid, dtype=dtype)
 

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.errors import ShardckptError
-from shardckpt.state.adapters.engine_flat import FlatHolder
-from shardckpt.state.adapters.model_index import Description, mesh_of
+from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
+from shardckpt.state.adapters.model_index import ModelIndex, mesh_of
 from shardckpt.state.keys.kinds import is_flat_part, is_sharded_tensor
 
-Cut = tuple[DeviceMesh, tuple[Placement, ...]]
+MeshPlacements = tuple[DeviceMesh, tuple[Placement, ...]]
 Rows = dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
 """For each rank that has some, the offset and the size of its part."""
 
@@ -25,7 +25,7 @@ class ShardedTensorError(ShardckptError, ValueError):
     """A ShardedTensor is cut in a way that no DTensor is."""
 
 
-def part_of(value: Any) -> torch.Tensor:
+def get_local_part(value: Any) -> torch.Tensor:
     """Return what this rank has of a ShardedTensor; of none, elements of its type.
 
     Args:
@@ -39,22 +39,24 @@ def part_of(value: Any) -> torch.Tensor:
     return torch.empty((0, *value.shape[1:]), dtype=value.dtype)
 
 
-def parts(values: Mapping[str, Any], found: Description) -> dict[str, Any]:
+def parts(values: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
     """Return a LOCAL state with this rank's parts for ShardedTensors.
 
     Args:
         values: Names of the unsharded model, and flat parameters, to whatever was given.
         found: The model. Where it has no flat parameters, the parts of the originals stand beside torch's.
     """
-    has_flat = any(isinstance(holder, FlatHolder) and holder.flat_name is not None for holder in found.holders)
+    has_flat = any(
+        isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None for adapter in found.adapters
+    )
     return {
-        name: part_of(value) if is_flat_part(name, value) else value
+        name: get_local_part(value) if is_flat_part(name, value) else value
         for name, value in values.items()
         if has_flat or not is_flat_part(name, value)
     }
 
 
-def rows(values: Mapping[str, Any], found: Description) -> dict[str, Any]:
+def rows(values: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
     """Return values with DTensors for ShardedTensors, cut over the mesh of the model's own parameter where that fits.
 
     Args:
@@ -66,21 +68,21 @@ def rows(values: Mapping[str, Any], found: Description) -> dict[str, Any]:
     """
     if not any(map(is_sharded_tensor, values.values())):
         return dict(values)
-    cuts = cuts_of(found)
+    cuts = get_placements(found)
     return {
         name: as_dtensor(name, value, cuts.get(found.aliases.get(name, name))) if is_sharded_tensor(value) else value
         for name, value in values.items()
     }
 
 
-def optimizer_rows(state: Mapping[Any, Mapping[str, Any]], found: Description) -> dict[Any, Mapping[str, Any]]:
+def optimizer_rows(state: Mapping[Any, Mapping[str, Any]], found: ModelIndex) -> dict[Any, Mapping[str, Any]]:
     """Return what is kept of parameters with DTensors for ShardedTensors.
 
     Arguments and errors are those of `rows`.
     """
     if not any(is_sharded_tensor(value) for slots in state.values() for value in slots.values()):
         return dict(state)
-    cuts = cuts_of(found)
+    cuts = get_placements(found)
     return {
         name: {
             slot: as_dtensor(f"{name}/{slot}", value, cuts.get(name)) if is_sharded_tensor(value) else value
@@ -90,17 +92,17 @@ def optimizer_rows(state: Mapping[Any, Mapping[str, Any]], found: Description) -
     }
 
 
-def cuts_of(found: Description) -> dict[str, Cut]:
+def get_placements(found: ModelIndex) -> dict[str, MeshPlacements]:
     """Return how the model's parameters are cut that are."""
     return {
         entry.name: cut
-        for holder in found.holders
-        for entry, cut in zip(holder.entries, holder.cuts(), strict=True)
+        for adapter in found.adapters
+        for entry, cut in zip(adapter.entries, adapter.cuts(), strict=True)
         if cut is not None
     }
 
 
-def as_dtensor(name: str, value: Any, cut: Cut | None) -> DTensor:
+def as_dtensor(name: str, value: Any, cut: MeshPlacements | None) -> DTensor:
     """Return a ShardedTensor as a DTensor of rows: over a mesh that it fits, else over all ranks. Nothing travels.
 
     Args:
@@ -115,7 +117,7 @@ def as_dtensor(name: str, value: Any, cut: Cut | None) -> DTensor:
         shard.placement.rank(): (tuple(shard.shard_offsets), tuple(shard.shard_sizes))
         for shard in value.metadata().shards_metadata
     }
-    own = part_of(value)
+    own = get_local_part(value)
     everyone = mesh_of(dist.group.WORLD, own.device)
     assert everyone is not None, "there are ranks, or there would be no ShardedTensor"
     for mesh, placements in [*([cut] if cut else []), (everyone, (Shard(0),))]:

@@ -21,7 +21,7 @@ from shardckpt.state.keys.kinds import StateKind, is_sharded_tensor
 from shardckpt.state.keys.optim_keys import keys_of, nest, to_names
 from shardckpt.state.keys.param_groups import wanted
 from shardckpt.state.keys.slots import copied
-from shardckpt.state.keys.validation import StateMismatchError, check_form, digest, handed
+from shardckpt.state.keys.validation import StateMismatchError, check_form, digest, validate_input
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 
@@ -256,7 +256,7 @@ def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mappi
     live = whole_optim_state(model, optim, offload=True, first_only=False)["param_groups"]
     known = shapes_at_first(model)
     ranks = ranks_of(model)
-    with handed(ranks, "fit a state to the optimizer", given=bool(state)) as agreed:
+    with validate_input(ranks, "fit a state to the optimizer", given=bool(state)) as agreed:
         state = _by_name(state, [group["params"] for group in live])
         check_form(state)
         told = state.get("param_groups", [])

@@ -23,7 +23,7 @@ from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.errors import ShardckptError
 from shardckpt.state.adapters import sharded_tensor
-from shardckpt.state.adapters.model_index import describe
+from shardckpt.state.adapters.model_index import index_model
 from shardckpt.state.keys import optim_keys
 from shardckpt.state.keys.kinds import StateKind, is_sharded_tensor, note_of
 from shardckpt.state.keys.param_groups import settings
@@ -70,7 +70,7 @@ def _take_sharded_tensors(module: nn.Module, state: MutableMapping[str, Any], pr
     """Replace what torch's wrapper gave without a mesh, in torch's own copy of what a user handed in."""
     below = {name: clean(name[len(prefix) :]) for name in state if name.startswith(prefix)}
     taken = sharded_tensor.parts if kind is StateKind.LOCAL else sharded_tensor.rows
-    made = taken({plain: state[name] for name, plain in below.items()}, describe(module))
+    made = taken({plain: state[name] for name, plain in below.items()}, index_model(module))
     for name, plain in below.items():
         if plain in made:
             state[name] = made[plain]
@@ -170,7 +170,7 @@ def scatter_full_optim_state_dict(
     del group
     _deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_of_input(optim_input)
-    given = full if full is not None and describe(model).ranks.is_first else {}
+    given = full if full is not None and index_model(model).ranks.is_first else {}
     return _numbered(model, optim or _Groups.of(model, optim_input), given, StateKind.FULL)
 
 
@@ -182,7 +182,7 @@ def rekey_optim_state_dict(
     kind = optim_keys.keys_of(state)
     if kind is None or (kind is str) == (key_type is OptimStateKeyType.PARAM_NAME):
         return state
-    found = describe(model)
+    found = index_model(model)
     shared = sorted(found.aliases)
     if shared:
         raise SharedParameterError(
@@ -190,7 +190,7 @@ def rekey_optim_state_dict(
             found=", ".join(f"{name} is {found.aliases[name]}" for name in shared[:5]),
         )
     live = optim or _Groups.of(model, optim_input)
-    groups = optimizer.optimized(found, live).groups
+    groups = optimizer.map_optimizer_params(found, live).groups
     if kind is int:
         return optim_keys.to_names(state, groups)
     made = optim_keys.to_ids(state, groups)
@@ -233,7 +233,7 @@ def optim_state_dict_to_load(
     """
     del group
     kind = nn_module_hooks.KINDS[_settings(model).state_dict_type]
-    if state is None and kind is StateKind.FULL and not describe(model).ranks.is_first:
+    if state is None and kind is StateKind.FULL and not index_model(model).ranks.is_first:
         state = {}
     made = _numbered(model, optim, cast("Mapping[str, Any]", state), kind)  # None is refused there, on all ranks
     if is_named_optimizer:

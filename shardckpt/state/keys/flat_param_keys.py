@@ -103,7 +103,7 @@ def to_flat_parameters(state: Mapping[str, Any], units: Sequence[FlatUnit], rank
     if rank is not None and not all(0 <= rank < unit.layout.world for unit in units):
         raise UsageError("there is no such rank", found=rank, expected=f"below {min(u.layout.world for u in units)}")
     made = _optim_to_flat(state, units, rank) if _is_optimizer(state) else _model_to_flat(state, units, rank)
-    return made if rank is None else _noted(made, units, rank)
+    return made if rank is None else _with_local_metadata(made, units, rank)
 
 
 def to_original_parameters(
@@ -138,16 +138,16 @@ def _is_optimizer(state: Mapping[str, Any]) -> bool:
     return isinstance(state.get("state"), Mapping) and "param_groups" in state
 
 
-def _noted(made: dict[str, Any], units: Sequence[FlatUnit], rank: int) -> dict[str, Any]:
+def _with_local_metadata(made: dict[str, Any], units: Sequence[FlatUnit], rank: int) -> dict[str, Any]:
     """Let a rank's part say what a LOCAL state says, so that its files can be put together and loaded."""
-    noted = OrderedDict(made)
+    with_metadata = OrderedDict(made)
     worlds = {unit.layout.world for unit in units}
     if len(worlds) == 1:
         aliases = {alias: spec.name for unit in units for spec in unit.layout.specs for alias in spec.aliases}
         note = {"version": VERSION, "kind": "LOCAL", "aliases": aliases, "rank": rank, "world": worlds.pop()}
         note["units"] = [unit.note(rank) for unit in units]
-        noted._metadata = OrderedDict({KEY: note})  # type: ignore[attr-defined]
-    return noted
+        with_metadata._metadata = OrderedDict({KEY: note})  # type: ignore[attr-defined]
+    return with_metadata
 
 
 # ---------------------------------------------------------------------------------------------------------- tensors

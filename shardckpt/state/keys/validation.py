@@ -19,8 +19,8 @@ class StateMismatchError(ShardckptError, RuntimeError):
     """A state does not fit the model: names, shapes, types, or the ranks it was taken on."""
 
 
-class Handed:
-    """One state, as it was handed to every rank or to the first alone.
+class DistributedInput:
+    """A state that every rank was given, or rank 0 alone.
 
     Args:
         given: Whether this rank was handed something.
@@ -41,7 +41,7 @@ class Handed:
 
     @property
     def is_judge(self) -> bool:
-        """Tell whether this rank checks what it was handed: one that has nothing waits for the first."""
+        """Return True if this rank checks the state: one that was given none waits for rank 0."""
         return self._given or self._is_first
 
     def said(self) -> bytes:
@@ -97,7 +97,7 @@ def _numbers(group: Group, ranks: list[int]) -> str:
 
 
 @contextmanager
-def handed(ranks: Ranks, what: str, *, given: bool) -> Iterator[Handed]:
+def validate_input(ranks: Ranks, what: str, *, given: bool) -> Iterator[DistributedInput]:
     """Check a state inside; a failure on one rank is raised on all. One collective, at the end.
 
     Args:
@@ -110,7 +110,7 @@ def handed(ranks: Ranks, what: str, *, given: bool) -> Iterator[Handed]:
         RankError: Another rank failed.
     """
     with ranks.group.collective(what) as piggyback:
-        made = Handed(given, ranks.is_first)
+        made = DistributedInput(given, ranks.is_first)
         yield made
         piggyback.local = made.said()
     made.heard(ranks.group, what, piggyback.gathered, compare=not ranks.guessed)

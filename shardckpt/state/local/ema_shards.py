@@ -12,11 +12,11 @@ from shardckpt.boxes import whole
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.errors import UnsupportedError
 from shardckpt.state.adapters.base import Entry, local
-from shardckpt.state.local.local_shards import LocalArray, LocalModel, Portion, local_array
+from shardckpt.state.local.local_shards import LocalModel, LocalShard, TensorShards, get_tensor_shards
 
 
-def mirrored(model: nn.Module, found: LocalModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, LocalArray]:
-    """Return what of some tensors lies here, under the names that the model's parameters have unsharded.
+def map_ema_shards(model: nn.Module, found: LocalModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorShards]:
+    """Return this rank's shards of some tensors, by the names of the unsharded model.
 
     A tensor may be a DTensor, as large as the parameter is on this rank, where it then lies as that does, or whole.
 
@@ -30,16 +30,16 @@ def mirrored(model: nn.Module, found: LocalModel, tensors: Mapping[str, torch.Te
         UnsupportedError: A tensor of another shape than its parameter has here or anywhere.
     """
     given = {clean(name): tensor for name, tensor in tensors.items()}
-    made: dict[str, LocalArray] = {}
+    made: dict[str, TensorShards] = {}
     live = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
-    for holder in found.found.holders if found.found is not None else ():
-        exposed = holder.exposed
-        for parameter, entries in zip(exposed, _shares(holder.entries, len(exposed)), strict=True):
+    for adapter in found.found.adapters if found.found is not None else ():
+        exposed = adapter.exposed
+        for parameter, entries in zip(exposed, _shares(adapter.entries, len(exposed)), strict=True):
             tensor = given.pop(live.get(id(parameter), ""), None)
             for entry in entries if tensor is not None else ():
                 assert tensor is not None
                 made[entry.name] = _array(tensor, parameter, entry, found.arrays[entry.name])
-    return {**made, **{name: local_array(tensor) for name, tensor in given.items()}}
+    return {**made, **{name: get_tensor_shards(tensor) for name, tensor in given.items()}}
 
 
 def _shares(entries: tuple[Entry, ...], count: int) -> list[tuple[Entry, ...]]:
@@ -47,16 +47,16 @@ def _shares(entries: tuple[Entry, ...], count: int) -> list[tuple[Entry, ...]]:
     return [entries] if count == 1 else [(entry,) for entry in entries]
 
 
-def _array(tensor: torch.Tensor, parameter: nn.Parameter, entry: Entry, own: LocalArray) -> LocalArray:
+def _array(tensor: torch.Tensor, parameter: nn.Parameter, entry: Entry, own: TensorShards) -> TensorShards:
     if isinstance(tensor, DTensor):
-        return local_array(tensor)
+        return get_tensor_shards(tensor)
     here = local(parameter.detach()) if isinstance(parameter, DTensor) else parameter.detach()
     data = tensor.detach()
     if data.shape == here.shape and data.is_contiguous() and here.is_contiguous():
-        portions = tuple(Portion(box, _beside(part, here, data)) for box, part in own.portions)
-        return LocalArray(own.shape, data.dtype, portions)
+        shards = tuple(LocalShard(box, _beside(part, here, data)) for box, part in own.shards)
+        return TensorShards(own.shape, data.dtype, shards)
     if tuple(data.shape) == entry.shape:
-        return LocalArray(entry.shape, data.dtype, (Portion(whole(entry.shape), data),))
+        return TensorShards(entry.shape, data.dtype, (LocalShard(whole(entry.shape), data),))
     raise UnsupportedError(
         "neither the shape that the parameter has on this rank nor the one it has as a whole",
         where=entry.name,

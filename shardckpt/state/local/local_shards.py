@@ -19,13 +19,13 @@ from shardckpt.core.params.buffer_layout import ordered
 from shardckpt.errors import UnsupportedError
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.state.adapters import torch_fsdp1
-from shardckpt.state.adapters.base import Holder, local
-from shardckpt.state.adapters.engine_bucket import BucketHolder
-from shardckpt.state.adapters.model_index import Buffer, Description, describe_whole, settle
+from shardckpt.state.adapters.base import ShardingAdapter, local
+from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
+from shardckpt.state.adapters.model_index import Buffer, ModelIndex, index_complete_model, reshard_all
 
 
-class Portion(NamedTuple):
-    """Elements of an array that this rank holds.
+class LocalShard(NamedTuple):
+    """Elements of a tensor that this rank has.
 
     Attributes:
         box: Which, of the whole array.
@@ -36,18 +36,18 @@ class Portion(NamedTuple):
     tensor: torch.Tensor
 
 
-class LocalArray(NamedTuple):
-    """One array, and what of it lies here.
+class TensorShards(NamedTuple):
+    """A tensor, and the shards of it on this rank.
 
     Attributes:
         shape: Of the whole array, in elements.
         dtype: Type of its elements.
-        portions: What this rank holds; disjoint, empty where it holds nothing.
+        shards: Those on this rank; disjoint, may be empty.
     """
 
     shape: Shape
     dtype: torch.dtype
-    portions: tuple[Portion, ...]
+    shards: tuple[LocalShard, ...]
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class LocalModel:
         frozen: Which of the arrays are parameters that take no part in gradients.
     """
 
-    found: Description | None
-    arrays: dict[str, LocalArray]
+    found: ModelIndex | None
+    arrays: dict[str, TensorShards]
     aliases: dict[str, str]
     buffers: frozenset[str]
     extra: dict[str, nn.Module]
@@ -75,19 +75,19 @@ class LocalModel:
     frozen: frozenset[str] = frozenset()
 
 
-def local_array(tensor: torch.Tensor) -> LocalArray:
-    """Return what of a tensor lies here: all of a plain one, of a DTensor this rank's part.
+def get_tensor_shards(tensor: torch.Tensor) -> TensorShards:
+    """Return this rank's shards of a tensor: all of a plain one, the local part of a DTensor.
 
     Raises:
         UnsupportedError: A sum that is still spread over ranks, or a part that is no box.
     """
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
-        return LocalArray(shape, tensor.dtype, (Portion(whole(shape), tensor.detach()),))
+        return TensorShards(shape, tensor.dtype, (LocalShard(whole(shape), tensor.detach()),))
     own = local(tensor).detach()
     box = box_of(tensor, own)
     has = box is not None and bool(box.volume)
-    return LocalArray(tuple(tensor.shape), own.dtype, (Portion(box, own),) if has and box is not None else ())
+    return TensorShards(tuple(tensor.shape), own.dtype, (LocalShard(box, own),) if has and box is not None else ())
 
 
 def box_of(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
@@ -157,46 +157,46 @@ def _in_order_of_cutting(placements: Sequence[Placement]) -> list[tuple[int, Pla
     return sorted(enumerate(placements), key=lambda each: hasattr(each[1], "split_factor"))
 
 
-def holder_portions(holder: Holder, laid: torch.Tensor) -> list[tuple[Portion, ...]]:
-    """Return what lies here of each entry of a holder, as views.
+def get_adapter_shards(adapter: ShardingAdapter, laid: torch.Tensor) -> list[tuple[LocalShard, ...]]:
+    """Return this rank's shards of each entry of an adapter, as views.
 
     Args:
-        holder: The holder.
+        adapter: The adapter.
         laid: Its values, or whatever is laid out as they are.
     """
-    if not isinstance(holder, BucketHolder):
-        (part,) = holder.parts(laid)
-        return [local_array(part).portions]
-    return [member_portions(holder, index, part) for index, part in enumerate(holder.bucket.of_shard(laid))]
+    if not isinstance(adapter, EngineBucketAdapter):
+        (part,) = adapter.parts(laid)
+        return [get_tensor_shards(part).shards]
+    return [get_member_shards(adapter, index, part) for index, part in enumerate(adapter.bucket.of_shard(laid))]
 
 
-def member_portions(holder: BucketHolder, index: int, part: torch.Tensor) -> tuple[Portion, ...]:
-    """Return what lies here of one parameter of a bucket.
+def get_member_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tensor) -> tuple[LocalShard, ...]:
+    """Return this rank's shards of one parameter of a bucket.
 
     Args:
-        holder: The bucket's holder.
+        adapter: The bucket's adapter.
         index: Which parameter.
         part: This rank's part of it, as the bucket's `of_shard` gives it.
     """
-    leaf = holder.bucket.leaves[index]
-    found = _of_bucket(holder, index, part)
+    leaf = adapter.bucket.leaves[index]
+    found = _of_bucket(adapter, index, part)
     if not isinstance(leaf, DTensor):
         return tuple(found)
     box = box_of(leaf)  # tensor parallelism cut first: what the bucket has is a part of a part
     assert box is not None, "a rank that has a parameter is in its mesh"
     back = tuple(-at for at in box.offset)
-    return tuple(Portion(shift(each.box, back), each.tensor) for each in found)
+    return tuple(LocalShard(shift(each.box, back), each.tensor) for each in found)
 
 
-def _of_bucket(holder: BucketHolder, index: int, part: torch.Tensor) -> Iterator[Portion]:
-    bucket = holder.bucket
+def _of_bucket(adapter: EngineBucketAdapter, index: int, part: torch.Tensor) -> Iterator[LocalShard]:
+    bucket = adapter.bucket
     layout = bucket.layout
     if bucket.keeps_full:
-        yield Portion(whole(tuple(part.shape)), part)
+        yield LocalShard(whole(tuple(part.shape)), part)
     elif isinstance(layout, DimLayout):
         box = layout.box(index, bucket.rank)
         if box.volume:
-            yield Portion(box, part.view(box.size))
+            yield LocalShard(box, part.view(box.size))
     else:
         assert isinstance(layout, FlatLayout)
         start, stop = _run(layout, index, bucket.rank)
@@ -211,12 +211,12 @@ def _run(layout: FlatLayout, index: int, rank: int) -> tuple[int, int]:
     return start - first, max(start, min(first + numel, low + layout.chunk)) - first
 
 
-def _boxes(spec: ParamSpec, part: torch.Tensor, start: int, stop: int) -> Iterator[Portion]:
+def _boxes(spec: ParamSpec, part: torch.Tensor, start: int, stop: int) -> Iterator[LocalShard]:
     if start >= stop:
         return
     at = 0
     for box in spec.boxes(start, stop):
-        yield Portion(box, ordered(part[at : at + box.volume], box.size, spec.order))
+        yield LocalShard(box, ordered(part[at : at + box.volume], box.size, spec.order))
         at += box.volume
 
 
@@ -233,20 +233,20 @@ def local_model(model: nn.Module) -> LocalModel:
     """
     if torch_fsdp1.is_foreign(model):
         return _foreign_model(model)
-    settle(model)
-    found = describe_whole(model)
-    arrays: dict[str, LocalArray] = {}
-    laid = [holder.laid for holder in found.holders]
-    for holder, values in zip(found.holders, laid, strict=True):
-        for entry, portions in zip(holder.entries, holder_portions(holder, values), strict=True):
-            arrays[entry.name] = LocalArray(entry.shape, values.dtype, portions)
+    reshard_all(model)
+    found = index_complete_model(model)
+    arrays: dict[str, TensorShards] = {}
+    laid = [adapter.laid for adapter in found.adapters]
+    for adapter, values in zip(found.adapters, laid, strict=True):
+        for entry, shards in zip(adapter.entries, get_adapter_shards(adapter, values), strict=True):
+            arrays[entry.name] = TensorShards(entry.shape, values.dtype, shards)
     buffers = {buffer.name: buffer for buffer in found.buffers if buffer.persistent}
     shown = {name: buffer.value.detach().to(buffer.dtype) for name, buffer in buffers.items()}
-    arrays.update({name: local_array(value) for name, value in shown.items()})
+    arrays.update({name: get_tensor_shards(value) for name, value in shown.items()})
 
     def finish() -> None:
-        for holder in found.holders:
-            holder.written()
+        for adapter in found.adapters:
+            adapter.written()
         for name, buffer in buffers.items():
             _take(buffer, shown[name])
 
@@ -258,15 +258,15 @@ def local_model(model: nn.Module) -> LocalModel:
         dict(found.extra),
         found.names,
         finish,
-        frozenset(name for holder in found.holders for name in _frozen(holder)),
+        frozenset(name for adapter in found.adapters for name in _frozen(adapter)),
     )
 
 
-def _frozen(holder: Holder) -> Iterator[str]:
-    """Yield the entries of a holder that an optimizer cannot change: what it is shown of them says so."""
-    exposed = holder.exposed
-    for number, entry in enumerate(holder.entries):
-        shown = exposed[number] if len(exposed) == len(holder.entries) else exposed[0] if len(exposed) == 1 else None
+def _frozen(adapter: ShardingAdapter) -> Iterator[str]:
+    """Yield the entries of an adapter that an optimizer cannot change: what it is shown of them says so."""
+    exposed = adapter.exposed
+    for number, entry in enumerate(adapter.entries):
+        shown = exposed[number] if len(exposed) == len(adapter.entries) else exposed[0] if len(exposed) == 1 else None
         if not (entry.trains if shown is None else shown.requires_grad):
             yield entry.name
 
@@ -285,6 +285,6 @@ def _foreign_model(model: nn.Module) -> LocalModel:
     def finish() -> None:
         torch_fsdp1.put_state(model, state, strict=True)
 
-    arrays = {name: local_array(value) for name, value in tensors.items()}
+    arrays = {name: get_tensor_shards(value) for name, value in tensors.items()}
     frozen = frozenset(name for name, value in model.named_parameters() if not value.requires_grad)
     return LocalModel(None, arrays, {}, buffers, {}, tuple(state), finish, frozen & set(arrays))

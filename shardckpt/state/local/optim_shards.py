@@ -13,13 +13,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from shardckpt.boxes import Box
 from shardckpt.errors import UnsupportedError
 from shardckpt.state.adapters.base import local
-from shardckpt.state.adapters.engine_bucket import BucketHolder
-from shardckpt.state.adapters.engine_flat import FlatHolder
-from shardckpt.state.adapters.model_index import Description
+from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
+from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
+from shardckpt.state.adapters.model_index import ModelIndex
 from shardckpt.state.keys.param_groups import settings, wanted
 from shardckpt.state.keys.slots import LARGEST_TOLD, OpaqueStateError, UnequalSteps, is_cut_alike, largest
-from shardckpt.state.local.local_shards import LocalArray, Portion, holder_portions, local_array, member_portions
-from shardckpt.state.optim.optim_state_dict import Held, Optimized, Optimizing, optimized
+from shardckpt.state.local.local_shards import (
+    LocalShard,
+    TensorShards,
+    get_adapter_shards,
+    get_member_shards,
+    get_tensor_shards,
+)
+from shardckpt.state.optim.optim_state_dict import AdapterParams, OptimizerLike, OptimizerParams, map_optimizer_params
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,13 @@ class LocalOptimizer:
         names: All its parameters, in the order of the groups.
     """
 
-    arrays: dict[tuple[str, str], LocalArray]
+    arrays: dict[tuple[str, str], TensorShards]
     values: dict[tuple[str, str], Any]
     groups: list[dict[str, Any]]
     names: tuple[str, ...]
 
 
-def local_optimizer(found: Description, optim: Optimizing) -> LocalOptimizer:
+def local_optimizer(found: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
     """Return what of an optimizer lies here; nothing is moved.
 
     Args:
@@ -50,14 +56,14 @@ def local_optimizer(found: Description, optim: Optimizing) -> LocalOptimizer:
         ForeignParameterError: It holds a parameter that no model has.
         OpaqueStateError: Nobody knows how a value is sharded.
     """
-    of = optimized(found, optim)
-    arrays: dict[tuple[str, str], LocalArray] = {}
+    of = map_optimizer_params(found, optim)
+    arrays: dict[tuple[str, str], TensorShards] = {}
     values: dict[tuple[str, str], Any] = {}
     for held in of.held:
         for position in held.positions:
-            for slot, value in optim.state.get(held.holder.exposed[position], {}).items():
+            for slot, value in optim.state.get(held.adapter.exposed[position], {}).items():
                 for name, found_value in _kept(held, position, slot, value):
-                    if isinstance(found_value, LocalArray):
+                    if isinstance(found_value, TensorShards):
                         arrays[name, slot] = found_value
                     else:
                         values[name, slot] = found_value
@@ -67,7 +73,7 @@ def local_optimizer(found: Description, optim: Optimizing) -> LocalOptimizer:
     return LocalOptimizer(arrays, values, groups, _names(of))
 
 
-def parameter_names(found: Description, optim: Optimizing) -> list[list[str]]:
+def parameter_names(found: ModelIndex, optim: OptimizerLike) -> list[list[str]]:
     """Return the names in each group in the order that an optimizer of the unsharded model has them in.
 
     Args:
@@ -77,20 +83,20 @@ def parameter_names(found: Description, optim: Optimizing) -> list[list[str]]:
     Raises:
         ForeignParameterError: It holds a parameter that the model does not have.
     """
-    of = optimized(found, optim)
+    of = map_optimizer_params(found, optim)
     places = {name: at for at, name in enumerate(found.names)}
     flat = {name for held in of.held if held.is_flat for position in held.positions for name in held.names(position)}
     return [sorted(names, key=places.__getitem__) if flat.issuperset(names) else list(names) for names in of.groups]
 
 
-def _names(of: Optimized) -> tuple[str, ...]:
+def _names(of: OptimizerParams) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for names in of.groups for name in names))
 
 
-def _kept(held: Held, position: int, slot: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _kept(held: AdapterParams, position: int, slot: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names that a value is of, each with what lies here of it: an array, or the value."""
-    holder, names = held.holder, held.names(position)
-    parameter = holder.exposed[position]
+    adapter, names = held.adapter, held.names(position)
+    parameter = adapter.exposed[position]
     if isinstance(value, torch.Tensor) and not _is_dense(local(value)):
         raise OpaqueStateError(
             "what the optimizer keeps is more, or less, than the elements of a dense tensor",
@@ -102,15 +108,15 @@ def _kept(held: Held, position: int, slot: str, value: Any) -> Iterator[tuple[st
         yield from _shaped(held, position, value.detach())
     elif isinstance(value, torch.Tensor) and value.dim() == 0:
         own = local(value.detach())
-        yield from ((name, LocalArray((), own.dtype, (Portion(Box((), ()), own),))) for name in names)
-    elif isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and not holder.is_sharded):
+        yield from ((name, TensorShards((), own.dtype, (LocalShard(Box((), ()), own),))) for name in names)
+    elif isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and not adapter.is_sharded):
         try:
-            array = local_array(value)
+            array = get_tensor_shards(value)
         except UnsupportedError as error:
             where = f"state.{names[0]}.{slot}"
             raise OpaqueStateError(error.what, where=where, found=error.found, fix=error.fix) from error
         yield from ((name, array) for name in names)
-    elif not isinstance(value, torch.Tensor) and (isinstance(value, _PLAIN) or not holder.is_sharded):
+    elif not isinstance(value, torch.Tensor) and (isinstance(value, _PLAIN) or not adapter.is_sharded):
         yield from ((name, value) for name in names)
     else:
         raise OpaqueStateError(
@@ -139,19 +145,19 @@ def _is_shaped(parameter: nn.Parameter, value: torch.Tensor) -> bool:
     return value.shape == parameter.shape and cut and (isinstance(value, DTensor) or value.dim() > 0)
 
 
-def _shaped(held: Held, position: int, value: torch.Tensor) -> Iterator[tuple[str, LocalArray]]:
+def _shaped(held: AdapterParams, position: int, value: torch.Tensor) -> Iterator[tuple[str, TensorShards]]:
     """Yield each entry behind an exposed parameter with what lies here of a value that is laid out as that is."""
-    holder = held.holder
+    adapter = held.adapter
     if held.is_flat:
-        portions = holder_portions(holder, local(value))
-        for entry, each in zip(holder.entries, portions, strict=True):
-            yield entry.name, LocalArray(entry.shape, value.dtype, each)
+        shards = get_adapter_shards(adapter, local(value))
+        for entry, each in zip(adapter.entries, shards, strict=True):
+            yield entry.name, TensorShards(entry.shape, value.dtype, each)
         return
-    entry = holder.entries[position]
-    if isinstance(holder, BucketHolder):
-        yield entry.name, LocalArray(entry.shape, value.dtype, member_portions(holder, position, local(value)))
+    entry = adapter.entries[position]
+    if isinstance(adapter, EngineBucketAdapter):
+        yield entry.name, TensorShards(entry.shape, value.dtype, get_member_shards(adapter, position, local(value)))
     else:
-        yield entry.name, LocalArray(entry.shape, value.dtype, local_array(value).portions)
+        yield entry.name, TensorShards(entry.shape, value.dtype, get_tensor_shards(value).shards)
 
 
 class Slot(NamedTuple):
@@ -167,8 +173,8 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Room:
-    """Where a state that was saved is to go.
+class OptimTargets:
+    """The tensors that a saved state is read into.
 
     Attributes:
         arrays: Name and slot with where the elements go: memory of the optimizer's own state where it fits, else new.
@@ -177,16 +183,16 @@ class Room:
         problems: What does not fit, one sentence each, with the dotted name in front.
     """
 
-    arrays: list[tuple[str, str, LocalArray]]
+    arrays: list[tuple[str, str, TensorShards]]
     state: dict[nn.Parameter, dict[str, Any]]
     changes: list[dict[str, Any]]
     problems: list[str]
 
-    def put(self, optim: Optimizing) -> None:
-        """Let the optimizer have the state and the settings.
+    def put(self, optim: OptimizerLike) -> None:
+        """Give the optimizer the state and the settings.
 
         Args:
-            optim: The one that the room was made for.
+            optim: The optimizer that the targets were made for.
         """
         for parameter, state in self.state.items():
             optim.state.pop(parameter, None)
@@ -196,17 +202,17 @@ class Room:
             live.update(changed)
 
 
-def room_for(
-    found: Description,
-    optim: Optimizing,
+def plan_optim_targets(
+    found: ModelIndex,
+    optim: OptimizerLike,
     slots: Mapping[str, Mapping[str, Slot]],
     values: Mapping[str, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
     *,
     keeps_rest: bool = False,
     unequal_steps: UnequalSteps = "error",
-) -> Room:
-    """Make room for a saved state; an optimizer that never stepped gets new tensors. Nothing is changed yet.
+) -> OptimTargets:
+    """Plan the targets of a saved state; an optimizer that never stepped gets new tensors. Nothing is changed yet.
 
     Args:
         found: The model, or the models.
@@ -221,22 +227,24 @@ def room_for(
         ForeignParameterError: It holds a parameter that no model has.
         ConflictError: Parameters of one group were saved with different settings.
     """
-    of = optimized(found, optim)
-    made = Room([], {}, wanted(of.groups, groups), [])
+    of = map_optimizer_params(found, optim)
+    made = OptimTargets([], {}, wanted(of.groups, groups), [])
     scalars = _scalars(found, slots)
     for index, names in enumerate(of.groups):
         flags = {**optim.param_groups[index], **made.changes[index]}
         on_device = bool(flags.get("capturable") or flags.get("fused"))
         for held, position in _of_names(of, set(names)):
-            _Maker(made, slots, values, scalars, on_device, keeps_rest, unequal_steps).make(held, position, optim)
+            _TargetBuilder(made, slots, values, scalars, on_device, keeps_rest, unequal_steps).make(
+                held, position, optim
+            )
     return made
 
 
-def _of_names(of: Optimized, names: set[str]) -> Iterator[tuple[Held, int]]:
+def _of_names(of: OptimizerParams, names: set[str]) -> Iterator[tuple[AdapterParams, int]]:
     return ((held, p) for held in of.held for p in held.positions if held.names(p)[0] in names)
 
 
-def _scalars(found: Description, slots: Mapping[str, Mapping[str, Slot]]) -> set[str]:
+def _scalars(found: ModelIndex, slots: Mapping[str, Mapping[str, Slot]]) -> set[str]:
     """Return the slots that are numbers: of a parameter without dimensions, its shape does not tell."""
     entries = found.entries
     told = {"step"}
@@ -247,10 +255,10 @@ def _scalars(found: Description, slots: Mapping[str, Mapping[str, Slot]]) -> set
 
 
 @dataclass(frozen=True)
-class _Maker:
-    """Makes room for the state of one parameter after the other."""
+class _TargetBuilder:
+    """Builds the targets of one parameter after the other."""
 
-    room: Room
+    room: OptimTargets
     slots: Mapping[str, Mapping[str, Slot]]
     values: Mapping[str, Mapping[str, Any]]
     scalars: set[str]
@@ -258,12 +266,12 @@ class _Maker:
     keeps_rest: bool
     unequal_steps: UnequalSteps
 
-    def make(self, held: Held, position: int, optim: Optimizing) -> None:
-        """Add the room for one exposed parameter."""
-        parameter, names = held.holder.exposed[position], held.names(position)
-        entries = held.holder.entries if held.is_flat else [held.holder.entries[position]]
+    def make(self, held: AdapterParams, position: int, optim: OptimizerLike) -> None:
+        """Add the targets of one exposed parameter."""
+        parameter, names = held.adapter.exposed[position], held.names(position)
+        entries = held.adapter.entries if held.is_flat else [held.adapter.entries[position]]
         kept = dict(optim.state.get(parameter, {}))
-        if isinstance(held.holder, FlatHolder) and held.holder.is_sharded and local(parameter).numel() == 0:
+        if isinstance(held.adapter, EngineFlatAdapter) and held.adapter.is_sharded and local(parameter).numel() == 0:
             self.room.state[parameter] = {}
             return
         state: dict[str, Any] = dict(kept) if self.keeps_rest else {}
@@ -296,12 +304,12 @@ class _Maker:
                 self.room.problems.append(f"{slot} differs among parameters of one flat parameter: {text}{end}")
         return found
 
-    def _shaped(self, held: Held, position: int, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
-        parameter = held.holder.exposed[position]
+    def _shaped(self, held: AdapterParams, position: int, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
+        parameter = held.adapter.exposed[position]
         dtype = self._one_type(slot, saved)
         if isinstance(own, DTensor) and own.shape == parameter.shape and own.dtype == dtype:
             if not _is_shaped(parameter, own):  # the optimizer keeps it cut in another way
-                self.room.arrays.append((next(iter(saved)), slot, local_array(own)))
+                self.room.arrays.append((next(iter(saved)), slot, get_tensor_shards(own)))
                 return own
         elif not (isinstance(own, torch.Tensor) and _is_shaped(parameter, own) and own.dtype == dtype):
             own = torch.zeros_like(parameter.detach(), dtype=dtype)
@@ -318,26 +326,28 @@ class _Maker:
         if not fits:
             own = torch.zeros((), dtype=dtype, device=parameter.device if self.on_device else "cpu")
         for name in saved:  # behind a flat parameter stand several: the caller sees that they are equal
-            self.room.arrays.append((name, slot, LocalArray((), dtype, (Portion(Box((), ()), own),))))
+            self.room.arrays.append((name, slot, TensorShards((), dtype, (LocalShard(Box((), ()), own),))))
         return own
 
-    def _other(self, held: Held, parameter: nn.Parameter, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
+    def _other(
+        self, held: AdapterParams, parameter: nn.Parameter, slot: str, saved: Mapping[str, Slot], own: Any
+    ) -> Any:
         """Take a tensor of a shape of its own into one that is there, or make one where it is known how it lies."""
         name, each = next(iter(saved.items()))
         if isinstance(own, torch.Tensor) and tuple(own.shape) == each.shape and own.dtype == each.dtype:
-            self.room.arrays.append((name, slot, local_array(own)))
+            self.room.arrays.append((name, slot, get_tensor_shards(own)))
             return own
         if isinstance(parameter, DTensor):
             made = _beside(parameter, each)
-            self.room.arrays.append((name, slot, local_array(made)))
+            self.room.arrays.append((name, slot, get_tensor_shards(made)))
             return made
-        if held.holder.is_sharded or len(saved) > 1:
+        if held.adapter.is_sharded or len(saved) > 1:
             self.room.problems.append(
                 f"{name}/{slot}: size mismatch: found {each.shape}, expected {tuple(parameter.shape)}"
             )
             return None
         plain = torch.zeros(each.shape, dtype=each.dtype, device=parameter.device)
-        self.room.arrays.append((name, slot, local_array(plain)))
+        self.room.arrays.append((name, slot, get_tensor_shards(plain)))
         return plain
 
     def _one_type(self, slot: str, saved: Mapping[str, Slot]) -> torch.dtype:

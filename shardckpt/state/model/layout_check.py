@@ -1,4 +1,4 @@
-"""Whether a LOCAL state is of this rank, and of units that lie as a model's do: what it says of itself is compared."""
+"""Check that a LOCAL state is of this rank and of the same units: its metadata is compared."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardckpt.core.modules.fqn_and_params import clean
-from shardckpt.state.adapters.model_index import Description
+from shardckpt.state.adapters.model_index import ModelIndex
 from shardckpt.state.keys.kinds import StateKind
-from shardckpt.state.model.model_state_dict import units_note, world
+from shardckpt.state.model.model_state_dict import units_metadata, world
 
 
-def other_kind(note: Mapping[str, Any], kind: StateKind) -> list[str]:
-    """Return of what kind a state is, where it is LOCAL and not to be, or the other way round.
+def check_kind(note: Mapping[str, Any], kind: StateKind) -> list[str]:
+    """Return the problem of a state that is LOCAL and should not be, or the reverse.
 
     Args:
-        note: What the state says of itself; empty where it says nothing.
+        note: The metadata of the state; may be empty.
         kind: What it is to be.
     """
     said = note.get("kind", kind.name)
@@ -24,11 +24,11 @@ def other_kind(note: Mapping[str, Any], kind: StateKind) -> list[str]:
     return [f"kind mismatch: it was taken as {said}, not as {kind.name}"]
 
 
-def other_rank(note: Mapping[str, Any]) -> list[str]:
-    """Return by whom a LOCAL state was taken, where that is not this rank.
+def check_rank(note: Mapping[str, Any]) -> list[str]:
+    """Return the problem of a LOCAL state that another rank saved.
 
     Args:
-        note: What the state says of itself; empty where it says nothing.
+        note: The metadata of the state; may be empty.
     """
     group = world()
     if not note or (note.get("world"), note.get("rank")) == (group.size, group.rank):
@@ -39,17 +39,17 @@ def other_rank(note: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def other_units(note: Mapping[str, Any], found: Description) -> list[str]:
-    """Return how the layouts that a LOCAL state was taken with differ from those of a model.
+def check_units(note: Mapping[str, Any], found: ModelIndex) -> list[str]:
+    """Return how the layouts of a LOCAL state differ from those of a model.
 
     Args:
-        note: What the state says of itself.
+        note: The metadata of the state.
         found: The model.
     """
     theirs = note.get("units")
     if theirs is None:
         return []
-    mine = units_note(found)
+    mine = units_metadata(found)
     if theirs == mine:
         return []
     ours = _cut(mine)

@@ -1,4 +1,4 @@
-"""A state of a model put back: checked as a whole first, on every rank, then copied in holder by holder."""
+"""A state of a model put back: checked as a whole first, on every rank, then copied in adapter by adapter."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group
 from shardckpt.state.adapters import sharded_tensor, torch_fsdp1
-from shardckpt.state.adapters.base import Holder, from_first
-from shardckpt.state.adapters.engine_flat import FlatHolder
-from shardckpt.state.adapters.model_index import Buffer, Description, describe, describe_whole, settle
+from shardckpt.state.adapters.base import ShardingAdapter, from_first
+from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
+from shardckpt.state.adapters.model_index import Buffer, ModelIndex, index_complete_model, index_model, reshard_all
 from shardckpt.state.keys.kinds import StateKind, kind_of, note_of
-from shardckpt.state.keys.validation import StateMismatchError, digest, handed
+from shardckpt.state.keys.validation import StateMismatchError, digest, validate_input
 from shardckpt.state.model import module_hooks
-from shardckpt.state.model.layout_check import other_kind, other_rank, other_units
+from shardckpt.state.model.layout_check import check_kind, check_rank, check_units
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 
@@ -60,12 +60,12 @@ def load_model_state_dict(
     """
     if torch_fsdp1.is_foreign(model):
         return _load_foreign(model, state_dict, kind, strict=strict)
-    settle(model)
-    found = describe_whole(model)
+    reshard_all(model)
+    found = index_complete_model(model)
     group = found.ranks.group
     keys = Keys()
-    with handed(found.ranks, "fit a state to the model", given=bool(state_dict)) as agreed:
-        given = _Given(state_dict, kind, found)
+    with validate_input(found.ranks, "fit a state to the model", given=bool(state_dict)) as agreed:
+        given = _IncomingModelState(state_dict, kind, found)
         if agreed.is_judge:
             keys = given.checked(strict)
             agreed.digest, agreed.not_alone = given.digest, given.not_alone()
@@ -74,8 +74,8 @@ def load_model_state_dict(
     absent = {found.aliases.get(name, name) for name in keys.missing}
     staging = Staging()
     with torch.no_grad():
-        for holder in found.holders:
-            _load(holder, given, absent, staging, from_first=agreed.from_first)
+        for adapter in found.adapters:
+            _load(adapter, given, absent, staging, from_first=agreed.from_first)
     for buffer in found.buffers:
         _load_buffer(buffer, given, absent, found.ranks if agreed.from_first else None)
     extra = _extra_of_first(given, group) if agreed.from_first and found.extra else given.values
@@ -89,7 +89,7 @@ def _load_foreign(model: nn.Module, state: Mapping[str, Any], kind: StateKind | 
     """Put a state that every rank has into a model under torch's own wrapper; the first rank checks it for all."""
     expected = torch_fsdp1.shapes_at_first(model)
     ranks = torch_fsdp1.ranks_of(model)
-    with handed(ranks, "fit a state to the model", given=bool(state)) as agreed:
+    with validate_input(ranks, "fit a state to the model", given=bool(state)) as agreed:
         torch_fsdp1.refuse_local(kind_of(state) if kind is None else StateKind.of(kind))
         values = {clean(name): value for name, value in state.items()}
         told = [(name, list(getattr(v, "shape", ())), str(getattr(v, "dtype", ""))) for name, v in values.items()]
@@ -121,7 +121,7 @@ def _mismatch(problems: Sequence[str]) -> StateMismatchError:
     )
 
 
-def _extra_of_first(given: _Given, group: Group) -> dict[str, Any]:
+def _extra_of_first(given: _IncomingModelState, group: Group) -> dict[str, Any]:
     """Return the extra state that the first rank has. Collective."""
     told = group.broadcast(given.extra_as_json() if group.rank == 0 else None)
     return given.extra if group.rank == 0 else dict(json.loads(told))
@@ -134,16 +134,16 @@ def _told(keys: Keys, group: Group) -> Keys:
     return Keys(tuple(missing), tuple(unexpected))
 
 
-class _Given:
-    """A state that was handed in, by names of the unsharded model.
+class _IncomingModelState:
+    """A state to load, by names of the unsharded model.
 
     Args:
-        state: What was handed in.
-        kind: What it is; None to find out.
+        state: The state.
+        kind: Its kind; None to read that from it.
         found: The model.
     """
 
-    def __init__(self, state: Mapping[str, Any], kind: StateKind | str | None, found: Description) -> None:
+    def __init__(self, state: Mapping[str, Any], kind: StateKind | str | None, found: ModelIndex) -> None:
         self.kind = kind_of(state) if kind is None else StateKind.of(kind)
         self.note = note_of(state)
         self._found = found
@@ -182,7 +182,7 @@ class _Given:
 
     def checked(self, strict: bool) -> Keys:
         """Return the names that differ; refuse what does not fit."""
-        problems = other_kind(self.note, self.kind)
+        problems = check_kind(self.note, self.kind)
         if not problems:
             problems = self._local_problems() if self.kind is StateKind.LOCAL else self._problems()
         keys = self._keys()
@@ -213,10 +213,10 @@ class _Given:
     def _keys(self) -> Keys:
         expected = dict.fromkeys(self._found.names)
         if self.kind is StateKind.LOCAL:
-            for holder in self._found.holders:
-                if isinstance(holder, FlatHolder) and holder.flat_name is not None:
-                    expected[holder.flat_name] = None
-                    for entry in holder.entries:
+            for adapter in self._found.adapters:
+                if isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None:
+                    expected[adapter.flat_name] = None
+                    for entry in adapter.entries:
                         for name in (entry.name, *entry.aliases):
                             expected.pop(name, None)
         ties = self._found.aliases
@@ -238,12 +238,12 @@ class _Given:
 
     def _local_problems(self) -> list[str]:
         """Compare layouts: what lies in a rank's shard is known by them alone."""
-        problems = other_rank(self.note)
+        problems = check_rank(self.note)
         if problems:
             return problems
-        found = other_units(self.note, self._found)
-        for holder in self._found.holders:
-            for name, value, held in _local_values(holder, self.values):
+        found = check_units(self.note, self._found)
+        for adapter in self._found.adapters:
+            for name, value, held in _local_values(adapter, self.values):
                 found += _misfit(name, value, tuple(held.shape), held.dtype)
         return found
 
@@ -258,12 +258,12 @@ def refuse_other_layout(note: Mapping[str, Any], model: nn.Module) -> None:
     Raises:
         StateMismatchError: It does not fit.
     """
-    problems = other_rank(note) or other_units(note, describe(model))
+    problems = check_rank(note) or check_units(note, index_model(model))
     if problems:
         raise StateMismatchError(f"the state does not fit the model: {problems[0]}", fix="Nothing was changed.")
 
 
-def _renamed(state: Mapping[str, Any], found: Description) -> dict[str, Any]:
+def _renamed(state: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
     """Return a state by names of the unsharded model, whatever wrapped the one it was taken from."""
     cleaned = {clean(name): value for name, value in state.items()}
     if found.names and not any(name in cleaned for name in found.names):
@@ -283,45 +283,49 @@ def _misfit(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -
     return []
 
 
-def _local_values(holder: Holder, values: Mapping[str, Any]) -> list[tuple[str, Any, torch.Tensor]]:
-    """Return, of what is given to a holder, the name, the value, and what the model has in its place."""
-    if isinstance(holder, FlatHolder) and holder.flat_name is not None:
-        held = holder.laid[: holder.owned]
-        return [(holder.flat_name, values[holder.flat_name], held)] if holder.flat_name in values else []
-    parts = holder.lying(holder.laid)
+def _local_values(adapter: ShardingAdapter, values: Mapping[str, Any]) -> list[tuple[str, Any, torch.Tensor]]:
+    """Return, of what is given to an adapter, the name, the value, and what the model has in its place."""
+    if isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None:
+        held = adapter.laid[: adapter.owned]
+        return [(adapter.flat_name, values[adapter.flat_name], held)] if adapter.flat_name in values else []
+    parts = adapter.lying(adapter.laid)
     return [
         (entry.name, values[entry.name], part)
-        for entry, part in zip(holder.entries, parts, strict=True)
+        for entry, part in zip(adapter.entries, parts, strict=True)
         if entry.name in values
     ]
 
 
-def _load(holder: Holder, given: _Given, absent: set[str], staging: Staging, *, from_first: bool) -> None:
-    """Put into a holder what is given for it; entries without a value keep theirs. Collective."""
+def _load(
+    adapter: ShardingAdapter, given: _IncomingModelState, absent: set[str], staging: Staging, *, from_first: bool
+) -> None:
+    """Put into an adapter what is given for it; entries without a value keep theirs. Collective."""
     if given.kind is StateKind.LOCAL:
-        for _, value, held in _local_values(holder, given.values):
+        for _, value, held in _local_values(adapter, given.values):
             held.copy_(value)
         return
-    is_given = [entry.name not in absent for entry in holder.entries]
+    is_given = [entry.name not in absent for entry in adapter.entries]
     if not any(is_given):
         return
-    places = [place if on else None for place, on in zip(holder.places(holder.laid), is_given, strict=True)]
+    places = [place if on else None for place, on in zip(adapter.places(adapter.laid), is_given, strict=True)]
     if from_first:
-        values = _values(holder, given, is_given) if given.values else None
-        holder.from_first(values, places, holder.entries[0].dtype, staging)
+        values = _values(adapter, given, is_given) if given.values else None
+        adapter.from_first(values, places, adapter.entries[0].dtype, staging)
     else:
-        values = _values(holder, given, is_given)
-        if given.kind is StateKind.SHARDED and holder.takes(values):
-            holder.from_sharded(values, places, staging)
+        values = _values(adapter, given, is_given)
+        if given.kind is StateKind.SHARDED and adapter.takes(values):
+            adapter.from_sharded(values, places, staging)
         else:
-            holder.from_full([None if value is None else _whole(value) for value in values], places)
-    holder.written()
+            adapter.from_full([None if value is None else _whole(value) for value in values], places)
+    adapter.written()
 
 
-def _values(holder: Holder, given: _Given, is_given: Sequence[bool]) -> list[torch.Tensor | None]:
+def _values(
+    adapter: ShardingAdapter, given: _IncomingModelState, is_given: Sequence[bool]
+) -> list[torch.Tensor | None]:
     return [
         given.value(entry.name, entry.aliases).detach() if on else None
-        for entry, on in zip(holder.entries, is_given, strict=True)
+        for entry, on in zip(adapter.entries, is_given, strict=True)
     ]
 
 
@@ -329,7 +333,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _load_buffer(buffer: Buffer, given: _Given, absent: set[str], first_of: Ranks | None) -> None:
+def _load_buffer(buffer: Buffer, given: _IncomingModelState, absent: set[str], first_of: Ranks | None) -> None:
     """Copy a buffer's value, in the type it is computed with. Collective where the first of some ranks alone has it."""
     if not buffer.persistent or buffer.name in absent or (first_of is None and buffer.name not in given.values):
         return

@@ -16,9 +16,9 @@ from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import UsageError
 from shardckpt.groups import Group, LocalGroup, TorchGroup
 from shardckpt.state.adapters import torch_fsdp1
-from shardckpt.state.adapters.base import Holder, local
-from shardckpt.state.adapters.engine_flat import FlatHolder
-from shardckpt.state.adapters.model_index import Description, describe_whole, settle
+from shardckpt.state.adapters.base import ShardingAdapter, local
+from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
+from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
 from shardckpt.state.keys.kinds import KEY, VERSION, StateKind
 from shardckpt.state.model import module_hooks
 
@@ -43,24 +43,24 @@ def iter_full_state_dict(
     if torch_fsdp1.is_foreign(model):
         yield from torch_fsdp1.whole_state(model, offload=offload_to_cpu, first_only=rank0_only).items()
         return
-    settle(model)
-    yield from _whole(describe_whole(model), offload_to_cpu, rank0_only)
+    reshard_all(model)
+    yield from _whole(index_complete_model(model), offload_to_cpu, rank0_only)
 
 
-def _whole(found: Description, offload: bool, first_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _whole(found: ModelIndex, offload: bool, first_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
     staging = Staging()
-    for holder in found.holders:
-        values = holder.full(holder.laid, staging, first_only=first_only)
+    for adapter in found.adapters:
+        values = adapter.full(adapter.laid, staging, first_only=first_only)
         if values is None:
             continue
-        for entry, value in zip(holder.entries, values, strict=True):
+        for entry, value in zip(adapter.entries, values, strict=True):
             yield entry.name, value.cpu() if offload else value
     for name, value in _buffers(found, StateKind.FULL, offload):
         if not first_only or found.ranks.is_first:
             yield name, value
 
 
-def _buffers(found: Description, kind: StateKind, offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _buffers(found: ModelIndex, kind: StateKind, offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
     for buffer in found.buffers:
         if buffer.persistent:
             value = _of_kind(buffer.value.detach().to(buffer.dtype), kind)
@@ -106,12 +106,12 @@ def model_state_dict(
         if kind is StateKind.SHARDED:
             return torch_fsdp1.sharded_state(model, offload=offload_to_cpu)
         return torch_fsdp1.whole_state(model, offload=offload_to_cpu, first_only=rank0_only)
-    settle(model)
-    found = describe_whole(model)
+    reshard_all(model)
+    found = index_complete_model(model)
     if kind is StateKind.FULL:
         tensors: dict[str, Any] = dict(_whole(found, offload_to_cpu, rank0_only))
         if rank0_only and not found.ranks.is_first:
-            return noted(OrderedDict(), kind, found)
+            return with_metadata(OrderedDict(), kind, found)
     else:
         tensors = _sharded(found) if kind is StateKind.SHARDED else _local(found)
         if offload_to_cpu:
@@ -120,25 +120,25 @@ def model_state_dict(
     ordered = _ordered(tensors, found)
     if kind is not StateKind.LOCAL:
         ordered = OrderedDict(module_hooks.taken(found, ordered))
-    return noted(ordered, kind, found)
+    return with_metadata(ordered, kind, found)
 
 
 def _on_cpu(value: torch.Tensor) -> torch.Tensor:
     return value.cpu() if not isinstance(value, DTensor) else value.to("cpu")
 
 
-def _sharded(found: Description) -> dict[str, torch.Tensor]:
+def _sharded(found: ModelIndex) -> dict[str, torch.Tensor]:
     """Return DTensors; while a unit's rows travel, the next unit's are put together."""
     stagings = Staging(), Staging()
     made: dict[str, torch.Tensor] = {}
-    under_way: deque[tuple[Holder, Callable[[], list[torch.Tensor]]]] = deque()
+    under_way: deque[tuple[ShardingAdapter, Callable[[], list[torch.Tensor]]]] = deque()
 
     def end_first() -> None:
-        holder, end = under_way.popleft()
-        made.update({entry.name: value for entry, value in zip(holder.entries, end(), strict=True)})
+        adapter, end = under_way.popleft()
+        made.update({entry.name: value for entry, value in zip(adapter.entries, end(), strict=True)})
 
-    for number, holder in enumerate(found.holders):
-        under_way.append((holder, holder.sharding(holder.laid, stagings[number % len(stagings)])))
+    for number, adapter in enumerate(found.adapters):
+        under_way.append((adapter, adapter.start_to_sharded(adapter.laid, stagings[number % len(stagings)])))
         if len(under_way) == len(stagings):
             end_first()
     while under_way:
@@ -146,19 +146,19 @@ def _sharded(found: Description) -> dict[str, torch.Tensor]:
     return made
 
 
-def _local(found: Description) -> dict[str, torch.Tensor]:
+def _local(found: ModelIndex) -> dict[str, torch.Tensor]:
     """Return what this rank holds: flat parameters under their own names, without padding."""
     tensors: dict[str, torch.Tensor] = {}
-    for holder in found.holders:
-        if isinstance(holder, FlatHolder) and holder.flat_name is not None:
-            tensors[holder.flat_name] = holder.laid[: holder.owned]
+    for adapter in found.adapters:
+        if isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None:
+            tensors[adapter.flat_name] = adapter.laid[: adapter.owned]
         else:
-            parts = holder.lying(holder.laid)
-            tensors.update({entry.name: part for entry, part in zip(holder.entries, parts, strict=True)})
+            parts = adapter.lying(adapter.laid)
+            tensors.update({entry.name: part for entry, part in zip(adapter.entries, parts, strict=True)})
     return tensors
 
 
-def _ordered(tensors: Mapping[str, Any], found: Description) -> OrderedDict[str, Any]:
+def _ordered(tensors: Mapping[str, Any], found: ModelIndex) -> OrderedDict[str, Any]:
     """Return the tensors under all their names, in the order of the unsharded model; others first."""
     made: OrderedDict[str, Any] = OrderedDict()
     known = set(found.names)
@@ -173,8 +173,8 @@ def _ordered(tensors: Mapping[str, Any], found: Description) -> OrderedDict[str,
     return made
 
 
-def noted(made: OrderedDict[str, Any], kind: StateKind, found: Description) -> OrderedDict[str, Any]:
-    """Write how a state was taken into `_metadata`, where `torch.nn.Module` keeps versions.
+def with_metadata(made: OrderedDict[str, Any], kind: StateKind, found: ModelIndex) -> OrderedDict[str, Any]:
+    """Write the kind and layout of a state into `_metadata`, where `torch.nn.Module` keeps versions.
 
     Args:
         made: The state; it is changed and returned.
@@ -184,29 +184,29 @@ def noted(made: OrderedDict[str, Any], kind: StateKind, found: Description) -> O
     note: dict[str, Any] = {"version": VERSION, "kind": kind.name, "aliases": dict(found.aliases)}
     if kind is StateKind.LOCAL:
         announce_wrappers()  # what saves states of all ranks together has to know LOCAL ones, whatever the face
-        note |= {**local_note(), "names": list(found.names), "units": units_note(found)}
+        note |= {**local_metadata(), "names": list(found.names), "units": units_metadata(found)}
     made._metadata = OrderedDict({KEY: note})  # type: ignore[attr-defined]
     return made
 
 
-def local_note() -> dict[str, Any]:
-    """Return what every LOCAL state says of itself: by which version, and whose it is."""
+def local_metadata() -> dict[str, Any]:
+    """Return the metadata of every LOCAL state: version, kind and rank."""
     return {"version": VERSION, "kind": StateKind.LOCAL.name, "rank": world().rank, "world": world().size}
 
 
-def units_note(found: Description) -> list[dict[str, Any]]:
+def units_metadata(found: ModelIndex) -> list[dict[str, Any]]:
     """Return the layouts of a model's parameters, as plain JSON values.
 
     Args:
         found: The model.
     """
-    return [unit_note(holder) for holder in found.holders]
+    return [unit_metadata(adapter) for adapter in found.adapters]
 
 
-def unit_note(holder: Holder) -> dict[str, Any]:
-    """Return the layout of what a holder has, as plain JSON values."""
+def unit_metadata(adapter: ShardingAdapter) -> dict[str, Any]:
+    """Return the layout of an adapter's tensors, as plain JSON values."""
     entries = [
         {"name": each.name, "aliases": list(each.aliases), "shape": list(each.shape), "dtype": str(each.dtype)[6:]}
-        for each in holder.entries
+        for each in adapter.entries
     ]
-    return {"entries": entries, **holder.layout_note()}
+    return {"entries": entries, **adapter.layout_metadata()}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardckpt.core.modules.fqn_and_params import clean
-from shardckpt.state.adapters.model_index import Description, below
+from shardckpt.state.adapters.model_index import ModelIndex, below
 
 _SEEN_TO = ("torch.", "shardckpt.")
 """Who defines methods and hooks whose results names and values here are already."""
@@ -25,7 +25,7 @@ def is_bare() -> bool:
     return _BARE.get()
 
 
-def taken(found: Description, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def taken(found: ModelIndex, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state as the model's own methods and hooks make it; as it is where it has none.
 
     Args:
@@ -40,7 +40,7 @@ def taken(found: Description, values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {clean(name).removeprefix(_outer(found.root)): value for name, value in made.items()}
 
 
-def given(found: Description, values: Mapping[str, Any]) -> dict[str, Any]:
+def given(found: ModelIndex, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state as the model's own methods and hooks make it before it is loaded; nothing is loaded.
 
     Args:
@@ -96,7 +96,7 @@ def _outer(root: nn.Module) -> str:
 
 
 @contextmanager
-def _registered(found: Description, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _registered(found: ModelIndex, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Inside, tensors are registered where a model's parameters and buffers are, and its own are not."""
     homes = [*found.flats, *found.places.values(), *((each.module, each.attribute) for each in found.buffers)]
     kept = {id(m): (m, dict(m._parameters), dict(m._buffers), dict[str, Any]()) for m, _ in homes}
@@ -121,7 +121,7 @@ def _registered(found: Description, tensors: Mapping[str, torch.Tensor]) -> Iter
             module.__dict__.update(attributes)
 
 
-def _now(found: Description) -> Iterator[tuple[str, torch.Tensor]]:
+def _now(found: ModelIndex) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what is registered at the moment."""
     for name, (module, attribute) in found.places.items():
         value = module._parameters.get(attribute)

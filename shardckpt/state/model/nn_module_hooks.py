@@ -18,11 +18,11 @@ from shardckpt.core.params.full_params import Staging
 from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit
-from shardckpt.state.adapters.engine_flat import FlatHolder
+from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import groups_of, mesh_of_bucket
 from shardckpt.state.keys.kinds import KEY, StateKind
 from shardckpt.state.model import module_hooks
-from shardckpt.state.model.model_state_dict import local_note, unit_note
+from shardckpt.state.model.model_state_dict import local_metadata, unit_metadata
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 _COMPILED = "_orig_mod"
@@ -35,9 +35,9 @@ KINDS = {
 }
 
 
-def holders_of(unit: FSDPUnit) -> list[FlatHolder]:
+def build_adapters(unit: FSDPUnit) -> list[EngineFlatAdapter]:
     """Return who holds the parameters of one wrapped module; names are those from the module on."""
-    found: list[FlatHolder] = []
+    found: list[EngineFlatAdapter] = []
     ranks = Ranks.of(groups_of(unit))
     for registration in unit.registrations:
         assert isinstance(registration, (FlatParamRegistration, OrigParamsRegistration)), (
@@ -45,7 +45,7 @@ def holders_of(unit: FSDPUnit) -> list[FlatHolder]:
         )
         names = [[place.fqn for place in member.places] for member in registration.bucket.members]
         flat_name = registration.home.attribute if isinstance(registration, FlatParamRegistration) else None
-        found.append(FlatHolder(registration, names, ranks, mesh_of_bucket(registration.bucket), flat_name))
+        found.append(EngineFlatAdapter(registration, names, ranks, mesh_of_bucket(registration.bucket), flat_name))
     return found
 
 
@@ -53,37 +53,37 @@ class _Shown:
     """Some tensors registered in the modules of one unit, instead of what is registered while it is sharded.
 
     Args:
-        holders: The unit's.
+        adapters: The unit's.
         kind: What is shown.
         first_only: Of whole tensors, whether only the first rank gets them.
     """
 
-    def __init__(self, holders: Sequence[FlatHolder], kind: StateKind, *, first_only: bool = False) -> None:
-        self._holders = holders
+    def __init__(self, adapters: Sequence[EngineFlatAdapter], kind: StateKind, *, first_only: bool = False) -> None:
+        self._adapters = adapters
         self._lying = kind is StateKind.LOCAL
-        self.values = [self._of(holder, kind, first_only) for holder in holders]
+        self.values = [self._of(adapter, kind, first_only) for adapter in adapters]
 
     @staticmethod
-    def _of(holder: FlatHolder, kind: StateKind, first_only: bool) -> list[torch.Tensor] | None:
-        laid = holder.laid
+    def _of(adapter: EngineFlatAdapter, kind: StateKind, first_only: bool) -> list[torch.Tensor] | None:
+        laid = adapter.laid
         if kind is StateKind.SHARDED:
-            return holder.sharded(laid, Staging())
+            return adapter.sharded(laid, Staging())
         if kind is StateKind.FULL:
-            whole = holder.full(laid, Staging(), first_only=first_only)
+            whole = adapter.full(laid, Staging(), first_only=first_only)
             return None if whole is None else list(whole)
-        return None if holder.flat_name is None else [laid[: holder.owned]]
+        return None if adapter.flat_name is None else [laid[: adapter.owned]]
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, they are registered."""
-        for holder, values in zip(self._holders, self.values, strict=True):
+        for adapter, values in zip(self._adapters, self.values, strict=True):
             if values is not None:
-                holder.show(values, lying=self._lying)
+                adapter.show(values, lying=self._lying)
         try:
             yield
         finally:
-            for holder in self._holders:
-                holder.hide()
+            for adapter in self._adapters:
+                adapter.hide()
 
 
 def module_state_dict(
@@ -119,13 +119,13 @@ def module_state_dict(
     kind, config = KINDS[settings.state_dict_type], settings.state_dict_config
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
     unit.free()
-    holders = holders_of(unit)
-    with _Shown(holders, kind, first_only=first_only).shown():
+    adapters = build_adapters(unit)
+    with _Shown(adapters, kind, first_only=first_only).shown():
         nn.Module.state_dict(module, **given)
     made: MutableMapping[str, Any] = given["destination"]
     _cleaned(made, prefix)
     if kind is StateKind.LOCAL:
-        _note_units(made, prefix, holders)
+        _note_units(made, prefix, adapters)
     if first_only and not Ranks.of(groups_of(unit)).is_first:
         for name in [name for name in made if name.startswith(prefix)]:
             del made[name]
@@ -150,14 +150,14 @@ def _cleaned(destination: MutableMapping[str, Any], prefix: str) -> None:
         note["units"] = [_named(unit, cleaned) for unit in note["units"]]
 
 
-def _note_units(destination: MutableMapping[str, Any], prefix: str, holders: Sequence[FlatHolder]) -> None:
+def _note_units(destination: MutableMapping[str, Any], prefix: str, adapters: Sequence[EngineFlatAdapter]) -> None:
     """Write how a wrapper's parameters lie over ranks into `_metadata`; wrappers above and beside add theirs."""
     metadata = getattr(destination, "_metadata", None)
     if metadata is None:
         return
-    note = metadata.setdefault(KEY, {**local_note(), "aliases": {}, "units": []})
-    for holder in holders:
-        unit = _named(unit_note(holder), lambda name: prefix + clean(name))
+    note = metadata.setdefault(KEY, {**local_metadata(), "aliases": {}, "units": []})
+    for adapter in adapters:
+        unit = _named(unit_metadata(adapter), lambda name: prefix + clean(name))
         note["units"].append(unit)
         note["aliases"] |= {alias: each["name"] for each in unit["entries"] for alias in each["aliases"]}
 
@@ -211,34 +211,34 @@ class Loading:
         unit.free()
         kind = KINDS[module.state_dict_settings.state_dict_type]
         self._kind = kind
-        self._holders = holders_of(unit)
-        self._shown = _Shown(self._holders, kind)
-        for holder, values in zip(self._holders, self._shown.values, strict=True):
+        self._adapters = build_adapters(unit)
+        self._shown = _Shown(self._adapters, kind)
+        for adapter, values in zip(self._adapters, self._shown.values, strict=True):
             if values is not None:
                 made = [nn.Parameter(value, requires_grad=False) for value in values]
-                holder.show(made, lying=kind is StateKind.LOCAL)
+                adapter.show(made, lying=kind is StateKind.LOCAL)
 
     def finish(self) -> None:
         """Take what was loaded as the unit's parameters. Collective for sharded states."""
-        for holder, values in zip(self._holders, self._shown.values, strict=True):
+        for adapter, values in zip(self._adapters, self._shown.values, strict=True):
             if values is None:
                 continue
-            loaded = [value.detach() for value in holder.registered(lying=self._kind is StateKind.LOCAL)]
-            holder.hide()  # first, or it takes what is shown for parameters that a user put there
-            laid = holder.laid
+            loaded = [value.detach() for value in adapter.registered(lying=self._kind is StateKind.LOCAL)]
+            adapter.hide()  # first, or it takes what is shown for parameters that a user put there
+            laid = adapter.laid
             with torch.no_grad():
                 if self._kind is StateKind.FULL:
-                    holder.from_full(loaded, holder.places(laid))
+                    adapter.from_full(loaded, adapter.places(laid))
                 elif self._kind is StateKind.SHARDED:
-                    holder.from_sharded(loaded, holder.places(laid), Staging())
+                    adapter.from_sharded(loaded, adapter.places(laid), Staging())
                 else:
-                    laid[: holder.owned] = loaded[0]
-            holder.written()
+                    laid[: adapter.owned] = loaded[0]
+            adapter.written()
 
     def abandon(self) -> None:
         """Give the unit back what it had registered: the recursion ended on the way."""
-        for holder in self._holders:
-            holder.hide()
+        for adapter in self._adapters:
+            adapter.hide()
 
 
 def _is_any(value: Any, addresses: Sequence[int]) -> bool:

@@ -17,9 +17,9 @@ from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.state.adapters import torch_fsdp1
-from shardckpt.state.adapters.base import Entry, Holder, from_first, local, placing_of
-from shardckpt.state.adapters.engine_flat import FlatHolder
-from shardckpt.state.adapters.model_index import Description, describe_whole, settle
+from shardckpt.state.adapters.base import Entry, ShardingAdapter, from_first, get_mesh_placements, local
+from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
+from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
 from shardckpt.state.adapters.sharded_tensor import optimizer_rows
 from shardckpt.state.keys.kinds import StateKind, kind_of, note_of, tensors
 from shardckpt.state.keys.param_groups import wanted
@@ -41,9 +41,9 @@ from shardckpt.state.keys.slots import (
     unpacked,
     with_largest,
 )
-from shardckpt.state.keys.validation import StateMismatchError, check_form, digest, handed
-from shardckpt.state.model.layout_check import other_kind, other_rank, other_units
-from shardckpt.state.optim.optim_state_dict import Held, Optimized, Optimizing, optimized
+from shardckpt.state.keys.validation import StateMismatchError, check_form, digest, validate_input
+from shardckpt.state.model.layout_check import check_kind, check_rank, check_units
+from shardckpt.state.optim.optim_state_dict import AdapterParams, OptimizerLike, OptimizerParams, map_optimizer_params
 
 Missing = Literal["skip", "zeros", "error"]
 """What becomes of a parameter that no state was saved of: none, zeros, or it is an error."""
@@ -126,7 +126,7 @@ def _bring_scalars(optim: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
 
 def fit(
     model: nn.Module,
-    optim: Optimizing,
+    optim: OptimizerLike,
     state_dict: Mapping[str, Any],
     *,
     kind: StateKind | str | None = None,
@@ -143,14 +143,14 @@ def fit(
     if missing not in ("skip", "zeros", "error"):
         raise UsageError("this is no way to treat missing states", found=missing, expected="skip, zeros or error")
     require_way_with_steps(unequal_steps)
-    settle(model)
-    found = describe_whole(model)
+    reshard_all(model)
+    found = index_complete_model(model)
     group = found.ranks.group
     told = b""
-    with handed(found.ranks, "fit a state to the optimizer", given=_is_given(state_dict)) as agreed:
-        of = optimized(found, optim)
-        given = _Given.of(state_dict, kind, found, layout=state_layout, unequal_steps=unequal_steps)
-        rows: Survey = [{} for held in of.held for _ in held.holder.entries]
+    with validate_input(found.ranks, "fit a state to the optimizer", given=_is_given(state_dict)) as agreed:
+        of = map_optimizer_params(found, optim)
+        given = _IncomingOptimState.of(state_dict, kind, found, layout=state_layout, unequal_steps=unequal_steps)
+        rows: Survey = [{} for held in of.held for _ in held.adapter.entries]
         changes: list[dict[str, Any]] = []
         if agreed.is_judge:
             rows = given.checked(of, missing)
@@ -162,11 +162,11 @@ def fit(
         told = group.broadcast(told if group.rank == 0 else None)
         rows, changes = (rows, changes) if group.rank == 0 else _unpacked(told)
     state = {}
-    putter = _Putter(given, agreed.from_first, optim.state if in_place else {})
+    setter = _StateSetter(given, agreed.from_first, optim.state if in_place else {})
     at = iter(rows)
     with torch.no_grad():
         for each in of.held:
-            state.update(putter.put(each, [next(at) for _ in each.holder.entries]))
+            state.update(setter.put(each, [next(at) for _ in each.adapter.entries]))
     return Fitted(state, changes)
 
 
@@ -175,7 +175,7 @@ def _is_given(state: Any) -> bool:
 
 
 def _alone(
-    given: _Given, rows: Survey, survey: str, changes: Sequence[Mapping[str, Any]]
+    given: _IncomingOptimState, rows: Survey, survey: str, changes: Sequence[Mapping[str, Any]]
 ) -> tuple[ShardckptError | None, bytes]:
     """Return why this cannot be the state of the first rank alone, or else what the others are told of it."""
     if given.kind is not StateKind.FULL:
@@ -230,14 +230,14 @@ def _rich(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Given:
-    """A state that was handed in, by names of the unsharded model."""
+class _IncomingOptimState:
+    """A state to load, by names of the unsharded model."""
 
     kind: StateKind
     note: Mapping[str, Any]
     state: dict[str, Mapping[str, Any]]
     groups: list[dict[str, Any]]
-    found: Description
+    found: ModelIndex
     layout: StateLayout | None
     unequal_steps: UnequalSteps = "error"
 
@@ -274,11 +274,11 @@ class _Given:
         cls,
         given: Mapping[str, Any],
         kind: StateKind | str | None,
-        found: Description,
+        found: ModelIndex,
         *,
         layout: StateLayout | None,
         unequal_steps: UnequalSteps,
-    ) -> _Given:
+    ) -> _IncomingOptimState:
         check_form(given)
         state, groups = dict(given.get("state", {})), [dict(group) for group in given.get("param_groups", [])]
         names = _names_of_ids(groups)
@@ -296,16 +296,16 @@ class _Given:
             unequal_steps,
         )
 
-    def checked(self, of: Optimized, missing: Missing) -> Survey:
+    def checked(self, of: OptimizerParams, missing: Missing) -> Survey:
         """Return what is given for every entry that the optimizer holds; refuse what does not fit."""
-        problems = other_kind(self.note, self.kind)
+        problems = check_kind(self.note, self.kind)
         problems += [
             f"{name!r} is the number of a parameter, not its name" for name in self._keys() if not isinstance(name, str)
         ]
-        known = set(self.found.entries) | {h.flat_name for h in self.found.holders if isinstance(h, FlatHolder)}
+        known = set(self.found.entries) | {h.flat_name for h in self.found.adapters if isinstance(h, EngineFlatAdapter)}
         problems += [f"Unexpected key: {name}" for name in self._keys() if isinstance(name, str) and name not in known]
         if self.kind is StateKind.LOCAL:
-            problems += other_rank(self.note) or other_units(self.note, self.found)
+            problems += check_rank(self.note) or check_units(self.note, self.found)
         rows = [row for held in of.held for row in self._rows(held, missing, problems)]
         if problems:
             raise StateMismatchError(
@@ -317,27 +317,27 @@ class _Given:
     def _keys(self) -> list[Any]:
         return list(dict.fromkeys([*self.state, *(name for group in self.groups for name in group["params"])]))
 
-    def _rows(self, held: Held, missing: Missing, problems: list[str]) -> Survey:
-        """Describe what is given for a holder's entries, by what is missing too."""
-        holder = held.holder
+    def _rows(self, held: AdapterParams, missing: Missing, problems: list[str]) -> Survey:
+        """Describe what is given for an adapter's entries, by what is missing too."""
+        adapter = held.adapter
         if self.kind is StateKind.LOCAL:
             problems += self._lying_misfits(held)
-            return [{} for _ in holder.entries]
-        mine = [held.is_flat or index in held.positions for index in range(len(holder.entries))]
-        rows = [self._described(e) if on else {} for e, on in zip(holder.entries, mine, strict=True)]
+            return [{} for _ in adapter.entries]
+        mine = [held.is_flat or index in held.positions for index in range(len(adapter.entries))]
+        rows = [self._described(e) if on else {} for e, on in zip(adapter.entries, mine, strict=True)]
         problems += self._misfits(held, rows)
         slots = {name: slot for row in rows for name, slot in row.items()}
-        lacking = [e.name for e, row, on in zip(holder.entries, rows, mine, strict=True) if on and slots and not row]
+        lacking = [e.name for e, row, on in zip(adapter.entries, rows, mine, strict=True) if on and slots and not row]
         if missing == "error":
             problems += [
                 f"Missing state of {e.name}"
-                for e, row, on in zip(holder.entries, rows, mine, strict=True)
+                for e, row, on in zip(adapter.entries, rows, mine, strict=True)
                 if on and not row
             ]
         if held.is_flat:
             if self.unequal_steps == "largest":
                 rows = with_largest(rows)
-            problems += _unequal(holder.entries, rows)
+            problems += _unequal(adapter.entries, rows)
         if missing == "zeros" and lacking:
             zeros = {
                 name: Slot(slot.form, slot.dtype, 0 if slot.form is Form.SCALAR else None)
@@ -346,32 +346,32 @@ class _Given:
             rows = [zeros if on and not row else row for row, on in zip(rows, mine, strict=True)]
         return rows
 
-    def lying(self, held: Held, position: int) -> Mapping[str, Any]:
+    def lying(self, held: AdapterParams, position: int) -> Mapping[str, Any]:
         """Return what a LOCAL state has of one exposed parameter."""
-        flat = held.holder.flat_name if isinstance(held.holder, FlatHolder) else None
+        flat = held.adapter.flat_name if isinstance(held.adapter, EngineFlatAdapter) else None
         return self.state.get(flat or held.names(position)[0], {})
 
-    def _lying_misfits(self, held: Held) -> list[str]:
+    def _lying_misfits(self, held: AdapterParams) -> list[str]:
         """Compare values of a flat parameter with its lengths, padded and not: other wrapping makes other ones."""
         if not held.is_flat or self.note:
             return []  # the note tells whether units are the same
-        assert isinstance(held.holder, FlatHolder)
-        fitting = ((held.holder.owned,), tuple(held.holder.exposed[0].shape))
+        assert isinstance(held.adapter, EngineFlatAdapter)
+        fitting = ((held.adapter.owned,), tuple(held.adapter.exposed[0].shape))
         return [
-            f"size mismatch for {held.holder.flat_name}/{slot}: found {tuple(value.shape)}, expected {fitting[0]}"
+            f"size mismatch for {held.adapter.flat_name}/{slot}: found {tuple(value.shape)}, expected {fitting[0]}"
             for slot, value in self.lying(held, 0).items()
             if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) not in fitting
         ]
 
-    def _misfits(self, held: Held, rows: Survey) -> list[str]:
+    def _misfits(self, held: AdapterParams, rows: Survey) -> list[str]:
         """Name values of shapes of their own of which nobody knows how they are cut."""
         found = []
-        for index, (entry, row) in enumerate(zip(held.holder.entries, rows, strict=True)):
+        for index, (entry, row) in enumerate(zip(held.adapter.entries, rows, strict=True)):
             for slot, each in row.items():
                 value = self.state[entry.name][slot]
                 if each.form is not Form.OPAQUE or isinstance(value, DTensor):
                     continue
-                if not held.holder.is_sharded and slot not in self._usually_shaped:
+                if not held.adapter.is_sharded and slot not in self._usually_shaped:
                     continue
                 shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 if isinstance(value, torch.Tensor) and self.parts(held, index, slot, value) is not None:
@@ -382,7 +382,7 @@ class _Given:
                 )
         return found
 
-    def parts(self, held: Held, index: int, slot: str, value: torch.Tensor) -> list[torch.Tensor] | None:
+    def parts(self, held: AdapterParams, index: int, slot: str, value: torch.Tensor) -> list[torch.Tensor] | None:
         """Return each rank's part of a value of a shape of its own, one where all have the same; None if unknown.
 
         Args:
@@ -391,15 +391,15 @@ class _Given:
             slot: What is kept.
             value: The joined tensor.
         """
-        holder, name = held.holder, held.holder.entries[index].name
+        adapter, name = held.adapter, held.adapter.entries[index].name
         answer = cut_of(self.layout, name, slot, value)
         if answer == "replicated":
             return [value]
         if not isinstance(answer, int) or not -value.dim() <= answer < value.dim():
             return None
-        if holder.ranks is None or (held.is_flat and len(holder.entries) > 1):
+        if adapter.ranks is None or (held.is_flat and len(adapter.entries) > 1):
             return None
-        cut = lengths(value.shape[answer], holder.extents(index))
+        cut = lengths(value.shape[answer], adapter.shard_lengths(index))
         return None if cut is None else list(torch.split(value, list(cut), dim=answer))
 
     def _described(self, entry: Entry) -> dict[str, Slot]:
@@ -427,13 +427,15 @@ def _names_of_ids(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
     }
 
 
-def _members(names: Sequence[Any], found: Description) -> list[Any]:
+def _members(names: Sequence[Any], found: ModelIndex) -> list[Any]:
     """Return the names of a group with a flat parameter's members for it."""
-    flats = {h.flat_name: [entry.name for entry in h.entries] for h in found.holders if isinstance(h, FlatHolder)}
+    flats = {
+        h.flat_name: [entry.name for entry in h.entries] for h in found.adapters if isinstance(h, EngineFlatAdapter)
+    }
     return [each for name in names for each in flats.get(_first(name, found), [_first(name, found)])]
 
 
-def _first(name: Any, found: Description) -> Any:
+def _first(name: Any, found: ModelIndex) -> Any:
     """Return the first name of a parameter, whatever wrapped the model that it was saved with."""
     if not isinstance(name, str):
         return name
@@ -456,18 +458,20 @@ def _unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
     return found
 
 
-class _Putter:
-    """Makes the states of one holder after the other."""
+class _StateSetter:
+    """Sets the optimizer state of one adapter after the other."""
 
-    def __init__(self, given: _Given, from_first: bool, own: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+    def __init__(
+        self, given: _IncomingOptimState, from_first: bool, own: Mapping[nn.Parameter, Mapping[str, Any]]
+    ) -> None:
         self._given = given
         self._from_first = from_first
         self._own = own
         self._taken = {_address(value) for value in tensors(given.state)} - {_NOWHERE} if own else set()
         self._staging = Staging()
 
-    def put(self, held: Held, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
-        """Return what an optimizer is to keep of a holder's parameters. Collective."""
+    def put(self, held: AdapterParams, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return what an optimizer is to keep of an adapter's parameters. Collective."""
         if self._given.kind is StateKind.LOCAL:
             return self._lying(held)
         made: dict[int, dict[str, Any]] = {position: {} for position in held.positions}
@@ -481,95 +485,101 @@ class _Putter:
                         made[position][name] = self._scalar(held, source, name, rows[source][name])
             else:
                 self._opaque(held, name, rows, having, made)
-        return {held.holder.exposed[at]: state for at, state in made.items() if not _has_no_part(held.holder, at)}
+        return {held.adapter.exposed[at]: state for at, state in made.items() if not _has_no_part(held.adapter, at)}
 
-    def _scalar(self, held: Held, index: int, name: str, slot: Slot) -> Any:
-        entry = held.holder.entries[index]
+    def _scalar(self, held: AdapterParams, index: int, name: str, slot: Slot) -> Any:
+        entry = held.adapter.entries[index]
         value = self._given.state.get(entry.name, {}).get(name)
         if not isinstance(value, torch.Tensor):
             return slot.scalar()
         made = local(value.detach()).clone()
         return made.fill_(slot.value) if held.is_flat and self._given.unequal_steps == "largest" else made
 
-    def _shaped(self, held: Held, name: str, slot: Slot, having: set[int], made: dict[int, dict[str, Any]]) -> None:
-        holder, dtype = held.holder, slot.torch_dtype
-        places: list[torch.Tensor | None] = [None] * len(holder.entries)
+    def _shaped(
+        self, held: AdapterParams, name: str, slot: Slot, having: set[int], made: dict[int, dict[str, Any]]
+    ) -> None:
+        adapter, dtype = held.adapter, slot.torch_dtype
+        places: list[torch.Tensor | None] = [None] * len(adapter.entries)
         for position in held.positions if held.is_flat else sorted(having):
-            made[position][name] = whole = self._room(holder, position, name, dtype)
+            made[position][name] = whole = self._room(adapter, position, name, dtype)
             if not held.is_flat:
                 places[position] = local(whole.detach())
                 continue
-            if len(having) < len(holder.entries):
+            if len(having) < len(adapter.entries):
                 whole.zero_()
-            own = enumerate(holder.places(whole.detach()))
+            own = enumerate(adapter.places(whole.detach()))
             places = [place if index in having else None for index, place in own]
         if self._from_first and not self._given.groups:
-            holder.from_first(None, places, dtype, self._staging)
+            adapter.from_first(None, places, dtype, self._staging)
             return
-        values = [self._value(each, name, dtype) if at in having else None for at, each in enumerate(holder.entries)]
+        values = [self._value(each, name, dtype) if at in having else None for at, each in enumerate(adapter.entries)]
         if self._from_first:
-            holder.from_first(values, places, dtype, self._staging)
-        elif self._given.kind is StateKind.SHARDED and holder.takes(values):
-            holder.from_sharded(values, places, self._staging)
+            adapter.from_first(values, places, dtype, self._staging)
+        elif self._given.kind is StateKind.SHARDED and adapter.takes(values):
+            adapter.from_sharded(values, places, self._staging)
         else:
-            holder.from_full([v.full_tensor() if isinstance(v, DTensor) else v for v in values], places)
+            adapter.from_full([v.full_tensor() if isinstance(v, DTensor) else v for v in values], places)
 
     def _value(self, entry: Entry, slot: str, dtype: torch.dtype) -> torch.Tensor:
         """Return what is given, or zeros that take no memory for what is missing."""
         value = self._given.state.get(entry.name, {}).get(slot)
         return torch.zeros((), dtype=dtype).expand(entry.shape) if value is None else value.detach()
 
-    def _room(self, holder: Holder, position: int, slot: str, dtype: torch.dtype) -> torch.Tensor:
+    def _room(self, adapter: ShardingAdapter, position: int, slot: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor that an optimizer keeps where it is as it has to be, else new memory.
 
         Memory is written into once: what is given, or has been written, may lie there too.
         """
-        parameter = holder.exposed[position]
+        parameter = adapter.exposed[position]
         own = self._own.get(parameter, {}).get(slot)
         if _fits(own, parameter, dtype):
             address = _address(own)
             if address not in self._taken:
                 self._taken |= {address} - {_NOWHERE}
                 return own
-        return holder.blank(position, dtype)
+        return adapter.empty_like(position, dtype)
 
-    def _opaque(self, held: Held, name: str, rows: Survey, having: set[int], made: dict[int, dict[str, Any]]) -> None:
+    def _opaque(
+        self, held: AdapterParams, name: str, rows: Survey, having: set[int], made: dict[int, dict[str, Any]]
+    ) -> None:
         for position in held.positions:
-            value = self._given.state.get(held.holder.entries[position].name, {}).get(name)
+            value = self._given.state.get(held.adapter.entries[position].name, {}).get(name)
             if position not in having:
                 continue
             if self._from_first:
-                slot, everyone = rows[position][name], held.holder.everyone
-                value = from_first(everyone, slot.value, slot.torch_dtype, held.holder.device, value)
+                slot, everyone = rows[position][name], held.adapter.everyone
+                value = from_first(everyone, slot.value, slot.torch_dtype, held.adapter.device, value)
             made[position][name] = self._placed(held, position, name, value)
 
-    def _placed(self, held: Held, position: int, name: str, value: Any) -> Any:
+    def _placed(self, held: AdapterParams, position: int, name: str, value: Any) -> Any:
         """Return this rank's part of a value of a shape of its own."""
         if not isinstance(value, torch.Tensor):
             return copied(value)
         mine = value.detach()
-        if held.holder.is_sharded and not isinstance(value, DTensor):
+        if held.adapter.is_sharded and not isinstance(value, DTensor):
             parts = self._given.parts(held, position, name, mine)
             if parts is None:
                 raise OpaqueStateError("nobody knows how this is sharded", where=name, found=tuple(value.shape))
-            mine = parts[0] if len(parts) == 1 else parts[dist.get_rank(held.holder.ranks)]
+            mine = parts[0] if len(parts) == 1 else parts[dist.get_rank(held.adapter.ranks)]
         made = mine.clone()
-        return made if isinstance(made, DTensor) else made.to(held.holder.exposed[position].device)
+        return made if isinstance(made, DTensor) else made.to(held.adapter.exposed[position].device)
 
-    def _lying(self, held: Held) -> dict[nn.Parameter, dict[str, Any]]:
+    def _lying(self, held: AdapterParams) -> dict[nn.Parameter, dict[str, Any]]:
         found = {}
         for position in held.positions:
-            parameter = held.holder.exposed[position]
+            parameter = held.adapter.exposed[position]
             kept = self._given.lying(held, position)
             scalars = self._given.scalars
-            owned = held.holder.owned if isinstance(held.holder, FlatHolder) and held.is_flat else -1
+            owned = held.adapter.owned if isinstance(held.adapter, EngineFlatAdapter) and held.is_flat else -1
             found[parameter] = {s: _as_lying(value, parameter, s in scalars, owned) for s, value in kept.items()}
         return found
 
 
-def _has_no_part(holder: Holder, position: int) -> bool:
+def _has_no_part(adapter: ShardingAdapter, position: int) -> bool:
     """Tell whether this rank has no part of a parameter, so that it keeps of it what its optimizer began with."""
-    return isinstance(holder, FlatHolder) and holder.is_sharded and local(holder.exposed[position]).numel() == 0
+    return (
+        isinstance(adapter, EngineFlatAdapter) and adapter.is_sharded and local(adapter.exposed[position]).numel() == 0
+    )
 
 
 _NOWHERE = 0
@@ -588,7 +598,7 @@ def _fits(own: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[to
         and own.dtype == dtype
         and own.device == parameter.device
         and own.shape == parameter.shape
-        and placing_of(own) == placing_of(parameter)
+        and get_mesh_placements(own) == get_mesh_placements(parameter)
     )
 
 

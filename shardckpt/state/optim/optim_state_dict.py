@@ -16,9 +16,9 @@ from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.groups import Group, TorchGroup
 from shardckpt.state.adapters import torch_fsdp1
-from shardckpt.state.adapters.base import Holder, local
-from shardckpt.state.adapters.engine_flat import FlatHolder
-from shardckpt.state.adapters.model_index import Description, describe_whole, settle
+from shardckpt.state.adapters.base import ShardingAdapter, local
+from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
+from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
 from shardckpt.state.keys.kinds import StateKind
 from shardckpt.state.keys.param_groups import settings
 from shardckpt.state.keys.slots import (
@@ -36,15 +36,15 @@ from shardckpt.state.keys.slots import (
     unpacked,
 )
 from shardckpt.state.keys.validation import StateMismatchError, digest
-from shardckpt.state.model.model_state_dict import noted
+from shardckpt.state.model.model_state_dict import with_metadata
 
 
 class ForeignParameterError(ShardckptError, ValueError):
     """An optimizer holds a parameter that the model does not have."""
 
 
-class Optimizing(Protocol):
-    """What an optimizer is taken for: groups of parameters, and what it keeps of them."""
+class OptimizerLike(Protocol):
+    """Groups of parameters and their state: an optimizer, or a stand-in for one."""
 
     param_groups: list[dict[str, Any]]
 
@@ -54,54 +54,54 @@ class Optimizing(Protocol):
 
 
 @dataclass(frozen=True)
-class Held:
-    """A holder, of which an optimizer has parameters.
+class AdapterParams:
+    """An adapter, of which an optimizer has parameters.
 
     Attributes:
-        holder: The holder.
+        adapter: The adapter.
         positions: Which of its exposed parameters the optimizer has.
     """
 
-    holder: Holder
+    adapter: ShardingAdapter
     positions: tuple[int, ...]
 
     def names(self, position: int) -> list[str]:
         """Return the names behind one exposed parameter: all of a flat one's."""
-        entries = self.holder.entries
+        entries = self.adapter.entries
         return [entry.name for entry in entries] if self.is_flat else [entries[position].name]
 
     @property
     def is_flat(self) -> bool:
         """Tell whether one exposed parameter stands for all entries."""
-        return isinstance(self.holder, FlatHolder) and self.holder.flat_name is not None
+        return isinstance(self.adapter, EngineFlatAdapter) and self.adapter.flat_name is not None
 
 
 @dataclass(frozen=True)
-class Optimized:
+class OptimizerParams:
     """An optimizer's parameters by name.
 
     Attributes:
-        held: Who holds them.
+        held: Their adapters.
         groups: The names in each group.
     """
 
-    held: tuple[Held, ...]
+    held: tuple[AdapterParams, ...]
     groups: tuple[tuple[str, ...], ...]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters, in an order that is the same on all ranks."""
-        return [each.holder.exposed[position] for each in self.held for position in each.positions]
+        return [each.adapter.exposed[position] for each in self.held for position in each.positions]
 
     @property
     def shared(self) -> bytes:
         """What of this has to be equal on all ranks, in short: the parameters of which each rank has a part."""
-        cut = [each for each in self.held if each.holder.is_sharded and each.holder.is_everywhere]
+        cut = [each for each in self.held if each.adapter.is_sharded and each.adapter.is_everywhere]
         return digest([each.names(at) for each in cut for at in each.positions])
 
 
-def optimized(found: Description, optim: Optimizing) -> Optimized:
-    """Find the names of an optimizer's parameters.
+def map_optimizer_params(found: ModelIndex, optim: OptimizerLike) -> OptimizerParams:
+    """Map an optimizer's parameters to adapters and names.
 
     Args:
         found: The model.
@@ -111,9 +111,9 @@ def optimized(found: Description, optim: Optimizing) -> Optimized:
         ForeignParameterError: One is not the model's.
     """
     where = {
-        id(parameter): (holder, position)
-        for holder in found.holders
-        for position, parameter in enumerate(holder.exposed)
+        id(parameter): (adapter, position)
+        for adapter in found.adapters
+        for position, parameter in enumerate(adapter.exposed)
     }
     positions: dict[int, set[int]] = {}
     groups = []
@@ -127,12 +127,12 @@ def optimized(found: Description, optim: Optimizing) -> Optimized:
                     found=tuple(parameter.shape),
                     fix="Make the optimizer of the sharded model's parameters, after sharding.",
                 )
-            holder, position = where[id(parameter)]
-            positions.setdefault(id(holder), set()).add(position)
-            names += Held(holder, ()).names(position)
+            adapter, position = where[id(parameter)]
+            positions.setdefault(id(adapter), set()).add(position)
+            names += AdapterParams(adapter, ()).names(position)
         groups.append(tuple(names))
-    held = [Held(h, tuple(sorted(positions[id(h)]))) for h in found.holders if id(h) in positions]
-    return Optimized(tuple(held), tuple(groups))
+    held = [AdapterParams(h, tuple(sorted(positions[id(h)]))) for h in found.adapters if id(h) in positions]
+    return OptimizerParams(tuple(held), tuple(groups))
 
 
 def _check_same(group: Group, heard: Sequence[bytes]) -> None:
@@ -146,12 +146,12 @@ def _check_same(group: Group, heard: Sequence[bytes]) -> None:
         )
 
 
-def kept_everywhere(of: Optimized, optim: Optimizing, group: Group) -> Survey:
+def gather_survey(of: OptimizerParams, optim: OptimizerLike, group: Group) -> Survey:
     """Return what the ranks' optimizers keep of each parameter. Collective where a rank may have no part of one."""
     mine = survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
-    if all(each.is_flat or not each.holder.is_sharded or each.holder.all_have for each in of.held):
+    if all(each.is_flat or not each.adapter.is_sharded or each.adapter.has_parts_everywhere for each in of.held):
         return mine
-    tells = [each.holder.tells(position) for each in of.held for position in each.positions]
+    tells = [each.adapter.is_reporting_rank(position) for each in of.held for position in each.positions]
     told = packed([row if mine_to_tell else {} for row, mine_to_tell in zip(mine, tells, strict=True)])
     return merged([*(unpacked(each) for each in group.all_gather(told)), mine])
 
@@ -193,32 +193,32 @@ def optim_state_dict(
         if kind is StateKind.SHARDED:
             return torch_fsdp1.sharded_optim_state(model, optim, offload=offload_to_cpu)
         return torch_fsdp1.whole_optim_state(model, optim, offload=offload_to_cpu, first_only=rank0_only)
-    settle(model)
-    found = describe_whole(model)
+    reshard_all(model)
+    found = index_complete_model(model)
     with found.ranks.group.collective("find the parameters of the optimizer") as piggyback:
-        of = optimized(found, optim)
+        of = map_optimizer_params(found, optim)
         piggyback.local = of.shared
     _check_same(found.ranks.group, piggyback.gathered)
     if kind is StateKind.LOCAL:
         kept = survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
     else:
-        kept = kept_everywhere(of, optim, found.ranks.group)
-    taker = _Taker(optim, kind, rank0_only, offload_to_cpu, state_layout)
+        kept = gather_survey(of, optim, found.ranks.group)
+    getter = _StateGetter(optim, kind, rank0_only, offload_to_cpu, state_layout)
     state: dict[str, dict[str, Any]] = {}
     rows = iter(kept)
     for each in of.held:
-        taker.take(each, [next(rows) for _ in each.positions], state)
+        getter.take(each, [next(rows) for _ in each.positions], state)
     if rank0_only and not found.ranks.is_first:
-        return noted(OrderedDict(state={}, param_groups=[]), kind, found)
+        return with_metadata(OrderedDict(state={}, param_groups=[]), kind, found)
     groups = [
         {**settings(live), "params": list(names)} for live, names in zip(optim.param_groups, of.groups, strict=True)
     ]
     ordered = {name: state[name] for name in found.names if name in state}  # as on all ranks, whatever their groups
-    return noted(OrderedDict(state={**ordered, **state}, param_groups=groups), kind, found)
+    return with_metadata(OrderedDict(state={**ordered, **state}, param_groups=groups), kind, found)
 
 
-class _Taker:
-    """Takes the states of one holder after the other."""
+class _StateGetter:
+    """Gets the optimizer state of one adapter after the other."""
 
     def __init__(
         self,
@@ -235,8 +235,8 @@ class _Taker:
         self._offload = offload
         self._layout = layout
 
-    def take(self, held: Held, rows: Sequence[dict[str, Slot]], state: dict[str, dict[str, Any]]) -> None:
-        """Add what the optimizers keep of a holder's parameters. Collective."""
+    def take(self, held: AdapterParams, rows: Sequence[dict[str, Slot]], state: dict[str, dict[str, Any]]) -> None:
+        """Add what the optimizers keep of an adapter's parameters. Collective."""
         for name, slot, indices in kinds(rows):
             having = [held.positions[index] for index in sorted(indices)]
             if slot.form is Form.SCALAR:
@@ -246,18 +246,18 @@ class _Taker:
             else:
                 self._opaque(held, name, slot, having, state)
 
-    def _own(self, held: Held, position: int, slot: str) -> Any:
-        return self._optim.state.get(held.holder.exposed[position], {}).get(slot)
+    def _own(self, held: AdapterParams, position: int, slot: str) -> Any:
+        return self._optim.state.get(held.adapter.exposed[position], {}).get(slot)
 
     def _scalars(
         self,
-        held: Held,
+        held: AdapterParams,
         slot: str,
         rows: dict[int, dict[str, Slot]],
         having: Sequence[int],
         state: dict[str, dict[str, Any]],
     ) -> None:
-        if self._first_only and not held.holder.everyone.is_first:
+        if self._first_only and not held.adapter.everyone.is_first:
             return
         for position in having:
             own = self._own(held, position, slot)
@@ -267,41 +267,43 @@ class _Taker:
                     value = value.to(own.device)
                 state.setdefault(name, {})[slot] = value
 
-    def _names(self, held: Held, position: int) -> list[str]:
+    def _names(self, held: AdapterParams, position: int) -> list[str]:
         if self._kind is StateKind.LOCAL and held.is_flat:
-            assert isinstance(held.holder, FlatHolder) and held.holder.flat_name is not None
-            return [held.holder.flat_name]
+            assert isinstance(held.adapter, EngineFlatAdapter) and held.adapter.flat_name is not None
+            return [held.adapter.flat_name]
         return held.names(position)
 
     def _shaped(
-        self, held: Held, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
+        self, held: AdapterParams, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
     ) -> None:
-        holder = held.holder
+        adapter = held.adapter
         parts = [
-            self._own(held, position, slot) if position in having else None for position in range(len(holder.exposed))
+            self._own(held, position, slot) if position in having else None for position in range(len(adapter.exposed))
         ]
-        stays = self._kind is StateKind.LOCAL or (self._kind is StateKind.SHARDED and holder.lies_as_sharded)
+        stays = self._kind is StateKind.LOCAL or (self._kind is StateKind.SHARDED and adapter.is_stored_as_sharded)
         if stays and all(parts[position] is not None for position in having):
             self._lying(held, slot, parts, state)
             return
-        has = set(range(len(holder.entries))) if held.is_flat else set(having)
-        for index, (entry, value) in enumerate(zip(holder.entries, self._moved(holder, parts, found), strict=False)):
+        has = set(range(len(adapter.entries))) if held.is_flat else set(having)
+        for index, (entry, value) in enumerate(zip(adapter.entries, self._moved(adapter, parts, found), strict=False)):
             if index in has:
                 own = value.clone() if _lies_within(value, parts[0 if held.is_flat else index]) else value
                 state.setdefault(entry.name, {})[slot] = own.cpu() if self._offload else own
 
-    def _moved(self, holder: Holder, parts: Sequence[torch.Tensor | None], found: Slot) -> Iterable[torch.Tensor]:
+    def _moved(
+        self, adapter: ShardingAdapter, parts: Sequence[torch.Tensor | None], found: Slot
+    ) -> Iterable[torch.Tensor]:
         """Return each entry's value as it is asked for; nothing on the ranks that get none. Collective."""
         if self._kind is StateKind.SHARDED:
-            return holder.sharded(holder.join(parts, found.torch_dtype), self._staging)
-        laid = holder.join(parts, found.torch_dtype, self._staging)
-        return holder.full(laid, self._staging, first_only=self._first_only) or ()
+            return adapter.sharded(adapter.join(parts, found.torch_dtype), self._staging)
+        laid = adapter.join(parts, found.torch_dtype, self._staging)
+        return adapter.full(laid, self._staging, first_only=self._first_only) or ()
 
     def _lying(
-        self, held: Held, slot: str, parts: Sequence[torch.Tensor | None], state: dict[str, dict[str, Any]]
+        self, held: AdapterParams, slot: str, parts: Sequence[torch.Tensor | None], state: dict[str, dict[str, Any]]
     ) -> None:
         """Copy what is there: a flat parameter's without its padding."""
-        owned = held.holder.owned if isinstance(held.holder, FlatHolder) and held.is_flat else None
+        owned = held.adapter.owned if isinstance(held.adapter, EngineFlatAdapter) and held.is_flat else None
         with torch.no_grad():
             for position, part in enumerate(parts):
                 if part is not None:
@@ -311,9 +313,9 @@ class _Taker:
                     state.setdefault(name, {})[slot] = own.cpu() if self._offload else own
 
     def _opaque(
-        self, held: Held, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
+        self, held: AdapterParams, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
     ) -> None:
-        gives = not self._first_only or held.holder.everyone.is_first
+        gives = not self._first_only or held.adapter.everyone.is_first
         for position in having:
             own = self._own(held, position, slot)
             for name in self._names(held, position):
@@ -322,25 +324,25 @@ class _Taker:
                     moves = self._offload and isinstance(value, torch.Tensor)
                     state.setdefault(name, {})[slot] = value.cpu() if moves else value
 
-    def _joined(self, held: Held, name: str, slot: str, found: Slot, own: Any) -> Any:
+    def _joined(self, held: AdapterParams, name: str, slot: str, found: Slot, own: Any) -> Any:
         """Return a value of a shape of its own: as it is where that is whole, joined where it is known how."""
         if isinstance(own, DTensor):
             return own.full_tensor() if self._kind is StateKind.FULL else own.detach().clone()
-        if self._kind is StateKind.LOCAL or not held.holder.is_sharded:
+        if self._kind is StateKind.LOCAL or not held.adapter.is_sharded:
             return copied(own)
-        if found.dtype and held.holder.ranks is not None:
+        if found.dtype and held.adapter.ranks is not None:
             piece = torch.empty(0, dtype=found.torch_dtype) if own is None else own.detach()
             answer = cut_of(self._layout, name, slot, piece)
-            several = held.is_flat and len(held.holder.entries) > 1  # joined, it would be no single parameter's
+            several = held.is_flat and len(held.adapter.entries) > 1  # joined, it would be no single parameter's
             if answer == "replicated" or (isinstance(answer, int) and not several):
-                pieces = everyones(own, found.torch_dtype, held.holder.ranks)
+                pieces = gather_uneven(own, found.torch_dtype, held.adapter.ranks)
                 return torch.cat(pieces, dim=answer) if isinstance(answer, int) else pieces[0]
         raise OpaqueStateError(
             "what the optimizer keeps is neither shaped like its parameter nor a number, and nobody said how it is "
             "sharded",
             where=f"{name}/{slot}",
             found=tuple(own.shape) if isinstance(own, torch.Tensor) else type(own).__name__,
-            expected=next((e.shape for e in held.holder.entries if e.name == name), None),
+            expected=next((e.shape for e in held.adapter.entries if e.name == name), None),
             fix="Pass state_layout, or take the state as LOCAL, which restores on the same ranks.",
         )
 
@@ -353,7 +355,7 @@ def _lies_within(value: torch.Tensor, part: torch.Tensor | None) -> bool:
     return storage.data_ptr() <= local(value).data_ptr() < storage.data_ptr() + storage.nbytes()
 
 
-def everyones(own: torch.Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup) -> list[torch.Tensor]:
+def gather_uneven(own: torch.Tensor | None, dtype: torch.dtype, ranks: dist.ProcessGroup) -> list[torch.Tensor]:
     """Return the tensors of the ranks that have one, in rank order, whatever their shapes. Collective.
 
     Args:

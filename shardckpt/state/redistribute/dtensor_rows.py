@@ -1,4 +1,4 @@
-"""Rows of a DTensor that is cut along one direction of its mesh: collected by the first rank, or dealt out by it."""
+"""Rows of a DTensor that is cut along one direction of its mesh: gathered to rank 0, or scattered from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardckpt.core.params.full_params import Staging
 from shardckpt.state.redistribute.rank_grid import Ranks
-from shardckpt.state.redistribute.scatter_from_rank0 import deal
+from shardckpt.state.redistribute.scatter_from_rank0 import scatter_from_rank0
 
 
 def chunks(rows: int, ranks: int) -> tuple[int, ...]:
@@ -32,8 +32,8 @@ def direction(kept: DTensor) -> int | None:
     return cuts[0] if len(cuts) == 1 and type(kept.placements[cuts[0]]) is Shard else None
 
 
-def collected(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | None:
-    """Gather what lies as a DTensor does to the rank that is first in every direction. Collective.
+def gather_rows(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | None:
+    """Gather a tensor that is sharded as a DTensor to rank 0 of its mesh. Collective.
 
     Args:
         kept: How it lies.
@@ -56,10 +56,10 @@ def collected(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | None
     return torch.cat([row.narrow(dim, 0, n) for row, n in zip(rows, counts, strict=True)], dim)
 
 
-def dealt(
+def scatter_rows(
     kept: DTensor, at: int, value: torch.Tensor | None, place: torch.Tensor, *, dtype: torch.dtype, staging: Staging
 ) -> None:
-    """Copy this rank's rows of a whole that the rank first in every direction has. Collective.
+    """Copy this rank's rows of a full tensor on rank 0 of the mesh. Collective.
 
     Args:
         kept: How it is to lie.
@@ -73,7 +73,7 @@ def dealt(
     dim, counts = _rows(kept, at)
     rows = None if value is None else [[part] for part in torch.split(value, list(counts), dim)]
     copies = Ranks(tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if axis != at))
-    deal(rows, [place], mesh.get_group(at), copies, dtype=dtype, device=place.device, staging=staging)
+    scatter_from_rank0(rows, [place], mesh.get_group(at), copies, dtype=dtype, device=place.device, staging=staging)
 
 
 def has_rows_everywhere(rows: int, ranks: int) -> bool:

@@ -119,8 +119,8 @@ class Exchange:
 
 
 @lru_cache(maxsize=4096)
-def exchange(layout: FlatLayout, rank: int) -> Exchange:
-    """Plan one rank's part of the way from flat shards to rows.
+def plan_exchange(layout: FlatLayout, rank: int) -> Exchange:
+    """Plan one rank's part of the exchange from flat shards to rows.
 
     Args:
         layout: The flat layout.
@@ -128,19 +128,19 @@ def exchange(layout: FlatLayout, rank: int) -> Exchange:
     """
     rows = tuple(Rows.of(spec, layout.world) for spec in layout.specs)
     ranks = range(layout.world)
-    out = tuple(tuple(_spans(layout, rows, rank, taker)) for taker in ranks)
+    out = tuple(tuple(_spans(layout, rows, rank, getter)) for getter in ranks)
     into = tuple(tuple(_spans(layout, rows, giver, rank)) for giver in ranks)
     shapes = tuple(cut.shape(spec, rank) for cut, spec in zip(rows, layout.specs, strict=True))
     return Exchange(rows, out, into, shapes, {run.index: run.offset for run in _runs(layout, rank)})
 
 
-def _spans(layout: FlatLayout, rows: Sequence[Rows], giver: int, taker: int) -> list[Span]:
+def _spans(layout: FlatLayout, rows: Sequence[Rows], giver: int, getter: int) -> list[Span]:
     found = []
     for run in _runs(layout, giver):
         cut = rows[run.index].starts
-        start, stop = max(run.start, cut[taker]), min(run.stop, cut[taker + 1])
+        start, stop = max(run.start, cut[getter]), min(run.stop, cut[getter + 1])
         if start < stop:
-            found.append(Span(run.index, run.offset + start - run.start, start - cut[taker], stop - start))
+            found.append(Span(run.index, run.offset + start - run.start, start - cut[getter], stop - start))
     return found
 
 
@@ -150,7 +150,7 @@ def _runs(layout: FlatLayout, rank: int) -> tuple[Run, ...]:
 
 
 @lru_cache(maxsize=4096)
-def first_owners(layout: FlatLayout) -> dict[int, int]:
+def find_first_owners(layout: FlatLayout) -> dict[int, int]:
     """Return for each parameter with elements the first rank that has some.
 
     Args:
@@ -164,10 +164,10 @@ def first_owners(layout: FlatLayout) -> dict[int, int]:
     return found
 
 
-def rows_to_come(
+def start_flat_to_rows(
     shard: torch.Tensor, layout: FlatLayout, group: dist.ProcessGroup | None, staging: Staging
 ) -> Callable[[], list[torch.Tensor]]:
-    """Begin to fetch this rank's rows of every parameter. Collective: one all-to-all.
+    """Start to fetch this rank's rows of every parameter. Collective: one all-to-all.
 
     What arrives is in the order of ranks, so in that of the flat layout: each parameter's rows are in one piece. What
     this rank has itself does not travel where it comes first or last, so that the rest is in one piece; it is copied
@@ -183,7 +183,7 @@ def rows_to_come(
         What waits for them and returns them, views of one tensor.
     """
     rank = dist.get_rank(group) if group is not None else 0
-    plan = exchange(layout, rank)
+    plan = plan_exchange(layout, rank)
     given = [[shard[s.flat : s.flat + s.numel] for s in spans] for spans in plan.out]
     gives, takes = list(plan.gives), list(plan.takes)
     taken = shard.new_empty(sum(takes))
@@ -211,7 +211,7 @@ def rows_to_come(
     return arrived
 
 
-def from_rows(
+def rows_to_flat(
     parts: Sequence[torch.Tensor | None],
     into: Sequence[torch.Tensor | None],
     layout: FlatLayout,
@@ -233,7 +233,7 @@ def from_rows(
         device: Where they travel from and to.
     """
     rank = dist.get_rank(group) if group is not None else 0
-    plan = exchange(layout, rank)
+    plan = plan_exchange(layout, rank)
     flats = [None if part is None else _flat(part, spec) for part, spec in zip(parts, layout.specs, strict=True)]
     given = [_spans_of(flats, spans) for spans in plan.into]
     arriving = [_places_of(into, parts, spans, plan.starts) for spans in plan.out]

@@ -1,4 +1,4 @@
-"""The first rank deals out what it alone has: each rank's part goes straight from the whole to where it is kept."""
+"""Scatter tensors that rank 0 alone has: each rank's part goes straight to its final memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 Parts = Sequence[torch.Tensor | None]
 
 
-def deal(
+def scatter_from_rank0(
     rows: Sequence[Parts] | None,
     into: Parts,
     group: dist.ProcessGroup | None,
@@ -24,9 +24,9 @@ def deal(
     device: torch.device,
     staging: Staging,
 ) -> None:
-    """Fill this rank's tensors with what the first rank has for it. Collective: one all-to-all.
+    """Fill this rank's tensors with its parts of rank 0's. Collective: one all-to-all.
 
-    The first rank's own parts are copied while the others' travel. A rank whose tensors lie side by side receives into
+    Rank 0's own parts are copied while the others' travel. A rank whose tensors lie side by side receives into
     them; elsewhere what arrives is copied once.
 
     Args:

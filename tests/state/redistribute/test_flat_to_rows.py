@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.layout import FlatLayout, ParamSpec
-from shardckpt.state.redistribute.flat_to_rows import Rows, exchange
+from shardckpt.state.redistribute.flat_to_rows import Rows, plan_exchange
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=4)
 
@@ -25,15 +25,15 @@ def layouts(draw) -> FlatLayout:
 @settings(max_examples=200, deadline=None)
 @given(layouts())
 def test_every_element_travels_once_and_what_one_gives_the_other_takes(layout):
-    plans = [exchange(layout, rank) for rank in range(layout.world)]
+    plans = [plan_exchange(layout, rank) for rank in range(layout.world)]
     for giver, plan in enumerate(plans):
-        for taker, spans in enumerate(plan.out):
-            assert spans == plans[taker].into[giver]
+        for getter, spans in enumerate(plan.out):
+            assert spans == plans[getter].into[giver]
     seen = {}
-    for taker, plan in enumerate(plans):
+    for getter, plan in enumerate(plans):
         for spans in plan.into:
             for span in spans:
-                start = plan.rows[span.index].starts[taker] + span.part
+                start = plan.rows[span.index].starts[getter] + span.part
                 for element in range(start, start + span.numel):
                     seen[span.index, element] = seen.get((span.index, element), 0) + 1
     assert seen == {(i, e): 1 for i, spec in enumerate(layout.specs) for e in range(spec.numel)}

@@ -9,7 +9,7 @@ from harness import run
 from shardckpt.core.comm.streams import FULL_BYTES
 from shardckpt.core.params.full_params import Staging
 from shardckpt.state.redistribute.rank_grid import Ranks
-from shardckpt.state.redistribute.scatter_from_rank0 import deal
+from shardckpt.state.redistribute.scatter_from_rank0 import scatter_from_rank0
 
 SIZES = ((6, 4), (6, 1), (0, 4))
 """Elements of each of two parameters that each of three ranks has."""
@@ -41,7 +41,7 @@ def test_each_rank_is_given_its_own_parts_wherever_they_are_kept():
         staging, before = Staging(), FULL_BYTES.held
         FULL_BYTES.reset_peak()
         how_to_travel = {"dtype": into[2].dtype, "device": torch.device("cpu"), "staging": staging}
-        deal(rows if rank == 0 else None, into, dist.group.WORLD, Ranks(), **how_to_travel)
+        scatter_from_rank0(rows if rank == 0 else None, into, dist.group.WORLD, Ranks(), **how_to_travel)
         passed = (FULL_BYTES.peak - before) // into[2].element_size()
         return [torch.equal(into[at], expected[at]) for at in (0, 2)], passed
 
@@ -57,7 +57,9 @@ def test_ranks_that_have_copies_are_told():
         across = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
         rows = [[cut[:2]], [cut[2:]]] if rank == 0 else None
         into = torch.empty(2)
-        deal(rows, [into], across, Ranks((copies,)), dtype=into.dtype, device=into.device, staging=Staging())
+        scatter_from_rank0(
+            rows, [into], across, Ranks((copies,)), dtype=into.dtype, device=into.device, staging=Staging()
+        )
         return into.tolist()
 
     assert run(4, body) == [[0.0, 1.0], [2.0, 3.0]] * 2
