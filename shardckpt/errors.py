@@ -13,7 +13,7 @@ ShardckptError
 │   └── PrecisionError (OverflowError)        a cast would lose more than rounding
 ├── UsageError (ValueError)                   the call is at fault                     exit code 2
 │   ├── SourceNotFoundError (FileNotFoundError)
-│   ├── UnknownFormatError                    no reader recognises the source
+│   ├── UnknownFormatError                    no reader recognizes the source
 │   ├── TargetExistsError (FileExistsError)
 │   ├── NameCollisionError                    two tensors would get one name
 │   ├── UnknownNameError (KeyError)           nothing of that name in the checkpoint
@@ -162,7 +162,7 @@ class SourceNotFoundError(UsageError, FileNotFoundError):
 
 
 class UnknownFormatError(UsageError):
-    """Something lies at the source, but no reader recognises it."""
+    """Something lies at the source, but no reader recognizes it."""
 
 
 class TargetExistsError(UsageError, FileExistsError):

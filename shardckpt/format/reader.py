@@ -1,4 +1,4 @@
-"""What every format offers: how it is recognised, and the reader that turns it into a manifest."""
+"""What every format offers: how it is recognized, and the reader that turns it into a manifest."""
 
 from __future__ import annotations
 
@@ -196,15 +196,15 @@ class Format:
     Attributes:
         name: Short name, as in `Manifest.format`.
         title: What people call it.
-        looks_for: What a source must show to be recognised, one phrase.
-        recognise: Tells how sure the format is; must not raise for foreign or hostile content.
-        open: Opens a recognised source.
+        looks_for: What a source must show to be recognized, one phrase.
+        recognize: Tells how sure the format is; must not raise for foreign or hostile content.
+        open: Opens a recognized source.
     """
 
     name: str
     title: str
     looks_for: str
-    recognise: Callable[[Source], Evidence]
+    recognize: Callable[[Source], Evidence]
     open: Callable[[Source], Reader]
 
 

@@ -100,16 +100,16 @@ def detect(source: Source) -> Format:
     """Return the format of a source.
 
     Raises:
-        UnknownFormatError: No reader recognises it; the message lists what was found and what was looked for.
+        UnknownFormatError: No reader recognizes it; the message lists what was found and what was looked for.
         UsageError: Bases are named, and checkpoints of its format have none.
     """
-    found = _recognised(source)
+    found = _recognized(source)
     if source.bases and found is not native.FORMAT:
         raise UsageError("this checkpoint has no base", where=source.url, found=found.title)
     return found
 
 
-def _recognised(source: Source) -> Format:
+def _recognized(source: Source) -> Format:
     form = _asked(source)
     if form is not None:
         return form
@@ -123,7 +123,7 @@ def _asked(source: Source, least: Evidence = Evidence.NAME) -> Format | None:
     """Return the format that takes a source for its own, by structure if any does; None where none does."""
     named: Format | None = None
     for candidate in FORMATS:
-        evidence = candidate.recognise(source)
+        evidence = candidate.recognize(source)
         if evidence is Evidence.STRUCTURE:
             return candidate
         if evidence is least and named is None:
@@ -258,7 +258,7 @@ def _shorten(shown: list[str]) -> str:
 def _unknown(source: Source, what: str, fix: str) -> UnknownFormatError:
     looked_for = "one of: " + "; ".join(f.looks_for for f in FORMATS)
     return UnknownFormatError(
-        f"no reader recognises this{what}",
+        f"no reader recognizes this{what}",
         where=source.url,
         found=_found(source),
         expected=looked_for if fix == _HOLDER else "",
@@ -275,8 +275,8 @@ def open_checkpoint(url: str, bases: NamedBases = "") -> Reader:
 
     Raises:
         SourceNotFoundError: Nothing lies there.
-        UnknownFormatError: No reader recognises it.
-        CheckpointError: It is recognised and cannot be read.
+        UnknownFormatError: No reader recognizes it.
+        CheckpointError: It is recognized and cannot be read.
         StorageError: The store failed.
     """
     source = open_source(url, bases)

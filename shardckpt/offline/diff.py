@@ -92,7 +92,7 @@ def diff(
         What is only in one, what differs, what was left out, and what could not be compared.
 
     Raises:
-        UsageError: Nothing there, or nothing that a reader recognises; a glob matches nothing, or nothing is left; a
+        UsageError: Nothing there, or nothing that a reader recognizes; a glob matches nothing, or nothing is left; a
             tolerance is negative or no number.
         CheckpointError: One of them is damaged or incomplete.
         StorageError: Reading failed.

@@ -31,7 +31,7 @@ def inspect(
         Its tensors, values, files and parts. Gaps, overlaps and short files are warnings here.
 
     Raises:
-        UsageError: Nothing there, or nothing that a reader recognises; or the shapes do not fit.
+        UsageError: Nothing there, or nothing that a reader recognizes; or the shapes do not fit.
         CheckpointError: Headers, metadata or pickles cannot be read, or are refused.
         StorageError: Reading failed.
 

@@ -31,7 +31,7 @@ def verify(
 ) -> Verification:
     """Check that a checkpoint is whole: every element once, every file long enough, every stored checksum right.
 
-    A damaged checkpoint is reported, not raised; only one that no reader recognises, or storage that fails, raises.
+    A damaged checkpoint is reported, not raised; only one that no reader recognizes, or storage that fails, raises.
 
     Args:
         src: Checkpoint in any readable format: a folder or file, a path or URL.
@@ -42,7 +42,7 @@ def verify(
         Every problem found.
 
     Raises:
-        UsageError: Nothing there, or nothing that a reader recognises; or the shapes do not fit.
+        UsageError: Nothing there, or nothing that a reader recognizes; or the shapes do not fit.
         StorageError: Reading failed.
     """
     src = os.fspath(src)

@@ -200,7 +200,7 @@ def plain(text: str) -> str:
 
 def tables(trial: Trial, rows: Mapping[str, Sequence[str]]) -> str:
     """Return both tables in Markdown."""
-    lines = ["| name | what | recognised by |", "|---|---|---|"]
+    lines = ["| name | what | recognized by |", "|---|---|---|"]
     lines += [f"| {names_shown(f, trial.examples[f.name])} | {f.title} | {plain(f.looks_for)} |" for f in FORMATS]
     lines += ["", f"| format | {' | '.join(f'`{verb}`' if verb != VERBS[-1] else verb for verb in VERBS)} |"]
     lines += ["|---" * (len(VERBS) + 1) + "|"]

@@ -189,7 +189,7 @@ def test_every_registered_reader_is_in_this_suite() -> None:
 
 
 def test_good_samples_are_read_right(sample: Sample, request: pytest.FixtureRequest) -> None:
-    """The control: without damage every sample is recognised as its own format and consolidates."""
+    """The control: without damage every sample is recognized as its own format and consolidates."""
     found = check(sample, "nothing", expect="same")
     assert found["verify"].code == 0
     name = request.node.callspec.params["sample"][0]

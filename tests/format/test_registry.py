@@ -63,7 +63,7 @@ def test_looking_at_anything_tells_how_sure_each_format_is(
         (folder / name).write_bytes(head + rest)
     for source in (Source(LocalStore(str(folder))), *(Source(LocalStore(str(folder)), name) for name in files)):
         for form in FORMATS:
-            assert isinstance(form.recognise(source), Evidence)
+            assert isinstance(form.recognize(source), Evidence)
         try:
             detect(source).open(source)
         except (CheckpointError, UsageError) as error:
@@ -104,7 +104,7 @@ def test_of_two_formats_in_a_folder_the_one_that_holds_the_other_wins(tmp_path: 
     assert detect(open_source(str(tmp_path))).name == "safetensors"
 
 
-def test_what_is_recognised_by_name_and_cannot_be_read_is_the_checkpoints_fault(tmp_path: Path) -> None:
+def test_what_is_recognized_by_name_and_cannot_be_read_is_the_checkpoints_fault(tmp_path: Path) -> None:
     for name in ("model.safetensors", "a.pt", ".metadata"):
         folder = tmp_path / name.strip(".")
         folder.mkdir()
@@ -114,7 +114,7 @@ def test_what_is_recognised_by_name_and_cannot_be_read_is_the_checkpoints_fault(
             open_checkpoint(str(folder))
 
 
-def test_what_nobody_recognises_says_what_was_found_and_what_was_looked_for(tmp_path: Path) -> None:
+def test_what_nobody_recognizes_says_what_was_found_and_what_was_looked_for(tmp_path: Path) -> None:
     (tmp_path / "notes\n.txt").write_text("x")
     with pytest.raises(UnknownFormatError) as caught:
         open_checkpoint(str(tmp_path))
@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_looked_into_is_none(tmp_path: Path, monkeypatch
         return listed(self, folder, most)
 
     monkeypatch.setattr(LocalStore, "list_first", refusing)
-    with pytest.raises(UnknownFormatError, match="no reader recognises this; found step-8"):
+    with pytest.raises(UnknownFormatError, match="no reader recognizes this; found step-8"):
         open_checkpoint(str(tmp_path))
 
 

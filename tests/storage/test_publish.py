@@ -596,7 +596,7 @@ class TestWithoutRename:
         ("hf://b/a", "s3://b/a", False),
     ],
 )
-def test_overlapping_places_are_recognised(tmp_path, monkeypatch, source, target, expected):
+def test_overlapping_places_are_recognized(tmp_path, monkeypatch, source, target, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     os.symlink("a", tmp_path / "link")

@@ -38,8 +38,8 @@ _MAX_DEPTH = 100
 _ZSTD = re.compile(r"stream\.zstd(@[^/]*)?(/1(\..*)?)?")
 
 
-def recognise(source: Source) -> Evidence:
-    """Recognise a folder by its `.metadata`, by rank-local ones, or by `.distcp` files alone."""
+def recognize(source: Source) -> Evidence:
+    """Recognize a folder by its `.metadata`, by rank-local ones, or by `.distcp` files alone."""
     if source.file is not None:
         is_named = source.file.endswith(SUFFIX) or bool(metadata_names([source.file]))
         return Evidence.NAME if is_named else Evidence.NONE
@@ -62,7 +62,7 @@ def metadata_names(files: Sequence[str]) -> list[str]:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognised source.
+    """Open a recognized source.
 
     Raises:
         CheckpointError: The metadata is damaged, unsafe, or missing.
@@ -484,6 +484,6 @@ FORMAT = Format(
     name="dcp",
     title="torch distributed checkpoint (DCP)",
     looks_for="a .metadata file beside *.distcp files",
-    recognise=recognise,
+    recognize=recognize,
     open=open_source,
 )

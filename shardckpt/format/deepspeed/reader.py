@@ -41,8 +41,8 @@ from shardckpt.storage.store import Read, Store
 _STEP, _GROUPS = "step", "param_groups"
 
 
-def recognise(source: Source) -> Evidence:
-    """Recognise a folder by the names of its files, which no other writer uses, and one of those by its own."""
+def recognize(source: Source) -> Evidence:
+    """Recognize a folder by the names of its files, which no other writer uses, and one of those by its own."""
     if source.file is not None:
         return Evidence.STRUCTURE if is_part(source.file) else Evidence.NONE
     try:
@@ -52,7 +52,7 @@ def recognise(source: Source) -> Evidence:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognised source.
+    """Open a recognized source.
 
     Raises:
         AmbiguousError: Several steps lie there, and nothing says which one is meant.
@@ -68,7 +68,7 @@ def open_source(source: Source) -> Reader:
             fix="Point at the folder that holds it.",
         )
     folder = find_folder(source)
-    assert folder is not None, "only recognised sources are opened"
+    assert folder is not None, "only recognized sources are opened"
     return open_states(source.store, sort_files(source.store, folder), _beside(source))
 
 
@@ -256,6 +256,6 @@ FORMAT = Format(
     name="deepspeed",
     title="folder of DeepSpeed's save_checkpoint",
     looks_for="*_model_states.pt and *_optim_states.pt, or a file `latest` that names their folder",
-    recognise=recognise,
+    recognize=recognize,
     open=open_source,
 )

@@ -30,13 +30,13 @@ _SUFFIX = ".pt"
 _STATE, _GROUPS = "state", "param_groups"
 
 
-def recognise(source: Source) -> Evidence:
-    """Recognise a folder with `zero/` and a parameter's folder in it, or one where `latest_universal` names it."""
+def recognize(source: Source) -> Evidence:
+    """Recognize a folder with `zero/` and a parameter's folder in it, or one where `latest_universal` names it."""
     return Evidence.NONE if _folder(source) is None else Evidence.STRUCTURE
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognised source.
+    """Open a recognized source.
 
     Raises:
         IncompleteError: A parameter has no weights.
@@ -44,7 +44,7 @@ def open_source(source: Source) -> Reader:
         StorageError: The store failed.
     """
     folder = _folder(source)
-    assert folder is not None, "only recognised sources are opened"
+    assert folder is not None, "only recognized sources are opened"
     store = source.store
     states = sort_files(store, folder)
     params = dict(_params(store, f"{folder}/{ZERO}".removeprefix("/")))
@@ -274,6 +274,6 @@ FORMAT = Format(
     name="deepspeed-universal",
     title="DeepSpeed's universal checkpoint",
     looks_for="zero/<parameter>/fp32.pt, or a file `latest_universal` that names the folder of it",
-    recognise=recognise,
+    recognize=recognize,
     open=open_source,
 )

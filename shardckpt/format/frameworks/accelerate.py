@@ -37,8 +37,8 @@ _MODEL = "model"
 _KEYS = {"pytorch_model_fsdp": "model", "optimizer": "optimizer", "model": "model", "pytorch_model": "model"}
 
 
-def recognise(source: Source) -> Evidence:
-    """Recognise a folder by the names of its model, which no other writer uses, or by its random states."""
+def recognize(source: Source) -> Evidence:
+    """Recognize a folder by the names of its model, which no other writer uses, or by its random states."""
     if source.file is not None:
         return Evidence.NONE
     names = [*source.files, *source.folders]
@@ -58,7 +58,7 @@ def _slot(name: str) -> str:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognised source.
+    """Open a recognized source.
 
     Raises:
         AmbiguousError: One model or optimizer lies there in two forms.
@@ -171,6 +171,6 @@ FORMAT = Format(
     name="accelerate",
     title="folder of Accelerator.save_state",
     looks_for="pytorch_model_fsdp* files or folders, or a model beside random_states_*.pkl",
-    recognise=recognise,
+    recognize=recognize,
     open=open_source,
 )

@@ -26,8 +26,8 @@ _PARTS = ("model", "optim")
 _MOST_POINTER_BYTES = 4096
 
 
-def recognise(source: Source) -> Evidence:
-    """Recognise a folder by its metadata's name beside a part, and a pointer by its ending."""
+def recognize(source: Source) -> Evidence:
+    """Recognize a folder by its metadata's name beside a part, and a pointer by its ending."""
     if source.file is not None:
         return Evidence.STRUCTURE if source.file.endswith(_POINTER) else Evidence.NONE
     return Evidence.STRUCTURE if _METADATA in source.files and any(True for _ in _found(source)) else Evidence.NONE
@@ -43,7 +43,7 @@ def _found(source: Source) -> Iterator[str]:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognised source; `resumption.pkl` is one object, read when it is asked for.
+    """Open a recognized source; `resumption.pkl` is one object, read when it is asked for.
 
     Raises:
         CheckpointError: A part is damaged, refused or missing, or a pointer leads nowhere.
@@ -99,6 +99,6 @@ FORMAT = Format(
     name="composer",
     title="checkpoint of Composer, in parts",
     looks_for=f"{_METADATA} beside model or optim, or a *{_POINTER} file that names a checkpoint",
-    recognise=recognise,
+    recognize=recognize,
     open=open_source,
 )

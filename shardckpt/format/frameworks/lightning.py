@@ -14,15 +14,15 @@ from shardckpt.manifest import Path
 META = "meta.pt"
 
 
-def recognise(source: Source) -> Evidence:
-    """Recognise a DCP folder with `meta.pt` in it."""
+def recognize(source: Source) -> Evidence:
+    """Recognize a DCP folder with `meta.pt` in it."""
     if source.file is not None or META not in source.files or not dcp.metadata_names(source.files):
         return Evidence.NONE
-    return dcp.recognise(source)
+    return dcp.recognize(source)
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognised source; `meta.pt` is one object, read when it is asked for.
+    """Open a recognized source; `meta.pt` is one object, read when it is asked for.
 
     Raises:
         CheckpointError: The metadata is damaged or unsafe.
@@ -40,6 +40,6 @@ FORMAT = Format(
     name="fabric",
     title="sharded checkpoint of Lightning Fabric or Trainer",
     looks_for="meta.pt beside a .metadata file and *.distcp files",
-    recognise=recognise,
+    recognize=recognize,
     open=open_source,
 )

@@ -24,8 +24,8 @@ _STACKED = re.compile(r"(.*\.)?layers\.[a-zA-Z_].*")
 """Names of layers without a number: all of them lie in one tensor."""
 
 
-def recognise(source: Source) -> Evidence:
-    """Recognise a folder whose `metadata.json` names a backend, as no other writer's does."""
+def recognize(source: Source) -> Evidence:
+    """Recognize a folder whose `metadata.json` names a backend, as no other writer's does."""
     if source.file is not None or METADATA not in source.files:
         return Evidence.NONE
     head = source.head(METADATA, _HEAD_BYTES)
@@ -33,7 +33,7 @@ def recognise(source: Source) -> Evidence:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognised source.
+    """Open a recognized source.
 
     Raises:
         UnsupportedError: It is of another backend than `torch_dist`.
@@ -67,6 +67,6 @@ FORMAT = Format(
     name="megatron",
     title="Megatron's distributed checkpoint",
     looks_for="metadata.json that names a sharded_backend, beside .metadata",
-    recognise=recognise,
+    recognize=recognize,
     open=open_source,
 )

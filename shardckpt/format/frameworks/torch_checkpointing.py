@@ -28,8 +28,8 @@ _MOST_RANKS = 1 << 20
 _HEAD_BYTES = 512
 
 
-def recognise(source: Source) -> Evidence:
-    """Recognise a folder by its metadata, in which words stand that no other writer uses."""
+def recognize(source: Source) -> Evidence:
+    """Recognize a folder by its metadata, in which words stand that no other writer uses."""
     if source.file is not None or METADATA not in source.files:
         return Evidence.NONE
     head = source.head(METADATA, _HEAD_BYTES)
@@ -38,7 +38,7 @@ def recognise(source: Source) -> Evidence:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognised source.
+    """Open a recognized source.
 
     Raises:
         IncompleteError: A rank's file is not there.
@@ -166,6 +166,6 @@ FORMAT = Format(
     name="torch-checkpointing",
     title="folder of torch_checkpointing",
     looks_for="metadata.pkl of torch_checkpointing beside <item>_<rank>.pt",
-    recognise=recognise,
+    recognize=recognize,
     open=open_source,
 )

@@ -34,8 +34,8 @@ _RANKED = re.compile(r".*(mp_rank_\d+|zero_pp_rank_\d+).*_states\.pt|.*\.distcp"
 """Files of formats that have readers of their own."""
 
 
-def recognise_hf(source: Source) -> Evidence:
-    """Recognise a folder with `pytorch_model*.bin`, or the index of one."""
+def recognize_hf(source: Source) -> Evidence:
+    """Recognize a folder with `pytorch_model*.bin`, or the index of one."""
     if source.file is not None:
         return Evidence.NAME if source.file.endswith(INDEX_SUFFIX) else Evidence.NONE
     names = _hf_names(source.files)
@@ -44,8 +44,8 @@ def recognise_hf(source: Source) -> Evidence:
     return Evidence.STRUCTURE if names and _any_torch(source, names) else Evidence.NONE
 
 
-def recognise_loose(source: Source) -> Evidence:
-    """Recognise a folder that holds files of `torch.save`, and nothing that another reader knows."""
+def recognize_loose(source: Source) -> Evidence:
+    """Recognize a folder that holds files of `torch.save`, and nothing that another reader knows."""
     if source.file is not None:
         return Evidence.NONE
     files = source.files
@@ -59,8 +59,8 @@ def recognise_loose(source: Source) -> Evidence:
     return Evidence.STRUCTURE if _any_torch(source, names) else Evidence.NAME
 
 
-def recognise_file(source: Source) -> Evidence:
-    """Recognise one file, by its first bytes, or by its name."""
+def recognize_file(source: Source) -> Evidence:
+    """Recognize one file, by its first bytes, or by its name."""
     if source.file is None or source.file.endswith(_SLICES_SUFFIX):
         return Evidence.NONE
     if looks_like_torch(source.head(source.file, _HEAD_BYTES)):
@@ -206,13 +206,13 @@ def open_loose(source: Source) -> Reader:
 
 
 def open_file(source: Source) -> Reader:
-    """Open a recognised file.
+    """Open a recognized file.
 
     Raises:
         CheckpointError: It is damaged, refused, or of a kind that is not read.
         StorageError: The store failed.
     """
-    assert source.file is not None, "only single files are recognised"
+    assert source.file is not None, "only single files are recognized"
     sizes = {source.file: source.listing[source.file].size}
     return merge_rank_files(open_files(source.store, sizes, {source.file: ()}, FILE_FORMAT.name, takes_shares=True))
 
@@ -221,20 +221,20 @@ HF_FORMAT = Format(
     name="hf-torch",
     title="Hugging Face pytorch_model.bin",
     looks_for="pytorch_model.bin, or pytorch_model.bin.index.json with its shards",
-    recognise=recognise_hf,
+    recognize=recognize_hf,
     open=open_hf,
 )
 LOOSE_FORMAT = Format(
     name="torch-folder",
     title="a folder of torch.save files",
     looks_for="files of torch.save named *.pt, *.pth, *.bin, *.ckpt",
-    recognise=recognise_loose,
+    recognize=recognize_loose,
     open=open_loose,
 )
 FILE_FORMAT = Format(
     name="torch",
     title="a file of torch.save",
     looks_for="a zip archive with */data.pkl, or a file named *.pt, *.pth, *.bin, *.ckpt",
-    recognise=recognise_file,
+    recognize=recognize_file,
     open=open_file,
 )

@@ -37,8 +37,8 @@ _OTHERS = ("DCP_", KEY)
 """Metadata that describes the file it stands in, and nothing that is made of it."""
 
 
-def recognise(source: Source) -> Evidence:
-    """Recognise a safetensors file, or a folder that holds some."""
+def recognize(source: Source) -> Evidence:
+    """Recognize a safetensors file, or a folder that holds some."""
     if source.file is not None and source.file.endswith(INDEX_SUFFIX):
         return Evidence.NAME
     names = _payload_names(source)
@@ -63,7 +63,7 @@ def _payload_names(source: Source) -> list[str]:
 
 
 def open_source(source: Source) -> Reader:
-    """Open a recognised source.
+    """Open a recognized source.
 
     Raises:
         CheckpointError: A header or an index is damaged, or a file that the names promise is missing.
@@ -245,6 +245,6 @@ FORMAT = Format(
     name="safetensors",
     title="Hugging Face safetensors",
     looks_for="*.safetensors files, or model.safetensors.index.json",
-    recognise=recognise,
+    recognize=recognize,
     open=open_source,
 )

@@ -27,8 +27,8 @@ _HEAD_BYTES = 64
 _MARK = b'{"format":"shardckpt"'
 
 
-def recognise(source: Source) -> Evidence:
-    """Recognise a step by its `COMMIT`, which may be named itself, and what is left of one without."""
+def recognize(source: Source) -> Evidence:
+    """Recognize a step by its `COMMIT`, which may be named itself, and what is left of one without."""
     if source.file is not None:
         named = source.file == COMMIT and _starts(source, COMMIT, _MARK)
         return Evidence.STRUCTURE if named else Evidence.NONE
@@ -49,7 +49,7 @@ def _starts(source: Source, name: str, mark: bytes) -> bool:
 
 
 def open_source(source: Source) -> NativeReader:
-    """Open a recognised step.
+    """Open a recognized step.
 
     Raises:
         IncompleteError: It was never committed, or its manifest is gone.
@@ -253,6 +253,6 @@ FORMAT = Format(
     name="native",
     title="a shardckpt step",
     looks_for=f"a step of shardckpt ({COMMIT})",
-    recognise=recognise,
+    recognize=recognize,
     open=open_source,
 )

@@ -248,7 +248,7 @@ class TestRankLocalMetadata:
         assert_same(reader, ("sharded",), torch.arange(20.0).reshape(5, 4))
         assert_same(reader, ("same",), torch.arange(3))
         assert reader.load_object(reader.manifest.objects["step",]) == 7
-        assert dcp.recognise(Source(LocalStore(str(rank_local)))) is Evidence.STRUCTURE
+        assert dcp.recognize(Source(LocalStore(str(rank_local)))) is Evidence.STRUCTURE
 
     def test_a_missing_rank_leaves_a_gap_and_a_warning(self, rank_local, tmp_path):
         shutil.copytree(rank_local, tmp_path, dirs_exist_ok=True)
@@ -320,7 +320,7 @@ class TestIncomplete:
         save({"w": torch.ones(3)}, tmp_path)
         (tmp_path / ".metadata").unlink()
 
-        assert dcp.recognise(Source(LocalStore(str(tmp_path)))) is Evidence.NAME
+        assert dcp.recognize(Source(LocalStore(str(tmp_path)))) is Evidence.NAME
         with pytest.raises(IncompleteError, match="never finished"):
             open_(tmp_path)
 
@@ -425,25 +425,25 @@ class TestRecognition:
     def test_by_structure(self, tmp_path):
         save({"w": torch.ones(3)}, tmp_path)
 
-        assert dcp.recognise(self.source(tmp_path)) is Evidence.STRUCTURE
+        assert dcp.recognize(self.source(tmp_path)) is Evidence.STRUCTURE
 
     def test_a_metadata_file_of_anything_else_is_a_name_only(self, tmp_path):
         (tmp_path / ".metadata").write_text("{}")
 
-        assert dcp.recognise(self.source(tmp_path)) is Evidence.NAME
+        assert dcp.recognize(self.source(tmp_path)) is Evidence.NAME
         with pytest.raises(FormatError):
             open_(tmp_path)
 
     def test_other_folders_are_not_ours(self, tmp_path):
         (tmp_path / "model.bin").write_text("{}")
 
-        assert dcp.recognise(self.source(tmp_path)) is Evidence.NONE
+        assert dcp.recognize(self.source(tmp_path)) is Evidence.NONE
 
     def test_one_shard_is_not_the_checkpoint(self, tmp_path):
         save({"w": torch.ones(3)}, tmp_path)
         source = self.source(tmp_path, "__0_0.distcp")
 
-        assert dcp.recognise(source) is Evidence.NAME
+        assert dcp.recognize(source) is Evidence.NAME
         with pytest.raises(UsageError, match="Point at the folder"):
             dcp.open_source(source)
 

@@ -54,10 +54,10 @@ class TestFixtures:
             assert_same(reader, ("optimizer", "state", fqn, slot), tensor)
 
     @pytest.mark.parametrize("case", CASES)
-    def test_they_are_recognised_before_any_other_format(self, fixtures, case):
+    def test_they_are_recognized_before_any_other_format(self, fixtures, case):
         source = Source(LocalStore(str(fixtures / case / "ckpt")))
 
-        assert accelerate.recognise(source) is Evidence.STRUCTURE
+        assert accelerate.recognize(source) is Evidence.STRUCTURE
         assert detect(source) is accelerate.FORMAT
 
     @pytest.mark.parametrize("case", CASES)
@@ -151,7 +151,7 @@ class TestForms:
         for rank in range(2):
             torch.save({"w": W}, tmp_path / name.format(rank))
 
-        assert accelerate.recognise(Source(LocalStore(str(tmp_path)))) is Evidence.STRUCTURE
+        assert accelerate.recognize(Source(LocalStore(str(tmp_path)))) is Evidence.STRUCTURE
         with pytest.raises(UnsupportedError, match=r"rank by rank.*_rank0\.bin and 1 more"):
             open_(tmp_path)
 
@@ -228,4 +228,4 @@ class TestForms:
         (tmp_path / name).write_bytes(b"\0" * 100)
         (tmp_path / "scheduler.bin").write_bytes(b"\0" * 100)
 
-        assert accelerate.recognise(Source(LocalStore(str(tmp_path)))) is Evidence.NONE
+        assert accelerate.recognize(Source(LocalStore(str(tmp_path)))) is Evidence.NONE

@@ -33,10 +33,10 @@ def test_the_fixture_is_bit_exact(fixtures):
         assert_same(reader, ("optimizer", "state", fqn, slot), tensor)
 
 
-def test_it_is_recognised_before_dcp(fixtures):
+def test_it_is_recognized_before_dcp(fixtures):
     source = Source(LocalStore(str(fixtures / CASE / "ckpt")))
 
-    assert dcp.recognise(source) is Evidence.STRUCTURE
+    assert dcp.recognize(source) is Evidence.STRUCTURE
     assert detect(source) is lightning.FORMAT
 
 
@@ -90,7 +90,7 @@ def test_a_truncated_meta_is_an_error_only_when_asked_for(tmp_path):
 def test_meta_alone_is_nothing(tmp_path):
     torch.save({"epoch": 1}, tmp_path / "meta.pt")
 
-    assert lightning.recognise(Source(LocalStore(str(tmp_path)))) is Evidence.NONE
+    assert lightning.recognize(Source(LocalStore(str(tmp_path)))) is Evidence.NONE
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "step-8.consolidated"])

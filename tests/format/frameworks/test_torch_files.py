@@ -23,12 +23,12 @@ def source(folder: Path, file: str | None = None) -> Source:
 
 
 def hf(folder: Path, file: str | None = None) -> Reader:
-    assert HF_FORMAT.recognise(source(folder, file))
+    assert HF_FORMAT.recognize(source(folder, file))
     return HF_FORMAT.open(source(folder, file))
 
 
 def loose(folder: Path) -> Reader:
-    assert LOOSE_FORMAT.recognise(source(folder))
+    assert LOOSE_FORMAT.recognize(source(folder))
     return LOOSE_FORMAT.open(source(folder))
 
 
@@ -49,7 +49,7 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
 @pytest.mark.parametrize("with_index", [True, False])
 def test_shards_share_one_space_of_names(tmp_path: Path, with_index: bool) -> None:
     write_shards(tmp_path, with_index=with_index)
-    assert HF_FORMAT.recognise(source(tmp_path)) is Evidence.STRUCTURE
+    assert HF_FORMAT.recognize(source(tmp_path)) is Evidence.STRUCTURE
     reader = hf(tmp_path)
     assert set(reader.manifest.tensors) == {(name,) for name in MODEL}
     assert reader.manifest.format == "hf-torch"
@@ -127,7 +127,7 @@ def test_loose_files_are_told_apart_by_name(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "v": torch.ones(2)}, tmp_path / "model.pt")
     torch.save({"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"lr": 0.1}]}, tmp_path / "optim.pt")
     (tmp_path / "log.txt").write_text("not read")
-    assert LOOSE_FORMAT.recognise(source(tmp_path)) is Evidence.STRUCTURE
+    assert LOOSE_FORMAT.recognize(source(tmp_path)) is Evidence.STRUCTURE
     reader = loose(tmp_path)
     assert set(reader.manifest.tensors) == {("model.pt", "w"), ("model.pt", "v"), ("optim.pt", "state", 0, "step")}
     assert reader.manifest.objects["optim.pt", "param_groups"].value == [{"lr": 0.1}]
@@ -169,8 +169,8 @@ def test_full_and_id_keyed_files_of_fsdp1_are_read_side_by_side(fixtures: Path) 
     ],
 )
 def test_folders_of_other_formats_are_left_to_their_readers(fixtures: Path, case: str) -> None:
-    assert LOOSE_FORMAT.recognise(source(fixtures / case)) is Evidence.NONE
-    assert HF_FORMAT.recognise(source(fixtures / case)) is Evidence.NONE
+    assert LOOSE_FORMAT.recognize(source(fixtures / case)) is Evidence.NONE
+    assert HF_FORMAT.recognize(source(fixtures / case)) is Evidence.NONE
 
 
 def test_rank_folders_of_sharded_wrappers_are_one_checkpoint(fixtures: Path) -> None:
@@ -186,12 +186,12 @@ def test_a_share_where_whole_tensors_belong_is_refused(fixtures: Path, tmp_path:
         open_checkpoint(str(tmp_path))
 
 
-def test_a_folder_without_torch_files_is_not_recognised(tmp_path: Path) -> None:
+def test_a_folder_without_torch_files_is_not_recognized(tmp_path: Path) -> None:
     (tmp_path / "readme.md").write_text("x")
-    assert LOOSE_FORMAT.recognise(source(tmp_path)) is Evidence.NONE
-    assert HF_FORMAT.recognise(source(tmp_path)) is Evidence.NONE
+    assert LOOSE_FORMAT.recognize(source(tmp_path)) is Evidence.NONE
+    assert HF_FORMAT.recognize(source(tmp_path)) is Evidence.NONE
     (tmp_path / "model.pt").write_bytes(b"")
-    assert LOOSE_FORMAT.recognise(source(tmp_path)) is Evidence.NAME
+    assert LOOSE_FORMAT.recognize(source(tmp_path)) is Evidence.NAME
     with pytest.raises(CheckpointError):
         loose(tmp_path)
 

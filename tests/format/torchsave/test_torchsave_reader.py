@@ -23,7 +23,7 @@ from shardckpt.errors import (
     UnsupportedError,
 )
 from shardckpt.format.encodings.pickle_reader import Inert
-from shardckpt.format.frameworks.torch_files import FILE_FORMAT, open_file, recognise_file
+from shardckpt.format.frameworks.torch_files import FILE_FORMAT, open_file, recognize_file
 from shardckpt.format.reader import Evidence, Reader, Source
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Encoded, Lazy, Span, Strided
@@ -45,7 +45,7 @@ class CountingStore(LocalStore):
 
 def opened(file: Path) -> Reader:
     source = Source(LocalStore(str(file.parent)), file.name)
-    assert recognise_file(source)
+    assert recognize_file(source)
     return open_file(source)
 
 
@@ -364,10 +364,10 @@ def test_torchscript_tar_and_big_endian_files_are_refused_by_name(tmp_path: Path
 # ---------------------------------------------------------------- recognition, bytes read, checksums
 
 
-def test_files_are_recognised_by_their_first_bytes_and_else_by_name(tmp_path: Path) -> None:
+def test_files_are_recognized_by_their_first_bytes_and_else_by_name(tmp_path: Path) -> None:
     def evidence(raw: bytes, name: str) -> Evidence:
         file = written(tmp_path, raw, name)
-        return FILE_FORMAT.recognise(Source(LocalStore(str(tmp_path)), file.name))
+        return FILE_FORMAT.recognize(Source(LocalStore(str(tmp_path)), file.name))
 
     value = {"a": torch.ones(1)}
     assert evidence(saved(value), "weights") is Evidence.STRUCTURE
@@ -377,7 +377,7 @@ def test_files_are_recognised_by_their_first_bytes_and_else_by_name(tmp_path: Pa
     assert evidence(b"PK\x03\x04", "x.bin") is Evidence.NAME
     assert evidence(b"anything", "readme.md") is Evidence.NONE
     assert evidence(saved(value), "__0_0.distcp") is Evidence.NONE
-    assert FILE_FORMAT.recognise(Source(LocalStore(str(tmp_path)))) is Evidence.NONE
+    assert FILE_FORMAT.recognize(Source(LocalStore(str(tmp_path)))) is Evidence.NONE
 
 
 @pytest.mark.parametrize("container", [ZIP, LEGACY])
