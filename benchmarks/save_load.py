@@ -68,7 +68,7 @@ import shardckpt
 from shardckpt.boxes import Box, flat_to_boxes, intersect
 from shardckpt.checkpoint.planning.save_plan import Draft, plan_of
 from shardckpt.format.registry import open_checkpoint
-from shardckpt.plan.layout.write_plan import Held
+from shardckpt.plan.layout.write_plan import LocalTensor
 
 Act = Callable[[], Any]
 State = dict[str, DTensor]
@@ -601,17 +601,18 @@ def draft(rank: int, world: int, arrays: int, flat: bool) -> bytes:
         held = ((3, 4099, world), arrays)
         return Draft(tuple(_flat(rank, world, *held)), frozenset(), {}).encode()
     rows = tuple(
-        Held(("model", f"layer.{at}"), (world, 4096), "float32", (Box((rank, 0), (1, 4096)),)) for at in range(arrays)
+        LocalTensor(("model", f"layer.{at}"), (world, 4096), "float32", (Box((rank, 0), (1, 4096)),))
+        for at in range(arrays)
     )
     return Draft(rows, frozenset(), {}).encode()
 
 
-def _flat(rank: int, world: int, shape: tuple[int, ...], arrays: int) -> Iterator[Held]:
+def _flat(rank: int, world: int, shape: tuple[int, ...], arrays: int) -> Iterator[LocalTensor]:
     total = shape[0] * shape[1] * shape[2]
     share = -(-total // world)
     for at in range(arrays):
         boxes = flat_to_boxes(shape, min(rank * share, total), min((rank + 1) * share, total))
-        yield Held(("model", f"layer.{at}"), shape, "float32", tuple(boxes))
+        yield LocalTensor(("model", f"layer.{at}"), shape, "float32", tuple(boxes))
 
 
 def planned(world: int, arrays: int, *, flat: bool) -> tuple[float, int]:

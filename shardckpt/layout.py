@@ -70,7 +70,7 @@ class ParamSpec:
 
 
 @dataclass(frozen=True)
-class Run:
+class ShardRun:
     """Elements of one parameter that lie next to each other in one rank's shard.
 
     Attributes:
@@ -136,14 +136,14 @@ class FlatLayout:
         """Return how many elements of a rank's shard are not padding at the end."""
         return max(0, min(self.numel - rank * self.chunk, self.chunk))
 
-    def runs(self, rank: int) -> list[Run]:
+    def runs(self, rank: int) -> list[ShardRun]:
         """Return what lies in a rank's shard, in order; parameters that have nothing there are left out."""
         low, high = rank * self.chunk, (rank + 1) * self.chunk
         found = []
         for index, (spec, at) in enumerate(zip(self.specs, self.offsets, strict=True)):
             start, stop = max(at, low), min(at + spec.numel, high)
             if start < stop:
-                found.append(Run(index, rank, start - at, stop - at, start - low))
+                found.append(ShardRun(index, rank, start - at, stop - at, start - low))
         return found
 
     def boxes(self, rank: int) -> list[tuple[int, Box, int]]:
@@ -310,7 +310,7 @@ def _head(kind: str, world: int, specs: tuple[ParamSpec, ...]) -> dict[str, Any]
     return {"format": _FORMAT, "kind": kind, "world": world, "params": params}
 
 
-def _boxes_of_runs(specs: tuple[ParamSpec, ...], runs: list[Run]) -> Iterator[tuple[int, Box, int]]:
+def _boxes_of_runs(specs: tuple[ParamSpec, ...], runs: list[ShardRun]) -> Iterator[tuple[int, Box, int]]:
     for run in runs:
         at = run.offset
         for box in specs[run.index].boxes(run.start, run.stop):

@@ -41,11 +41,11 @@ from shardckpt.errors import (
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import (
     METRIC,
-    Run,
-    Step,
-    delete_leftover,
+    RunDirectory,
+    StepFolder,
+    delete_orphan,
     delete_steps,
-    leftovers,
+    find_orphans,
     manifest_fault,
     read_metrics,
     read_run,
@@ -57,10 +57,10 @@ from shardckpt.groups import Coordinator
 from shardckpt.plan.retention import (
     Retention,
     SavedStep,
-    doomed,
-    is_dead,
+    is_expired,
     require_metric,
     seconds_of,
+    steps_to_delete,
     with_trusted_times,
 )
 from shardckpt.storage.resolve_url import as_url, local_path, open_store
@@ -199,7 +199,7 @@ class Checkpointer:
         """
         return next(reversed(self.steps()), None)
 
-    def _run(self) -> Run:
+    def _run(self) -> RunDirectory:
         """Return the run; where it has no step, only after a look at what else lies there. On the first rank."""
         run = read_run(self._store())
         if not run.steps:
@@ -402,7 +402,7 @@ class Checkpointer:
             return f"step {number} is saved, but no step can be removed: {error}"
         return ""
 
-    def _is_good(self, step: Step) -> bool:
+    def _is_good(self, step: StepFolder) -> bool:
         return step.is_complete and step.save not in self._damaged
 
     # Removing
@@ -427,18 +427,18 @@ class Checkpointer:
             SavedStep(step.number, self._is_good(step), step.saved_at, self._metrics_of(store, step), step.branch)
             for step in run.steps
         ]
-        gone = set(doomed(with_trusted_times(facts, now), self._rules, now=now, spared={saved}))
+        gone = set(steps_to_delete(with_trusted_times(facts, now), self._rules, now=now, protected={saved}))
         removed = {step.name for step in run.steps if step.number in gone and (self._is_good(step) or step.is_double)}
         stay = delete_steps(store, run, removed)
         if stay:
             shown = ", ".join(map(escape, stay[:_SHOWN])) + (", ..." if len(stay) > _SHOWN else "")
             warnings.warn(f"removed steps hold content that no save wrote, which was left there: {shown}", stacklevel=4)
         kept = replace(run, steps=tuple(step for step in run.steps if step.name not in removed))
-        for left in leftovers(store, kept):
-            if is_dead(left.changed_at, now):
-                delete_leftover(store, left.name)
+        for left in find_orphans(store, kept):
+            if is_expired(left.changed_at, now):
+                delete_orphan(store, left.name)
 
-    def _metrics_of(self, store: Store, step: Step) -> Mapping[str, float]:
+    def _metrics_of(self, store: Store, step: StepFolder) -> Mapping[str, float]:
         """Return what a step is ranked by; a save's never changes, so each manifest is read once."""
         if self._rules.keep_best is None or not self._is_good(step):
             return {}

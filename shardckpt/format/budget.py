@@ -34,7 +34,7 @@ CHUNK_BYTES = 384
 """What each further box of a tensor costs."""
 
 
-class Budget:
+class ReadBudget:
     """What may still be spent.
 
     Attributes:
@@ -173,7 +173,7 @@ _SET_RUN = 9
 """Places behind the first that a set tries before it jumps."""
 
 
-class Keys:
+class KeyGuard:
     """Refuses keys that were chosen to meet in a dict or a set: each would be compared with many before it.
 
     Python salts the hashes of text, and those of numbers and of tuples of them anybody can choose.

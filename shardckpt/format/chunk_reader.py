@@ -32,7 +32,7 @@ _BY_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.compl
 """Types that numpy moves without looking at the bits."""
 
 
-class Want(NamedTuple):
+class ReadItem(NamedTuple):
     """A box to be read.
 
     Attributes:
@@ -49,16 +49,16 @@ class Want(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StagedRead:
     """What one read contributes: staged elements, `strides` apart, for a box in the want's own coordinates."""
 
-    want: Want
+    want: ReadItem
     box: Box
     staged: np.ndarray[tuple[int], np.dtype[np.uint8]]
     strides: Shape
 
 
-def straight_reads(want: Want) -> list[Read] | None:
+def straight_reads(want: ReadItem) -> list[Read] | None:
     """Return the reads that fill a want; None where bytes have to be decoded or put in order on their way."""
     reads: list[Read] = []
     for piece in want.pieces:
@@ -85,7 +85,7 @@ class PieceReader:
         self._store = store
         self._decoders: dict[tuple[str, Encoded], DecodedStream] = {}
 
-    def fill(self, wants: Sequence[Want], more: Sequence[Read] = ()) -> None:
+    def fill(self, wants: Sequence[ReadItem], more: Sequence[Read] = ()) -> None:
         """Fill the buffers of all wants, with one batch of reads.
 
         Args:
@@ -102,7 +102,7 @@ class PieceReader:
             StorageError: The store failed.
         """
         reads: list[Read] = [*more]
-        parts: list[_Part] = []
+        parts: list[_StagedRead] = []
         for want in wants:
             for piece in want.pieces:
                 inner = intersect(piece.box, want.box)
@@ -110,7 +110,7 @@ class PieceReader:
                     self._plan(want, piece, inner, reads, parts)
         self._carry_out(reads, parts)
 
-    def _carry_out(self, reads: list[Read], parts: list[_Part]) -> None:
+    def _carry_out(self, reads: list[Read], parts: list[_StagedRead]) -> None:
         self._store.read(reads)
         for part in parts:
             _scatter(part)
@@ -121,7 +121,7 @@ class PieceReader:
         """Drop the decoders: nothing of the tensors read so far is wanted any more."""
         self._decoders.clear()
 
-    def _plan(self, want: Want, piece: Piece, inner: Box, reads: list[Read], parts: list[_Part]) -> None:
+    def _plan(self, want: ReadItem, piece: Piece, inner: Box, reads: list[Read], parts: list[_StagedRead]) -> None:
         layout = piece.layout
         if isinstance(layout, Span):
             for target, start in _span_ranges(want, piece, layout, inner, parts):
@@ -140,7 +140,7 @@ class PieceReader:
         else:
             raise TypeError(f"piece {piece.box} of {piece.file} was not resolved")
 
-    def _decode(self, want: Want, piece: Piece, layout: Encoded, inner: Box, parts: list[_Part]) -> None:
+    def _decode(self, want: ReadItem, piece: Piece, layout: Encoded, inner: Box, parts: list[_StagedRead]) -> None:
         stream = self._decoders.get((piece.file, layout))
         if stream is None:
             stream = self._decoders[piece.file, layout] = DecodedStream(self._store, piece.file, layout)
@@ -154,7 +154,7 @@ class PieceReader:
 
 
 def _span_ranges(
-    want: Want, piece: Piece, span: Span, inner: Box, parts: list[_Part]
+    want: ReadItem, piece: Piece, span: Span, inner: Box, parts: list[_StagedRead]
 ) -> Iterator[tuple[memoryview, int]]:
     """Yield where the bytes of `inner` go and the byte of the file they start at.
 
@@ -178,7 +178,7 @@ def _span_ranges(
     if width % 8:
         raise UnsupportedError(f"a cut inside a byte of {want.dtype}", where=piece.file, found=str(inner))
     staged = np.empty(size // 8, np.uint8)
-    parts.append(_Part(want, in_want, staged, strides(inner.size)))
+    parts.append(_StagedRead(want, in_want, staged, strides(inner.size)))
     yield memoryview(staged), span.offset + first // 8  # type: ignore[arg-type]
 
 
@@ -192,7 +192,7 @@ def _rows(box: Box) -> Iterator[Box]:
         )
 
 
-def _strided_ranges(want: Want, piece: Piece, layout: Strided, inner: Box) -> Iterator[tuple[_Part, int]]:
+def _strided_ranges(want: ReadItem, piece: Piece, layout: Strided, inner: Box) -> Iterator[tuple[_StagedRead, int]]:
     """Yield the byte ranges of a storage that hold `inner`, cut where too much lies between its elements."""
     width = bits(want.dtype) // 8
     near = _NEAR_BYTES if len(want.buffer) < _LARGE_BYTES else _NEAR_BYTES_OF_LARGE
@@ -205,7 +205,7 @@ def _strided_ranges(want: Want, piece: Piece, layout: Strided, inner: Box) -> It
         needed = prod(n for n, s in zip(box.size, layout.strides, strict=True) if s)
         if length * width <= max(near, min(2 * needed * width, _MOST_STAGED_BYTES)):
             staged = np.empty(length * width, np.uint8)
-            part = _Part(want, shift(box, want.box.offset), staged, layout.strides)
+            part = _StagedRead(want, shift(box, want.box.offset), staged, layout.strides)
             yield part, layout.offset + first * width
         else:
             low, high = _halves(box, layout.strides)
@@ -224,7 +224,7 @@ def _halves(box: Box, steps: Shape) -> tuple[Box, Box]:
     return low, high
 
 
-def _scatter(part: _Part) -> None:
+def _scatter(part: _StagedRead) -> None:
     """Copy staged elements to their box in the want's buffer.
 
     Dimensions of one index are left out: numpy holds 64, and a hostile file may have any number of those.

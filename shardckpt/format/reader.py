@@ -102,7 +102,7 @@ class Checksum(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class WholeShapes:
+class ParamShapes:
     """What a model's parameters are called and how large each is, told from outside of a checkpoint that lacks it.
 
     Attributes:
@@ -121,7 +121,7 @@ class WholeShapes:
     units: Mapping[str, Sequence[str]] = field(default_factory=dict)
     ids: Mapping[int, str] = field(default_factory=dict)
     is_ordered: bool = True
-    others: Sequence[WholeShapes] = ()
+    others: Sequence[ParamShapes] = ()
 
 
 class Reader:
@@ -162,11 +162,11 @@ class Reader:
         return False
 
     @property
-    def lacks_shapes(self) -> bool:
+    def needs_param_shapes(self) -> bool:
         """Whether there are flat parameters, and nothing told yet what they hold."""
         return False
 
-    def with_shapes(self, known: WholeShapes) -> Reader:  # noqa: ARG002  (most files tell shapes themselves)
+    def with_param_shapes(self, known: ParamShapes) -> Reader:  # noqa: ARG002  (most files tell shapes themselves)
         """Return a reader that knows the members of flat parameters; the same one where there are none.
 
         Raises:

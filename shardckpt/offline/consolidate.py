@@ -23,27 +23,34 @@ from shardckpt.format.native.payload import new_save_id
 from shardckpt.format.native.run_directory import files_of_others
 from shardckpt.format.reader import Reader
 from shardckpt.format.registry import detect, open_source
-from shardckpt.offline.select.config_files import CONFIG, Carried, find_carried, with_dtype, with_kept
+from shardckpt.offline.select.config_files import CONFIG, ConfigFiles, add_kept_files, find_config_files, with_dtype
 from shardckpt.offline.select.group_settings import as_json
-from shardckpt.offline.select.lossiness import expressible
-from shardckpt.offline.select.native_tree import selected_nest
+from shardckpt.offline.select.lossiness import drop_unsupported
+from shardckpt.offline.select.native_tree import build_selected_tree
 from shardckpt.offline.select.options import Options, parse_dtype
-from shardckpt.offline.select.param_shapes import with_whole_shapes
+from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.selection import Selection, read_param_names, select
 from shardckpt.offline.targets.dcp import metadata_of, plan_as_stored, plan_ranks, selected_content
 from shardckpt.offline.targets.deepspeed_universal import LATEST as LATEST_UNIVERSAL
 from shardckpt.offline.targets.deepspeed_universal import TARGET as UNIVERSAL
 from shardckpt.offline.targets.deepspeed_universal import check as check_universal
 from shardckpt.offline.targets.deepspeed_universal import lay_out as lay_out_universal
-from shardckpt.offline.targets.deepspeed_universal import masters
+from shardckpt.offline.targets.deepspeed_universal import master_weights
 from shardckpt.offline.targets.native import plan_step
 from shardckpt.offline.targets.overwrite_kinds import CONFIG as OF_CONFIG
 from shardckpt.offline.targets.overwrite_kinds import kind_of_file, kind_of_folder
 from shardckpt.offline.targets.torchsave import model_files, optimizer_file, single_file
 from shardckpt.offline.write.report import Meter, OnProgress, Report, Stopwatch
-from shardckpt.offline.write.stream import Payload, lay_out
-from shardckpt.offline.write.target_writer import Hashes, Layout, Scribe
-from shardckpt.plan.layout.output_files import OutFile, OutTensor, index, name_files, split_as_stored, split_by_size
+from shardckpt.offline.write.stream import OutputFile, lay_out
+from shardckpt.offline.write.target_writer import Hashes, Layout, TargetWriter
+from shardckpt.plan.layout.output_files import (
+    OutputTensor,
+    PlannedFile,
+    index,
+    name_files,
+    split_as_stored,
+    split_by_size,
+)
 from shardckpt.plan.layout.sizes import parse_size
 from shardckpt.plan.optim.key_conversion import rekeyed
 from shardckpt.storage.publication import Publication
@@ -63,7 +70,7 @@ _NO_CONFIG = (
 )
 _INDEX = "{}.safetensors.index.json"
 _TORCH_INDEX = "{}.bin.index.json"
-Split = Callable[[Sequence[OutTensor]], list[tuple[OutTensor, ...]]]
+Split = Callable[[Sequence[OutputTensor]], list[tuple[OutputTensor, ...]]]
 Change = Callable[[Selection], Selection]
 
 
@@ -72,7 +79,7 @@ def _unchanged(selection: Selection) -> Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ConversionPlan:
     """One conversion, decided: the source is open and proven complete, the target was not touched.
 
     Attributes:
@@ -90,9 +97,9 @@ class Job:
     target: str
     options: Options
     reader: Reader
-    carried: Carried
+    carried: ConfigFiles
     selection: Selection
-    groups: Mapping[str, list[tuple[OutTensor, ...]]]
+    groups: Mapping[str, list[tuple[OutputTensor, ...]]]
     is_as_stored: bool = False
 
     @property
@@ -231,19 +238,19 @@ def export(
         check_universal(options)
     source = open_source(src, options.base)
     ids = read_param_names(options.param_names) if options.param_names else None
-    reader = with_whole_shapes(detect(source).open(source), options.shapes_from, ids)
-    carried = find_carried(source, options.config_from)
+    reader = load_param_shapes(detect(source).open(source), options.shapes_from, ids)
+    carried = find_config_files(source, options.config_from)
     if options.overwrite and options.to in _WITH_CONFIG and not is_file(dst):
-        carried = with_kept(carried, dst, OF_CONFIG)
-    watch.lap("open")
-    selection = expressible(select(reader, options, carried.config), options.to, allow_loss=options.allow_loss)
+        carried = add_kept_files(carried, dst, OF_CONFIG)
+    watch.end_phase("open")
+    selection = drop_unsupported(select(reader, options, carried.config), options.to, allow_loss=options.allow_loss)
     selection = _with_keys(change(selection), options)
     groups = _grouped(reader, selection, options, _in_one if is_file(dst) else split)
     if options.to == UNIVERSAL:
-        groups[_MASTERS] = [tuple(masters(reader, options, carried.config, selection))]
-    job = Job(src, dst, options, reader, carried, selection, groups, split is split_as_stored)
+        groups[_MASTERS] = [tuple(master_weights(reader, options, carried.config, selection))]
+    job = ConversionPlan(src, dst, options, reader, carried, selection, groups, split is split_as_stored)
     _check_single(job)
-    watch.lap("plan")
+    watch.end_phase("plan")
     if options.dry_run:
         return _report(job, _lay_out(job, "", new_save_id()), watch)
     return (_run_together if options.parallel else _run)(job, watch, on_progress)
@@ -278,7 +285,7 @@ def _with_keys(selection: Selection, options: Options) -> Selection:
     return replace(selection, optim=optim, groups=groups)
 
 
-def _check_single(job: Job) -> None:
+def _check_single(job: ConversionPlan) -> None:
     if job.options.parallel and job.is_single:
         raise UsageError(
             "ranks share files, and there is but one", found=job.target, fix="Name a folder; or run one process."
@@ -291,13 +298,13 @@ def _check_single(job: Job) -> None:
         )
 
 
-def _in_one(tensors: Sequence[OutTensor]) -> list[tuple[OutTensor, ...]]:
+def _in_one(tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor, ...]]:
     return [tuple(tensors)]
 
 
 def _grouped(
     reader: Reader, selection: Selection, options: Options, split: Split
-) -> dict[str, list[tuple[OutTensor, ...]]]:
+) -> dict[str, list[tuple[OutputTensor, ...]]]:
     """Return the tensors of each payload file, by stem. A part that is there and empty gets a file too."""
     stem = "adapter_model" if reader.manifest.format == "adapter" else "model"
     if options.to == "torch" and stem == "model":
@@ -310,7 +317,7 @@ def _grouped(
     return {stem: parts or [()] for stem, parts in groups.items()}
 
 
-def _run(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
+def _run(job: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
     carried = 0 if job.is_single else sum(job.carried.files.values())
     with publish(
         job.target,
@@ -322,13 +329,13 @@ def _run(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
     ) as publication:
         layout = _lay_out(job, publication.unique_suffix, new_save_id())
         hashes = _scribe(job, on_progress).write(layout.payload, publication)
-        watch.lap("copy")
+        watch.end_phase("copy")
         _write_rest(job, layout, hashes, publication)
-    watch.lap("publish")
+    watch.end_phase("publish")
     return _report(job, layout, watch)
 
 
-def _run_together(job: Job, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
+def _run_together(job: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) -> Report:
     """Write with all ranks of a job; the small files are the first one's."""
     from shardckpt.offline.write.parallel import publish_together, ranks  # noqa: PLC0415  (torch, which one process needs not)
 
@@ -337,15 +344,15 @@ def _run_together(job: Job, watch: Stopwatch, on_progress: OnProgress | None) ->
             group,
             new_save_id(),
             begin=lambda: _begin(job),
-            lay_out=lambda fresh, save: _lay_out(job, fresh, save),
+            lay_out=lambda unique_suffix, save: _lay_out(job, unique_suffix, save),
             write=_scribe(job, on_progress).write,
             finish=lambda laid, hashes, publication: _write_rest(job, laid, hashes, publication),
         )
-    watch.lap("copy")
+    watch.end_phase("copy")
     return _report(job, layout, watch)
 
 
-def _begin(job: Job) -> Publication:
+def _begin(job: ConversionPlan) -> Publication:
     return begin(
         job.target,
         job.kind,
@@ -356,12 +363,12 @@ def _begin(job: Job) -> Publication:
     )
 
 
-def _scribe(job: Job, on_progress: OnProgress | None) -> Scribe:
+def _scribe(job: ConversionPlan, on_progress: OnProgress | None) -> TargetWriter:
     options, meter = job.options, Meter(job.payload_bytes, on_progress)
-    return Scribe(job.reader, parse_size(options.max_memory), meter, options.jobs, options.allow_overflow)
+    return TargetWriter(job.reader, parse_size(options.max_memory), meter, options.jobs, options.allow_overflow)
 
 
-def _lay_out(job: Job, fresh: str, save: str) -> Layout:
+def _lay_out(job: ConversionPlan, unique_suffix: str, save: str) -> Layout:
     """Name the files, make headers and indexes.
 
     The model's index is written where there are several files, where optimizer files lie beside them (readers that glob
@@ -369,15 +376,15 @@ def _lay_out(job: Job, fresh: str, save: str) -> Layout:
 
     Args:
         job: The conversion.
-        fresh: Put into names, where files under the usual ones may still be read by somebody.
+        unique_suffix: Put into names, where files under the usual ones may still be read by somebody.
         save: Id of a native step.
     """
     if job.options.to == "native":
         return _lay_out_step(job, save)
     if job.options.to == "torch":
-        return _lay_out_torch(job, fresh)
+        return _lay_out_torch(job, unique_suffix)
     if job.options.to == "dcp":
-        return _lay_out_dcp(job, fresh)
+        return _lay_out_dcp(job, unique_suffix)
     if job.options.to == UNIVERSAL:
         [weights], loss = job.groups[_MASTERS], job.options.allow_loss
         made, small = lay_out_universal(job.reader, job.selection, weights, allow_loss=loss)
@@ -385,13 +392,13 @@ def _lay_out(job: Job, fresh: str, save: str) -> Layout:
     metadata = _metadata(job)
     if job.is_single:
         [[tensors]] = job.groups.values()
-        return Layout((lay_out(OutFile(job.target.rpartition("/")[2], tensors), metadata),), {})
-    files = {stem: name_files(parts, stem, fresh) for stem, parts in job.groups.items()}
+        return Layout((lay_out(PlannedFile(job.target.rpartition("/")[2], tensors), metadata),), {})
+    files = {stem: name_files(parts, stem, unique_suffix) for stem, parts in job.groups.items()}
     payload = tuple(lay_out(file, metadata) for written in files.values() for file in written)
     small = _config(job)
     companions: dict[str, object] = {}
     if job.selection.groups is not None:
-        groups = f"param_groups-{fresh}.json" if fresh else PARAM_GROUPS
+        groups = f"param_groups-{unique_suffix}.json" if unique_suffix else PARAM_GROUPS
         small[groups] = _json(as_json(job.selection.groups))
         companions = {OPTIMIZER_FILES_KEY: [f.name for f in files[OPTIMIZER]], PARAM_GROUPS_KEY: groups}
     is_last_word = job.options.part != "model" or local_path(job.target) is None
@@ -401,44 +408,44 @@ def _lay_out(job: Job, fresh: str, save: str) -> Layout:
     return Layout(payload, small)
 
 
-def _lay_out_torch(job: Job, fresh: str) -> Layout:
+def _lay_out_torch(job: ConversionPlan, unique_suffix: str) -> Layout:
     """Return `pytorch_model*.bin` with its index and `optimizer.bin`, or the one file that was named."""
     selection = job.selection
     if job.is_single:
         return Layout((single_file(selection, job.options.part, job.target.rpartition("/")[2]),), {})
-    payload: list[Payload] = []
+    payload: list[OutputFile] = []
     small = _config(job)
     for stem, groups in job.groups.items():
         if stem == OPTIMIZER:
             payload.append(optimizer_file(selection))
             continue
-        files, content = model_files(selection, groups, stem, fresh)
+        files, content = model_files(selection, groups, stem, unique_suffix)
         payload += files
         if len(files) > 1 or local_path(job.target) is None:
             small[_TORCH_INDEX.format(stem)] = _json(content)
     return Layout(tuple(payload), small)
 
 
-def _lay_out_dcp(job: Job, fresh: str) -> Layout:
+def _lay_out_dcp(job: ConversionPlan, unique_suffix: str) -> Layout:
     """Return `.distcp` files and `.metadata`; `convert` cuts tensors as the source has them."""
     content = selected_content(job.selection)
     most_bytes = parse_size(job.options.max_shard_size)
     if job.is_as_stored:
-        files = plan_as_stored(content, most_bytes=most_bytes, fresh=fresh)
+        files = plan_as_stored(content, most_bytes=most_bytes, unique_suffix=unique_suffix)
     else:
-        files = plan_ranks(content, 1, most_bytes=most_bytes, fresh=fresh)
+        files = plan_ranks(content, 1, most_bytes=most_bytes, unique_suffix=unique_suffix)
     return Layout(tuple(files), {**_config(job), METADATA: metadata_of(files, content)})
 
 
-def _lay_out_step(job: Job, save: str) -> Layout:
+def _lay_out_step(job: ConversionPlan, save: str) -> Layout:
     """Return a native step of one writer, which is a Hugging Face folder too where it holds a model."""
     model = ("model",) if job.options.part != "optim" else None
     most_bytes = parse_size(job.options.max_shard_size)
-    step = plan_step(selected_nest(job.selection), 1, most_bytes=most_bytes, save=save, model=model)
+    step = plan_step(build_selected_tree(job.selection), 1, most_bytes=most_bytes, save=save, model=model)
     return step.layout(_config(job))
 
 
-def _config(job: Job) -> dict[str, bytes]:
+def _config(job: ConversionPlan) -> dict[str, bytes]:
     """Return config files that are kept, and the model's, if it changes with the type of the tensors."""
     kept = dict(job.carried.kept)
     if not (job.options.dtype and job.carried.config):
@@ -453,7 +460,7 @@ def _json(content: Mapping[str, object]) -> bytes:
         return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _metadata(job: Job) -> dict[str, str]:
+def _metadata(job: ConversionPlan) -> dict[str, str]:
     """Return what headers carry: the source's text, ties as `dropped: kept` (as `save_model` writes them), casts."""
     metadata = {**job.reader.manifest.metadata, "format": "pt", **job.selection.ties}
     casts = {t.name: t.entry.stored for t in job.selection.model if t.is_cast}
@@ -463,7 +470,7 @@ def _metadata(job: Job) -> dict[str, str]:
     return dict(sorted(metadata.items()))
 
 
-def _write_rest(job: Job, layout: Layout, hashes: Hashes, publication: Publication) -> None:
+def _write_rest(job: ConversionPlan, layout: Layout, hashes: Hashes, publication: Publication) -> None:
     if job.carried.store is not None and not job.is_single:
         for name, size in job.carried.files.items():
             if name in layout.small:
@@ -473,12 +480,12 @@ def _write_rest(job: Job, layout: Layout, hashes: Hashes, publication: Publicati
     layout.write_rest(hashes, publication)
 
 
-def _describe_kept(job: Job) -> list[str]:
+def _describe_kept(job: ConversionPlan) -> list[str]:
     names = ", ".join(job.carried.kept)
     return [f"{names} of the checkpoint that is replaced: kept for the new one"] if names else []
 
 
-def _report(job: Job, layout: Layout, watch: Stopwatch) -> Report:
+def _report(job: ConversionPlan, layout: Layout, watch: Stopwatch) -> Report:
     tensors = [*job.selection.model, *job.selection.optim]
     return Report(
         source=job.source,

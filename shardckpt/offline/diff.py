@@ -32,9 +32,9 @@ from shardckpt.offline.compare.leaves import (
     have_same_types,
     in_words,
 )
-from shardckpt.offline.select.config_files import find_carried
+from shardckpt.offline.select.config_files import find_config_files
 from shardckpt.offline.select.options import PARTS, Part
-from shardckpt.offline.select.param_shapes import with_whole_shapes
+from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.remap import read_rules
 from shardckpt.offline.write.numpy_casts import cast_into, numpy_dtype
 from shardckpt.offline.write.report import Comparison, TensorDifference, ValueDifference
@@ -98,7 +98,7 @@ def diff(
         StorageError: Reading failed.
     """
     a, b = os.fspath(a), os.fspath(b)
-    asked = _Asked(_part(part), tuple(include), tuple(exclude), _tolerance(atol, rtol))
+    asked = _DiffOptions(_part(part), tuple(include), tuple(exclude), _tolerance(atol, rtol))
     for_a, for_b = _named(a, b, base)
     found_rules = (rules, rename) if rules or rename else None
     first, second = _open(a, b, for_a, asked, found_rules), _open(b, a, for_b, asked, None)
@@ -127,7 +127,7 @@ def _refuse_optimizer(prefix: str, *sides: Canonical) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _DiffOptions:
     """What is to be compared, and how.
 
     Attributes:
@@ -165,7 +165,7 @@ class _Side:
     rules: Sequence[Rule]
     held: Canonical
 
-    def read(self, asked: _Asked, *, by_ids: bool) -> Canonical:
+    def read(self, asked: _DiffOptions, *, by_ids: bool) -> Canonical:
         """Read it once more, optimizers by ids or by names."""
         return read_canonical(self.reader, asked.part, self.rules, by_ids=by_ids)
 
@@ -175,12 +175,14 @@ class _Side:
         return self.held.tensors
 
 
-def _open(url: str, other: str, base: NamedBases, asked: _Asked, ruled: tuple[str, Sequence[str]] | None) -> _Side:
+def _open(
+    url: str, other: str, base: NamedBases, asked: _DiffOptions, ruled: tuple[str, Sequence[str]] | None
+) -> _Side:
     source = open_source(url, base)
     reader = detect(source).open(source)
-    if reader.lacks_shapes:
-        reader = with_whole_shapes(reader, other)
-    found: Sequence[Rule] = read_rules(*ruled, find_carried(source).config) if ruled else ()
+    if reader.needs_param_shapes:
+        reader = load_param_shapes(reader, other)
+    found: Sequence[Rule] = read_rules(*ruled, find_config_files(source).config) if ruled else ()
     return _Side(reader, found, read_canonical(reader, asked.part, found))
 
 
@@ -193,7 +195,7 @@ def _named(a: str, b: str, base: NamedBases) -> tuple[NamedBases, NamedBases]:
     return named_for(in_a, in_b, base), named_for(in_b, in_a, base)
 
 
-def _compared(a: str, b: str, first: _Side, second: _Side, asked: _Asked) -> Comparison:
+def _compared(a: str, b: str, first: _Side, second: _Side, asked: _DiffOptions) -> Comparison:
     in_a, in_b = _leaves(first, second)
     refused = _not_compared(first, second, in_a, in_b)
     every = dict.fromkeys(sorted({*first.tensors, *second.tensors, *in_a.values, *in_b.values, *refused}))

@@ -8,10 +8,10 @@ from shardckpt.errors import UsageError, escape
 from shardckpt.format.reader import NamedBases
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import UNREAD, Manifest, dotted
-from shardckpt.offline.select.param_shapes import with_whole_shapes
+from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.write.report import Inspection, TensorInfo
 from shardckpt.plan.layout.coverage import faults
-from shardckpt.plan.naming.sections import find_parts, model_paths, split_flat_names
+from shardckpt.plan.naming.sections import find_sections, model_paths, split_flat_names
 
 _SHOWN = 60
 
@@ -41,7 +41,7 @@ def inspect(
     src = os.fspath(src)
     reader = open_checkpoint(src, base)
     if shapes_from:
-        reader = with_whole_shapes(reader, os.fspath(shapes_from))
+        reader = load_param_shapes(reader, os.fspath(shapes_from))
     manifest = split_flat_names(reader.manifest)
     return Inspection(
         source=src,
@@ -71,7 +71,7 @@ def _render(value: object) -> str:
 
 def _parts(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     try:
-        found = find_parts(manifest)
+        found = find_sections(manifest)
     except UsageError:
         return {}
     return {

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shardckpt.boxes import Box, Shape, flat_index
 from shardckpt.dtypes import FLOATS, nbytes
 from shardckpt.errors import UnsupportedError, UsageError
-from shardckpt.format.chunk_reader import PieceReader, Want
+from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.huggingface.index_files import read_json
 from shardckpt.format.reader import Reader
 from shardckpt.format.registry import open_checkpoint
@@ -84,9 +84,11 @@ def _merged(selection: Selection, adapter: Reader, config: Mapping[str, Any]) ->
     tensors = {tensor.name: tensor for tensor in selection.model}
     known = {**{n: t.shape for n, t in tensors.items()}, **{n: tensors[k].shape for n, k in selection.ties.items()}}
     merge = plan_merge(config, {name: e.shape for name, e in entries.items()}, known, adapter.store.url)
-    source = _Source(adapter, entries)
-    changes: dict[str, Change] = {name: _Other(source, own) for name, own in merge.replaced.items()}
-    changes |= {each.weight: _Sum(source, each, known[each.weight], changes.get(each.weight)) for each in merge.added}
+    source = _AdapterReader(adapter, entries)
+    changes: dict[str, Change] = {name: _TensorCopy(source, own) for name, own in merge.replaced.items()}
+    changes |= {
+        each.weight: _LowRankSum(source, each, known[each.weight], changes.get(each.weight)) for each in merge.added
+    }
     ties, warnings = dict(selection.ties), list(selection.warnings)
     for name, kept in selection.ties.items():
         if name in merge.own or kept in merge.own:
@@ -114,7 +116,7 @@ def _merged(selection: Selection, adapter: Reader, config: Mapping[str, Any]) ->
     )
 
 
-class _Source:
+class _AdapterReader:
     """The adapter's tensors, read as numbers; the last factor that was wanted whole is kept.
 
     Args:
@@ -140,7 +142,7 @@ class _Source:
         """Return the bytes of a box of a tensor, and their type."""
         entry = self._entries[name]
         data = memoryview(bytearray(nbytes(entry.stored, box.volume)))
-        self._pieces.fill([Want(entry.pieces, box, entry.stored, data)])
+        self._pieces.fill([ReadItem(entry.pieces, box, entry.stored, data)])
         return data, entry.stored
 
     def rows(self, name: str, dim: int, start: int, size: int, kind: str) -> NDArray[Any]:
@@ -163,7 +165,7 @@ def _numbers(data: memoryview, stored: str, kind: str) -> NDArray[Any]:
     return np.frombuffer(data, numpy_dtype(stored)).astype(numpy_dtype(kind), copy=False)
 
 
-class _Sum:
+class _LowRankSum:
     """Adds the product of two factors to a weight.
 
     Args:
@@ -173,7 +175,7 @@ class _Sum:
         before: What is done to the weight before.
     """
 
-    def __init__(self, source: _Source, low_rank: LowRank, shape: Shape, before: Change | None) -> None:
+    def __init__(self, source: _AdapterReader, low_rank: LowRank, shape: Shape, before: Change | None) -> None:
         self._source, self._low_rank, self._shape, self._before = source, low_rank, shape, before
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:
@@ -202,7 +204,7 @@ class _Sum:
         return np.asarray((b @ a) * np.asarray(told.scale, a.dtype))
 
 
-class _Other:
+class _TensorCopy:
     """Takes the values of another tensor.
 
     Args:
@@ -210,7 +212,7 @@ class _Other:
         name: The tensor in there.
     """
 
-    def __init__(self, source: _Source, name: str) -> None:
+    def __init__(self, source: _AdapterReader, name: str) -> None:
         self._source, self._name = source, name
 
     def __call__(self, box: Box, data: memoryview, stored: str) -> tuple[memoryview, str]:  # noqa: ARG002

@@ -12,11 +12,11 @@ from typing import Literal
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.run_directory import (
-    Run,
-    Step,
-    delete_leftover,
+    RunDirectory,
+    StepFolder,
+    delete_orphan,
     delete_steps,
-    leftovers,
+    find_orphans,
     manifest_fault,
     other_content,
     read_metrics,
@@ -26,7 +26,7 @@ from shardckpt.format.native.run_directory import (
 )
 from shardckpt.format.run_start import require_start_of_run
 from shardckpt.offline.verify import verify as verification
-from shardckpt.plan.retention import Retention, SavedStep, doomed, is_dead, seconds_of
+from shardckpt.plan.retention import Retention, SavedStep, is_expired, seconds_of, steps_to_delete
 from shardckpt.storage.resolve_url import kind, open_store
 from shardckpt.storage.store import Store
 
@@ -171,14 +171,14 @@ def prune(
         )
         for step in run.steps
     ]
-    gone = set(doomed(facts, rules, now=now))
+    gone = set(steps_to_delete(facts, rules, now=now))
     removed = [step for step in run.complete if step.number in gone]
-    dead = [left.name for left in leftovers(store, run) if is_dead(left.changed_at, now)]
+    dead = [left.name for left in find_orphans(store, run) if is_expired(left.changed_at, now)]
     going = [step for step in run.steps if step.number in gone and (step.is_complete or step.is_double)]
     left = other_content(going)
     if not dry_run:
         left = delete_steps(store, run, [step.name for step in going])
-        dead = [name for name in dead if delete_leftover(store, name)]
+        dead = [name for name in dead if delete_orphan(store, name)]
     return Pruned(
         root,
         removed=_infos(store, removed),
@@ -189,10 +189,10 @@ def prune(
     )
 
 
-def _sound_run(store: Store, *, verify: bool) -> Run:
+def _sound_run(store: Store, *, verify: bool) -> RunDirectory:
     """Return a run whose newest complete step was looked at closely; one that is removed meanwhile is not faulty."""
 
-    def fault_of(step: Step) -> str:
+    def fault_of(step: StepFolder) -> str:
         return manifest_fault(store, step) or (_damage(store, step) if verify else "")
 
     while True:
@@ -203,16 +203,16 @@ def _sound_run(store: Store, *, verify: bool) -> Run:
             return sound
 
 
-def _goes_along(step: Step, removed: Collection[int]) -> bool:
+def _goes_along(step: StepFolder, removed: Collection[int]) -> bool:
     """Tell whether a step is removed with the one that it doubles."""
     return step.is_double and step.number in removed
 
 
-def _damage(store: Store, step: Step) -> str:
+def _damage(store: Store, step: StepFolder) -> str:
     return next(iter(verification(_path(store, step)).problems), "")
 
 
-def _path(store: Store, step: Step) -> str:
+def _path(store: Store, step: StepFolder) -> str:
     return f"{store.url.rstrip('/')}/{step.name}"
 
 
@@ -237,5 +237,5 @@ def _require_empty(root: str, store: Store) -> None:
         raise UnknownFormatError("no step of a run lies here", where=root, found=", ".join(names[:_SHOWN]) + more)
 
 
-def _infos(store: Store, steps: Iterable[Step]) -> tuple[StepInfo, ...]:
+def _infos(store: Store, steps: Iterable[StepFolder]) -> tuple[StepInfo, ...]:
     return tuple(StepInfo(s.number, _path(store, s), s.nbytes, s.saved_at, s.fault) for s in steps)

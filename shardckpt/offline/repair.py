@@ -18,7 +18,7 @@ from shardckpt.format.native.commit import (
     read_commit,
     read_contents,
 )
-from shardckpt.format.native.manifest_json import Contents, decode_manifest, encode_manifest
+from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest, encode_manifest
 from shardckpt.format.native.payload import BLOCK_BYTES, HF_INDEX, BlockHasher
 from shardckpt.format.native.reader import manifest_of
 from shardckpt.format.native.records import ArrayRecord, FileRecord, files_of_bases, record_of
@@ -107,7 +107,7 @@ def repair(
     return _report(src, content, written, (*notes, *hash_notes))
 
 
-def _report(src: str, contents: Contents, written: tuple[str, ...], warnings: tuple[str, ...]) -> Repair:
+def _report(src: str, contents: ManifestContents, written: tuple[str, ...], warnings: tuple[str, ...]) -> Repair:
     payload = sum(_PAYLOAD.fullmatch(file.name) is not None for file in contents.files)
     return Repair(src, contents.save, len(contents.arrays), payload, written, warnings)
 
@@ -116,7 +116,7 @@ def _sizes(source: Source) -> dict[str, int]:
     return {name: entry.size for name, entry in source.listing.items() if not entry.is_folder}
 
 
-def _open_whole(store: Store, sizes: Mapping[str, int], base: NamedBases) -> Contents | None:
+def _open_whole(store: Store, sizes: Mapping[str, int], base: NamedBases) -> ManifestContents | None:
     """Return the manifest of a step that needs no repair.
 
     Raises:
@@ -134,7 +134,7 @@ def _open_whole(store: Store, sizes: Mapping[str, int], base: NamedBases) -> Con
     return contents
 
 
-def _differing(store: Store, sizes: Mapping[str, int], contents: Contents) -> list[str]:
+def _differing(store: Store, sizes: Mapping[str, int], contents: ManifestContents) -> list[str]:
     """Return the files of a step that have other sizes than its manifest says, or bytes that its checksums deny."""
     own = [file for file in contents.files if not file.base]
     return [
@@ -145,13 +145,15 @@ def _differing(store: Store, sizes: Mapping[str, int], contents: Contents) -> li
     ]
 
 
-def _require_complete(store: Store, contents: Contents, sizes: Mapping[str, int], base: NamedBases) -> None:
+def _require_complete(store: Store, contents: ManifestContents, sizes: Mapping[str, int], base: NamedBases) -> None:
     bases = find_bases(store.url, files_of_bases(contents.files), base) if contents.bases else None
     manifest = manifest_of(store, contents, sizes, bases)
     require_complete(manifest, manifest.tensors.values(), store.url)
 
 
-def _choose(store: Store, sizes: Mapping[str, int], save: str, base: NamedBases) -> tuple[Contents, tuple[str, ...]]:
+def _choose(
+    store: Store, sizes: Mapping[str, int], save: str, base: NamedBases
+) -> tuple[ManifestContents, tuple[str, ...]]:
     """Return what the one whole save in the folder holds."""
     named: dict[str, dict[str, int]] = {}
     for name, size in sizes.items():
@@ -163,7 +165,7 @@ def _choose(store: Store, sizes: Mapping[str, int], save: str, base: NamedBases)
             where=store.url,
             found=", ".join(sorted(named)) or f"{len(sizes)} files",
         )
-    found: list[tuple[Contents, tuple[str, ...]]] = []
+    found: list[tuple[ManifestContents, tuple[str, ...]]] = []
     errors: list[CheckpointError] = []
     for each in [save] if save else sorted(named):
         try:
@@ -187,8 +189,8 @@ def _choose(store: Store, sizes: Mapping[str, int], save: str, base: NamedBases)
 
 
 def _with_hashes(
-    store: Store, sizes: Mapping[str, int], contents: Contents, rehash: bool
-) -> tuple[Contents, tuple[str, ...]]:
+    store: Store, sizes: Mapping[str, int], contents: ManifestContents, rehash: bool
+) -> tuple[ManifestContents, tuple[str, ...]]:
     """Hash the files, and compare with an old manifest that says the same of them.
 
     Raises:
@@ -230,7 +232,7 @@ def _bare(record: ArrayRecord) -> ArrayRecord:
     return record._replace(digests=b"")
 
 
-def _old_manifest(store: Store, sizes: Mapping[str, int], save: str) -> Contents | None:
+def _old_manifest(store: Store, sizes: Mapping[str, int], save: str) -> ManifestContents | None:
     """Return the manifest of a save that lies there, if it can be read."""
     name = manifest_name(save)
     if not 0 < sizes.get(name, 0) <= MAX_MANIFEST_BYTES:
@@ -241,7 +243,7 @@ def _old_manifest(store: Store, sizes: Mapping[str, int], save: str) -> Contents
         return None
 
 
-def _of_based(store: Store, sizes: Mapping[str, int], save: str, files: Sequence[Described]) -> Contents | None:
+def _of_based(store: Store, sizes: Mapping[str, int], save: str, files: Sequence[Described]) -> ManifestContents | None:
     """Return the manifest of a step that refers to others, which only it knows, if it fits the payload files here."""
     old = _old_manifest(store, sizes, save)
     if old is None or not old.bases:

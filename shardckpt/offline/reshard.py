@@ -16,16 +16,16 @@ from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Path, dotted
 from shardckpt.offline.select.checkpoint_content import Content, whole_content
-from shardckpt.offline.select.native_tree import whole_nest
+from shardckpt.offline.select.native_tree import build_full_tree
 from shardckpt.offline.select.options import DEFAULT_MEMORY_BYTES, LEAST_MEMORY_BYTES
-from shardckpt.offline.select.param_shapes import with_whole_shapes
+from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.targets.dcp import leaves_of, listed, metadata_of, plan_ranks
 from shardckpt.offline.targets.fsdp_rank_files import paths_cut, plan_rank_files
 from shardckpt.offline.targets.native import plan_step
 from shardckpt.offline.targets.overwrite_kinds import RANK_FILES, kind_of_folder
 from shardckpt.offline.write.report import Meter, OnProgress, Report, Stopwatch
-from shardckpt.offline.write.target_writer import Layout, Scribe
-from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.offline.write.target_writer import Layout, TargetWriter
+from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.sizes import parse_size
 from shardckpt.storage.publish import overlaps, publish
 
@@ -84,12 +84,12 @@ def reshard(
     src, dst = os.fspath(src), os.fspath(dst)
     watch = Stopwatch()
     memory = _check(src, dst, world_size, to, max_memory)
-    reader = with_whole_shapes(open_checkpoint(src, base), os.fspath(shapes_from))
-    watch.lap("open")
-    asked = _Asked(world_size, parse_size(max_shard_size), tuple(keep_whole), allow_loss)
+    reader = load_param_shapes(open_checkpoint(src, base), os.fspath(shapes_from))
+    watch.end_phase("open")
+    asked = _ReshardOptions(world_size, parse_size(max_shard_size), tuple(keep_whole), allow_loss)
     work = {"native": _step, "dcp": _dcp, "torch": _rank_files}[to](reader, asked)
     layout = work.lay_out("")
-    watch.lap("plan")
+    watch.end_phase("plan")
     total = sum(tensor.nbytes for tensor in work.arrays.values())
     if not dry_run:
         needed = sum(file.nbytes for file in layout.payload)
@@ -97,10 +97,10 @@ def reshard(
         kept = files_of_others(dst) if to == "native" and overwrite else ()
         with publish(dst, kind, overwrite=overwrite, needed_bytes=needed, last=work.last, keep=kept) as publication:
             layout = work.lay_out(publication.unique_suffix) if publication.unique_suffix else layout
-            hashes = Scribe(reader, memory, Meter(total, on_progress)).write(layout.payload, publication)
-            watch.lap("copy")
+            hashes = TargetWriter(reader, memory, Meter(total, on_progress)).write(layout.payload, publication)
+            watch.end_phase("copy")
             layout.write_rest(hashes, publication)
-        watch.lap("publish")
+        watch.end_phase("publish")
     return Report(
         source=src,
         target=dst,
@@ -119,7 +119,7 @@ def reshard(
     )
 
 
-class _Asked(NamedTuple):
+class _ReshardOptions(NamedTuple):
     """Arguments of `reshard` that say what is written, with sizes in bytes."""
 
     world_size: int
@@ -129,7 +129,7 @@ class _Asked(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _ReshardPlan:
     """What is written, decided.
 
     Attributes:
@@ -140,40 +140,40 @@ class _Work:
         lay_out: Returns the files, given what to put into their names where the usual ones may still be read.
     """
 
-    arrays: Mapping[Path, OutTensor]
+    arrays: Mapping[Path, OutputTensor]
     ties: Mapping[Path, Path]
     warnings: tuple[str, ...]
     last: str
     lay_out: Callable[[str], Layout]
 
 
-def _step(reader: Reader, asked: _Asked) -> _Work:
-    nest = whole_nest(reader, allow_loss=asked.allow_loss)
+def _step(reader: Reader, asked: _ReshardOptions) -> _ReshardPlan:
+    nest = build_full_tree(reader, allow_loss=asked.allow_loss)
     step = plan_step(nest, asked.world_size, most_bytes=asked.most_bytes, save=new_save_id())
     layout, paths = step.layout({}), list(nest.arrays)
     ties = {path: paths[number] for path, number in nest.ties.items()}
-    return _Work(nest.arrays, ties, nest.warnings, COMMIT, lambda _fresh: layout)
+    return _ReshardPlan(nest.arrays, ties, nest.warnings, COMMIT, lambda _fresh: layout)
 
 
-def _dcp(reader: Reader, asked: _Asked) -> _Work:
+def _dcp(reader: Reader, asked: _ReshardOptions) -> _ReshardPlan:
     content = whole_content(reader, "dcp", allow_loss=asked.allow_loss, placed=listed, leaves=leaves_of)
 
-    def lay_out(fresh: str) -> Layout:
-        files = plan_ranks(content, asked.world_size, most_bytes=asked.most_bytes, fresh=fresh)
+    def lay_out(unique_suffix: str) -> Layout:
+        files = plan_ranks(content, asked.world_size, most_bytes=asked.most_bytes, unique_suffix=unique_suffix)
         return Layout(tuple(files), {METADATA: metadata_of(files, content)})
 
     return _of(content, reader, METADATA, lay_out)
 
 
-def _rank_files(reader: Reader, asked: _Asked) -> _Work:
+def _rank_files(reader: Reader, asked: _ReshardOptions) -> _ReshardPlan:
     content = whole_content(reader, "torch", allow_loss=asked.allow_loss)
     files = tuple(plan_rank_files(content, paths_cut(content, asked.keep_whole), asked.world_size))
     return _of(content, reader, files[-1].name, lambda _fresh: Layout(files, {}))
 
 
-def _of(content: Content, reader: Reader, last: str, lay_out: Callable[[str], Layout]) -> _Work:
+def _of(content: Content, reader: Reader, last: str, lay_out: Callable[[str], Layout]) -> _ReshardPlan:
     warnings = (*reader.manifest.warnings, *content.left_out)
-    return _Work(content.arrays, content.ties, warnings, last, lay_out)
+    return _ReshardPlan(content.arrays, content.ties, warnings, last, lay_out)
 
 
 def _check(src: str, dst: str, world_size: int, to: str, max_memory: int | str) -> int:

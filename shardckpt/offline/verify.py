@@ -13,7 +13,7 @@ from shardckpt.errors import CheckpointError, ChecksumError, escape
 from shardckpt.format.reader import Checksum, NamedBases, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Lazy, Manifest, dotted
-from shardckpt.offline.select.param_shapes import with_whole_shapes
+from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.write.report import NO_SHAPES, Verification
 from shardckpt.plan.layout.coverage import faults
 from shardckpt.storage.store import Read
@@ -49,7 +49,7 @@ def verify(
     try:
         reader = open_checkpoint(src, base)
         if shapes_from:
-            reader = with_whole_shapes(reader, os.fspath(shapes_from))
+            reader = load_param_shapes(reader, os.fspath(shapes_from))
     except CheckpointError as error:
         return Verification(src, "", 0, 0, (str(error),), ())
     manifest = reader.manifest

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from shardckpt.errors import UsageError
 
-DEAD_AFTER_S = 24 * 3600.0
+ORPHAN_TTL_S = 24 * 3600.0
 """Seconds without a change after which what a save left unfinished belongs to nobody any more."""
 
 
@@ -136,8 +136,8 @@ def with_trusted_times(steps: Iterable[SavedStep], now: float) -> list[SavedStep
     return found[::-1]
 
 
-def doomed(
-    steps: Iterable[SavedStep], rules: Retention, *, now: float, spared: Collection[int] = ()
+def steps_to_delete(
+    steps: Iterable[SavedStep], rules: Retention, *, now: float, protected: Collection[int] = ()
 ) -> tuple[int, ...]:
     """Return the steps to remove, oldest first. The newest complete step is never among them.
 
@@ -145,7 +145,7 @@ def doomed(
         steps: All of a run; those that are not complete count for nothing.
         rules: What is kept.
         now: In seconds since the epoch.
-        spared: Steps that stay whatever the rules say.
+        protected: Steps that stay whatever the rules say.
 
     Raises:
         UsageError: `keep_best` goes by a metric that no complete step has.
@@ -153,7 +153,7 @@ def doomed(
     complete = sorted({step.number: step for step in steps if step.is_complete}.values(), key=_age_order)
     if not rules.is_needed or not complete:
         return ()
-    kept = {complete[-1].number, *spared}
+    kept = {complete[-1].number, *protected}
     if rules.keep_last is not None:
         kept.update(step.number for step in complete[-rules.keep_last :])
     if rules.keep_every is not None:
@@ -206,11 +206,11 @@ def _is_recent(step: SavedStep, since: float) -> bool:
     return step.saved_at is None or step.saved_at > since  # of unknown age is not old
 
 
-def is_dead(changed_at: float | None, now: float) -> bool:
+def is_expired(changed_at: float | None, now: float) -> bool:
     """Tell whether what a save left unfinished may be removed.
 
     Args:
         changed_at: When anything in it last changed, in seconds since the epoch; None where not known.
         now: In seconds since the epoch.
     """
-    return changed_at is not None and now - changed_at > DEAD_AFTER_S
+    return changed_at is not None and now - changed_at > ORPHAN_TTL_S

@@ -335,7 +335,7 @@ class TestWhatOtherFoldersOfTheRunReferTo:
         shardckpt.save(state(0, 1, 0), tmp_path / name, base=ck.path(1))
         ck.save(2, state(5, 5, 5), base=None)
         assert (ck.steps(), values(tmp_path / name)) == ((2,), (0, 1, 0))
-        monkeypatch.setattr(retention, "DEAD_AFTER_S", -1.0)
+        monkeypatch.setattr(retention, "ORPHAN_TTL_S", -1.0)
         assert shardckpt.prune(str(tmp_path), keep_last=1).leftovers == ()
         ck.save(3, state(5, 5, 5), base=None)
         assert values(tmp_path / name) == (0, 1, 0)
@@ -405,7 +405,7 @@ class TestCheckpointer:
 
     def test_garbage_of_a_day_is_not_what_is_referred_to(self, tmp_path: Path, monkeypatch) -> None:
         saved(Checkpointer(tmp_path, dedup=True, keep_last=1), 1, 2)
-        monkeypatch.setattr(retention, "DEAD_AFTER_S", -1.0)
+        monkeypatch.setattr(retention, "ORPHAN_TTL_S", -1.0)
         assert shardckpt.prune(str(tmp_path)).leftovers == ()
         assert values(folder(tmp_path, 2)) == (0, 2, 0)
         (folder(tmp_path, 1) / "0mwqkzsavex3s13-00000-00.safetensors").write_bytes(b"of a dead save")

@@ -106,7 +106,7 @@ def whole(root: str, number: int, what: str) -> None:
 @pytest.fixture(autouse=True)
 def days_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """What dead saves leave is garbage at once, and there is nothing to wait for."""
-    monkeypatch.setattr(retention, "DEAD_AFTER_S", -1e9)
+    monkeypatch.setattr(retention, "ORPHAN_TTL_S", -1e9)
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
 
 

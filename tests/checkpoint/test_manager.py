@@ -608,7 +608,7 @@ class TestRetention:
         with pytest.warns(UserWarning, match=r"left there: step-00000001/finetune/, step-00000001/thesis.txt"):
             saved(ck, 2)
         assert [entry.name for entry in open_store(ck.path(1)).list()] == ["finetune", "thesis.txt"]
-        monkeypatch.setattr(retention, "DEAD_AFTER_S", -1.0)
+        monkeypatch.setattr(retention, "ORPHAN_TTL_S", -1.0)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             saved(ck, 3)

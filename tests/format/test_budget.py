@@ -18,12 +18,12 @@ from test_pickle_reader import pairs_of_one_hash
 
 from shardckpt.errors import CheckpointError, FormatError, TruncatedError, UnsafeError, UnsupportedError, show
 from shardckpt.format import budget as budget_module
-from shardckpt.format.budget import FILE_FACTOR, FREE_BYTES, Budget, check_hashes, check_paths
-from shardckpt.format.encodings.pickle_reader import Inert, load
+from shardckpt.format.budget import FILE_FACTOR, FREE_BYTES, ReadBudget, check_hashes, check_paths
+from shardckpt.format.encodings.pickle_reader import InstanceStub, load
 from shardckpt.format.encodings.safetensors import parse_header, parse_json
 from shardckpt.format.encodings.zip_archive import walk_front
 from shardckpt.format.native.commit import COMMIT
-from shardckpt.format.native.manifest_json import Contents, decode_manifest, encode_manifest
+from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest, encode_manifest
 from shardckpt.format.native.recovery import read_described
 from shardckpt.format.reader import Source
 from shardckpt.format.registry import detect
@@ -127,14 +127,14 @@ def test_metadata_of_dcp_costs_no_more_than_its_file_may(name: str) -> None:
 
 def test_what_is_made_and_dropped_again_and_again_is_counted() -> None:
     raw = b"\x80\x04" + BIG_TUPLE + LIST + b"h\x01h\x00\x85R0" * 3 + b"N."
-    budget = Budget(len(raw))
+    budget = ReadBudget(len(raw))
     full = budget.left
     load(raw, where="x", budget=budget)
     assert full - budget.left > 3 * 8 * MANY
 
 
 def test_one_budget_serves_all_pickles_of_a_file() -> None:
-    budget = Budget(0)
+    budget = ReadBudget(0)
     raw = b"\x80\x04" + b"]" * (8 * MANY) + b"."
     load(raw, where="x", budget=budget)
     with pytest.raises(UnsafeError, match="would cost more"):
@@ -142,7 +142,7 @@ def test_one_budget_serves_all_pickles_of_a_file() -> None:
 
 
 def test_a_sparse_file_earns_its_pickle_nothing() -> None:
-    assert Budget(1 << 50, 1000).left < FREE_BYTES + (1 << 16)
+    assert ReadBudget(1 << 50, 1000).left < FREE_BYTES + (1 << 16)
 
 
 def test_an_honest_checkpoint_leaves_most_of_its_budget() -> None:
@@ -153,7 +153,7 @@ def test_an_honest_checkpoint_leaves_most_of_its_budget() -> None:
     assert len(reader.manifest.tensors) == 4000  # type: ignore[attr-defined]
     with zipfile.ZipFile(out) as archive:
         pickled = archive.read("archive/data.pkl")
-    budget = Budget(len(pickled))
+    budget = ReadBudget(len(pickled))
     full = budget.left
     load(pickled, where="x", persistent=lambda key: key, budget=budget)
     assert full - budget.left < 12 * len(pickled)
@@ -272,10 +272,10 @@ def test_lists_of_lists_are_refused_before_they_are_made() -> None:
 
 @pytest.mark.usefixtures("small_budget")
 def test_what_could_not_be_read_back_is_not_written() -> None:
-    fine = Contents("0save", (), (), nest=[{"step": n, "loss": 0.5} for n in range(50_000)])
+    fine = ManifestContents("0save", (), (), nest=[{"step": n, "loss": 0.5} for n in range(50_000)])
     assert decode_manifest(encode_manifest(fine)).nest == fine.nest
     with pytest.raises(UnsupportedError, match=r"small lists.*Save them as tensors"):
-        encode_manifest(Contents("0save", (), (), nest=[[] for _ in range(200_000)]))
+        encode_manifest(ManifestContents("0save", (), (), nest=[[] for _ in range(200_000)]))
 
 
 @pytest.mark.parametrize(
@@ -372,4 +372,4 @@ def test_classes_of_a_pickle_are_still_compared_by_identity() -> None:
     raw = pickle.dumps({complex(1, 2): 0}, protocol=2)
     with pytest.raises(FormatError, match="as a key"):
         load(raw, where="x")
-    assert isinstance(load(b"cargparse\nNamespace\n)\x81.", where="x"), Inert)
+    assert isinstance(load(b"cargparse\nNamespace\n)\x81.", where="x"), InstanceStub)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from shardckpt.boxes import Box, whole
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
-from shardckpt.format.chunk_reader import PieceReader, Want, straight_reads
+from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.format.encodings.codecs import DecodedStream
 from shardckpt.manifest import Encoded, Piece, Span, Strided
 from shardckpt.storage.resolve_url import open_store
@@ -111,11 +111,11 @@ def test_any_box_of_any_grid_of_any_layouts_is_numpys(
     reader, _ = folder.reader()
     boxes = data.draw(st.lists(a_box(shape), min_size=1, max_size=4))
     buffers = [bytearray(array.itemsize * box.volume) for box in boxes]
-    reader.fill([Want(pieces, box, kind, memoryview(b)) for box, b in zip(boxes, buffers, strict=True)])
+    reader.fill([ReadItem(pieces, box, kind, memoryview(b)) for box, b in zip(boxes, buffers, strict=True)])
     for box, buffer in zip(boxes, buffers, strict=True):
         assert bytes(buffer) == np.ascontiguousarray(array[at(box)]).tobytes()
         straight = bytearray(len(buffer))
-        reads = straight_reads(Want(pieces, box, kind, memoryview(straight)))
+        reads = straight_reads(ReadItem(pieces, box, kind, memoryview(straight)))
         if reads is not None:
             open_store(str(folder.path)).read(reads)
             assert straight == buffer
@@ -136,7 +136,7 @@ def test_any_torch_view_is_what_torch_says(data: st.DataObject, tmp_path_factory
     box = data.draw(a_box(size))
     out = bytearray(2 * box.volume)
     piece = Piece(whole(size), "a", Strided(offset, 240, start, steps))
-    reader.fill([Want([piece], box, "int16", memoryview(out))])
+    reader.fill([ReadItem([piece], box, "int16", memoryview(out))])
     assert bytes(out) == np.ascontiguousarray(view.numpy()[at(box)]).tobytes()
 
 
@@ -149,7 +149,7 @@ def test_dimensions_of_one_index_count_for_nothing(tmp_path: Path) -> None:
     reader, _ = folder.reader()
     out = bytearray(12)
     box = whole((*ones, 3, 2))
-    reader.fill([Want([Piece(box, "a", layout)], box, "int16", memoryview(out))])
+    reader.fill([ReadItem([Piece(box, "a", layout)], box, "int16", memoryview(out))])
     assert bytes(out) == array.T.tobytes()
 
 
@@ -164,7 +164,7 @@ def test_rows_go_straight_to_their_place_and_columns_do_not() -> None:
         (pieces, column, [("a", 12, 4), ("a", 20, 4)]),
         (pieces, whole_, None),
     ):
-        reads = straight_reads(Want(of, box, "float32", memoryview(bytearray(4 * box.volume))))
+        reads = straight_reads(ReadItem(of, box, "float32", memoryview(bytearray(4 * box.volume))))
         assert (reads and [(name, at, len(buffer)) for name, at, buffer in reads]) == found
 
 
@@ -176,7 +176,7 @@ class TestBytesRead:
     def fill(self, folder: Folder, piece: Piece, box: Box) -> tuple[np.ndarray, CountingStore]:
         reader, store = folder.reader()
         out = bytearray(4 * box.volume)
-        reader.fill([Want([piece], box, "float32", memoryview(out))])
+        reader.fill([ReadItem([piece], box, "float32", memoryview(out))])
         return np.frombuffer(out, np.float32).reshape(box.size), store
 
     def test_a_row_of_a_span(self, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ class TestBytesRead:
         ]
         reader, store = folder.reader()
         out = bytearray(16)
-        reader.fill([Want(pieces, Box((7, 0), (1, 4)), "float32", memoryview(out))])
+        reader.fill([ReadItem(pieces, Box((7, 0), (1, 4)), "float32", memoryview(out))])
         assert {name for name, _, _ in store.ranges} == {"1"}
 
 
@@ -259,7 +259,7 @@ def test_a15_one_row_of_a_checkpoint_costs_a_row_and_headers(name: str, fixtures
     before = store.nbytes
     out = bytearray(entry.nbytes // entry.shape[0])
     box = Box((entry.shape[0] // 2, 0), (1, entry.shape[1]))
-    PieceReader(store).fill([Want(pieces, box, entry.stored, memoryview(out))])
+    PieceReader(store).fill([ReadItem(pieces, box, entry.stored, memoryview(out))])
     assert store.nbytes - before <= len(out) + BLOCK
     assert headers <= 16 * BLOCK * len(pieces), "opening a container reads its directory, not its data"
 
@@ -273,14 +273,14 @@ def test_a15_a_row_of_a_large_tensor_does_not_read_the_tensor(tmp_path: Path) ->
         entry = reader.manifest.tensors[("w",)]
         out = bytearray(4096)
         pieces = reader.resolve(entry.pieces)
-        PieceReader(store).fill([Want(pieces, Box((77, 0), (1, 1024)), "float32", memoryview(out))])
+        PieceReader(store).fill([ReadItem(pieces, Box((77, 0), (1, 1024)), "float32", memoryview(out))])
         assert bytes(out) == big[77].numpy().tobytes()
         assert store.nbytes <= 4096 + BLOCK + 80_000, "headers and one row"
 
 
 class TestDamage:
-    def want(self, piece: Piece, n: int = 16) -> Want:
-        return Want([piece], whole((n,)), "uint8", memoryview(bytearray(n)))
+    def want(self, piece: Piece, n: int = 16) -> ReadItem:
+        return ReadItem([piece], whole((n,)), "uint8", memoryview(bytearray(n)))
 
     def test_a_file_that_ends_early(self, tmp_path: Path) -> None:
         folder = Folder(tmp_path / "s")
@@ -310,7 +310,7 @@ class TestDamage:
         folder.put(bytes(10))
         piece = Piece(whole((2, 3)), "a", Span(0, 3))
         with pytest.raises(UnsupportedError, match="inside a byte"):
-            folder.reader()[0].fill([Want([piece], Box((1, 0), (1, 3)), "float4_e2m1fn", memoryview(bytearray(2)))])
+            folder.reader()[0].fill([ReadItem([piece], Box((1, 0), (1, 3)), "float4_e2m1fn", memoryview(bytearray(2)))])
 
 
 def test_a_large_box_of_a_scattered_view_is_read_in_few_pieces_at_a_time(
@@ -328,7 +328,7 @@ def test_a_large_box_of_a_scattered_view_is_read_in_few_pieces_at_a_time(
     )
     box, piece = Box((4, 0, 0), (16, 128, 32)), Piece(whole((512, 128, 32)), "a", layout)
     out = bytearray(box.volume * 4)
-    reader.fill([Want([piece], box, "float32", memoryview(out))])
+    reader.fill([ReadItem([piece], box, "float32", memoryview(out))])
     assert bytes(out) == array.transpose()[at(box)].tobytes()
     assert sum(map(len, batches)) <= 64, "not one call a run"
     assert max(map(sum, batches)) <= 3 << 20, "not all of the storage at once"
@@ -345,6 +345,6 @@ def test_a_scattered_view_of_a_stream_is_decoded_forward(tmp_path: Path, monkeyp
     monkeypatch.setattr(DecodedStream, "_restart", lambda self: (restarts.append(1), real(self))[1])
     box = Box((0, 0), (4, 64))
     out = bytearray(box.volume * 4)
-    reader.fill([Want([Piece(whole((1024, 64)), "a", layout)], box, "float32", memoryview(out))])
+    reader.fill([ReadItem([Piece(whole((1024, 64)), "a", layout)], box, "float32", memoryview(out))])
     assert bytes(out) == array.transpose()[at(box)].tobytes()
     assert len(restarts) == 1

@@ -18,7 +18,7 @@ from native_writer import scalar
 from safetensors import safe_open
 
 import shardckpt
-from shardckpt.format.encodings.tagged_json import ArrayRef, Named
+from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.format.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.format.native.manifest_json import decode_manifest, encode_manifest
 from shardckpt.format.native.payload import KEY, lay_out
@@ -75,7 +75,7 @@ def test_the_nest_comes_back(step: Path) -> None:
             assert_same(reader, records[found.number].path, expected)
             return
         if isinstance(expected, torch.dtype):
-            assert found == Named("dtype", str(expected).removeprefix("torch.")), path
+            assert found == NamedValue("dtype", str(expected).removeprefix("torch.")), path
             return
         if isinstance(expected, np.generic):
             assert found == scalar(expected), path
@@ -92,7 +92,7 @@ def test_the_nest_comes_back(step: Path) -> None:
         else:
             assert repr(found) == repr(expected), path
 
-    compare(reader.nest(lambda ref: ref), truth(step), "")
+    compare(reader.decode_state(lambda ref: ref), truth(step), "")
     assert set(used) == set(range(len(records)))
 
 

@@ -26,8 +26,8 @@ from shardckpt.errors import ShardckptError
 from shardckpt.format.encodings.codecs import DecodedStream
 from shardckpt.format.encodings.pickle_reader import load
 from shardckpt.format.encodings.safetensors import parse_header, parse_json, read_headers
-from shardckpt.format.encodings.tagged_json import ArrayRef, Named, decode, encode
-from shardckpt.format.encodings.zip_archive import Place, Wanted, open_archives, read_entries, walk_front
+from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue, decode, encode
+from shardckpt.format.encodings.zip_archive import ArchivePlace, WantedEntry, open_archives, read_entries, walk_front
 from shardckpt.format.huggingface.index_files import choose
 from shardckpt.format.native import base_store
 from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, decode_commit, encode_commit
@@ -47,7 +47,7 @@ from shardckpt.plan.layout.sizes import parse_size
 from shardckpt.storage.store import Store
 
 _SMALL_BYTES = 1 << 20
-_TAGGED = {0: [1.5, float("nan"), 1 << 70, b"x", 1j, (None, {"$a"})], "d": Named("size", (2, 3)), "t": ArrayRef(3)}
+_TAGGED = {0: [1.5, float("nan"), 1 << 70, b"x", 1j, (None, {"$a"})], "d": NamedValue("size", (2, 3)), "t": ArrayRef(3)}
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ def _pickle(_: int, data: bytes) -> None:
 
 def _zip(_: int, data: bytes) -> None:
     store = MemoryStore({"a": data})
-    [archive] = open_archives(store, [Place("a", 0, len(data))])
+    [archive] = open_archives(store, [ArchivePlace("a", 0, len(data))])
     for entry in archive.entries.values():
-        read_entries(store, [Wanted("a", entry)], most=_SMALL_BYTES)
+        read_entries(store, [WantedEntry("a", entry)], most=_SMALL_BYTES)
 
 
 def _front(_: int, data: bytes) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import save_file
 from share_writers import as_rank, sharded
 
-from shardckpt.format.encodings.safetensors import Placed, encode_header
+from shardckpt.format.encodings.safetensors import HeaderTensor, encode_header
 from shardckpt.offline.select.options import LEAST_MEMORY_BYTES
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks are read from /proc")
@@ -44,7 +44,7 @@ def by_columns(folder: Path) -> None:
 
 def whole(folder: Path) -> None:
     folder.mkdir()
-    header = encode_header([Placed("w", "float32", (ROWS, COLUMNS))], {})
+    header = encode_header([HeaderTensor("w", "float32", (ROWS, COLUMNS))], {})
     with (folder / "model.safetensors").open("wb") as file:
         file.write(header)
         file.truncate(len(header) + 8 * CAP)

@@ -161,7 +161,7 @@ class TestPrune:
         write(tmp_path, 1)
         fault, looks = format_steps.manifest_fault, []
 
-        def late(store: Store, step: format_steps.Step) -> str:
+        def late(store: Store, step: format_steps.StepFolder) -> str:
             looks.append(step.number)
             if len(looks) == 1:
                 write(tmp_path, 2)
@@ -277,7 +277,7 @@ def test_a_prune_that_is_killed_at_any_operation_leaves_every_step_whole_or_not_
 
 
 def test_the_matrix_is_red_where_the_commit_does_not_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def last(store: Store, step: format_steps.Step, kept: object) -> None:
+    def last(store: Store, step: format_steps.StepFolder, kept: object) -> None:
         for entry in sorted(store.list(step.name), key=lambda entry: entry.name.endswith("COMMIT")):
             store.delete(entry.name)
         store.delete_folder(step.name)

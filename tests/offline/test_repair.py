@@ -140,7 +140,7 @@ def test_without_the_file_that_carries_the_nest_tensors_come_back_and_a_warning_
     assert list(reader.manifest.tensors) == [("model", "w"), ("model", "a")]
     assert reader.manifest.objects == {}
     assert isinstance(reader, NativeReader)
-    assert list(reader.nest(lambda ref: ref)) == ["model"]  # type: ignore[call-overload]
+    assert list(reader.decode_state(lambda ref: ref)) == ["model"]  # type: ignore[call-overload]
 
 
 def test_bytes_that_changed_are_not_blessed_unless_asked(tmp_path: Path) -> None:

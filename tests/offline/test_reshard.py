@@ -17,7 +17,7 @@ from samples import SAMPLES
 
 import shardckpt
 from shardckpt.errors import IncompleteError, TargetExistsError, UsageError
-from shardckpt.format.encodings.tagged_json import ArrayRef, Named
+from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.registry import open_checkpoint
 
@@ -32,7 +32,7 @@ def opened(folder: Path) -> NativeReader:
 
 def nest(reader: NativeReader) -> Any:
     paths = [record.path for record in reader.contents.arrays]
-    return reader.nest(lambda each: paths[each.number] if isinstance(each, ArrayRef) else each)
+    return reader.decode_state(lambda each: paths[each.number] if isinstance(each, ArrayRef) else each)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
@@ -85,7 +85,7 @@ def test_values_come_along(tmp_path: Path) -> None:
     assert nest(opened(tmp_path / "out")) == {
         "model": {"w": ("model", "w")},
         "optimizer": {"state": {0: {"step": 3}}, "param_groups": groups},
-        "dtype": Named("dtype", "bfloat16"),
+        "dtype": NamedValue("dtype", "bfloat16"),
         "plain": [1, OrderedDict(a=None)],
         "mixed": {0: ("mixed", 0), 1: 1},  # other formats do not tell a list of tensors from a dict
     }

@@ -55,7 +55,7 @@ def test_the_optimizer_comes_by_name(tmp_path: Path) -> None:
     assert isinstance(reader, NativeReader)
     assert_same(reader, ("optim", "state", "a.w", "exp_avg"), OPTIM["state"]["a.w"]["exp_avg"])
     paths = [record.path for record in reader.contents.arrays]
-    nest = reader.nest(lambda ref: paths[ref.number] if isinstance(ref, ArrayRef) else ref)
+    nest = reader.decode_state(lambda ref: paths[ref.number] if isinstance(ref, ArrayRef) else ref)
     assert nest["optim"]["param_groups"] == OPTIM["param_groups"]  # type: ignore[index]
     assert set(nest) == {"model", "optim"}  # type: ignore[call-overload]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import UsageError
-from shardckpt.plan.retention import DEAD_AFTER_S, Retention, SavedStep, doomed, is_dead, with_trusted_times
+from shardckpt.plan.retention import ORPHAN_TTL_S, Retention, SavedStep, is_expired, steps_to_delete, with_trusted_times
 
 NOW = 1_000_000.0
 DAY = 24 * 3600.0
@@ -37,7 +37,9 @@ RULES = st.builds(
 
 def gone(numbers: range | list[int], rules: Retention, **losses: float) -> list[int]:
     metrics = {n: {"loss": losses[f"m{n}"]} if f"m{n}" in losses else {} for n in numbers}
-    return list(doomed([SavedStep(n, metrics=metrics[n], saved_at=float(n)) for n in numbers], rules, now=100.0))
+    return list(
+        steps_to_delete([SavedStep(n, metrics=metrics[n], saved_at=float(n)) for n in numbers], rules, now=100.0)
+    )
 
 
 def in_order(steps: list[SavedStep]) -> list[int]:
@@ -49,9 +51,9 @@ def decided(steps: list[SavedStep], rules: Retention) -> tuple[int, ...]:
     """Return the doomed steps; none where they cannot be ranked, which is an error."""
     has_metric = any(step.is_complete and step.metrics for step in steps)
     if rules.keep_best is None or has_metric or not any(step.is_complete for step in steps):
-        return doomed(steps, rules, now=NOW)
+        return steps_to_delete(steps, rules, now=NOW)
     with pytest.raises(UsageError, match="which no step has"):
-        doomed(steps, rules, now=NOW)
+        steps_to_delete(steps, rules, now=NOW)
     return ()
 
 
@@ -64,8 +66,8 @@ class TestRules:
 
     def test_those_of_a_later_branch_are_newer(self) -> None:
         steps = [SavedStep(9), SavedStep(10), SavedStep(4, branch=1), SavedStep(5, branch=1)]
-        assert doomed(steps, Retention(keep_last=2), now=NOW) == (9, 10)
-        assert doomed(steps, Retention(keep_last=3), now=NOW) == (9,)
+        assert steps_to_delete(steps, Retention(keep_last=2), now=NOW) == (9, 10)
+        assert steps_to_delete(steps, Retention(keep_last=3), now=NOW) == (9,)
 
     def test_multiples_stay_and_so_does_the_newest(self) -> None:
         assert gone([10, 15, 20, 25, 33], Retention(keep_every=10)) == [15, 25]
@@ -89,12 +91,12 @@ class TestRules:
     def test_a_metric_that_no_step_has_is_an_error_that_names_those_they_have(self, others: dict[str, object]) -> None:
         steps = [SavedStep(n, metrics={"accuracy": n, "f1": n}) for n in range(4)]
         with pytest.raises(UsageError, match=r"metric 'acc', which no step has; found accuracy, f1\."):
-            doomed(steps, Retention(keep_best=3, metric="acc", **others), now=NOW)  # type: ignore[arg-type]
+            steps_to_delete(steps, Retention(keep_best=3, metric="acc", **others), now=NOW)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="found no metrics"):
-            doomed([SavedStep(1)], Retention(keep_best=3), now=NOW)
+            steps_to_delete([SavedStep(1)], Retention(keep_best=3), now=NOW)
 
     def test_a_run_without_steps_lacks_no_metric(self) -> None:
-        assert doomed([], Retention(keep_best=3), now=NOW) == ()
+        assert steps_to_delete([], Retention(keep_best=3), now=NOW) == ()
 
     def test_steps_without_the_metric_stay_unless_another_rule_decides(self) -> None:
         losses = {"m2": 2.0, "m4": 1.0, "m6": 3.0}
@@ -103,15 +105,15 @@ class TestRules:
 
     def test_what_was_saved_lately_stays_and_what_nobody_dated(self) -> None:
         steps = [SavedStep(1, saved_at=10.0), SavedStep(2), SavedStep(3, saved_at=95.0), SavedStep(4, saved_at=1.0)]
-        assert doomed(steps, Retention(keep_for_s=10), now=100.0) == (1,)
+        assert steps_to_delete(steps, Retention(keep_for_s=10), now=100.0) == (1,)
 
     def test_an_incomplete_step_takes_no_place(self) -> None:
         steps = [SavedStep(1), SavedStep(2), SavedStep(3, is_complete=False), SavedStep(4, is_complete=False)]
-        assert doomed(steps, Retention(keep_last=1), now=NOW) == (1,)
+        assert steps_to_delete(steps, Retention(keep_last=1), now=NOW) == (1,)
 
     def test_what_is_spared_stays(self) -> None:
         steps = [SavedStep(n) for n in range(4)]
-        assert doomed(steps, Retention(keep_last=1), now=NOW, spared={1}) == (0, 2)
+        assert steps_to_delete(steps, Retention(keep_last=1), now=NOW, protected={1}) == (0, 2)
 
     @pytest.mark.parametrize(
         "rule",
@@ -129,7 +131,7 @@ class TestClocks:
     def kept(self, *days: float, now: float) -> list[int]:
         steps = [SavedStep(n, saved_at=day * DAY) for n, day in enumerate(days, 1)]
         trusted = with_trusted_times(steps, now * DAY)
-        gone = doomed(trusted, Retention(keep_for_s=DAY), now=now * DAY)
+        gone = steps_to_delete(trusted, Retention(keep_for_s=DAY), now=now * DAY)
         return [step.number for step in steps if step.number not in gone]
 
     def test_right_ones_keep_the_steps_of_the_time_that_was_asked_for(self) -> None:
@@ -148,7 +150,7 @@ class TestClocks:
 
     def test_steps_of_unknown_time_stay(self) -> None:
         steps = [SavedStep(1), SavedStep(2, saved_at=DAY), SavedStep(3, saved_at=9 * DAY)]
-        assert doomed(with_trusted_times(steps, 9 * DAY), Retention(keep_for_s=DAY), now=9 * DAY) == (2,)
+        assert steps_to_delete(with_trusted_times(steps, 9 * DAY), Retention(keep_for_s=DAY), now=9 * DAY) == (2,)
 
 
 class TestWhateverTheRules:
@@ -194,7 +196,7 @@ class TestWhateverTheRules:
 
 class TestLeftovers:
     def test_what_changed_within_a_day_or_at_no_known_time_may_be_alive(self) -> None:
-        assert is_dead(NOW - DEAD_AFTER_S - 1, NOW)
-        assert not is_dead(NOW - DEAD_AFTER_S + 1, NOW)
-        assert not is_dead(NOW + 5, NOW)
-        assert not is_dead(None, NOW)
+        assert is_expired(NOW - ORPHAN_TTL_S - 1, NOW)
+        assert not is_expired(NOW - ORPHAN_TTL_S + 1, NOW)
+        assert not is_expired(NOW + 5, NOW)
+        assert not is_expired(None, NOW)

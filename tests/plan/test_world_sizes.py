@@ -11,7 +11,7 @@ from native_writer import write_step
 
 import shardckpt
 from shardckpt.boxes import Box, Shape, cover, flat_to_boxes, intersect, whole
-from shardckpt.plan.layout.write_plan import Held, plan_save
+from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
 
 WORLDS = range(1, 65)
 
@@ -39,7 +39,7 @@ CUTS = {"rows": rows, "flat": flat, "replicated": replicated}
 
 def written(shape: Shape, world: int, cut) -> list[tuple[int, Box]]:
     """Return which rank writes what."""
-    plan = plan_save([[Held(("w",), shape, "float32", tuple(cut(shape, world, r)), None)] for r in range(world)])
+    plan = plan_save([[LocalTensor(("w",), shape, "float32", tuple(cut(shape, world, r)), None)] for r in range(world)])
     return [(rank, task.box) for rank, tasks in enumerate(plan.tasks) for task in tasks]
 
 

@@ -17,12 +17,12 @@ from shardckpt.checkpoint.load.load_plan import model_names
 from shardckpt.checkpoint.load.source import Saved
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
-from shardckpt.format.chunk_reader import PieceReader, Want
+from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.native.base_refs import Base, is_same_folder, reference, resolved
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.json_fields import plain_name
-from shardckpt.format.native.partial_manifest import Part
-from shardckpt.format.native.payload import BLOCK_BYTES, Chunk
+from shardckpt.format.native.partial_manifest import PartialManifest
+from shardckpt.format.native.payload import BLOCK_BYTES, PayloadChunk
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, files_of_bases
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
@@ -92,7 +92,7 @@ class OpenBase:
     def _rows(self) -> dict[Path, dict[Box, tuple[int, int, bytes]]]:
         return {}
 
-    def digest_of(self, chunk: Chunk) -> bytes | None:
+    def digest_of(self, chunk: PayloadChunk) -> bytes | None:
         """Return the digest of the bytes that the base has of a chunk; None where it has no such chunk, or none of it.
 
         Args:
@@ -101,7 +101,7 @@ class OpenBase:
         found = self._row(chunk)
         return None if found is None else found[2]
 
-    def _row(self, chunk: Chunk) -> tuple[int, int, bytes] | None:
+    def _row(self, chunk: PayloadChunk) -> tuple[int, int, bytes] | None:
         record = self._records.get(chunk.path)
         if record is None or (record.dtype, record.shape) != (chunk.dtype, chunk.shape):
             return None
@@ -117,7 +117,7 @@ class OpenBase:
             return False  # a former content of the folder that is saved to
         return file.hashes is not None and self._saved.manifest.files.get(file.place, -1) >= file.nbytes
 
-    def known(self, chunk: Chunk) -> Known:
+    def known(self, chunk: PayloadChunk) -> Known:
         """Return where the bytes of a chunk lie that the base has.
 
         Args:
@@ -210,14 +210,14 @@ class OpenBase:
             StorageError: The store failed.
         """
         pieces = PieceReader(self._reader.store)
-        batch: list[tuple[int, Want]] = []
+        batch: list[tuple[int, ReadItem]] = []
         hashers = [xxhash.xxh3_128() for _ in wanted]
         size = 0
         for number, (entry, box) in enumerate(wanted):
             most = max(_BATCH_BYTES // max(nbytes(entry.stored, 8) // 8, 1), 1)
             for part in contiguous_blocks(box, most) if box.volume else ():
                 buffer = memoryview(bytearray(nbytes(entry.stored, part.volume)))
-                batch.append((number, Want(entry.pieces, part, entry.stored, buffer)))
+                batch.append((number, ReadItem(entry.pieces, part, entry.stored, buffer)))
                 size += len(buffer)
                 if size >= _BATCH_BYTES:
                     _hash(pieces, batch, hashers)
@@ -343,7 +343,7 @@ def _replaced(name: str, rules: Iterable[tuple[re.Pattern[str], str]]) -> str:
     return name
 
 
-def _hash(pieces: PieceReader, batch: list[tuple[int, Want]], hashers: Sequence[xxhash.xxh3_128]) -> None:
+def _hash(pieces: PieceReader, batch: list[tuple[int, ReadItem]], hashers: Sequence[xxhash.xxh3_128]) -> None:
     pieces.fill([want for _, want in batch])
     for number, want in batch:
         hashers[number].update(want.buffer)
@@ -395,9 +395,9 @@ class References:
         record.rows.extend((number, known.offset, *box.offset, *box.size))
         self._arrays[path] = record._replace(digests=record.digests + known.digest)
 
-    def part(self) -> Part:
+    def part(self) -> PartialManifest:
         """Return all of it, as one writer's."""
-        return Part(tuple(self._files), tuple(self._arrays.values()))
+        return PartialManifest(tuple(self._files), tuple(self._arrays.values()))
 
 
 def are_there(step: str, files: Iterable[FileRecord]) -> bool:

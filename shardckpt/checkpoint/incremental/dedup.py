@@ -17,11 +17,11 @@ from shardckpt.checkpoint.stateful.tensor_bytes import held, tensor_bytes
 from shardckpt.errors import UsageError
 from shardckpt.format.native.base_refs import Base
 from shardckpt.format.native.commit import MAX_BASES
-from shardckpt.format.native.partial_manifest import Part
-from shardckpt.format.native.payload import Chunk
+from shardckpt.format.native.partial_manifest import PartialManifest
+from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.format.native.records import FileRecord
 from shardckpt.manifest import Path, TensorEntry, dotted
-from shardckpt.plan.layout.write_plan import Spec
+from shardckpt.plan.layout.write_plan import TensorSpec
 from shardckpt.state.local.local_shards import TensorShards
 
 _HASHERS = 4
@@ -31,7 +31,7 @@ _Hashes = dict[tuple[str, str, str], tuple[int, ...]]
 """Of the blocks of files that store none: by folder, name, and the version of the file."""
 
 
-def chunk_digest(chunk: Chunk, arrays: Mapping[Path, TensorShards]) -> bytes:
+def chunk_digest(chunk: PayloadChunk, arrays: Mapping[Path, TensorShards]) -> bytes:
     """Return the xxh3-128 of a chunk as it lies in memory.
 
     Args:
@@ -44,7 +44,7 @@ def chunk_digest(chunk: Chunk, arrays: Mapping[Path, TensorShards]) -> bytes:
     return hasher.digest()
 
 
-def chunk_digests(chunks: Sequence[Chunk], arrays: Mapping[Path, TensorShards]) -> list[bytes]:
+def chunk_digests(chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorShards]) -> list[bytes]:
     """Return the xxh3-128 of each chunk as it lies in memory; large ones are hashed side by side.
 
     Args:
@@ -84,7 +84,7 @@ class Grounds:
         data = bytes.fromhex(digits)
         return cls(url, key, {at: data[16 * n : 16 * n + 16] for n, at in enumerate(positions)}, files)
 
-    def unchanged(self, chunks: Sequence[Chunk], arrays: Mapping[Path, TensorShards]) -> tuple[int, ...]:
+    def unchanged(self, chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorShards]) -> tuple[int, ...]:
         """Return the positions of chunks that are in memory what they are in the base.
 
         Args:
@@ -125,7 +125,9 @@ class Compared:
         made.hashes, made._key, made._digests = dict(self.hashes), self._key, dict(self._digests)
         return made
 
-    def compare(self, chunks: Sequence[Chunk], grounds: Grounds, captured: Captured, rules: Mapping[str, str]) -> None:
+    def compare(
+        self, chunks: Sequence[PayloadChunk], grounds: Grounds, captured: Captured, rules: Mapping[str, str]
+    ) -> None:
         """Make sure that frozen parameters are what they are in the base; those that were read once are remembered.
 
         Args:
@@ -145,7 +147,7 @@ class Compared:
         new = [chunk for chunk in chunks if (chunk.path, chunk.box) not in self._digests]
         if new:
             base = OpenBase(grounds.url, rules=rules)
-            specs = {chunk.path: Spec(chunk.path, chunk.shape, chunk.dtype) for chunk in new}
+            specs = {chunk.path: TensorSpec(chunk.path, chunk.shape, chunk.dtype) for chunk in new}
             entries = _entries(base, specs.values(), captured.ties)
             digests = base.digests([(entries[chunk.path], chunk.box) for chunk in new])
             self._digests.update({(c.path, c.box): digest for c, digest in zip(new, digests, strict=True)})
@@ -159,7 +161,7 @@ class Compared:
                 )
 
 
-def _entries(base: OpenBase, specs: Iterable[Spec], ties: Mapping[Path, Path]) -> dict[Path, TensorEntry]:
+def _entries(base: OpenBase, specs: Iterable[TensorSpec], ties: Mapping[Path, Path]) -> dict[Path, TensorEntry]:
     """Return where frozen parameters lie in the base.
 
     Args:
@@ -224,7 +226,9 @@ class Ground:
         }
         return Grounds(self._base.url, self._key, digests, self._asked)
 
-    def part(self, unchanged: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], known: _Hashes) -> Part:
+    def part(
+        self, unchanged: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], known: _Hashes
+    ) -> PartialManifest:
         """Return what of the step lies in other folders.
 
         Args:

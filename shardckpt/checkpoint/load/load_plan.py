@@ -34,7 +34,7 @@ from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
 from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.plan.naming.fqn import cleaner
-from shardckpt.plan.naming.sections import find_parts, model_paths
+from shardckpt.plan.naming.sections import find_sections, model_paths
 from shardckpt.plan.optim import optimizer_state as optimizers
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShards
@@ -437,7 +437,7 @@ class _Fit:
         self.fitting.after.append(lambda: room.put(optim))
 
     def _compare_parameters(
-        self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimState, path: Path
+        self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimizerState, path: Path
     ) -> None:
         """Tell of parameters that only one of the live and the saved optimizer has; groups may be others."""
         live = dict.fromkeys(name for names in parameter_names(found, optim) for name in names)
@@ -455,7 +455,7 @@ class _Fit:
         """Return where the checkpoint has an optimizer's state: at its path, or the only one there is."""
         if self._saved.find(path)[1]:
             return path
-        found = find_parts(self._saved.manifest).optimizers
+        found = find_sections(self._saved.manifest).optimizers
         return found[0] if len(found) == 1 and not self._saved.is_native else None
 
     def _whole_optimizer(self, optim: torch.optim.Optimizer, path: Path, root: Path) -> None:
@@ -474,20 +474,20 @@ class _Fit:
             take = lambda state: torch_fsdp1.put_optim_state(model, optim, state)  # noqa: E731
         self.fitting.values.append(Taker(path, self._saved.find(root)[0], take))
 
-    def _optim_state(self, root: Path, found: ModelIndex, optim: torch.optim.Optimizer) -> optimizers.OptimState:
+    def _optim_state(self, root: Path, found: ModelIndex, optim: torch.optim.Optimizer) -> optimizers.OptimizerState:
         shapes = {name: entry.shape for name, entry in found.entries.items()}
         n = len(root)
         tensors = {path: entry for path, entry in self._saved.arrays.items() if path[:n] == root}
         small = {path: entry for path, entry in tensors.items() if path[n : n + 1] == ("param_groups",)}
         values = _leaves(self._saved.materialised(_without_state(self._saved.find(root)[0])), root)
-        raw = optimizers.RawOptim(
+        raw = optimizers.RawOptimizer(
             {path[n:]: entry for path, entry in tensors.items() if path not in small},
             {path[n:]: value for path, value in values.items()},
         )
         numbers = _names_by_number(parameter_names(found, optim), raw.values.get(("param_groups",)))
         return optimizers.by_name(raw, shapes, numbers, clean=lambda name: _first(name, found))
 
-    def _wanted_of(self, state: optimizers.OptimState, path: Path) -> optimizers.OptimState:
+    def _wanted_of(self, state: optimizers.OptimizerState, path: Path) -> optimizers.OptimizerState:
         """Return what is to be loaded of an optimizer's state."""
         if not self._policy.is_selective:
             return state
@@ -503,7 +503,7 @@ class _Fit:
         groups = state.groups if self._wants((*path, "param_groups")) else ()
         return replace(state, tensors=tensors, scalars=scalars, groups=groups)
 
-    def _room(self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimState) -> OptimTargets:
+    def _room(self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimizerState) -> OptimTargets:
         slots: dict[str, dict[str, Slot]] = {}
         for key, entry in state.tensors.items():
             name, _, slot = key.rpartition("/")
@@ -518,7 +518,7 @@ class _Fit:
             unequal_steps=self._policy.unequal_steps,
         )
 
-    def _fill_room(self, room: OptimTargets, state: optimizers.OptimState, path: Path) -> None:
+    def _fill_room(self, room: OptimTargets, state: optimizers.OptimizerState, path: Path) -> None:
         """Want what the room is for; numbers that several parameters share are compared first."""
         shared: dict[int, list[Wanted]] = {}
         for name, slot, array in room.arrays:
@@ -654,7 +654,7 @@ def model_names(saved: Saved, path: Path, names: Iterable[str]) -> Mapping[str, 
     if saved.is_native or any(name in here for name in names):
         clean = cleaner(here)
         return {**{clean(name): at for name, at in here.items()}, **here}
-    found = find_parts(saved.manifest)
+    found = find_sections(saved.manifest)
     depth = len(found.model)
     back = dict(zip(saved.manifest.tensors, saved.arrays, strict=True))
     stored = {back[at]: ".".join(map(str, at[depth:])) or dotted(at) for at in model_paths(saved.manifest, found)}

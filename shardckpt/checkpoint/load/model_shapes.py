@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from shardckpt.format.reader import WholeShapes
+from shardckpt.format.reader import ParamShapes
 from shardckpt.state.local.local_shards import LocalModel
 
 
-def shapes_of(models: Iterable[LocalModel]) -> WholeShapes | None:
+def shapes_of(models: Iterable[LocalModel]) -> ParamShapes | None:
     """Return what models consist of, however they are sharded; None where there is none.
 
     Args:
@@ -19,7 +19,7 @@ def shapes_of(models: Iterable[LocalModel]) -> WholeShapes | None:
     return replace(told[0], others=tuple(told[1:])) if told else None
 
 
-def _told(model: LocalModel) -> WholeShapes:
+def _told(model: LocalModel) -> ParamShapes:
     """Return a model's parameters, tied ones under each name; buffers lie in no flat parameter."""
     names = {name: model.aliases.get(name, name) for name in model.names}
     shapes = {
@@ -27,4 +27,4 @@ def _told(model: LocalModel) -> WholeShapes:
         for name, first in names.items()
         if first in model.arrays and first not in model.buffers
     }
-    return WholeShapes(shapes, "the model that is loaded into", model.aliases)
+    return ParamShapes(shapes, "the model that is loaded into", model.aliases)

@@ -9,18 +9,18 @@ from dataclasses import replace
 from shardckpt.boxes import whole
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import UsageError
-from shardckpt.format.chunk_reader import PieceReader, Want
+from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.huggingface.index_files import read_json
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 from shardckpt.parameter_names import BY_ORDER
 from shardckpt.plan.layout.coverage import require_complete
-from shardckpt.plan.naming.fqn import Named, name_model
-from shardckpt.plan.naming.sections import find_parts, split_flat_names
+from shardckpt.plan.naming.fqn import NamedModel, name_model
+from shardckpt.plan.naming.sections import find_sections, split_flat_names
 from shardckpt.plan.optim import optimizer_state
 from shardckpt.plan.rules.optimizer_rules import ruled_state, shapes_of
 from shardckpt.plan.rules.rule_files import parse_rules, rules_text
-from shardckpt.plan.rules.rules import cooked, leaves, plan
+from shardckpt.plan.rules.rules import apply_recipe, leaves, plan_remap
 from shardckpt.storage.store import Store
 from shardckpt.storage.text_files import read_text
 
@@ -71,10 +71,10 @@ def ruled(reader: Reader, place: str) -> RuledReader:
     """
     rules = parse_rules(rules_text(place, lambda: read_text(place)), place, _config(reader.store))
     manifest = split_flat_names(reader.manifest)
-    found = find_parts(manifest)
+    found = find_sections(manifest)
     model = name_model(manifest, found)
     facts = {name: (entry.shape, entry.dtype) for name, entry in model.tensors.items()}
-    made = plan(rules, facts)
+    made = plan_remap(rules, facts)
     used = dict.fromkeys(leaf.name for each in made.made.values() for leaf in leaves(each.recipe))
     if any(each.cast for each in made.made.values()):
         raise UsageError(
@@ -83,14 +83,14 @@ def ruled(reader: Reader, place: str) -> RuledReader:
     entries = dict(zip(used, _located(reader, manifest, [model.tensors[name] for name in used]), strict=True))
     gone = {entry.path for entry in model.tensors.values()}
     tensors = {
-        (*found.model, name): cooked(each.recipe, name, entries)._replace(path=(*found.model, name))
+        (*found.model, name): apply_recipe(each.recipe, name, entries)._replace(path=(*found.model, name))
         for name, each in made.made.items()
     }
     objects: dict[Path, ObjectEntry] = {}
     for root in found.optimizers:
         state = _state(reader, manifest, root, model)
         gone |= {path for path in manifest.tensors if path[: len(root)] == root}
-        all_made = plan(rules, {**facts, **shapes_of(state, facts)})
+        all_made = plan_remap(rules, {**facts, **shapes_of(state, facts)})
         state = ruled_state(all_made, state, lambda entries: _same(reader, entries))
         for key, entry in state.tensors.items():
             name, _, slot = key.rpartition("/")
@@ -103,7 +103,7 @@ def ruled(reader: Reader, place: str) -> RuledReader:
     return RuledReader(reader, replace(manifest, tensors={**tensors, **rest}, objects=objects, aliases={}))
 
 
-def _state(reader: Reader, manifest: Manifest, root: Path, model: Named) -> optimizer_state.OptimState:
+def _state(reader: Reader, manifest: Manifest, root: Path, model: NamedModel) -> optimizer_state.OptimizerState:
     """Return an optimizer by names, its tensors located."""
     n = len(root)
     if any(path[: n + 1] == (*root, "param_groups") for path in manifest.tensors):
@@ -121,7 +121,7 @@ def _state(reader: Reader, manifest: Manifest, root: Path, model: Named) -> opti
     return replace(state, tensors=dict(zip(state.tensors, located, strict=True)))
 
 
-def _values_of(root: Path, state: optimizer_state.OptimState) -> dict[Path, ObjectEntry]:
+def _values_of(root: Path, state: optimizer_state.OptimizerState) -> dict[Path, ObjectEntry]:
     values: dict[Path, object] = {(*root, "param_groups"): [dict(group) for group in state.groups]}
     for name, slots in state.scalars.items():
         values |= {(*root, "state", name, slot): value for slot, value in slots.items()}
@@ -144,7 +144,7 @@ def _same(reader: Reader, entries: Sequence[TensorEntry]) -> bool:
     buffers = [bytearray(nbytes(entry.stored, 1)) for entry in entries]
     pieces.fill(
         [
-            Want(entry.pieces, whole(entry.shape), entry.stored, memoryview(buffer))
+            ReadItem(entry.pieces, whole(entry.shape), entry.stored, memoryview(buffer))
             for entry, buffer in zip(entries, buffers, strict=True)
         ]
     )

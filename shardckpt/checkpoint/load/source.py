@@ -19,10 +19,10 @@ from shardckpt.checkpoint.load.unflatten import ForeignValue, arrays_in, filled,
 from shardckpt.checkpoint.stateful.flatten import ArrayAt
 from shardckpt.checkpoint.stateful.stateful import revived
 from shardckpt.errors import NameCollisionError, NoMemoryError, UnsupportedError, UsageError
-from shardckpt.format.encodings.tagged_json import ArrayRef, Named
+from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.format.native.payload import BLOCK_BYTES
 from shardckpt.format.native.reader import NativeReader
-from shardckpt.format.reader import NamedBases, Reader, WholeShapes
+from shardckpt.format.reader import NamedBases, ParamShapes, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import UNREAD, Lazy, Path, TensorEntry, dotted
 from shardckpt.plan.layout.coverage import require_complete
@@ -60,7 +60,7 @@ class Saved:
         verify: Verify = "read",
         rules: Rules = None,
         bases: NamedBases = "",
-        tell: Callable[[], WholeShapes | None] = lambda: None,
+        tell: Callable[[], ParamShapes | None] = lambda: None,
     ) -> None:
         require_way_to_verify(verify)
         self._rules = compiled(rules)
@@ -144,12 +144,12 @@ class Saved:
         if isinstance(self._reader, NativeReader):
             records = self._reader.contents.arrays
 
-            def revive(value: ArrayRef | Named) -> object:
-                if isinstance(value, Named):
+            def decode_ref(value: ArrayRef | NamedValue) -> object:
+                if isinstance(value, NamedValue):
                     return revived(value)
                 return ArrayAt(tuple(map(self.renamed, records[value.number].path)), value.kind)
 
-            return self._renamed_keys(self._reader.nest(revive))
+            return self._renamed_keys(self._reader.decode_state(decode_ref))
         return self._foreign_nest()
 
     def _renamed_keys(self, nest: Any) -> Any:
@@ -258,12 +258,12 @@ class Saved:
         return [entry._replace(pieces=tuple(known.get(id(p), p) for p in entry.pieces)) for entry in entries]
 
 
-def _with_shapes(reader: Reader, tell: Callable[[], WholeShapes | None]) -> Reader:
+def _with_shapes(reader: Reader, tell: Callable[[], ParamShapes | None]) -> Reader:
     """Return a reader that knows what lies in its flat parameters; the same one where files tell that."""
-    known = tell() if reader.lacks_shapes else None
+    known = tell() if reader.needs_param_shapes else None
     if known is not None:
-        reader = reader.with_shapes(known)
-    if reader.lacks_shapes:
+        reader = reader.with_param_shapes(known)
+    if reader.needs_param_shapes:
         raise UsageError(
             "these are flat parameters of FSDP1, and no file tells the shapes of what lies in them",
             where=reader.store.url,

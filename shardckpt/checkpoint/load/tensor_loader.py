@@ -14,7 +14,7 @@ from shardckpt.boxes import Box, contiguous_blocks, shift
 from shardckpt.checkpoint.load import torch_casts
 from shardckpt.checkpoint.stateful.tensor_bytes import flat_bytes, lies_flat, narrowed
 from shardckpt.dtypes import nbytes
-from shardckpt.format.chunk_reader import PieceReader, Want, straight_reads
+from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.manifest import Encoded, TensorEntry
 from shardckpt.state.local.local_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read, Store
@@ -131,7 +131,7 @@ def as_deliveries(wanted: Sequence[Wish]) -> tuple[list[Delivery], list[Wish]]:
         others = []
         for shard in _shards(array, entry):
             buffer, finish = _buffer(shard.tensor, entry)
-            reads = straight_reads(Want(entry.pieces, shard.box, entry.stored, buffer))
+            reads = straight_reads(ReadItem(entry.pieces, shard.box, entry.stored, buffer))
             if reads is None:
                 others.append(shard)
             else:
@@ -173,7 +173,7 @@ def _shards(array: TensorShards, entry: TensorEntry) -> Iterator[LocalShard]:
 class _Batch:
     """What is read at once, and what is to be done then."""
 
-    wants: list[Want] = field(default_factory=list)
+    wants: list[ReadItem] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     after: list[Callable[[], object]] = field(default_factory=list)
     nbytes: int = 0
@@ -195,7 +195,7 @@ def _straight(shard: LocalShard, entry: TensorEntry) -> list[Read] | None:
     """Return the reads that fill a shard of an array; None where its elements do not lie as they are held."""
     if not lies_flat(shard.tensor) or shard.tensor.dtype != getattr(torch, entry.stored):
         return None
-    return straight_reads(Want(entry.pieces, shard.box, entry.stored, flat_bytes(shard.tensor)))
+    return straight_reads(ReadItem(entry.pieces, shard.box, entry.stored, flat_bytes(shard.tensor)))
 
 
 def _batches(wanted: Sequence[Wish]) -> Iterator[_Batch]:
@@ -204,7 +204,7 @@ def _batches(wanted: Sequence[Wish]) -> Iterator[_Batch]:
     for entry, array in wanted:
         for box, tensor in _parts(array, entry):
             buffer, finish = _buffer(tensor, entry)
-            batch.wants.append(Want(entry.pieces, box, entry.stored, buffer))
+            batch.wants.append(ReadItem(entry.pieces, box, entry.stored, buffer))
             if finish is not None:
                 batch.after.append(finish)
             batch.nbytes += buffer.nbytes

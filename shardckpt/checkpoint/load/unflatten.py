@@ -10,8 +10,8 @@ import torch
 from shardckpt.checkpoint.stateful.flatten import ArrayAt
 from shardckpt.checkpoint.stateful.stateful import revived
 from shardckpt.errors import UnsupportedError
-from shardckpt.format.encodings.pickle_stubs import Dtype, Inert
-from shardckpt.format.encodings.tagged_json import Named
+from shardckpt.format.encodings.pickle_stubs import Dtype, InstanceStub
+from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.manifest import Path, dotted
 
 
@@ -135,8 +135,8 @@ def _plain(value: Any, path: Path, skipped: list[Path] | None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_plain(each, (*path, at), skipped) for at, each in enumerate(value))
     if isinstance(value, Dtype):
-        return revived(Named("dtype", value.name))
-    if isinstance(value, Inert) or type(value).__module__.startswith("shardckpt."):
+        return revived(NamedValue("dtype", value.name))
+    if isinstance(value, InstanceStub) or type(value).__module__.startswith("shardckpt."):
         raise UnsupportedError("this value can only be read by what wrote it", where=dotted(path), found=repr(value))
     return value
 

@@ -10,7 +10,7 @@ from shardckpt.checkpoint.planning.rank_report import Report, sort_keys
 from shardckpt.checkpoint.planning.save_plan import Plan
 from shardckpt.checkpoint.stateful.flatten import ArrayAt, Captured, encoded
 from shardckpt.errors import UsageError
-from shardckpt.format.native.manifest_json import Contents
+from shardckpt.format.native.manifest_json import ManifestContents
 from shardckpt.format.native.payload import canonical
 from shardckpt.format.native.records import ArrayRecord
 from shardckpt.manifest import Path, dotted
@@ -20,7 +20,7 @@ ABOUT = {"writer": "shardckpt"}
 
 def contents_of(
     save: str, captured: Captured, plan: Plan, reports: Sequence[Report], about: Mapping[str, str]
-) -> Contents:
+) -> ManifestContents:
     """Return the manifest of a save, without its files and pieces.
 
     Args:
@@ -52,7 +52,7 @@ def contents_of(
     numbers = {path: at for at, path in enumerate(plan.order)}
     ties = {path: numbers[first] for path, first in plan.ties.items()}
     index = {**numbers, **ties}
-    return Contents(
+    return ManifestContents(
         save,
         (),
         tuple(ArrayRecord(path, "", (), array("q")) for path in plan.order),

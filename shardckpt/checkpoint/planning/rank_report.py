@@ -11,7 +11,7 @@ from typing import Any
 from shardckpt.checkpoint.stateful.flatten import ArrayAt, Captured, encoded
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings import tagged_json
-from shardckpt.format.encodings.tagged_json import ArrayRef, Named
+from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.format.native.payload import canonical
 from shardckpt.manifest import Path, dotted
 
@@ -49,10 +49,10 @@ class Alone:
     def nest(self) -> Any:
         """Return the part, as the rank that told it captured it."""
 
-        def revive(value: ArrayRef | Named) -> object:
+        def decode_ref(value: ArrayRef | NamedValue) -> object:
             return ArrayAt(self.arrays[value.number], value.kind) if isinstance(value, ArrayRef) else value
 
-        return tagged_json.decode(self.json, revive)
+        return tagged_json.decode(self.json, decode_ref)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from shardckpt.boxes import Box, Shape
 from shardckpt.checkpoint.stateful.flatten import Captured
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
-from shardckpt.format.native.payload import Chunk
+from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.box_codec import BoxRow, decode_rows, encode_rows
-from shardckpt.plan.layout.write_plan import Held, Spec, plan_save
+from shardckpt.plan.layout.write_plan import LocalTensor, TensorSpec, plan_save
 
 _BUFFER, _FROZEN = 1, 2
 
@@ -30,7 +30,7 @@ class Draft:
         frozen: Which of these are not written: they lie in the base.
     """
 
-    arrays: tuple[Held, ...]
+    arrays: tuple[LocalTensor, ...]
     buffers: frozenset[Path]
     ties: Mapping[Path, Path]
     frozen: frozenset[Path] = frozenset()
@@ -51,7 +51,7 @@ class Draft:
         """Return what `encode` wrote."""
         end = 8 + int.from_bytes(data[:8], "little")
         kinds, ties = json.loads(data[8:end])
-        arrays = tuple(Held(*row) for row in decode_rows(data[end:]))
+        arrays = tuple(LocalTensor(*row) for row in decode_rows(data[end:]))
         return cls(
             arrays,
             frozenset(arrays[at].path for at, kind in kinds if kind == _BUFFER),
@@ -68,7 +68,7 @@ def draft_of(captured: Captured, *, trainable_only: bool = False) -> Draft:
         trainable_only: Frozen parameters are not written.
     """
     arrays = tuple(
-        Held(path, array.shape, dtype_name(array.dtype), tuple(shard.box for shard in array.shards))
+        LocalTensor(path, array.shape, dtype_name(array.dtype), tuple(shard.box for shard in array.shards))
         for path, array in captured.arrays.items()
     )
     frozen = frozenset(captured.frozen) if trainable_only else frozenset()
@@ -90,9 +90,9 @@ class Task:
         frozen: What this rank has to compare with the base instead of writing it.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PayloadChunk, ...]
     classes: Mapping[int, Sequence[tuple[int, int]]]
-    frozen: tuple[Chunk, ...] = ()
+    frozen: tuple[PayloadChunk, ...] = ()
 
     def encode(self) -> bytes:
         """Return it as bytes."""
@@ -107,7 +107,7 @@ class Task:
         end = 8 + int.from_bytes(data[:8], "little")
         count, classes = json.loads(data[8:end])
         positions = {number: [(a, b) for a, b in each] for number, each in classes}
-        chunks = [Chunk(path, shape, dtype, box) for path, shape, dtype, (box,) in decode_rows(data[end:])]
+        chunks = [PayloadChunk(path, shape, dtype, box) for path, shape, dtype, (box,) in decode_rows(data[end:])]
         return cls(tuple(chunks[:count]), positions, tuple(chunks[count:]))
 
 
@@ -129,7 +129,7 @@ class Plan:
     ties: Mapping[Path, Path]
     classes: Sequence[Class]
     nbytes: int
-    frozen: tuple[Spec, ...] = ()
+    frozen: tuple[TensorSpec, ...] = ()
 
 
 def plan_of(drafts: Sequence[Draft]) -> Plan:
@@ -147,7 +147,7 @@ def plan_of(drafts: Sequence[Draft]) -> Plan:
     known = set(order)
     ties = {p: first for draft in reversed(drafts) for p, first in draft.ties.items() if p not in known}
     frozen = _frozen(drafts)
-    chunks = [[Chunk(*plan.arrays[task.array], task.box) for task in tasks] for tasks in plan.tasks]
+    chunks = [[PayloadChunk(*plan.arrays[task.array], task.box) for task in tasks] for tasks in plan.tasks]
     classes, positions = _classes(drafts)
     tasks = tuple(_task(mine, told, frozen) for mine, told in zip(chunks, positions, strict=True))
     specs = tuple(spec for spec in plan.arrays if spec.path in frozen)
@@ -173,7 +173,7 @@ def _frozen(drafts: Sequence[Draft]) -> frozenset[Path]:
     return found
 
 
-def _task(chunks: Sequence[Chunk], classes: Mapping[int, Sequence[tuple[int, int]]], frozen: Set[Path]) -> Task:
+def _task(chunks: Sequence[PayloadChunk], classes: Mapping[int, Sequence[tuple[int, int]]], frozen: Set[Path]) -> Task:
     if not frozen:
         return Task(tuple(chunks), classes)
     return Task(
@@ -197,14 +197,14 @@ def plan_alone(captured: Captured, *, trainable_only: bool = False) -> Plan:
     for path, array in captured.arrays.items():
         if len(array.shards) != 1 or array.shards[0].box.size != array.shape:
             return plan_of([draft_of(captured, trainable_only=trainable_only)])
-        chunks.append(Chunk(path, array.shape, dtype_name(array.dtype), array.shards[0].box))
+        chunks.append(PayloadChunk(path, array.shape, dtype_name(array.dtype), array.shards[0].box))
     task = _task(chunks, {}, captured.frozen if trainable_only else set())
-    specs = tuple(Spec(chunk.path, chunk.shape, chunk.dtype) for chunk in task.frozen)
+    specs = tuple(TensorSpec(chunk.path, chunk.shape, chunk.dtype) for chunk in task.frozen)
     written = sum(chunk.nbytes for chunk in task.chunks)
     return Plan((task,), tuple(captured.arrays), captured.ties, (), written, specs)
 
 
-def _counted(drafts: Sequence[Draft]) -> list[list[Held]]:
+def _counted(drafts: Sequence[Draft]) -> list[list[LocalTensor]]:
     """Return what ranks hold; of a buffer only what the first rank has, so that one rank's values are saved."""
     seen: set[Path] = set()
     found = []

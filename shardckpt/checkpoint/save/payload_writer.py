@@ -9,8 +9,8 @@ from types import TracebackType
 from typing_extensions import Self
 
 from shardckpt.checkpoint.stateful.tensor_bytes import SMALL_BYTES, held, tensor_bytes
-from shardckpt.format.native.partial_manifest import Written
-from shardckpt.format.native.payload import FileHasher, Payload
+from shardckpt.format.native.partial_manifest import WrittenPayload
+from shardckpt.format.native.payload import FileHasher, PayloadFile
 from shardckpt.manifest import Path
 from shardckpt.state.local.local_shards import TensorShards
 from shardckpt.storage.publication import Publication
@@ -22,13 +22,13 @@ SLICE_BYTES = 4 << 20
 _GATHERED_BYTES = 1 << 20
 
 
-Source = Callable[[Payload], Iterable[memoryview]]
+Source = Callable[[PayloadFile], Iterable[memoryview]]
 """Gives the contents of a file from its first byte on; each part is valid until the next one is asked for."""
 
 
 def write_payloads(
-    publication: Publication, payloads: Sequence[Payload], source: Source, *, checksums: bool, digests: bool = False
-) -> list[Written]:
+    publication: Publication, payloads: Sequence[PayloadFile], source: Source, *, checksums: bool, digests: bool = False
+) -> list[WrittenPayload]:
     """Write a rank's files.
 
     Args:
@@ -50,11 +50,11 @@ def write_payloads(
                 for part in source(payload):
                     stream.add(part)
                 stream.finish()
-            written.append(Written(payload, hasher.hashes, hasher.digests))
+            written.append(WrittenPayload(payload, hasher.hashes, hasher.digests))
     return written
 
 
-def contents(payload: Payload, arrays: Mapping[Path, TensorShards]) -> Iterator[memoryview]:
+def contents(payload: PayloadFile, arrays: Mapping[Path, TensorShards]) -> Iterator[memoryview]:
     """Yield the bytes of a file, as they lie in memory now.
 
     Args:

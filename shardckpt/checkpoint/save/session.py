@@ -31,9 +31,15 @@ from shardckpt.checkpoint.stateful.flatten import Captured, capture
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
 from shardckpt.format.native.commit import COMMIT, STEP, branch_of, encode_commit, manifest_name
-from shardckpt.format.native.manifest_json import Contents, encode_manifest
-from shardckpt.format.native.partial_manifest import Part, decode_part, encode_part, join, part_of
-from shardckpt.format.native.payload import HF_INDEX, Payload, hf_index, lay_out, new_save_id
+from shardckpt.format.native.manifest_json import ManifestContents, encode_manifest
+from shardckpt.format.native.partial_manifest import (
+    PartialManifest,
+    build_partial,
+    decode_partial,
+    encode_partial,
+    merge_partials,
+)
+from shardckpt.format.native.payload import HF_INDEX, PayloadFile, hf_index, lay_out, new_save_id
 from shardckpt.format.native.records import FileRecord, record_of
 from shardckpt.format.native.run_directory import files_of_others
 from shardckpt.gc_pause import gc_paused
@@ -174,7 +180,7 @@ class Cargo:
         unchanged: Positions of the chunks of its task that lie in the base.
     """
 
-    payloads: tuple[Payload, ...] = ()
+    payloads: tuple[PayloadFile, ...] = ()
     replicas: Mapping[int, Sequence[Replica]] = field(default_factory=dict)
     unchanged: tuple[int, ...] = ()
 
@@ -212,12 +218,12 @@ class Corridor:
         self._saver, self._coordinator, self._how, self._last = saver, saver.channels.main, how, last
         self._compared = saver.compared.copy()
         self._publication: Publication | None = None
-        self._contents: Contents | None = None
+        self._contents: ManifestContents | None = None
         self._plan: PlanCache | None = None
         self._draft: Draft | None = None
         self._new_task: Task | None = None
         self._place = ""
-        self._part = Part((), ())
+        self._part = PartialManifest((), ())
         self._captured = Captured()
         self._model: Path | None = None
         self._save_id = ""
@@ -282,7 +288,7 @@ class Corridor:
         payloads = lay_out(self._save_id, self._coordinator.rank, chunks, model=self._model, carry=carry)
         return Cargo(payloads, self._replicas() if self._how.checksums else {}, unchanged)
 
-    def contents(self, payload: Payload) -> Iterator[memoryview]:
+    def contents(self, payload: PayloadFile) -> Iterator[memoryview]:
         """Yield the bytes of a file, as they lie in memory now."""
         return contents(payload, self.arrays)
 
@@ -304,8 +310,8 @@ class Corridor:
         blocks = self._grounds.hashed_share(self._coordinator.rank, self._coordinator.size)
         head = json.dumps([cargo.class_digests(), cargo.unchanged, blocks]).encode()
         if self._coordinator.rank == 0:
-            self._part = part_of(written)
-        return len(head).to_bytes(8, "little") + head + (encode_part(written) if self._coordinator.rank else b"")
+            self._part = build_partial(written)
+        return len(head).to_bytes(8, "little") + head + (encode_partial(written) if self._coordinator.rank else b"")
 
     def finish(self, said: bytes | Exception) -> None:
         """Publish what all wrote. Collective; what goes wrong on one rank is raised on all.
@@ -423,7 +429,7 @@ class Corridor:
         if self._coordinator.rank == 0:
             self._saver.plan_cache = self._plan
 
-    def _write_index(self, payloads: Sequence[Payload], model: Path) -> None:
+    def _write_index(self, payloads: Sequence[PayloadFile], model: Path) -> None:
         """Let one writer's save be a Hugging Face folder too."""
         assert self._publication is not None and self._contents is not None
         index = hf_index(payloads, model)
@@ -444,13 +450,13 @@ class Corridor:
             end = 8 + int.from_bytes(each[:8], "little")
             heads.append(json.loads(each[8:end]))
             if rank:
-                parts.append(decode_part(each[end:], where=f"rank {rank}"))
+                parts.append(decode_partial(each[end:], where=f"rank {rank}"))
         digests, unchanged, blocks = zip(*heads, strict=True)
         if _unequal(self._plan.plan, digests):
             return [_EXPLAIN] * len(told)
         if self._ground is not None:
             parts.append(self._ground.part(unchanged, blocks, self._compared.hashes))
-        files, arrays = join(parts, self._plan.plan.order)
+        files, arrays = merge_partials(parts, self._plan.plan.order)
         bases = self._ground.bases(files) if self._ground is not None else ()
         whole = replace(self._contents, files=(*files, *self._contents.files), arrays=arrays, bases=bases)
         manifest = encode_manifest(whole)

@@ -20,7 +20,7 @@ from shardckpt.checkpoint.stateful.tensor_bytes import (
     narrowed,
 )
 from shardckpt.errors import UsageError
-from shardckpt.format.native.payload import Payload
+from shardckpt.format.native.payload import PayloadFile
 from shardckpt.manifest import Path
 from shardckpt.state.local.local_shards import TensorShards
 
@@ -201,7 +201,7 @@ class Stage:
 
     # The loop's side
 
-    def fill(self, payloads: Sequence[Payload], arrays: Mapping[Path, TensorShards]) -> None:
+    def fill(self, payloads: Sequence[PayloadFile], arrays: Mapping[Path, TensorShards]) -> None:
         """Copy what is to be written; once this returns, the arrays may change.
 
         Args:
@@ -284,7 +284,7 @@ class Stage:
 
     # The saver's side
 
-    def blocks(self, payload: Payload) -> Iterator[memoryview]:
+    def blocks(self, payload: PayloadFile) -> Iterator[memoryview]:
         """Yield the contents of the next file; each part is valid until the next one is asked for.
 
         Args:

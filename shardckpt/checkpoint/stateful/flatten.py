@@ -24,7 +24,7 @@ from shardckpt.checkpoint.stateful.stateful import (
 from shardckpt.checkpoint.stateful.variant import Variant
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.format.encodings import tagged_json
-from shardckpt.format.encodings.tagged_json import ArrayRef, Named, path_key
+from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue, path_key
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShardError, FlatShards, has_peers
@@ -375,7 +375,7 @@ def encoded(nest: Any, number: Callable[[ArrayAt], int], path: Path = ()) -> obj
         UnsupportedError: A value that the format has no form for; the message names its dotted path.
     """
 
-    def leaf(value: object, at: Path) -> ArrayRef | Named | None:
+    def leaf(value: object, at: Path) -> ArrayRef | NamedValue | None:
         del at
         return ArrayRef(number(value), value.kind) if isinstance(value, ArrayAt) else named(value)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt import dtypes
 from shardckpt.errors import ShardckptError, StateDictError, UnsupportedError
-from shardckpt.format.encodings.tagged_json import SCALARS, Named
+from shardckpt.format.encodings.tagged_json import SCALARS, NamedValue
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.keys.kinds import tensors
 
@@ -203,22 +203,22 @@ def array_of(value: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
     return torch.from_numpy(whole if whole.flags.writeable else whole.copy())
 
 
-def named(value: object) -> Named | None:
+def named(value: object) -> NamedValue | None:
     """Return a value that only torch or numpy knows in its inert form; None for any other."""
-    if isinstance(value, Named):
+    if isinstance(value, NamedValue):
         return value
     if isinstance(value, torch.dtype):
-        return Named("dtype", dtype_name(value))
+        return NamedValue("dtype", dtype_name(value))
     if isinstance(value, torch.Size):
-        return Named("size", tuple(value))
+        return NamedValue("size", tuple(value))
     if isinstance(value, torch.device):
-        return Named("device", str(value))
+        return NamedValue("device", str(value))
     if isinstance(value, np.generic) and value.dtype.name in SCALARS:
-        return Named("numpy", f"{value.dtype.name} {value.tobytes().hex()}")
+        return NamedValue("numpy", f"{value.dtype.name} {value.tobytes().hex()}")
     return None
 
 
-def revived(value: Named) -> object:
+def revived(value: NamedValue) -> object:
     """Return the value that `named` made inert.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardckpt.boxes import Box
-from shardckpt.layout import DimLayout, FlatLayout, Layout, ParamSpec, Run
+from shardckpt.layout import DimLayout, FlatLayout, Layout, ParamSpec, ShardRun
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -212,13 +212,13 @@ class FlatPacking(Packing):
         return (value.permute(order) if order else value).reshape(-1)
 
     @cached_property
-    def _runs(self) -> tuple[tuple[Run, ...], ...]:
+    def _runs(self) -> tuple[tuple[ShardRun, ...], ...]:
         return tuple(tuple(self._layout.runs(rank)) for rank in range(self._layout.world))
 
     @cached_property
-    def _runs_of(self) -> tuple[tuple[tuple[int, Run], ...], ...]:
+    def _runs_of(self) -> tuple[tuple[tuple[int, ShardRun], ...], ...]:
         """For each parameter the ranks that have a part of it, each with that part."""
-        found: list[list[tuple[int, Run]]] = [[] for _ in self._layout.specs]
+        found: list[list[tuple[int, ShardRun]]] = [[] for _ in self._layout.specs]
         for rank, runs in enumerate(self._runs):
             for run in runs:
                 found[run.index].append((rank, run))

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import is_known
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
-from shardckpt.format.budget import CHUNK_BYTES, Budget, check_paths
-from shardckpt.format.dcp.storage_items import Blobs, Slice, require_bytes, resolve_slices, slice_checksums
+from shardckpt.format.budget import CHUNK_BYTES, ReadBudget, check_paths
+from shardckpt.format.dcp.storage_items import Blobs, StoredSlice, require_bytes, resolve_slices, slice_checksums
 from shardckpt.format.encodings import pickle_reader
-from shardckpt.format.encodings.pickle_reader import Dtype, Inert
+from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub
 from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.objects import read_object
 from shardckpt.gc_pause import gc_paused
@@ -98,22 +98,22 @@ def open_folder(store: Store, folder: str = "") -> Reader:
             fix="The save never finished; use an earlier checkpoint.",
         )
     found = _Union()
-    budget = Budget(sum(sizes.values()), sum(sizes[name] for name in names), where=f"{store.url}/{folder}")
+    budget = ReadBudget(sum(sizes.values()), sum(sizes[name] for name in names), where=f"{store.url}/{folder}")
     with gc_paused():
         for name in names:
             where = f"{store.url}/{prefix}{name}"
             root = _load(store, prefix + name, sizes[name], where, budget)
             _Metadata(root, prefix, where, budget).add_to(found)
             del root  # with many ranks' metadata, one at a time
-        return DcpReader(store, _manifest(store, prefix, sizes, names, found), Budget(sum(sizes.values())))
+        return DcpReader(store, _manifest(store, prefix, sizes, names, found), ReadBudget(sum(sizes.values())))
 
 
-def _load(store: Store, name: str, size: int, where: str, budget: Budget) -> Inert:
+def _load(store: Store, name: str, size: int, where: str, budget: ReadBudget) -> InstanceStub:
     if size > _MAX_METADATA_BYTES:
         raise UnsafeError("the metadata is too large", where=where, found=f"{size} bytes", expected=_MAX_METADATA_BYTES)
     limits = pickle_reader.Limits(nbytes=_MAX_METADATA_BYTES, depth=0)
     root = pickle_reader.load(read_bytes(store, name, 0, size), where=where, limits=limits, budget=budget)
-    if not isinstance(root, Inert) or not isinstance(root.state, dict) or not root.name.endswith("Metadata"):
+    if not isinstance(root, InstanceStub) or not isinstance(root.state, dict) or not root.name.endswith("Metadata"):
         raise FormatError("this pickle holds no DCP metadata", where=where, found=_shown(root))
     return root
 
@@ -154,7 +154,7 @@ class _Metadata:
         budget: What reading the checkpoint may cost.
     """
 
-    def __init__(self, root: Inert, prefix: str, where: str, budget: Budget) -> None:
+    def __init__(self, root: InstanceStub, prefix: str, where: str, budget: ReadBudget) -> None:
         state = root.state
         assert isinstance(state, dict)
         self._where = where
@@ -173,7 +173,7 @@ class _Metadata:
         for name, record in self._records.items():
             if not isinstance(name, str):
                 raise FormatError("a name in the metadata is no string", where=self._where, found=_shown(name))
-            if not isinstance(record, Inert):
+            if not isinstance(record, InstanceStub):
                 raise self._bad(name, "is neither a tensor nor an object", _shown(record))
             kind = record.name.rpartition(".")[2]
             if kind == "TensorStorageMetadata":
@@ -197,8 +197,8 @@ class _Metadata:
         """Return the storage records by name and offset; torch's keys are objects that hold both."""
         stored: dict[tuple[str, Shape | None], _Stored] = {}
         for key, info in storage.items():
-            index = key.state if isinstance(key, Inert) else None
-            if not isinstance(index, dict) or not isinstance(info, Inert) or not isinstance(info.state, dict):
+            index = key.state if isinstance(key, InstanceStub) else None
+            if not isinstance(index, dict) or not isinstance(info, InstanceStub) or not isinstance(info.state, dict):
                 raise FormatError(
                     "storage_data is no map from indices to storage", where=self._where, found=_shown(key)
                 )
@@ -238,7 +238,7 @@ class _Metadata:
             expected="stream.zstd/1",
         )
 
-    def _add_tensor(self, union: _Union, name: str, record: Inert) -> None:
+    def _add_tensor(self, union: _Union, name: str, record: InstanceStub) -> None:
         state = record.state if isinstance(record.state, dict) else {}
         chunks = state.get("chunks")
         shape, stored = self._shape(name, state.get("size")), self._dtype(name, state.get("properties"))
@@ -266,10 +266,10 @@ class _Metadata:
         if found is None:
             return None
         file, offset, length, is_zstd = found
-        return Piece(box, file, Lazy(offset, length, Slice(name, stored, is_zstd)))
+        return Piece(box, file, Lazy(offset, length, StoredSlice(name, stored, is_zstd)))
 
     def _box(self, name: str, chunk: object, shape: Shape) -> Box:
-        state = chunk.state if isinstance(chunk, Inert) else None
+        state = chunk.state if isinstance(chunk, InstanceStub) else None
         if not isinstance(state, dict):
             raise self._bad(name, "has a chunk without a place", _shown(chunk))
         offset, size = state.get("offsets"), state.get("sizes")
@@ -288,7 +288,7 @@ class _Metadata:
         raise self._bad(name, "has an impossible size or offset", _shown(value))
 
     def _dtype(self, name: str, properties: object) -> str:
-        state = properties.state if isinstance(properties, Inert) else None
+        state = properties.state if isinstance(properties, InstanceStub) else None
         if isinstance(state, dict):
             dtype = state.get("dtype")
         else:
@@ -321,7 +321,7 @@ class _Metadata:
 
 def _shown(value: object) -> str:
     """Return a short text for an error; never the inside of a container, which a hostile pickle can make endless."""
-    if isinstance(value, Inert):
+    if isinstance(value, InstanceStub):
         return value.name
     return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
@@ -419,15 +419,15 @@ class DcpReader(Reader):
 
     Args:
         store: Where it lies.
-        manifest: What it holds; its lazy pieces know their `Slice`.
+        manifest: What it holds; its lazy pieces know their `StoredSlice`.
         budget: What finding its elements may cost; that of its files' size where None.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, budget: Budget | None = None) -> None:
+    def __init__(self, store: Store, manifest: Manifest, budget: ReadBudget | None = None) -> None:
         super().__init__(store, manifest)
         self._blobs: Blobs = {}
         self._loaded: set[Path] = set()
-        self._budget = Budget(sum(filter(lambda n: n > 0, manifest.files.values()))) if budget is None else budget
+        self._budget = ReadBudget(sum(filter(lambda n: n > 0, manifest.files.values()))) if budget is None else budget
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces with every slice replaced by where its elements lie, in the same order.
@@ -453,7 +453,7 @@ class DcpReader(Reader):
         require_bytes(self.store, self.manifest.files, entry.file, end, f"the object {dotted(entry.path)!r}")
         is_known = entry.path in self._loaded
         self._loaded.add(entry.path)
-        budget = Budget(sum(filter(lambda n: n > 0, self.manifest.files.values()))) if is_known else self._budget
+        budget = ReadBudget(sum(filter(lambda n: n > 0, self.manifest.files.values()))) if is_known else self._budget
         return read_object(self.store, entry.file, entry.layout, budget)
 
     def checksums(self) -> Iterator[Checksum]:
@@ -476,7 +476,7 @@ class DcpReader(Reader):
 
 
 def _is_archive(piece: Piece) -> bool:
-    assert isinstance(piece.layout, Lazy) and isinstance(piece.layout.detail, Slice)
+    assert isinstance(piece.layout, Lazy) and isinstance(piece.layout.detail, StoredSlice)
     return not piece.layout.detail.is_zstd and not piece.layout.detail.is_safetensors(piece)
 
 

@@ -16,17 +16,17 @@ import zstandard
 from shardckpt.boxes import strides
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.errors import FormatError, IncompleteError, TruncatedError, UnsafeError, UnsupportedError
-from shardckpt.format.budget import Budget
+from shardckpt.format.budget import ReadBudget
 from shardckpt.format.encodings import pickle_reader
 from shardckpt.format.encodings.codecs import MAX_WINDOW_BYTES, DecodedStream
-from shardckpt.format.encodings.pickle_reader import Inert, Limits, TensorStub
+from shardckpt.format.encodings.pickle_reader import InstanceStub, Limits, TensorStub
 from shardckpt.format.encodings.safetensors import MAX_HEADER_BYTES, Header, parse_header, parse_json
 from shardckpt.format.encodings.zip_archive import (
     STORED,
-    Archive,
-    Entry,
-    Place,
-    Wanted,
+    ArchivePlace,
+    WantedEntry,
+    ZipArchive,
+    ZipEntry,
     locate,
     open_archives,
     read_entries,
@@ -58,7 +58,7 @@ class Blob(NamedTuple):
     offsets: dict[str, tuple[int, ...]]
 
 
-class Slice(NamedTuple):
+class StoredSlice(NamedTuple):
     """What a `Lazy` piece of a DCP checkpoint knows about its slice.
 
     Attributes:
@@ -77,7 +77,7 @@ class Slice(NamedTuple):
         return not self.is_zstd and piece.layout.nbytes == nbytes(self.stored, piece.box.volume)
 
 
-class Opened(NamedTuple):
+class OpenedSlice(NamedTuple):
     """A slice on its way to being resolved.
 
     Attributes:
@@ -89,7 +89,7 @@ class Opened(NamedTuple):
 
     piece: Piece
     layout: Lazy
-    slice: Slice
+    slice: StoredSlice
     where: str
 
 
@@ -98,7 +98,7 @@ Blobs = dict[tuple[str, int], Blob]
 
 
 def resolve_slices(
-    store: Store, files: Mapping[str, int], pieces: Sequence[Piece], blobs: Blobs, budget: Budget
+    store: Store, files: Mapping[str, int], pieces: Sequence[Piece], blobs: Blobs, budget: ReadBudget
 ) -> list[Piece]:
     """Return DCP pieces with every `Lazy` layout replaced by where the elements lie, in the same order.
 
@@ -123,12 +123,12 @@ def resolve_slices(
     return out
 
 
-def _opened(store: Store, files: Mapping[str, int], piece: Piece) -> Opened:
+def _opened(store: Store, files: Mapping[str, int], piece: Piece) -> OpenedSlice:
     layout = piece.layout
-    assert isinstance(layout, Lazy) and isinstance(layout.detail, Slice)
+    assert isinstance(layout, Lazy) and isinstance(layout.detail, StoredSlice)
     known = layout.detail
     require_bytes(store, files, piece.file, layout.offset + layout.nbytes, f"{known.name!r} {piece.box}")
-    return Opened(piece, layout, known, f"{store.url}/{piece.file}: {known.name!r} {piece.box}")
+    return OpenedSlice(piece, layout, known, f"{store.url}/{piece.file}: {known.name!r} {piece.box}")
 
 
 def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, what: str) -> None:
@@ -163,7 +163,7 @@ def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, w
 
 
 def _layouts(
-    store: Store, files: Mapping[str, int], opened: Sequence[Opened], blobs: Blobs, budget: Budget
+    store: Store, files: Mapping[str, int], opened: Sequence[OpenedSlice], blobs: Blobs, budget: ReadBudget
 ) -> list[Span | Strided | Encoded]:
     """Return where the elements of each slice lie. `blobs` keeps the safetensors files from batch to batch."""
     found: dict[int, Span | Strided | Encoded] = {}
@@ -178,7 +178,7 @@ def _layouts(
     return [found[i] for i in range(len(opened))]
 
 
-def _read_headers(store: Store, files: Mapping[str, int], opened: Sequence[Opened], blobs: Blobs) -> None:
+def _read_headers(store: Store, files: Mapping[str, int], opened: Sequence[OpenedSlice], blobs: Blobs) -> None:
     """Read the safetensors headers that are not known yet; torch stores where the header begins, not the tensor."""
     places = {(o.piece.file, o.layout.offset): o.where for o in opened}
     missing = {place: where for place, where in places.items() if place not in blobs}
@@ -203,7 +203,7 @@ def _read_headers(store: Store, files: Mapping[str, int], opened: Sequence[Opene
         blobs[file, offset] = Blob(header, _saved_offsets(header, f"{store.url}/{file}"))
 
 
-def _in_safetensors(opened: Opened, blob: Blob) -> Span:
+def _in_safetensors(opened: OpenedSlice, blob: Blob) -> Span:
     piece, name = opened.piece, opened.slice.name
     entry, saved_at = blob.header.tensors.get(name), blob.offsets.get(name, opened.piece.box.offset)
     if entry is None or saved_at != piece.box.offset:
@@ -230,7 +230,7 @@ def _saved_offsets(header: Header, where: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _differs(opened: Opened, dtype: str, shape: tuple[int, ...]) -> FormatError:
+def _differs(opened: OpenedSlice, dtype: str, shape: tuple[int, ...]) -> FormatError:
     return FormatError(
         "the slice holds another tensor than the metadata says",
         where=opened.where,
@@ -239,13 +239,13 @@ def _differs(opened: Opened, dtype: str, shape: tuple[int, ...]) -> FormatError:
     )
 
 
-def _in_archives(store: Store, opened: Sequence[Opened], budget: Budget) -> Iterator[Span | Strided]:
-    places = [Place(o.piece.file, o.layout.offset, o.layout.nbytes) for o in opened]
+def _in_archives(store: Store, opened: Sequence[OpenedSlice], budget: ReadBudget) -> Iterator[Span | Strided]:
+    places = [ArchivePlace(o.piece.file, o.layout.offset, o.layout.nbytes) for o in opened]
     distinct = list(dict.fromkeys(places))  # what thousands of names share is opened once
     found = dict(zip(distinct, open_archives(store, distinct), strict=True))
     archives = [found[place] for place in places]
     records = [
-        Wanted(archive.place.file, _entry(archive, "data.pkl", o.where))
+        WantedEntry(archive.place.file, _entry(archive, "data.pkl", o.where))
         for archive, o in zip(archives, opened, strict=True)
     ]
     known: dict[bytes, TensorStub] = {}
@@ -255,7 +255,7 @@ def _in_archives(store: Store, opened: Sequence[Opened], budget: Budget) -> Iter
     wanted = []
     for archive, stub, o in zip(archives, stubs, opened, strict=True):
         assert isinstance(stub.storage, StorageRef)
-        wanted.append(Wanted(archive.place.file, _entry(archive, f"data/{stub.storage.key}", o.where)))
+        wanted.append(WantedEntry(archive.place.file, _entry(archive, f"data/{stub.storage.key}", o.where)))
     _check_byte_order(store, archives, opened)
     for start, (_, entry), stub, o in zip(locate(store, wanted), wanted, stubs, opened, strict=True):
         if entry.method != STORED:
@@ -263,7 +263,7 @@ def _in_archives(store: Store, opened: Sequence[Opened], budget: Budget) -> Iter
         yield view(stub, Span(start, entry.size), o)
 
 
-def _entry(archive: Archive, name: str, where: str) -> Entry:
+def _entry(archive: ZipArchive, name: str, where: str) -> ZipEntry:
     """Return the entry below the archive's one root folder, whatever that is called."""
     first = next(iter(archive.entries), "")
     entry = archive.entries.get(f"{first.partition('/')[0]}/{name}")
@@ -272,19 +272,19 @@ def _entry(archive: Archive, name: str, where: str) -> Entry:
     return entry
 
 
-def _check_byte_order(store: Store, archives: Sequence[Archive], opened: Sequence[Opened]) -> None:
+def _check_byte_order(store: Store, archives: Sequence[ZipArchive], opened: Sequence[OpenedSlice]) -> None:
     """Refuse big-endian elements; the first slice of a file speaks for all, since one process wrote them."""
     wanted, where = {}, {}
     for archive, o in zip(archives, opened, strict=True):
         root = next(iter(archive.entries)).partition("/")[0]
         entry = archive.entries.get(f"{root}/byteorder")
         if entry is not None and archive.place.file not in wanted:
-            wanted[archive.place.file], where[archive.place.file] = Wanted(archive.place.file, entry), o.where
+            wanted[archive.place.file], where[archive.place.file] = WantedEntry(archive.place.file, entry), o.where
     for file, order in zip(wanted, read_entries(store, list(wanted.values()), most=16), strict=True):
         require_little(order, where[file])
 
 
-def _stub(data: bytes, known: dict[bytes, TensorStub], opened: Opened) -> TensorStub:
+def _stub(data: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice) -> TensorStub:
     """Return the tensor that a slice's pickle describes; layers of one shape have the same bytes here."""
     stub = known.get(data)
     if stub is None:
@@ -293,7 +293,7 @@ def _stub(data: bytes, known: dict[bytes, TensorStub], opened: Opened) -> Tensor
             raise UnsupportedError(
                 "the slice holds something other than a plain tensor",
                 where=opened.where,
-                found=value.name if isinstance(value, Inert) else type(value).__name__,
+                found=value.name if isinstance(value, InstanceStub) else type(value).__name__,
             )
         stub = known[data] = value
     return stub
@@ -304,7 +304,7 @@ def _storage_bytes(stub: TensorStub) -> int:
     return (stub.storage.base + stub.storage.count) * element_bytes(stub.storage.dtype)
 
 
-def view(stub: TensorStub, record: Span, opened: Opened) -> Span | Strided:
+def view(stub: TensorStub, record: Span, opened: OpenedSlice) -> Span | Strided:
     """Return where the elements of a slice lie, given the record that holds its storage.
 
     Raises:
@@ -333,7 +333,7 @@ def view(stub: TensorStub, record: Span, opened: Opened) -> Span | Strided:
     return Strided(record.offset, record.nbytes, stub.offset, stub.strides)
 
 
-def _in_streams(store: Store, opened: Sequence[Opened], budget: Budget) -> Iterator[Encoded]:
+def _in_streams(store: Store, opened: Sequence[OpenedSlice], budget: ReadBudget) -> Iterator[Encoded]:
     heads = [bytearray(min(_ENCODED_HEAD_BYTES, o.layout.nbytes)) for o in opened]
     store.read([Read(o.piece.file, o.layout.offset, memoryview(h)) for o, h in zip(opened, heads, strict=True)])
     known: dict[bytes, TensorStub] = {}
@@ -343,7 +343,7 @@ def _in_streams(store: Store, opened: Sequence[Opened], budget: Budget) -> Itera
 
 
 def _inner(
-    store: Store, opened: Opened, encoded: bytes, known: dict[bytes, TensorStub], budget: Budget
+    store: Store, opened: OpenedSlice, encoded: bytes, known: dict[bytes, TensorStub], budget: ReadBudget
 ) -> Span | Strided:
     """Find the elements in a decoded stream from its head, as little of it as will do."""
     stream = DecodedStream(
@@ -376,7 +376,7 @@ def decoded_head(encoded: bytes, most: int, where: str) -> bytes:
         raise FormatError(f"the zstd stream cannot be decoded: {error}", where=where) from error
 
 
-def _walked(head: bytes, known: dict[bytes, TensorStub], opened: Opened) -> Span | Strided:
+def _walked(head: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice) -> Span | Strided:
     front = walk_front(head, lambda name: name.count("/") == 2 and "/data/" in name, where=opened.where)
     root = front.name.partition("/")[0]
     if f"{root}/data.pkl" not in front.contents:
@@ -402,9 +402,9 @@ def slice_checksums(store: Store, spans: Sequence[tuple[str, Span]]) -> Iterator
     """
     rest = iter(spans)
     while batch := list(islice(rest, _BATCH)):
-        archives = open_archives(store, [Place(file, span.offset, span.nbytes) for file, span in batch])
+        archives = open_archives(store, [ArchivePlace(file, span.offset, span.nbytes) for file, span in batch])
         wanted = [
-            Wanted(a.place.file, e) for a in archives for e in a.entries.values() if e.crc32 and e.method == STORED
+            WantedEntry(a.place.file, e) for a in archives for e in a.entries.values() if e.crc32 and e.method == STORED
         ]
         for start, (file, entry) in zip(locate(store, wanted), wanted, strict=True):
             yield Checksum(file, start, entry.compressed, "crc32", entry.crc32)

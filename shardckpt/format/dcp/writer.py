@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import NameCollisionError
-from shardckpt.format.encodings.pickle_writer import Call, GlobalName, Pairs, pickled
-from shardckpt.format.torchsave.writer import ALIGNMENT, Archive, Storage, TensorValue, archived, lay_out
+from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName, Pairs, pickled
+from shardckpt.format.torchsave.writer import ALIGNMENT, Storage, TensorValue, TorchArchive, archived, lay_out
 from shardckpt.manifest import Path, dotted
 
 METADATA = ".metadata"
@@ -26,7 +26,7 @@ _CONTIGUOUS = 0
 """`torch.contiguous_format`, as the metadata's enumeration counts it."""
 
 
-class Chunk(NamedTuple):
+class SliceChunk(NamedTuple):
     """A box of a tensor that becomes a slice.
 
     Attributes:
@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
         return nbytes(self.dtype, self.box.volume)
 
 
-class Item(NamedTuple):
+class SliceObject(NamedTuple):
     """An object that becomes a slice.
 
     Attributes:
@@ -59,7 +59,7 @@ class Item(NamedTuple):
     content: bytes
 
 
-class Slice(NamedTuple):
+class WrittenSlice(NamedTuple):
     """A slice of a file.
 
     Attributes:
@@ -69,8 +69,8 @@ class Slice(NamedTuple):
         nbytes: Bytes.
     """
 
-    what: Chunk | Item
-    archive: Archive | None
+    what: SliceChunk | SliceObject
+    archive: TorchArchive | None
     offset: int
     nbytes: int
 
@@ -85,7 +85,7 @@ class SliceFile:
     """
 
     name: str
-    slices: tuple[Slice, ...]
+    slices: tuple[WrittenSlice, ...]
 
     @property
     def nbytes(self) -> int:
@@ -93,17 +93,17 @@ class SliceFile:
         return self.slices[-1].offset + self.slices[-1].nbytes if self.slices else 0
 
 
-def item_of(path: Path, value: object) -> Item:
+def item_of(path: Path, value: object) -> SliceObject:
     """Return an object as a slice.
 
     Raises:
         UnsupportedError: A value that torch would not read back; the message names its path.
     """
-    return Item(path, archived(value))
+    return SliceObject(path, archived(value))
 
 
 def slice_files(
-    rank: int, chunks: Sequence[Chunk], items: Sequence[Item], *, most_bytes: int, fresh: str = ""
+    rank: int, chunks: Sequence[SliceChunk], items: Sequence[SliceObject], *, most_bytes: int, unique_suffix: str = ""
 ) -> list[SliceFile]:
     """Lay out the files of one rank.
 
@@ -112,32 +112,32 @@ def slice_files(
         chunks: In order. An empty tensor's chunk is stored too, as torch stores it.
         items: Objects, behind the chunks.
         most_bytes: Bytes of a file after which another begins.
-        fresh: Put into every name, where the usual ones may still be read by somebody.
+        unique_suffix: Put into every name, where the usual ones may still be read by somebody.
     """
     files: list[SliceFile] = []
-    slices: list[Slice] = []
+    slices: list[WrittenSlice] = []
     at = 0
-    mark = f"-{fresh}" if fresh else ""
+    mark = f"-{unique_suffix}" if unique_suffix else ""
 
     def finish() -> None:
         files.append(SliceFile(f"__{rank}_{len(files)}{mark}.distcp", tuple(slices)))
 
-    everything: list[Chunk | Item] = [*chunks, *items]
+    everything: list[SliceChunk | SliceObject] = [*chunks, *items]
     for what in everything:
-        archive = _archive(what) if isinstance(what, Chunk) else None
-        size = archive.nbytes if archive is not None else len(what.content) if isinstance(what, Item) else 0
+        archive = _archive(what) if isinstance(what, SliceChunk) else None
+        size = archive.nbytes if archive is not None else len(what.content) if isinstance(what, SliceObject) else 0
         start = at + -at % ALIGNMENT
         if slices and start + size > most_bytes:
             finish()
             slices, start = [], 0
-        slices.append(Slice(what, archive, start, size))
+        slices.append(WrittenSlice(what, archive, start, size))
         at = start + size
     if slices or not files:
         finish()
     return files
 
 
-def _archive(chunk: Chunk) -> Archive:
+def _archive(chunk: SliceChunk) -> TorchArchive:
     value = TensorValue(0, chunk.dtype, chunk.box.size)
     return lay_out(value, [Storage(chunk.dtype, chunk.box.volume)])
 
@@ -153,7 +153,7 @@ def encode_metadata(files: Iterable[SliceFile], ties: Mapping[Path, Path], order
     Raises:
         NameCollisionError: Two paths read alike when their keys are joined by dots.
     """
-    names = _Names()
+    names = _FlatNames()
     also: dict[Path, list[Path]] = {}
     for path, kept in ties.items():
         also.setdefault(kept, []).append(path)
@@ -165,7 +165,7 @@ def encode_metadata(files: Iterable[SliceFile], ties: Mapping[Path, Path], order
             for path in (what.path, *also.get(what.path, ())):
                 name = names.of(path)
                 info = _made(_FILE, {"relative_path": file.name, "offset": offset, "length": size})
-                if isinstance(what, Item):
+                if isinstance(what, SliceObject):
                     records[name] = _class("BytesStorageMetadata", {})
                     places.append((_index(name, None, None), info))
                     continue
@@ -188,7 +188,7 @@ def encode_metadata(files: Iterable[SliceFile], ties: Mapping[Path, Path], order
     return pickled(_class("Metadata", state))
 
 
-class _Names:
+class _FlatNames:
     """Flat names of paths, each path's own."""
 
     def __init__(self) -> None:
@@ -209,16 +209,16 @@ class _Names:
         return name
 
 
-def _index(name: str, offset: Shape | None, number: int | None) -> Call:
+def _index(name: str, offset: Shape | None, number: int | None) -> GlobalCall:
     state: dict[str, object] = {"fqn": name, "index": number}
     if offset is not None:
         state["offset"] = _size(offset)
     return _class("MetadataIndex", state)
 
 
-def _tensor(chunk: Chunk, chunks: list[object]) -> Call:
-    layout = Call(GlobalName("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory = Call(GlobalName(_CLASSES, "_MEM_FORMAT_ENCODING"), (_CONTIGUOUS,))
+def _tensor(chunk: SliceChunk, chunks: list[object]) -> GlobalCall:
+    layout = GlobalCall(GlobalName("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory = GlobalCall(GlobalName(_CLASSES, "_MEM_FORMAT_ENCODING"), (_CONTIGUOUS,))
     properties = (GlobalName("torch", chunk.dtype), layout, False, memory, False)
     state = {
         "properties": _class("TensorProperties", properties),
@@ -228,13 +228,13 @@ def _tensor(chunk: Chunk, chunks: list[object]) -> Call:
     return _class("TensorStorageMetadata", state)
 
 
-def _size(value: Shape) -> Call:
-    return Call(GlobalName("torch", "Size"), (tuple(value),))
+def _size(value: Shape) -> GlobalCall:
+    return GlobalCall(GlobalName("torch", "Size"), (tuple(value),))
 
 
-def _class(name: str, state: object) -> Call:
+def _class(name: str, state: object) -> GlobalCall:
     return _made(GlobalName(_CLASSES, name), state)
 
 
-def _made(name: GlobalName, state: object) -> Call:
-    return Call(name, (), state, is_new=True)
+def _made(name: GlobalName, state: object) -> GlobalCall:
+    return GlobalCall(name, (), state, is_new=True)

@@ -11,10 +11,10 @@ from typing import NamedTuple, NoReturn
 from shardckpt.boxes import Shape, strides
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.deepspeed import zero_partition as layout
-from shardckpt.format.deepspeed.state_files import Contents, ModelState, OptimState, Slot, groups_of
+from shardckpt.format.deepspeed.state_files import ModelState, PartitionOptimState, Slot, StateFileContents, groups_of
 from shardckpt.format.deepspeed.zero_files import StateFiles, name_of_optim, name_of_part
-from shardckpt.format.deepspeed.zero_partition import Run
-from shardckpt.format.torchsave.tensor_views import LegacyView, Refused, ZipView, narrowed
+from shardckpt.format.deepspeed.zero_partition import PartitionRun
+from shardckpt.format.torchsave.tensor_views import LegacyView, UnreadableTensor, ZipView, narrowed
 from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry
 
 MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
@@ -28,7 +28,7 @@ Find = Callable[[int, int], TensorEntry | None]
 
 
 @dataclass(slots=True)
-class Made:
+class DeepSpeedManifestBuilder:
     """What the checkpoint holds, as it is put together.
 
     Attributes:
@@ -63,7 +63,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedParam:
     """A parameter that an optimizer has.
 
     Attributes:
@@ -76,10 +76,10 @@ class Trained:
     name: str
     shape: Shape
     unit: int
-    runs: tuple[Run, ...]
+    runs: tuple[PartitionRun, ...]
 
 
-class Team(NamedTuple):
+class PartitionGroup(NamedTuple):
     """Ranks that share a flat group.
 
     Attributes:
@@ -103,7 +103,7 @@ class Team(NamedTuple):
         return f"{match['start']}{self.experts * held[match['start']] + int(match['local'])}{match['rest']}"
 
 
-class Joiner:
+class PartitionMerger:
     """Puts together what the ranks of one model-parallel rank hold.
 
     Args:
@@ -117,12 +117,12 @@ class Joiner:
 
     def __init__(
         self,
-        contents: Contents,
+        contents: StateFileContents,
         files: StateFiles,
-        made: Made,
+        made: DeepSpeedManifestBuilder,
         mp: int,
         models: Mapping[int, ModelState],
-        optims: Mapping[int, OptimState],
+        optims: Mapping[int, PartitionOptimState],
     ) -> None:
         self._contents, self._files, self._made, self._mp = contents, files, made, mp
         self._models, self._optims = models, optims
@@ -151,7 +151,7 @@ class Joiner:
                 return state.shapes
         return ()
 
-    def _trained(self) -> Iterator[Trained]:
+    def _trained(self) -> Iterator[TrainedParam]:
         shapes = self._shapes()
         numels = [{name: prod(shape) for name, shape in unit.items()} for unit in shapes]
         names = [name for unit in shapes for name in unit]
@@ -163,7 +163,9 @@ class Joiner:
             for unit, group in enumerate(shapes):
                 yield from self._partitioned(unit, group, list(numels[unit].values()))
 
-    def _split(self, shapes: Sequence[Mapping[str, Shape]], numels: Sequence[Mapping[str, int]]) -> Iterator[Trained]:
+    def _split(
+        self, shapes: Sequence[Mapping[str, Shape]], numels: Sequence[Mapping[str, int]]
+    ) -> Iterator[TrainedParam]:
         """Stage 3: each parameter by itself, through all flat tensors of a rank."""
         parts = [sum(layout.part_elements(n, self.world) for n in unit.values()) for unit in numels]
         lengths = [self._lengths(state) for state in self._optims.values()]
@@ -179,10 +181,10 @@ class Joiner:
         for unit, group in enumerate(shapes):
             for name, shape in group.items():
                 runs = tuple(layout.split_runs(offset, prod(shape), self.world, bounds))
-                yield Trained(name, shape, runs[0].unit if runs else unit, runs)
+                yield TrainedParam(name, shape, runs[0].unit if runs else unit, runs)
                 offset += layout.part_elements(prod(shape), self.world)
 
-    def _partitioned(self, unit: int, group: Mapping[str, Shape], numels: Sequence[int]) -> Iterator[Trained]:
+    def _partitioned(self, unit: int, group: Mapping[str, Shape], numels: Sequence[int]) -> Iterator[TrainedParam]:
         """Stages 1 and 2: one flat group, cut into equal parts for each team of ranks that shares it."""
         first = next(iter(self._optims.values()), None)
         paddings = first.paddings[unit] if first and first.paddings and unit < len(first.paddings) else None
@@ -198,12 +200,12 @@ class Joiner:
             cuts = self._cuts(numel_of, offsets, partition, unit, team)
             self._check_starts(cuts, numel_of, partition, unit, team)
             for name, shape in group.items():
-                yield Trained(team.name(name, self._local_experts), shape, unit, cuts[name])
+                yield TrainedParam(team.name(name, self._local_experts), shape, unit, cuts[name])
 
     @staticmethod
     def _cuts(
-        numels: Mapping[str, int], offsets: Sequence[int], partition: int, unit: int, team: Team
-    ) -> dict[str, tuple[Run, ...]]:
+        numels: Mapping[str, int], offsets: Sequence[int], partition: int, unit: int, team: PartitionGroup
+    ) -> dict[str, tuple[PartitionRun, ...]]:
         """Return where the ranks of a team hold each parameter of a flat group."""
         found = {}
         for (name, numel), offset in zip(numels.items(), offsets, strict=False):
@@ -211,7 +213,7 @@ class Joiner:
             found[name] = tuple(run._replace(rank=team.ranks[run.rank]) for run in cut)
         return found
 
-    def _fitted(self, unit: int, team: Team, total: int, params: int) -> int:
+    def _fitted(self, unit: int, team: PartitionGroup, total: int, params: int) -> int:
         """Return the elements of each part of a flat group, which must explain how long the ranks' tensors are."""
         here = {place: rank for place, rank in enumerate(team.ranks) if rank in self._optims}
         lengths = {place: self._lengths(self._optims[rank])[unit] for place, rank in here.items()}
@@ -227,12 +229,12 @@ class Joiner:
             self._lengths_of[unit, rank] = layout.possible_lengths(total, partition, len(team.ranks), place)
         return partition or 1
 
-    def _teams(self, unit: int) -> list[Team]:
+    def _teams(self, unit: int) -> list[PartitionGroup]:
         """Return the teams of ranks that share a flat group: one, but for experts, whose teams hold one set each."""
         state = next(iter(self._optims.values()), None)
         count = state.counts[unit] if state else self.world
         if count == self.world:
-            return [Team(tuple(range(self.world)), 0)]
+            return [PartitionGroup(tuple(range(self.world)), 0)]
         config = self._contents.value(state.file, "ds_config") if state else None
         is_data_first = isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
         sets = self.world // count
@@ -245,8 +247,8 @@ class Joiner:
                 fix="Convert it with DeepSpeed's ds_to_universal.py, and point at the result.",
             )
         if is_data_first:
-            return [Team(tuple(range(e * count, (e + 1) * count)), e) for e in range(sets)]
-        return [Team(tuple(range(e, self.world, sets)), e) for e in range(sets)]
+            return [PartitionGroup(tuple(range(e * count, (e + 1) * count)), e) for e in range(sets)]
+        return [PartitionGroup(tuple(range(e, self.world, sets)), e) for e in range(sets)]
 
     def _count_experts(self) -> dict[str, int]:
         """Return how many experts each rank holds, by what their names start with."""
@@ -257,7 +259,12 @@ class Joiner:
         return {start: len(experts) for start, experts in held.items()}
 
     def _check_starts(
-        self, cuts: Mapping[str, tuple[Run, ...]], numels: Mapping[str, int], partition: int, unit: int, team: Team
+        self,
+        cuts: Mapping[str, tuple[PartitionRun, ...]],
+        numels: Mapping[str, int],
+        partition: int,
+        unit: int,
+        team: PartitionGroup,
     ) -> None:
         """Compare with where ranks themselves say that parameters lie.
 
@@ -279,7 +286,9 @@ class Joiner:
             f"from {run.at}, {run.stop - run.start} of them",
         )
 
-    def _wrong_start(self, cuts: Mapping[str, tuple[Run, ...]]) -> tuple[str, Run, tuple[int, int]] | None:
+    def _wrong_start(
+        self, cuts: Mapping[str, tuple[PartitionRun, ...]]
+    ) -> tuple[str, PartitionRun, tuple[int, int]] | None:
         """Return a run of a parameter that its rank tells otherwise, and what the rank says."""
         for name, runs in cuts.items():
             for run in runs:
@@ -291,7 +300,7 @@ class Joiner:
         return None
 
     @staticmethod
-    def _lengths(state: OptimState) -> list[int]:
+    def _lengths(state: PartitionOptimState) -> list[int]:
         return [entry.shape[0] for entry in state.flats]
 
     def _refuse(self, what: str, ranks: Iterable[int], found: object, expected: object) -> NoReturn:
@@ -307,7 +316,7 @@ class Joiner:
     # ---------------------------------------------------------------------------------------------------- arrays
 
     def _whole(
-        self, path: Path, shape: Shape, runs: Iterable[Run], find: Find, absent: Callable[[int], str]
+        self, path: Path, shape: Shape, runs: Iterable[PartitionRun], find: Find, absent: Callable[[int], str]
     ) -> TensorEntry:
         """Return an array from its runs; what a missing file holds is refused when it is read."""
         pieces: list[Piece] = []
@@ -317,7 +326,7 @@ class Joiner:
             if tensor is None:
                 file = absent(run.rank)
                 self._made.absent[file] = -1
-                refused = Lazy(0, 0, Refused(path, f"partly in {file}, which is missing"))
+                refused = Lazy(0, 0, UnreadableTensor(path, f"partly in {file}, which is missing"))
                 pieces += [Piece(box, file, refused) for box, _ in layout.boxes(shape, run)]
                 continue
             if stored not in ("", tensor.stored):
@@ -341,7 +350,7 @@ class Joiner:
         folder = self._files.folder
         return name_of_optim([*known, f"{folder}/zero_pp_rank_0_mp_rank_00_optim_states.pt"], rank, self._mp)
 
-    def master(self, param: Trained) -> TensorEntry:
+    def master(self, param: TrainedParam) -> TensorEntry:
         """Return a parameter's master weights."""
         return self._whole((MASTER, param.name), param.shape, param.runs, self._master, self._absent_optim)
 
@@ -446,7 +455,7 @@ class Joiner:
             found.append((group, [name for i in ids for name in names[i]]))
         return found
 
-    def _put_step(self, param: Trained) -> None:
+    def _put_step(self, param: TrainedParam) -> None:
         """Some optimizers count their steps for a group, and elastic checkpoints for all."""
         if not self._optims:
             return
@@ -460,7 +469,7 @@ class Joiner:
             path: Path = (OPTIMIZER, _STATE, param.name, _STEP)
             self._made.objects[path] = ObjectEntry(path, value)
 
-    def _put_slot(self, param: Trained, slot: str, odd: set[str]) -> None:
+    def _put_slot(self, param: TrainedParam, slot: str, odd: set[str]) -> None:
         path: Path = (OPTIMIZER, _STATE, param.name, slot)
         ranks = [run.rank for run in param.runs if run.rank in self._optims] or list(self._optims)
         values = [value for rank in ranks if (value := self._optims[rank].slots[param.unit].get(slot)) is not None]
@@ -476,7 +485,7 @@ class Joiner:
         else:
             self._made.put(path, self._whole(path, param.shape, param.runs, self._finder(slot), self._absent_optim))
 
-    def _is_flat(self, param: Trained, slot: str) -> bool:
+    def _is_flat(self, param: TrainedParam, slot: str) -> bool:
         """Tell whether a slot is as long as its flat tensor on every rank, each with its padding or without."""
         for rank, state in self._optims.items():
             value = state.slots[param.unit].get(slot)
@@ -501,7 +510,7 @@ class Joiner:
         return find
 
 
-def _pieces(tensor: TensorEntry, shape: Shape, run: Run) -> Iterator[Piece]:
+def _pieces(tensor: TensorEntry, shape: Shape, run: PartitionRun) -> Iterator[Piece]:
     """Yield what one run of a flat tensor holds of an array."""
     for piece in tensor.pieces:
         for box, at in layout.boxes(shape, run):
@@ -511,7 +520,7 @@ def _pieces(tensor: TensorEntry, shape: Shape, run: Run) -> Iterator[Piece]:
             yield Piece(box, piece.file, narrowed(piece.layout, at, strides(box.size) if is_spread else None))
 
 
-def _world(models: Mapping[int, ModelState], optims: Mapping[int, OptimState], url: str) -> int:
+def _world(models: Mapping[int, ModelState], optims: Mapping[int, PartitionOptimState], url: str) -> int:
     """Return the data-parallel ranks, once all files agree on them."""
     said = {state.file: (max(state.counts), len(state.flats), state.is_split) for state in optims.values()}
     first = next(iter(said.values()), None)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from shardckpt.boxes import Shape
 from shardckpt.errors import AmbiguousError
-from shardckpt.format.deepspeed.merge_partitions import MODEL, Made
-from shardckpt.format.deepspeed.state_files import Contents
+from shardckpt.format.deepspeed.merge_partitions import MODEL, DeepSpeedManifestBuilder
+from shardckpt.format.deepspeed.state_files import StateFileContents
 from shardckpt.format.deepspeed.zero_files import StateFiles
 from shardckpt.manifest import TensorEntry
 
@@ -15,14 +15,16 @@ TIED = "tied_modules."
 """What names of modules that several pipeline stages share start with; they have a name between this and the rest."""
 
 
-def put_experts(made: Made, contents: Contents, files: StateFiles) -> None:
+def put_experts(made: DeepSpeedManifestBuilder, contents: StateFileContents, files: StateFiles) -> None:
     """Add the weights of experts, which carry their names in the whole model."""
     for _, file in sorted(files.experts.items()):
         for path, entry in contents.tensors[file].items():
             made.put((MODEL, str(path[-1])), entry)
 
 
-def put_layers(made: Made, contents: Contents, files: StateFiles, trained: Mapping[str, Shape]) -> None:
+def put_layers(
+    made: DeepSpeedManifestBuilder, contents: StateFileContents, files: StateFiles, trained: Mapping[str, Shape]
+) -> None:
     """Add the weights of a pipeline's layers under the names of the module: the layer's number, or the shared module.
 
     Args:

@@ -20,13 +20,19 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format.deepspeed.merge_partitions import MASTER, MODEL, OPTIMIZER, Joiner, Made
+from shardckpt.format.deepspeed.merge_partitions import (
+    MASTER,
+    MODEL,
+    OPTIMIZER,
+    DeepSpeedManifestBuilder,
+    PartitionMerger,
+)
 from shardckpt.format.deepspeed.pipeline_layers import TIED, put_experts, put_layers
 from shardckpt.format.deepspeed.state_files import (
-    Contents,
     ModelState,
-    OptimState,
+    PartitionOptimState,
     Slot,
+    StateFileContents,
     loop_state,
     model_state,
     optim_state,
@@ -75,8 +81,8 @@ def open_source(source: Source) -> Reader:
 def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ()) -> TorchReader:
     """Open the state files of one checkpoint."""
     reader = open_files(store, files.sizes, {file: (file,) for file in files.sizes}, FORMAT.name)
-    contents = Contents(reader.manifest, store.url)
-    made = Made(store.url)
+    contents = StateFileContents(reader.manifest, store.url)
+    made = DeepSpeedManifestBuilder(store.url)
     joiners = [_joiner(reader, contents, files, made, mp) for mp in files.model_ranks]
     _settle(joiners, files, store.url)
     trained = {param.name: param.shape for joiner in joiners for param in joiner.trained.values()}
@@ -101,10 +107,12 @@ def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ())
         warnings=(*reader.manifest.warnings, *warnings, *made.warnings),
         unread=(*reader.manifest.unread, *made.unread),
     )
-    return reader.restated(manifest)
+    return reader.with_manifest(manifest)
 
 
-def _joiner(reader: TorchReader, contents: Contents, files: StateFiles, made: Made, mp: int) -> Joiner:
+def _joiner(
+    reader: TorchReader, contents: StateFileContents, files: StateFiles, made: DeepSpeedManifestBuilder, mp: int
+) -> PartitionMerger:
     """Return what the ranks of one model-parallel rank say, checked against one another."""
     models: dict[int, ModelState] = {
         rank: model_state(contents, file) for (rank, m), file in sorted(files.parts.items()) if m == mp
@@ -128,19 +136,19 @@ def _joiner(reader: TorchReader, contents: Contents, files: StateFiles, made: Ma
             fix="Copy the missing file beside the others.",
         )
     _require_one_step(reader, optims)
-    return Joiner(contents, files, made, mp, models, optims)
+    return PartitionMerger(contents, files, made, mp, models, optims)
 
 
-def _require_one_step(reader: TorchReader, optims: Mapping[int, OptimState]) -> None:
+def _require_one_step(reader: TorchReader, optims: Mapping[int, PartitionOptimState]) -> None:
     """Compare the steps that ranks' optimizers took: files of two saves may fit together in everything else."""
-    counts: list[tuple[OptimState, int, TensorEntry]] = []
+    counts: list[tuple[PartitionOptimState, int, TensorEntry]] = []
     for state in optims.values():
         for unit, slots in enumerate(state.slots):
             value = slots.get(_STEP)
             if isinstance(value, TensorEntry) and not value.shape:
                 counts.append((state, unit, value))
     located = reader.resolve([value.pieces[0] for _, _, value in counts])
-    first: dict[int, tuple[bytes, OptimState]] = {}
+    first: dict[int, tuple[bytes, PartitionOptimState]] = {}
     for (state, unit, _), mine in zip(counts, _scalars(reader, located, counts), strict=True):
         raw, other = first.setdefault(unit, (mine, state))
         if raw != mine:
@@ -152,7 +160,7 @@ def _require_one_step(reader: TorchReader, optims: Mapping[int, OptimState]) -> 
 
 
 def _scalars(
-    reader: TorchReader, located: Sequence[Piece], counts: Sequence[tuple[OptimState, int, TensorEntry]]
+    reader: TorchReader, located: Sequence[Piece], counts: Sequence[tuple[PartitionOptimState, int, TensorEntry]]
 ) -> list[bytes]:
     """Return the bytes of arrays of one element, in one batch of reads; compressed ones are decoded one by one."""
     buffers = [bytearray(nbytes(value.stored, 1)) for _, _, value in counts]
@@ -167,7 +175,7 @@ def _scalars(
     return [bytes(buffer) for buffer in buffers]
 
 
-def _settle(joiners: Sequence[Joiner], files: StateFiles, url: str) -> None:
+def _settle(joiners: Sequence[PartitionMerger], files: StateFiles, url: str) -> None:
     """Leave what pipeline stages share to the first of them.
 
     Raises:
@@ -190,7 +198,7 @@ def _settle(joiners: Sequence[Joiner], files: StateFiles, url: str) -> None:
         )
 
 
-def _require_weights(made: Made, trained: Mapping[str, Shape]) -> None:
+def _require_weights(made: DeepSpeedManifestBuilder, trained: Mapping[str, Shape]) -> None:
     """Refuse parameters whose own weights lie in no file, or have another shape than the optimizer's."""
     for name, shape in trained.items():
         entry = made.tensors.get((MODEL, name))
@@ -210,7 +218,7 @@ def _require_weights(made: Made, trained: Mapping[str, Shape]) -> None:
             )
 
 
-def _put_groups(made: Made, joiners: Sequence[Joiner]) -> None:
+def _put_groups(made: DeepSpeedManifestBuilder, joiners: Sequence[PartitionMerger]) -> None:
     """Add the optimizer's groups; those of pipeline stages hold one another's names."""
     united: list[tuple[Mapping[str, Slot], dict[str, None]]] = []
     for joiner in joiners:
@@ -235,7 +243,7 @@ def _put_groups(made: Made, joiners: Sequence[Joiner]) -> None:
             made.objects[path] = ObjectEntry(path, value)
 
 
-def put_loop(made: Made, contents: Contents, file: str) -> None:
+def put_loop(made: DeepSpeedManifestBuilder, contents: StateFileContents, file: str) -> None:
     """Add what a model file holds beside the model: schedules, counters, and the user's own."""
     for path, entry in loop_state(contents, file):
         if path[0] in (MODEL, MASTER) or (path[0] == OPTIMIZER and (OPTIMIZER, _GROUPS) in made.objects):

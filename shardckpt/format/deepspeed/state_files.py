@@ -8,7 +8,7 @@ from math import prod
 
 from shardckpt.boxes import Shape
 from shardckpt.errors import FormatError, UnsupportedError
-from shardckpt.format.encodings.pickle_reader import Inert
+from shardckpt.format.encodings.pickle_reader import InstanceStub
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry
 
 _MOST_ELEMENTS = 1 << 60
@@ -25,7 +25,7 @@ _MODEL_KEYS = frozenset(
 Slot = TensorEntry | ObjectEntry
 
 
-class Contents:
+class StateFileContents:
     """What each file holds, by path below the file.
 
     Args:
@@ -86,7 +86,7 @@ class ModelState:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimState:
+class PartitionOptimState:
     """What one rank's optimizer file says.
 
     Attributes:
@@ -112,7 +112,7 @@ class OptimState:
     starts: tuple[Mapping[str, tuple[int, int]], ...] | None = field(default=None)
 
 
-def model_state(contents: Contents, file: str) -> ModelState:
+def model_state(contents: StateFileContents, file: str) -> ModelState:
     """Return what a model file says.
 
     Raises:
@@ -135,7 +135,7 @@ def model_state(contents: Contents, file: str) -> ModelState:
     )
 
 
-def loop_state(contents: Contents, file: str) -> Iterator[tuple[Path, Slot]]:
+def loop_state(contents: StateFileContents, file: str) -> Iterator[tuple[Path, Slot]]:
     """Yield what a model file holds beside the model, by path."""
     for held in (contents.tensors[file], contents.objects[file]):
         for path, entry in held.items():
@@ -143,7 +143,7 @@ def loop_state(contents: Contents, file: str) -> Iterator[tuple[Path, Slot]]:
                 yield path, entry
 
 
-def optim_state(contents: Contents, file: str, rank: int) -> OptimState:
+def optim_state(contents: StateFileContents, file: str, rank: int) -> PartitionOptimState:
     """Return what a rank's optimizer file says.
 
     Raises:
@@ -172,7 +172,7 @@ def optim_state(contents: Contents, file: str, rank: int) -> OptimState:
             fix="Convert it with DeepSpeed's ds_to_universal.py, and point at the result.",
         )
     base: Path = (_OPTIM, _BASE_KEYS[is_split])
-    return OptimState(
+    return PartitionOptimState(
         file,
         rank,
         is_split,
@@ -185,7 +185,7 @@ def optim_state(contents: Contents, file: str, rank: int) -> OptimState:
     )
 
 
-def groups_of(contents: Contents, file: str, base: Path) -> list[dict[str, Slot]]:
+def groups_of(contents: StateFileContents, file: str, base: Path) -> list[dict[str, Slot]]:
     """Return what the optimizer's groups say, by key; nothing for elastic checkpoints, which leave them out."""
     root = (*base, "param_groups")
     said = contents.value(file, *root)
@@ -200,10 +200,10 @@ def groups_of(contents: Contents, file: str, base: Path) -> list[dict[str, Slot]
     return [told[i] for i in sorted(told)]
 
 
-def stage_of(contents: Contents, file: str) -> int | None:
+def stage_of(contents: StateFileContents, file: str) -> int | None:
     """Return the ZeRO stage that an optimizer file names; None where it names none."""
     said = contents.value(file, _OPTIM, "zero_stage")
-    if isinstance(said, Inert) and said.args and type(said.args[0]) is int:
+    if isinstance(said, InstanceStub) and said.args and type(said.args[0]) is int:
         return said.args[0]
     return said if type(said) is int else None
 
@@ -224,7 +224,7 @@ def _in_order(found: Mapping[str | int, TensorEntry], where: str) -> tuple[Tenso
     return tuple(found[i] for i in range(len(found)))
 
 
-def _slots(contents: Contents, file: str, base: Path, unit: int) -> dict[str, Slot]:
+def _slots(contents: StateFileContents, file: str, base: Path, unit: int) -> dict[str, Slot]:
     """Return what the optimizer keeps of one flat tensor; elastic checkpoints leave `state` out."""
     found: dict[str, Slot] = {}
     for root in ((*base, "state", unit), (*base, unit)):
@@ -265,7 +265,7 @@ def _starts(said: object) -> tuple[Mapping[str, tuple[int, int]], ...] | None:
     for group in said:
         part: dict[str, tuple[int, int]] = {}
         for name, address in group.items() if isinstance(group, dict) else ():
-            told = address.state if isinstance(address, Inert) else None
+            told = address.state if isinstance(address, InstanceStub) else None
             numel, start = (told.get("numel"), told.get("start")) if isinstance(told, dict) else (None, None)
             if type(numel) is not int or type(start) is not int:
                 return None

@@ -14,8 +14,14 @@ from math import prod
 from shardckpt.boxes import strides, whole
 from shardckpt.errors import FormatError, IncompleteError
 from shardckpt.format.deepspeed import reader as deepspeed
-from shardckpt.format.deepspeed.merge_partitions import MASTER, MODEL, OPTIMIZER, Joiner, Made
-from shardckpt.format.deepspeed.state_files import Contents, ModelState, groups_of, model_state
+from shardckpt.format.deepspeed.merge_partitions import (
+    MASTER,
+    MODEL,
+    OPTIMIZER,
+    DeepSpeedManifestBuilder,
+    PartitionMerger,
+)
+from shardckpt.format.deepspeed.state_files import ModelState, StateFileContents, groups_of, model_state
 from shardckpt.format.deepspeed.zero_files import find_folder, read_tag, sort_files
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import open_files
@@ -54,7 +60,7 @@ def open_source(source: Source) -> Reader:
     if shared in listed:
         sizes[shared] = listed[shared]
     reader = open_files(store, sizes, {file: (file,) for file in sizes}, FORMAT.name)
-    contents = Contents(reader.manifest, store.url)
+    contents = StateFileContents(reader.manifest, store.url)
     wanted = states.models or {mp: file for (rank, mp), file in sorted(states.parts.items()) if rank == 0}
     files = list(wanted.values())
     if not files:
@@ -64,11 +70,11 @@ def open_source(source: Source) -> Reader:
             expected="mp_rank_00_model_states.pt, or zero_pp_rank_*_model_states.pt: buffers, ties and order are in it",
             fix="Copy the missing file beside zero/; DeepSpeed needs it too.",
         )
-    made = Made(store.url)
+    made = DeepSpeedManifestBuilder(store.url)
     places = () if states.models else sorted(states.parts.items())
     parts = {rank: model_state(contents, file) for (rank, mp), file in places if mp == 0}
-    ranks = Joiner(contents, states, made, 0, parts, {}) if parts else None
-    joiner = _Joiner(contents, made, params, [model_state(contents, file) for file in files], ranks)
+    ranks = PartitionMerger(contents, states, made, 0, parts, {}) if parts else None
+    joiner = _UniversalMerger(contents, made, params, [model_state(contents, file) for file in files], ranks)
     joiner.join_model()
     joiner.join_optimizer(shared if shared in sizes else None)
     deepspeed.put_loop(made, contents, files[0])
@@ -80,7 +86,7 @@ def open_source(source: Source) -> Reader:
         aliases=made.aliases,
         warnings=(*reader.manifest.warnings, *made.warnings),
     )
-    return reader.restated(manifest)
+    return reader.with_manifest(manifest)
 
 
 def _folder(source: Source) -> str | None:
@@ -122,7 +128,7 @@ def _params(store: Store, zero: str) -> Iterator[tuple[str, dict[str, tuple[str,
 
 
 @dataclass(frozen=True, slots=True)
-class _Joiner:
+class _UniversalMerger:
     """Puts files of parameters under their names.
 
     Attributes:
@@ -133,11 +139,11 @@ class _Joiner:
         ranks: What all ranks hold of frozen parameters, in stage 3.
     """
 
-    contents: Contents
-    made: Made
+    contents: StateFileContents
+    made: DeepSpeedManifestBuilder
     params: Mapping[str, Mapping[str, tuple[str, int]]]
     models: list[ModelState]
-    ranks: Joiner | None
+    ranks: PartitionMerger | None
 
     def join_model(self) -> None:
         """Add the weights: the module's own where a file has them whole, else rounded from those of the parameter."""

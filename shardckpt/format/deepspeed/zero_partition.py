@@ -17,7 +17,7 @@ _ALIGNMENTS = (2, 1)
 """Elements that each rank's part is a multiple of: two since collectives are aligned to four bytes, one before."""
 
 
-class Run(NamedTuple):
+class PartitionRun(NamedTuple):
     """Elements of a parameter that lie back to back in one rank's flat tensor.
 
     Attributes:
@@ -107,7 +107,7 @@ def offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> lis
     return list(accumulate(spaces, initial=0))
 
 
-def partitioned_runs(offset: int, numel: int, partition: int, unit: int = 0) -> list[Run]:
+def partitioned_runs(offset: int, numel: int, partition: int, unit: int = 0) -> list[PartitionRun]:
     """Return how a parameter is cut in stages 1 and 2.
 
     Args:
@@ -120,7 +120,7 @@ def partitioned_runs(offset: int, numel: int, partition: int, unit: int = 0) -> 
     while start < numel:
         rank, at = divmod(offset + start, partition)
         stop = min(start + partition - at, numel)
-        runs.append(Run(rank, unit, at, start, stop))
+        runs.append(PartitionRun(rank, unit, at, start, stop))
         start = stop
     return runs
 
@@ -130,7 +130,7 @@ def part_elements(numel: int, world: int) -> int:
     return -(-numel // world)
 
 
-def split_runs(offset: int, numel: int, world: int, bounds: Sequence[int]) -> list[Run]:
+def split_runs(offset: int, numel: int, world: int, bounds: Sequence[int]) -> list[PartitionRun]:
     """Return how a parameter is cut in stage 3.
 
     Args:
@@ -147,12 +147,12 @@ def split_runs(offset: int, numel: int, world: int, bounds: Sequence[int]) -> li
             place = offset + start - rank * part
             unit = bisect_right(bounds, place) - 1
             stop = min(start + bounds[unit + 1] - place, end)
-            runs.append(Run(rank, unit, place - bounds[unit], start, stop))
+            runs.append(PartitionRun(rank, unit, place - bounds[unit], start, stop))
             start = stop
     return runs
 
 
-def boxes(shape: Shape, run: Run) -> list[tuple[Box, int]]:
+def boxes(shape: Shape, run: PartitionRun) -> list[tuple[Box, int]]:
     """Return the boxes that a run's elements are, and where in the rank's flat tensor each begins."""
     at, found = run.at, []
     for box in flat_to_boxes(shape, run.start, run.stop):

@@ -14,22 +14,22 @@ from struct import error as StructError  # noqa: N812  # struct spells its excep
 from typing import Any
 
 from shardckpt.errors import FormatError, ShardckptError, TruncatedError, UnsafeError
-from shardckpt.format.budget import Budget, Keys
+from shardckpt.format.budget import KeyGuard, ReadBudget
 from shardckpt.format.encodings.pickle_stubs import (
     ALLOWED,
     NEVER_RUN,
     PLAIN_KEYS,
     Dtype,
     Global,
-    Inert,
+    InstanceStub,
     Ordered,
     StorageType,
     TensorStub,
-    make_inert,
     make_size,
+    make_stub,
 )
 
-__all__ = ["Dtype", "Global", "Inert", "Limits", "Ordered", "StorageType", "TensorStub", "load", "load_at"]
+__all__ = ["Dtype", "Global", "InstanceStub", "Limits", "Ordered", "StorageType", "TensorStub", "load", "load_at"]
 
 Persistent = Callable[[object], object]
 """Turns a persistent id, such as torch's `("storage", type, key, device, count)`, into what stands for it."""
@@ -59,7 +59,7 @@ def load(
     where: str,
     persistent: Persistent | None = None,
     limits: Limits = DEFAULT_LIMITS,
-    budget: Budget | None = None,
+    budget: ReadBudget | None = None,
 ) -> object:
     """Return the object of a pickle, with stand-ins for every class.
 
@@ -85,7 +85,7 @@ def load_at(
     where: str,
     persistent: Persistent | None = None,
     limits: Limits = DEFAULT_LIMITS,
-    budget: Budget | None = None,
+    budget: ReadBudget | None = None,
 ) -> tuple[object, int]:
     """Return the object of the pickle that starts at a byte of `data`, and one past its last byte.
 
@@ -102,7 +102,7 @@ def load_at(
         FormatError: It is no pickle, or a damaged one.
         UnsafeError: It names something off the allow-list, would set state on something alive, or exceeds a limit.
     """
-    budget = Budget(len(data) - start) if budget is None else budget
+    budget = ReadBudget(len(data) - start) if budget is None else budget
     machine = _Machine(data if type(data) is bytes else bytes(data), persistent, limits, budget)
     try:
         if len(data) - start > limits.nbytes:
@@ -182,7 +182,7 @@ class _Machine:
         "stack",
     )
 
-    def __init__(self, data: bytes, persistent: Persistent | None, limits: Limits, budget: Budget) -> None:
+    def __init__(self, data: bytes, persistent: Persistent | None, limits: Limits, budget: ReadBudget) -> None:
         self.data = data
         self.persistent = persistent
         self.limits = limits
@@ -192,7 +192,7 @@ class _Machine:
         self.shared: set[int] = set()
         self.budget = budget
         self.left = budget.left
-        self.keys = Keys(PLAIN_KEYS)
+        self.keys = KeyGuard(PLAIN_KEYS)
         self.has_long_text = False
         self.pos = 0
 
@@ -348,7 +348,7 @@ class _Machine:
 
 
 def _described(value: object) -> str:
-    return value.name if isinstance(value, Global | Inert) else f"a value of type {type(value).__name__}"
+    return value.name if isinstance(value, Global | InstanceStub) else f"a value of type {type(value).__name__}"
 
 
 class _Shape:
@@ -425,7 +425,7 @@ def _children(value: object) -> Collection[object]:
     if isinstance(value, dict):
         attributes = (value.attributes,) if type(value) is Ordered and value.attributes is not None else ()
         return [*value.values(), *value, *attributes]
-    if isinstance(value, Inert):
+    if isinstance(value, InstanceStub):
         return (value.args, value.state)
     if isinstance(value, set | frozenset):
         return value
@@ -665,11 +665,11 @@ def _empty_tuple(machine: _Machine, pos: int) -> int:
         stack.append(())
         return pos
     kind = stack[-1]
-    if kind.__class__ is Global and kind.call is make_inert:
+    if kind.__class__ is Global and kind.call is make_stub:
         machine.left -= _LIST
         if machine.left < 0:
             raise machine.budget.exceeded()
-        stack[-1] = Inert(kind.name)
+        stack[-1] = InstanceStub(kind.name)
     else:
         stack[-1] = machine.call(kind, ())
     return pos + 1
@@ -808,7 +808,7 @@ def _new_object_ex(machine: _Machine, pos: int) -> int:
     stack = machine.stack
     keywords, args = stack.pop(), stack.pop()
     made = machine.call(stack[-1], args)
-    if type(made) is not Inert or type(keywords) is not dict:
+    if type(made) is not InstanceStub or type(keywords) is not dict:
         raise FormatError(f"the pickle constructs {_described(stack[-1])} with keywords")
     machine.spend(_TUPLE + 8 * len(made.args))
     made.args = (*made.args, keywords)
@@ -834,7 +834,7 @@ def _object(machine: _Machine, pos: int) -> int:
 def _build(machine: _Machine, pos: int) -> int:
     state = machine.stack.pop()
     target = machine.stack[-1]
-    if type(target) is Inert:
+    if type(target) is InstanceStub:
         target.state = state
     elif type(target) is Ordered:
         target.attributes = state

@@ -1,7 +1,7 @@
 """What stands in for the classes and functions that pickles name: values without behaviour, and the allow-list.
 
 A pickle says `module.name`, and then calls it. Here a name on the list below means a small pure function of our own,
-or an `Inert` that merely remembers its arguments; a name off the list means nothing at all. Nothing is imported.
+or an `InstanceStub` that merely remembers its arguments; a name off the list means nothing at all. Nothing is imported.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TensorStub:
     bits: tuple[str, ...] = ()
 
 
-class Inert:
+class InstanceStub:
     """An instance of a listed class, never constructed: its name, the arguments, and the state set on it.
 
     Attributes:
@@ -124,7 +124,7 @@ class Allowed:
         return self.names.get((module, name))
 
 
-PLAIN_KEYS: frozenset[type] = frozenset({str, bytes, bool, type(None), Dtype, StorageType, Global, Inert})
+PLAIN_KEYS: frozenset[type] = frozenset({str, bytes, bool, type(None), Dtype, StorageType, Global, InstanceStub})
 """Types that any number of different keys may have: their hashes differ, by identity or by a secret of this process."""
 
 
@@ -138,9 +138,9 @@ def malformed(what: Global, args: tuple[object, ...]) -> FormatError:
     return FormatError(f"the pickle calls {what.name} in a way that no writer does", found=f"arguments ({kinds})")
 
 
-def make_inert(what: Global, args: tuple[object, ...]) -> Inert:
+def make_stub(what: Global, args: tuple[object, ...]) -> InstanceStub:
     """Return an instance that only remembers what it would have been made from."""
-    return Inert(what.name, args)
+    return InstanceStub(what.name, args)
 
 
 def _ordered(what: Global, args: tuple[object, ...]) -> object:
@@ -314,11 +314,11 @@ def _typed(what: Global, args: tuple[object, ...]) -> object:
     if function.call is None or function.copied:  # what copies is counted where it is called itself
         raise malformed(what, args)
     made = function.call(function, inner)
-    if isinstance(made, Inert):
+    if isinstance(made, InstanceStub):
         made.state = state
     elif not isinstance(kind, Global) or kind.name not in _PLAIN_TENSORS:
         name = kind.name if isinstance(kind, Global) else "a tensor subclass"
-        return Inert(name, (made,), state)
+        return InstanceStub(name, (made,), state)
     return made
 
 
@@ -326,20 +326,20 @@ def _wrapper(what: Global, args: tuple[object, ...]) -> object:
     """`_rebuild_wrapper_subclass(class, dtype, size, ...)`: a DTensor or a relative, named by its class."""
     if not args or not isinstance(args[0], Global) or len(args) > _MOST_DIMS:
         raise malformed(what, args)
-    return Inert(args[0].name, args[1:])
+    return InstanceStub(args[0].name, args[1:])
 
 
 def _reconstructor(what: Global, args: tuple[object, ...]) -> object:
     """`copyreg._reconstructor(class, base, state)`, how protocols 0 and 1 write an instance."""
-    if len(args) != 3 or not isinstance(args[0], Global) or args[0].call is not make_inert:
+    if len(args) != 3 or not isinstance(args[0], Global) or args[0].call is not make_stub:
         raise malformed(what, args)
-    return Inert(args[0].name, () if args[2] is None else (args[2],))
+    return InstanceStub(args[0].name, () if args[2] is None else (args[2],))
 
 
 def _nested_class(what: Global, args: tuple[object, ...]) -> object:
     """`getattr`, for the one nested class that a torch class pickles by it."""
     if len(args) == 2 and isinstance(args[0], Global) and (args[0].name, args[1]) == _NESTED:
-        return Global(".".join(_NESTED), make_inert)
+        return Global(".".join(_NESTED), make_stub)
     raise UnsafeError(f"the pickle calls {what.name}, which could reach any function", found=args[1:], fix=NEVER_RUN)
 
 
@@ -390,9 +390,9 @@ _FUNCTIONS: dict[str, dict[str, Builder | None]] = {
         "int": _number(int),
         "list": _sequence(list),
         "object": None,
-        "range": make_inert,
+        "range": make_stub,
         "set": _hashed(set),
-        "slice": make_inert,
+        "slice": make_stub,
         "str": None,
         "bool": None,
         "tuple": _sequence(tuple),
@@ -546,7 +546,7 @@ def _default_names() -> dict[tuple[str, str], object]:
     for module, name in (("torch", "UntypedStorage"), ("torch.storage", "UntypedStorage")):
         names[module, name] = names[module, "_" + name] = StorageType("uint8")
     for module, members in _INERT.items():
-        names |= {(module, name): Global(f"{module}.{name}", make_inert) for name in members}
+        names |= {(module, name): Global(f"{module}.{name}", make_stub) for name in members}
     for module, functions in _FUNCTIONS.items():
         names |= {
             (module, name): Global(f"{module}.{name}", call, _COPIED.get(name, 0), _HASHED.get(name))

@@ -37,7 +37,7 @@ class GlobalName(NamedTuple):
     name: str
 
 
-class Call(NamedTuple):
+class GlobalCall(NamedTuple):
     """What a reader makes by calling a global.
 
     Attributes:
@@ -113,17 +113,17 @@ class _Writer:
             bool: lambda v, _: self.parts.append(b"\x88" if v else b"\x89"),
             bytes: self._bytes,
             bytearray: self._bytes,
-            Call: self._call,
-            complex: lambda v, p: self._call(Call(GlobalName("__builtin__", "complex"), (v.real, v.imag)), p),
+            GlobalCall: self._call,
+            complex: lambda v, p: self._call(GlobalCall(GlobalName("__builtin__", "complex"), (v.real, v.imag)), p),
             dict: self._dict,
             float: lambda v, _: self.parts.append(pack(">cd", b"G", v)),
             GlobalName: lambda v, _: self._global(v),
             int: self._int,
             list: self._list,
-            OrderedDict: lambda v, p: self._call(Call(GlobalName("collections", "OrderedDict"), items=v), p),
+            OrderedDict: lambda v, p: self._call(GlobalCall(GlobalName("collections", "OrderedDict"), items=v), p),
             Pairs: self._pairs,
             PersistentId: self._persistent,
-            set: lambda v, p: self._call(Call(GlobalName("__builtin__", "set"), (list(v),)), p),
+            set: lambda v, p: self._call(GlobalCall(GlobalName("__builtin__", "set"), (list(v),)), p),
             str: self._text,
             tuple: self._tuple,
             type(None): lambda _v, _p: self.parts.append(b"N"),
@@ -166,7 +166,7 @@ class _Writer:
 
     def _bytes(self, value: bytes | bytearray, path: Path) -> None:
         """Protocol 2 has no bytes: they are text of which every character is one, and are encoded by the reader."""
-        self._call(Call(GlobalName("_codecs", "encode"), (bytes(value).decode("latin-1"), "latin1")), path)
+        self._call(GlobalCall(GlobalName("_codecs", "encode"), (bytes(value).decode("latin-1"), "latin1")), path)
 
     def _global(self, value: GlobalName) -> None:
         if not self._recalled(value):
@@ -223,7 +223,7 @@ class _Writer:
         self._tuple(value.key, path)
         self.parts.append(b"Q")
 
-    def _call(self, value: Call, path: Path) -> None:
+    def _call(self, value: GlobalCall, path: Path) -> None:
         self._global(value.function)
         self._tuple(value.args, path)
         self.parts.append(b"\x81" if value.is_new else b"R")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shardckpt.boxes import Shape
 from shardckpt.dtypes import SAFETENSORS_NAMES, TORCH_NAMES, array_nbytes, bits
 from shardckpt.errors import FormatError, TruncatedError, UnsafeError, UnsupportedError
-from shardckpt.format.budget import Budget
+from shardckpt.format.budget import ReadBudget
 from shardckpt.storage.store import Read, Store
 
 MAX_HEADER_BYTES = 100_000_000
@@ -128,7 +128,7 @@ def require_affordable(body: bytes | bytearray, *, where: str) -> None:
         UnsafeError: It consists of little else.
     """
     made = _CONTAINER_BYTES * (body.count(b"[") + body.count(b"{")) + _MEMBER_BYTES * body.count(b",")
-    Budget(len(body), where=where).spend(made)
+    ReadBudget(len(body), where=where).spend(made)
 
 
 _CONTAINER_BYTES, _MEMBER_BYTES = 64, 8
@@ -214,7 +214,7 @@ def _check_no_holes(tensors: Mapping[str, tuple[str, Shape, int, int]], where: s
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class HeaderTensor:
     """One tensor of a file to be written.
 
     Attributes:
@@ -236,7 +236,7 @@ class Placed:
 _RANK = {name: rank for rank, name in enumerate(reversed(SAFETENSORS_NAMES))}
 
 
-def file_order(tensors: Iterable[Placed]) -> list[Placed]:
+def file_order(tensors: Iterable[HeaderTensor]) -> list[HeaderTensor]:
     """Return tensors in the order the reference writer lays them out: wide types first, then by name.
 
     Types that safetensors has no name for come last; `encode_header` refuses them.
@@ -244,7 +244,7 @@ def file_order(tensors: Iterable[Placed]) -> list[Placed]:
     return sorted(tensors, key=lambda t: (_RANK.get(t.dtype, len(_RANK)), t.name))
 
 
-def encode_header(tensors: Sequence[Placed], metadata: Mapping[str, str], *, align: int = 8) -> bytes:
+def encode_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str], *, align: int = 8) -> bytes:
     """Return the length and the header of a file whose data holds `tensors` in the order given.
 
     The JSON is padded with spaces so that the data begins at a multiple of `align` bytes.
@@ -255,7 +255,7 @@ def encode_header(tensors: Sequence[Placed], metadata: Mapping[str, str], *, ali
     return join_header(encode_entries(tensors), metadata, align=align)
 
 
-def encode_entries(tensors: Sequence[Placed]) -> str:
+def encode_entries(tensors: Sequence[HeaderTensor]) -> str:
     """Return what a header tells of tensors, as the inner part of its JSON: all that does not change with the metadata.
 
     Args:

@@ -60,8 +60,8 @@ class ArrayRef(NamedTuple):
     kind: str = "tensor"
 
 
-class Named(NamedTuple):
-    """A value of a type that only torch or numpy knows, inert.
+class NamedValue(NamedTuple):
+    """A value of a type that only torch or numpy knows, as its text.
 
     Attributes:
         kind: `dtype`, `size`, `device` or `numpy`.
@@ -81,15 +81,15 @@ class Named(NamedTuple):
         return f"{self.kind}({self.value})"
 
 
-Leaf = Callable[[object, Path], "ArrayRef | Named | None"]
-Revive = Callable[["ArrayRef | Named"], object]
+Leaf = Callable[[object, Path], "ArrayRef | NamedValue | None"]
+DecodeRef = Callable[["ArrayRef | NamedValue"], object]
 
 
-def _no_leaf(value: object, _path: Path) -> ArrayRef | Named | None:
-    return value if isinstance(value, (ArrayRef, Named)) else None
+def _no_leaf(value: object, _path: Path) -> ArrayRef | NamedValue | None:
+    return value if isinstance(value, (ArrayRef, NamedValue)) else None
 
 
-def _as_it_is(value: ArrayRef | Named) -> object:
+def _as_it_is(value: ArrayRef | NamedValue) -> object:
     return value
 
 
@@ -121,7 +121,7 @@ def encode(value: Any, path: Path = (), leaf: Leaf = _no_leaf) -> object:
     found = leaf(value, path)
     if isinstance(found, ArrayRef):
         return {"$array": found.number} if found.kind == "tensor" else {"$array": [found.number, found.kind]}
-    if isinstance(found, Named):
+    if isinstance(found, NamedValue):
         text = found.value.split(" ") if found.kind == "numpy" and isinstance(found.value, str) else found.value
         return {f"${found.kind}": text if isinstance(text, str) else list(text)}
     raise _refused(path, f"a value of type {_name(kind)} cannot be saved", _shown(value))
@@ -201,24 +201,24 @@ def _shown(value: object) -> str:
         return "(its repr raises)"
 
 
-def decode(json: object, revive: Revive = _as_it_is, *, where: object = "") -> object:
+def decode(json: object, decode_ref: DecodeRef = _as_it_is, *, where: object = "") -> object:
     """Return the nest that `encode` was given.
 
     Args:
         json: As parsed.
-        revive: Turns references and torch's values into what the caller wants.
+        decode_ref: Turns references and torch's values into what the caller wants.
         where: The file, for messages.
 
     Raises:
         FormatError: No such thing can have been written.
         UnsupportedError: A tag that this release does not know.
     """
-    return _Decoder(revive, where).value(json, 0)
+    return _Decoder(decode_ref, where).value(json, 0)
 
 
 class _Decoder:
-    def __init__(self, revive: Revive, where: object) -> None:
-        self._revive, self._where = revive, where
+    def __init__(self, decode_ref: DecodeRef, where: object) -> None:
+        self._decode_ref, self._where = decode_ref, where
 
     def value(self, json: object, depth: int) -> object:
         if depth > 2 * MAX_DEPTH:
@@ -229,7 +229,7 @@ class _Decoder:
             return json
         tag = next(iter(json)) if len(json) == 1 else ""
         if tag == "$array" and type(json[tag]) is int and json[tag] >= 0:  # most leaves are
-            return self._revive(ArrayRef(json[tag]))
+            return self._decode_ref(ArrayRef(json[tag]))
         if not tag.startswith("$"):
             if any(key.startswith("$") for key in json):
                 raise FormatError("a tag has neighbours", where=self._where, found=", ".join(list(json)[:4]))
@@ -257,7 +257,7 @@ class _Decoder:
         if tag in _DECODERS:
             return _DECODERS[tag](inner)
         if tag in _REFERENCES:
-            return self._revive(_REFERENCES[tag](inner))
+            return self._decode_ref(_REFERENCES[tag](inner))
         raise UnsupportedError(
             f"a value has the tag {tag!r}, which this release does not know",
             where=self._where,
@@ -289,12 +289,12 @@ def _pairs(inner: object) -> Iterator[tuple[object, object]]:
         yield key, value
 
 
-def _decode_numpy(inner: object) -> Named:
+def _decode_numpy(inner: object) -> NamedValue:
     name, data = map(_text, _items(inner))
     value = bytes.fromhex(data)
     if name not in SCALARS or len(value) != struct.calcsize(f"<{SCALARS[name]}"):
         raise ValueError("no scalar")
-    return Named("numpy", f"{name} {value.hex()}")
+    return NamedValue("numpy", f"{name} {value.hex()}")
 
 
 def _decode_int(inner: object) -> int:
@@ -326,10 +326,10 @@ _DECODERS: Mapping[str, Callable[[object], object]] = {
     "$complex": _decode_complex,
     "$bytes": lambda inner: base64.b64decode(_text(inner), validate=True),
 }
-_REFERENCES: Mapping[str, Callable[[object], ArrayRef | Named]] = {
+_REFERENCES: Mapping[str, Callable[[object], ArrayRef | NamedValue]] = {
     "$array": _decode_array,
-    "$dtype": lambda inner: Named("dtype", _text(inner)),
-    "$size": lambda inner: Named("size", tuple(_count(n) for n in _items(inner))),
-    "$device": lambda inner: Named("device", _text(inner)),
+    "$dtype": lambda inner: NamedValue("dtype", _text(inner)),
+    "$size": lambda inner: NamedValue("size", tuple(_count(n) for n in _items(inner))),
+    "$device": lambda inner: NamedValue("device", _text(inner)),
     "$numpy": _decode_numpy,
 }

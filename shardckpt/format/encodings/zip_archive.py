@@ -16,7 +16,7 @@ from struct import error as StructError  # noqa: N812  # struct spells its excep
 from typing import NamedTuple
 
 from shardckpt.errors import ChecksumError, FormatError, TruncatedError, UnsafeError, UnsupportedError
-from shardckpt.format.budget import Budget
+from shardckpt.format.budget import ReadBudget
 from shardckpt.storage.store import Read, Store
 
 LOCAL_SIGNATURE = b"PK\x03\x04"
@@ -49,7 +49,7 @@ _INFLATED_COST = 16
 """What an inflated byte costs of a budget: it was no byte of the file, and is parsed all the same."""
 
 
-class Place(NamedTuple):
+class ArchivePlace(NamedTuple):
     """Where an archive lies.
 
     Attributes:
@@ -63,7 +63,7 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class Entry(NamedTuple):
+class ZipEntry(NamedTuple):
     """One entry of an archive.
 
     Attributes:
@@ -88,7 +88,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Archive:
+class ZipArchive:
     """An open archive.
 
     Attributes:
@@ -96,11 +96,11 @@ class Archive:
         entries: Name to entry, in the order of the directory.
     """
 
-    place: Place
-    entries: dict[str, Entry]
+    place: ArchivePlace
+    entries: dict[str, ZipEntry]
 
 
-class Wanted(NamedTuple):
+class WantedEntry(NamedTuple):
     """An entry of an archive in a file.
 
     Attributes:
@@ -109,10 +109,10 @@ class Wanted(NamedTuple):
     """
 
     file: str
-    entry: Entry
+    entry: ZipEntry
 
 
-def open_archives(store: Store, places: Sequence[Place]) -> list[Archive]:
+def open_archives(store: Store, places: Sequence[ArchivePlace]) -> list[ZipArchive]:
     """Read the directories of archives, all of them in at most two batches of reads.
 
     Args:
@@ -139,11 +139,11 @@ def open_archives(store: Store, places: Sequence[Place]) -> list[Archive]:
     for p, tail, end in zip(places, tails, ends, strict=True):
         known = p.nbytes - len(tail)
         raw = next(fronts) + tail if end.start < known else tail[end.start - known :]
-        archives.append(Archive(p, _entries(p, raw[: end.nbytes], end, _where(store, p))))
+        archives.append(ZipArchive(p, _entries(p, raw[: end.nbytes], end, _where(store, p))))
     return archives
 
 
-def locate(store: Store, wanted: Sequence[Wanted]) -> list[int]:
+def locate(store: Store, wanted: Sequence[WantedEntry]) -> list[int]:
     """Return the byte in its file where each entry's data start, all in one batch of reads.
 
     Raises:
@@ -155,7 +155,7 @@ def locate(store: Store, wanted: Sequence[Wanted]) -> list[int]:
 
 
 def read_entries(
-    store: Store, wanted: Sequence[Wanted], *, most: int, budgets: Mapping[str, Budget] | None = None
+    store: Store, wanted: Sequence[WantedEntry], *, most: int, budgets: Mapping[str, ReadBudget] | None = None
 ) -> list[bytes]:
     """Return the decoded bytes of small entries, all in one batch of reads.
 
@@ -193,7 +193,7 @@ def read_entries(
     return found
 
 
-def require_known_method(entry: Entry, where: str) -> None:
+def require_known_method(entry: ZipEntry, where: str) -> None:
     """Refuse compression methods that are not read here.
 
     Raises:
@@ -208,7 +208,7 @@ def require_known_method(entry: Entry, where: str) -> None:
         )
 
 
-def _where(store: Store, place: Place) -> str:
+def _where(store: Store, place: ArchivePlace) -> str:
     at = f", archive at byte {place.offset}" if place.offset else ""
     return f"{store.url}/{place.file}{at}"
 
@@ -219,7 +219,7 @@ def _read(store: Store, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
     return [bytes(b) for b in buffers]
 
 
-def _extent(entry: Entry) -> int:
+def _extent(entry: ZipEntry) -> int:
     """Bytes from an entry's header to the end of its data, with room for the longest extra field."""
     longest = _LOCAL.size + 2 * 0xFFFF + entry.compressed
     return min(entry.limit - entry.header, longest)
@@ -233,7 +233,7 @@ class _End(NamedTuple):
     entries: int
 
 
-def _end(place: Place, tail: bytes, where: str) -> _End:
+def _end(place: ArchivePlace, tail: bytes, where: str) -> _End:
     """Find the records at the end of an archive."""
     at = tail.rfind(b"PK\x05\x06")
     while at >= 0 and (len(tail) - at < _END.size or at + _END.size + _END.unpack_from(tail, at)[7] != len(tail)):
@@ -260,7 +260,7 @@ def _end(place: Place, tail: bytes, where: str) -> _End:
     return end
 
 
-def _end64(place: Place, tail: bytes, at: int, where: str) -> _End | None:
+def _end64(place: ArchivePlace, tail: bytes, at: int, where: str) -> _End | None:
     """Return what the zip64 record in front of the end record says, if there is one."""
     at -= _END64_LOCATOR.size
     if at < 0 or tail[at : at + 4] != b"PK\x06\x07":
@@ -304,7 +304,7 @@ class _Raw(NamedTuple):
     streamed: bool
 
 
-def _entries(place: Place, raw: bytes, end: _End, where: str) -> dict[str, Entry]:
+def _entries(place: ArchivePlace, raw: bytes, end: _End, where: str) -> dict[str, ZipEntry]:
     """Parse a directory, and give every entry the place where it must have ended."""
     records, at = [], 0
     try:
@@ -320,7 +320,7 @@ def _entries(place: Place, raw: bytes, end: _End, where: str) -> dict[str, Entry
         if b - a < _LOCAL.size:
             raise FormatError("entries of the zip archive overlap", where=where, found=f"headers at bytes {a} and {b}")
     following = dict(pairwise([*borders, end.start]))
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ZipEntry] = {}
     for name, method, crc, compressed, size, header, streamed in records:
         limit = following[header]
         if name in entries:
@@ -333,7 +333,7 @@ def _entries(place: Place, raw: bytes, end: _End, where: str) -> dict[str, Entry
                 expected=f"an end before byte {limit}",
             )
         offset = place.offset
-        entries[name] = Entry(name, method, crc, compressed, size, offset + header, offset + limit, streamed)
+        entries[name] = ZipEntry(name, method, crc, compressed, size, offset + header, offset + limit, streamed)
     return entries
 
 
@@ -384,7 +384,7 @@ def _name(raw: bytes, where: str) -> str:
     return name
 
 
-def _data_start(wanted: Wanted, head: bytes, where: str) -> int:
+def _data_start(wanted: WantedEntry, head: bytes, where: str) -> int:
     """Return the byte in the file where an entry's data start, from its local header."""
     entry = wanted.entry
     if len(head) < _LOCAL.size:
@@ -417,7 +417,7 @@ def _local(raw: bytes | memoryview, at: int) -> tuple[bytes, int, int, int, int,
     return found
 
 
-def _decoded(entry: Entry, raw: bytes, where: str) -> bytes:
+def _decoded(entry: ZipEntry, raw: bytes, where: str) -> bytes:
     require_known_method(entry, where)
     if entry.method == DEFLATED:
         inflate = zlib.decompressobj(-15)
@@ -438,7 +438,7 @@ def _decoded(entry: Entry, raw: bytes, where: str) -> bytes:
     return raw
 
 
-class Front(NamedTuple):
+class ArchiveFront(NamedTuple):
     """What the front of a streamed archive holds.
 
     Attributes:
@@ -452,7 +452,7 @@ class Front(NamedTuple):
     start: int
 
 
-def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) -> Front:
+def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) -> ArchiveFront:
     """Walk an archive from its first byte to an entry, without its directory: a decoded stream is read forward only.
 
     Args:
@@ -477,7 +477,7 @@ def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) ->
             raise TruncatedError("the archive ends early", where=where, found=f"{len(front)} bytes")
         name = _name(front[at + _LOCAL.size : at + _LOCAL.size + n], where)
         if is_wanted(name):
-            return Front(contents, name, start)
+            return ArchiveFront(contents, name, start)
         if name in contents:
             raise FormatError("the zip archive holds two entries of one name", where=where, found=name)
         if flags & 8 and not size:

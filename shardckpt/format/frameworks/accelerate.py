@@ -15,10 +15,10 @@ from functools import partial
 
 from shardckpt.errors import AmbiguousError, UnsupportedError
 from shardckpt.format.dcp import reader as dcp
-from shardckpt.format.frameworks.composite import Part, join
+from shardckpt.format.frameworks.composite import SubReader, join
 from shardckpt.format.huggingface import reader as hf
-from shardckpt.format.ranks.fsdp1_metadata import read_notes
-from shardckpt.format.ranks.merged_reader import JoinedTorchReader, merge_rank_files
+from shardckpt.format.ranks.fsdp1_metadata import read_metadata
+from shardckpt.format.ranks.merged_reader import MergedTorchReader, merge_rank_files
 from shardckpt.format.ranks.rank_files import RankFile
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import open_files
@@ -71,7 +71,7 @@ def open_source(source: Source) -> Reader:
     whole = {name: source.listing[name].size for name in slots if name.endswith(".bin") and name not in ranked}
     parts = list(_parts(source, slots, {**whole, **ranked}, whole))
     if ranked:
-        parts.append(Part(_of_ranks(source, slots, ranked), partial(_below, "", "")))
+        parts.append(SubReader(_of_ranks(source, slots, ranked), partial(_below, "", "")))
     beside = {name: source.listing[name].size for name in source.files if _BESIDE.fullmatch(name)}
     warnings = [f"{', '.join(ignored[:4])} lie beside the FSDP model and are ignored"] if ignored else []
     return join(FORMAT.name, source.store, parts, beside, warnings, ignored)
@@ -84,7 +84,7 @@ def _of_ranks(source: Source, slots: Mapping[str, str], sizes: Mapping[str, int]
         for name in sizes
         if (match := _RANK_FILE.fullmatch(name))
     ]
-    notes = read_notes(source.store, {name: source.listing[name].size for name in source.files})
+    notes = read_metadata(source.store, {name: source.listing[name].size for name in source.files})
     prefixes: dict[str, Path] = {name: (name,) for name in sizes}
     reader = open_files(source.store, sizes, prefixes, FORMAT.name, takes_shares=True)
     if reader.notes:
@@ -100,22 +100,22 @@ def _of_ranks(source: Source, slots: Mapping[str, str], sizes: Mapping[str, int]
                 expected="DTensors, ShardedTensors or flat parameters",
                 fix="Load it in training and save with another state_dict_type.",
             )
-    return JoinedTorchReader(reader, files, notes)
+    return MergedTorchReader(reader, files, notes)
 
 
 def _parts(
     source: Source, slots: Mapping[str, str], torch_files: Mapping[str, int], whole: Mapping[str, int]
-) -> Iterator[Part]:
+) -> Iterator[SubReader]:
     store = source.store
     for name, slot in slots.items():
         if name in source.folders:
             root = _KEYS[_SHARDED.fullmatch(name)["kind"]]  # type: ignore[index]  # a folder has no other form
-            yield Part(dcp.open_folder(store, name), partial(_below, slot, root))
+            yield SubReader(dcp.open_folder(store, name), partial(_below, slot, root))
         elif name not in torch_files:
-            yield Part(hf.open_source(Source(store, name)), partial(_below, slot, ""))
+            yield SubReader(hf.open_source(Source(store, name)), partial(_below, slot, ""))
     if whole:
         prefixes: dict[str, Path] = {name: (slots[name],) for name in whole}
-        yield Part(open_files(store, whole, prefixes, FORMAT.name), partial(_below, "", ""))
+        yield SubReader(open_files(store, whole, prefixes, FORMAT.name), partial(_below, "", ""))
 
 
 def _below(slot: str, root: str, path: Path) -> Path:

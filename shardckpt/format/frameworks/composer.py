@@ -13,7 +13,7 @@ from functools import partial
 from shardckpt.errors import FormatError, IncompleteError
 from shardckpt.format.dcp import reader as dcp
 from shardckpt.format.frameworks import torch_files
-from shardckpt.format.frameworks.composite import Part, join
+from shardckpt.format.frameworks.composite import SubReader, join
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import open_files
 from shardckpt.manifest import Path
@@ -57,10 +57,10 @@ def open_source(source: Source) -> Reader:
     for name in names:
         slot = name.removesuffix(".pt")
         if name == slot:
-            parts.append(Part(dcp.open_folder(store, name), partial(_below, slot)))
+            parts.append(SubReader(dcp.open_folder(store, name), partial(_below, slot)))
         else:
             reader = open_files(store, {name: source.listing[name].size}, {name: ()}, FORMAT.name)
-            parts.append(Part(reader, partial(_below, slot)))
+            parts.append(SubReader(reader, partial(_below, slot)))
     beside = {_LOOP: source.listing[_LOOP].size} if _LOOP in source.files else {}
     return join(FORMAT.name, store, parts, beside)
 

@@ -8,13 +8,13 @@ from itertools import chain
 from typing import NamedTuple
 
 from shardckpt.errors import FormatError, IncompleteError
-from shardckpt.format.reader import Checksum, Reader, WholeShapes
+from shardckpt.format.reader import Checksum, ParamShapes, Reader
 from shardckpt.format.torchsave.objects import read_object
 from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Piece, Span, TensorEntry, dotted
 from shardckpt.storage.store import Store
 
 
-class Part(NamedTuple):
+class SubReader(NamedTuple):
     """One reader of a joined checkpoint.
 
     Attributes:
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     move: Callable[[Path], Path]
 
 
-class JoinedReader(Reader):
+class CompositeReader(Reader):
     """Readers that share a store. Objects in files that no reader owns are read as torch saved them, when asked.
 
     Args:
@@ -34,7 +34,7 @@ class JoinedReader(Reader):
         manifest: The joined one.
         owners: File to the reader that opened it.
         parts: The readers, and where their paths go.
-        join_again: Joins other readers in their place.
+        rebuild: Joins other readers in their place.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class JoinedReader(Reader):
         store: Store,
         manifest: Manifest,
         owners: Mapping[str, Reader],
-        parts: Sequence[Part],
-        join_again: Callable[[Sequence[Part]], JoinedReader],
+        parts: Sequence[SubReader],
+        rebuild: Callable[[Sequence[SubReader]], CompositeReader],
     ) -> None:
         super().__init__(store, manifest)
         self._owners = owners
         self._parts = parts
-        self._join_again = join_again
+        self._rebuild = rebuild
 
     @property
     def is_flat(self) -> bool:
@@ -56,15 +56,15 @@ class JoinedReader(Reader):
         return any(part.reader.is_flat for part in self._parts)
 
     @property
-    def lacks_shapes(self) -> bool:
+    def needs_param_shapes(self) -> bool:
         """Whether flat parameters in one of them are such that nothing told yet what they hold."""
-        return any(part.reader.lacks_shapes for part in self._parts)
+        return any(part.reader.needs_param_shapes for part in self._parts)
 
-    def with_shapes(self, known: WholeShapes) -> Reader:
+    def with_param_shapes(self, known: ParamShapes) -> Reader:
         """Return the readers joined once those with flat parameters know their members."""
         if not self.is_flat:
             return self
-        return self._join_again([part._replace(reader=part.reader.with_shapes(known)) for part in self._parts])
+        return self._rebuild([part._replace(reader=part.reader.with_param_shapes(known)) for part in self._parts])
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces with every `Lazy` layout replaced, each by its reader, in one batch a reader."""
@@ -98,11 +98,11 @@ class JoinedReader(Reader):
 def join(
     format_name: str,
     store: Store,
-    parts: Sequence[Part],
+    parts: Sequence[SubReader],
     beside: Mapping[str, int],
     warnings: Sequence[str] = (),
     unread: Sequence[str] = (),
-) -> JoinedReader:
+) -> CompositeReader:
     """Join readers into one.
 
     Args:
@@ -152,10 +152,10 @@ def join(
         by_order=by_order,
     )
 
-    def again(changed: Sequence[Part]) -> JoinedReader:
+    def again(changed: Sequence[SubReader]) -> CompositeReader:
         return join(format_name, store, changed, beside, warnings, unread)
 
-    return JoinedReader(store, manifest, owners, parts, again)
+    return CompositeReader(store, manifest, owners, parts, again)
 
 
 def _add(

@@ -7,7 +7,7 @@ The model lies under the key its user gave it (Fabric) or under `model` (Trainer
 from __future__ import annotations
 
 from shardckpt.format.dcp import reader as dcp
-from shardckpt.format.frameworks.composite import Part, join
+from shardckpt.format.frameworks.composite import SubReader, join
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.manifest import Path
 
@@ -28,7 +28,7 @@ def open_source(source: Source) -> Reader:
         CheckpointError: The metadata is damaged or unsafe.
         StorageError: The store failed.
     """
-    part = Part(dcp.open_folder(source.store), _unmoved)
+    part = SubReader(dcp.open_folder(source.store), _unmoved)
     return join(FORMAT.name, source.store, [part], {META: source.listing[META].size})
 
 

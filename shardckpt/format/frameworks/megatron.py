@@ -11,7 +11,7 @@ import re
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.dcp import reader as dcp
 from shardckpt.format.encodings.safetensors import parse_json
-from shardckpt.format.frameworks.composite import Part, join
+from shardckpt.format.frameworks.composite import SubReader, join
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.manifest import Path, dotted
 from shardckpt.storage.store import read_bytes
@@ -51,7 +51,7 @@ def open_source(source: Source) -> Reader:
             expected="torch_dist",
             fix="Load it in Megatron and save it with --ckpt-format torch_dist.",
         )
-    part = Part(dcp.open_folder(source.store), _unmoved)
+    part = SubReader(dcp.open_folder(source.store), _unmoved)
     stacked = [dotted(path) for path in part.reader.manifest.tensors if _STACKED.fullmatch(dotted(path))]
     many = f"{len(stacked)} tensors hold all layers on their first axis: `unstack` of --rules cuts them"
     warnings = [f"{many}; the first is {stacked[0]}"] if stacked else []

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from shardckpt.errors import FormatError, IncompleteError, UnsafeError, UnsupportedError
 from shardckpt.format.encodings.pickle_reader import Limits, load
-from shardckpt.format.ranks.merged_reader import JoinedTorchReader
+from shardckpt.format.ranks.merged_reader import MergedTorchReader
 from shardckpt.format.ranks.rank_files import RankFile
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import open_files
@@ -66,7 +66,7 @@ def open_source(source: Source) -> Reader:
     prefixes: dict[str, Path] = {file.name: file.prefix for file in ranked}
     prefixes |= {name: (item,) for name, item in alone.items()}
     sizes = {name: source.listing[name].size for name in prefixes}
-    reader = JoinedTorchReader(open_files(source.store, sizes, prefixes, FORMAT.name, takes_shares=True), ranked)
+    reader = MergedTorchReader(open_files(source.store, sizes, prefixes, FORMAT.name, takes_shares=True), ranked)
     _check_shapes(reader.manifest, items, where)
     others = [name for name, match in beside.items() if match and int(match["rank"]) > 0]
     note = (f"{others[0]} and {len(others) - 1} more are other ranks' own and are not read",) if others else ()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shardckpt.errors import FormatError, IncompleteError, UnsafeError
 from shardckpt.format.encodings.safetensors import parse_json
-from shardckpt.format.ranks.fsdp1_metadata import read_notes
+from shardckpt.format.ranks.fsdp1_metadata import read_metadata
 from shardckpt.format.ranks.merged_reader import merge_rank_files
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import CONFIGURATION, SUFFIXES, TorchReader, looks_like_torch, open_files
@@ -110,7 +110,7 @@ def open_hf(source: Source) -> Reader:
     if ignored:
         shown = ", ".join(sorted(ignored)[:4])
         warnings = (*reader.manifest.warnings, f"other torch files here are ignored, name one to read it: {shown}")
-        reader = reader.restated(replace(reader.manifest, warnings=warnings))
+        reader = reader.with_manifest(replace(reader.manifest, warnings=warnings))
     return reader
 
 
@@ -180,7 +180,7 @@ def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str
     objects = {moved(path): replace(entry, path=moved(path)) for path, entry in manifest.objects.items()}
     kept = {moved(a): moved(b) for a, b in manifest.aliases.items()}
     aliases = {a: b for a, b in kept.items() if a in tensors and b in tensors}
-    return reader.restated(replace(manifest, tensors=tensors, objects=objects, aliases=aliases))
+    return reader.with_manifest(replace(manifest, tensors=tensors, objects=objects, aliases=aliases))
 
 
 def open_loose(source: Source) -> Reader:
@@ -195,7 +195,7 @@ def open_loose(source: Source) -> Reader:
     names = _loose_names(source.files)
     sizes = {name: source.listing[name].size for name in names}
     prefixes: dict[str, Path] = {name: (name,) if len(names) > 1 else () for name in names}
-    notes = read_notes(source.store, {name: source.listing[name].size for name in source.files})
+    notes = read_metadata(source.store, {name: source.listing[name].size for name in source.files})
     files = open_files(source.store, sizes, prefixes, LOOSE_FORMAT.name, takes_shares=True)
     reader = merge_rank_files(files, notes)
     skipped = sorted(CONFIGURATION & set(source.files))

@@ -15,7 +15,7 @@ from shardckpt.storage.store import Capabilities, Read, Store
 from shardckpt.storage.store_wrapper import WrappedStore
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """A file in a folder that a step refers to.
 
     Attributes:
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     name: str
 
 
-class Found(NamedTuple):
+class FoundBases(NamedTuple):
     """What of a step's bases is there.
 
     Attributes:
@@ -39,7 +39,7 @@ class Found(NamedTuple):
         notes: What is odd, one sentence each.
     """
 
-    places: Mapping[str, Place]
+    places: Mapping[str, FilePlace]
     folders: Mapping[str, str]
     sizes: Mapping[str, int]
     closed: Mapping[str, ShardckptError]
@@ -49,7 +49,7 @@ class Found(NamedTuple):
 
 def find_bases(
     step: str, wanted: Mapping[str, Mapping[str, int]], named: NamedBases = "", known: Sequence[Base] = ()
-) -> Found:
+) -> FoundBases:
     """Look into the folders that a step refers to; one that cannot be is no error until something in it is wanted.
 
     Args:
@@ -64,7 +64,7 @@ def find_bases(
     """
     told = _told(step, list(wanted), named)
     recorded = {base.url: base for base in known}
-    places: dict[str, Place] = {}
+    places: dict[str, FilePlace] = {}
     folders: dict[str, str] = {}
     sizes: dict[str, int] = {}
     closed: dict[str, ShardckptError] = {}
@@ -83,14 +83,14 @@ def find_bases(
         except ShardckptError as error:
             closed[where] = error
             continue
-        places.update((place, Place(store, name)) for place, name in names.items())
+        places.update((place, FilePlace(store, name)) for place, name in names.items())
         sizes.update((place, there[name]) for place, name in names.items() if name in there)
         odd = _change(store, there, recorded.get(url, Base(url)))
         if odd is not None:
             changed.update(names)
             notes += [odd] if odd else []
     notes += [f"a base was not opened: {error}" for error in closed.values()]
-    return Found(places, folders, sizes, closed, frozenset(changed), tuple(notes))
+    return FoundBases(places, folders, sizes, closed, frozenset(changed), tuple(notes))
 
 
 def _unnamed(step: str, folder: str) -> UsageError:
@@ -182,7 +182,7 @@ class BasedStore(WrappedStore):
         places: Where files of bases lie, by name.
     """
 
-    def __init__(self, store: Store, places: Mapping[str, Place]) -> None:
+    def __init__(self, store: Store, places: Mapping[str, FilePlace]) -> None:
         super().__init__(store)
         self._places = places
 

@@ -38,7 +38,7 @@ from shardckpt.format.native.json_fields import (
     read_sha256,
     read_version,
 )
-from shardckpt.format.native.manifest_json import Contents, decode_manifest
+from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest
 from shardckpt.format.native.payload import HF_INDEX, VERSION, canonical
 from shardckpt.format.native.records import FileRecord, files_of_bases
 from shardckpt.storage.replaceable import FolderKind
@@ -237,7 +237,7 @@ def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
     return decode_commit(read_bytes(store, COMMIT, 0, sizes[COMMIT]), where=where)
 
 
-def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Contents:
+def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> ManifestContents:
     """Read the manifest that a commit mark names, and check it against that mark.
 
     Raises:

@@ -51,7 +51,7 @@ _MANIFEST_FIELDS: Mapping[str, type] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ManifestContents:
     """What a manifest says.
 
     Attributes:
@@ -88,7 +88,7 @@ class Contents:
         }
 
 
-def encode_manifest(contents: Contents) -> bytes:
+def encode_manifest(contents: ManifestContents) -> bytes:
     """Return the manifest's bytes.
 
     Raises:
@@ -121,7 +121,7 @@ def encode_manifest(contents: Contents) -> bytes:
     return data
 
 
-def decode_manifest(data: bytes | bytearray, *, where: object = "") -> Contents:
+def decode_manifest(data: bytes | bytearray, *, where: object = "") -> ManifestContents:
     """Return what a manifest says, every field checked.
 
     Raises:
@@ -137,7 +137,7 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> Contents:
     arrays = with_digests(read_arrays(raw["arrays"], len(files), where), raw, where)
     if not all(isinstance(v, str) for v in raw["about"].values()):
         raise bad("`about` maps no names to text", raw["about"], "", where)
-    return Contents(
+    return ManifestContents(
         save=read_save(raw["save"], where),
         files=files,
         arrays=arrays,

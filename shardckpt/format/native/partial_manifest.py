@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardckpt.errors import FormatError
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.native.json_fields import read_fields
-from shardckpt.format.native.payload import Payload, canonical
+from shardckpt.format.native.payload import PayloadFile, canonical
 from shardckpt.format.native.records import (
     DIGEST_BYTES,
     ArrayRecord,
@@ -25,7 +25,7 @@ from shardckpt.manifest import Path, dotted
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenPayload:
     """One payload file as it was written.
 
     Attributes:
@@ -34,13 +34,13 @@ class Written:
         digests: Of its chunks, in their order; None where none were made.
     """
 
-    payload: Payload
+    payload: PayloadFile
     hashes: tuple[int, ...] | None = None
     digests: tuple[bytes, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartialManifest:
     """What one writer wrote.
 
     Attributes:
@@ -52,7 +52,7 @@ class Part:
     arrays: tuple[ArrayRecord, ...]
 
 
-def part_of(written: Sequence[Written]) -> Part:
+def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
     """Return what a writer wrote, as records."""
     files = tuple(FileRecord(w.payload.name, w.payload.nbytes, w.hashes) for w in written)
     found: dict[Path, ArrayRecord] = {}
@@ -67,28 +67,30 @@ def part_of(written: Sequence[Written]) -> Part:
             digests.setdefault(chunk.path, []).append(digest)
     for path, told in digests.items():
         found[path] = found[path]._replace(digests=b"".join(told))
-    return Part(files, tuple(found.values()))
+    return PartialManifest(files, tuple(found.values()))
 
 
-def encode_part(written: Sequence[Written]) -> bytes:
+def encode_partial(written: Sequence[WrittenPayload]) -> bytes:
     """Return what a writer wrote, as bytes for the one that commits."""
-    part = part_of(written)
+    part = build_partial(written)
     digests = digests_json(part.arrays)
     return canonical({"files": files_json(part.files, ()), "arrays": arrays_json(part.arrays), **digests})
 
 
-def decode_part(data: bytes, *, where: object = "") -> Part:
+def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
     """Return what another rank wrote.
 
     Raises:
-        FormatError: The bytes are none of `encode_part`'s.
+        FormatError: The bytes are none of `encode_partial`'s.
     """
     raw = read_fields(parse_json(data, where=str(where)), {"files": list, "arrays": list}, where)
     files = read_files(raw["files"], (), where)
-    return Part(files, with_digests(read_arrays(raw["arrays"], len(files), where), raw, where))
+    return PartialManifest(files, with_digests(read_arrays(raw["arrays"], len(files), where), raw, where))
 
 
-def join(parts: Sequence[Part], order: Sequence[Path]) -> tuple[tuple[FileRecord, ...], tuple[ArrayRecord, ...]]:
+def merge_partials(
+    parts: Sequence[PartialManifest], order: Sequence[Path]
+) -> tuple[tuple[FileRecord, ...], tuple[ArrayRecord, ...]]:
     """Return the files and arrays of all writers together.
 
     Args:

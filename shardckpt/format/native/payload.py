@@ -16,7 +16,7 @@ import xxhash
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import SAFETENSORS_NAMES, bits, is_known, nbytes
 from shardckpt.errors import UnsupportedError
-from shardckpt.format.encodings.safetensors import Placed, encode_entries, join_header
+from shardckpt.format.encodings.safetensors import HeaderTensor, encode_entries, join_header
 from shardckpt.manifest import Path, dotted
 
 VERSION = (1, 0)
@@ -41,7 +41,7 @@ _MOST_CHUNKS = 100_000
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-class Chunk(NamedTuple):
+class PayloadChunk(NamedTuple):
     """What one writer writes of one array.
 
     Attributes:
@@ -63,7 +63,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
+class PayloadFile:
     """One file to be written: `header`, then the chunks' bytes back to back.
 
     Attributes:
@@ -76,7 +76,7 @@ class Payload:
 
     name: str
     header: bytes
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PayloadChunk, ...]
     offsets: tuple[int, ...]
     keys: tuple[str, ...]
 
@@ -98,12 +98,12 @@ def new_save_id() -> str:
 def lay_out(
     save: str,
     writer: int,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[PayloadChunk],
     *,
     most_bytes: int = MOST_BYTES,
     model: Path | None = None,
     carry: Mapping[str, object] | None = None,
-) -> tuple[Payload, ...]:
+) -> tuple[PayloadFile, ...]:
     """Decide which files a writer writes, and their headers. Pure.
 
     Args:
@@ -138,14 +138,14 @@ class _File(NamedTuple):
         entries: The chunks in JSON, as the header has them.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PayloadChunk, ...]
     keys: tuple[str, ...]
     listed: str
     entries: str
 
 
 @lru_cache(maxsize=4)  # a run saves the same thing again and again, and perhaps a variant or two
-def _arranged(chunks: tuple[Chunk, ...], most_bytes: int, model: Path | None) -> tuple[_File, ...]:
+def _arranged(chunks: tuple[PayloadChunk, ...], most_bytes: int, model: Path | None) -> tuple[_File, ...]:
     """Decide which chunk goes where, and by what name."""
     keys = _Keys(model)
     files = [*_files([c for c in chunks if not keys.is_model(c)], most_bytes)]
@@ -153,16 +153,16 @@ def _arranged(chunks: tuple[Chunk, ...], most_bytes: int, model: Path | None) ->
     return tuple(_file(file, keys) for file in files)
 
 
-def _file(chunks: Sequence[Chunk], keys: _Keys) -> _File:
+def _file(chunks: Sequence[PayloadChunk], keys: _Keys) -> _File:
     names = tuple(keys.next(chunk) for chunk in chunks)
     listed = [[list(c.path), c.dtype, list(c.shape), list(c.box.offset), list(c.box.size)] for c in chunks]
     entries = encode_entries([_placed(n, c) for n, c in zip(names, chunks, strict=True)])
     return _File(tuple(chunks), names, canonical(listed).decode("ascii"), entries)
 
 
-def _files(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[list[Chunk]]:
+def _files(chunks: Sequence[PayloadChunk], most_bytes: int) -> Iterator[list[PayloadChunk]]:
     """Cut chunks into files, in order, and order each file so that every chunk is aligned to its type at least."""
-    file: list[Chunk] = []
+    file: list[PayloadChunk] = []
     size = 0
     for chunk in chunks:
         nbytes_ = chunk.nbytes
@@ -175,7 +175,7 @@ def _files(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[list[Chunk]]:
         yield sorted(file, key=_by_alignment)
 
 
-def _by_alignment(chunk: Chunk) -> tuple[bool, int]:
+def _by_alignment(chunk: PayloadChunk) -> tuple[bool, int]:
     return chunk.nbytes % _TENSOR_ALIGNMENT != 0, -bits(chunk.dtype)
 
 
@@ -187,10 +187,10 @@ class _Keys:
         self._counts: Counter[str] = Counter()
         self._taken = {"", "__metadata__"}
 
-    def is_model(self, chunk: Chunk) -> bool:
+    def is_model(self, chunk: PayloadChunk) -> bool:
         return self._model is not None and chunk.path[: len(self._model)] == self._model
 
-    def next(self, chunk: Chunk) -> str:
+    def next(self, chunk: PayloadChunk) -> str:
         if self._model is not None and self.is_model(chunk):
             own = _printable(dotted(chunk.path[len(self._model) :]))
             if own not in self._taken:
@@ -208,7 +208,7 @@ def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _payload(save: str, writer: int, number: int, file: _File, carry: Mapping[str, object] | None) -> Payload:
+def _payload(save: str, writer: int, number: int, file: _File, carry: Mapping[str, object] | None) -> PayloadFile:
     first = canonical({"version": list(VERSION), "save": save, "writer": writer}).decode("ascii")
     last = "" if carry is None else f',"carry":{canonical(carry).decode("ascii")}'
     metadata = {"format": "pt", KEY: f'{first[:-1]},"chunks":{file.listed}{last}}}'}
@@ -217,14 +217,14 @@ def _payload(save: str, writer: int, number: int, file: _File, carry: Mapping[st
     for chunk in file.chunks:
         offsets.append(at)
         at += chunk.nbytes
-    return Payload(f"{save}-{writer:05d}-{number:02d}.safetensors", header, file.chunks, tuple(offsets), file.keys)
+    return PayloadFile(f"{save}-{writer:05d}-{number:02d}.safetensors", header, file.chunks, tuple(offsets), file.keys)
 
 
-def _placed(name: str, chunk: Chunk) -> Placed:
+def _placed(name: str, chunk: PayloadChunk) -> HeaderTensor:
     """Types that safetensors has no name for are bytes to it."""
     if chunk.dtype in SAFETENSORS_NAMES and chunk.box.volume * bits(chunk.dtype) % 8 == 0:
-        return Placed(name, chunk.dtype, chunk.box.size)
-    return Placed(name, "uint8", (chunk.nbytes,))
+        return HeaderTensor(name, chunk.dtype, chunk.box.size)
+    return HeaderTensor(name, "uint8", (chunk.nbytes,))
 
 
 def canonical(content: object) -> bytes:
@@ -232,7 +232,7 @@ def canonical(content: object) -> bytes:
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def hf_index(payloads: Sequence[Payload], model: Path) -> bytes:
+def hf_index(payloads: Sequence[PayloadFile], model: Path) -> bytes:
     """Return the content of `model.safetensors.index.json` for the save of one writer.
 
     Args:
@@ -291,7 +291,7 @@ class ChunkHasher:
         payload: The file as it was laid out.
     """
 
-    def __init__(self, payload: Payload) -> None:
+    def __init__(self, payload: PayloadFile) -> None:
         self._ends = [offset + c.nbytes for offset, c in zip(payload.offsets, payload.chunks, strict=True)]
         self._start = payload.offsets[0] if payload.offsets else payload.nbytes
         self._at = 0
@@ -331,7 +331,7 @@ class FileHasher:
         chunks: Hash its chunks.
     """
 
-    def __init__(self, payload: Payload, *, blocks: bool, chunks: bool) -> None:
+    def __init__(self, payload: PayloadFile, *, blocks: bool, chunks: bool) -> None:
         self._blocks = BlockHasher() if blocks else None
         self._chunks = ChunkHasher(payload) if chunks else None
 

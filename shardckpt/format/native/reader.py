@@ -9,9 +9,9 @@ from contextlib import suppress
 from shardckpt.errors import FormatError, ShardckptError
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import ArrayRef
-from shardckpt.format.native.base_store import BasedStore, Found, find_bases
+from shardckpt.format.native.base_store import BasedStore, FoundBases, find_bases
 from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, Commit, read_commit, read_contents
-from shardckpt.format.native.manifest_json import KEEPS_ORDER, Contents
+from shardckpt.format.native.manifest_json import KEEPS_ORDER, ManifestContents
 from shardckpt.format.native.payload import BLOCK_BYTES, KEY
 from shardckpt.format.native.records import ArrayRecord
 from shardckpt.format.native.verified_store import Hashed, VerifiedStore
@@ -85,7 +85,12 @@ class NativeReader(Reader):
     """
 
     def __init__(
-        self, store: Store, commit: Commit, contents: Contents, sizes: Mapping[str, int], bases: Found | None = None
+        self,
+        store: Store,
+        commit: Commit,
+        contents: ManifestContents,
+        sizes: Mapping[str, int],
+        bases: FoundBases | None = None,
     ) -> None:
         self.commit = commit
         self.contents = contents
@@ -106,16 +111,16 @@ class NativeReader(Reader):
         """The files without the hashes; those of a folder that is not what the step was saved against with them."""
         return self._unverified
 
-    def nest(self, revive: tagged_json.Revive) -> object:
+    def decode_state(self, decode_ref: tagged_json.DecodeRef) -> object:
         """Return what was saved, in the containers it was in.
 
         Args:
-            revive: Turns array references and torch's values into what the caller wants.
+            decode_ref: Turns array references and torch's values into what the caller wants.
 
         Raises:
             CheckpointError: The nest does not follow the format.
         """
-        return tagged_json.decode(self.contents.nest, revive, where=self.store.url)
+        return tagged_json.decode(self.contents.nest, decode_ref, where=self.store.url)
 
     def block_hashes(self) -> dict[str, tuple[int, ...]]:
         """Return the xxh3-64 of each block of each file that was saved with checksums."""
@@ -134,7 +139,7 @@ class NativeReader(Reader):
 class _Entries(Mapping[Path, TensorEntry]):
     """Arrays by path; a million pieces are made when somebody asks for them, not before."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: ManifestContents) -> None:
         self._places = [file.place for file in contents.files]
         self._records: dict[Path, ArrayRecord] = {record.path: record for record in contents.arrays}
         self._records |= {path: contents.arrays[index] for path, index in contents.ties.items()}
@@ -174,7 +179,9 @@ class _Entries(Mapping[Path, TensorEntry]):
         return path in self._records
 
 
-def manifest_of(store: Store, contents: Contents, sizes: Mapping[str, int], bases: Found | None = None) -> Manifest:
+def manifest_of(
+    store: Store, contents: ManifestContents, sizes: Mapping[str, int], bases: FoundBases | None = None
+) -> Manifest:
     """Return what a step holds, in the words that all formats share.
 
     Args:
@@ -209,17 +216,17 @@ def manifest_of(store: Store, contents: Contents, sizes: Mapping[str, int], base
     )
 
 
-def _objects(contents: Contents, where: str) -> dict[Path, ObjectEntry]:
+def _objects(contents: ManifestContents, where: str) -> dict[Path, ObjectEntry]:
     """Return every value that is no array; a list without arrays is one value."""
     nest = tagged_json.decode(contents.nest, where=where)
-    walk = _Walk(contents, where)
+    walk = _ValueCollector(contents, where)
     found: list[ObjectEntry] = []
     walk.add(nest, (), found)
     return {entry.path: entry for entry in found}
 
 
-class _Walk:
-    def __init__(self, contents: Contents, where: str) -> None:
+class _ValueCollector:
+    def __init__(self, contents: ManifestContents, where: str) -> None:
         self._paths = [record.path for record in contents.arrays]
         self._ties = contents.ties
         self._where = where
@@ -232,7 +239,7 @@ class _Walk:
         if isinstance(value, dict) and value:
             inner = [self.add(v, (*path, tagged_json.path_key(key)), found) for key, v in value.items()]
             return any(inner)
-        if isinstance(value, (list, tuple)) and not isinstance(value, tagged_json.Named):
+        if isinstance(value, (list, tuple)) and not isinstance(value, tagged_json.NamedValue):
             below: list[ObjectEntry] = []
             inner = [self.add(v, (*path, i), below) for i, v in enumerate(value)]
             if any(inner):

@@ -15,8 +15,8 @@ from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.safetensors import MAX_DIMS, Header, parse_json, read_headers
 from shardckpt.format.encodings.tagged_json import ArrayRef
 from shardckpt.format.native.json_fields import read_fields, read_path
-from shardckpt.format.native.manifest_json import Contents, read_ties, read_variants
-from shardckpt.format.native.payload import KEY, VERSION, Chunk
+from shardckpt.format.native.manifest_json import ManifestContents, read_ties, read_variants
+from shardckpt.format.native.payload import KEY, VERSION, PayloadChunk
 from shardckpt.format.native.records import ArrayRecord, FileRecord
 from shardckpt.manifest import Path, dotted
 from shardckpt.storage.store import Store
@@ -38,7 +38,7 @@ class Described:
     name: str
     nbytes: int
     save: str
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PayloadChunk, ...]
     offsets: tuple[int, ...]
     carry: Mapping[str, Any]
 
@@ -82,7 +82,7 @@ def _described(name: str, header: Header, where: str) -> Described:
     return Described(name, header.data_start + at, raw["save"], chunks, places, carry)
 
 
-def _chunk(entry: Any, where: str) -> Chunk:
+def _chunk(entry: Any, where: str) -> PayloadChunk:
     try:
         raw_path, dtype, *lists = entry
         shape, offset, size = (tuple(array("Q", numbers)) for numbers in lists)
@@ -97,10 +97,10 @@ def _chunk(entry: Any, where: str) -> Chunk:
         raise UnsupportedError(f"chunk of {dotted(path)!r} has very many dimensions", where=where, found=len(shape))
     if not box.within(shape):
         raise FormatError(f"a chunk lies outside of {dotted(path)!r}", where=where, found=str(box), expected=shape)
-    return Chunk(path, shape, dtype, box)
+    return PayloadChunk(path, shape, dtype, box)
 
 
-def rebuild(save: str, files: Sequence[Described], where: str) -> tuple[Contents, tuple[str, ...]]:
+def rebuild(save: str, files: Sequence[Described], where: str) -> tuple[ManifestContents, tuple[str, ...]]:
     """Return the manifest that follows from payload files, without hashes, and what is odd about it.
 
     Args:
@@ -123,7 +123,7 @@ def rebuild(save: str, files: Sequence[Described], where: str) -> tuple[Contents
     carry = next((file.carry for file in files if file.carry), None)
     if carry is None:
         note = "the file that carried the nest is gone: values that are no tensors and tied names are lost"
-        return Contents(save, records, tuple(found.values()), _plain_nest(found)), (note,)
+        return ManifestContents(save, records, tuple(found.values()), _plain_nest(found)), (note,)
     told = read_fields(carry, {"arrays": list, "ties": list, "topology": dict, "about": dict}, where)
     order = [read_path(path, where) for path in told["arrays"]]
     check_paths(order, where)
@@ -131,7 +131,7 @@ def rebuild(save: str, files: Sequence[Described], where: str) -> tuple[Contents
     ties = read_ties(told["ties"], order, where)
     arrays = tuple(found[path] for path in order)
     variants = read_variants(told.get("variants", []), where)
-    return Contents(
+    return ManifestContents(
         save, records, arrays, carry.get("nest"), ties, told["topology"], told["about"], variants=variants
     ), ()
 

@@ -50,7 +50,7 @@ def is_step_name(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepFolder:
     """One folder of a run that is called like a step.
 
     Attributes:
@@ -123,7 +123,7 @@ def _begun_at(save: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
+class Orphan:
     """What a save or a removal that was killed has left.
 
     Attributes:
@@ -137,7 +137,7 @@ class Leftover:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunDirectory:
     """What lies in the folder of a run.
 
     Attributes:
@@ -147,17 +147,17 @@ class Run:
             written their manifest. Only `read_run_to_remove` looks for them.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[StepFolder, ...]
     partial: tuple[str, ...]
-    others: tuple[Step, ...] = ()
+    others: tuple[StepFolder, ...] = ()
 
     @property
-    def complete(self) -> tuple[Step, ...]:
+    def complete(self) -> tuple[StepFolder, ...]:
         """The steps that can be loaded, the oldest first: by branch, then by number."""
         return tuple(sorted((s for s in self.steps if s.is_complete), key=lambda s: (s.branch, s.number)))
 
     @property
-    def incomplete(self) -> tuple[Step, ...]:
+    def incomplete(self) -> tuple[StepFolder, ...]:
         """The steps that cannot be loaded: no bases, nor folders of other content beside complete steps."""
         has_complete = any(step.is_complete for step in self.steps)
         return tuple(
@@ -188,7 +188,7 @@ class Run:
             )
 
 
-def read_run(store: Store) -> Run:
+def read_run(store: Store) -> RunDirectory:
     """Look at every step of a run: a list and a small read for each.
 
     Another process may save and remove steps meanwhile. A step that is complete when this begins, or one that was saved
@@ -220,7 +220,7 @@ def read_run(store: Store) -> Run:
     )
 
 
-def read_run_to_remove(store: Store) -> Run:
+def read_run_to_remove(store: Store) -> RunDirectory:
     """Look at every step of a run, and at everything else in its folder that refers to them.
 
     Who removes a step deletes its `COMMIT`, then calls this, then removes the files that nothing refers to. Who saves a
@@ -251,7 +251,7 @@ def _folders(store: Store) -> list[str]:
     return [entry.name for entry in store.list() if entry.is_folder]
 
 
-def _other_folders(store: Store, folders: Sequence[str], steps: Iterable[Step]) -> list[Step]:
+def _other_folders(store: Store, folders: Sequence[str], steps: Iterable[StepFolder]) -> list[StepFolder]:
     """Return what refers to others in folders that are not called like steps or lie in steps, and one level below."""
     names = [name for name in folders if not _STEP.fullmatch(name)]
     names += [f"{step.name}/{folder}" for step in steps for folder in step.folders]
@@ -259,7 +259,7 @@ def _other_folders(store: Store, folders: Sequence[str], steps: Iterable[Step]) 
         return [step for found in pool.map(lambda name: _referring(store, name, depth=2), names) for step in found]
 
 
-def _referring(store: Store, name: str, depth: int) -> list[Step]:
+def _referring(store: Store, name: str, depth: int) -> list[StepFolder]:
     inside = SubfolderStore(store, name)
     try:
         entries = inside.list()
@@ -273,7 +273,7 @@ def _referring(store: Store, name: str, depth: int) -> list[Step]:
     return found
 
 
-def _saves_under_way(store: Store, steps: Iterable[Step]) -> list[Step]:
+def _saves_under_way(store: Store, steps: Iterable[StepFolder]) -> list[StepFolder]:
     """Return what the manifests in folders of steps refer to that are not committed."""
     found = []
     for step in steps:
@@ -282,9 +282,9 @@ def _saves_under_way(store: Store, steps: Iterable[Step]) -> list[Step]:
     return found
 
 
-def _reference(store: Store, folder: str, name: str, sizes: Mapping[str, int]) -> Step:
+def _reference(store: Store, folder: str, name: str, sizes: Mapping[str, int]) -> StepFolder:
     """Return what a `COMMIT` or a manifest refers to; nothing where it is damaged, or has gone meanwhile."""
-    inside, step = SubfolderStore(store, folder), Step(-1, folder)
+    inside, step = SubfolderStore(store, folder), StepFolder(-1, folder)
     try:
         if name == COMMIT:
             bases: Mapping[str, Mapping[str, int]] = read_commit(inside, sizes).bases
@@ -309,26 +309,26 @@ def _folders_of(store: Store, step: str, bases: Mapping[str, Mapping[str, int]])
     return found
 
 
-def _look_at_run(store: Store, known: Mapping[str, Step]) -> Run:
+def _look_at_run(store: Store, known: Mapping[str, StepFolder]) -> RunDirectory:
     """Look once at every step of a run that is not known to be complete."""
     folders = [entry.name for entry in store.list() if entry.is_folder]
     named = sorted((int(match[1]), name) for name in folders if (match := _STEP.fullmatch(name)))
 
-    def read(number: int, name: str) -> Step:
+    def read(number: int, name: str) -> StepFolder:
         return known.get(name) or _read_step(store, number, name)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
         newest_first = list(pool.map(lambda each: read(*each), reversed(named)))
     steps = _with_bases(store, newest_first[::-1])
-    return Run(tuple(_once(steps)), tuple(name for name in folders if _PARTIAL.fullmatch(name)))
+    return RunDirectory(tuple(_once(steps)), tuple(name for name in folders if _PARTIAL.fullmatch(name)))
 
 
-def _outline(run: Run) -> list[tuple[str, str, bool]]:
+def _outline(run: RunDirectory) -> list[tuple[str, str, bool]]:
     """Return the parts of a run that two looks at it have to agree on."""
     return [(step.name, step.save, step.is_complete) for step in run.steps]
 
 
-def read_step(store: Store, number: int) -> Step:
+def read_step(store: Store, number: int) -> StepFolder:
     """Look at one step, in the folder that it would be saved to; where nothing lies there, it is just not complete.
 
     Args:
@@ -341,7 +341,7 @@ def read_step(store: Store, number: int) -> Step:
     return _with_bases(store, [_read_step(store, number, step_name(number))])[0]
 
 
-def _with_bases(store: Store, steps: Sequence[Step], others: Sequence[Step] = ()) -> list[Step]:
+def _with_bases(store: Store, steps: Sequence[StepFolder], others: Sequence[StepFolder] = ()) -> list[StepFolder]:
     """Return steps with what follows from one another: which lack files that they refer to, which are but bases."""
     known = {step.name: step.held for step in steps}
     needed = referred((*steps, *others))
@@ -352,7 +352,7 @@ def _with_bases(store: Store, steps: Sequence[Step], others: Sequence[Step] = ()
     return [_with_base(store, step, known, needed.get(step.name, frozenset())) for step in steps]
 
 
-def _with_base(store: Store, step: Step, known: Mapping[str, Mapping[str, int]], needed: Set[str]) -> Step:
+def _with_base(store: Store, step: StepFolder, known: Mapping[str, Mapping[str, int]], needed: Set[str]) -> StepFolder:
     if not step.is_committed and step.saved and step.saved <= needed:
         return replace(step, is_base=True, fault=f"{step.name} was removed, but for what other steps refer to")
     for folder, files in step.refers.items():
@@ -366,7 +366,7 @@ def _with_base(store: Store, step: Step, known: Mapping[str, Mapping[str, int]],
     return step
 
 
-def referred(steps: Iterable[Step]) -> dict[str, frozenset[str]]:
+def referred(steps: Iterable[StepFolder]) -> dict[str, frozenset[str]]:
     """Return which files steps refer to, by the name of their folder.
 
     Args:
@@ -411,14 +411,16 @@ def _is_beside_steps(parent: str) -> bool:
         return False
 
 
-def _read_step(store: Store, number: int, name: str) -> Step:
+def _read_step(store: Store, number: int, name: str) -> StepFolder:
     inside = SubfolderStore(store, name)
     try:
         entries = inside.list()
     except CheckpointError as error:  # a link that leads out of the run
-        return Step(number, name, fault=str(error))
+        return StepFolder(number, name, fault=str(error))
     sizes, others = _sizes(entries), _others(entries)
-    step = Step(number, name, is_committed=COMMIT in sizes, is_ours=_is_ours(sizes, others), held=sizes, others=others)
+    step = StepFolder(
+        number, name, is_committed=COMMIT in sizes, is_ours=_is_ours(sizes, others), held=sizes, others=others
+    )
     try:
         commit = read_commit(inside, sizes)
     except UnsupportedError as error:
@@ -482,9 +484,9 @@ def _missing(where: str, commit: Commit, sizes: Mapping[str, int]) -> str:
     )
 
 
-def _once(steps: Sequence[Step]) -> Iterator[Step]:
+def _once(steps: Sequence[StepFolder]) -> Iterator[StepFolder]:
     """Let one folder stand for each number: the one that is complete, of several the one with the longest name."""
-    best: dict[int, Step] = {}
+    best: dict[int, StepFolder] = {}
     for step in steps:
         known = best.setdefault(step.number, step)
         if (step.is_complete, len(step.name)) > (known.is_complete, len(known.name)):
@@ -498,7 +500,7 @@ def _once(steps: Sequence[Step]) -> Iterator[Step]:
             yield step
 
 
-def read_about(store: Store, step: Step) -> Mapping[str, str]:
+def read_about(store: Store, step: StepFolder) -> Mapping[str, str]:
     """Return what a complete step's manifest says about itself.
 
     Args:
@@ -518,7 +520,7 @@ METRIC = "metric."
 """What the names of metrics begin with in a manifest's `about`."""
 
 
-def read_metrics(store: Store, step: Step) -> Mapping[str, float]:
+def read_metrics(store: Store, step: StepFolder) -> Mapping[str, float]:
     """Return the numbers that were saved with a complete step, by name; none where nobody can tell.
 
     Args:
@@ -540,7 +542,7 @@ def read_metrics(store: Store, step: Step) -> Mapping[str, float]:
     return found
 
 
-def manifest_fault(store: Store, step: Step) -> str:
+def manifest_fault(store: Store, step: StepFolder) -> str:
     """Return what is wrong with the manifest of a complete step; nothing where it is the one that was committed.
 
     Args:
@@ -557,7 +559,7 @@ def manifest_fault(store: Store, step: Step) -> str:
     return ""
 
 
-def with_sound_newest(run: Run, fault_of: Callable[[Step], str]) -> Run:
+def with_sound_newest(run: RunDirectory, fault_of: Callable[[StepFolder], str]) -> RunDirectory:
     """Return a run whose newest complete step was looked at more closely: what is faulty is no longer complete.
 
     Args:
@@ -573,7 +575,7 @@ def with_sound_newest(run: Run, fault_of: Callable[[Step], str]) -> Run:
     return run
 
 
-def delete_steps(store: Store, run: Run, doomed: Collection[str]) -> list[str]:
+def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> list[str]:
     """Remove steps, each with its `COMMIT` first, so that from then on it does not exist.
 
     Files that other steps refer to stay, until nothing refers to them any more: then they go with the last that does.
@@ -582,7 +584,7 @@ def delete_steps(store: Store, run: Run, doomed: Collection[str]) -> list[str]:
     Args:
         store: Rooted at the run.
         run: As read.
-        doomed: Names of the folders of the steps that go.
+        names: Names of the folders of the steps that go.
 
     Returns:
         Names of what no save wrote, below the run.
@@ -592,26 +594,26 @@ def delete_steps(store: Store, run: Run, doomed: Collection[str]) -> list[str]:
         StorageError: The store failed; of a step whose `COMMIT` is gone, what is left counts for nothing.
     """
     run.require_readable()
-    gone = sorted((step for step in run.steps if step.name in doomed), key=lambda step: not step.is_double)
+    gone = sorted((step for step in run.steps if step.name in names), key=lambda step: not step.is_double)
     if not gone:
         return []
     for step in gone:
         _delete_mark(store, step.name)
     now = read_run_to_remove(open_store(store.url))
     now.require_readable()
-    needed = now.referred(but=doomed)
+    needed = now.referred(but=names)
     left = {step.name: step for step in now.steps}
     rests = [_without(left[step.name], step.own) for step in gone if step.name in left]  # a link is gone already
     for rest in rests:
         _delete_saved(store, rest, needed.get(rest.name, frozenset()))
-    others = {step.name: step for step in now.steps if step.name not in doomed}
+    others = {step.name: step for step in now.steps if step.name not in names}
     for folder, files in referred(gone).items():
         if folder in others:
             _delete_unneeded(store, others[folder], files - needed.get(folder, frozenset()))
     return other_content(rests)
 
 
-def other_content(steps: Iterable[Step]) -> list[str]:
+def other_content(steps: Iterable[StepFolder]) -> list[str]:
     """Return the names of what lies in steps and no save wrote, below their run.
 
     Args:
@@ -620,7 +622,7 @@ def other_content(steps: Iterable[Step]) -> list[str]:
     return [f"{step.name}/{name}" for step in steps for name in step.others]
 
 
-def _without(step: Step, own: Set[str]) -> Step:
+def _without(step: StepFolder, own: Set[str]) -> StepFolder:
     """Return a step that knows which files its `COMMIT` named while it had one."""
     return replace(step, others=tuple(name for name in step.others if name not in own))
 
@@ -650,7 +652,7 @@ def delete_step(store: Store, name: str, kept: Set[str] = frozenset()) -> None:
     _delete_saved(store, _read_step(store, -1, name), kept)
 
 
-def _delete_saved(store: Store, step: Step, kept: Set[str]) -> None:
+def _delete_saved(store: Store, step: StepFolder, kept: Set[str]) -> None:
     """Remove the files of a step without its mark; the folder too, where nothing else lies there."""
     if not kept and not step.others:
         store.delete_folder(step.name)
@@ -659,7 +661,7 @@ def _delete_saved(store: Store, step: Step, kept: Set[str]) -> None:
         store.delete(f"{step.name}/{name}")
 
 
-def _delete_unneeded(store: Store, step: Step, files: Set[str]) -> None:
+def _delete_unneeded(store: Store, step: StepFolder, files: Set[str]) -> None:
     """Remove files that a step was kept for, or that it keeps beside its own."""
     if step.is_base and not step.others and step.saved <= files:
         store.delete_folder(step.name)
@@ -669,7 +671,7 @@ def _delete_unneeded(store: Store, step: Step, files: Set[str]) -> None:
             store.delete(f"{step.name}/{name}")
 
 
-def leftovers(store: Store, run: Run) -> tuple[Leftover, ...]:
+def find_orphans(store: Store, run: RunDirectory) -> tuple[Orphan, ...]:
     """Return what killed saves and removals have left beside the steps, and as steps that nobody committed.
 
     Args:
@@ -680,7 +682,7 @@ def leftovers(store: Store, run: Run) -> tuple[Leftover, ...]:
         StorageError: The store failed.
     """
     unfinished = [step.name for step in run.steps if step.is_unfinished and not step.is_base]
-    return tuple(Leftover(name, _changed_at(store, name)) for name in (*run.partial, *unfinished))
+    return tuple(Orphan(name, _changed_at(store, name)) for name in (*run.partial, *unfinished))
 
 
 def _changed_at(store: Store, name: str) -> float | None:
@@ -691,7 +693,7 @@ def _changed_at(store: Store, name: str) -> float | None:
     return max((_begun_at(match[0]) for match in saved if match), default=None)
 
 
-def delete_leftover(store: Store, name: str) -> bool:
+def delete_orphan(store: Store, name: str) -> bool:
     """Remove what a killed save or removal has left; tell whether it is gone: a process may still own it.
 
     Args:

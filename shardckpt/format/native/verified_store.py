@@ -41,7 +41,7 @@ class Hashed(NamedTuple):
     hashes: tuple[int, ...]
 
 
-class _Cut(NamedTuple):
+class _BlockPart(NamedTuple):
     """The part of a wanted range that lies in one block.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Cut(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Plan:
+class _ReadPlan:
     """How reads are carried out.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Plan:
 
     direct: list[Read] = field(default_factory=list)
     whole: list[tuple[_Block, list[memoryview]]] = field(default_factory=list)
-    parts: dict[_Block, list[_Cut]] = field(default_factory=dict)
+    parts: dict[_Block, list[_BlockPart]] = field(default_factory=dict)
 
 
 class VerifiedStore(WrappedStore):
@@ -94,7 +94,7 @@ class VerifiedStore(WrappedStore):
             ChecksumError: A block does not; the message names file and block.
             ShardckptError: As the underlying store.
         """
-        plan = _Plan()
+        plan = _ReadPlan()
         for read in reads:
             self._add(read, plan)
         self._join(plan)
@@ -105,7 +105,7 @@ class VerifiedStore(WrappedStore):
         while some := list(islice(blocks, _AT_ONCE)):
             self._fill(some)
 
-    def _add(self, read: Read, plan: _Plan) -> None:
+    def _add(self, read: Read, plan: _ReadPlan) -> None:
         name, offset, buffer = read
         file = self._files.get(name)
         end = offset + len(buffer)
@@ -119,11 +119,11 @@ class VerifiedStore(WrappedStore):
             if len(target) == size:
                 plan.whole.append(((name, number), [target]))
             elif (name, number) not in self._good or self._is_recent((name, number)):
-                plan.parts.setdefault((name, number), []).append(_Cut(low - start, target))
+                plan.parts.setdefault((name, number), []).append(_BlockPart(low - start, target))
                 continue
             plan.direct.append(Read(name, low, target))
 
-    def _join(self, plan: _Plan) -> None:
+    def _join(self, plan: _ReadPlan) -> None:
         """Let blocks whose parts together are all of them be read where these belong."""
         for block in [block for block, cuts in plan.parts.items() if len(cuts) > 1 and not self._is_recent(block)]:
             cuts = sorted(plan.parts[block], key=lambda cut: cut.start)
@@ -142,13 +142,13 @@ class VerifiedStore(WrappedStore):
     def _is_recent(self, block: _Block) -> bool:
         return getattr(self._recent, "block", None) == block
 
-    def _fill(self, wanted: Sequence[tuple[_Block, Sequence[_Cut]]]) -> None:
+    def _fill(self, wanted: Sequence[tuple[_Block, Sequence[_BlockPart]]]) -> None:
         """Serve the parts of a few blocks."""
         wanted = [(block, cuts) for block, cuts in wanted if not self._serve_recent(block, cuts)]
         direct_bytes = _DIRECT_BYTES if self._store.capabilities.is_local else BLOCK_BYTES
         laid = []
         for ((name, number), cuts), buffer in zip(wanted, self._buffers(len(wanted)), strict=True):
-            laid.append(_laid(cuts, buffer[: _extent(self._files[name], number)[1]], direct_bytes))
+            laid.append(_place_block(cuts, buffer[: _extent(self._files[name], number)[1]], direct_bytes))
         self._store.read(
             [
                 Read(name, number * BLOCK_BYTES + start, view)
@@ -163,7 +163,7 @@ class VerifiedStore(WrappedStore):
             if len(each.parts) == 1:  # in memory of ours, all of it
                 self._recent.block, self._recent.data = block, each.data
 
-    def _serve_recent(self, block: _Block, cuts: Sequence[_Cut]) -> bool:
+    def _serve_recent(self, block: _Block, cuts: Sequence[_BlockPart]) -> bool:
         """Copy the parts of a block that is still there; tell whether it is."""
         if not self._is_recent(block):
             return False
@@ -199,7 +199,7 @@ class VerifiedStore(WrappedStore):
         self._good.add(block)
 
 
-class _Laid(NamedTuple):
+class _BlockTarget(NamedTuple):
     """Where a block is read to.
 
     Attributes:
@@ -208,28 +208,28 @@ class _Laid(NamedTuple):
         copied: What is wanted of `data`.
     """
 
-    parts: list[_Cut]
+    parts: list[_BlockPart]
     data: memoryview
-    copied: list[_Cut]
+    copied: list[_BlockPart]
 
 
-def _laid(cuts: Sequence[_Cut], data: memoryview, direct_bytes: int) -> _Laid:
+def _place_block(cuts: Sequence[_BlockPart], data: memoryview, direct_bytes: int) -> _BlockTarget:
     """Return where a block is read to: large parts where they are wanted, unless some overlap."""
     ordered = sorted(cuts, key=lambda cut: cut.start)
     ends = [0, *(cut.start + len(cut.target) for cut in ordered)]
     if any(cut.start < end for end, cut in zip(ends, ordered, strict=False)):
-        return _Laid([_Cut(0, data)], data, ordered)
+        return _BlockTarget([_BlockPart(0, data)], data, ordered)
     direct = [cut for cut in ordered if len(cut.target) >= direct_bytes]
-    parts: list[_Cut] = []
+    parts: list[_BlockPart] = []
     at = 0
     for cut in direct:
         if cut.start > at:
-            parts.append(_Cut(at, data[at : cut.start]))
+            parts.append(_BlockPart(at, data[at : cut.start]))
         parts.append(cut)
         at = cut.start + len(cut.target)
     if at < len(data):
-        parts.append(_Cut(at, data[at:]))
-    return _Laid(parts, data, [cut for cut in ordered if len(cut.target) < direct_bytes])
+        parts.append(_BlockPart(at, data[at:]))
+    return _BlockTarget(parts, data, [cut for cut in ordered if len(cut.target) < direct_bytes])
 
 
 def _extent(file: Hashed, number: int) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from math import prod
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import bits
 from shardckpt.errors import FormatError
-from shardckpt.format.ranks.rank_files import Made, RankContent
-from shardckpt.format.torchsave.dtensor_spec import Shards, Share
+from shardckpt.format.ranks.rank_files import ManifestBuilder, RankContent
+from shardckpt.format.torchsave.dtensor_spec import ShardInfo, Shards
 from shardckpt.format.torchsave.tensor_views import narrowed
 from shardckpt.layout import ALIGNMENT, FlatLayout, ParamSpec
 from shardckpt.manifest import Lazy, Path, Piece, TensorEntry
@@ -22,7 +22,7 @@ Fragments = dict[int, tuple[RankContent, TensorEntry]]
 
 
 @dataclass(slots=True)
-class FlatUnit:
+class FlatParamUnit:
     """A flat parameter.
 
     Attributes:
@@ -63,7 +63,7 @@ class FlatUnit:
             self.boxes[place] = self.layout.boxes(place) if self.layout is not None else []
         return self.boxes[place]
 
-    def add(self, url: str, content: RankContent, entry: TensorEntry, share: Share) -> None:
+    def add(self, url: str, content: RankContent, entry: TensorEntry, share: ShardInfo) -> None:
         """Take what a rank holds.
 
         Args:
@@ -127,7 +127,7 @@ class FlatUnit:
                     return False
         return True
 
-    def spread(self, made: Made, parts: Fragments, below: Path, tail: Path = ()) -> dict[str, TensorEntry]:
+    def spread(self, made: ManifestBuilder, parts: Fragments, below: Path, tail: Path = ()) -> dict[str, TensorEntry]:
         """Return the members out of the 1-D arrays that ranks hold.
 
         Args:
@@ -165,7 +165,7 @@ class FlatUnit:
             for index, (spec, path) in enumerate(zip(self.members, paths, strict=True))
         }
 
-    def member(self, made: Made, name: str, parts: Fragments, path: Path) -> TensorEntry:
+    def member(self, made: ManifestBuilder, name: str, parts: Fragments, path: Path) -> TensorEntry:
         """Return one member's array out of fragments, whose lengths are those of the layout.
 
         Args:
@@ -189,7 +189,7 @@ class FlatUnit:
         return f"the file of rank {place}" if self.is_world else f"a file with part {place} of {self.parts}"
 
 
-def are_fragments(parts: Fragments, shape: Shape, unit: FlatUnit) -> bool:
+def are_fragments(parts: Fragments, shape: Shape, unit: FlatParamUnit) -> bool:
     """Tell whether what ranks hold under a parameter's name are fragments of it, and not each the whole (a buffer).
 
     Where files are missing, a whole one is a fragment if it lies in the storage of its rank's chunk.

@@ -14,7 +14,7 @@ from shardckpt.boxes import Shape
 from shardckpt.errors import FormatError, UnsafeError
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.ranks.fsdp1_flat_param import FLAT
-from shardckpt.format.reader import WholeShapes
+from shardckpt.format.reader import ParamShapes
 from shardckpt.parameter_names import unwrapped
 from shardckpt.storage.store import Read, Store
 
@@ -24,7 +24,7 @@ _MOST_ELEMENTS = 1 << 60
 _MOST_DIMENSIONS = 64
 
 
-def read_notes(store: Store, sizes: Mapping[str, int]) -> WholeShapes | None:
+def read_metadata(store: Store, sizes: Mapping[str, int]) -> ParamShapes | None:
     """Return what the notes in a folder tell; None where there is none.
 
     Args:
@@ -44,7 +44,7 @@ def read_notes(store: Store, sizes: Mapping[str, int]) -> WholeShapes | None:
             )
     buffers = {name: bytearray(sizes[name]) for name in names}
     store.read([Read(name, 0, memoryview(buffer)) for name, buffer in buffers.items()])
-    first: tuple[str, WholeShapes] | None = None
+    first: tuple[str, ParamShapes] | None = None
     for name, raw in buffers.items():
         known = _parsed(parse_json(bytes(raw), where=f"{store.url}/{name}"), f"{store.url}/{name}")
         if first is None:
@@ -58,7 +58,7 @@ def read_notes(store: Store, sizes: Mapping[str, int]) -> WholeShapes | None:
     return first[1] if first else None
 
 
-def _parsed(note: object, where: str) -> WholeShapes:
+def _parsed(note: object, where: str) -> ParamShapes:
     handles = note.get("handles") if isinstance(note, dict) else None
     shapes: dict[str, Shape] = {}
     units: dict[str, Sequence[str]] = {}
@@ -76,7 +76,7 @@ def _parsed(note: object, where: str) -> WholeShapes:
         for pair in _list(told.get("shared_params", []), where):
             alias, name = (unwrapped(prefix + _text(each, where)) for each in _pair(pair, where))
             aliases[alias] = name
-    return WholeShapes(shapes, where, aliases, units)
+    return ParamShapes(shapes, where, aliases, units)
 
 
 def _shape(value: object, where: str) -> Shape:

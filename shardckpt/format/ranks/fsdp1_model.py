@@ -10,11 +10,11 @@ from math import prod
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.errors import FormatError, UsageError
-from shardckpt.format.ranks.fsdp1_flat_param import FLAT, FlatUnit, Fragments, are_fragments, storage_of
-from shardckpt.format.ranks.rank_files import Made, RankContent, RankGroup
-from shardckpt.format.reader import WholeShapes
-from shardckpt.format.torchsave.dtensor_spec import SHARDED_TENSOR, Share
-from shardckpt.format.torchsave.tensor_views import Refused
+from shardckpt.format.ranks.fsdp1_flat_param import FLAT, FlatParamUnit, Fragments, are_fragments, storage_of
+from shardckpt.format.ranks.rank_files import ManifestBuilder, RankContent, RankGroup
+from shardckpt.format.reader import ParamShapes
+from shardckpt.format.torchsave.dtensor_spec import SHARDED_TENSOR, ShardInfo
+from shardckpt.format.torchsave.tensor_views import UnreadableTensor
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import Lazy, Path, Piece, TensorEntry
 from shardckpt.parameter_names import unwrapped
@@ -26,12 +26,12 @@ _GIVE_ORDER = "Give a file that torch.save wrote of the model's state_dict; a mo
 _NO_SHAPES = "flat: its parameters' shapes stand nowhere in these files"
 
 
-def has_flat_parameters(shares: Mapping[Path, Share]) -> bool:
+def has_flat_parameters(shares: Mapping[Path, ShardInfo]) -> bool:
     """Tell whether any share is one of a flat parameter."""
     return any(_is_named_flat(path, share) for path, share in shares.items())
 
 
-def _is_named_flat(path: Path, share: Share) -> bool:
+def _is_named_flat(path: Path, share: ShardInfo) -> bool:
     is_named = bool(path) and str(path[-1]).rpartition(".")[2] == FLAT
     return is_named and share.kind == SHARDED_TENSOR and len(share.shape) == 1
 
@@ -51,10 +51,10 @@ class FlatModel:
         known: Shapes and names of the parameters, where they are told.
     """
 
-    def __init__(self, group: RankGroup, base: Path, made: Made, known: WholeShapes | None) -> None:
+    def __init__(self, group: RankGroup, base: Path, made: ManifestBuilder, known: ParamShapes | None) -> None:
         self.group, self.base = group, base
         self._made, self._known = made, known
-        self.units: dict[str, FlatUnit] = {}
+        self.units: dict[str, FlatParamUnit] = {}
         self.places: dict[int, int] = {}
         self.warnings: list[str] = []
         self.fragments: dict[str, Fragments] = {}
@@ -75,7 +75,7 @@ class FlatModel:
 
     def _add_unit(self, path: Path, holders: Sequence[RankContent]) -> None:
         name = unwrapped(str(path[-1]))
-        first: Share | None = None
+        first: ShardInfo | None = None
         for content in holders:
             share = content.shares.get(path)
             if share is None or share.refused or (first and (share.shape, share.parts) != (first.shape, first.parts)):
@@ -87,16 +87,18 @@ class FlatModel:
             first = first or share
             unit = self.units.setdefault(
                 name,
-                FlatUnit(name, name.removesuffix(FLAT), share.shape[0], share.parts, share.parts == self.group.world),
+                FlatParamUnit(
+                    name, name.removesuffix(FLAT), share.shape[0], share.parts, share.parts == self.group.world
+                ),
             )
             unit.add(self._made.url, content, content.tensors[path], share)
             self.places.setdefault(content.rank, share.place)
 
-    def unit_of(self, name: str) -> FlatUnit | None:
+    def unit_of(self, name: str) -> FlatParamUnit | None:
         """Return the innermost unit that a parameter's name lies in."""
         return next((unit for unit in self._prefixes if name.startswith(unit.prefix)), None)
 
-    def _fit(self, known: WholeShapes) -> None:
+    def _fit(self, known: ParamShapes) -> None:
         """Find the members of every unit, and how they lie in it."""
         members: dict[str, list[str]] = {name: [] for name in self.units}
         owner = {name: flat for flat, names in known.units.items() for name in names}
@@ -128,7 +130,7 @@ class FlatModel:
                 )
             self._lay_out(unit, names, known)
 
-    def _fragments_of(self, name: str, unit: FlatUnit) -> Fragments:
+    def _fragments_of(self, name: str, unit: FlatParamUnit) -> Fragments:
         path = self._stored[name]
         found: Fragments = {}
         for content in self._paths[path]:
@@ -145,7 +147,7 @@ class FlatModel:
         firsts = {content.aliases[path] for content in self.group.ranks if path in content.aliases}
         return unwrapped(str(firsts.pop()[-1])) if len(firsts) == 1 else ""
 
-    def _tie_stored(self, known: WholeShapes) -> None:
+    def _tie_stored(self, known: ParamShapes) -> None:
         """Note the names in the files that share their elements with a parameter."""
         for name in self._stored:
             first = self._first_of(name)
@@ -154,7 +156,7 @@ class FlatModel:
             elif name in self.fragments and first in self._stored and first not in known.shapes:
                 self.ties[first] = name
 
-    def _lay_out(self, unit: FlatUnit, names: list[str], known: WholeShapes) -> None:
+    def _lay_out(self, unit: FlatParamUnit, names: list[str], known: ParamShapes) -> None:
         """Find how members lie in a unit; a name too many is a tie, where only one name can be it."""
         dtype = next(iter(unit.chunks.values()))[1].stored
         fragments = {name: self.fragments[name] for name in names if name in self.fragments}
@@ -253,7 +255,7 @@ class FlatModel:
     def _put_unread(self, path: Path, shape: Shape, holders: Sequence[RankContent]) -> None:
         whole = (*self.group.root, *path)
         stored = holders[0].tensors[path].stored
-        detail = Refused(whole, _NO_SHAPES, GIVE_SHAPES)
+        detail = UnreadableTensor(whole, _NO_SHAPES, GIVE_SHAPES)
         pieces = (Piece(Box((0,), shape), holders[0].file, Lazy(0, 0, detail)),) if prod(shape) else ()
         self._made.put(TensorEntry(whole, shape, stored, pieces))
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from shardckpt.errors import FormatError
 from shardckpt.format.ranks.fsdp1_flat_param import Fragments
 from shardckpt.format.ranks.fsdp1_model import GIVE_SHAPES, FlatModel
-from shardckpt.format.ranks.rank_files import GROUPS, STATE, Made, RankContent, RankGroup
-from shardckpt.format.reader import WholeShapes
-from shardckpt.format.torchsave.tensor_views import Refused
+from shardckpt.format.ranks.rank_files import GROUPS, STATE, ManifestBuilder, RankContent, RankGroup
+from shardckpt.format.reader import ParamShapes
+from shardckpt.format.torchsave.tensor_views import UnreadableTensor
 from shardckpt.manifest import Lazy, ObjectEntry, Path, dotted
 from shardckpt.parameter_names import BY_ORDER, GIVE_NAMES, match_by_kind, match_in_order, unwrapped
 
@@ -28,7 +28,9 @@ class FlatOptimizer:
         known: Names of numbers, where they are told.
     """
 
-    def __init__(self, group: RankGroup, root: Path, model: FlatModel, made: Made, known: WholeShapes | None) -> None:
+    def __init__(
+        self, group: RankGroup, root: Path, model: FlatModel, made: ManifestBuilder, known: ParamShapes | None
+    ) -> None:
         self._group, self._root, self._model, self._made, self._known = group, root, model, made, known
         self._state = (*root, STATE)
         self._slots: dict[str | int, dict[Path, list[RankContent]]] = {}
@@ -213,7 +215,7 @@ class FlatOptimizer:
             return
         kind = "the state of flat shards, and nothing tells of which parameter"
         fix = GIVE_NAMES if self._known is not None else GIVE_SHAPES
-        lost = entry.pieces[0]._replace(layout=Lazy(0, 0, Refused(whole, kind, fix)))
+        lost = entry.pieces[0]._replace(layout=Lazy(0, 0, UnreadableTensor(whole, kind, fix)))
         self._made.put(entry._replace(path=whole, pieces=(lost,)))
 
     def _put_groups(self, path: Path, names: Mapping[str | int, str]) -> bool:

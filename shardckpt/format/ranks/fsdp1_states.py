@@ -15,8 +15,8 @@ from dataclasses import replace
 from shardckpt.errors import UsageError
 from shardckpt.format.ranks.fsdp1_model import FlatModel, is_flat
 from shardckpt.format.ranks.fsdp1_optimizer import FlatOptimizer
-from shardckpt.format.ranks.rank_files import Made, RankGroup
-from shardckpt.format.reader import WholeShapes
+from shardckpt.format.ranks.rank_files import ManifestBuilder, RankGroup
+from shardckpt.format.reader import ParamShapes
 from shardckpt.manifest import Path
 
 
@@ -33,7 +33,7 @@ class FlatStates:
         UsageError: The shapes do not fit.
     """
 
-    def __init__(self, groups: Mapping[Path, RankGroup], made: Made, known: WholeShapes | None) -> None:
+    def __init__(self, groups: Mapping[Path, RankGroup], made: ManifestBuilder, known: ParamShapes | None) -> None:
         self._made, self._known = made, known
         self._models: dict[tuple[Path, Path], FlatModel] = {}
         for group in groups.values():
@@ -62,7 +62,7 @@ class FlatStates:
         return taken
 
 
-def _fitting(group: RankGroup, base: Path, made: Made, known: WholeShapes | None) -> FlatModel:
+def _fitting(group: RankGroup, base: Path, made: ManifestBuilder, known: ParamShapes | None) -> FlatModel:
     """Return the flat parameters of a model, taken for the first of the known models that fits them."""
     if known is None or not known.others:
         return FlatModel(group, base, made, known)

@@ -16,17 +16,17 @@ from shardckpt.errors import FormatError
 from shardckpt.format.ranks.fsdp1_states import FlatStates
 from shardckpt.format.ranks.rank_files import (
     STATE,
-    Made,
+    ManifestBuilder,
     RankContent,
     RankFile,
     RankGroup,
     checksum,
-    contents,
+    group_rank_files,
     is_small,
 )
-from shardckpt.format.reader import WholeShapes
-from shardckpt.format.torchsave.dtensor_spec import Share
-from shardckpt.format.torchsave.tensor_views import Refused
+from shardckpt.format.reader import ParamShapes
+from shardckpt.format.torchsave.dtensor_spec import ShardInfo
+from shardckpt.format.torchsave.tensor_views import UnreadableTensor
 from shardckpt.manifest import Lazy, Manifest, Path, Piece, TensorEntry, dotted
 
 FORMAT_NAME = "ranks"
@@ -42,12 +42,12 @@ _ODD = 4
 """Names that a warning lists."""
 
 
-def join_ranks(
+def merge_dtensor_shards(
     manifest: Manifest,
-    shares: Mapping[Path, Share],
+    shares: Mapping[Path, ShardInfo],
     files: Sequence[RankFile],
     url: str,
-    known: WholeShapes | None = None,
+    known: ParamShapes | None = None,
 ) -> Manifest:
     """Return what rank files hold together; other files' content stays as it is.
 
@@ -62,13 +62,13 @@ def join_ranks(
         FormatError: The files are not of one save, or contradict one another.
         UsageError: The shapes do not fit the flat parameters.
     """
-    groups = contents(manifest, shares, files, url)
-    made = Made(url)
+    groups = group_rank_files(manifest, shares, files, url)
+    made = ManifestBuilder(url)
     flats = FlatStates(groups, made, known)
     for group in groups.values():
         _require_one_step(group, url)
         taken = flats.put(group)
-        _Joiner(group, made).join(taken)
+        _GroupMerger(group, made).join(taken)
         _note_missing(group, taken, made)
     depth = len(files[0].prefix)
     mine = {file.prefix for file in files}
@@ -100,7 +100,7 @@ def _unprefixed(warning: str, names: Sequence[str]) -> str:
     return next((warning[len(name) + 1 :] for name in names if warning.startswith(f"{name}.")), warning)
 
 
-class _Joiner:
+class _GroupMerger:
     """Puts one group together.
 
     Args:
@@ -108,7 +108,7 @@ class _Joiner:
         made: Where whole arrays go.
     """
 
-    def __init__(self, group: RankGroup, made: Made) -> None:
+    def __init__(self, group: RankGroup, made: ManifestBuilder) -> None:
         self._group, self._made = group, made
         self._states = [(*root, STATE) for root in group.optimizers()]
         self._differing: list[str] = []
@@ -168,7 +168,7 @@ class _Joiner:
                 pieces[box] = self._made.lost(box, whole, label)
         return entry._replace(path=whole, pieces=tuple(pieces.values()))
 
-    def _share(self, path: Path, content: RankContent) -> Share:
+    def _share(self, path: Path, content: RankContent) -> ShardInfo:
         share = content.shares.get(path)
         if share is None:
             raise FormatError(
@@ -199,7 +199,7 @@ class _Joiner:
         if any(path[: len(state)] == state for state in self._states) and entry.shape:
             kind = "one rank's part of something that nothing tells the layout of: the ranks hold different values"
             self._made.warnings.append(f"{dotted(whole)} is {kind}")
-            lost = holders[0].tensors[path].pieces[0]._replace(layout=Lazy(0, 0, Refused(whole, kind)))
+            lost = holders[0].tensors[path].pieces[0]._replace(layout=Lazy(0, 0, UnreadableTensor(whole, kind)))
             return entry._replace(path=whole, pieces=(lost,))
         self._differing.append(dotted(whole))
         return entry._replace(path=whole)
@@ -254,7 +254,7 @@ def _different_steps(found: str, url: str) -> FormatError:
     )
 
 
-def _note_missing(group: RankGroup, taken: set[Path], made: Made) -> None:
+def _note_missing(group: RankGroup, taken: set[Path], made: ManifestBuilder) -> None:
     """Say which ranks are not there; nobody can tell what they held where ranks hold different names."""
     present = {content.rank for content in group.ranks}
     if group.world <= len(present):

@@ -14,7 +14,7 @@ from math import prod
 from shardckpt.boxes import Box, Shape, strides
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.ranks.local_state_metadata import Known, Member, RankState, RankUnit, agreed, parse, units_of
-from shardckpt.format.torchsave.tensor_views import RankNote, Refused, narrowed
+from shardckpt.format.torchsave.tensor_views import RankNote, UnreadableTensor, narrowed
 from shardckpt.layout import DimLayout, FlatLayout
 from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 
@@ -27,7 +27,7 @@ Part = tuple[RankState, RankUnit]
 Find = Callable[[RankState, str], TensorEntry | None]
 
 
-def put_together(manifest: Manifest, notes: Sequence[RankNote], url: str) -> Manifest:
+def merge_local_states(manifest: Manifest, notes: Sequence[RankNote], url: str) -> Manifest:
     """Return what rank files hold together.
 
     Args:
@@ -41,18 +41,18 @@ def put_together(manifest: Manifest, notes: Sequence[RankNote], url: str) -> Man
     """
     known: Known = {}
     states = [parse(note, url, known) for note in notes]
-    contents = _Contents(manifest, states)
+    contents = _LocalStateContents(manifest, states)
     groups: dict[tuple[Path, bool], list[RankState]] = {}
     for state in states:
         key = (state.root[len(state.prefix) :], contents.is_optimizer(state))
         groups.setdefault(key, []).append(state)
     beside = contents.beside(url)
-    made = _Joined(url)
+    made = _LocalManifestBuilder(url)
     is_alone = len(groups) == 1 and not beside.tensors and not beside.objects
     for (root, is_optimizer), group in groups.items():
         target = root or (() if is_alone else ("optimizer",) if is_optimizer else ("model",))
         ranks = agreed(group, url)
-        _Joiner(contents, made, target, ranks).join(is_optimizer)
+        _LocalStateMerger(contents, made, target, ranks).join(is_optimizer)
         made.note_missing(ranks)
     made.add(beside)
     return replace(
@@ -77,7 +77,7 @@ class _Beside:
     warnings: tuple[str, ...] = ()
 
 
-class _Contents:
+class _LocalStateContents:
     """What lies below each rank's state, and what lies beside.
 
     Args:
@@ -139,7 +139,7 @@ class _Contents:
         )
 
 
-class _Joined:
+class _LocalManifestBuilder:
     """The whole tensors, while they are put together.
 
     Args:
@@ -202,7 +202,7 @@ class _Joined:
             self.missing.append(f"that of rank {first} of {world}")
 
 
-class _Joiner:
+class _LocalStateMerger:
     """Puts one state together.
 
     Args:
@@ -212,7 +212,9 @@ class _Joiner:
         states: Its ranks' states, in their order.
     """
 
-    def __init__(self, contents: _Contents, made: _Joined, root: Path, states: Sequence[RankState]) -> None:
+    def __init__(
+        self, contents: _LocalStateContents, made: _LocalManifestBuilder, root: Path, states: Sequence[RankState]
+    ) -> None:
         self._contents, self._made, self._root, self._states = contents, made, root, states
         self._units = units_of(states, made.url)
         self._known_boxes: dict[tuple[int, int], dict[int, list[tuple[Box, int]]]] = {}
@@ -314,7 +316,7 @@ class _Joiner:
             kind = "a part of something that is not shaped like its parameter"
             self._made.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
             piece = tensor.pieces[0]
-            tensor = tensor._replace(pieces=(piece._replace(layout=Lazy(0, 0, Refused(path, kind))),))
+            tensor = tensor._replace(pieces=(piece._replace(layout=Lazy(0, 0, UnreadableTensor(path, kind))),))
         self._made.put(tensor._replace(path=path))
 
     # -------------------------------------------------------------------------------------------------- tensors
@@ -390,7 +392,7 @@ class _Joiner:
         for place in islice(gone, _SHOWN):
             label = f"the file of rank {place}" if unit.parts == world else f"a file with part {place} of {unit.parts}"
             for box, _ in self._boxes(unit, place, index):
-                layout = Lazy(0, 0, Refused(path, f"partly in {label}, which is missing"))
+                layout = Lazy(0, 0, UnreadableTensor(path, f"partly in {label}, which is missing"))
                 yield Piece(box, self._made.lacks(label), layout)
 
     # ----------------------------------------------------------------------------------------------------- rest

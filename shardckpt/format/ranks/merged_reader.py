@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardckpt.format.ranks.fsdp1_model import has_flat_parameters
-from shardckpt.format.ranks.merge_dtensors import join_ranks
-from shardckpt.format.ranks.merge_local_states import put_together
+from shardckpt.format.ranks.merge_dtensors import merge_dtensor_shards
+from shardckpt.format.ranks.merge_local_states import merge_local_states
 from shardckpt.format.ranks.rank_files import RankFile, named_ranks
-from shardckpt.format.reader import Reader, WholeShapes
+from shardckpt.format.reader import ParamShapes, Reader
 from shardckpt.format.torchsave.reader import TorchReader
 
 
-class JoinedTorchReader(TorchReader):
+class MergedTorchReader(TorchReader):
     """Rank files put together, and able to do so again once more is known.
 
     Args:
@@ -26,8 +26,8 @@ class JoinedTorchReader(TorchReader):
         UsageError: The shapes do not fit.
     """
 
-    def __init__(self, apart: TorchReader, files: Sequence[RankFile], known: WholeShapes | None = None) -> None:
-        manifest = join_ranks(apart.manifest, apart.shares, files, apart.store.url, known)
+    def __init__(self, apart: TorchReader, files: Sequence[RankFile], known: ParamShapes | None = None) -> None:
+        manifest = merge_dtensor_shards(apart.manifest, apart.shares, files, apart.store.url, known)
         super().__init__(apart.store, manifest, apart.archives)
         self._apart = apart
         self._files = files
@@ -39,11 +39,11 @@ class JoinedTorchReader(TorchReader):
         return has_flat_parameters(self._apart.shares)
 
     @property
-    def lacks_shapes(self) -> bool:
+    def needs_param_shapes(self) -> bool:
         """Whether there are flat parameters, and nothing told yet what they hold."""
         return self.is_flat and self._known is None
 
-    def with_shapes(self, known: WholeShapes) -> Reader:
+    def with_param_shapes(self, known: ParamShapes) -> Reader:
         """Return a reader that knows more; notes beside the files tell shapes better than anything else.
 
         Raises:
@@ -53,10 +53,10 @@ class JoinedTorchReader(TorchReader):
             known = replace(self._known, ids=known.ids or self._known.ids)
         if not self.is_flat or not known.shapes:
             return self
-        return JoinedTorchReader(self._apart, self._files, known)
+        return MergedTorchReader(self._apart, self._files, known)
 
 
-def merge_rank_files(reader: TorchReader, known: WholeShapes | None = None) -> TorchReader:
+def merge_rank_files(reader: TorchReader, known: ParamShapes | None = None) -> TorchReader:
     """Return a reader of the whole tensors that rank files hold together; the same where nothing is one rank's.
 
     Args:
@@ -68,10 +68,10 @@ def merge_rank_files(reader: TorchReader, known: WholeShapes | None = None) -> T
         UsageError: The shapes do not fit.
     """
     if reader.notes:
-        return reader.restated(put_together(reader.manifest, reader.notes, reader.store.url))
+        return reader.with_manifest(merge_local_states(reader.manifest, reader.notes, reader.store.url))
     if not reader.shares:
         return reader
     names = list(reader.manifest.files)
     if len(names) == 1:
-        return JoinedTorchReader(reader, [RankFile(names[0], (), (), 0)], known)
-    return JoinedTorchReader(reader, named_ranks(names, {str(path[0]) for path in reader.shares}), known)
+        return MergedTorchReader(reader, [RankFile(names[0], (), (), 0)], known)
+    return MergedTorchReader(reader, named_ranks(names, {str(path[0]) for path in reader.shares}), known)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from shardckpt.boxes import Box
 from shardckpt.errors import FormatError
-from shardckpt.format.torchsave.dtensor_spec import Share
-from shardckpt.format.torchsave.tensor_views import Refused, ZipView
+from shardckpt.format.torchsave.dtensor_spec import ShardInfo
+from shardckpt.format.torchsave.tensor_views import UnreadableTensor, ZipView
 from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 
 STATE, GROUPS = "state", "param_groups"
@@ -82,7 +82,7 @@ class RankContent:
     rank: int
     tensors: dict[Path, TensorEntry] = field(default_factory=dict)
     objects: dict[Path, ObjectEntry] = field(default_factory=dict)
-    shares: dict[Path, Share] = field(default_factory=dict)
+    shares: dict[Path, ShardInfo] = field(default_factory=dict)
     aliases: dict[Path, Path] = field(default_factory=dict)
 
     def paths(self) -> Iterator[Path]:
@@ -125,7 +125,7 @@ class RankGroup:
 
 
 @dataclass(slots=True)
-class Made:
+class ManifestBuilder:
     """The whole arrays and values, while they are put together.
 
     Attributes:
@@ -161,11 +161,11 @@ class Made:
     def lost(self, box: Box, path: Path, label: str) -> Piece:
         """Return a piece that no file holds: reading it says whose is missing."""
         self.absent[label] = -1
-        return Piece(box, label, Lazy(0, 0, Refused(path, f"partly in {label}, which is missing")))
+        return Piece(box, label, Lazy(0, 0, UnreadableTensor(path, f"partly in {label}, which is missing")))
 
 
-def contents(
-    manifest: Manifest, shares: Mapping[Path, Share], files: Sequence[RankFile], url: str
+def group_rank_files(
+    manifest: Manifest, shares: Mapping[Path, ShardInfo], files: Sequence[RankFile], url: str
 ) -> dict[Path, RankGroup]:
     """Return what rank files hold, put in groups.
 

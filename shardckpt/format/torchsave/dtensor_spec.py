@@ -12,7 +12,7 @@ from math import prod
 
 from shardckpt.boxes import Box, Shape, shift, whole
 from shardckpt.errors import FormatError, UnsupportedError, escape
-from shardckpt.format.encodings.pickle_reader import Dtype, Inert, TensorStub
+from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub, TensorStub
 
 DTENSOR, SHARDED_TENSOR = "DTensor", "ShardedTensor"
 
@@ -116,7 +116,7 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ShardInfo:
     """One rank's share of an array that is spread over ranks.
 
     Attributes:
@@ -154,14 +154,14 @@ class Share:
             yield from zip(self.cut.boxes, self.cut.owners, strict=True)
 
 
-class ShareParser:
+class ShardParser:
     """Reads the shares in one file; ranks put thousands of tensors on a handful of meshes, and each is read once."""
 
     def __init__(self) -> None:
-        self._meshes: dict[int, tuple[Inert, Mesh]] = {}
+        self._meshes: dict[int, tuple[InstanceStub, Mesh]] = {}
         self._cuts: dict[object, Grid] = {}
 
-    def share(self, value: Inert) -> Share:
+    def share(self, value: InstanceStub) -> ShardInfo:
         """Return what a DTensor or a ShardedTensor says.
 
         Raises:
@@ -180,7 +180,7 @@ class ShareParser:
 
     # --------------------------------------------------------------------------------------------------- DTensors
 
-    def _dtensor(self, value: Inert) -> Share:
+    def _dtensor(self, value: InstanceStub) -> ShardInfo:
         told = _fields(value)
         spec = _fields(told["_spec"])
         mesh = self._mesh(spec["mesh"])
@@ -192,14 +192,14 @@ class ShareParser:
         partial = next((name for p in placements if "Partial" in (name := _class(p))), "")
         if partial:
             kind = f"a DTensor of partial sums ({partial}), whose whole values lie in no file"
-            return Share(DTENSOR, shape, dtype, (), None, refused=kind, **common)  # type: ignore[arg-type]
+            return ShardInfo(DTENSOR, shape, dtype, (), None, refused=kind, **common)  # type: ignore[arg-type]
         grid = self._grid(shape, mesh.sizes, placements, spec.get("shard_order"))
         local = told["_local_tensor"]
         if mesh.place is None:
-            return Share(DTENSOR, shape, dtype, (), grid, **common)  # type: ignore[arg-type]
+            return ShardInfo(DTENSOR, shape, dtype, (), grid, **common)  # type: ignore[arg-type]
         if not isinstance(local, TensorStub):
             kind = f"a DTensor over {getattr(local, 'name', type(local).__name__)}"
-            return Share(DTENSOR, shape, dtype, (), grid, refused=kind, **common)  # type: ignore[arg-type]
+            return ShardInfo(DTENSOR, shape, dtype, (), grid, refused=kind, **common)  # type: ignore[arg-type]
         box = grid.box(mesh.place)
         if local.shape != box.size and (box.volume or prod(local.shape)):
             raise FormatError(
@@ -208,10 +208,10 @@ class ShareParser:
                 expected=box.size,
             )
         held = ((box, local),) if box.volume or not shape else ()
-        return Share(DTENSOR, shape, dtype, held, grid, **common)  # type: ignore[arg-type]
+        return ShardInfo(DTENSOR, shape, dtype, held, grid, **common)  # type: ignore[arg-type]
 
     def _mesh(self, value: object) -> Mesh:
-        if not isinstance(value, Inert):
+        if not isinstance(value, InstanceStub):
             raise FormatError("it lies on no mesh", found=type(value).__name__)
         if id(value) not in self._meshes:
             self._meshes[id(value)] = (value, _mesh(_fields(value)))
@@ -273,14 +273,14 @@ def _steps(layout: dict[str, object]) -> tuple[tuple[tuple[int, int], ...], ...]
 
 
 def _class(placement: object) -> str:
-    if not isinstance(placement, Inert):
+    if not isinstance(placement, InstanceStub):
         raise FormatError("a placement is of an unknown kind", found=type(placement).__name__)
     return placement.name.rpartition(".")[2]
 
 
 def _cut_of(placement: object) -> tuple[int, int]:
     """Return the dimension that a placement cuts, -1 for none, and how many parts of it are cut before."""
-    assert isinstance(placement, Inert)
+    assert isinstance(placement, InstanceStub)
     told = _fields(placement)
     if "dim" not in told:
         return -1, 1
@@ -296,7 +296,7 @@ def _orders(told: object, ndim: int, mesh_ndim: int) -> tuple[tuple[int, tuple[i
         return ()
     found = []
     for entry in _sequence(told):
-        values = entry.args if isinstance(entry, Inert) else entry
+        values = entry.args if isinstance(entry, InstanceStub) else entry
         if not isinstance(values, tuple) or len(values) != 2:
             raise FormatError("an order of cuts is malformed")
         dim, mesh_dims = values
@@ -342,10 +342,10 @@ def _cuts(
     return tuple(map(tuple, found))
 
 
-def _meta(meta: object, value: Inert) -> tuple[Shape, str]:
+def _meta(meta: object, value: InstanceStub) -> tuple[Shape, str]:
     """Return the whole shape and the type of a DTensor, from its spec or from how it is rebuilt."""
-    parts = meta.args if isinstance(meta, Inert) and meta.args else ()
-    if not parts and isinstance(meta, Inert) and meta.state is not None:
+    parts = meta.args if isinstance(meta, InstanceStub) and meta.args else ()
+    if not parts and isinstance(meta, InstanceStub) and meta.state is not None:
         told = _fields(meta)
         parts = (told.get("shape"), told.get("stride"), told.get("dtype"))
     values = parts or (value.args[1], value.args[2], value.args[0])
@@ -358,7 +358,7 @@ def _meta(meta: object, value: Inert) -> tuple[Shape, str]:
 # -------------------------------------------------------------------------------------------------- ShardedTensors
 
 
-def _sharded_tensor(value: Inert, depth: int) -> Share:
+def _sharded_tensor(value: InstanceStub, depth: int) -> ShardInfo:
     state = value.state
     if not isinstance(state, tuple) or len(state) != _SHARDED_STATE or not depth:
         raise FormatError("a ShardedTensor is malformed")
@@ -377,7 +377,7 @@ def _sharded_tensor(value: Inert, depth: int) -> Share:
         fields = _fields(shard)
         box, _ = _shard_box(fields["metadata"], shape)
         inner = fields["tensor"]
-        if isinstance(inner, Inert) and inner.name.rpartition(".")[2] == SHARDED_TENSOR:
+        if isinstance(inner, InstanceStub) and inner.name.rpartition(".")[2] == SHARDED_TENSOR:
             share = _sharded_tensor(inner, depth - 1)
             origin = tuple(-o for o in box.offset)
             held += [(_inside(shift(part, origin), shape), stub) for part, stub in share.held]
@@ -388,10 +388,10 @@ def _sharded_tensor(value: Inert, depth: int) -> Share:
             held.append((box, inner))
         else:
             kind = f"a ShardedTensor of {getattr(inner, 'name', type(inner).__name__)}"
-            return Share(SHARDED_TENSOR, shape, dtype, (), None, None, rank, world, place, parts, kind)
+            return ShardInfo(SHARDED_TENSOR, shape, dtype, (), None, None, rank, world, place, parts, kind)
     cut = None if is_nested else Shards(shape, boxes, owners)
     kept = tuple((box, stub) for box, stub in held if box.volume)
-    return Share(SHARDED_TENSOR, shape, dtype, kept, cut, None, rank, world, place, parts)
+    return ShardInfo(SHARDED_TENSOR, shape, dtype, kept, cut, None, rank, world, place, parts)
 
 
 def _listed(shards: object, shape: Shape) -> tuple[tuple[Box, ...], tuple[int, ...]]:
@@ -403,7 +403,7 @@ def _shard_box(value: object, shape: Shape) -> tuple[Box, int]:
     told = _fields(value)
     box = Box(_numbers(told["shard_offsets"], _MOST_ELEMENTS), _numbers(told["shard_sizes"], _MOST_ELEMENTS))
     placement = told.get("placement")
-    rank = _fields(placement).get("_rank") if isinstance(placement, Inert) else None
+    rank = _fields(placement).get("_rank") if isinstance(placement, InstanceStub) else None
     return _inside(box, shape), rank if type(rank) is int and rank >= 0 else -1
 
 
@@ -413,8 +413,8 @@ def _inside(box: Box, shape: Shape) -> Box:
     return box
 
 
-def _dtype_of(properties: object, value: Inert) -> str:
-    for place in (*value.args[:1], *(_any(properties.state) if isinstance(properties, Inert) else ())):
+def _dtype_of(properties: object, value: InstanceStub) -> str:
+    for place in (*value.args[:1], *(_any(properties.state) if isinstance(properties, InstanceStub) else ())):
         if isinstance(place, Dtype):
             return place.name
     return ""
@@ -431,7 +431,7 @@ def _any(state: object) -> tuple[object, ...]:
 
 def _fields(value: object) -> dict[str, object]:
     """Return the attributes of an instance: of its dict, of its slots, or of both."""
-    if not isinstance(value, Inert):
+    if not isinstance(value, InstanceStub):
         raise FormatError("an instance was expected", found=type(value).__name__)
     found: dict[str, object] = {}
     for part in value.state if isinstance(value.state, tuple) else (value.state,):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 
 from shardckpt.errors import FormatError, TruncatedError, UnsafeError, UnsupportedError
-from shardckpt.format.budget import Budget
+from shardckpt.format.budget import ReadBudget
 from shardckpt.format.encodings import pickle_reader
 from shardckpt.format.encodings.codecs import DecodedStream
-from shardckpt.format.encodings.pickle_reader import Inert, Limits, Ordered, TensorStub
+from shardckpt.format.encodings.pickle_reader import InstanceStub, Limits, Ordered, TensorStub
 from shardckpt.format.encodings.zip_archive import LOCAL_SIGNATURE, walk_front
 from shardckpt.format.torchsave.tensor_views import StorageRef, Storages
 from shardckpt.manifest import Encoded, Span
@@ -36,11 +36,11 @@ _SCALARS = {
 }
 
 
-def read_object(store: Store, file: str, layout: Span | Encoded, budget: Budget | None = None) -> object:
+def read_object(store: Store, file: str, layout: Span | Encoded, budget: ReadBudget | None = None) -> object:
     """Return the value of an object that torch saved: of a torch archive, or of a bare pickle.
 
     A stream of bytes becomes its bytes, a tensor of one element its number; a larger tensor stays a `TensorStub`, an
-    instance of a class an `Inert`.
+    instance of a class an `InstanceStub`.
 
     Args:
         store: Where the file lies.
@@ -54,7 +54,7 @@ def read_object(store: Store, file: str, layout: Span | Encoded, budget: Budget 
         StorageError: The store failed.
     """
     where = f"{store.url}/{file}, object at byte {layout.offset}"
-    budget = Budget(layout.nbytes) if budget is None else budget
+    budget = ReadBudget(layout.nbytes) if budget is None else budget
     raw = _bytes(store, file, layout, where)
     if isinstance(layout, Encoded):
         budget.spend(_DECODED_COST * max(0, len(raw) - layout.nbytes))
@@ -98,7 +98,7 @@ def require_little(order: bytes, where: str) -> None:
         raise UnsupportedError("written in an unusual byte order", where=where, found=order[:16], expected="little")
 
 
-def _of_archive(raw: bytes, where: str, budget: Budget) -> object:
+def _of_archive(raw: bytes, where: str, budget: ReadBudget) -> object:
     first = walk_front(raw, bool, where=where).name
     root = first.partition("/")[0]
     try:
@@ -128,7 +128,7 @@ class _Plain:
 
     def value(self, value: object) -> object:
         """Return the replacement of a value."""
-        if not isinstance(value, list | tuple | dict | Inert | TensorStub):
+        if not isinstance(value, list | tuple | dict | InstanceStub | TensorStub):
             return value
         known = self._done.get(id(value))
         if known is None:
@@ -138,7 +138,7 @@ class _Plain:
     def _replaced(self, value: object) -> object:
         if isinstance(value, TensorStub):
             return self._number(value)
-        if isinstance(value, Inert):
+        if isinstance(value, InstanceStub):
             is_stream = value.name in _STREAMS and isinstance(value.state, tuple) and len(value.state) > 0
             return value.state[0] if is_stream and isinstance(value.state, tuple) else value
         if isinstance(value, list):

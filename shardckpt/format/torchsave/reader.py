@@ -12,29 +12,29 @@ from dataclasses import dataclass, field
 from math import prod
 
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
-from shardckpt.format.budget import Budget
+from shardckpt.format.budget import ReadBudget
 from shardckpt.format.encodings.pickle_reader import Limits, load, load_at
 from shardckpt.format.encodings.zip_archive import (
     LOCAL_SIGNATURE,
     STORED,
-    Archive,
-    Entry,
-    Place,
-    Wanted,
+    ArchivePlace,
+    WantedEntry,
+    ZipArchive,
+    ZipEntry,
     locate,
     open_archives,
     read_entries,
     require_known_method,
 )
 from shardckpt.format.reader import Checksum, Reader
-from shardckpt.format.torchsave.dtensor_spec import Share
+from shardckpt.format.torchsave.dtensor_spec import ShardInfo
 from shardckpt.format.torchsave.tensor_views import (
     LegacyView,
-    Nest,
     RankNote,
-    Refused,
+    StateTree,
     StorageRef,
     Storages,
+    UnreadableTensor,
     View,
     ZipView,
     element_bytes,
@@ -68,7 +68,7 @@ class _ZipContainer:
         where: The file, for messages.
     """
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, ZipEntry]
     where: str
 
     def storage_bytes(self, ref: StorageRef) -> int:
@@ -113,12 +113,12 @@ class _LegacyContainer:
 
 
 @dataclass(slots=True)
-class _Opened:
+class _OpenedFiles:
     """What the files of one checkpoint hold, while they are opened."""
 
-    nest: Nest = field(default_factory=Nest)
-    archives: dict[str, Archive] = field(default_factory=dict)
-    budgets: dict[str, Budget] = field(default_factory=dict)
+    tree: StateTree = field(default_factory=StateTree)
+    archives: dict[str, ZipArchive] = field(default_factory=dict)
+    budgets: dict[str, ReadBudget] = field(default_factory=dict)
 
 
 class TorchReader(Reader):
@@ -136,9 +136,9 @@ class TorchReader(Reader):
         self,
         store: Store,
         manifest: Manifest,
-        archives: Mapping[str, Archive],
+        archives: Mapping[str, ZipArchive],
         notes: Sequence[RankNote] = (),
-        shares: Mapping[Path, Share] | None = None,
+        shares: Mapping[Path, ShardInfo] | None = None,
     ) -> None:
         super().__init__(store, manifest)
         self._archives = archives
@@ -152,16 +152,16 @@ class TorchReader(Reader):
         return self._notes
 
     @property
-    def shares(self) -> Mapping[Path, Share]:
+    def shares(self) -> Mapping[Path, ShardInfo]:
         """Paths at which one rank's share of an array lies."""
         return self._shares
 
     @property
-    def archives(self) -> Mapping[str, Archive]:
+    def archives(self) -> Mapping[str, ZipArchive]:
         """File to its open archive, for those that are zip containers."""
         return self._archives
 
-    def restated(self, manifest: Manifest) -> TorchReader:
+    def with_manifest(self, manifest: Manifest) -> TorchReader:
         """Return a reader of the same files with another manifest."""
         return TorchReader(self.store, manifest, self._archives)
 
@@ -180,13 +180,13 @@ class TorchReader(Reader):
             data = f"{root}/data/"
             entries = [e for n, e in archive.entries.items() if n.startswith(data) and e.size and e.method == STORED]
             entries.sort(key=lambda entry: entry.header)
-            starts = locate(self.store, [Wanted(file, entry) for entry in entries])
+            starts = locate(self.store, [WantedEntry(file, entry) for entry in entries])
             for entry, start in zip(entries, starts, strict=True):
                 yield Checksum(file, start, entry.size, "crc32", entry.crc32)
 
     def _locate_entries(self, pieces: Sequence[Piece]) -> None:
         wanted = {
-            (p.file, p.layout.offset): Wanted(p.file, p.layout.detail.entry)
+            (p.file, p.layout.offset): WantedEntry(p.file, p.layout.detail.entry)
             for p in pieces
             if isinstance(p.layout, Lazy) and isinstance(p.layout.detail, ZipView)
         }
@@ -224,7 +224,7 @@ class TorchReader(Reader):
         if not isinstance(layout, Lazy):
             return piece
         detail = layout.detail
-        if isinstance(detail, Refused):
+        if isinstance(detail, UnreadableTensor):
             raise detail.error(f"{self.store.url}/{piece.file}")
         start = self._starts[piece.file, layout.offset]
         if isinstance(detail, LegacyView):
@@ -288,7 +288,7 @@ def open_files(
         CheckpointError: A file is damaged, refused, or of a kind that is not read.
         StorageError: The store failed.
     """
-    opened = _Opened()
+    opened = _OpenedFiles()
     zips = _zips(store, sizes)
     pickles = _zip_pickles(store, {f: sizes[f] for f in zips}, opened)
     with gc_paused():
@@ -302,27 +302,27 @@ def open_files(
                 pickled = f"{where}:{root}/data.pkl"
                 raw, budget = pickles.pop(file), opened.budgets[file]
                 value = load(raw, where=pickled, persistent=Storages(), limits=_LIMITS, budget=budget)
-                opened.nest.add(value, file, prefixes[file], _ZipContainer(entries, where), where, budget)
+                opened.tree.add(value, file, prefixes[file], _ZipContainer(entries, where), where, budget)
                 del value  # that of many ranks' files together is far larger than what is made of it
             else:
-                _add_pickles(store, file, size, prefixes[file], opened.nest)
-    nest = opened.nest
-    if nest.shares and (nest.notes or not takes_shares):
-        raise _one_ranks(store, nest)
+                _add_pickles(store, file, size, prefixes[file], opened.tree)
+    tree = opened.tree
+    if tree.shares and (tree.notes or not takes_shares):
+        raise _one_ranks(store, tree)
     manifest = Manifest(
         format_name,
         dict(sizes),
-        nest.tensors,
-        nest.objects,
-        nest.aliases,
-        warnings=tuple(nest.warnings),
+        tree.tensors,
+        tree.objects,
+        tree.aliases,
+        warnings=tuple(tree.warnings),
         keeps_order=True,
     )
-    return TorchReader(store, manifest, opened.archives, nest.notes, nest.shares)
+    return TorchReader(store, manifest, opened.archives, tree.notes, tree.shares)
 
 
-def _one_ranks(store: Store, nest: Nest) -> UnsupportedError:
-    path, share = next(iter(nest.shares.items()))
+def _one_ranks(store: Store, tree: StateTree) -> UnsupportedError:
+    path, share = next(iter(tree.shares.items()))
     return UnsupportedError(
         f"{dotted(path)!r} is a {share.kind}: this is one rank's share, where whole arrays belong",
         where=store.url,
@@ -337,17 +337,19 @@ def _zips(store: Store, sizes: Mapping[str, int]) -> list[str]:
     return [file for file, head in heads.items() if head == LOCAL_SIGNATURE]
 
 
-def _zip_pickles(store: Store, sizes: Mapping[str, int], opened: _Opened) -> dict[str, bytes]:
+def _zip_pickles(store: Store, sizes: Mapping[str, int], opened: _OpenedFiles) -> dict[str, bytes]:
     """Open zip containers and return the pickle of each."""
-    archives = open_archives(store, [Place(file, 0, size) for file, size in sizes.items()])
-    wanted: list[Wanted] = []
+    archives = open_archives(store, [ArchivePlace(file, 0, size) for file, size in sizes.items()])
+    wanted: list[WantedEntry] = []
     for archive in archives:
         file = archive.place.file
         root = _root(archive, f"{store.url}/{file}")
         opened.archives[file] = archive
         names = (f"{root}/data.pkl", f"{root}/byteorder")
-        wanted += [Wanted(file, archive.entries[n]) for n in names if n in archive.entries]
-        opened.budgets[file] = Budget(sizes[file], archive.entries[names[0]].compressed, where=f"{store.url}/{file}")
+        wanted += [WantedEntry(file, archive.entries[n]) for n in names if n in archive.entries]
+        opened.budgets[file] = ReadBudget(
+            sizes[file], archive.entries[names[0]].compressed, where=f"{store.url}/{file}"
+        )
     pickles: dict[str, bytes] = {}
     contents = read_entries(store, wanted, most=_LIMITS.nbytes, budgets=opened.budgets)
     for (file, entry), raw in zip(wanted, contents, strict=True):
@@ -359,7 +361,7 @@ def _zip_pickles(store: Store, sizes: Mapping[str, int], opened: _Opened) -> dic
     return pickles
 
 
-def _root(archive: Archive, where: str) -> str:
+def _root(archive: ZipArchive, where: str) -> str:
     """Return the folder of a zip container that everything lies in."""
     roots = [name.removesuffix("/data.pkl") for name in archive.entries if name.count("/") == 1]
     roots = [root for root in roots if f"{root}/data.pkl" in archive.entries]
@@ -384,13 +386,13 @@ def _big_endian(where: str, found: object) -> UnsupportedError:
     )
 
 
-def _add_pickles(store: Store, file: str, size: int, prefix: Path, nest: Nest) -> None:
+def _add_pickles(store: Store, file: str, size: int, prefix: Path, tree: StateTree) -> None:
     """Add a file that is no zip archive; its pickles are read from a growing front, since storages may follow."""
     where = f"{store.url}/{file}"
     front = min(_FIRST_FRONT_BYTES[store.capabilities.is_local], size)
     spent = 0  # what a cut front cost counts for the longer one too
     while True:
-        budget = Budget(size, front, where=where)
+        budget = ReadBudget(size, front, where=where)
         budget.left -= spent
         raw = read_bytes(store, file, 0, front)
         _refuse_tar(raw, where)
@@ -399,14 +401,14 @@ def _add_pickles(store: Store, file: str, size: int, prefix: Path, nest: Nest) -
         except TruncatedError:
             if front >= min(size, _LIMITS.nbytes):
                 raise
-            spent = Budget(size, front).left - budget.left
+            spent = ReadBudget(size, front).left - budget.left
             front = min(4 * front, size, _LIMITS.nbytes)
         else:
             break
     value, container, end = found
     if end > size:
-        nest.warnings.append(f"{file} ends early: it has {size} bytes, and its storages need {end}")
-    nest.add(value, file, prefix, container, where, budget)
+        tree.warnings.append(f"{file} ends early: it has {size} bytes, and its storages need {end}")
+    tree.add(value, file, prefix, container, where, budget)
 
 
 def _refuse_tar(raw: bytes, where: str) -> None:
@@ -418,7 +420,7 @@ def _refuse_tar(raw: bytes, where: str) -> None:
         )
 
 
-def _parse(raw: bytes, where: str, budget: Budget) -> tuple[object, _LegacyContainer | None, int]:
+def _parse(raw: bytes, where: str, budget: ReadBudget) -> tuple[object, _LegacyContainer | None, int]:
     """Parse the pickles in front of a file; return the object, its storages, and where the last one ends."""
     storages = Storages()
     first, at = load_at(raw, 0, where=where, persistent=storages, limits=_LIMITS, budget=budget)

@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 from shardckpt.boxes import Shape, strides, whole
 from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import FormatError, UnsupportedError, escape
-from shardckpt.format.budget import Budget
-from shardckpt.format.encodings.pickle_reader import Dtype, Global, Inert, Ordered, StorageType, TensorStub
-from shardckpt.format.encodings.zip_archive import Entry
-from shardckpt.format.torchsave.dtensor_spec import DTENSOR, SHARDED_TENSOR, Share, ShareParser
+from shardckpt.format.budget import ReadBudget
+from shardckpt.format.encodings.pickle_reader import Dtype, Global, InstanceStub, Ordered, StorageType, TensorStub
+from shardckpt.format.encodings.zip_archive import ZipEntry
+from shardckpt.format.torchsave.dtensor_spec import DTENSOR, SHARDED_TENSOR, ShardInfo, ShardParser
 from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry, dotted
 
 _QUANTISED_BYTES = {"quint8": 1, "qint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
@@ -74,7 +74,7 @@ class View(NamedTuple):
 class ZipView(NamedTuple):
     """What a `Lazy` layout knows of an array in a zip container: the entry of its storage, and the view of that."""
 
-    entry: Entry
+    entry: ZipEntry
     view: View
 
 
@@ -125,11 +125,11 @@ class RankNote(NamedTuple):
     said: Mapping[object, object]
 
 
-class Refused(NamedTuple):
+class UnreadableTensor(NamedTuple):
     """Marks an array that is known, but of a kind that cannot be read.
 
     Attributes:
-        path: Where it sits in the saved nest.
+        path: Where it sits in the saved state.
         kind: What it is, as people say it.
         fix: What the reader of the error can do.
     """
@@ -159,7 +159,7 @@ class Container(Protocol):
 
 
 @dataclass(slots=True)
-class Nest:
+class StateTree:
     """The arrays and values of one or several files, by path; `add` puts those of one pickle in.
 
     Attributes:
@@ -176,10 +176,10 @@ class Nest:
     aliases: dict[Path, Path] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     notes: list[RankNote] = field(default_factory=list)
-    shares: dict[Path, Share] = field(default_factory=dict)
+    shares: dict[Path, ShardInfo] = field(default_factory=dict)
 
     def add(
-        self, value: object, file: str, prefix: Path, container: Container | None, where: str, budget: Budget
+        self, value: object, file: str, prefix: Path, container: Container | None, where: str, budget: ReadBudget
     ) -> None:
         """Add everything in the object of one file.
 
@@ -199,26 +199,26 @@ class Nest:
         if not isinstance(value, dict | list | tuple):
             prefix = (*prefix, "tensor" if _is_tensor(value) else "object")
         self.notes += [RankNote(file, prefix, root, said) for root, said in _local_states(value, prefix)]
-        _Walk(self, file, container, where, budget).visit(value, prefix, sum(len(str(key)) for key in prefix))
+        _TreeBuilder(self, file, container, where, budget).visit(value, prefix, sum(len(str(key)) for key in prefix))
 
 
-class _Walk:
+class _TreeBuilder:
     """Goes through the object of one file.
 
     Args:
-        nest: What is found is put there.
+        tree: What is found is put there.
         file: The file.
         container: Knows its storages.
         where: The file, for messages.
         budget: What reading it may cost.
     """
 
-    def __init__(self, nest: Nest, file: str, container: Container | None, where: str, budget: Budget) -> None:
-        self._nest, self._file, self._container, self._where = nest, file, container, where
+    def __init__(self, tree: StateTree, file: str, container: Container | None, where: str, budget: ReadBudget) -> None:
+        self._tree, self._file, self._container, self._where = tree, file, container, where
         self._budget = budget
         self._holding: dict[int, bool] = {}
         self._first: dict[tuple[object, ...], Path] = {}
-        self._shares = ShareParser()
+        self._shares = ShardParser()
 
     def visit(self, value: object, path: Path, length: int) -> None:
         """Put a value, and everything in it, under a path of so many characters. The pickle machine bounded its depth.
@@ -236,7 +236,7 @@ class _Walk:
                 self.visit(inner, (*path, i), length + _KEY_CHARACTERS)
         else:
             self._budget.spend_entry(length)
-            self._nest.objects[path] = ObjectEntry(path, value)
+            self._tree.objects[path] = ObjectEntry(path, value)
 
     def _holds_tensor(self, value: object) -> bool:
         """Tell whether there is a tensor in a value; each container is looked through once, however deep it lies."""
@@ -267,7 +267,7 @@ class _Walk:
             kind = _refusal(value) if self._container else _NO_STORAGE
             shape, dtype = value.shape, value.dtype or _storage_dtype(value)
         else:
-            assert isinstance(value, Inert)
+            assert isinstance(value, InstanceStub)
             if value.name.rpartition(".")[2] in _SHARDED:
                 self._put_share(value, path)
                 return
@@ -278,12 +278,12 @@ class _Walk:
                 f"{dotted(path)!r} has more elements than any machine holds", where=self._where, found=shape
             )
         if kind or not isinstance(value, TensorStub):
-            self._nest.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
-            layout = Lazy(0, 0, Refused(path, kind))
+            self._tree.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
+            layout = Lazy(0, 0, UnreadableTensor(path, kind))
             dtype = dtype if is_known(dtype) else "uint8"
         else:
             layout = self._layout(value, dtype, path)
-        self._nest.tensors[path] = TensorEntry(path, shape, dtype, (Piece(whole(shape), self._file, layout),))
+        self._tree.tensors[path] = TensorEntry(path, shape, dtype, (Piece(whole(shape), self._file, layout),))
 
     def _layout(self, stub: TensorStub, dtype: str, path: Path) -> Lazy:
         ref = stub.storage
@@ -306,10 +306,10 @@ class _Walk:
         if prod(stub.shape):  # steps, not strides: those of dimensions of one element can be chosen to hash alike
             first = self._first.setdefault((ref.key, ref.base, stub.offset, stub.shape, steps, dtype), path)
             if first != path:
-                self._nest.aliases[path] = first
+                self._tree.aliases[path] = first
         return self._container.layout(ref, View(ref.base + stub.offset, steps, width))
 
-    def _put_share(self, value: Inert, path: Path) -> None:
+    def _put_share(self, value: InstanceStub, path: Path) -> None:
         """Put one rank's share of an array: the boxes that this file holds, and a note on the rest."""
         try:
             share = self._shares.share(value)
@@ -322,19 +322,19 @@ class _Walk:
         kind = share.refused or next(filter(None, kinds), "")
         stored = {stub.dtype or _storage_dtype(stub) for _, stub in share.held} | ({share.dtype} - {""})
         if kind:
-            self._nest.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
-            lost = Piece(whole(share.shape), self._file, Lazy(0, 0, Refused(path, kind)))
+            self._tree.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
+            lost = Piece(whole(share.shape), self._file, Lazy(0, 0, UnreadableTensor(path, kind)))
             dtype = share.dtype if is_known(share.dtype) else "uint8"
-            self._nest.tensors[path] = TensorEntry(path, share.shape, dtype, (lost,))
-            self._nest.shares[path] = replace(share, held=(), refused=kind)
+            self._tree.tensors[path] = TensorEntry(path, share.shape, dtype, (lost,))
+            self._tree.shares[path] = replace(share, held=(), refused=kind)
             return
         if len(stored) != 1 or not is_known(dtype := stored.pop()) or bits(dtype) % 8:
             raise FormatError(
                 f"{dotted(path)!r} has no one type that is known", where=self._where, found=sorted(stored)
             )
         pieces = tuple(Piece(box, self._file, self._layout(stub, dtype, path)) for box, stub in share.held)
-        self._nest.tensors[path] = TensorEntry(path, share.shape, dtype, pieces)
-        self._nest.shares[path] = replace(share, held=())
+        self._tree.tensors[path] = TensorEntry(path, share.shape, dtype, pieces)
+        self._tree.shares[path] = replace(share, held=())
 
 
 def _local_states(value: object, path: Path) -> Iterator[tuple[Path, Mapping[object, object]]]:
@@ -353,12 +353,12 @@ def _local_states(value: object, path: Path) -> Iterator[tuple[Path, Mapping[obj
 
 
 def _is_tensor(value: object) -> bool:
-    if isinstance(value, Inert):
+    if isinstance(value, InstanceStub):
         return value.name in _TENSOR_LIKE or value.name.rpartition(".")[2] in _SHARDED or _wraps_tensor(value)
     return isinstance(value, TensorStub | StorageRef)
 
 
-def _wraps_tensor(value: Inert) -> bool:
+def _wraps_tensor(value: InstanceStub) -> bool:
     """Tell whether it is a tensor of a subclass, as `_rebuild_from_type_v2` makes them."""
     return len(value.args) == 1 and isinstance(value.args[0], TensorStub)
 
@@ -377,7 +377,7 @@ def _refusal(stub: TensorStub) -> str:
     return "" if is_known(dtype) and bits(dtype) % 8 == 0 else f"a tensor of dtype {dtype}"
 
 
-def _declared(value: Inert) -> tuple[Shape, str]:
+def _declared(value: InstanceStub) -> tuple[Shape, str]:
     """Return the shape and dtype that an unreadable tensor declares, as far as they can be told."""
     shape: Shape = ()
     dtype = inner = ""
@@ -412,7 +412,7 @@ def _spelt(key: object) -> str:
     """Return a key that is neither text nor a whole number as part of a path."""
     if isinstance(key, tuple):
         return "(" + ", ".join(map(_spelt, key)) + ")"
-    if isinstance(key, Dtype | Global | Inert):
+    if isinstance(key, Dtype | Global | InstanceStub):
         return key.name
     if isinstance(key, StorageType):
         return key.dtype

@@ -17,8 +17,8 @@ from shardckpt.boxes import Shape, strides
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.pickle_stubs import Dtype, Ordered
-from shardckpt.format.encodings.pickle_writer import Call, GlobalName, PersistentId, pickled
-from shardckpt.format.encodings.tagged_json import Named
+from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName, PersistentId, pickled
+from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.manifest import Path, dotted
 
 ALIGNMENT = 64
@@ -124,7 +124,7 @@ class _Record(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Archive:
+class TorchArchive:
     """A file of `torch.save`, decided to the byte but for its checksums.
 
     Attributes:
@@ -136,7 +136,7 @@ class Archive:
     nbytes: int
 
 
-def lay_out(value: object, storages: Sequence[Storage] = (), *, root: str = "archive") -> Archive:
+def lay_out(value: object, storages: Sequence[Storage] = (), *, root: str = "archive") -> TorchArchive:
     """Decide where every byte of a file goes.
 
     Args:
@@ -168,7 +168,7 @@ def lay_out(value: object, storages: Sequence[Storage] = (), *, root: str = "arc
     records.append(_Record(f"{root}/version".encode(), b"3\n", 2, at, b""))
     directory = sum(_CENTRAL.size + len(r.name) + len(_central_extra(r)) for r in records)
     start = records[-1].end
-    return Archive(tuple(records), start + directory + len(_end(len(records), directory, start)))
+    return TorchArchive(tuple(records), start + directory + len(_end(len(records), directory, start)))
 
 
 def _storage_record(name: bytes, size: int, at: int) -> _Record:
@@ -178,19 +178,19 @@ def _storage_record(name: bytes, size: int, at: int) -> _Record:
     return _Record(name, None, size, at, wide + _PADDING + pack("<H", pad) + b"Z" * pad)
 
 
-def _tensor(value: TensorValue, storages: Sequence[Storage], path: Path) -> Call:
+def _tensor(value: TensorValue, storages: Sequence[Storage], path: Path) -> GlobalCall:
     dtype, storage = value.dtype, storages[value.storage]
     key = str(value.storage)
     steps = strides(value.shape) if value.steps is None else value.steps
-    told = (value.start, tuple(value.shape), tuple(steps), False, Call(GlobalName("collections", "OrderedDict")))
+    told = (value.start, tuple(value.shape), tuple(steps), False, GlobalCall(GlobalName("collections", "OrderedDict")))
     if dtype in _STORAGES:
         kind = GlobalName("torch", _STORAGES[dtype])
         place = PersistentId(("storage", kind, key, "cpu", storage.elements))
-        return Call(GlobalName("torch._utils", "_rebuild_tensor_v2"), (place, *told))
+        return GlobalCall(GlobalName("torch._utils", "_rebuild_tensor_v2"), (place, *told))
     if dtype in _UNTYPED:
         kind = GlobalName("torch.storage", "UntypedStorage")
         place = PersistentId(("storage", kind, key, "cpu", storage.nbytes))
-        return Call(GlobalName("torch._utils", "_rebuild_tensor_v3"), (place, *told, GlobalName("torch", dtype)))
+        return GlobalCall(GlobalName("torch._utils", "_rebuild_tensor_v3"), (place, *told, GlobalName("torch", dtype)))
     raise UnsupportedError(
         f"torch has no tensors of type {dtype}", where=dotted(path), fix="Leave it out with --exclude."
     )
@@ -199,16 +199,16 @@ def _tensor(value: TensorValue, storages: Sequence[Storage], path: Path) -> Call
 def _plain(value: object, path: Path) -> object:
     """Return what stands for a value that a reader of ours made."""
     if isinstance(value, Ordered):
-        return Call(GlobalName("collections", "OrderedDict"), items=value)
+        return GlobalCall(GlobalName("collections", "OrderedDict"), items=value)
     if isinstance(value, Dtype):
         return GlobalName("torch", value.name)
-    if isinstance(value, Named) and value.kind == "dtype":
+    if isinstance(value, NamedValue) and value.kind == "dtype":
         return GlobalName("torch", str(value.value))
-    if isinstance(value, Named) and value.kind == "size":
-        return Call(GlobalName("torch", "Size"), (tuple(value.value),))
-    if isinstance(value, Named) and value.kind == "device":
+    if isinstance(value, NamedValue) and value.kind == "size":
+        return GlobalCall(GlobalName("torch", "Size"), (tuple(value.value),))
+    if isinstance(value, NamedValue) and value.kind == "device":
         name, _, index = str(value.value).partition(":")
-        return Call(GlobalName("torch", "device"), (name, int(index)) if index else (name,))
+        return GlobalCall(GlobalName("torch", "device"), (name, int(index)) if index else (name,))
     raise UnsupportedError(
         f"torch.load(weights_only=True) would refuse a value of type {type(value).__name__}",
         where=dotted(path),
@@ -224,7 +224,7 @@ class ArchiveWriter:
         write: Appends bytes to the file; called with no more than was given, and the few bytes between.
     """
 
-    def __init__(self, archive: Archive, write: Callable[[bytes | bytearray | memoryview], None]) -> None:
+    def __init__(self, archive: TorchArchive, write: Callable[[bytes | bytearray | memoryview], None]) -> None:
         self._archive, self._write = archive, write
         self._sums: list[int] = []
         self._sum = self._missing = 0

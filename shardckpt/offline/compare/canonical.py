@@ -14,10 +14,10 @@ from shardckpt.offline.compare.group_alignment import Groups, groups_of
 from shardckpt.offline.select.options import Part
 from shardckpt.offline.select.remap import decide, located_model, located_state
 from shardckpt.offline.select.selection import SMALL_ELEMENTS, load_values
-from shardckpt.plan.naming.fqn import Named, name_model
-from shardckpt.plan.naming.sections import Parts, find_parts, split_flat_names
+from shardckpt.plan.naming.fqn import NamedModel, name_model
+from shardckpt.plan.naming.sections import Sections, find_sections, split_flat_names
 from shardckpt.plan.optim import optimizer_state
-from shardckpt.plan.optim.optimizer_state import OptimState, RawOptim
+from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer
 from shardckpt.plan.rules.rules import Rule
 
 _KNOWN = ("state", "param_groups", "units", "originals")
@@ -91,8 +91,8 @@ class _Naming:
     def __init__(self, reader: Reader, rules: Sequence[Rule], *, by_ids: bool) -> None:
         self._reader, self._rules, self._by_ids = reader, rules, by_ids
         self._manifest: Manifest = split_flat_names(reader.manifest)
-        self._found: Parts = find_parts(self._manifest)
-        self._model: Named = name_model(self._manifest, self._found)
+        self._found: Sections = find_sections(self._manifest)
+        self._model: NamedModel = name_model(self._manifest, self._found)
         self._made = Canonical()
 
     def run(self, part: Part) -> Canonical:
@@ -141,14 +141,14 @@ class _Naming:
             made.groups[prefix] = groups_of(state.groups, are_stored=state.has_groups)
         made.optimizers[prefix] = Optimizer(dotted(root), naming, frozenset(tensors), frozenset(values))
 
-    def _named(self, raw: RawOptim, root: Path) -> tuple[OptimState, Naming]:
+    def _named(self, raw: RawOptimizer, root: Path) -> tuple[OptimizerState, Naming]:
         """Return an optimizer by the names of its parameters, or by its ids where these have no certain names."""
         if self._by_ids and optimizer_state.has_ids(raw):
             return optimizer_state.by_number(raw), "ids"
         tensors = self._model.tensors
         shapes = {name: entry.shape for name, entry in tensors.items()}
         try:
-            state: OptimState | None = optimizer_state.by_name(raw, shapes, clean=self._model.clean)
+            state: OptimizerState | None = optimizer_state.by_name(raw, shapes, clean=self._model.clean)
         except (AmbiguousError, UsageError):
             state = None
         if state is None or state.is_by_order:

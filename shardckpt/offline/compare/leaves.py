@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from struct import pack
 
-from shardckpt.format.encodings.pickle_stubs import Dtype, Global, Inert, StorageType
-from shardckpt.format.encodings.tagged_json import Named
+from shardckpt.format.encodings.pickle_stubs import Dtype, Global, InstanceStub, StorageType
+from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.manifest import Path, dotted
 
 _MAX_DEPTH = 100
 _SHOWN = 40
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, Dtype, StorageType, Global, Named)
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, Dtype, StorageType, Global, NamedValue)
 _NO_MORE = "it holds more values than the files have bytes"
 
 
@@ -93,11 +93,11 @@ def is_leaf(value: object) -> bool:
 
 def _plain(value: object) -> object:
     """Return a value as other formats hold it; a container of nothing, and a sequence of scalars, as a tuple."""
-    if type(value) is Named and value.kind == "size":
+    if type(value) is NamedValue and value.kind == "size":
         return value.value
-    if type(value) is Named and value.kind == "dtype":
+    if type(value) is NamedValue and value.kind == "dtype":
         return Dtype(str(value.value))
-    if type(value) is Named and value.kind == "device":
+    if type(value) is NamedValue and value.kind == "device":
         return str(value.value)
     if isinstance(value, dict) and not value:
         return ()
@@ -113,7 +113,7 @@ def _inside(value: object) -> Iterable[tuple[str | int, object]] | None:
     if type(value) in (list, tuple) and not is_leaf(value):
         assert isinstance(value, (list, tuple))
         return list(enumerate(value))
-    if isinstance(value, Inert):
+    if isinstance(value, InstanceStub):
         parts = [("class", value.name), ("args", value.args), ("state", value.state)]
         return [(key, each) for key, each in parts if key == "class" or (each is not None and each != ())]
     return None
@@ -231,6 +231,6 @@ def _words(value: object) -> str:
         return repr(value[:_SHOWN]) + ("..." if len(value) > _SHOWN else "")
     if isinstance(value, Global):
         return value.name
-    if isinstance(value, (tuple, set, frozenset)) and type(value) is not Named:
+    if isinstance(value, (tuple, set, frozenset)) and type(value) is not NamedValue:
         return f"({', '.join(_words(v) for v in list(value)[:4])}{', ...' if len(value) > 4 else ''})"
     return repr(value)[:_SHOWN]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import TYPES
 from shardckpt.manifest import UNREAD, Path, dotted
-from shardckpt.offline.select.lossiness import refuses, require_allowed, told
+from shardckpt.offline.select.lossiness import describe_lost, is_unsupported, require_allowed
 from shardckpt.offline.write.resolve import resolve
-from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.layout.output_files import OutputTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Content:
         left_out: What the target cannot hold, a sentence each.
     """
 
-    arrays: Mapping[Path, OutTensor]
+    arrays: Mapping[Path, OutputTensor]
     ties: Mapping[Path, Path]
     values: Mapping[Path, object]
     order: tuple[Path, ...] = ()
@@ -70,14 +70,14 @@ def whole_content(
     for path, entry in manifest.objects.items():
         value = reader.load_object(entry) if entry.value is UNREAD else entry.value
         for leaf, each in leaves(value, placed(path)).items():
-            if refuses(to, each):
-                lost.append(told(leaf, each))
+            if is_unsupported(to, each):
+                lost.append(describe_lost(leaf, each))
             else:
                 values[leaf] = each
     require_allowed(lost, to, allow_loss=allow_loss)
     kept = set(paths)
     return Content(
-        {placed(path): OutTensor(dotted(path), e, e.dtype) for path, e in zip(paths, entries, strict=True)},
+        {placed(path): OutputTensor(dotted(path), e, e.dtype) for path, e in zip(paths, entries, strict=True)},
         {placed(path): placed(first) for path, first in manifest.aliases.items() if first in kept},
         values,
         tuple(map(placed, manifest.tensors)),

@@ -36,7 +36,7 @@ _MAX_CONFIG_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class ConfigFiles:
     """Files that are copied to the target as they are.
 
     Attributes:
@@ -52,7 +52,7 @@ class Carried:
     kept: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def find_carried(source: Source, config_from: str = "") -> Carried:
+def find_config_files(source: Source, config_from: str = "") -> ConfigFiles:
     """Find what to carry: in `config_from`, else in the source's folder, else in the folder that one lies in.
 
     The folder above counts only where it holds the `config.json` of a model.
@@ -65,11 +65,11 @@ def find_carried(source: Source, config_from: str = "") -> Carried:
     if config_from:
         if kind(config_from) != "folder":
             raise UsageError("--config-from is no folder", found=config_from)
-        carried = _carried(open_store(config_from))
+        carried = _list_config_files(open_store(config_from))
         if not carried.files:
             raise UsageError("--config-from holds no config and no tokenizer files", where=config_from)
         return carried
-    carried = _carried(source.store)
+    carried = _list_config_files(source.store)
     if carried.files or source.file is not None:
         return carried
     try:
@@ -79,11 +79,11 @@ def find_carried(source: Source, config_from: str = "") -> Carried:
         return carried
     if not has_config:
         return carried
-    found = _carried(above)
+    found = _list_config_files(above)
     return found if "model_type" in found.config or "architectures" in found.config else carried
 
 
-def with_kept(carried: Carried, target: str, is_config: re.Pattern[str]) -> Carried:
+def add_kept_files(carried: ConfigFiles, target: str, is_config: re.Pattern[str]) -> ConfigFiles:
     """Return what to carry, with the config files of a checkpoint that is replaced.
 
     Args:
@@ -111,13 +111,13 @@ def with_kept(carried: Carried, target: str, is_config: re.Pattern[str]) -> Carr
     return replace(carried, kept=kept, config=config)
 
 
-def _carried(store: Store) -> Carried:
+def _list_config_files(store: Store) -> ConfigFiles:
     files = {
         e.name: e.size
         for e in store.list()
         if not e.is_folder and e.size <= _MAX_BYTES and any(fnmatchcase(e.name, glob) for glob in _NAMES)
     }
-    return Carried(store, files, read_config(store, files.get(CONFIG, -1)))
+    return ConfigFiles(store, files, read_config(store, files.get(CONFIG, -1)))
 
 
 def read_config(store: Store, size: int) -> dict[str, object]:

@@ -14,19 +14,19 @@ from typing import Any
 
 from shardckpt.errors import CheckpointError, UnsupportedError, UsageError
 from shardckpt.format.encodings.pickle_stubs import Dtype, Ordered
-from shardckpt.format.encodings.tagged_json import Named, encode
+from shardckpt.format.encodings.tagged_json import NamedValue, encode
 from shardckpt.format.huggingface.optimizer_keys import EXACT
 from shardckpt.manifest import Path
-from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.optim.key_conversion import KEYS
-from shardckpt.plan.optim.optimizer_state import OptimState
+from shardckpt.plan.optim.optimizer_state import OptimizerState
 
 GROUPS, VALUES = "param_groups", "non_tensor_state"
 STATE = "state"
 _FLATTENED = "flattened"
 
 
-def content_of(state: OptimState) -> dict[str, Any]:
+def content_of(state: OptimizerState) -> dict[str, Any]:
     """Return the groups and values of an optimizer, each of its own type."""
     values = {name: dict(slots) for name, slots in state.scalars.items()}
     return {GROUPS: [dict(group) for group in state.groups], VALUES: values}
@@ -84,7 +84,7 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, Ordered):
         return OrderedDict((key, plain_value(each)) for key, each in value.items())
     if isinstance(value, Dtype):
-        return Named("dtype", value.name)
+        return NamedValue("dtype", value.name)
     if type(value) is dict:
         return {key: plain_value(each) for key, each in value.items()}
     if type(value) in (list, tuple):
@@ -116,8 +116,8 @@ def _plain(value: object) -> object:
 
 
 def by_path(
-    tensors: Iterable[OutTensor], content: Mapping[str, Any]
-) -> tuple[dict[Path, OutTensor], dict[Path, object]]:
+    tensors: Iterable[OutputTensor], content: Mapping[str, Any]
+) -> tuple[dict[Path, OutputTensor], dict[Path, object]]:
     """Return tensors and values by their paths below the optimizer.
 
     By names and by numbers: `("state", parameter, slot)` and `("param_groups",)`, a list of dicts. Flattened: one key
@@ -135,7 +135,7 @@ def by_path(
         return {(tensor.name,): tensor for tensor in tensors}, {(k,): v for k, v in content[_FLATTENED].items()}
     if keys == "flat-parameters":
         raise UsageError("only safetensors folders say what lies in flat parameters", fix="Choose names or ids.")
-    arrays: dict[Path, OutTensor] = {}
+    arrays: dict[Path, OutputTensor] = {}
     for tensor in tensors:
         name, _, slot = tensor.name.rpartition("/")
         arrays[STATE, _key(name, keys), slot] = tensor

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from shardckpt.dtypes import SAFETENSORS_NAMES, is_known
 from shardckpt.errors import UnsupportedError, UsageError
-from shardckpt.format.encodings.pickle_stubs import Global, Inert, Ordered
+from shardckpt.format.encodings.pickle_stubs import Global, InstanceStub, Ordered
 from shardckpt.format.encodings.tagged_json import encode
 from shardckpt.format.torchsave.writer import TYPES, archived
 from shardckpt.manifest import Path, dotted
 from shardckpt.offline.select.group_settings import plain_value, settings, without
 from shardckpt.offline.select.selection import Selection
-from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.layout.output_files import OutputTensor
 
 _SHOWN = 8
 _TITLES = {
@@ -27,7 +27,7 @@ _TITLES = {
 _OF_TORCH = ("torch", "dcp", "deepspeed-universal")
 
 
-def expressible(selection: Selection, to: str, *, allow_loss: bool) -> Selection:
+def drop_unsupported(selection: Selection, to: str, *, allow_loss: bool) -> Selection:
     """Return what a format can hold of a selection; what it cannot is among its warnings.
 
     Args:
@@ -42,7 +42,7 @@ def expressible(selection: Selection, to: str, *, allow_loss: bool) -> Selection
     types = {t.name: t.dtype for t in (*selection.model, *selection.optim)}
     values = dict(_refused(selection, to))
     lost = [f"{name}, of type {types[name]}" for name in tensors]
-    lost += [told(path, value) for path, value in values.items()]
+    lost += [describe_lost(path, value) for path, value in values.items()]
     if not lost:
         return selection
     require_allowed(lost, to, allow_loss=allow_loss)
@@ -85,13 +85,13 @@ def require_allowed(lost: Sequence[str], to: str, *, allow_loss: bool) -> None:
         )
 
 
-def told(path: Path, value: object) -> str:
+def describe_lost(path: Path, value: object) -> str:
     """Return a value that is lost in words: where it is, and of what type."""
-    kind = value.name if isinstance(value, (Inert, Global)) else type(value).__name__
+    kind = value.name if isinstance(value, (InstanceStub, Global)) else type(value).__name__
     return f"{dotted(path)}, of type {kind}"
 
 
-def refuses(to: str, value: object) -> bool:
+def is_unsupported(to: str, value: object) -> bool:
     """Tell whether a format has no form for a value that is no tensor."""
     try:
         if to in _OF_TORCH:
@@ -114,11 +114,11 @@ def _is_opened_in_order(value: object) -> bool:
 
 def _refused(selection: Selection, to: str) -> Iterator[tuple[Path, object]]:
     for path, value in settings(selection.groups) if selection.groups is not None else ():
-        if refuses(to, value):
+        if is_unsupported(to, value):
             yield path, value
 
 
-def _holds(to: str, tensor: OutTensor) -> bool:
+def _holds(to: str, tensor: OutputTensor) -> bool:
     if to in _OF_TORCH:
         return tensor.dtype in TYPES
     return tensor.dtype in SAFETENSORS_NAMES if to == "safetensors" else is_known(tensor.dtype)

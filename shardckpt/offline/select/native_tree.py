@@ -16,11 +16,11 @@ from shardckpt.offline.select.group_settings import by_path, plain_value
 from shardckpt.offline.select.lossiness import require_allowed
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.resolve import resolve
-from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.layout.output_files import OutputTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Nest:
+class NativeTree:
     """What is to be saved.
 
     Attributes:
@@ -32,7 +32,7 @@ class Nest:
         variants: Where further weights of a model are, with where that is.
     """
 
-    arrays: Mapping[Path, OutTensor]
+    arrays: Mapping[Path, OutputTensor]
     json: object
     ties: Mapping[Path, int] = field(default_factory=dict)
     topology: Mapping[str, object] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Nest:
     variants: Mapping[Path, Path | None] = field(default_factory=dict)
 
 
-def whole_nest(reader: Reader, *, allow_loss: bool) -> Nest:
+def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
     """Return all that a checkpoint holds, proven complete; of a native step in its own containers.
 
     Args:
@@ -55,26 +55,26 @@ def whole_nest(reader: Reader, *, allow_loss: bool) -> Nest:
     manifest = reader.manifest
     paths = [path for path in manifest.tensors if path not in manifest.aliases]
     entries = resolve(reader, manifest, [manifest.tensors[path] for path in paths])
-    arrays = {path: OutTensor(dotted(path), e, e.dtype) for path, e in zip(paths, entries, strict=True)}
+    arrays = {path: OutputTensor(dotted(path), e, e.dtype) for path, e in zip(paths, entries, strict=True)}
     if isinstance(reader, NativeReader):
         contents = reader.contents
-        return Nest(arrays, contents.nest, contents.ties, contents.topology, manifest.warnings, contents.variants)
+        return NativeTree(arrays, contents.nest, contents.ties, contents.topology, manifest.warnings, contents.variants)
     numbers = {path: number for number, path in enumerate(paths)}
     ties = {path: numbers[kept] for path, kept in manifest.aliases.items()}
     refs = {path: ArrayRef(numbers[manifest.aliases.get(path, path)]) for path in manifest.tensors}
     values, lost = _values(reader)
     require_allowed(lost, "native", allow_loss=allow_loss)
     notes = [f"left out: {what}" for what in lost]
-    nest = encode(nested({**refs, **values}, reader.store.url))
+    nest = encode(unflatten({**refs, **values}, reader.store.url))
     topology: dict[str, object] = {"source": manifest.format}
     if not manifest.keeps_order:
         topology[KEEPS_ORDER] = False
-    return Nest(arrays, nest, ties, topology, (*manifest.warnings, *notes))
+    return NativeTree(arrays, nest, ties, topology, (*manifest.warnings, *notes))
 
 
-def selected_nest(selection: Selection) -> Nest:
+def build_selected_tree(selection: Selection) -> NativeTree:
     """Return what a conversion selected: `{"model": {name: ...}, "optim": {"state": {name: {slot: ...}}, ...}}`."""
-    arrays: dict[Path, OutTensor] = {("model", tensor.name): tensor for tensor in selection.model}
+    arrays: dict[Path, OutputTensor] = {("model", tensor.name): tensor for tensor in selection.model}
     values: dict[Path, object] = {}
     if selection.groups is not None:
         state, rest = by_path(selection.optim, selection.groups)
@@ -85,8 +85,8 @@ def selected_nest(selection: Selection) -> Nest:
         ("model", name): numbers["model", kept] for name, kept in selection.ties.items() if ("model", kept) in arrays
     }
     refs = {path: ArrayRef(number) for path, number in (*numbers.items(), *ties.items())}
-    nest = encode(nested({**refs, **values}, "the selection"))
-    return Nest(arrays, nest, ties)
+    nest = encode(unflatten({**refs, **values}, "the selection"))
+    return NativeTree(arrays, nest, ties)
 
 
 def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
@@ -104,7 +104,7 @@ def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
     return found, lost
 
 
-def nested(values: Mapping[Path, object], where: str) -> object:
+def unflatten(values: Mapping[Path, object], where: str) -> object:
     """Return values by path as dicts in one another.
 
     Raises:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardckpt.errors import UsageError
-from shardckpt.format.reader import Reader, WholeShapes
+from shardckpt.format.reader import ParamShapes, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Manifest, TensorEntry, dotted
 from shardckpt.plan.naming import sections
 from shardckpt.plan.naming.fqn import name_model
 
 
-def with_whole_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] | None = None) -> Reader:
+def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] | None = None) -> Reader:
     """Return a reader that knows what lies in its flat parameters; the same one where it holds none.
 
     Args:
@@ -27,7 +27,7 @@ def with_whole_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
     """
     if not reader.is_flat:
         return reader
-    if reader.lacks_shapes and not shapes_from:
+    if reader.needs_param_shapes and not shapes_from:
         raise UsageError(
             "these are flat parameters, and no file tells the shapes of what lies in them",
             where=reader.store.url,
@@ -38,9 +38,9 @@ def with_whole_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
         return reader
     told = dict(ids or {})
     if not shapes_from:
-        return reader.with_shapes(WholeShapes({}, reader.store.url, ids=told))
+        return reader.with_param_shapes(ParamShapes({}, reader.store.url, ids=told))
     opened = open_checkpoint(shapes_from)
-    if opened.lacks_shapes:
+    if opened.needs_param_shapes:
         raise UsageError(
             "this checkpoint tells no shapes: it holds flat parameters itself",
             where=shapes_from,
@@ -48,12 +48,12 @@ def with_whole_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
             fix="Give another checkpoint of the same model, or save model.state_dict() of a model on the meta device.",
         )
     other = sections.split_flat_names(opened.manifest)
-    model = name_model(other, sections.find_parts(other)).tensors
+    model = name_model(other, sections.find_sections(other)).tensors
     names = {entry.path: name for name, entry in model.items()}
     aliases = {names[a]: names[b] for a, b in other.aliases.items() if a in names and b in names}
     shapes = {name: entry.shape for name, entry in model.items()}
-    known = WholeShapes(shapes, shapes_from, aliases, ids=told, is_ordered=_keeps_order(other, list(model.values())))
-    return reader.with_shapes(known)
+    known = ParamShapes(shapes, shapes_from, aliases, ids=told, is_ordered=_keeps_order(other, list(model.values())))
+    return reader.with_param_shapes(known)
 
 
 def _keeps_order(manifest: Manifest, entries: Sequence[TensorEntry]) -> bool:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Manifest, TensorEntry
 from shardckpt.offline.write.resolve import blocks_of, resolve
-from shardckpt.plan.optim.optimizer_state import OptimState
+from shardckpt.plan.optim.optimizer_state import OptimizerState
 from shardckpt.plan.rules import rules as planning
 from shardckpt.plan.rules.optimizer_rules import ruled_state, shapes_of
 from shardckpt.plan.rules.rule_files import parse_rename, parse_rules, rules_text
-from shardckpt.plan.rules.rules import Made, Plan, Rule
+from shardckpt.plan.rules.rules import RemappedTensor, RemapPlan, Rule
 from shardckpt.storage.text_files import read_text
 
 
@@ -33,7 +33,7 @@ def read_rules(file: str, renames: Iterable[str] = (), config: Mapping[str, obje
 
 
 @dataclass(frozen=True, slots=True)
-class Ruled:
+class RemappedCheckpoint:
     """What rules make of a checkpoint, decided.
 
     Attributes:
@@ -42,14 +42,14 @@ class Ruled:
         ties: Final name that is not written to the one that stands for it.
     """
 
-    plan: Plan
-    model: Mapping[str, Made]
+    plan: RemapPlan
+    model: Mapping[str, RemappedTensor]
     ties: Mapping[str, str]
 
 
 def decide(
-    rules: Sequence[Rule], model: Mapping[str, TensorEntry], state: OptimState | None, ties: Mapping[str, str]
-) -> Ruled:
+    rules: Sequence[Rule], model: Mapping[str, TensorEntry], state: OptimizerState | None, ties: Mapping[str, str]
+) -> RemappedCheckpoint:
     """Plan rules as a whole.
 
     Args:
@@ -64,14 +64,14 @@ def decide(
     facts = {name: (entry.shape, entry.dtype) for name, entry in model.items()}
     if state is not None:
         facts |= shapes_of(state, model)
-    plan = planning.plan(rules, facts)
+    plan = planning.plan_remap(rules, facts)
     mine = {n: m for n, m in plan.made.items() if all(leaf.name in model for leaf in planning.leaves(m.recipe))}
-    return Ruled(plan, mine, _ties(mine, ties))
+    return RemappedCheckpoint(plan, mine, _ties(mine, ties))
 
 
-def _ties(made: Mapping[str, Made], ties: Mapping[str, str]) -> dict[str, str]:
+def _ties(made: Mapping[str, RemappedTensor], ties: Mapping[str, str]) -> dict[str, str]:
     """Return which results are made alike of the same tensors."""
-    groups: dict[Made, list[str]] = {}
+    groups: dict[RemappedTensor, list[str]] = {}
     for name, each in made.items():
         groups.setdefault(each._replace(recipe=planning.with_sources(each.recipe, ties)), []).append(name)
     dropped: dict[str, str] = {}
@@ -84,7 +84,11 @@ def _ties(made: Mapping[str, Made], ties: Mapping[str, str]) -> dict[str, str]:
 
 
 def located_model(
-    reader: Reader, manifest: Manifest, ruled: Ruled, names: Sequence[str], model: Mapping[str, TensorEntry]
+    reader: Reader,
+    manifest: Manifest,
+    ruled: RemappedCheckpoint,
+    names: Sequence[str],
+    model: Mapping[str, TensorEntry],
 ) -> tuple[dict[str, TensorEntry], list[TensorEntry]]:
     """Return results by name, located, and what of the checkpoint they are made of.
 
@@ -101,11 +105,11 @@ def located_model(
     """
     needed = list(dict.fromkeys(leaf.name for name in names for leaf in planning.leaves(ruled.model[name].recipe)))
     found = dict(zip(needed, resolve(reader, manifest, [model[name] for name in needed]), strict=True))
-    made = {name: planning.cooked(ruled.model[name].recipe, name, found) for name in names}
+    made = {name: planning.apply_recipe(ruled.model[name].recipe, name, found) for name in names}
     return made, [model[name] for name in needed]
 
 
-def located_state(reader: Reader, manifest: Manifest, plan: Plan, state: OptimState) -> OptimState:
+def located_state(reader: Reader, manifest: Manifest, plan: RemapPlan, state: OptimizerState) -> OptimizerState:
     """Return an optimizer as rules make it, located.
 
     Raises:
@@ -122,7 +126,7 @@ def located_state(reader: Reader, manifest: Manifest, plan: Plan, state: OptimSt
     return ruled_state(plan, replace(state, tensors=found), same)
 
 
-def only(plan: Plan, names: Iterable[str]) -> Plan:
+def only(plan: RemapPlan, names: Iterable[str]) -> RemapPlan:
     """Return a plan of some of its results."""
     wanted = set(names)
     return replace(plan, made={name: made for name, made in plan.made.items() if name in wanted})

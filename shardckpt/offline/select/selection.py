@@ -32,11 +32,11 @@ from shardckpt.offline.write.report import NO_SHAPES
 from shardckpt.offline.write.resolve import blocks_of, resolve, same_bits
 from shardckpt.parameter_names import BY_ORDER
 from shardckpt.plan.layout.coverage import faults
-from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.naming import sections, weights
 from shardckpt.plan.naming import shared_tensors as ties
-from shardckpt.plan.naming.fqn import Named, name_model
+from shardckpt.plan.naming.fqn import NamedModel, name_model
 from shardckpt.plan.optim import optimizer_state
 from shardckpt.plan.rules.rules import Rule
 from shardckpt.storage.resolve_url import open_store, split
@@ -62,8 +62,8 @@ class Selection:
         order: The model's names in state-dict order, those that are not written too.
     """
 
-    model: tuple[OutTensor, ...]
-    optim: tuple[OutTensor, ...]
+    model: tuple[OutputTensor, ...]
+    optim: tuple[OutputTensor, ...]
     groups: Mapping[str, Any] | None
     units: Mapping[str, FlatLayout]
     ties: Mapping[str, str]
@@ -86,7 +86,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         StorageError: The store failed.
     """
     manifest = weights.choose(sections.split_flat_names(reader.manifest), options.weights, options.model_key)
-    found = sections.find_parts(manifest, options.model_key, options.optim_key)
+    found = sections.find_sections(manifest, options.model_key, options.optim_key)
     model = name_model(manifest, found)
     if not model.tensors and options.part != "optim":
         raise IncompleteError("the checkpoint holds no model tensors", where=reader.store.url, found=_tops(manifest))
@@ -102,10 +102,10 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
     unasked = [r for r in (found.model, *found.optimizers) if _is_unasked(r, found, options)]
     return Selection(
         model=tuple(
-            OutTensor(n, next(resolved), chosen.casts.get(n) or _target_dtype(n, chosen.tensors[n], options))
+            OutputTensor(n, next(resolved), chosen.casts.get(n) or _target_dtype(n, chosen.tensors[n], options))
             for n in kept
         ),
-        optim=tuple(OutTensor(n, e, e.dtype) for n, e in zip(state.tensors, resolved, strict=True)) if state else (),
+        optim=tuple(OutputTensor(n, e, e.dtype) for n, e in zip(state.tensors, resolved, strict=True)) if state else (),
         groups=content_of(state) if state else None,
         units=state.units if state else {},
         ties=chosen.ties if options.part != "optim" else {},
@@ -121,7 +121,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
     )
 
 
-def _unwritten(manifest: Manifest, found: sections.Parts, options: Options) -> Iterator[Path]:
+def _unwritten(manifest: Manifest, found: sections.Sections, options: Options) -> Iterator[Path]:
     """Yield the model's values that are not tensors, which no target holds, where the model is asked for."""
     if options.part != "optim":
         yield from sections.model_values(manifest, found)
@@ -145,7 +145,7 @@ class _Chosen:
     names: Sequence[str]
     tensors: Mapping[str, TensorEntry]
     ties: Mapping[str, str]
-    state: optimizer_state.OptimState | None
+    state: optimizer_state.OptimizerState | None
     warnings: Sequence[str]
     casts: Mapping[str, str] = field(default_factory=dict)
     used: Sequence[TensorEntry] = ()
@@ -155,8 +155,8 @@ class _Chosen:
 def _as_it_is(
     reader: Reader,
     manifest: Manifest,
-    found: sections.Parts,
-    model: Named,
+    found: sections.Sections,
+    model: NamedModel,
     options: Options,
     config: Mapping[str, object],
 ) -> _Chosen:
@@ -171,8 +171,8 @@ def _as_it_is(
 def _ruled(
     reader: Reader,
     manifest: Manifest,
-    found: sections.Parts,
-    model: Named,
+    found: sections.Sections,
+    model: NamedModel,
     options: Options,
     config: Mapping[str, object],
     rules: Sequence[Rule],
@@ -201,7 +201,7 @@ def _unneeded_faults(manifest: Manifest, wanted: Sequence[TensorEntry]) -> list[
     return [f"not needed here, but damaged: {fault}" for fault in faults(manifest, rest, limit=4)]
 
 
-def _is_unasked(root: Path, found: sections.Parts, options: Options) -> bool:
+def _is_unasked(root: Path, found: sections.Sections, options: Options) -> bool:
     if root == found.model:
         return options.part == "optim" and root != ()
     return options.part == "model"
@@ -224,7 +224,7 @@ def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
     if not shapes_from:
         return
     other = sections.split_flat_names(open_checkpoint(shapes_from).manifest)
-    shapes = name_model(other, sections.find_parts(other)).tensors
+    shapes = name_model(other, sections.find_sections(other)).tensors
     for name, entry in tensors.items():
         if name in shapes and shapes[name].shape != entry.shape:
             raise IncompleteError(
@@ -249,7 +249,7 @@ def _check_shapes(tensors: Mapping[str, TensorEntry], shapes_from: str) -> None:
 
 
 def _ties(
-    reader: Reader, manifest: Manifest, model: Named, chosen: Sequence[str], config: Mapping[str, object]
+    reader: Reader, manifest: Manifest, model: NamedModel, chosen: Sequence[str], config: Mapping[str, object]
 ) -> tuple[dict[str, str], list[str]]:
     """Return the names that are not written, and what is odd about ties."""
     tensors = {name: model.tensors[name] for name in chosen}
@@ -268,8 +268,8 @@ def _ties(
 
 
 def _optimizer(
-    reader: Reader, manifest: Manifest, found: sections.Parts, model: Named, options: Options
-) -> optimizer_state.OptimState | None:
+    reader: Reader, manifest: Manifest, found: sections.Sections, model: NamedModel, options: Options
+) -> optimizer_state.OptimizerState | None:
     if not found.optimizers:
         if options.part == "optim":
             raise IncompleteError(
@@ -307,7 +307,7 @@ def _optimizer(
     )
 
 
-def _of_parameters(state: optimizer_state.OptimState, fqns: Set[str]) -> optimizer_state.OptimState:
+def _of_parameters(state: optimizer_state.OptimizerState, fqns: Set[str]) -> optimizer_state.OptimizerState:
     """Return the tensors of some parameters; groups and values stay."""
     kept = {key: entry for key, entry in state.tensors.items() if key.rpartition("/")[0] in fqns}
     return replace(state, tensors=kept)

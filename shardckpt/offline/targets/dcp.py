@@ -8,7 +8,7 @@ from typing import Any
 
 from shardckpt.boxes import Box, whole
 from shardckpt.errors import NameCollisionError
-from shardckpt.format.dcp.writer import Chunk, SliceFile, encode_metadata, item_of, slice_files
+from shardckpt.format.dcp.writer import SliceChunk, SliceFile, encode_metadata, item_of, slice_files
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import ArchiveWriter
 from shardckpt.manifest import Path, dotted
@@ -17,9 +17,9 @@ from shardckpt.offline.select.group_settings import STATE, by_path
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.report import Meter
 from shardckpt.offline.write.resolve import rows_of
-from shardckpt.offline.write.stream import Budget, Part, write_parts
-from shardckpt.plan.layout.output_files import OutTensor
-from shardckpt.plan.layout.write_plan import Held, plan_save
+from shardckpt.offline.write.stream import MemoryBudget, TensorPart, write_parts
+from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
 from shardckpt.storage.store import Writer
 
 
@@ -33,7 +33,7 @@ class DcpFile:
     """
 
     file: SliceFile
-    arrays: Mapping[Path, OutTensor]
+    arrays: Mapping[Path, OutputTensor]
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class DcpFile:
         return sum(each.archive is not None for each in self.file.slices)
 
     def write(
-        self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+        self, reader: Reader, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
     ) -> tuple[int, ...]:
         """Write it from start to end; the caller closes the writer.
 
@@ -60,19 +60,19 @@ class DcpFile:
             StorageError: Reading or writing failed.
         """
         sink = _Slices(self.file, writer)
-        parts = _parts(self.arrays, (each.what for each in self.file.slices if isinstance(each.what, Chunk)))
+        parts = _parts(self.arrays, (each.what for each in self.file.slices if isinstance(each.what, SliceChunk)))
         write_parts(reader, parts, sink, budget=budget, allow_overflow=allow_overflow, meter=meter)
         sink.close()
         return ()
 
 
-def _parts(arrays: Mapping[Path, OutTensor], chunks: Iterable[Chunk]) -> Iterable[Part]:
+def _parts(arrays: Mapping[Path, OutputTensor], chunks: Iterable[SliceChunk]) -> Iterable[TensorPart]:
     for chunk in chunks:
         tensor = arrays[chunk.path]
         if tensor.members:
-            yield from (Part(member, whole(member.shape)) for member in tensor.members)
+            yield from (TensorPart(member, whole(member.shape)) for member in tensor.members)
         else:
-            yield Part(tensor, chunk.box)
+            yield TensorPart(tensor, chunk.box)
 
 
 class _Slices:
@@ -117,17 +117,17 @@ class _Slices:
             self._writer.write(bytes(offset - self._at))
             self._at = offset + nbytes
             if archive is None:
-                assert not isinstance(what, Chunk), "chunks have archives"
+                assert not isinstance(what, SliceChunk), "chunks have archives"
                 self._writer.write(what.content)
                 continue
-            assert isinstance(what, Chunk), "objects have their bytes"
+            assert isinstance(what, SliceChunk), "objects have their bytes"
             self._archive = ArchiveWriter(archive, self._writer.write)
             self._missing = what.nbytes
 
 
 def selected_content(selection: Selection) -> Content:
     """Return what a conversion selected, as torch's own functions would have saved it: `model` and `optim`."""
-    arrays: dict[Path, OutTensor] = {("model", tensor.name): tensor for tensor in selection.model}
+    arrays: dict[Path, OutputTensor] = {("model", tensor.name): tensor for tensor in selection.model}
     ties: dict[Path, Path] = {
         ("model", name): ("model", kept) for name, kept in selection.ties.items() if ("model", kept) in arrays
     }
@@ -172,28 +172,28 @@ def _is_opened(value: list[Any]) -> bool:
     return any(isinstance(each, dict) or (isinstance(each, list) and _is_opened(each)) for each in value)
 
 
-def plan_ranks(content: Content, world_size: int, *, most_bytes: int, fresh: str = "") -> list[DcpFile]:
+def plan_ranks(content: Content, world_size: int, *, most_bytes: int, unique_suffix: str = "") -> list[DcpFile]:
     """Cut tensors as `torch.chunk` does, in their first dimension; each rank gets a file at least.
 
     Args:
         content: What is saved.
         world_size: For how many ranks.
         most_bytes: Bytes of a file after which another begins.
-        fresh: Put into every name, where the usual ones may still be read by somebody.
+        unique_suffix: Put into every name, where the usual ones may still be read by somebody.
 
     Raises:
         UnsupportedError: A value or a type that torch would not read back.
     """
     held = [
-        [Held(path, t.shape, t.dtype, tuple(_rows(t, world_size, rank))) for path, t in content.arrays.items()]
+        [LocalTensor(path, t.shape, t.dtype, tuple(_rows(t, world_size, rank))) for path, t in content.arrays.items()]
         for rank in range(world_size)
     ]
     plan = plan_save(held)
     boxes = [[(plan.arrays[task.array].path, task.box) for task in tasks] for tasks in plan.tasks]
-    return _files(content, boxes, most_bytes, fresh)
+    return _files(content, boxes, most_bytes, unique_suffix)
 
 
-def plan_as_stored(content: Content, *, most_bytes: int, fresh: str = "") -> list[DcpFile]:
+def plan_as_stored(content: Content, *, most_bytes: int, unique_suffix: str = "") -> list[DcpFile]:
     """Cut tensors as the source has them: a rank for each of its files, a chunk for each piece."""
     sources = dict.fromkeys(p.file for t in content.arrays.values() for m in t.written for p in m.entry.pieces)
     rank_of = {file: rank for rank, file in enumerate(sources)}
@@ -204,7 +204,7 @@ def plan_as_stored(content: Content, *, most_bytes: int, fresh: str = "") -> lis
             boxes[rank_of[pieces[0].file] if pieces else 0].append((path, whole(tensor.shape)))
         for piece in pieces if tensor.shape else ():
             boxes[rank_of[piece.file]].append((path, piece.box))
-    return _files(content, boxes, most_bytes, fresh)
+    return _files(content, boxes, most_bytes, unique_suffix)
 
 
 def metadata_of(files: Sequence[DcpFile], content: Content) -> bytes:
@@ -212,17 +212,19 @@ def metadata_of(files: Sequence[DcpFile], content: Content) -> bytes:
     return encode_metadata((each.file for each in files), content.ties, content.order or tuple(content.arrays))
 
 
-def _files(content: Content, boxes: Sequence[Sequence[tuple[Path, Box]]], most_bytes: int, fresh: str) -> list[DcpFile]:
+def _files(
+    content: Content, boxes: Sequence[Sequence[tuple[Path, Box]]], most_bytes: int, unique_suffix: str
+) -> list[DcpFile]:
     items = [item_of(path, value) for path, value in content.values.items()]
     files: list[DcpFile] = []
     for rank, mine in enumerate(boxes):
-        chunks = [Chunk(path, content.arrays[path].shape, content.arrays[path].dtype, box) for path, box in mine]
-        made = slice_files(rank, chunks, items if rank == 0 else (), most_bytes=most_bytes, fresh=fresh)
+        chunks = [SliceChunk(path, content.arrays[path].shape, content.arrays[path].dtype, box) for path, box in mine]
+        made = slice_files(rank, chunks, items if rank == 0 else (), most_bytes=most_bytes, unique_suffix=unique_suffix)
         files += [DcpFile(file, content.arrays) for file in made]
     return files
 
 
-def _rows(tensor: OutTensor, world_size: int, rank: int) -> Iterable[Box]:
+def _rows(tensor: OutputTensor, world_size: int, rank: int) -> Iterable[Box]:
     """Return what a rank holds: its rows, or all of what cannot be cut."""
     shape = tensor.shape
     if not shape or 0 in shape or tensor.members:

@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 
 from shardckpt.errors import UsageError
-from shardckpt.format.encodings.tagged_json import Named
+from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import TensorValue, archived
 from shardckpt.manifest import UNREAD
 from shardckpt.offline.select.group_settings import GROUPS, VALUES
-from shardckpt.offline.select.lossiness import refuses, require_allowed
+from shardckpt.offline.select.lossiness import is_unsupported, require_allowed
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.selection import Selection, select
 from shardckpt.offline.targets.torchsave import TorchFile, state_dict, torch_file
 from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.offline.write.resolve import blocks_of
-from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.optim.optimizer_state import rebuild
 
 TARGET = "deepspeed-universal"
@@ -49,9 +49,9 @@ class _Param:
         step: Steps taken, as an array or as a value; None where nothing says it.
     """
 
-    weights: OutTensor
-    slots: Mapping[str, OutTensor]
-    step: OutTensor | object
+    weights: OutputTensor
+    slots: Mapping[str, OutputTensor]
+    step: OutputTensor | object
 
 
 def check(options: Options) -> None:
@@ -68,7 +68,9 @@ def check(options: Options) -> None:
         )
 
 
-def masters(reader: Reader, options: Options, config: Mapping[str, object], selection: Selection) -> list[OutTensor]:
+def master_weights(
+    reader: Reader, options: Options, config: Mapping[str, object], selection: Selection
+) -> list[OutputTensor]:
     """Return the weights that the optimizer goes on from: its own copies where the source has them.
 
     Raises:
@@ -93,12 +95,12 @@ def masters(reader: Reader, options: Options, config: Mapping[str, object], sele
             raise UsageError(
                 f"the optimizer has {name!r}, which the model lacks", fix="Take it along, or leave out neither."
             )
-        made.append(OutTensor(name, tensor.entry, "float32"))
+        made.append(OutputTensor(name, tensor.entry, "float32"))
     return made
 
 
 def lay_out(
-    reader: Reader, selection: Selection, weights: Sequence[OutTensor], *, allow_loss: bool
+    reader: Reader, selection: Selection, weights: Sequence[OutputTensor], *, allow_loss: bool
 ) -> tuple[list[TorchFile], dict[str, bytes]]:
     """Return the files of the target: those with tensors, and the content of the small ones.
 
@@ -128,7 +130,7 @@ def lay_out(
         **{
             f"{folder}/{_ZERO}/{_folder_name(name)}/{_STEP}.pt": archived(param.step)
             for name, param in params.items()
-            if param.step is not None and not isinstance(param.step, OutTensor)
+            if param.step is not None and not isinstance(param.step, OutputTensor)
         },
         LATEST: folder.encode(),
     }
@@ -140,11 +142,11 @@ def _trained(selection: Selection) -> list[str]:
     return [name for group in groups for name in group["params"]]
 
 
-def _params(selection: Selection, weights: Sequence[OutTensor]) -> tuple[dict[str, _Param], list[str]]:
+def _params(selection: Selection, weights: Sequence[OutputTensor]) -> tuple[dict[str, _Param], list[str]]:
     """Return the trained parameters by name, and what of their state DeepSpeed would not load."""
-    slots: dict[str, dict[str, OutTensor]] = {}
+    slots: dict[str, dict[str, OutputTensor]] = {}
     lost = []
-    steps: dict[str, OutTensor | object] = {}
+    steps: dict[str, OutputTensor | object] = {}
     for tensor in selection.optim:
         name, _, slot = tensor.name.rpartition("/")
         if slot == _STEP and not tensor.shape:
@@ -192,13 +194,13 @@ def _files_of(folder: str, param: _Param) -> Iterator[TorchFile]:
     for slot, tensor in {_WEIGHTS: param.weights, **param.slots}.items():
         value = {"cat_dim": 0, "param": TensorValue(0, tensor.dtype, tensor.shape)}
         yield torch_file(f"{folder}/{slot}.pt", value, [tensor])
-    if isinstance(param.step, OutTensor):
+    if isinstance(param.step, OutputTensor):
         yield torch_file(f"{folder}/{_STEP}.pt", TensorValue(0, param.step.dtype, ()), [param.step])
 
 
 def _optimizer_state(name: str, reader: Reader, selection: Selection, params: Mapping[str, _Param]) -> TorchFile:
     """Return the file of what all parameters share; stage 3 reads its groups and its steps there once more."""
-    steps = [param.step for param in params.values() if isinstance(param.step, OutTensor)][:1]
+    steps = [param.step for param in params.values() if isinstance(param.step, OutputTensor)][:1]
     step = TensorValue(0, steps[0].dtype, ()) if steps else next((p.step for p in params.values()), None)
     given: Sequence[Mapping[str, Any]] = (selection.groups or {}).get(GROUPS, ())
     groups = [{**group, "params": [number]} for number, group in enumerate(given)]
@@ -217,7 +219,7 @@ def _optimizer_state(name: str, reader: Reader, selection: Selection, params: Ma
 def _told(reader: Reader, selection: Selection, params: Mapping[str, _Param], steps: int) -> dict[str, object]:
     """Return what a model file says beside the weights."""
     groups: Sequence[Mapping[str, Any]] = (selection.groups or {}).get(GROUPS, ())
-    shapes = [{name: Named("size", params[name].weights.shape) for name in group["params"]} for group in groups]
+    shapes = [{name: NamedValue("size", params[name].weights.shape) for name in group["params"]} for group in groups]
     return {
         "buffer_names": [],
         "optimizer": None,
@@ -243,7 +245,7 @@ def _loop(reader: Reader) -> dict[str, object]:
     for key in _LOOP if reader.manifest.format.startswith("deepspeed") else ():
         below = {p[1:]: e.value for p, e in reader.manifest.objects.items() if p[0] == key}
         value = rebuild(below) if below and UNREAD not in below.values() else None
-        if value is not None and not refuses("torch", value):
+        if value is not None and not is_unsupported("torch", value):
             found[key] = value
     return found
 
@@ -259,7 +261,7 @@ def _steps(reader: Reader, params: Mapping[str, _Param]) -> int:
     if entry is not None and type(entry.value) is int:
         return entry.value
     for param in params.values():
-        if isinstance(param.step, OutTensor) and prod(param.step.shape) == 1:
+        if isinstance(param.step, OutputTensor) and prod(param.step.shape) == 1:
             data = b"".join(blocks_of(reader, param.step.entry))
             return int(np.frombuffer(data, numpy_dtype(param.step.entry.stored))[0])
         if isinstance(param.step, int | float):

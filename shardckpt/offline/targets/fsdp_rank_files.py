@@ -15,15 +15,15 @@ from typing import Any
 
 from shardckpt.boxes import Shape, strides, whole
 from shardckpt.errors import FormatError
-from shardckpt.format.encodings.pickle_writer import Call, GlobalName
+from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName
 from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.writer import Archive, ArchiveWriter, Storage, TensorValue, lay_out
+from shardckpt.format.torchsave.writer import ArchiveWriter, Storage, TensorValue, TorchArchive, lay_out
 from shardckpt.manifest import Path, dotted
 from shardckpt.offline.select.checkpoint_content import Content
 from shardckpt.offline.write.report import Meter
 from shardckpt.offline.write.resolve import rows_of
-from shardckpt.offline.write.stream import Budget, Part, write_parts
-from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.offline.write.stream import MemoryBudget, TensorPart, write_parts
+from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming.fqn import require_matches
 from shardckpt.storage.store import Writer
 
@@ -33,7 +33,7 @@ _LAYOUT = "torch.distributed._mesh_layout"
 
 
 @dataclass(frozen=True, slots=True)
-class RankFile:
+class RankFileOutput:
     """One rank's file, decided.
 
     Attributes:
@@ -44,9 +44,9 @@ class RankFile:
     """
 
     name: str
-    archive: Archive
+    archive: TorchArchive
     ranks: bytes
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +59,7 @@ class RankFile:
         return len(self.parts)
 
     def write(
-        self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+        self, reader: Reader, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
     ) -> tuple[int, ...]:
         """Write it from start to end; the caller closes the writer.
 
@@ -90,7 +90,7 @@ def paths_cut(content: Content, keep_whole: Sequence[str]) -> frozenset[Path]:
     return frozenset(_cut_in_source(content.arrays) - kept)
 
 
-def _cut_in_source(arrays: Mapping[Path, OutTensor]) -> set[Path]:
+def _cut_in_source(arrays: Mapping[Path, OutputTensor]) -> set[Path]:
     """Return what a source has cut, or would have if it had more rows; all with rows where it has nothing cut."""
     rows = {path: tensor for path, tensor in arrays.items() if tensor.shape and 0 not in tensor.shape}
     pieces = {path: sum(1 for piece in tensor.entry.pieces if piece.box.volume) for path, tensor in rows.items()}
@@ -99,7 +99,7 @@ def _cut_in_source(arrays: Mapping[Path, OutTensor]) -> set[Path]:
     return {path for path, tensor in rows.items() if pieces[path] > 1 or tensor.shape[0] == 1}
 
 
-def plan_rank_files(content: Content, cut: Collection[Path], world_size: int) -> list[RankFile]:
+def plan_rank_files(content: Content, cut: Collection[Path], world_size: int) -> list[RankFileOutput]:
     """Return a file for each rank, `rank0.pt` first.
 
     Args:
@@ -113,8 +113,8 @@ def plan_rank_files(content: Content, cut: Collection[Path], world_size: int) ->
     return [_rank_file(content, cut, rank, world_size) for rank in range(world_size)]
 
 
-def _rank_file(content: Content, cut: Collection[Path], rank: int, world: int) -> RankFile:
-    parts: list[Part] = []
+def _rank_file(content: Content, cut: Collection[Path], rank: int, world: int) -> RankFileOutput:
+    parts: list[TensorPart] = []
     storages = [Storage("int32", world)]
     mesh = _mesh(rank, world)
     made: dict[Path, object] = {}
@@ -122,17 +122,17 @@ def _rank_file(content: Content, cut: Collection[Path], rank: int, world: int) -
         box = rows_of(tensor.shape, world, rank) if path in cut else None
         local = TensorValue(len(storages), tensor.dtype, tensor.shape if box is None else box.size)
         storages.append(Storage(tensor.dtype, prod(local.shape)))
-        parts.append(Part(tensor, whole(tensor.shape) if box is None else box))
+        parts.append(TensorPart(tensor, whole(tensor.shape) if box is None else box))
         made[path] = local if box is None else _dtensor(local, tensor.shape, mesh)
     leaves = {
         path: made[content.ties.get(path, path)] for path in content.order if content.ties.get(path, path) in made
     }
     ranks = b"".join(number.to_bytes(4, "little") for number in range(world))
-    archive = lay_out(_nest({**leaves, **content.values}), storages)
-    return RankFile(f"rank{rank}.pt", archive, ranks, tuple(parts))
+    archive = lay_out(_build_state({**leaves, **content.values}), storages)
+    return RankFileOutput(f"rank{rank}.pt", archive, ranks, tuple(parts))
 
 
-def _nest(leaves: Mapping[Path, object]) -> object:
+def _build_state(leaves: Mapping[Path, object]) -> object:
     """Return leaves by path as dicts in one another; those whose keys count from 0 are lists, but not of a state."""
     if () in leaves:
         if len(leaves) > 1:
@@ -142,7 +142,7 @@ def _nest(leaves: Mapping[Path, object]) -> object:
     inner: dict[str | int, dict[Path, object]] = {}
     for path, leaf in leaves.items():
         inner.setdefault(path[0], {})[path[1:]] = leaf
-    made = {key: _nest(each) for key, each in inner.items()}
+    made = {key: _build_state(each) for key, each in inner.items()}
     return {k: _listed(v) if k != _STATE else v for k, v in made.items()}
 
 
@@ -151,11 +151,11 @@ def _listed(value: Any) -> Any:
     return list(value.values()) if is_list else value
 
 
-def _instance(module: str, name: str, state: Mapping[str, object]) -> Call:
-    return Call(GlobalName(module, name), state=dict(state), is_new=True)
+def _instance(module: str, name: str, state: Mapping[str, object]) -> GlobalCall:
+    return GlobalCall(GlobalName(module, name), state=dict(state), is_new=True)
 
 
-def _mesh(rank: int, world: int) -> Call:
+def _mesh(rank: int, world: int) -> GlobalCall:
     """Return the mesh of all ranks as one of them has it; its ranks lie in storage 0."""
     axis = _instance(_LAYOUT, "_FlatLayout", {"shape": (world,), "stride": (1,)})
     state: dict[str, object] = {
@@ -175,12 +175,12 @@ def _mesh(rank: int, world: int) -> Call:
     return _instance("torch.distributed.device_mesh", "DeviceMesh", state)
 
 
-def _dtensor(local: TensorValue, shape: Shape, mesh: Call) -> Call:
+def _dtensor(local: TensorValue, shape: Shape, mesh: GlobalCall) -> GlobalCall:
     dtype, steps = GlobalName("torch", local.dtype), strides(shape)
-    order = Call(GlobalName(f"{_TENSOR}._dtensor_spec", "ShardOrderEntry"), (0, (0,)), is_new=True)
-    meta = Call(
+    order = GlobalCall(GlobalName(f"{_TENSOR}._dtensor_spec", "ShardOrderEntry"), (0, (0,)), is_new=True)
+    meta = GlobalCall(
         GlobalName(f"{_TENSOR}._dtensor_spec", "TensorMeta"),
-        (Call(GlobalName("torch", "Size"), (shape,)), steps, dtype),
+        (GlobalCall(GlobalName("torch", "Size"), (shape,)), steps, dtype),
         is_new=True,
     )
     spec = {
@@ -192,8 +192,8 @@ def _dtensor(local: TensorValue, shape: Shape, mesh: Call) -> Call:
         "_hash": None,
     }
     kind = GlobalName(_TENSOR, "DTensor")
-    layout = Call(GlobalName("torch.serialization", "_get_layout"), ("torch.strided",))
-    rebuilt = (kind, dtype, shape, steps, 0, layout, Call(GlobalName("torch", "device"), ("cpu",)), False)
+    layout = GlobalCall(GlobalName("torch.serialization", "_get_layout"), ("torch.strided",))
+    rebuilt = (kind, dtype, shape, steps, 0, layout, GlobalCall(GlobalName("torch", "device"), ("cpu",)), False)
     state = (None, {"_local_tensor": local, "_spec": _instance(f"{_TENSOR}._dtensor_spec", "DTensorSpec", spec)})
     function = GlobalName("torch._utils", "_rebuild_wrapper_subclass")
-    return Call(GlobalName("torch._tensor", "_rebuild_from_type_v2"), (function, kind, rebuilt, state))
+    return GlobalCall(GlobalName("torch._tensor", "_rebuild_from_type_v2"), (function, kind, rebuilt, state))

@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from shardckpt.boxes import Box, Shape, whole
 from shardckpt.dtypes import bits
 from shardckpt.format.native.commit import COMMIT, encode_commit, manifest_name
-from shardckpt.format.native.manifest_json import Contents, encode_manifest
-from shardckpt.format.native.partial_manifest import Written, join, part_of
-from shardckpt.format.native.payload import HF_INDEX, BlockHasher, Chunk, Payload, hf_index, lay_out
+from shardckpt.format.native.manifest_json import ManifestContents, encode_manifest
+from shardckpt.format.native.partial_manifest import WrittenPayload, build_partial, merge_partials
+from shardckpt.format.native.payload import HF_INDEX, BlockHasher, PayloadChunk, PayloadFile, hf_index, lay_out
 from shardckpt.format.native.records import ArrayRecord, record_of
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Path
-from shardckpt.offline.select.native_tree import Nest
+from shardckpt.offline.select.native_tree import NativeTree
 from shardckpt.offline.write.report import Meter
 from shardckpt.offline.write.resolve import rows_of
-from shardckpt.offline.write.stream import Budget, Part, write_parts
-from shardckpt.offline.write.target_writer import Ending, Hashes, Layout
-from shardckpt.plan.layout.output_files import OutTensor
-from shardckpt.plan.layout.write_plan import Held, plan_save
+from shardckpt.offline.write.stream import MemoryBudget, TensorPart, write_parts
+from shardckpt.offline.write.target_writer import FinalFiles, Hashes, Layout
+from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
 from shardckpt.storage.store import Writer
 
 
@@ -34,8 +34,8 @@ class StepFile:
         arrays: Where the elements come from.
     """
 
-    payload: Payload
-    arrays: Mapping[Path, OutTensor]
+    payload: PayloadFile
+    arrays: Mapping[Path, OutputTensor]
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class StepFile:
         return len(self.payload.chunks)
 
     def write(
-        self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+        self, reader: Reader, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
     ) -> tuple[int, ...]:
         """Write it from start to end; the caller closes the writer.
 
@@ -66,7 +66,7 @@ class StepFile:
         """
         sink = _Hashed(writer)
         sink.write(self.payload.header)
-        parts = (Part(self.arrays[chunk.path], chunk.box) for chunk in self.payload.chunks)
+        parts = (TensorPart(self.arrays[chunk.path], chunk.box) for chunk in self.payload.chunks)
         write_parts(reader, parts, sink, budget=budget, allow_overflow=allow_overflow, meter=meter)
         return sink.hasher.digests()
 
@@ -89,7 +89,7 @@ class _Hashed:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedStep:
     """A native step, decided.
 
     Attributes:
@@ -99,21 +99,23 @@ class Step:
         model: Where the model is, for a step of one writer.
     """
 
-    contents: Contents
-    arrays: Mapping[Path, OutTensor]
-    payloads: tuple[tuple[Payload, ...], ...]
+    contents: ManifestContents
+    arrays: Mapping[Path, OutputTensor]
+    payloads: tuple[tuple[PayloadFile, ...], ...]
     model: Path | None
 
     def layout(self, small: Mapping[str, bytes]) -> Layout:
         """Return its files, and others that lie beside them; `COMMIT` is the last of all."""
         names = (*((HF_INDEX,) if self.model else ()), manifest_name(self.contents.save), COMMIT)
         files = tuple(StepFile(payload, self.arrays) for mine in self.payloads for payload in mine)
-        return Layout(files, small, Ending(names, self._ending))
+        return Layout(files, small, FinalFiles(names, self._ending))
 
     def _ending(self, hashes: Hashes) -> dict[str, bytes]:
         """Return the index of the model, the manifest and `COMMIT`."""
-        parts = [part_of([Written(payload, hashes[payload.name]) for payload in mine]) for mine in self.payloads]
-        files, arrays = join(parts, [record.path for record in self.contents.arrays])
+        parts = [
+            build_partial([WrittenPayload(payload, hashes[payload.name]) for payload in mine]) for mine in self.payloads
+        ]
+        files, arrays = merge_partials(parts, [record.path for record in self.contents.arrays])
         made: dict[str, bytes] = {}
         if self.model is not None:
             made[HF_INDEX] = hf_index(self.payloads[0], self.model)
@@ -127,7 +129,7 @@ class Step:
         }
 
 
-def plan_step(nest: Nest, writers: int, *, most_bytes: int, save: str, model: Path | None = None) -> Step:
+def plan_step(nest: NativeTree, writers: int, *, most_bytes: int, save: str, model: Path | None = None) -> PlannedStep:
     """Cut arrays as `torch.chunk` does, in their first dimension, and lay out a file for every writer at least.
 
     Args:
@@ -142,23 +144,23 @@ def plan_step(nest: Nest, writers: int, *, most_bytes: int, save: str, model: Pa
     """
     arrays = nest.arrays
     held = [
-        [Held(path, t.shape, t.dtype, tuple(_rows(t, writers, w))) for path, t in arrays.items()]
+        [LocalTensor(path, t.shape, t.dtype, tuple(_rows(t, writers, w))) for path, t in arrays.items()]
         for w in range(writers)
     ]
     plan = plan_save(held)
     records = tuple(ArrayRecord(path, t.dtype, t.shape, array("Q")) for path, t in arrays.items())
     topology = {**nest.topology, "world_size": writers}
     about = {"writer": "shardckpt"}
-    contents = Contents(save, (), records, nest.json, nest.ties, topology, about, variants=nest.variants)
+    contents = ManifestContents(save, (), records, nest.json, nest.ties, topology, about, variants=nest.variants)
     payloads = []
     for writer, tasks in enumerate(plan.tasks):
-        chunks = [Chunk(*plan.arrays[task.array], task.box) for task in tasks]
+        chunks = [PayloadChunk(*plan.arrays[task.array], task.box) for task in tasks]
         carry: dict[str, object] = contents.carried() if writer == 0 else {}
         payloads.append(lay_out(save, writer, chunks, most_bytes=most_bytes, model=model, carry=carry))
-    return Step(contents, arrays, tuple(payloads), model)
+    return PlannedStep(contents, arrays, tuple(payloads), model)
 
 
-def _rows(tensor: OutTensor, writers: int, writer: int) -> Iterator[Box]:
+def _rows(tensor: OutputTensor, writers: int, writer: int) -> Iterator[Box]:
     """Yield what a rank holds: its rows, or all of what cannot be cut."""
     shape: Shape = tensor.shape
     if not shape or 0 in shape or bits(tensor.dtype) % 8 or bits(tensor.entry.stored) % 8:

@@ -8,13 +8,13 @@ from math import prod
 from typing import Any
 
 from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.writer import Archive, ArchiveWriter, Storage, TensorValue, lay_out
+from shardckpt.format.torchsave.writer import ArchiveWriter, Storage, TensorValue, TorchArchive, lay_out
 from shardckpt.manifest import Path
 from shardckpt.offline.select.group_settings import by_path
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.report import Meter
-from shardckpt.offline.write.stream import Budget, parts_of, write_parts
-from shardckpt.plan.layout.output_files import OutTensor, name_files
+from shardckpt.offline.write.stream import MemoryBudget, parts_of, write_parts
+from shardckpt.plan.layout.output_files import OutputTensor, name_files
 from shardckpt.storage.store import Writer
 
 SUFFIX = ".bin"
@@ -32,8 +32,8 @@ class TorchFile:
     """
 
     name: str
-    archive: Archive
-    tensors: tuple[OutTensor, ...]
+    archive: TorchArchive
+    tensors: tuple[OutputTensor, ...]
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +46,7 @@ class TorchFile:
         return len(self.tensors)
 
     def write(
-        self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+        self, reader: Reader, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
     ) -> tuple[int, ...]:
         """Write it from start to end; the caller closes the writer.
 
@@ -62,7 +62,7 @@ class TorchFile:
 
 
 def model_files(
-    selection: Selection, groups: Sequence[tuple[OutTensor, ...]], stem: str, fresh: str
+    selection: Selection, groups: Sequence[tuple[OutputTensor, ...]], stem: str, unique_suffix: str
 ) -> tuple[list[TorchFile], dict[str, object]]:
     """Return the files of a model, and the content of its index.
 
@@ -70,9 +70,9 @@ def model_files(
         selection: What is written; tied names lie in one file, over one storage.
         groups: The tensors of each file.
         stem: `pytorch_model` or `adapter_model`.
-        fresh: Put into every name, where the usual ones may still be read by somebody.
+        unique_suffix: Put into every name, where the usual ones may still be read by somebody.
     """
-    named = name_files(groups, stem, fresh, SUFFIX)
+    named = name_files(groups, stem, unique_suffix, SUFFIX)
     files = [torch_file(file.name, state_dict(selection, file.tensors), file.tensors) for file in named]
     total = sum(t.nbytes for group in groups for t in group)
     weights = {name: f.name for f in named for name in state_dict(selection, f.tensors)}
@@ -97,7 +97,7 @@ def single_file(selection: Selection, part: str, name: str) -> TorchFile:
     return torch_file(name, value, (*selection.model, *selection.optim))
 
 
-def torch_file(name: str, value: object, tensors: Sequence[OutTensor]) -> TorchFile:
+def torch_file(name: str, value: object, tensors: Sequence[OutputTensor]) -> TorchFile:
     """Return a file that holds a value.
 
     Args:
@@ -109,7 +109,7 @@ def torch_file(name: str, value: object, tensors: Sequence[OutTensor]) -> TorchF
     return TorchFile(name, lay_out(value, storages), tuple(tensors))
 
 
-def state_dict(selection: Selection, tensors: Sequence[OutTensor]) -> dict[str, TensorValue]:
+def state_dict(selection: Selection, tensors: Sequence[OutputTensor]) -> dict[str, TensorValue]:
     """Return names to tensors in state-dict order, both names of a tied pair; storages are numbered as given."""
     numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
     order = selection.order or tuple(numbers)
@@ -134,10 +134,10 @@ def _optimizer(selection: Selection, first: int) -> dict[str | int, object]:
         path: TensorValue(first + number, tensor.dtype, tensor.shape)
         for number, (path, tensor) in enumerate(arrays.items())
     }
-    return nest_of({**leaves, **values})
+    return unflatten_state({**leaves, **values})
 
 
-def nest_of(leaves: Mapping[Path, object]) -> dict[str | int, object]:
+def unflatten_state(leaves: Mapping[Path, object]) -> dict[str | int, object]:
     """Return leaves by path as dicts in one another."""
     root: dict[str | int, Any] = {}
     for path, leaf in leaves.items():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from heapq import heapify, heapreplace
 
 from shardckpt.groups import Group, init_gloo_group
-from shardckpt.offline.write.stream import Payload
+from shardckpt.offline.write.stream import OutputFile
 from shardckpt.offline.write.target_writer import Hashes, Layout
 from shardckpt.storage.presence import require_files
 from shardckpt.storage.publication import Publication
@@ -24,11 +24,11 @@ def ranks() -> Iterator[Group]:
         yield group
 
 
-def share_out(files: Sequence[Payload], ranks: int) -> list[list[Payload]]:
+def share_out(files: Sequence[OutputFile], ranks: int) -> list[list[OutputFile]]:
     """Return what each rank writes: the largest first, by the one that has least to write; the same on every rank."""
     loads = [(0, rank) for rank in range(ranks)]
     heapify(loads)
-    mine: list[list[Payload]] = [[] for _ in range(ranks)]
+    mine: list[list[OutputFile]] = [[] for _ in range(ranks)]
     for file in sorted(files, key=lambda each: (-each.nbytes, each.name)):
         load, rank = loads[0]
         mine[rank].append(file)
@@ -41,7 +41,7 @@ def publish_together(
     save: str,
     begin: Callable[[], Publication],
     lay_out: Callable[[str, str], Layout],
-    write: Callable[[Sequence[Payload], Publication], Hashes],
+    write: Callable[[Sequence[OutputFile], Publication], Hashes],
     finish: Callable[[Layout, Hashes, Publication], None],
 ) -> Layout:
     """Write a result with several ranks: it appears whole, or not at all, and a failure of one is raised on all.
@@ -68,10 +68,10 @@ def publish_together(
                 publication = begin()
         said = _SEPARATOR.join((publication.unique_suffix, save, publication.staging_url)) if publication else ""
         heard = group.broadcast(said.encode("utf-8", "surrogateescape"))  # a path on a disk is any bytes
-        fresh, save, place = heard.decode("utf-8", "surrogateescape").split(_SEPARATOR, 2)
+        unique_suffix, save, place = heard.decode("utf-8", "surrogateescape").split(_SEPARATOR, 2)
         with group.collective("writing"):
             publication = publication or JoinedPublication(place)
-            laid = lay_out(fresh, save)
+            laid = lay_out(unique_suffix, save)
             shares = share_out(laid.payload, group.size)
             hashes = write(shares[group.rank], publication)
         told = {name: each for said in group.all_gather(_encoded(hashes)) for name, each in _decoded(said)}

@@ -249,8 +249,8 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self._since = time.perf_counter()
 
-    def lap(self, phase: str) -> None:
-        """Count the time since the last lap to `phase`."""
+    def end_phase(self, phase: str) -> None:
+        """Count the time since the last phase to `phase`."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now

@@ -7,7 +7,7 @@ from math import prod
 
 from shardckpt.boxes import Box, Shape, contiguous_blocks, whole
 from shardckpt.dtypes import bits, nbytes
-from shardckpt.format.chunk_reader import PieceReader, Want
+from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Lazy, Manifest, TensorEntry
 from shardckpt.plan.layout.copy_plan import as_bytes
@@ -66,5 +66,5 @@ def blocks_of(reader: Reader, entry: TensorEntry, block_bytes: int = 1 << 22) ->
     most = max(block_bytes * 8 // bits(entry.stored), 1)
     for box in contiguous_blocks(whole(entry.shape), most) if prod(entry.shape) else ():
         buffer = bytearray(nbytes(entry.stored, box.volume))
-        pieces.fill([Want(entry.pieces, box, entry.stored, memoryview(buffer))])
+        pieces.fill([ReadItem(entry.pieces, box, entry.stored, memoryview(buffer))])
         yield buffer

@@ -9,13 +9,13 @@ from typing import NamedTuple, Protocol
 
 from shardckpt.boxes import Box, contiguous_blocks, whole
 from shardckpt.dtypes import bits, nbytes
-from shardckpt.format.chunk_reader import PieceReader, Want
-from shardckpt.format.encodings.safetensors import Placed, encode_header, file_order
+from shardckpt.format.chunk_reader import PieceReader, ReadItem
+from shardckpt.format.encodings.safetensors import HeaderTensor, encode_header, file_order
 from shardckpt.format.reader import Reader
 from shardckpt.offline.write.numpy_casts import cast_into
 from shardckpt.offline.write.report import Meter
 from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, steps
-from shardckpt.plan.layout.output_files import OutFile, OutTensor
+from shardckpt.plan.layout.output_files import OutputTensor, PlannedFile
 from shardckpt.storage.store import Store, Writer
 
 _RESERVED_BYTES = 20 * 2**20
@@ -39,7 +39,7 @@ _COPY_STEP_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class MemoryBudget:
     """How much memory one writer may use.
 
     Attributes:
@@ -53,7 +53,7 @@ class Budget:
     step_bytes: int
 
     @classmethod
-    def of(cls, max_memory: int, writers: int, *, is_local: bool) -> Budget:
+    def of(cls, max_memory: int, writers: int, *, is_local: bool) -> MemoryBudget:
         """Share a cap on added memory, in bytes, among writers that run side by side.
 
         Args:
@@ -74,7 +74,7 @@ class Sink(Protocol):
         """Take the next bytes. Raises StorageError."""
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A box of a tensor that is written in one stretch.
 
     Attributes:
@@ -82,11 +82,11 @@ class Part(NamedTuple):
         box: The elements, in row-major order.
     """
 
-    tensor: OutTensor
+    tensor: OutputTensor
     box: Box
 
 
-class Payload(Protocol):
+class OutputFile(Protocol):
     """A file of tensor data that is decided, whatever its format."""
 
     @property
@@ -102,7 +102,7 @@ class Payload(Protocol):
         """How many tensors, or parts of some, it holds."""
 
     def write(
-        self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+        self, reader: Reader, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
     ) -> tuple[int, ...]:
         """Write it from start to end; the caller closes the writer.
 
@@ -116,7 +116,7 @@ class Payload(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class SafetensorsFile:
     """An output file with its header made.
 
     Attributes:
@@ -127,7 +127,7 @@ class Laid:
 
     name: str
     header: bytes
-    tensors: tuple[OutTensor, ...]
+    tensors: tuple[OutputTensor, ...]
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +140,7 @@ class Laid:
         return len(self.tensors)
 
     def write(
-        self, reader: Reader, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+        self, reader: Reader, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
     ) -> tuple[int, ...]:
         """Write it from start to end; the caller closes the writer.
 
@@ -152,21 +152,21 @@ class Laid:
         return ()
 
 
-def lay_out(file: OutFile, metadata: Mapping[str, str]) -> Laid:
+def lay_out(file: PlannedFile, metadata: Mapping[str, str]) -> SafetensorsFile:
     """Order a file's tensors and make its header.
 
     Raises:
         UnsupportedError: A type that safetensors cannot hold.
     """
     tensors = {t.name: t for t in file.tensors}
-    order = file_order(Placed(t.name, t.dtype, t.shape) for t in file.tensors)
-    return Laid(
+    order = file_order(HeaderTensor(t.name, t.dtype, t.shape) for t in file.tensors)
+    return SafetensorsFile(
         file.name, encode_header(order, metadata), tuple(part for p in order for part in tensors[p.name].written)
     )
 
 
 def write_file(
-    reader: Reader, file: Laid, writer: Writer, *, budget: Budget, allow_overflow: bool, meter: Meter
+    reader: Reader, file: SafetensorsFile, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
 ) -> None:
     """Write a file from start to end; the caller closes the writer.
 
@@ -176,7 +176,7 @@ def write_file(
     """
     writer.write(file.header)
     pieces = PieceReader(reader.store)
-    current: OutTensor | None = None
+    current: OutputTensor | None = None
     with _WriteBehind(writer, budget.batch_bytes) as behind:
         wide = budget.wide_bytes
         for step in steps(file.tensors, batch_bytes=budget.batch_bytes, copy_bytes=_COPY_BYTES, wide_bytes=wide):
@@ -193,15 +193,15 @@ def write_file(
             meter.add(step.nbytes)
 
 
-def parts_of(tensors: Iterable[OutTensor]) -> Iterator[Part]:
+def parts_of(tensors: Iterable[OutputTensor]) -> Iterator[TensorPart]:
     """Yield whole tensors as parts; one of several members is those."""
     for tensor in tensors:
         for member in tensor.written:
-            yield Part(member, whole(member.shape))
+            yield TensorPart(member, whole(member.shape))
 
 
 def write_parts(
-    reader: Reader, parts: Iterable[Part], sink: Sink, *, budget: Budget, allow_overflow: bool, meter: Meter
+    reader: Reader, parts: Iterable[TensorPart], sink: Sink, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
 ) -> None:
     """Give the bytes of parts to a sink, back to back.
 
@@ -210,7 +210,7 @@ def write_parts(
         StorageError: Reading or writing failed.
     """
     pieces = PieceReader(reader.store)
-    current: OutTensor | None = None
+    current: OutputTensor | None = None
     with _WriteBehind(sink, budget.batch_bytes) as behind:
         for batch in batches(parts, budget.batch_bytes, budget.wide_bytes):
             if batch.takes[-1].tensor is not current:
@@ -222,7 +222,7 @@ def write_parts(
             meter.add(batch.nbytes)
 
 
-def batches(parts: Iterable[Part], most: int, wide: int = 0) -> Iterator[Batch]:
+def batches(parts: Iterable[TensorPart], most: int, wide: int = 0) -> Iterator[Batch]:
     """Yield parts in order, cut into blocks and put together in batches of at most `most` bytes.
 
     Args:
@@ -324,7 +324,7 @@ def assemble(pieces: PieceReader, batch: Batch, out: memoryview, allow_overflow:
         else (take, out[take.offset : take.offset + take.nbytes])
         for take in batch.takes
     ]
-    pieces.fill([Want(t.tensor.entry.pieces, t.box, t.tensor.entry.stored, target) for t, target in staged])
+    pieces.fill([ReadItem(t.tensor.entry.pieces, t.box, t.tensor.entry.stored, target) for t, target in staged])
     for take, data in staged:
         if take.tensor.is_made:
             stored = take.tensor.entry.stored

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardckpt.format.reader import Reader
 from shardckpt.offline.write.report import Meter, WrittenFile
-from shardckpt.offline.write.stream import Budget, Payload
+from shardckpt.offline.write.stream import MemoryBudget, OutputFile
 from shardckpt.storage.publication import Publication
 
 Hashes = Mapping[str, tuple[int, ...]]
@@ -16,7 +16,7 @@ Hashes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class FinalFiles:
     """Files that tell the hashes of the payload's blocks, written after everything else.
 
     Attributes:
@@ -38,9 +38,9 @@ class Layout:
         ending: What is written last, where the format keeps hashes.
     """
 
-    payload: tuple[Payload, ...]
+    payload: tuple[OutputFile, ...]
     small: Mapping[str, bytes]
-    ending: Ending | None = None
+    ending: FinalFiles | None = None
 
     @property
     def files(self) -> tuple[WrittenFile, ...]:
@@ -61,7 +61,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Scribe:
+class TargetWriter:
     """Writes payload files of one source.
 
     Attributes:
@@ -78,7 +78,7 @@ class Scribe:
     jobs: int = 1
     allow_overflow: bool = False
 
-    def write(self, files: Sequence[Payload], publication: Publication) -> Hashes:
+    def write(self, files: Sequence[OutputFile], publication: Publication) -> Hashes:
         """Write payload files.
 
         Raises:
@@ -86,9 +86,9 @@ class Scribe:
             StorageError: Reading or writing failed.
         """
         writers = max(min(self.jobs, len(files)), 1)
-        budget = Budget.of(self.max_memory, writers, is_local=self.reader.store.capabilities.is_local)
+        budget = MemoryBudget.of(self.max_memory, writers, is_local=self.reader.store.capabilities.is_local)
 
-        def write(file: Payload) -> tuple[int, ...]:
+        def write(file: OutputFile) -> tuple[int, ...]:
             with publication.create(file.name) as writer:
                 return file.write(
                     self.reader, writer, budget=budget, allow_overflow=self.allow_overflow, meter=self.meter

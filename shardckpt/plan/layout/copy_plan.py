@@ -9,7 +9,7 @@ from math import prod
 from shardckpt.boxes import Box, contiguous_blocks, flat_index, is_contiguous, whole
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
-from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.layout.output_files import OutputTensor
 
 _FEW_PIECES = 64
 _FINE_BYTES = 1 << 16
@@ -41,7 +41,7 @@ class Take:
         offset: Byte in the batch, as written, at which it starts.
     """
 
-    tensor: OutTensor
+    tensor: OutputTensor
     box: Box
     offset: int
 
@@ -68,13 +68,13 @@ class Batch:
 class _Run:
     """A contiguous range of one tensor, and the bytes it can be copied from, if it can."""
 
-    tensor: OutTensor
+    tensor: OutputTensor
     box: Box
     source: Copy | None
 
 
 def steps(
-    tensors: Sequence[OutTensor], *, batch_bytes: int, copy_bytes: int, wide_bytes: int = 0
+    tensors: Sequence[OutputTensor], *, batch_bytes: int, copy_bytes: int, wide_bytes: int = 0
 ) -> Iterator[Copy | Batch]:
     """Yield what to do to write the data of `tensors` back to back.
 
@@ -126,7 +126,7 @@ def _merged(runs: Iterator[_Run]) -> Iterator[list[_Run]]:
         yield group
 
 
-def _runs(tensor: OutTensor, batch_bytes: int) -> Iterator[_Run]:
+def _runs(tensor: OutputTensor, batch_bytes: int) -> Iterator[_Run]:
     """Cut a tensor into contiguous ranges, in order: one a piece where every piece is one, else blocks."""
     if bits(tensor.entry.stored) % 8:
         tensor = replace(tensor, entry=as_bytes(tensor.entry), dtype=as_bytes(tensor.entry).stored)
@@ -147,7 +147,7 @@ def _runs(tensor: OutTensor, batch_bytes: int) -> Iterator[_Run]:
             yield _Run(tensor, block, None)
 
 
-def is_scattered(tensor: OutTensor) -> bool:
+def is_scattered(tensor: OutputTensor) -> bool:
     """Tell whether neighbours in the tensor lie far apart in a storage."""
     return any(
         isinstance(inner := p.layout.inner if isinstance(p.layout, Encoded) else p.layout, Strided)
@@ -168,7 +168,7 @@ def as_bytes(entry: TensorEntry) -> TensorEntry:
     return TensorEntry(entry.path, shape, "uint8", (Piece(whole(shape), file, span),))
 
 
-def _pieces_of_run(tensor: OutTensor, box: Box, copy: Copy, most: int) -> Iterator[_Run]:
+def _pieces_of_run(tensor: OutputTensor, box: Box, copy: Copy, most: int) -> Iterator[_Run]:
     """Cut a long run where a batch could end; `_merged` joins what is copied after all."""
     at = copy.offset
     for block in contiguous_blocks(box, most):
@@ -177,5 +177,5 @@ def _pieces_of_run(tensor: OutTensor, box: Box, copy: Copy, most: int) -> Iterat
         at += size
 
 
-def _is_run(tensor: OutTensor, piece: Piece) -> bool:
+def _is_run(tensor: OutputTensor, piece: Piece) -> bool:
     return isinstance(piece.layout, Span) and is_contiguous(tensor.entry.shape, piece.box)

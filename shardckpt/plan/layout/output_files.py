@@ -30,7 +30,7 @@ class Change(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OutTensor:
+class OutputTensor:
     """One tensor to be written.
 
     Attributes:
@@ -44,7 +44,7 @@ class OutTensor:
     name: str
     entry: TensorEntry
     dtype: str
-    members: tuple[OutTensor, ...] = ()
+    members: tuple[OutputTensor, ...] = ()
     change: Change | None = None
 
     @property
@@ -58,7 +58,7 @@ class OutTensor:
         return array_nbytes(self.dtype, self.entry.shape)
 
     @property
-    def written(self) -> tuple[OutTensor, ...]:
+    def written(self) -> tuple[OutputTensor, ...]:
         """What is written for it, in order."""
         return self.members or (self,)
 
@@ -74,7 +74,7 @@ class OutTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class OutFile:
+class PlannedFile:
     """One payload file to be written.
 
     Attributes:
@@ -83,7 +83,7 @@ class OutFile:
     """
 
     name: str
-    tensors: tuple[OutTensor, ...]
+    tensors: tuple[OutputTensor, ...]
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +91,7 @@ class OutFile:
         return sum(t.nbytes for t in self.tensors)
 
 
-def split_by_size(tensors: Sequence[OutTensor], max_bytes: int) -> list[tuple[OutTensor, ...]]:
+def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple[OutputTensor, ...]]:
     """Fill files greedily in order; a tensor larger than a file gets one of its own.
 
     The rule of `split_state_dict_into_shards_factory` in huggingface_hub, so that both tools cut at the same places.
@@ -100,8 +100,8 @@ def split_by_size(tensors: Sequence[OutTensor], max_bytes: int) -> list[tuple[Ou
         tensors: In state-dict order.
         max_bytes: Bytes of tensor data in a file.
     """
-    shards: list[tuple[OutTensor, ...]] = []
-    current: list[OutTensor] = []
+    shards: list[tuple[OutputTensor, ...]] = []
+    current: list[OutputTensor] = []
     size = 0
     for tensor in tensors:
         if tensor.nbytes > max_bytes:
@@ -115,13 +115,13 @@ def split_by_size(tensors: Sequence[OutTensor], max_bytes: int) -> list[tuple[Ou
     return [*shards, tuple(current)] if current or not shards else shards
 
 
-def split_as_stored(tensors: Sequence[OutTensor]) -> list[tuple[OutTensor, ...]]:
+def split_as_stored(tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor, ...]]:
     """Keep tensors together that lie whole in one source file; tensors cut over files share one more.
 
     Args:
         tensors: In state-dict order.
     """
-    files: dict[str, list[OutTensor]] = {}
+    files: dict[str, list[OutputTensor]] = {}
     for tensor in tensors:
         sources = {piece.file for piece in tensor.entry.pieces}
         files.setdefault(sources.pop() if len(sources) == 1 else "", []).append(tensor)
@@ -129,23 +129,25 @@ def split_as_stored(tensors: Sequence[OutTensor]) -> list[tuple[OutTensor, ...]]
 
 
 def name_files(
-    groups: Sequence[tuple[OutTensor, ...]], stem: str, fresh: str = "", suffix: str = ".safetensors"
-) -> list[OutFile]:
+    groups: Sequence[tuple[OutputTensor, ...]], stem: str, unique_suffix: str = "", suffix: str = ".safetensors"
+) -> list[PlannedFile]:
     """Name the files `stem.safetensors`, or `stem-00001-of-00002.safetensors` and so on.
 
     Args:
         groups: The tensors of each file.
         stem: `model`, `adapter_model` or `optimizer`.
-        fresh: Put into every name, where the usual names may still be read by somebody.
+        unique_suffix: Put into every name, where the usual names may still be read by somebody.
         suffix: What every name ends with.
     """
-    mark = f"-{fresh}" if fresh else ""
+    mark = f"-{unique_suffix}" if unique_suffix else ""
     if len(groups) == 1:
-        return [OutFile(f"{stem}{mark}{suffix}", groups[0])]
-    return [OutFile(f"{stem}{mark}-{i:05d}-of-{len(groups):05d}{suffix}", group) for i, group in enumerate(groups, 1)]
+        return [PlannedFile(f"{stem}{mark}{suffix}", groups[0])]
+    return [
+        PlannedFile(f"{stem}{mark}-{i:05d}-of-{len(groups):05d}{suffix}", group) for i, group in enumerate(groups, 1)
+    ]
 
 
-def index(files: Sequence[OutFile], more: Mapping[str, object] | None = None) -> dict[str, object]:
+def index(files: Sequence[PlannedFile], more: Mapping[str, object] | None = None) -> dict[str, object]:
     """Return the content of `*.safetensors.index.json` as transformers writes it.
 
     Args:

@@ -12,7 +12,7 @@ Steps = Callable[[Shape], Shape]
 """Makes other strides of strides."""
 
 
-def narrowed(pieces: Sequence[Piece], region: Box, dtype: str) -> list[Piece]:
+def narrow(pieces: Sequence[Piece], region: Box, dtype: str) -> list[Piece]:
     """Return what lies in a region, in the region's own coordinates.
 
     Args:
@@ -29,12 +29,12 @@ def narrowed(pieces: Sequence[Piece], region: Box, dtype: str) -> list[Piece]:
     return found
 
 
-def moved(pieces: Sequence[Piece], dim: int, by: int) -> list[Piece]:
+def shift_pieces(pieces: Sequence[Piece], dim: int, by: int) -> list[Piece]:
     """Return pieces that start `by` elements later in one dimension."""
     return [piece._replace(box=_moved(piece.box, dim, by)) for piece in pieces]
 
 
-def lifted(pieces: Sequence[Piece], dim: int) -> list[Piece]:
+def unsqueeze(pieces: Sequence[Piece], dim: int) -> list[Piece]:
     """Return pieces with one more dimension, of one element, in front of dimension `dim`."""
 
     def steps(given: Shape) -> Shape:
@@ -48,7 +48,7 @@ def lifted(pieces: Sequence[Piece], dim: int) -> list[Piece]:
     return found
 
 
-def lowered(pieces: Sequence[Piece], dim: int) -> list[Piece]:
+def squeeze(pieces: Sequence[Piece], dim: int) -> list[Piece]:
     """Return pieces without a dimension of one element."""
     found = []
     for piece in pieces:
@@ -58,7 +58,7 @@ def lowered(pieces: Sequence[Piece], dim: int) -> list[Piece]:
     return found
 
 
-def turned(pieces: Sequence[Piece], dims: Sequence[int]) -> list[Piece]:
+def permute(pieces: Sequence[Piece], dims: Sequence[int]) -> list[Piece]:
     """Return pieces with their dimensions in another order: dimension i becomes what dimension `dims[i]` was."""
     found = []
     for piece in pieces:

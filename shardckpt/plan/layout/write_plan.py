@@ -23,7 +23,7 @@ LEAST_SHARE_BYTES = 1 << 22
 _NO_LIMIT = 1 << 62
 
 
-class Held(NamedTuple):
+class LocalTensor(NamedTuple):
     """What one rank holds of one array.
 
     Attributes:
@@ -41,7 +41,7 @@ class Held(NamedTuple):
     digest: int | None = None
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """One array of the save.
 
     Attributes:
@@ -55,7 +55,7 @@ class Spec(NamedTuple):
     dtype: str
 
 
-class Task(NamedTuple):
+class WriteItem(NamedTuple):
     """A box that one rank writes.
 
     Attributes:
@@ -76,15 +76,15 @@ class SavePlan:
         tasks: For each rank what it writes, in the order of the arrays.
     """
 
-    arrays: tuple[Spec, ...]
-    tasks: tuple[tuple[Task, ...], ...]
+    arrays: tuple[TensorSpec, ...]
+    tasks: tuple[tuple[WriteItem, ...], ...]
 
     def bytes_of(self, rank: int) -> int:
         """Return the bytes of data that a rank writes."""
         return sum(nbytes(self.arrays[task.array].dtype, task.box.volume) for task in self.tasks[rank])
 
 
-def plan_save(held: Sequence[Sequence[Held]]) -> SavePlan:
+def plan_save(held: Sequence[Sequence[LocalTensor]]) -> SavePlan:
     """Decide who writes what.
 
     Args:
@@ -95,7 +95,7 @@ def plan_save(held: Sequence[Sequence[Held]]) -> SavePlan:
         IncompleteError: Elements that no rank holds.
     """
     arrays = _gather(held)
-    tasks: list[list[Task]] = [[] for _ in held]
+    tasks: list[list[WriteItem]] = [[] for _ in held]
     loads = [0] * len(held)
     shared: list[_Shared] = []
     for number, array in enumerate(arrays):
@@ -104,17 +104,17 @@ def plan_save(held: Sequence[Sequence[Held]]) -> SavePlan:
         for box, volume, ranks in _disjoint(array):
             if len(ranks) == 1:
                 rank = ranks[0]
-                tasks[rank].append(Task(number, box))
+                tasks[rank].append(WriteItem(number, box))
                 loads[rank] += (volume * width + 7) >> 3
             else:
                 ranks = tuple(ranks)
                 shared += [_Shared(nbytes(dtype, b.volume), number, b, ranks) for b in _parts(box, dtype, len(ranks))]
     for part, rank in _share_out(shared, loads):
-        tasks[rank].append(Task(part.array, part.box))
+        tasks[rank].append(WriteItem(part.array, part.box))
     return SavePlan(tuple(array.spec for array in arrays), tuple(tuple(sorted(mine)) for mine in tasks))
 
 
-def digest(held: Iterable[Held]) -> bytes:
+def digest(held: Iterable[LocalTensor]) -> bytes:
     """Return 16 bytes that change with everything a plan depends on: names, shapes, types and boxes, not values."""
     hasher = hashlib.blake2b(digest_size=16)
     for each in held:
@@ -133,7 +133,7 @@ class _Array:
         digests: Boxes to rank and digest of the first rank that holds exactly these.
     """
 
-    spec: Spec
+    spec: TensorSpec
     first: int
     holders: dict[Box, list[int]]
     digests: dict[tuple[Box, ...], tuple[int, int]]
@@ -155,16 +155,16 @@ class _Shared(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def _gather(held: Sequence[Sequence[Held]]) -> list[_Array]:
+def _gather(held: Sequence[Sequence[LocalTensor]]) -> list[_Array]:
     """Bring together what ranks hold of each array, and check that they mean the same one."""
     arrays: dict[Path, _Array] = {}
     for rank, mine in enumerate(held):
         for path, shape, dtype, boxes, value in mine:
             array = arrays.get(path)
             if array is None:
-                array = arrays[path] = _Array(Spec(path, shape, dtype), rank, {}, {})
+                array = arrays[path] = _Array(TensorSpec(path, shape, dtype), rank, {}, {})
             elif array.spec != (path, shape, dtype):
-                raise _disagreement(array, rank, Spec(path, shape, dtype))
+                raise _disagreement(array, rank, TensorSpec(path, shape, dtype))
             holders = array.holders
             for box in boxes:
                 if box in holders:
@@ -183,7 +183,7 @@ def _gather(held: Sequence[Sequence[Held]]) -> list[_Array]:
     return list(arrays.values())
 
 
-def _disagreement(array: _Array, rank: int, other: Spec) -> UsageError:
+def _disagreement(array: _Array, rank: int, other: TensorSpec) -> UsageError:
     return UsageError(
         "ranks disagree on an array",
         where=dotted(other.path),

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from shardckpt.errors import NameCollisionError, UsageError
 from shardckpt.manifest import Manifest, TensorEntry, dotted
 from shardckpt.parameter_names import WRAPPERS, unwrapped
-from shardckpt.plan.naming.sections import Parts, model_paths
+from shardckpt.plan.naming.sections import Sections, model_paths
 
 _LEADING = "module"
 """DDP and DeepSpeed put this before every name; inside a name it may be somebody's own."""
@@ -59,7 +59,7 @@ def _leading_depth(name: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedModel:
     """A checkpoint's tensors under canonical names.
 
     Attributes:
@@ -71,7 +71,7 @@ class Named:
     clean: Callable[[str], str]
 
 
-def name_model(manifest: Manifest, found: Parts) -> Named:
+def name_model(manifest: Manifest, found: Sections) -> NamedModel:
     """Return the model's tensors under the names of the unwrapped model.
 
     Raises:
@@ -82,7 +82,7 @@ def name_model(manifest: Manifest, found: Parts) -> Named:
     stored = {path: dotted(path[depth:]) or dotted(path) for path in paths}
     require_unique({str(path): name for path, name in stored.items()})
     cleaned = clean(stored.values())
-    return Named({cleaned[stored[path]]: manifest.tensors[path] for path in paths}, cleaner(stored.values()))
+    return NamedModel({cleaned[stored[path]]: manifest.tensors[path] for path in paths}, cleaner(stored.values()))
 
 
 def require_unique(renamed: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ _TORCH_FILE = re.compile(r"\.(pt|pth|bin|ckpt)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Sections:
     """The subtrees of a checkpoint, as paths.
 
     Attributes:
@@ -40,7 +40,7 @@ class Parts:
     is_flat: bool = False
 
 
-def find_parts(manifest: Manifest, model_key: str = "", optim_key: str = "") -> Parts:
+def find_sections(manifest: Manifest, model_key: str = "", optim_key: str = "") -> Sections:
     """Find the parts of a checkpoint.
 
     Args:
@@ -65,10 +65,10 @@ def find_parts(manifest: Manifest, model_key: str = "", optim_key: str = "") -> 
             continue
         if not _below_any(path, inside):
             others[_top(path, inside)] = None
-    return Parts(model, tuple(optimizers), tuple(others), is_flat)
+    return Sections(model, tuple(optimizers), tuple(others), is_flat)
 
 
-def model_paths(manifest: Manifest, found: Parts) -> Iterator[Path]:
+def model_paths(manifest: Manifest, found: Sections) -> Iterator[Path]:
     """Yield the paths of the model's tensors, in saved order."""
     depth = len(found.model)
     for path in manifest.tensors:
@@ -77,7 +77,7 @@ def model_paths(manifest: Manifest, found: Parts) -> Iterator[Path]:
             yield path
 
 
-def model_values(manifest: Manifest, found: Parts) -> Iterator[Path]:
+def model_values(manifest: Manifest, found: Sections) -> Iterator[Path]:
     """Yield the paths in the model's subtree that hold no tensor, such as a module's extra state, in saved order."""
     depth = len(found.model)
     if depth:

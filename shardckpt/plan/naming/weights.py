@@ -7,7 +7,7 @@ from typing import Literal
 
 from shardckpt.errors import UsageError
 from shardckpt.manifest import Manifest, Path, TensorEntry
-from shardckpt.plan.naming.sections import find_parts
+from shardckpt.plan.naming.sections import find_sections
 
 Weights = Literal["live", "master", "ema"] | str
 """The module's own weights, an optimizer's copies of higher precision, averages over steps, or a variant's name."""
@@ -51,7 +51,7 @@ def choose(manifest: Manifest, kind: str, model_key: str = "") -> Manifest:
         )
     root, of = manifest.variants.get(kind, ((kind,), None))
     without = _without(manifest, root)
-    model = find_parts(without, model_key).model if of is None or model_key else of
+    model = find_sections(without, model_key).model if of is None or model_key else of
     live = {path[len(model) :] for path in without.tensors if path[: len(model)] == model}
     found = _by_name(manifest, root, live, is_variant=kind in manifest.variants)
     other = {(*model, *name): entry._replace(path=(*model, *name)) for name, entry in found.items()}

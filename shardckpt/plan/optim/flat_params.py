@@ -9,8 +9,8 @@ from typing import Any
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import TensorEntry
-from shardckpt.plan.layout.output_files import OutTensor
-from shardckpt.plan.layout.piece_views import turned
+from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.plan.layout.piece_views import permute
 
 Units = Mapping[str, FlatLayout]
 """Names of flat parameters to where in each its members lie, by the names of the unsharded model."""
@@ -19,9 +19,9 @@ _STEP = "step"
 _NAMES = frozenset({"params", "param_names"})
 
 
-def laid_flat(
-    tensors: Sequence[OutTensor], content: Mapping[str, Any], units: Units
-) -> tuple[tuple[OutTensor, ...], dict[str, Any]]:
+def to_flat_params(
+    tensors: Sequence[OutputTensor], content: Mapping[str, Any], units: Units
+) -> tuple[tuple[OutputTensor, ...], dict[str, Any]]:
     """Return an optimizer's tensors and its groups' file by flat parameters.
 
     Args:
@@ -33,11 +33,11 @@ def laid_flat(
         UsageError: A flat parameter would have holes, or its members differ in what one can have only once.
     """
     flat_of = {spec.name: flat for flat, layout in units.items() for spec in layout.specs}
-    rows: dict[str, dict[str, OutTensor]] = {}
+    rows: dict[str, dict[str, OutputTensor]] = {}
     for tensor in tensors:
         name, _, slot = tensor.name.rpartition("/")
         rows.setdefault(name, {})[slot] = tensor
-    made: dict[str, OutTensor] = {}
+    made: dict[str, OutputTensor] = {}
     for name, row in rows.items():
         flat = flat_of.get(name)
         for slot, tensor in row.items():
@@ -56,7 +56,9 @@ def laid_flat(
     return tuple(made.values()), said
 
 
-def _flat_tensor(name: str, slot: str, layout: FlatLayout, rows: Mapping[str, Mapping[str, OutTensor]]) -> OutTensor:
+def _flat_tensor(
+    name: str, slot: str, layout: FlatLayout, rows: Mapping[str, Mapping[str, OutputTensor]]
+) -> OutputTensor:
     found = [rows.get(spec.name, {}).get(slot) for spec in layout.specs]
     lacking = [spec.name for spec, tensor in zip(layout.specs, found, strict=True) if tensor is None]
     if lacking:
@@ -77,7 +79,7 @@ def _flat_tensor(name: str, slot: str, layout: FlatLayout, rows: Mapping[str, Ma
         replace(tensor, entry=_in_memory_order(tensor.entry, spec))
         for spec, tensor in zip(layout.specs, members, strict=True)
     ]
-    return OutTensor(name, whole, first.dtype, tuple(lying))
+    return OutputTensor(name, whole, first.dtype, tuple(lying))
 
 
 def _same(name: str, values: Mapping[str, object]) -> None:
@@ -92,7 +94,7 @@ def _in_memory_order(entry: TensorEntry, spec: ParamSpec) -> TensorEntry:
     """Return an array with its dimensions from the slowest to the fastest of its parameter's memory."""
     if not spec.order:
         return entry
-    return entry._replace(shape=spec.memory_shape, pieces=tuple(turned(entry.pieces, spec.order)))
+    return entry._replace(shape=spec.memory_shape, pieces=tuple(permute(entry.pieces, spec.order)))
 
 
 def _flat_groups(groups: Sequence[Mapping[str, Any]], flat_of: Mapping[str, str]) -> list[dict[str, Any]]:

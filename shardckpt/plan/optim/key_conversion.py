@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from shardckpt.errors import UsageError
-from shardckpt.plan.layout.output_files import OutTensor
-from shardckpt.plan.optim.flat_params import Units, laid_flat
+from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.plan.optim.flat_params import Units, to_flat_params
 
 Keys = Literal["names", "ids", "flat", "flat-parameters"]
 KEYS = "keys"
@@ -19,12 +19,12 @@ _NAMES = frozenset({"params", "param_names"})
 
 
 def rekeyed(
-    tensors: Sequence[OutTensor],
+    tensors: Sequence[OutputTensor],
     content: Mapping[str, Any],
     keys: Keys,
     numbers: Mapping[int, str] | None = None,
     units: Units | None = None,
-) -> tuple[tuple[OutTensor, ...], dict[str, Any]]:
+) -> tuple[tuple[OutputTensor, ...], dict[str, Any]]:
     """Return an optimizer's tensors and its groups' file under other keys.
 
     Args:
@@ -48,7 +48,7 @@ def rekeyed(
                 "nobody tells what lies in flat parameters",
                 expected="rank files of LOCAL states of a model that was wrapped with use_orig_params=False",
             )
-        made, said = laid_flat(tensors, content, units)
+        made, said = to_flat_params(tensors, content, units)
         return made, {**said, KEYS: keys}
     if keys == "flat":
         return _renamed(tensors, lambda name, slot: f"state.{name}.{slot}"), _flat(content)
@@ -56,7 +56,7 @@ def rekeyed(
     return _renamed(tensors, lambda name, slot: f"{number[name]}/{slot}"), _numbered(content, number)
 
 
-def _renamed(tensors: Iterable[OutTensor], rename: Callable[[str, str], str]) -> tuple[OutTensor, ...]:
+def _renamed(tensors: Iterable[OutputTensor], rename: Callable[[str, str], str]) -> tuple[OutputTensor, ...]:
     found = []
     for tensor in tensors:
         name, _, slot = tensor.name.rpartition("/")
@@ -65,7 +65,7 @@ def _renamed(tensors: Iterable[OutTensor], rename: Callable[[str, str], str]) ->
 
 
 def _numbers(
-    tensors: Iterable[OutTensor], content: Mapping[str, Any], given: Mapping[int, str] | None
+    tensors: Iterable[OutputTensor], content: Mapping[str, Any], given: Mapping[int, str] | None
 ) -> dict[str, int]:
     names = dict.fromkeys(name for group in content[_GROUPS] for name in group["params"])
     found = {name: number for number, name in (enumerate(names) if given is None else sorted(given.items()))}

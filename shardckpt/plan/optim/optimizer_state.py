@@ -28,7 +28,7 @@ Key = str | int
 
 
 @dataclass(frozen=True, slots=True)
-class OptimState:
+class OptimizerState:
     """One optimizer, by name.
 
     Attributes:
@@ -49,7 +49,7 @@ class OptimState:
 
 
 @dataclass(frozen=True, slots=True)
-class RawOptim:
+class RawOptimizer:
     """One optimizer as stored, its objects read.
 
     Attributes:
@@ -66,7 +66,7 @@ class RawOptim:
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class _ParamNames:
     """What ids are called.
 
     Attributes:
@@ -85,7 +85,7 @@ class _Keyed:
     groups: list[dict[str, object]]
 
 
-def below(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawOptim:
+def below(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawOptimizer:
     """Cut an optimizer's subtree out of a checkpoint.
 
     Args:
@@ -94,7 +94,7 @@ def below(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawO
         values: Path (from the top) to value, of the objects below `root`.
     """
     n = len(root)
-    return RawOptim(
+    return RawOptimizer(
         {path[n:]: entry for path, entry in manifest.tensors.items() if path[:n] == root},
         {path[n:]: value for path, value in values.items() if path[:n] == root},
         has_lists=manifest.format in _LISTING,
@@ -103,11 +103,11 @@ def below(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawO
 
 
 def by_name(
-    raw: RawOptim,
+    raw: RawOptimizer,
     model: Mapping[str, Shape],
     param_names: Mapping[int, str] | None = None,
     clean: Callable[[str], str] = str,
-) -> OptimState:
+) -> OptimizerState:
     """Bring an optimizer to names.
 
     Args:
@@ -126,7 +126,7 @@ def by_name(
     keyed = _flattened(raw, model, clean) if is_flattened else _nested(raw)
     _require_keys({key for key, _ in (*keyed.tensors, *keyed.scalars)}, "state")
     ids = _ids(keyed)
-    found = _names_of_ids(ids, keyed, model, param_names, keeps_order=raw.keeps_order) if ids else _Names()
+    found = _names_of_ids(ids, keyed, model, param_names, keeps_order=raw.keeps_order) if ids else _ParamNames()
     names = found.of_ids
     if param_names and model:
         _require_known({i: clean(names[i]) for i in ids}, keyed, model)
@@ -145,10 +145,10 @@ def by_name(
         scalars.setdefault(name(key), {})[slot] = value
     groups = [_named_group(group, name) for group in keyed.groups]
     units = _units(raw, clean)
-    return OptimState(tensors, scalars, groups, units, has_groups=not is_flattened, is_by_order=found.is_by_order)
+    return OptimizerState(tensors, scalars, groups, units, has_groups=not is_flattened, is_by_order=found.is_by_order)
 
 
-def by_number(raw: RawOptim) -> OptimState:
+def by_number(raw: RawOptimizer) -> OptimizerState:
     """Bring an optimizer to its own ids, as text, where nothing says which names they stand for.
 
     Raises:
@@ -159,7 +159,7 @@ def by_number(raw: RawOptim) -> OptimState:
     return by_name(raw, {}, {number: str(number) for number in _ids(keyed)})
 
 
-def has_ids(raw: RawOptim) -> bool:
+def has_ids(raw: RawOptimizer) -> bool:
     """Tell whether an optimizer holds any of its parameters under an id."""
     return not _is_flattened(raw) and bool(_ids(_nested(raw)))
 
@@ -170,7 +170,7 @@ def _ids(keyed: _Keyed) -> list[int]:
     )
 
 
-def _units(raw: RawOptim, clean: Callable[[str], str]) -> dict[str, FlatLayout]:
+def _units(raw: RawOptimizer, clean: Callable[[str], str]) -> dict[str, FlatLayout]:
     """Return the layouts that a reader left beside the state."""
     told = raw.values.get((_UNITS,))
     made: dict[str, FlatLayout] = {}
@@ -196,14 +196,14 @@ def _named_group(group: Mapping[str, object], name: Callable[[Key], str]) -> dic
     return {**rest, "params": [name(p) for p in params]}
 
 
-def _is_flattened(raw: RawOptim) -> bool:
+def _is_flattened(raw: RawOptimizer) -> bool:
     paths = [*raw.tensors, *raw.values]
     return bool(paths) and all(
         len(path) == 1 and str(path[0]).startswith((f"{_STATE}.", f"{_GROUPS}.")) for path in paths
     )
 
 
-def _nested(raw: RawOptim) -> _Keyed:
+def _nested(raw: RawOptimizer) -> _Keyed:
     keyed = _Keyed({}, {}, [])
     for path, entry in raw.tensors.items():
         if path[:1] == (_STATE,) and len(path) >= 3:
@@ -257,7 +257,7 @@ def rebuild(values: Mapping[Path, object], *, has_lists: bool = False) -> object
     return made
 
 
-def _flattened(raw: RawOptim, model: Mapping[str, Shape], clean: Callable[[str], str]) -> _Keyed:
+def _flattened(raw: RawOptimizer, model: Mapping[str, Shape], clean: Callable[[str], str]) -> _Keyed:
     """Split `state.{fqn}.{slot}` and `param_groups.{fqn}.{hyper}`; FQNs and slots both contain dots."""
     keyed = _Keyed({}, {}, [])
     hypers: dict[str, dict[str, object]] = {}
@@ -310,10 +310,10 @@ def _names_of_ids(
     given: Mapping[int, str] | None,
     *,
     keeps_order: bool,
-) -> _Names:
+) -> _ParamNames:
     names: dict[Key, str] = {}
     names.update((given if given is not None else _names_in_groups(keyed.groups)).items())
-    found = _Names(names) if names else _match_names(keyed, model, keeps_order=keeps_order)
+    found = _ParamNames(names) if names else _match_names(keyed, model, keeps_order=keeps_order)
     names = dict(found.of_ids)
     unnamed = [i for i in ids if i not in names]
     if unnamed:
@@ -354,7 +354,7 @@ def _names_in_groups(groups: Sequence[Mapping[str, object]]) -> dict[int, str]:
     return names
 
 
-def _match_names(keyed: _Keyed, model: Mapping[str, Shape], *, keeps_order: bool) -> _Names:
+def _match_names(keyed: _Keyed, model: Mapping[str, Shape], *, keeps_order: bool) -> _ParamNames:
     """Name ids by the only way in which their shapes match the model's, in any order, else in the model's order.
 
     Raises:
@@ -368,12 +368,12 @@ def _match_names(keyed: _Keyed, model: Mapping[str, Shape], *, keeps_order: bool
     offered = list(model.items())
     match = match_by_kind(every, offered)
     if match is not None:
-        return _Names(dict(zip(ids, match, strict=True)))
+        return _ParamNames(dict(zip(ids, match, strict=True)))
     in_order = match_in_order(wanted, offered) if keeps_order else None
     if in_order is None:
         raise _no_match(every, offered, keeps_order=keeps_order)
     names = dict(zip(ids, (name for chosen in in_order for name in chosen), strict=True))
-    return _Names(names, is_by_order=True)
+    return _ParamNames(names, is_by_order=True)
 
 
 def _parameter_shapes(tensors: Mapping[tuple[Key, str], TensorEntry]) -> dict[Key, Shape]:

@@ -8,8 +8,8 @@ from math import prod
 from shardckpt.boxes import Shape
 from shardckpt.errors import IncompleteError, UsageError
 from shardckpt.manifest import TensorEntry
-from shardckpt.plan.optim.optimizer_state import OptimState
-from shardckpt.plan.rules.rules import Plan, Recipe, Source, cooked, leaves
+from shardckpt.plan.optim.optimizer_state import OptimizerState
+from shardckpt.plan.rules.rules import Recipe, RemapPlan, SourceTensor, apply_recipe, leaves
 
 Same = Callable[[Sequence[TensorEntry]], bool]
 """Tells whether small arrays hold the same bits."""
@@ -17,7 +17,7 @@ Same = Callable[[Sequence[TensorEntry]], bool]
 _Rows = Mapping[str, Mapping[str, TensorEntry]]
 
 
-def shapes_of(state: OptimState, known: Mapping[str, object]) -> dict[str, tuple[Shape, str]]:
+def shapes_of(state: OptimizerState, known: Mapping[str, object]) -> dict[str, tuple[Shape, str]]:
     """Return the parameters that the model lacks, with the shape of their largest slot and a type that none has.
 
     Args:
@@ -32,7 +32,7 @@ def shapes_of(state: OptimState, known: Mapping[str, object]) -> dict[str, tuple
     return found
 
 
-def ruled_state(plan: Plan, state: OptimState, same: Same) -> OptimState:
+def ruled_state(plan: RemapPlan, state: OptimizerState, same: Same) -> OptimizerState:
     """Return an optimizer whose slots are made as the parameters they belong to.
 
     A slot of another shape than its parameter is kept where the parameter only gets another name; one number (`step`)
@@ -63,7 +63,7 @@ def ruled_state(plan: Plan, state: OptimState, same: Same) -> OptimState:
         if values[0]:
             scalars[name] = values[0]
     groups = _groups(plan, state.groups)
-    return OptimState(tensors, scalars, groups, has_groups=state.has_groups, is_by_order=state.is_by_order)
+    return OptimizerState(tensors, scalars, groups, has_groups=state.has_groups, is_by_order=state.is_by_order)
 
 
 def _slots(name: str, parts: Sequence[str], rows: _Rows) -> list[str]:
@@ -83,10 +83,10 @@ def _slots(name: str, parts: Sequence[str], rows: _Rows) -> list[str]:
 def _made(recipe: Recipe, key: str, slot: str, rows: _Rows, same: Same) -> TensorEntry:
     found = {leaf.name: rows[leaf.name][slot] for leaf in leaves(recipe)}
     first = next(iter(found.values()))
-    if isinstance(recipe, Source):
+    if isinstance(recipe, SourceTensor):
         return first._replace(path=(key,))
     if all(found[leaf.name].shape == leaf.shape for leaf in leaves(recipe)):
-        return cooked(recipe, key, found)
+        return apply_recipe(recipe, key, found)
     if any(prod(entry.shape) != 1 for entry in found.values()):
         odd = next(entry for entry in found.values() if prod(entry.shape) != 1)
         raise UsageError(
@@ -100,7 +100,7 @@ def _made(recipe: Recipe, key: str, slot: str, rows: _Rows, same: Same) -> Tenso
     return first._replace(path=(key,))
 
 
-def _groups(plan: Plan, groups: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+def _groups(plan: RemapPlan, groups: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """Return groups by the new names; a tensor that is made of several stands where the first of them stood."""
     home: dict[str, int] = {}
     for number, group in enumerate(groups):

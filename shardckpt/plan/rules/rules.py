@@ -14,7 +14,7 @@ from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import FLOATS, bits
 from shardckpt.errors import NameCollisionError, UsageError
 from shardckpt.manifest import Piece, TensorEntry
-from shardckpt.plan.layout.piece_views import lifted, lowered, moved, narrowed, turned
+from shardckpt.plan.layout.piece_views import narrow, permute, shift_pieces, squeeze, unsqueeze
 from shardckpt.plan.rules.patterns import Match, Pattern
 
 EACH = 0
@@ -158,7 +158,7 @@ class IfAny:
 Rule = Rename | Drop | Stack | Unstack | Split | Fuse | Transpose | Cast | IfAny
 
 
-class Source(NamedTuple):
+class SourceTensor(NamedTuple):
     """A tensor of the checkpoint."""
 
     name: str
@@ -174,7 +174,7 @@ class Narrow(NamedTuple):
     shape: Shape
 
 
-class Join(NamedTuple):
+class Concat(NamedTuple):
     """Tensors end to end in one dimension."""
 
     parts: tuple[Recipe, ...]
@@ -182,7 +182,7 @@ class Join(NamedTuple):
     shape: Shape
 
 
-class Lift(NamedTuple):
+class Unsqueeze(NamedTuple):
     """A tensor with one more dimension, of one element."""
 
     of: Recipe
@@ -190,7 +190,7 @@ class Lift(NamedTuple):
     shape: Shape
 
 
-class Lower(NamedTuple):
+class Squeeze(NamedTuple):
     """A tensor without a dimension of one element."""
 
     of: Recipe
@@ -198,7 +198,7 @@ class Lower(NamedTuple):
     shape: Shape
 
 
-class Turn(NamedTuple):
+class Permute(NamedTuple):
     """A tensor with its dimensions in another order."""
 
     of: Recipe
@@ -206,11 +206,11 @@ class Turn(NamedTuple):
     shape: Shape
 
 
-Recipe = Source | Narrow | Join | Lift | Lower | Turn
+Recipe = SourceTensor | Narrow | Concat | Unsqueeze | Squeeze | Permute
 """How a tensor is made of others; every one has a `shape`."""
 
 
-class Made(NamedTuple):
+class RemappedTensor(NamedTuple):
     """A tensor that comes out.
 
     Attributes:
@@ -225,7 +225,7 @@ class Made(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RemapPlan:
     """What rules make of a model.
 
     Attributes:
@@ -233,11 +233,11 @@ class Plan:
         dropped: Tensors of the checkpoint that rules left out.
     """
 
-    made: Mapping[str, Made]
+    made: Mapping[str, RemappedTensor]
     dropped: tuple[str, ...]
 
 
-def plan(rules: Sequence[Rule], tensors: Mapping[str, tuple[Shape, str]]) -> Plan:
+def plan_remap(rules: Sequence[Rule], tensors: Mapping[str, tuple[Shape, str]]) -> RemapPlan:
     """Decide what rules make of tensors.
 
     Args:
@@ -248,20 +248,20 @@ def plan(rules: Sequence[Rule], tensors: Mapping[str, tuple[Shape, str]]) -> Pla
         UsageError: A rule matches nothing, or does not fit what it matches; the message names rule and tensor.
         NameCollisionError: Two tensors would get one name.
     """
-    made = {name: Made(Source(name, shape), dtype) for name, (shape, dtype) in tensors.items()}
+    made = {name: RemappedTensor(SourceTensor(name, shape), dtype) for name, (shape, dtype) in tensors.items()}
     for number, each in enumerate(rules, 1):
         rule = each.rule if isinstance(each, IfAny) else each
         where = f"rule {number} ({type(rule).__name__.lower()})"
         made = _applied(rule, made, where, may_miss=rule is not each)
     used = {leaf.name for each in made.values() for leaf in leaves(each.recipe)}
-    return Plan(made, tuple(name for name in tensors if name not in used))
+    return RemapPlan(made, tuple(name for name in tensors if name not in used))
 
 
-def leaves(recipe: Recipe) -> Iterator[Source]:
+def leaves(recipe: Recipe) -> Iterator[SourceTensor]:
     """Yield the tensors of the checkpoint that another is made of, in order; one may come several times."""
-    if isinstance(recipe, Source):
+    if isinstance(recipe, SourceTensor):
         yield recipe
-    elif isinstance(recipe, Join):
+    elif isinstance(recipe, Concat):
         for part in recipe.parts:
             yield from leaves(part)
     else:
@@ -270,14 +270,14 @@ def leaves(recipe: Recipe) -> Iterator[Source]:
 
 def with_sources(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
     """Return a recipe made of other tensors of the same shapes: those that `names` says, where it says one."""
-    if isinstance(recipe, Source):
+    if isinstance(recipe, SourceTensor):
         return recipe._replace(name=names.get(recipe.name, recipe.name))
-    if isinstance(recipe, Join):
+    if isinstance(recipe, Concat):
         return recipe._replace(parts=tuple(with_sources(part, names) for part in recipe.parts))
     return recipe._replace(of=with_sources(recipe.of, names))
 
 
-def cooked(recipe: Recipe, name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry:
+def apply_recipe(recipe: Recipe, name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry:
     """Return a tensor made of resolved ones.
 
     Args:
@@ -295,7 +295,7 @@ def cooked(recipe: Recipe, name: str, entries: Mapping[str, TensorEntry]) -> Ten
             "a tensor would be made of several types", where=name, found=", ".join(sorted(map(str, types)))
         )
     first = found[0]
-    if isinstance(recipe, Source):
+    if isinstance(recipe, SourceTensor):
         return first._replace(path=(name,))
     if bits(first.stored) % 8:
         raise UsageError("elements narrower than a byte cannot be cut", where=name, found=first.stored)
@@ -303,25 +303,25 @@ def cooked(recipe: Recipe, name: str, entries: Mapping[str, TensorEntry]) -> Ten
 
 
 def _pieces(recipe: Recipe, entries: Mapping[str, TensorEntry]) -> list[Piece]:
-    if isinstance(recipe, Source):
+    if isinstance(recipe, SourceTensor):
         return list(entries[recipe.name].pieces)
-    if isinstance(recipe, Join):
+    if isinstance(recipe, Concat):
         found, at = [], 0
         for part in recipe.parts:
-            found += moved(_pieces(part, entries), recipe.dim, at)
+            found += shift_pieces(_pieces(part, entries), recipe.dim, at)
             at += part.shape[recipe.dim]
         return found
     inner = _pieces(recipe.of, entries)
     if isinstance(recipe, Narrow):
         offset = tuple(recipe.start if d == recipe.dim else 0 for d in range(len(recipe.shape)))
         dtype = next(entries[leaf.name].stored for leaf in leaves(recipe))
-        return narrowed(inner, Box(offset, recipe.shape), dtype)
-    if isinstance(recipe, Lift):
-        return lifted(inner, recipe.dim)
-    return lowered(inner, recipe.dim) if isinstance(recipe, Lower) else turned(inner, recipe.dims)
+        return narrow(inner, Box(offset, recipe.shape), dtype)
+    if isinstance(recipe, Unsqueeze):
+        return unsqueeze(inner, recipe.dim)
+    return squeeze(inner, recipe.dim) if isinstance(recipe, Squeeze) else permute(inner, recipe.dims)
 
 
-_Tensors = dict[str, Made]
+_Tensors = dict[str, RemappedTensor]
 
 
 def _applied(rule: Rule, made: _Tensors, where: str, *, may_miss: bool) -> _Tensors:
@@ -390,7 +390,7 @@ def _turned(rule: Transpose, made: _Tensors, where: str) -> dict[str, _Tensors]:
             raise UsageError(
                 f"dims do not fit {name}", where=where, found=list(rule.dims), expected=f"all of {len(shape)}"
             )
-        recipe = Turn(each.recipe, dims, tuple(shape[d] for d in dims))
+        recipe = Permute(each.recipe, dims, tuple(shape[d] for d in dims))
         found[name] = {name: each._replace(recipe=recipe)}
     return found
 
@@ -417,8 +417,8 @@ def _stacked(rule: Stack, made: _Tensors, where: str) -> dict[str, _Tensors]:
         shape = first.recipe.shape
         dim = _dim(rule.dim, len(shape) + 1, members[0], where)
         lifted_shape = (*shape[:dim], 1, *shape[dim:])
-        parts = tuple(Lift(made[member].recipe, dim, lifted_shape) for member in members)
-        recipe = Join(parts, dim, (*shape[:dim], len(members), *shape[dim:]))
+        parts = tuple(Unsqueeze(made[member].recipe, dim, lifted_shape) for member in members)
+        recipe = Concat(parts, dim, (*shape[:dim], len(members), *shape[dim:]))
         found |= _together(members, to, first._replace(recipe=recipe), made)
     return found
 
@@ -428,7 +428,7 @@ def _unstacked(rule: Unstack, made: _Tensors, where: str) -> dict[str, _Tensors]
         shape = recipe.shape
         rest = (*shape[:dim], *shape[dim + 1 :])
         names = [match.expand(rule.to, {rule.over: str(i)}) for i in range(shape[dim])]
-        return [(name, Lower(_narrow(recipe, dim, i, 1), dim, rest)) for i, name in enumerate(names)]
+        return [(name, Squeeze(_narrow(recipe, dim, i, 1), dim, rest)) for i, name in enumerate(names)]
 
     return _parted(rule, made, where, parts)
 
@@ -530,7 +530,7 @@ def _narrow(recipe: Recipe, dim: int, start: int, size: int) -> Recipe:
         return recipe
     if isinstance(recipe, Narrow) and recipe.dim == dim:
         return _narrow(recipe.of, dim, recipe.start + start, size)
-    if isinstance(recipe, Join) and recipe.dim == dim:
+    if isinstance(recipe, Concat) and recipe.dim == dim:
         inside, at = [], 0
         for part in recipe.parts:
             low, high = max(start, at), min(start + size, at + part.shape[dim])
@@ -546,16 +546,16 @@ def _joined(parts: Sequence[Recipe], dim: int) -> Recipe:
         return parts[0]
     shape = parts[0].shape
     total = sum(part.shape[dim] for part in parts)
-    return Join(tuple(parts), dim, (*shape[:dim], total, *shape[dim + 1 :]))
+    return Concat(tuple(parts), dim, (*shape[:dim], total, *shape[dim + 1 :]))
 
 
-def _together(members: Sequence[str], to: str, made_of: Made, made: _Tensors) -> dict[str, _Tensors]:
+def _together(members: Sequence[str], to: str, made_of: RemappedTensor, made: _Tensors) -> dict[str, _Tensors]:
     """Return what comes in the place of members: the whole in that of the first in order, nothing in the others'."""
     first = next(name for name in made if name in set(members))
     return {member: {to: made_of} if member == first else {} for member in members}
 
 
-def _alike(members: Sequence[str], made: _Tensors, where: str, but: int | None = None) -> Made:
+def _alike(members: Sequence[str], made: _Tensors, where: str, but: int | None = None) -> RemappedTensor:
     """Return the first of several tensors, once all have one type and shape, but for one dimension (`but`)."""
 
     def facts(name: str) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardckpt.core.params.buffer_layout import ordered
 from shardckpt.core.params.full_params import Staging
-from shardckpt.layout import FlatLayout, ParamSpec, Run
+from shardckpt.layout import FlatLayout, ParamSpec, ShardRun
 from shardckpt.state.redistribute.all_to_all import all_to_all, pack, unpack
 
 
@@ -145,7 +145,7 @@ def _spans(layout: FlatLayout, rows: Sequence[Rows], giver: int, getter: int) ->
 
 
 @lru_cache(maxsize=4096)
-def _runs(layout: FlatLayout, rank: int) -> tuple[Run, ...]:
+def _runs(layout: FlatLayout, rank: int) -> tuple[ShardRun, ...]:
     return tuple(layout.runs(rank))
 
 

@@ -8,11 +8,11 @@ from shardckpt.boxes import whole
 from shardckpt.checkpoint.planning.plan_cache import PlanCache, collect_drafts, is_cached
 from shardckpt.checkpoint.planning.rank_report import Report
 from shardckpt.checkpoint.planning.save_plan import Draft, plan_of
-from shardckpt.plan.layout.write_plan import Held
+from shardckpt.plan.layout.write_plan import LocalTensor
 
 
 def draft(count: int) -> Draft:
-    return Draft((Held(("w",), (count,), "float32", (whole((count,)),)),), frozenset(), {})
+    return Draft((LocalTensor(("w",), (count,), "float32", (whole((count,)),)),), frozenset(), {})
 
 
 SENT = Report("", draft(5).encode(), "", {}, {})

@@ -15,7 +15,7 @@ from shardckpt.checkpoint.save.payload_writer import contents
 from shardckpt.checkpoint.save.staging import BLOCK_BYTES, Pool, Stage, block_size, make_block
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
-from shardckpt.format.native.payload import Chunk, Payload, lay_out
+from shardckpt.format.native.payload import PayloadChunk, PayloadFile, lay_out
 from shardckpt.state.local.local_shards import TensorShards, get_tensor_shards
 
 MIB = 1 << 20
@@ -84,14 +84,14 @@ def object_of_size(nbytes: int) -> object:
     return object()
 
 
-def planned(tensors: dict[str, torch.Tensor]) -> tuple[tuple[Payload, ...], dict[tuple[str], TensorShards]]:
+def planned(tensors: dict[str, torch.Tensor]) -> tuple[tuple[PayloadFile, ...], dict[tuple[str], TensorShards]]:
     """Return the files of some tensors, several of them, and what they are filled from."""
     arrays = {(name,): get_tensor_shards(tensor) for name, tensor in tensors.items()}
-    chunks = [Chunk(path, a.shape, dtype_name(a.dtype), whole(a.shape)) for path, a in arrays.items()]
+    chunks = [PayloadChunk(path, a.shape, dtype_name(a.dtype), whole(a.shape)) for path, a in arrays.items()]
     return lay_out("s", 0, chunks, most_bytes=2 * MIB), arrays
 
 
-def drained(stage: Stage, payloads: tuple[Payload, ...]) -> Iterator[bytes]:
+def drained(stage: Stage, payloads: tuple[PayloadFile, ...]) -> Iterator[bytes]:
     for payload in payloads:
         yield b"".join(bytes(part) for part in stage.blocks(payload))
 

@@ -11,20 +11,20 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from shardckpt.boxes import Box, whole
 from shardckpt.errors import NameCollisionError, UnsupportedError
-from shardckpt.format.dcp.writer import Chunk, encode_metadata, item_of, slice_files
+from shardckpt.format.dcp.writer import SliceChunk, encode_metadata, item_of, slice_files
 from shardckpt.format.torchsave.writer import ALIGNMENT
 
 CHUNKS = [
-    Chunk(("model", "w"), (4, 3), "bfloat16", Box((0, 0), (2, 3))),
-    Chunk(("model", "w"), (4, 3), "bfloat16", Box((2, 0), (2, 3))),
-    Chunk(("model", "s"), (), "float32", whole(())),
-    Chunk(("model", "none"), (0, 2), "int64", whole((0, 2))),
+    SliceChunk(("model", "w"), (4, 3), "bfloat16", Box((0, 0), (2, 3))),
+    SliceChunk(("model", "w"), (4, 3), "bfloat16", Box((2, 0), (2, 3))),
+    SliceChunk(("model", "s"), (), "float32", whole(())),
+    SliceChunk(("model", "none"), (0, 2), "int64", whole((0, 2))),
 ]
 ITEMS = [item_of(("optim", "param_groups", 0, "lr"), 0.1)]
 
 
 def test_slices_follow_one_another_on_borders_and_files_are_cut() -> None:
-    [file] = slice_files(3, CHUNKS, ITEMS, most_bytes=1 << 20, fresh="abc")
+    [file] = slice_files(3, CHUNKS, ITEMS, most_bytes=1 << 20, unique_suffix="abc")
     assert file.name == "__3_0-abc.distcp"
     at = 0
     for each in file.slices:
@@ -64,7 +64,7 @@ def test_the_metadata_is_what_torch_makes_of_it() -> None:
 
 
 def test_paths_that_read_alike_and_values_that_torch_refuses() -> None:
-    chunks = [Chunk(path, (), "float32", whole(())) for path in (("a.b",), ("a", "b"))]
+    chunks = [SliceChunk(path, (), "float32", whole(())) for path in (("a.b",), ("a", "b"))]
     with pytest.raises(NameCollisionError, match=r"a\.b"):
         encode_metadata(slice_files(0, chunks, [], most_bytes=1 << 20), {})
     with pytest.raises(UnsupportedError, match="object"):

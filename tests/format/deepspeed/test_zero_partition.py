@@ -84,7 +84,7 @@ def test_boxes_of_a_run_are_its_elements_in_order(shape: tuple[int, ...]) -> Non
     for start in range(n + 1):
         for stop in range(start, n + 1):
             found = []
-            for box, at in layout.boxes(shape, layout.Run(0, 0, 10, start, stop)):
+            for box, at in layout.boxes(shape, layout.PartitionRun(0, 0, 10, start, stop)):
                 assert at == 10 + len(found)
                 found += whole[tuple(map(slice, box.offset, box.stop))].reshape(-1).tolist()
             assert found == list(range(start, stop))

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from shardckpt.errors import CheckpointError, FormatError, TruncatedError, UnsafeError
 from shardckpt.format.encodings.pickle_reader import (
     Dtype,
-    Inert,
+    InstanceStub,
     Limits,
     Ordered,
     StorageType,
@@ -124,26 +124,26 @@ def test_paths_become_text(make: type) -> None:
 
 def test_listed_classes_become_inert_instances_with_their_state() -> None:
     value = load(pickle.dumps(argparse.Namespace(lr=0.1)), where="x")
-    assert isinstance(value, Inert)
+    assert isinstance(value, InstanceStub)
     assert (value.name, value.args, value.state) == ("argparse.Namespace", (), {"lr": 0.1})
-    assert isinstance(load(pickle.dumps(types.SimpleNamespace(a=1)), where="x"), Inert)
+    assert isinstance(load(pickle.dumps(types.SimpleNamespace(a=1)), where="x"), InstanceStub)
     array = load(pickle.dumps(np.arange(3)), where="x")
-    assert isinstance(array, Inert)
+    assert isinstance(array, InstanceStub)
     assert array.name.endswith("_reconstruct")
     assert isinstance(load(pickle.dumps(random.getstate()), where="x"), tuple)
     assert isinstance(load(pickle.dumps(np.random.RandomState(0).get_state()), where="x"), tuple)
-    assert isinstance(load(pickle.dumps(np.float64(1)), where="x"), Inert)
+    assert isinstance(load(pickle.dumps(np.float64(1)), where="x"), InstanceStub)
 
 
 def test_dcp_metadata_becomes_inert_instances() -> None:
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
     value = load(pickle.dumps(Metadata({"a": chunk})), where="x")  # type: ignore[dict-item]
-    assert isinstance(value, Inert)
+    assert isinstance(value, InstanceStub)
     assert value.name == "torch.distributed.checkpoint.metadata.Metadata"
     inner = value.state["state_dict_metadata"]["a"]  # type: ignore[index]
     assert inner.state == {"offsets": (0,), "sizes": (4,)}
     properties = load(pickle.dumps(TensorProperties(dtype=torch.float16)), where="x")
-    assert isinstance(properties, Inert)
+    assert isinstance(properties, InstanceStub)
     assert properties.state[0] == Dtype("float16")  # type: ignore[index]
 
 

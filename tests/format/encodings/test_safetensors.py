@@ -18,7 +18,7 @@ from shardckpt.dtypes import SAFETENSORS_NAMES
 from shardckpt.errors import CheckpointError, FormatError, TruncatedError, UnsafeError, UnsupportedError
 from shardckpt.format.encodings.safetensors import (
     MAX_HEADER_BYTES,
-    Placed,
+    HeaderTensor,
     encode_header,
     file_order,
     looks_like_safetensors,
@@ -63,7 +63,9 @@ def test_files_are_byte_for_byte_those_of_the_reference(spec: dict[str, tuple[to
     """Order, offsets, padding: `safetensors.torch.save` of the same tensors gives the same file."""
     tensors = {name: torch.zeros(shape).to(kind) for name, (kind, shape) in spec.items()}
     theirs = save(tensors)
-    placed = file_order(Placed(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items())
+    placed = file_order(
+        HeaderTensor(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()
+    )
     ours = encode_header(placed, {})
     assert ours == theirs[: len(ours)]
     assert len(theirs) == len(ours) + sum(p.nbytes for p in placed)
@@ -72,7 +74,9 @@ def test_files_are_byte_for_byte_those_of_the_reference(spec: dict[str, tuple[to
 @given(st.dictionaries(st.text(max_size=8), st.tuples(st.sampled_from(sorted(SAFETENSORS_NAMES)), shapes), max_size=6))
 def test_what_is_written_is_read_back(spec: dict[str, tuple[str, list[int]]]) -> None:
     placed = file_order(
-        Placed(n, kind, tuple(8 * s for s in shape) or (8,)) for n, (kind, shape) in spec.items() if n != "__metadata__"
+        HeaderTensor(n, kind, tuple(8 * s for s in shape) or (8,))
+        for n, (kind, shape) in spec.items()
+        if n != "__metadata__"
     )
     if any(any(0xD800 <= ord(c) < 0xE000 for c in p.name) for p in placed):
         return
@@ -86,7 +90,7 @@ def test_what_is_written_is_read_back(spec: dict[str, tuple[str, list[int]]]) ->
 
 
 def test_names_beyond_ascii_are_read_by_the_reference_too() -> None:
-    raw = encode_header([Placed('gewicht\n"\u00fc\U0001f600\\', "uint8", (1,))], {"k": "\u00e9"}) + b"\x07"
+    raw = encode_header([HeaderTensor('gewicht\n"\u00fc\U0001f600\\', "uint8", (1,))], {"k": "\u00e9"}) + b"\x07"
     assert {n: t.tolist() for n, t in load(raw).items()} == {'gewicht\n"\u00fc\U0001f600\\': [7]}
 
 
@@ -214,15 +218,15 @@ def test_first_bytes_tell_a_safetensors_file() -> None:
 def test_names_that_are_no_text_are_refused() -> None:
     """Half a surrogate pair can be pickled, but no UTF-8 holds it: the file could not be read by anybody."""
     with pytest.raises(UnsupportedError, match=r"\\ud800"):
-        encode_header([Placed("\ud800", "uint8", (1,))], {})
+        encode_header([HeaderTensor("\ud800", "uint8", (1,))], {})
 
 
 def test_the_name_of_the_metadata_is_no_tensors() -> None:
     """Two keys of that name would make a file that no reader accepts."""
     with pytest.raises(UnsupportedError, match="__metadata__"):
-        encode_header([Placed("__metadata__", "uint8", (1,))], {"format": "pt"})
+        encode_header([HeaderTensor("__metadata__", "uint8", (1,))], {"format": "pt"})
 
 
 def test_types_that_safetensors_cannot_name_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"w.*complex128"):
-        encode_header([Placed("w", "complex128", (1,))], {})
+        encode_header([HeaderTensor("w", "complex128", (1,))], {})

@@ -13,7 +13,15 @@ import pytest
 
 from shardckpt.errors import CheckpointError, FormatError, UnsupportedError
 from shardckpt.format.encodings.safetensors import parse_json
-from shardckpt.format.encodings.tagged_json import MAX_BYTES, MAX_DEPTH, MAX_INT_BITS, ArrayRef, Named, decode, encode
+from shardckpt.format.encodings.tagged_json import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    MAX_INT_BITS,
+    ArrayRef,
+    NamedValue,
+    decode,
+    encode,
+)
 from shardckpt.format.native.payload import canonical
 
 VALUES = [
@@ -59,12 +67,12 @@ VALUES = [
     OrderedDict([(1, {})]),
     ArrayRef(3),
     ArrayRef(0, "numpy"),
-    Named("dtype", "bfloat16"),
-    Named("size", (2, 0, 3)),
-    Named("device", "cuda:0"),
-    Named("numpy", "float32 cdcccc3d"),
-    Named("numpy", "bool 01"),
-    Named("numpy", "complex128 " + "00" * 16),
+    NamedValue("dtype", "bfloat16"),
+    NamedValue("size", (2, 0, 3)),
+    NamedValue("device", "cuda:0"),
+    NamedValue("numpy", "float32 cdcccc3d"),
+    NamedValue("numpy", "bool 01"),
+    NamedValue("numpy", "complex128 " + "00" * 16),
 ]
 
 
@@ -236,14 +244,14 @@ def test_a_tag_of_a_newer_release_is_named() -> None:
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (Named("dtype", "bfloat16"), "torch.bfloat16"),
-        (Named("size", (2, 3)), "size((2, 3))"),
-        (Named("device", "cuda:0"), "device(cuda:0)"),
-        (Named("numpy", "float32 0000003f"), "numpy.float32(0.5)"),
-        (Named("numpy", "complex64 0000803f00000040"), "numpy.complex64(1.0, 2.0)"),
-        (Named("numpy", "bool 01"), "numpy.bool(True)"),
+        (NamedValue("dtype", "bfloat16"), "torch.bfloat16"),
+        (NamedValue("size", (2, 3)), "size((2, 3))"),
+        (NamedValue("device", "cuda:0"), "device(cuda:0)"),
+        (NamedValue("numpy", "float32 0000003f"), "numpy.float32(0.5)"),
+        (NamedValue("numpy", "complex64 0000803f00000040"), "numpy.complex64(1.0, 2.0)"),
+        (NamedValue("numpy", "bool 01"), "numpy.bool(True)"),
     ],
 )
-def test_inert_values_read_like_what_they_stand_for(value: Named, shown: str) -> None:
+def test_inert_values_read_like_what_they_stand_for(value: NamedValue, shown: str) -> None:
     assert repr(value) == shown
     assert repr(through([value])) == f"[{shown}]"

@@ -19,9 +19,9 @@ from shardckpt.errors import (
     UnsupportedError,
 )
 from shardckpt.format.encodings.zip_archive import (
-    Archive,
-    Place,
-    Wanted,
+    ArchivePlace,
+    WantedEntry,
+    ZipArchive,
     locate,
     open_archives,
     read_entries,
@@ -57,14 +57,14 @@ def zipped(entries: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes
     return buffer.getvalue()
 
 
-def opened(folder: Path, raw: bytes) -> tuple[LocalStore, Archive]:
+def opened(folder: Path, raw: bytes) -> tuple[LocalStore, ZipArchive]:
     (folder / "a.zip").write_bytes(raw)
     store = LocalStore(str(folder))
-    return store, open_archives(store, [Place("a.zip", 0, len(raw))])[0]
+    return store, open_archives(store, [ArchivePlace("a.zip", 0, len(raw))])[0]
 
 
-def contents(store: LocalStore, archive: Archive) -> dict[str, bytes]:
-    wanted = [Wanted(archive.place.file, entry) for entry in archive.entries.values()]
+def contents(store: LocalStore, archive: ZipArchive) -> dict[str, bytes]:
+    wanted = [WantedEntry(archive.place.file, entry) for entry in archive.entries.values()]
     return dict(zip(archive.entries, read_entries(store, wanted, most=1 << 24), strict=True))
 
 
@@ -74,7 +74,7 @@ def test_entries_of_torch_are_those_that_zipfile_finds(tmp_path: Path, count: in
     store, archive = opened(tmp_path, raw)
     with zipfile.ZipFile(io.BytesIO(raw)) as expected:
         assert contents(store, archive) == {n: expected.read(n) for n in expected.namelist()}
-    starts = locate(store, [Wanted("a.zip", e) for e in archive.entries.values()])
+    starts = locate(store, [WantedEntry("a.zip", e) for e in archive.entries.values()])
     for entry, start in zip(archive.entries.values(), starts, strict=True):
         assert zlib.crc32(raw[start : start + entry.size]) == entry.crc32
 
@@ -90,8 +90,8 @@ def test_many_archives_back_to_back_take_few_batches_of_reads(tmp_path: Path) ->
     (tmp_path / "s").write_bytes(b"".join(slices))
     store = CountingStore(str(tmp_path))
     offsets = [sum(map(len, slices[:i])) for i in range(50)]
-    archives = open_archives(store, [Place("s", o, len(s)) for o, s in zip(offsets, slices, strict=True)])
-    starts = locate(store, [Wanted("s", a.entries["archive/data/0"]) for a in archives])
+    archives = open_archives(store, [ArchivePlace("s", o, len(s)) for o, s in zip(offsets, slices, strict=True)])
+    starts = locate(store, [WantedEntry("s", a.entries["archive/data/0"]) for a in archives])
     assert store.batches == 2
     raw = b"".join(slices)
     for i, start in enumerate(starts):
@@ -102,8 +102,8 @@ def test_data_are_not_read_to_find_them(tmp_path: Path) -> None:
     raw = torch_archive({"big": torch.zeros(1 << 20)})
     (tmp_path / "a").write_bytes(raw)
     store = CountingStore(str(tmp_path))
-    archive = open_archives(store, [Place("a", 0, len(raw))])[0]
-    locate(store, [Wanted("a", e) for e in archive.entries.values()])
+    archive = open_archives(store, [ArchivePlace("a", 0, len(raw))])[0]
+    locate(store, [WantedEntry("a", e) for e in archive.entries.values()])
     assert store.nbytes < 4096
 
 
@@ -143,7 +143,7 @@ def test_a_place_beyond_the_file_is_a_truncation(tmp_path: Path) -> None:
     raw = torch_archive({"a": torch.zeros(3)})
     (tmp_path / "a").write_bytes(raw)
     with pytest.raises(TruncatedError):
-        open_archives(LocalStore(str(tmp_path)), [Place("a", 0, len(raw) + 1)])
+        open_archives(LocalStore(str(tmp_path)), [ArchivePlace("a", 0, len(raw) + 1)])
 
 
 def patched(raw: bytes, signature: bytes, offset: int, form: str, value: int, *, last: bool = True) -> bytes:
@@ -235,7 +235,7 @@ def test_a_changed_byte_fails_its_checksum(tmp_path: Path) -> None:
 def test_bombs_and_strange_methods_are_refused(tmp_path: Path) -> None:
     store, archive = opened(tmp_path, zipped({"a": bytes(1 << 22)}, zipfile.ZIP_DEFLATED))
     with pytest.raises(UnsafeError, match="too large"):
-        read_entries(store, [Wanted("a.zip", archive.entries["a"])], most=1 << 20)
+        read_entries(store, [WantedEntry("a.zip", archive.entries["a"])], most=1 << 20)
     with pytest.raises(FormatError, match="cannot be"):
         opened(tmp_path, patched(zipped({"a": b"x" * 99}, zipfile.ZIP_DEFLATED), CENTRAL, 24, "<I", 1 << 30))
     with pytest.raises(UnsupportedError, match="method 14"):
@@ -295,5 +295,5 @@ def test_reads_have_the_sizes_asked_for(tmp_path: Path) -> None:
     raw = zipped({"a": b"12345"})
     store, archive = opened(tmp_path, raw)
     buffer = bytearray(5)
-    store.read([Read("a.zip", locate(store, [Wanted("a.zip", archive.entries["a"])])[0], memoryview(buffer))])
+    store.read([Read("a.zip", locate(store, [WantedEntry("a.zip", archive.entries["a"])])[0], memoryview(buffer))])
     assert buffer == b"12345"

@@ -14,7 +14,7 @@ from shardckpt.format.frameworks import accelerate
 from shardckpt.format.reader import Evidence, Source
 from shardckpt.format.registry import detect
 from shardckpt.manifest import UNREAD
-from shardckpt.plan.naming.sections import find_parts
+from shardckpt.plan.naming.sections import find_sections
 from shardckpt.storage.local import LocalStore
 
 CASES = (
@@ -64,7 +64,7 @@ class TestFixtures:
     def test_the_parts_are_found_and_the_loop_is_listed_unread(self, fixtures, case):
         reader = open_(fixtures / case / "ckpt")
 
-        parts = find_parts(reader.manifest)
+        parts = find_sections(reader.manifest)
         assert (parts.model, parts.optimizers) == (("model",), (("optimizer",),))
         assert parts.others == (("random_states_0.pkl",), ("random_states_1.pkl",), ("scheduler.bin",))
         assert reader.manifest.objects["scheduler.bin",].value is UNREAD

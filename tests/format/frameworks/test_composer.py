@@ -15,7 +15,7 @@ import shardckpt
 from shardckpt.errors import FormatError, IncompleteError
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import UNREAD
-from shardckpt.plan.naming.sections import find_parts
+from shardckpt.plan.naming.sections import find_sections
 
 W = torch.arange(6.0).reshape(2, 3)
 OPTIM: dict[str, Any] = {"state": {"w": {"exp_avg": W + 1}}, "param_groups": [{"params": ["w"], "lr": 0.1}]}
@@ -39,7 +39,7 @@ def test_parts_are_one_checkpoint(form: str, tmp_path: Path) -> None:
     assert_same(reader, ("model", "w"), W)
     assert_same(reader, ("optim", "state", "w", "exp_avg"), W + 1)
     assert reader.manifest.objects["resumption.pkl",].value is UNREAD
-    assert find_parts(reader.manifest).optimizers == (("optim",),)
+    assert find_sections(reader.manifest).optimizers == (("optim",),)
 
 
 @pytest.mark.parametrize("form", ["dcp", "file"])

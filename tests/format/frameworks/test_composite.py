@@ -7,7 +7,7 @@ from materialise import assert_same
 
 from shardckpt.errors import FormatError, IncompleteError
 from shardckpt.format.dcp import reader as dcp
-from shardckpt.format.frameworks.composite import Part, join
+from shardckpt.format.frameworks.composite import SubReader, join
 from shardckpt.manifest import ObjectEntry
 from shardckpt.storage.local import LocalStore
 
@@ -27,7 +27,10 @@ def below(key):
 
 
 def joined(store, first="a", second="b"):
-    parts = [Part(dcp.open_folder(store, "a"), below(first)), Part(dcp.open_folder(store, "b"), below(second))]
+    parts = [
+        SubReader(dcp.open_folder(store, "a"), below(first)),
+        SubReader(dcp.open_folder(store, "b"), below(second)),
+    ]
     return join("both", store, parts, {"loop.pt": store.size("loop.pt")}, ["odd"])
 
 

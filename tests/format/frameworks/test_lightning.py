@@ -12,7 +12,7 @@ from shardckpt.format.dcp import reader as dcp
 from shardckpt.format.frameworks import lightning
 from shardckpt.format.reader import Evidence, Source
 from shardckpt.format.registry import detect
-from shardckpt.plan.naming.sections import find_parts
+from shardckpt.plan.naming.sections import find_sections
 from shardckpt.storage.local import LocalStore
 
 CASE = "fabric_fsdp_sharded_gpt2_w2"
@@ -46,7 +46,7 @@ def test_the_rest_of_the_state_is_one_object(fixtures):
     meta = reader.load_object(reader.manifest.objects["meta.pt",])
 
     assert {"epoch", "step", "hparams", "counter"} <= set(meta)
-    assert find_parts(reader.manifest).others == (("meta.pt",),)
+    assert find_sections(reader.manifest).others == (("meta.pt",),)
 
 
 def test_a_trainer_names_its_optimizers_by_number(tmp_path):
@@ -58,7 +58,7 @@ def test_a_trainer_names_its_optimizers_by_number(tmp_path):
 
     reader = open_(tmp_path)
 
-    parts = find_parts(reader.manifest)
+    parts = find_sections(reader.manifest)
     assert (parts.model, parts.optimizers) == (("model",), (("optimizer_0",), ("optimizer_1",)))
     assert_same(reader, ("optimizer_1", "state", "w", "exp_avg"), W + 1)
 

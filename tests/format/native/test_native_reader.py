@@ -25,7 +25,7 @@ from shardckpt.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from shardckpt.format.encodings.tagged_json import ArrayRef, Named
+from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.format.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.format.native.payload import BLOCK_BYTES, KEY
 from shardckpt.format.native.reader import NativeReader
@@ -77,7 +77,7 @@ def test_what_was_saved_is_read(tmp_path: Path, boxes: Any, most_bytes: int) -> 
         ("optim", "param_groups"): [{"lr": 0.1}],
         ("step",): 100,
         ("seen", 1, 1, "x"): None,
-        ("dtype",): Named("dtype", "bfloat16"),
+        ("dtype",): NamedValue("dtype", "bfloat16"),
         ("empty",): {},
     }
     assert manifest.warnings == ()
@@ -87,7 +87,7 @@ def test_the_nest_comes_back_in_its_own_containers(tmp_path: Path) -> None:
     write_step(tmp_path, state(), CUT)
     reader = opened(tmp_path)
     arrays = [record.path for record in reader.contents.arrays]
-    nest = reader.nest(lambda ref: arrays[ref.number] if isinstance(ref, ArrayRef) else ref)
+    nest = reader.decode_state(lambda ref: arrays[ref.number] if isinstance(ref, ArrayRef) else ref)
     shared = ("model", "b")
     assert nest == {
         "model": OrderedDict([("a.w", ("model", "a.w")), ("b", shared), ("tied", shared)]),
@@ -97,7 +97,7 @@ def test_the_nest_comes_back_in_its_own_containers(tmp_path: Path) -> None:
         },
         "step": 100,
         "seen": [("seen", 0), (("seen", 1, 0), {"x": None})],
-        "dtype": Named("dtype", "bfloat16"),
+        "dtype": NamedValue("dtype", "bfloat16"),
         "empty": {},
     }
     assert list(nest) == list(state())  # type: ignore[call-overload]

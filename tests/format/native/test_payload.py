@@ -19,8 +19,8 @@ from shardckpt.format.native.payload import (
     DATA_ALIGNMENT,
     KEY,
     BlockHasher,
-    Chunk,
-    Payload,
+    PayloadChunk,
+    PayloadFile,
     hf_index,
     lay_out,
     new_save_id,
@@ -28,11 +28,11 @@ from shardckpt.format.native.payload import (
 from shardckpt.manifest import Path as TreePath
 
 
-def chunk(path: TreePath, shape: tuple[int, ...], dtype: str = "float32", box: Box | None = None) -> Chunk:
-    return Chunk(path, shape, dtype, box or whole(shape))
+def chunk(path: TreePath, shape: tuple[int, ...], dtype: str = "float32", box: Box | None = None) -> PayloadChunk:
+    return PayloadChunk(path, shape, dtype, box or whole(shape))
 
 
-def told(payload: Payload) -> dict[str, object]:
+def told(payload: PayloadFile) -> dict[str, object]:
     header = json.loads(payload.header[8:])
     found: dict[str, object] = json.loads(header["__metadata__"][KEY])
     return found

@@ -19,7 +19,7 @@ import shardckpt
 from shardckpt.errors import StorageError
 from shardckpt.format.native import run_directory as steps_module
 from shardckpt.format.native.payload import new_save_id
-from shardckpt.format.native.run_directory import Step, delete_step, leftovers, read_about, read_run, step_name
+from shardckpt.format.native.run_directory import StepFolder, delete_step, find_orphans, read_about, read_run, step_name
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Listed, Store
@@ -36,7 +36,7 @@ def steps(root: Path) -> dict[int, bool]:
     return {step.number: step.is_complete for step in read_run(LocalStore(str(root))).steps}
 
 
-def one(root: Path) -> Step:
+def one(root: Path) -> StepFolder:
     (step,) = read_run(LocalStore(str(root))).steps
     return step
 
@@ -235,7 +235,7 @@ class TestRemoval:
 class TestLeftovers:
     def names(self, root: Path) -> list[str]:
         store = LocalStore(str(root))
-        return [left.name for left in leftovers(store, read_run(store))]
+        return [left.name for left in find_orphans(store, read_run(store))]
 
     def test_a_whole_run_has_none(self, tmp_path: Path) -> None:
         write(tmp_path, 1, 2)
@@ -290,7 +290,7 @@ class TestLeftovers:
         write(tmp_path, 1)
         (tmp_path / step_name(1) / "COMMIT").unlink()
         store = LocalStore(str(tmp_path))
-        (left,) = leftovers(store, read_run(store))
+        (left,) = find_orphans(store, read_run(store))
         assert left.changed_at is not None
         assert abs(left.changed_at - time.time()) < 60
 
@@ -301,7 +301,7 @@ class TestLeftovers:
         (tmp_path / step_name(1) / "COMMIT").unlink()
         monkeypatch.setattr(LocalStore, "changed_at", lambda *_: None)
         store = LocalStore(str(tmp_path))
-        (left,) = leftovers(store, read_run(store))
+        (left,) = find_orphans(store, read_run(store))
         assert left.changed_at is not None
         assert abs(left.changed_at - time.time()) < 60
 
@@ -316,7 +316,7 @@ def test_a_run_in_a_bucket_is_read_alike(tmp_path: Path) -> None:
     store: Store = FsspecStore("memory://runs/a")
     run = read_run(store)
     assert [(step.number, step.is_complete) for step in run.steps] == [(1, True), (2, True), (3, False)]
-    assert [left.name for left in leftovers(store, run)] == [step_name(3)]
+    assert [left.name for left in find_orphans(store, run)] == [step_name(3)]
     delete_step(store, step_name(1))
     assert [step.number for step in read_run(FsspecStore("memory://runs/a")).steps] == [2, 3]
 

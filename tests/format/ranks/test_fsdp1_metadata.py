@@ -11,8 +11,8 @@ import pytest
 
 from shardckpt.errors import CheckpointError, FormatError, UnsafeError
 from shardckpt.format.ranks import fsdp1_metadata
-from shardckpt.format.ranks.fsdp1_metadata import read_notes
-from shardckpt.format.reader import WholeShapes
+from shardckpt.format.ranks.fsdp1_metadata import read_metadata
+from shardckpt.format.reader import ParamShapes
 from shardckpt.storage.local import LocalStore
 
 NOTE: dict[str, Any] = {
@@ -25,10 +25,10 @@ NOTE: dict[str, Any] = {
 }
 
 
-def read(folder: Path, *notes: Any) -> WholeShapes | None:
+def read(folder: Path, *notes: Any) -> ParamShapes | None:
     for rank, note in enumerate(notes):
         (folder / f"flat_param_metadata_rank{rank}.json").write_text(json.dumps(note))
-    return read_notes(LocalStore(str(folder)), {file.name: file.stat().st_size for file in folder.iterdir()})
+    return read_metadata(LocalStore(str(folder)), {file.name: file.stat().st_size for file in folder.iterdir()})
 
 
 def test_a_note_tells_names_shapes_units_and_ties(tmp_path: Path) -> None:

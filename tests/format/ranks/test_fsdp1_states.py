@@ -17,11 +17,11 @@ from share_writers import as_rank, sharded
 from shardckpt.boxes import Box
 from shardckpt.errors import FormatError, UnsupportedError, UsageError
 from shardckpt.format.encodings.pickle_reader import TensorStub
-from shardckpt.format.ranks.merge_dtensors import join_ranks
+from shardckpt.format.ranks.merge_dtensors import merge_dtensor_shards
 from shardckpt.format.ranks.rank_files import RankFile
-from shardckpt.format.reader import Reader, WholeShapes
+from shardckpt.format.reader import ParamShapes, Reader
 from shardckpt.format.registry import open_checkpoint
-from shardckpt.format.torchsave.dtensor_spec import SHARDED_TENSOR, Shards, Share
+from shardckpt.format.torchsave.dtensor_spec import SHARDED_TENSOR, ShardInfo, Shards
 from shardckpt.manifest import Lazy, Manifest, Piece, TensorEntry
 from shardckpt.plan.layout.coverage import require_complete
 
@@ -74,13 +74,13 @@ def write(folder: Path, units: Units, world: int, alignment: int, copies: int = 
         torch.save({"state": kept, "param_groups": [{"params": list(state)}]}, folder / f"optim_rank{rank}.pt")
 
 
-def shapes_of(units: Units, **more: Any) -> WholeShapes:
+def shapes_of(units: Units, **more: Any) -> ParamShapes:
     shapes = {name: tuple(value.shape) for members in units.values() for name, value in members.items()}
-    return WholeShapes({"buffer": (3,), **shapes}, "elsewhere", **more)
+    return ParamShapes({"buffer": (3,), **shapes}, "elsewhere", **more)
 
 
-def opened(folder: Path, known: WholeShapes) -> Reader:
-    reader = open_checkpoint(str(folder)).with_shapes(known)
+def opened(folder: Path, known: ParamShapes) -> Reader:
+    reader = open_checkpoint(str(folder)).with_param_shapes(known)
     require_complete(reader.manifest, reader.manifest.tensors.values(), "here")
     return reader
 
@@ -120,7 +120,7 @@ def test_every_parameter_and_moment_is_found(
     names = [n for m in units.values() for n in m] if alignment > 1 else [f"{prefix}_flat_param" for prefix in units]
     if data.draw(st.booleans()):
         ids = dict(enumerate(names))
-    reader = opened(folder, WholeShapes(known.shapes, "elsewhere", ids=ids))
+    reader = opened(folder, ParamShapes(known.shapes, "elsewhere", ids=ids))
     has_names = ids or not any("numbers of" in warning for warning in reader.manifest.warnings)
     for members in units.values():
         for name, value in members.items():
@@ -167,12 +167,12 @@ def test_numbers_that_fit_in_several_ways_are_left_to_the_caller(tmp_path: Path)
 def test_a_tied_name_is_one_where_only_one_can_be(tmp_path: Path) -> None:
     write(tmp_path / "src", SMALL, 2, 1)
     known = shapes_of(SMALL)
-    reader = opened(tmp_path / "src", WholeShapes({**known.shapes, "head": (7, 3)}, "elsewhere"))
+    reader = opened(tmp_path / "src", ParamShapes({**known.shapes, "head": (7, 3)}, "elsewhere"))
     assert reader.manifest.aliases == {("model", "head"): ("model", "e")}
     assert any("no room for head" in warning for warning in reader.manifest.warnings)
     with pytest.raises(UsageError, match="'_flat_param'"):
-        opened(tmp_path / "src", WholeShapes({**known.shapes, "y": (7, 3), "x": (7, 3)}, "elsewhere"))
-    told = WholeShapes({**known.shapes, "head": (7, 3)}, "elsewhere", {"head": "e"})
+        opened(tmp_path / "src", ParamShapes({**known.shapes, "y": (7, 3), "x": (7, 3)}, "elsewhere"))
+    told = ParamShapes({**known.shapes, "head": (7, 3)}, "elsewhere", {"head": "e"})
     assert opened(tmp_path / "src", told).manifest.warnings == ()
 
 
@@ -204,8 +204,8 @@ def test_a_claim_of_many_ranks_is_refused(tmp_path: Path) -> None:
     listed = (Box((0,), (4,)), Box((4,), (4,)))
     held = ((listed[0], TensorStub(None, 0, (4,), (1,))),)
     cut = Shards((8,), listed, (0, 1))
-    share = Share(SHARDED_TENSOR, (8,), "float32", held, cut, None, 0, 1 << 24, 0, 1 << 24)
+    share = ShardInfo(SHARDED_TENSOR, (8,), "float32", held, cut, None, 0, 1 << 24, 0, 1 << 24)
     entry = TensorEntry(("f", "_flat_param"), (8,), "float32", (Piece(listed[0], "f", Lazy(0, 0)),))
     manifest = Manifest("x", {"f": 1}, {entry.path: entry})
     with pytest.raises(FormatError, match="not cut into equal chunks"):
-        join_ranks(manifest, {entry.path: share}, [RankFile("f", ("f",), (), 0)], "here", shapes_of(SMALL))
+        merge_dtensor_shards(manifest, {entry.path: share}, [RankFile("f", ("f",), (), 0)], "here", shapes_of(SMALL))

@@ -14,51 +14,53 @@ from hypothesis import strategies as st
 
 from shardckpt.boxes import Box, cover, whole
 from shardckpt.errors import CheckpointError, FormatError, UnsupportedError
-from shardckpt.format.encodings.pickle_reader import Dtype, Inert, TensorStub
-from shardckpt.format.torchsave.dtensor_spec import Grid, Share, ShareParser
+from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub, TensorStub
+from shardckpt.format.torchsave.dtensor_spec import Grid, ShardInfo, ShardParser
 from shardckpt.format.torchsave.tensor_views import StorageRef
 
 PLACEMENTS = "torch.distributed.tensor.placement_types"
 
 
-def placement(kind: str, **state: Any) -> Inert:
-    return Inert(f"{PLACEMENTS}.{kind}", (), state)
+def placement(kind: str, **state: Any) -> InstanceStub:
+    return InstanceStub(f"{PLACEMENTS}.{kind}", (), state)
 
 
-def mesh(sizes: tuple[int, ...], place: tuple[int, ...], rank: int = -1) -> Inert:
+def mesh(sizes: tuple[int, ...], place: tuple[int, ...], rank: int = -1) -> InstanceStub:
     """Return a mesh as torch 2.13 pickles it, over consecutive ranks."""
     steps = [prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    axes = tuple(Inert("_FlatLayout", (), {"shape": (n,), "stride": (s,)}) for n, s in zip(sizes, steps, strict=True))
+    axes = tuple(
+        InstanceStub("_FlatLayout", (), {"shape": (n,), "stride": (s,)}) for n, s in zip(sizes, steps, strict=True)
+    )
     own = sum(c * s for c, s in zip(place, steps, strict=True)) if rank < 0 else rank
     state = {
-        "_layout": Inert("_MeshLayout", (), {"axes": axes}),
+        "_layout": InstanceStub("_MeshLayout", (), {"axes": axes}),
         "_flatten_rank_map": tuple(range(prod(sizes))),
         "_rank": own,
         "_coordinate_on_dim": place,
     }
-    return Inert("torch.distributed.device_mesh.DeviceMesh", (), state)
+    return InstanceStub("torch.distributed.device_mesh.DeviceMesh", (), state)
 
 
-def old_mesh(sizes: tuple[int, ...], place: tuple[int, ...]) -> Inert:
+def old_mesh(sizes: tuple[int, ...], place: tuple[int, ...]) -> InstanceStub:
     """Return a mesh as torch up to 2.8 pickles it: ranks are a tensor."""
     ranks = TensorStub(StorageRef("9", "int32", prod(sizes)), 0, sizes, sizes, "int32")
     state = {"device_type": "cuda", "mesh": ranks, "mesh_dim_names": None, "_coordinate_on_dim": list(place)}
-    return Inert("torch.distributed.device_mesh.DeviceMesh", (), state)
+    return InstanceStub("torch.distributed.device_mesh.DeviceMesh", (), state)
 
 
 def stub(shape: tuple[int, ...]) -> TensorStub:
     return TensorStub(StorageRef("0", "float32", prod(shape)), 0, shape, shape)
 
 
-def dtensor(shape: tuple[int, ...], over: Inert, placements: Any, local: Any, order: Any = None) -> Inert:
-    meta = Inert("TensorMeta", (shape, shape, Dtype("float32")))
+def dtensor(shape: tuple[int, ...], over: InstanceStub, placements: Any, local: Any, order: Any = None) -> InstanceStub:
+    meta = InstanceStub("TensorMeta", (shape, shape, Dtype("float32")))
     spec = {"mesh": over, "placements": placements, "tensor_meta": meta, "shard_order": order}
-    state = (None, {"_local_tensor": local, "_spec": Inert("DTensorSpec", (), spec)})
-    return Inert("torch.distributed.tensor.DTensor", (Dtype("float32"), shape, shape), state)
+    state = (None, {"_local_tensor": local, "_spec": InstanceStub("DTensorSpec", (), spec)})
+    return InstanceStub("torch.distributed.tensor.DTensor", (Dtype("float32"), shape, shape), state)
 
 
-def shared(value: Inert) -> Share:
-    return ShareParser().share(value)
+def shared(value: InstanceStub) -> ShardInfo:
+    return ShardParser().share(value)
 
 
 @st.composite
@@ -74,7 +76,9 @@ def cut(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[list[in
     return shape, sizes, orders
 
 
-def placements_of(sizes: tuple[int, ...], orders: list[list[int]], ndim: int, *, spelt: bool) -> tuple[Inert, ...]:
+def placements_of(
+    sizes: tuple[int, ...], orders: list[list[int]], ndim: int, *, spelt: bool
+) -> tuple[InstanceStub, ...]:
     """Return placements that cut so: a strided one where a mesh dimension to the right cuts before."""
     found = []
     for mesh_dim in range(len(sizes)):
@@ -125,14 +129,14 @@ def test_each_rank_holds_what_cutting_the_array_gives(given_cut: Any, spelt: boo
 
 def test_a_submesh_knows_the_ranks_of_its_own_column() -> None:
     """Rank 3 of a 2 x 2 mesh, on the mesh of its first dimension: the other rank is 1, not 0."""
-    axes = (Inert("_FlatLayout", (), {"shape": (2,), "stride": (2,)}),)
+    axes = (InstanceStub("_FlatLayout", (), {"shape": (2,), "stride": (2,)}),)
     state = {
-        "_layout": Inert("_MeshLayout", (), {"axes": axes}),
+        "_layout": InstanceStub("_MeshLayout", (), {"axes": axes}),
         "_flatten_rank_map": (0, 1, 2, 3),
         "_rank": 3,
         "_coordinate_on_dim": (1,),
     }
-    over = Inert("torch.distributed.device_mesh.DeviceMesh", (), state)
+    over = InstanceStub("torch.distributed.device_mesh.DeviceMesh", (), state)
     share = shared(dtensor((4,), over, (placement("Shard", dim=0),), stub((2,))))
     assert list(share.elsewhere()) == [(Box((0,), (2,)), 1), (Box((2,), (2,)), 3)]
 
@@ -168,27 +172,33 @@ def test_what_cannot_be_is_refused(placements: Any, local: tuple[int, ...], erro
 # -------------------------------------------------------------------------------------------------- ShardedTensors
 
 
-def shard_metadata(box: Box, rank: int) -> Inert:
+def shard_metadata(box: Box, rank: int) -> InstanceStub:
     state = {
         "shard_offsets": list(box.offset),
         "shard_sizes": list(box.size),
-        "placement": Inert("_remote_device", (), {"_rank": rank, "_worker_name": None, "_device": "cpu"}),
+        "placement": InstanceStub("_remote_device", (), {"_rank": rank, "_worker_name": None, "_device": "cpu"}),
     }
-    return Inert("ShardMetadata", (), (None, state))
+    return InstanceStub("ShardMetadata", (), (None, state))
 
 
-def sharded_tensor(shape: tuple[int, ...], boxes: list[Box], rank: int, locals_: list[Any]) -> Inert:
+def sharded_tensor(shape: tuple[int, ...], boxes: list[Box], rank: int, locals_: list[Any]) -> InstanceStub:
     """Return a ShardedTensor as rank `rank` pickles it: box `i` is rank `i`'s."""
     shards = [
-        Inert("Shard", (), (None, {"tensor": local, "metadata": shard_metadata(boxes[rank], rank)}))
+        InstanceStub("Shard", (), (None, {"tensor": local, "metadata": shard_metadata(boxes[rank], rank)}))
         for local in locals_
     ]
     listed = [shard_metadata(box, i) for i, box in enumerate(boxes)]
-    metadata = Inert("ShardedTensorMetadata", (), {"shards_metadata": listed, "size": shape})
+    metadata = InstanceStub("ShardedTensorMetadata", (), {"shards_metadata": listed, "size": shape})
     group = dict(zip(("local_rank", "global_rank"), (rank, rank), strict=True))
     group |= {"local_world_size": len(boxes), "global_world_size": len(boxes)}
-    state = (shards, metadata, Inert("ProcessGroupState", (), group), Inert("ChunkShardingSpec", (), {}), False)
-    return Inert("torch.distributed._shard.sharded_tensor.api.ShardedTensor", (Dtype("float32"),), state)
+    state = (
+        shards,
+        metadata,
+        InstanceStub("ProcessGroupState", (), group),
+        InstanceStub("ChunkShardingSpec", (), {}),
+        False,
+    )
+    return InstanceStub("torch.distributed._shard.sharded_tensor.api.ShardedTensor", (Dtype("float32"),), state)
 
 
 def test_a_sharded_tensor_lists_who_holds_what() -> None:
@@ -228,7 +238,7 @@ HOSTILE: tuple[Any, ...] = (None, -1, 2**62, 2**2000, 1.5, True, "x", (), {}, [[
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the path of every part of a pickled value."""
     found = [path]
-    if isinstance(value, Inert):
+    if isinstance(value, InstanceStub):
         found += places(value.state, (*path, "state")) + places(value.args, (*path, "args"))
     elif isinstance(value, dict | list | tuple):
         for key in value if isinstance(value, dict) else range(len(value)):
@@ -240,8 +250,8 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     if not path:
         return new
     key, rest = path[0], path[1:]
-    if isinstance(value, Inert):
-        made = Inert(value.name, value.args, value.state)
+    if isinstance(value, InstanceStub):
+        made = InstanceStub(value.name, value.args, value.state)
         setattr(made, key, replaced(getattr(value, key), rest, new))
         return made
     inner = list(value) if isinstance(value, tuple) else copy.copy(value)

@@ -10,7 +10,7 @@ import torch
 from dcp_writers import Malicious, archive
 
 from shardckpt.errors import FormatError, UnsafeError, UnsupportedError
-from shardckpt.format.encodings.pickle_reader import Inert, TensorStub
+from shardckpt.format.encodings.pickle_reader import InstanceStub, TensorStub
 from shardckpt.format.torchsave import objects
 from shardckpt.format.torchsave.objects import read_object
 from shardckpt.manifest import Span
@@ -79,7 +79,7 @@ def test_what_is_used_twice_is_replaced_once(read):
 def test_an_instance_of_a_harmless_class_is_described(read):
     value = read(archive(Namespace(lr=1)))
 
-    assert isinstance(value, Inert)
+    assert isinstance(value, InstanceStub)
     assert (value.name, value.state) == ("argparse.Namespace", {"lr": 1})
 
 

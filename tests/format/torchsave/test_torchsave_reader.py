@@ -22,7 +22,7 @@ from shardckpt.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from shardckpt.format.encodings.pickle_reader import Inert
+from shardckpt.format.encodings.pickle_reader import InstanceStub
 from shardckpt.format.frameworks.torch_files import FILE_FORMAT, open_file, recognize_file
 from shardckpt.format.reader import Evidence, Reader, Source
 from shardckpt.format.registry import open_checkpoint
@@ -330,7 +330,7 @@ def test_objects_of_listed_classes_stay_inert(tmp_path: Path) -> None:
 
     manifest = opened(written(tmp_path, saved({"args": argparse.Namespace(lr=1), "w": torch.ones(1)}))).manifest
     args = manifest.objects["args",].value
-    assert isinstance(args, Inert)
+    assert isinstance(args, InstanceStub)
     assert args.state == {"lr": 1}
 
 

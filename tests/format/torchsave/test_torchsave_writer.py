@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import UnsupportedError
-from shardckpt.format.encodings.pickle_stubs import Dtype, Inert, Ordered
-from shardckpt.format.encodings.pickle_writer import Call, GlobalName, pickled
-from shardckpt.format.encodings.tagged_json import Named
+from shardckpt.format.encodings.pickle_stubs import Dtype, InstanceStub, Ordered
+from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName, pickled
+from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.format.torchsave.writer import ALIGNMENT, TYPES, ArchiveWriter, Storage, TensorValue, archived, lay_out
 
 
@@ -123,17 +123,19 @@ def test_what_our_readers_made_becomes_what_it_was() -> None:
     value = [
         Ordered({"a": 1}),
         Dtype("bfloat16"),
-        Named("dtype", "float32"),
-        Named("size", (2, 3)),
-        Named("device", "cuda:1"),
-        Named("device", "cpu"),
+        NamedValue("dtype", "float32"),
+        NamedValue("size", (2, 3)),
+        NamedValue("device", "cuda:1"),
+        NamedValue("device", "cpu"),
     ]
     found = safe(archived(value))
     expected = [OrderedDict(a=1), torch.bfloat16, torch.float32, torch.Size((2, 3))]
     assert found == [*expected, torch.device("cuda", 1), torch.device("cpu")]
 
 
-@pytest.mark.parametrize("value", [Inert("a.B"), frozenset([1]), object(), Named("numpy", "float32 0000003f")])
+@pytest.mark.parametrize(
+    "value", [InstanceStub("a.B"), frozenset([1]), object(), NamedValue("numpy", "float32 0000003f")]
+)
 def test_what_the_safe_loader_would_refuse_is_refused_by_path(value: object) -> None:
     with pytest.raises(UnsupportedError, match=r"groups\.0\.odd"):
         archived({"groups": [{"odd": value}]})
@@ -162,7 +164,9 @@ def test_the_bytes_given_must_be_the_bytes_promised() -> None:
 
 
 def test_calls_carry_state_and_items() -> None:
-    made = Call(GlobalName("collections", "OrderedDict"), items={"a": 1}, state={"_metadata": {"": {"version": 1}}})
+    made = GlobalCall(
+        GlobalName("collections", "OrderedDict"), items={"a": 1}, state={"_metadata": {"": {"version": 1}}}
+    )
     found = safe(archived([made, GlobalName("torch", "float32")]))
     assert found == [OrderedDict(a=1), torch.float32]
     assert found[0]._metadata == {"": {"version": 1}}

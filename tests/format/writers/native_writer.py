@@ -14,9 +14,9 @@ import torch
 from shardckpt.boxes import Box, whole
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.native.commit import COMMIT, encode_commit, manifest_name
-from shardckpt.format.native.manifest_json import Contents, encode_manifest
-from shardckpt.format.native.partial_manifest import Written, join, part_of
-from shardckpt.format.native.payload import HF_INDEX, BlockHasher, Chunk, Payload, hf_index, lay_out
+from shardckpt.format.native.manifest_json import ManifestContents, encode_manifest
+from shardckpt.format.native.partial_manifest import WrittenPayload, build_partial, merge_partials
+from shardckpt.format.native.payload import HF_INDEX, BlockHasher, PayloadChunk, PayloadFile, hf_index, lay_out
 from shardckpt.format.native.records import ArrayRecord, record_of
 from shardckpt.manifest import Path as TreePath
 
@@ -33,8 +33,8 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def scalar(value: np.generic) -> tagged_json.Named:
-    return tagged_json.Named("numpy", f"{value.dtype.name} {value.tobytes().hex()}")
+def scalar(value: np.generic) -> tagged_json.NamedValue:
+    return tagged_json.NamedValue("numpy", f"{value.dtype.name} {value.tobytes().hex()}")
 
 
 class Nest:
@@ -50,9 +50,9 @@ class Nest:
         self._known: dict[int, int] = {}
         self.json = tagged_json.encode(value, (), self._leaf)
 
-    def _leaf(self, value: object, path: TreePath) -> tagged_json.ArrayRef | tagged_json.Named | None:
+    def _leaf(self, value: object, path: TreePath) -> tagged_json.ArrayRef | tagged_json.NamedValue | None:
         if isinstance(value, torch.dtype):
-            return tagged_json.Named("dtype", str(value).removeprefix("torch."))
+            return tagged_json.NamedValue("dtype", str(value).removeprefix("torch."))
         if isinstance(value, np.generic):
             return scalar(value)
         if not isinstance(value, torch.Tensor):
@@ -74,7 +74,7 @@ def write_step(
     checksums: bool = True,
     alone: TreePath | None = None,
     most_bytes: int = 1 << 30,
-    change: Callable[[Contents], Contents] = lambda contents: contents,
+    change: Callable[[ManifestContents], ManifestContents] = lambda contents: contents,
 ) -> Path:
     """Write a step.
 
@@ -91,21 +91,21 @@ def write_step(
     folder.mkdir(parents=True, exist_ok=True)
     nest = Nest(value)
     records = tuple(ArrayRecord(path, dtype_name(t), tuple(t.shape), array("Q")) for path, t in nest.arrays.items())
-    contents = Contents(save, (), records, nest.json, nest.ties, {"world_size": 2}, {"shardckpt": "0.1.0"})
+    contents = ManifestContents(save, (), records, nest.json, nest.ties, {"world_size": 2}, {"shardckpt": "0.1.0"})
     plan = {path: (boxes or {}).get(path) or [(0, whole(tuple(t.shape)))] for path, t in nest.arrays.items()}
     writers = 1 + max((writer for placed in plan.values() for writer, _ in placed), default=0)
     parts = []
     for writer in range(writers):
         chunks = [
-            Chunk(path, tuple(nest.arrays[path].shape), dtype_name(nest.arrays[path]), box)
+            PayloadChunk(path, tuple(nest.arrays[path].shape), dtype_name(nest.arrays[path]), box)
             for path, placed in plan.items()
             for by, box in placed
             if by == writer
         ]
         carry = contents.carried() if writer == 0 else None
         laid = lay_out(save, writer, chunks, most_bytes=most_bytes, model=alone, carry=carry)
-        parts.append(part_of([_write(folder, each, nest, checksums) for each in laid]))
-    files, arrays = join(parts, list(nest.arrays))
+        parts.append(build_partial([_write(folder, each, nest, checksums) for each in laid]))
+    files, arrays = merge_partials(parts, list(nest.arrays))
     if alone is not None:
         index = hf_index(laid, alone)
         (folder / HF_INDEX).write_bytes(index)
@@ -114,20 +114,20 @@ def write_step(
     return folder
 
 
-def commit(folder: Path, contents: Contents) -> None:
+def commit(folder: Path, contents: ManifestContents) -> None:
     """Write the manifest and `COMMIT`, whatever the manifest says."""
     manifest = encode_manifest(contents)
     (folder / manifest_name(contents.save)).write_bytes(manifest)
     (folder / COMMIT).write_bytes(encode_commit(contents.save, manifest, contents.files))
 
 
-def _write(folder: Path, payload: Payload, nest: Nest, checksums: bool) -> Written:
+def _write(folder: Path, payload: PayloadFile, nest: Nest, checksums: bool) -> WrittenPayload:
     hasher = BlockHasher()
     with (folder / payload.name).open("wb") as file:
         for data in (payload.header, *(_cut(nest.arrays[c.path], c.box) for c in payload.chunks)):
             file.write(data)
             hasher.update(data)
-    return Written(payload, hasher.digests() if checksums else None)
+    return WrittenPayload(payload, hasher.digests() if checksums else None)
 
 
 def _cut(tensor: torch.Tensor, box: Box) -> bytes:

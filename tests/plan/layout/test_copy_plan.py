@@ -13,7 +13,7 @@ from shardckpt.boxes import Box, contiguous_blocks, is_contiguous, strides, whol
 from shardckpt.dtypes import bits
 from shardckpt.manifest import Piece, Span, Strided, TensorEntry
 from shardckpt.plan.layout.copy_plan import Batch, Copy, steps
-from shardckpt.plan.layout.output_files import OutTensor
+from shardckpt.plan.layout.output_files import OutputTensor
 
 KINDS = {"uint8": np.uint8, "float16": np.float16, "float32": np.float32, "float64": np.float64}
 
@@ -31,7 +31,7 @@ class Files:
         return len(content) - len(data)
 
 
-def execute(tensors: list[OutTensor], files: Files, *, batch_bytes: int, copy_bytes: int) -> bytes:
+def execute(tensors: list[OutputTensor], files: Files, *, batch_bytes: int, copy_bytes: int) -> bytes:
     """Carry the steps out, naively, and check what they promise on the way."""
     out = bytearray()
     for step in steps(tensors, batch_bytes=batch_bytes, copy_bytes=copy_bytes):
@@ -52,7 +52,7 @@ def execute(tensors: list[OutTensor], files: Files, *, batch_bytes: int, copy_by
     return bytes(out)
 
 
-def taken(tensor: OutTensor, box: Box, files: Files) -> bytes:
+def taken(tensor: OutputTensor, box: Box, files: Files) -> bytes:
     entry = tensor.entry
     array = np.zeros(entry.shape, KINDS[entry.stored])
     for piece in entry.pieces:
@@ -73,7 +73,7 @@ def where(box: Box) -> tuple[slice, ...]:
 
 
 @st.composite
-def sharded(draw: st.DrawFn, files: Files, name: str) -> tuple[OutTensor, np.ndarray]:
+def sharded(draw: st.DrawFn, files: Files, name: str) -> tuple[OutputTensor, np.ndarray]:
     """A tensor cut into a random grid, its pieces in a random order in two files, some of them as views."""
     kind = draw(st.sampled_from(sorted(KINDS)))
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
@@ -96,7 +96,7 @@ def sharded(draw: st.DrawFn, files: Files, name: str) -> tuple[OutTensor, np.nda
             pieces.append(Piece(box, file, Span(offset, part.nbytes)))
     dtype = draw(st.sampled_from([kind, kind, kind, "float64", "float32"]))
     entry = TensorEntry((name,), shape, kind, tuple(pieces))
-    return OutTensor(name, entry, dtype), array.astype(KINDS[dtype])
+    return OutputTensor(name, entry, dtype), array.astype(KINDS[dtype])
 
 
 @given(st.data(), st.sampled_from([1, 8, 30, 200, 10**6]), st.sampled_from([1, 16, 100, 10**6]))
@@ -107,7 +107,7 @@ def test_steps_give_the_arrays_back_to_back(data: st.DataObject, batch_bytes: in
     assert out == b"".join(array.tobytes() for _, array in made)
 
 
-def spans(files: Files, arrays: list[np.ndarray], *, parts: int = 1, dim: int = 0) -> list[OutTensor]:
+def spans(files: Files, arrays: list[np.ndarray], *, parts: int = 1, dim: int = 0) -> list[OutputTensor]:
     tensors = []
     for i, array in enumerate(arrays):
         pieces, at = [], 0
@@ -116,7 +116,9 @@ def spans(files: Files, arrays: list[np.ndarray], *, parts: int = 1, dim: int = 
             at += part.shape[dim]
             pieces.append(Piece(Box(offset, part.shape), "a", Span(files.put("a", part.tobytes()), part.nbytes)))
         tensors.append(
-            OutTensor(f"t{i}", TensorEntry((f"t{i}",), array.shape, str(array.dtype), tuple(pieces)), str(array.dtype))
+            OutputTensor(
+                f"t{i}", TensorEntry((f"t{i}",), array.shape, str(array.dtype), tuple(pieces)), str(array.dtype)
+            )
         )
     return tensors
 
@@ -152,7 +154,10 @@ def test_a_transposed_view_is_read_in_wide_blocks() -> None:
     entry = TensorEntry(("t",), (8, 16), "float64", (Piece(whole((8, 16)), "a", Strided(0, 1024, 0, (1, 8))),))
     rows = entry._replace(pieces=(Piece(whole((8, 16)), "a", Strided(0, 2048, 0, (32, 1))),))
     sizes = [
-        [step.nbytes for step in steps([OutTensor("t", e, "float64")], batch_bytes=128, copy_bytes=1, wide_bytes=512)]
+        [
+            step.nbytes
+            for step in steps([OutputTensor("t", e, "float64")], batch_bytes=128, copy_bytes=1, wide_bytes=512)
+        ]
         for e in (entry, rows)
     ]
     assert sizes == [[512] * 2, [128] * 8]
@@ -161,7 +166,7 @@ def test_a_transposed_view_is_read_in_wide_blocks() -> None:
 def test_a_cast_is_cut_by_the_wider_of_both_types() -> None:
     files = Files()
     [plain] = spans(files, [np.arange(100, dtype=np.float32)])
-    cast = OutTensor("t", plain.entry, "float16")
+    cast = OutputTensor("t", plain.entry, "float16")
     found = list(steps([cast], batch_bytes=40, copy_bytes=1))
     assert {s.nbytes for s in found} == {20}
     assert execute([cast], files, batch_bytes=40, copy_bytes=1) == np.arange(100, dtype=np.float16).tobytes()
@@ -174,7 +179,7 @@ def test_elements_narrower_than_a_byte_are_copied_as_bytes(shape: tuple[int, ...
     half = int(np.prod(shape)) // 2
     data = bytes(range(half)) if half < 256 else bytes(half)
     piece = Piece(whole(shape), "a", Span(files.put("a", data, gap=5), half))
-    tensor = OutTensor("t", TensorEntry(("t",), shape, "float4_e2m1fn", (piece,)), "float4_e2m1fn")
+    tensor = OutputTensor("t", TensorEntry(("t",), shape, "float4_e2m1fn", (piece,)), "float4_e2m1fn")
     for batch_bytes, copy_bytes in ((3, 1), (3, 1000), (1000, 1000)):
         out = execute([tensor], files, batch_bytes=batch_bytes, copy_bytes=copy_bytes)
         assert out == data
@@ -183,12 +188,12 @@ def test_elements_narrower_than_a_byte_are_copied_as_bytes(shape: tuple[int, ...
 def test_a_million_rows_are_planned_without_listing_them() -> None:
     files = Files()
     piece = Piece(whole((1 << 30, 1 << 10)), "a", Span(0, 1 << 42))
-    tensor = OutTensor("t", TensorEntry(("t",), (1 << 30, 1 << 10), "float32", (piece,)), "float32")
+    tensor = OutputTensor("t", TensorEntry(("t",), (1 << 30, 1 << 10), "float32", (piece,)), "float32")
     assert list(steps([tensor], batch_bytes=1 << 30, copy_bytes=1 << 18)) == [Copy("a", 0, 1 << 42)]
     assert not files.content
 
 
 def test_empty_tensors_take_no_step() -> None:
-    tensor = OutTensor("t", TensorEntry(("t",), (0, 4), "float32", ()), "float32")
+    tensor = OutputTensor("t", TensorEntry(("t",), (0, 4), "float32", ()), "float32")
     assert list(steps([tensor], batch_bytes=8, copy_bytes=8)) == []
     assert list(contiguous_blocks(whole((0, 4)), 3)) == []

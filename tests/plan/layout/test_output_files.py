@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from shardckpt.boxes import Box, whole
 from shardckpt.manifest import Piece, Span, TensorEntry
-from shardckpt.plan.layout.output_files import OutTensor, index, name_files, split_as_stored, split_by_size
+from shardckpt.plan.layout.output_files import OutputTensor, index, name_files, split_as_stored, split_by_size
 
 
-def out(name: str, elements: int, *files: str, dtype: str = "uint8") -> OutTensor:
+def out(name: str, elements: int, *files: str, dtype: str = "uint8") -> OutputTensor:
     pieces = tuple(Piece(Box((i,), (1,)), file, Span(0, 1)) for i, file in enumerate(files or ["a"]))
-    return OutTensor(name, TensorEntry((name,), (elements,), "uint8", pieces), dtype)
+    return OutputTensor(name, TensorEntry((name,), (elements,), "uint8", pieces), dtype)
 
 
 @given(st.lists(st.integers(1, 30), max_size=12), st.integers(1, 40))
@@ -44,7 +44,7 @@ def test_no_tensor_is_lost_and_only_large_ones_exceed_a_file(sizes: list[int], l
 
 
 def test_sizes_are_counted_as_written() -> None:
-    cast = OutTensor("w", TensorEntry(("w",), (10,), "float32", ()), "bfloat16")
+    cast = OutputTensor("w", TensorEntry(("w",), (10,), "float32", ()), "bfloat16")
     assert (cast.nbytes, cast.is_cast, cast.shape) == (20, True, (10,))
     assert len(split_by_size([cast, cast], 40)) == 1
 
@@ -56,7 +56,7 @@ def test_tensors_stay_with_their_file_and_cut_ones_share_one_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "fresh", "names"),
+    ("count", "unique_suffix", "names"),
     [
         (1, "", ["model.safetensors"]),
         (2, "", ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]),
@@ -64,8 +64,8 @@ def test_tensors_stay_with_their_file_and_cut_ones_share_one_more() -> None:
         (2, "ab12", ["model-ab12-00001-of-00002.safetensors", "model-ab12-00002-of-00002.safetensors"]),
     ],
 )
-def test_names_of_files(count: int, fresh: str, names: list[str]) -> None:
-    assert [f.name for f in name_files([(out(f"t{i}", 1),) for i in range(count)], "model", fresh)] == names
+def test_names_of_files(count: int, unique_suffix: str, names: list[str]) -> None:
+    assert [f.name for f in name_files([(out(f"t{i}", 1),) for i in range(count)], "model", unique_suffix)] == names
 
 
 def test_an_index_is_sorted_and_counts_bytes_and_parameters() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from shardckpt.boxes import Box, strides, whole
 from shardckpt.manifest import Encoded, Layout, Piece, Span, Strided
-from shardckpt.plan.layout.piece_views import lifted, lowered, moved, narrowed, turned
+from shardckpt.plan.layout.piece_views import narrow, permute, shift_pieces, squeeze, unsqueeze
 
 ARRAY = np.arange(24, dtype=np.int32).reshape(2, 3, 4)
 AT = 12
@@ -47,37 +47,37 @@ def test_every_part_is_found_and_whole_rows_stay_spans(pieces: list[Piece]) -> N
     ranges = [[(o, n) for o in range(length) for n in range(1, length - o + 1)] for length in ARRAY.shape]
     for chosen in product(*ranges):
         box = Box(tuple(o for o, _ in chosen), tuple(n for _, n in chosen))
-        found = narrowed(pieces, box, "int32")
+        found = narrow(pieces, box, "int32")
         expected = ARRAY[tuple(slice(o, o + n) for o, n in chosen)]
         assert (read(found, box.size) == expected).all()
-    [row] = narrowed(pieces, Box((1, 0, 0), (1, 3, 4)), "int32")
+    [row] = narrow(pieces, Box((1, 0, 0), (1, 3, 4)), "int32")
     assert isinstance(row.layout, type(pieces[0].layout))
 
 
 def test_a_part_of_a_part_and_what_lies_outside(pieces: list[Piece]) -> None:
-    once = narrowed(pieces, Box((0, 1, 1), (2, 2, 3)), "int32")
-    twice = narrowed(once, Box((1, 0, 1), (1, 2, 2)), "int32")
+    once = narrow(pieces, Box((0, 1, 1), (2, 2, 3)), "int32")
+    twice = narrow(once, Box((1, 0, 1), (1, 2, 2)), "int32")
     assert (read(twice, (1, 2, 2)) == ARRAY[1:, 1:, 2:]).all()
     half = [Piece(Box((0, 0, 0), (1, 3, 4)), "f", Span(AT, 48))]
-    assert narrowed(half, Box((1, 0, 0), (1, 3, 4)), "int32") == []
+    assert narrow(half, Box((1, 0, 0), (1, 3, 4)), "int32") == []
 
 
 @pytest.mark.parametrize("dims", list(permutations(range(3))))
 def test_every_turn(pieces: list[Piece], dims: tuple[int, ...]) -> None:
     expected = ARRAY.transpose(dims)
-    found = turned(pieces, dims)
+    found = permute(pieces, dims)
     assert (read(found, expected.shape) == expected).all()
-    part = narrowed(found, Box((1, 0, 0), (1, *expected.shape[1:])), "int32")
+    part = narrow(found, Box((1, 0, 0), (1, *expected.shape[1:])), "int32")
     assert (read(part, (1, *expected.shape[1:])) == expected[1:2]).all()
 
 
 @pytest.mark.parametrize("dim", range(4))
 def test_a_dimension_more_and_less(pieces: list[Piece], dim: int) -> None:
-    more = lifted(pieces, dim)
+    more = unsqueeze(pieces, dim)
     assert (read(more, np.expand_dims(ARRAY, dim).shape) == np.expand_dims(ARRAY, dim)).all()
-    assert (read(lowered(more, dim), ARRAY.shape) == ARRAY).all()
+    assert (read(squeeze(more, dim), ARRAY.shape) == ARRAY).all()
 
 
 def test_pieces_move(pieces: list[Piece]) -> None:
-    both = [*pieces, *moved(pieces, 1, 3)]
+    both = [*pieces, *shift_pieces(pieces, 1, 3)]
     assert (read(both, (2, 6, 4)) == np.concatenate([ARRAY, ARRAY], 1)).all()

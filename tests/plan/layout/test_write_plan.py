@@ -14,13 +14,15 @@ import pytest
 from shardckpt.boxes import Box, Shape, flat_to_boxes, whole
 from shardckpt.errors import IncompleteError, UsageError
 from shardckpt.manifest import Path
-from shardckpt.plan.layout.write_plan import LEAST_SHARE_BYTES, Held, SavePlan, digest, plan_save
+from shardckpt.plan.layout.write_plan import LEAST_SHARE_BYTES, LocalTensor, SavePlan, digest, plan_save
 
 W: Path = ("model", "w")
 
 
-def held(boxes: Sequence[Box], shape: Shape, path: Path = W, dtype: str = "float32", value: int | None = None) -> Held:
-    return Held(path, shape, dtype, tuple(boxes), value)
+def held(
+    boxes: Sequence[Box], shape: Shape, path: Path = W, dtype: str = "float32", value: int | None = None
+) -> LocalTensor:
+    return LocalTensor(path, shape, dtype, tuple(boxes), value)
 
 
 def rows(shape: Shape, world: int, rank: int) -> list[Box]:
@@ -30,7 +32,7 @@ def rows(shape: Shape, world: int, rank: int) -> list[Box]:
     return [Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))] if high > low else []
 
 
-def check(plan: SavePlan, ranks: Sequence[Sequence[Held]]) -> None:
+def check(plan: SavePlan, ranks: Sequence[Sequence[LocalTensor]]) -> None:
     """Hold a plan to its promise: every element once, by a rank that holds it."""
     for number, spec in enumerate(plan.arrays):
         times = np.zeros(spec.shape, int)

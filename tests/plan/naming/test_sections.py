@@ -7,7 +7,7 @@ import pytest
 from shardckpt.boxes import whole
 from shardckpt.errors import AmbiguousError, UsageError
 from shardckpt.manifest import Manifest, ObjectEntry, Path, Piece, Span, TensorEntry
-from shardckpt.plan.naming.sections import find_key, find_parts, model_paths, split_flat_names
+from shardckpt.plan.naming.sections import find_key, find_sections, model_paths, split_flat_names
 
 
 def holding(tensors: list[Path], objects: list[Path] | None = None) -> Manifest:
@@ -29,53 +29,53 @@ def groups(*root: str | int) -> list[Path]:
 
 @pytest.mark.parametrize("key", ["model", "state_dict", "module"])
 def test_the_model_has_one_of_three_names(key: str) -> None:
-    found = find_parts(holding([(key, "w"), ("ema", "w"), *below("optim")], groups("optim")))
+    found = find_sections(holding([(key, "w"), ("ema", "w"), *below("optim")], groups("optim")))
     assert (found.model, found.optimizers, found.others) == ((key,), (("optim",),), (("ema",),))
 
 
 def test_the_only_subtree_with_tensors_is_the_model() -> None:
-    found = find_parts(holding([("net", "w"), *below("o")], [*groups("o"), ("epoch",)]))
+    found = find_sections(holding([("net", "w"), *below("o")], [*groups("o"), ("epoch",)]))
     assert (found.model, found.others) == (("net",), (("epoch",),))
 
 
 def test_without_a_subtree_the_top_is_the_model() -> None:
-    found = find_parts(holding([("w",), ("layers.0.b",)]))
+    found = find_sections(holding([("w",), ("layers.0.b",)]))
     assert (found.model, found.optimizers, found.others) == ((), (), ())
-    found = find_parts(holding([("a", "w"), ("b", "w")]))
+    found = find_sections(holding([("a", "w"), ("b", "w")]))
     assert found.model == ()
 
 
 @pytest.mark.parametrize("name", ["layers.0.w", "weight"])
 def test_what_lies_deeper_than_a_flat_state_dict_is_another_part(name: str) -> None:
     manifest = holding([("b",), (name,), ("trainer", "dotted.key"), ("ema", "w")], [("trainer", "epoch")])
-    found = find_parts(manifest)
+    found = find_sections(manifest)
     assert (found.model, found.others) == ((), (("trainer",), ("ema",)))
     assert list(model_paths(manifest, found)) == [("b",), (name,)]
 
 
 def test_a_number_beside_subtrees_is_no_flat_state_dict() -> None:
     manifest = holding([("step",), ("encoder", "w"), ("decoder", "w")])
-    found = find_parts(manifest)
+    found = find_sections(manifest)
     assert (found.model, found.others) == ((), ())
     assert len(list(model_paths(manifest, found))) == 3
 
 
 def test_an_optimizer_is_what_holds_state_and_groups() -> None:
-    assert find_parts(holding([("model", "w"), *below("o")])).optimizers == (), "state alone is not enough"
-    found = find_parts(holding([("model", "w"), *below("opt", "adam")], groups("opt", "adam")))
+    assert find_sections(holding([("model", "w"), *below("o")])).optimizers == (), "state alone is not enough"
+    found = find_sections(holding([("model", "w"), *below("opt", "adam")], groups("opt", "adam")))
     assert found.optimizers == (("opt", "adam"),)
-    found = find_parts(holding([*below("optimizer_states", 0)], groups("optimizer_states", 0)))
+    found = find_sections(holding([*below("optimizer_states", 0)], groups("optimizer_states", 0)))
     assert found.optimizers == (("optimizer_states", 0),)
 
 
 def test_a_flattened_optimizer_is_one_too() -> None:
     flat: list[Path] = [("optim", "state.layers.0.w.exp_avg")]
-    found = find_parts(holding([("model", "layers.0.w"), *flat], [("optim", "param_groups.layers.0.w.lr")]))
+    found = find_sections(holding([("model", "layers.0.w"), *flat], [("optim", "param_groups.layers.0.w.lr")]))
     assert found.optimizers == (("optim",),)
 
 
 def test_a_model_with_a_module_named_state_is_no_optimizer() -> None:
-    found = find_parts(holding([("model", "state", "w"), ("model", "head", "w")]))
+    found = find_sections(holding([("model", "state", "w"), ("model", "head", "w")]))
     assert (found.model, found.optimizers) == (("model",), ())
 
 
@@ -84,7 +84,7 @@ def test_names_with_dots_of_old_folders_are_split() -> None:
     flat = holding([("model.w",), ("optim.state.w.exp_avg",)], [("optim.param_groups.w.lr",), ("epoch",)])
     split = split_flat_names(flat)
     assert list(split.tensors) == [("model", "w"), ("optim", "state.w.exp_avg")]
-    found = find_parts(split)
+    found = find_sections(split)
     assert (found.model, found.optimizers, found.others) == (("model",), (("optim",),), (("epoch",),))
 
 
@@ -98,12 +98,12 @@ def test_names_with_dots_of_a_plain_model_are_left() -> None:
 def test_two_models_need_a_choice() -> None:
     both = holding([("a", "model", "w"), ("b", "model", "w")])
     with pytest.raises(AmbiguousError, match=r"a\.model, b\.model.*--model-key"):
-        find_parts(both)
-    assert find_parts(both, "b.model").model == ("b", "model")
+        find_sections(both)
+    assert find_sections(both, "b.model").model == ("b", "model")
 
 
 def test_files_of_a_folder_are_parts_by_their_stem() -> None:
-    found = find_parts(
+    found = find_sections(
         holding(
             [("model.pt", "w"), *below("optim_a.pt"), *below("optim_b.pt")], groups("optim_a.pt") + groups("optim_b.pt")
         )
@@ -116,12 +116,12 @@ def test_files_of_a_folder_are_parts_by_their_stem() -> None:
 def test_a_key_may_name_a_file_and_what_is_in_it(key: str) -> None:
     many = holding([("model.pt", "w"), *below("optim.pt", "adam"), *below("optim.pt", "sgd")])
     assert find_key(many, key, "--optim-key") == ("optim.pt", "adam")
-    assert find_parts(many, optim_key=key).optimizers == (("optim.pt", "adam"),)
+    assert find_sections(many, optim_key=key).optimizers == (("optim.pt", "adam"),)
 
 
 def test_a_key_that_leads_nowhere_lists_what_there_is() -> None:
     with pytest.raises(UsageError, match=r"--model-key 'modle'.*model, ema"):
-        find_parts(holding([("model", "w"), ("ema", "w")]), "modle")
+        find_sections(holding([("model", "w"), ("ema", "w")]), "modle")
 
 
 def test_a_key_where_all_tensors_lie_side_by_side_is_to_be_left_out() -> None:
@@ -134,7 +134,7 @@ def test_nothing_is_dropped_in_silence() -> None:
         [("model", "w"), ("ema", "net", "w"), *below("optim")],
         [*groups("optim"), ("trainer", "epoch"), ("trainer", "step"), ("args",)],
     )
-    found = find_parts(manifest)
+    found = find_sections(manifest)
     assert set(found.others) == {("ema",), ("trainer",), ("args",)}
     covered = (found.model, *found.optimizers, *found.others)
     for path in [*manifest.tensors, *manifest.objects]:

@@ -10,16 +10,16 @@ from shardckpt.boxes import whole
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
-from shardckpt.plan.layout.output_files import OutTensor
-from shardckpt.plan.optim.flat_params import laid_flat
+from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.plan.optim.flat_params import to_flat_params
 
 SHAPES = {"a": (2, 3), "b": (3,), "other": (4,)}
 
 
-def tensor(name: str, slot: str = "m", shape: tuple[int, ...] | None = None, dtype: str = "float32") -> OutTensor:
+def tensor(name: str, slot: str = "m", shape: tuple[int, ...] | None = None, dtype: str = "float32") -> OutputTensor:
     size = SHAPES[name] if shape is None else shape
     piece = Piece(whole(size), "f" if slot == "step" else name, Span(0, 4))
-    return OutTensor(f"{name}/{slot}", TensorEntry((name,), size, dtype, (piece,)), dtype)
+    return OutputTensor(f"{name}/{slot}", TensorEntry((name,), size, dtype, (piece,)), dtype)
 
 
 def units(alignment: int = 1, order: tuple[int, ...] = ()) -> dict[str, FlatLayout]:
@@ -33,7 +33,7 @@ def content(*groups: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 def test_members_are_written_back_to_back_in_the_order_of_the_layout() -> None:
     given = [tensor("other"), tensor("b"), tensor("a"), *(tensor(n, "step", ()) for n in ("a", "b"))]
-    made, said = laid_flat(given, content(a={"k": 1}, b={"k": 1}, other={"k": 2}), units())
+    made, said = to_flat_params(given, content(a={"k": 1}, b={"k": 1}, other={"k": 2}), units())
     assert [(t.name, t.shape, [m.name for m in t.members]) for t in made] == [
         ("other/m", (4,), []),
         ("flat/m", (9,), ["a/m", "b/m"]),
@@ -47,7 +47,7 @@ def test_members_are_written_back_to_back_in_the_order_of_the_layout() -> None:
 
 def test_a_flat_parameter_is_in_the_first_group_of_its_members() -> None:
     groups = ({"lr": 1, "params": ["b"]}, {"lr": 1, "params": []}, {"lr": 1, "params": ["a", "other"]})
-    _, said = laid_flat([tensor("a"), tensor("b")], content(*groups), units())
+    _, said = to_flat_params([tensor("a"), tensor("b")], content(*groups), units())
     assert [group["params"] for group in said["param_groups"]] == [["flat"], [], ["other"]]
 
 
@@ -56,7 +56,7 @@ def test_a_parameter_in_another_order_is_read_in_that_order(kind: str) -> None:
     inner = Span(8, 24) if kind == "span" else Strided(8, 24, 0, (3, 1))
     layout = Encoded("zstd", 5, 9, inner) if kind == "encoded" else inner
     entry = TensorEntry(("a",), (2, 3), "float32", (Piece(whole((2, 3)), "f", layout),))
-    made, _ = laid_flat([OutTensor("a/m", entry, "float32"), tensor("b")], content(), units(order=(1, 0)))
+    made, _ = to_flat_params([OutputTensor("a/m", entry, "float32"), tensor("b")], content(), units(order=(1, 0)))
     [piece] = made[0].members[0].entry.pieces
     assert made[0].members[0].shape == piece.box.size == (3, 2)
     found = piece.layout.inner if isinstance(piece.layout, Encoded) else piece.layout
@@ -86,14 +86,14 @@ def test_a_parameter_in_another_order_is_read_in_that_order(kind: str) -> None:
     ],
 )
 def test_what_cannot_lie_so_is_refused_by_name(
-    given: list[OutTensor], said: dict[str, Any], laid: dict[str, FlatLayout], text: str
+    given: list[OutputTensor], said: dict[str, Any], laid: dict[str, FlatLayout], text: str
 ) -> None:
     with pytest.raises(UsageError, match=text):
-        laid_flat(given, said, laid)
+        to_flat_params(given, said, laid)
 
 
 def test_steps_that_are_not_one_and_the_same_are_refused() -> None:
     other = tensor("b", "step", ())
-    moved = OutTensor("b/step", other.entry._replace(pieces=(Piece(whole(()), "elsewhere", Span(0, 4)),)), "float32")
+    moved = OutputTensor("b/step", other.entry._replace(pieces=(Piece(whole(()), "elsewhere", Span(0, 4)),)), "float32")
     with pytest.raises(UsageError, match="flat/step: members of one flat parameter differ; found a/step and b/step"):
-        laid_flat([tensor("a", "step", ()), moved], content(), units())
+        to_flat_params([tensor("a", "step", ()), moved], content(), units())

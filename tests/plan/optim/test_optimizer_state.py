@@ -12,7 +12,7 @@ from shardckpt.boxes import whole
 from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, UsageError
 from shardckpt.manifest import Path, Piece, Span, TensorEntry
 from shardckpt.plan.naming.fqn import cleaner
-from shardckpt.plan.optim.optimizer_state import OptimState, RawOptim, by_name, rebuild
+from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer, by_name, rebuild
 
 MODEL: dict[str, tuple[int, ...]] = {"a.w": (2, 3), "a.b": (3,), "c": (5,)}
 
@@ -21,15 +21,17 @@ def tensor(path: Path, shape: tuple[int, ...] = (1,)) -> TensorEntry:
     return TensorEntry(path, shape, "float32", (Piece(whole(shape), "f", Span(0, 4)),))
 
 
-def raw(tensors: dict[Path, tuple[int, ...]], values: dict[Path, object] | None = None) -> RawOptim:
-    return RawOptim({p: tensor(p, s) for p, s in tensors.items()}, values or {})
+def raw(tensors: dict[Path, tuple[int, ...]], values: dict[Path, object] | None = None) -> RawOptimizer:
+    return RawOptimizer({p: tensor(p, s) for p, s in tensors.items()}, values or {})
 
 
-def slots(state: OptimState) -> dict[str, Path]:
+def slots(state: OptimizerState) -> dict[str, Path]:
     return {name: entry.path for name, entry in state.tensors.items()}
 
 
-def nested(ids: dict[int, tuple[int, ...]], groups: list[dict[str, object]], *, keeps_order: bool = False) -> RawOptim:
+def nested(
+    ids: dict[int, tuple[int, ...]], groups: list[dict[str, object]], *, keeps_order: bool = False
+) -> RawOptimizer:
     values = {("param_groups", i, k): v for i, g in enumerate(groups) for k, v in g.items()}
     return replace(raw({("state", i, "exp_avg"): s for i, s in ids.items()}, values), keeps_order=keeps_order)
 

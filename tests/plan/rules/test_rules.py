@@ -16,7 +16,7 @@ from shardckpt.boxes import Box, strides, whole
 from shardckpt.errors import NameCollisionError, UsageError
 from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
 from shardckpt.plan.rules.rule_files import KINDS, parse_rename, parse_rules, shipped
-from shardckpt.plan.rules.rules import Rule, cooked, plan
+from shardckpt.plan.rules.rules import Rule, apply_recipe, plan_remap
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -84,8 +84,8 @@ def made(text: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     file = File()
     entries = {name: file.put(name, array) for name, array in arrays.items()}
     rules = parse_rules(text, "rules.toml", CONFIG)
-    result = plan(rules, {name: (array.shape, "int32") for name, array in arrays.items()})
-    found = {name: file.read(cooked(m.recipe, name, entries)) for name, m in result.made.items()}
+    result = plan_remap(rules, {name: (array.shape, "int32") for name, array in arrays.items()})
+    found = {name: file.read(apply_recipe(m.recipe, name, entries)) for name, m in result.made.items()}
     for name, m in result.made.items():
         assert found[name].shape == m.recipe.shape
     return found
@@ -164,14 +164,14 @@ def test_rules_follow_one_another() -> None:
 def test_braces_stand_for_one_component_and_everything_else_for_itself() -> None:
     shapes = {"layers.norm.weight": ((1,), "float32"), "layersX3Xweight": ((1,), "float32")}
     with pytest.raises(UsageError, match="matches no tensor"):
-        plan(parse_rules(rule("rename", **{"from": "layers.{l}.{n}.weight", "to": "x"}), "x"), shapes)
-    found = plan(parse_rules(rule("rename", **{"from": "layers.{l}.weight", "to": "w.{l}"}), "x"), shapes)
+        plan_remap(parse_rules(rule("rename", **{"from": "layers.{l}.{n}.weight", "to": "x"}), "x"), shapes)
+    found = plan_remap(parse_rules(rule("rename", **{"from": "layers.{l}.weight", "to": "w.{l}"}), "x"), shapes)
     assert list(found.made) == ["w.norm", "layersX3Xweight"]
 
 
 def test_casts_and_what_was_dropped_are_told() -> None:
     rules = parse_rules(rule("cast", name="a", dtype="bf16") + rule("drop", name="b"), "x")
-    found = plan(rules, {"a": ((2,), "float32"), "b": ((1,), "int64")})
+    found = plan_remap(rules, {"a": ((2,), "float32"), "b": ((1,), "int64")})
     assert (found.made["a"].cast, found.made["a"].dtype) == ("bfloat16", "float32")
     assert found.dropped == ("b",)
 
@@ -186,7 +186,7 @@ def test_casts_and_what_was_dropped_are_told() -> None:
     ],
 )
 def test_renames_of_the_command_line(text: str, found: dict[str, str]) -> None:
-    result = plan([parse_rename(text)], dict.fromkeys(found, ((1,), "float32")))
+    result = plan_remap([parse_rename(text)], dict.fromkeys(found, ((1,), "float32")))
     assert list(result.made) == list(found.values())
 
 
@@ -231,7 +231,7 @@ REFUSED: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("text", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
 def test_a_rule_that_does_not_fit_is_refused_by_number_and_tensor(text: str, message: str) -> None:
     with pytest.raises((UsageError, NameCollisionError), match=message):
-        plan(parse_rules(text, "x"), SHAPES)
+        plan_remap(parse_rules(text, "x"), SHAPES)
 
 
 MALFORMED: list[tuple[str, str]] = [
@@ -266,7 +266,7 @@ def test_a_file_that_holds_no_rules_is_refused(text: str, message: str) -> None:
 
 def test_a_rule_may_be_optional() -> None:
     text = rule("drop", name="gone") + "optional = true\n"
-    assert list(plan(parse_rules(text, "x"), {"a": ((), "float32")}).made) == ["a"]
+    assert list(plan_remap(parse_rules(text, "x"), {"a": ((), "float32")}).made) == ["a"]
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
