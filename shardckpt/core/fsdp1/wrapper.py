@@ -144,8 +144,8 @@ class FullyShardedDataParallel(StateStatics):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         """Return a wrapper of a copy of the module, over the same ranks; it belongs to no root yet."""
-        if self._unit.attached:
-            self._unit.free()
+        if self._unit.is_attached:
+            self._unit.reshard()
         made = object.__new__(type(self))
         memo[id(self)] = made
         for name, value in self.__dict__.items():
@@ -300,7 +300,7 @@ class FullyShardedDataParallel(StateStatics):
         if any(each._root_state is not None for each in instances):
             for each in instances:
                 each._unit.recover()
-                each._unit.free()
+                each._unit.reshard()
             self._reset_lazy_init()
 
     def _join(self, root_state: RootState) -> None:
@@ -342,12 +342,12 @@ class FullyShardedDataParallel(StateStatics):
         self._assert_state(TrainingState.IDLE)
         before = [unit.sync_gradients for unit in root_state.units]
         for unit in root_state.units:
-            unit.synchronise(False)
+            unit.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             for unit, on in zip(root_state.units, before, strict=True):
-                unit.synchronise(on)
+                unit.set_requires_gradient_sync(on)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -439,7 +439,7 @@ class FullyShardedDataParallel(StateStatics):
 
     def _shown_name(self, name: str) -> str:
         """Return a name without the wrapper's segment where full parameters were summoned, as torch does."""
-        return name.replace(f"{WRAPPED}.", "") if self._unit.lent else name
+        return name.replace(f"{WRAPPED}.", "") if self._unit.is_checked_out else name
 
     @staticmethod
     @contextmanager
@@ -516,9 +516,9 @@ class FullyShardedDataParallel(StateStatics):
             What waits for them; None where they are there.
         """
         self._ensure_root_state()
-        handle = UnshardHandle(self._unit.fill)
+        handle = UnshardHandle(self._unit.unshard)
         if async_op:
-            self._unit.prefetch()
+            self._unit.prefetch_unshard()
             return handle
         handle.wait()
         return None
@@ -565,9 +565,9 @@ class FullyShardedDataParallel(StateStatics):
         return [each for each in found if each.check_is_root()] if root_only else found
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FullyShardedDataParallel:
-        self._unit.free()
+        self._unit.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._unit.lent:
+        if self._unit.is_checked_out:
             return self
         for registration in self._unit.registrations:
             registration.pull_user_changes()
@@ -614,7 +614,7 @@ class FullyShardedDataParallel(StateStatics):
     @property
     def training_state(self) -> TrainingState:
         """What this instance is in the middle of."""
-        if self._unit.lent:
+        if self._unit.is_checked_out:
             return TrainingState.SUMMON_FULL_PARAMS
         return TrainingState.IDLE if self._unit.phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
 

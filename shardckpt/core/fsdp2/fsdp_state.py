@@ -87,7 +87,7 @@ class FSDPState:
         self._comms = Comms()
         self._separate = False
         self._root_state: RootState | None = None
-        self._waits = True
+        self._is_last_backward = True
         whole = self._whole
         owners: dict[FSDPUnit, FSDPState] = {each.unit: each for each in fsdp_states_below(whole)}
         reopened = [owners[unit] for unit in shared_params.reopen(whole, list(owners))]
@@ -99,7 +99,7 @@ class FSDPState:
             module.__dict__[_STATE] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPState:
-        """Copy what is sharded; the copy belongs to no root yet."""
+        """Return a copy, which has no root yet."""
         made = object.__new__(FSDPState)
         memo[id(self)] = made
         for name, value in self.__dict__.items():
@@ -128,9 +128,9 @@ class FSDPState:
     def _make_again(self) -> None:
         self.unit = self._made()
         if self._comms != Comms():
-            self.use()
+            self.set_custom_collectives()
         if self._separate:
-            self.separate(True)
+            self.set_separate_reduce_scatter_group(True)
 
     def _made(self) -> FSDPUnit:
         managed = managed_parameters(self._whole, self._exempt)
@@ -215,14 +215,14 @@ class FSDPState:
         """What the user put in place of collectives."""
         return self._comms
 
-    def use(self, **changes: Any) -> None:
-        """Put something of the user's in place of collectives."""
+    def set_custom_collectives(self, **changes: Any) -> None:
+        """Set collectives of the user's own."""
         self._comms = replace(self._comms, **changes)
         for bucket in self.unit.buckets:
             bucket.use(comms=self._comms)
 
-    def separate(self, on: bool) -> None:
-        """Reduce on channels of its own, or on those that gather. Collective when it is asked for first."""
+    def set_separate_reduce_scatter_group(self, on: bool) -> None:
+        """Set whether gradients are reduced in a process group of their own. Collective when first enabled."""
         self._separate = on
         for bucket in self.unit.buckets:
             if bucket.group.shard is not None:
@@ -274,28 +274,28 @@ class FSDPState:
         for name, each in units:
             each.check(name, names[each][0])
         root_state = RootState(self.unit, [(name, each.unit) for name, each in units])
-        root_state.awaits_reductions(self._waits)
+        root_state.set_is_last_backward(self._is_last_backward)
         for each in names:
             each._root_state = root_state
 
-    def awaits_reductions(self, on: bool) -> None:
-        """Say whether a backward ends with all its reductions done; of the root it counts.
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether a backward waits for all its reductions; that of the root counts.
 
         Args:
-            on: Whether it does.
+            is_last_backward: Whether it does.
         """
-        self._waits = on
+        self._is_last_backward = is_last_backward
         if self._root_state is not None:
-            self._root_state.awaits_reductions(on)
+            self._root_state.set_is_last_backward(is_last_backward)
 
-    def optimized(self, event: Any) -> None:
-        """Let the next iteration's gathers wait for an event only; before the first iteration there is none.
+    def set_post_optim_event(self, event: Any) -> None:
+        """Set the event that all-gathers of the next iteration wait for; ignored before the first one.
 
         Args:
             event: Recorded behind the optimizer's step.
         """
         if self._root_state is not None:
-            self._root_state.optimized(event)
+            self._root_state.set_post_optim_event(event)
 
     def _refuse_strangers(self, known: Iterable[FSDPState]) -> None:
         """Refuse to compute with a parameter that a unit elsewhere has: it would be trained twice, differently."""
@@ -345,23 +345,23 @@ class FSDPState:
     def _is_elsewhere(self, module: nn.Module) -> bool:
         return is_incompatible(module) or get_fsdp_state(module) not in (None, self)
 
-    def prefetch(self) -> None:
-        """Start to gather, also before there is a root. Collective."""
+    def prefetch_unshard(self) -> None:
+        """Start the all-gathers, also before there is a root. Collective."""
         self._attach()
-        self.unit.prefetch()
+        self.unit.prefetch_unshard()
 
-    def fill(self) -> None:
-        """Gather, also before there is a root. Collective."""
+    def unshard(self) -> None:
+        """Unshard the unit, also before there is a root. Collective."""
         self._attach()
-        self.unit.fill()
+        self.unit.unshard()
 
-    def free(self) -> None:
-        """Give up the full parameters."""
-        if self.unit.attached:
-            self.unit.free()
+    def reshard(self) -> None:
+        """Reshard the unit."""
+        if self.unit.is_attached:
+            self.unit.reshard()
 
     def _attach(self) -> None:
-        if not self.unit.attached:
+        if not self.unit.is_attached:
             RootState(self.unit, [(self.unit.name, self.unit)])
 
     @around

@@ -277,7 +277,7 @@ class FSDPModule:
         self.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         unit = self._fsdp_state.unit
-        if not unit.lent:
+        if not unit.is_checked_out:
             unit.pull_user_changes()
             for registration in unit.registrations:
                 registration.register_sharded()
@@ -307,16 +307,16 @@ class FSDPModule:
             What waits for them; None where they are there.
         """
         state = self._fsdp_state
-        handle = UnshardHandle(state.fill)
+        handle = UnshardHandle(state.unshard)
         if async_op:
-            state.prefetch()
+            state.prefetch_unshard()
             return handle
         handle.wait()
         return None
 
     def reshard(self) -> None:
         """Give up this module's full parameters, not those of sharded modules below it."""
-        self._fsdp_state.free()
+        self._fsdp_state.reshard()
 
     def reset_iter_state(self) -> None:
         """After an exception, be as before the iteration, without its gradients; the next one works without this too.
@@ -378,7 +378,7 @@ class FSDPModule:
         Raises:
             ArgumentError: One is not sharded.
         """
-        self._fsdp_state.unit.prefetches(forward=[each.unit for each in _all_of(modules)])
+        self._fsdp_state.unit.set_units_to_prefetch(forward=[each.unit for each in _all_of(modules)])
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Say what is gathered while this module's gradients are computed, instead of what came before it in forward.
@@ -389,7 +389,7 @@ class FSDPModule:
         Raises:
             ArgumentError: One is not sharded.
         """
-        self._fsdp_state.unit.prefetches(backward=[each.unit for each in _all_of(modules)])
+        self._fsdp_state.unit.set_units_to_prefetch(backward=[each.unit for each in _all_of(modules)])
 
     # ---------------------------------------------------------------------------------------------- gradients
 
@@ -401,8 +401,8 @@ class FSDPModule:
             recurse: Say it to the sharded modules below as well.
         """
         for each in self._each(recurse):
-            each.unit.synchronise(requires_gradient_sync)
-            each.unit.all_reduces(requires_gradient_sync)
+            each.unit.set_requires_gradient_sync(requires_gradient_sync)
+            each.unit.set_requires_all_reduce(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Say whether gradients are summed over replicas too, or kept once they are summed over shards.
@@ -412,7 +412,7 @@ class FSDPModule:
             recurse: Say it to the sharded modules below as well.
         """
         for each in self._each(recurse):
-            each.unit.all_reduces(requires_all_reduce)
+            each.unit.set_requires_all_reduce(requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last before the optimizer's step; only that one waits for reductions.
@@ -420,7 +420,7 @@ class FSDPModule:
         Args:
             is_last_backward: Whether it is.
         """
-        self._fsdp_state.awaits_reductions(is_last_backward)
+        self._fsdp_state.set_is_last_backward(is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Say what summed gradients are divided by, instead of the number of ranks.
@@ -484,7 +484,7 @@ class FSDPModule:
         Raises:
             ArgumentError: The module's parameters lie over several meshes.
         """
-        self._one_group("set_custom_all_gather").use(all_gather=comm)
+        self._one_group("set_custom_all_gather").set_custom_collectives(all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce with a collective of the user's own.
@@ -495,7 +495,7 @@ class FSDPModule:
         Raises:
             ArgumentError: The module's parameters lie over several meshes.
         """
-        self._one_group("set_custom_reduce_scatter").use(reduce_scatter=comm)
+        self._one_group("set_custom_reduce_scatter").set_custom_collectives(reduce_scatter=comm)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
@@ -512,7 +512,7 @@ class FSDPModule:
         state = self._one_group("set_all_reduce_hook")
         if stream is not None and any(group.replicas > 1 for group in state.groups):
             raise ArgumentError("stream cannot be set when using native HSDP")
-        state.use(all_reduce_hook=hook if stream is None else _on(stream, hook))
+        state.set_custom_collectives(all_reduce_hook=hook if stream is None else _on(stream, hook))
 
     def _one_group(self, called: str) -> FSDPState:
         state = self._fsdp_state
@@ -532,7 +532,7 @@ class FSDPModule:
             recurse: Say it to the sharded modules below as well.
         """
         for each in self._each(recurse):
-            each.separate(enable)
+            each.set_separate_reduce_scatter_group(enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Say whether buffers of collectives come from the process group's allocator, which only NCCL has.
@@ -547,12 +547,14 @@ class FSDPModule:
         self._refuse_own_comms("set_allocate_memory_from_process_group()")
         state = self._fsdp_state
         if not enable:
-            state.use(all_gather=None, reduce_scatter=None)
+            state.set_custom_collectives(all_gather=None, reduce_scatter=None)
             return
         groups = [group.shard for group in state.groups if group.shard is not None]
         if len(groups) != 1 or allocator(groups[0], state.device) is None:
             self._refuse_backend("an allocator of the process group")
-        state.use(all_gather=PooledAllGather(groups[0]), reduce_scatter=PooledReduceScatter(groups[0]))
+        state.set_custom_collectives(
+            all_gather=PooledAllGather(groups[0]), reduce_scatter=PooledReduceScatter(groups[0])
+        )
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Let gathers use symmetric memory, which only NCCL has.
@@ -588,7 +590,7 @@ class FSDPModule:
         Args:
             event: Recorded behind the optimizer's step; used once.
         """
-        self._fsdp_state.optimized(event)
+        self._fsdp_state.set_post_optim_event(event)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Gathers are asynchronous always; this is here for the name."""

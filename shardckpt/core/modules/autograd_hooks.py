@@ -96,16 +96,16 @@ class GradientWatch:
 
 
 class Owner(Protocol):
-    """Who fills a buffer again that was freed after its tensors had been saved."""
+    """Owner of a full buffer, which unshards it again after autograd saved its tensors."""
 
-    def saved(self) -> None:
+    def record_saved_tensor(self) -> None:
         """Note that a tensor in the buffer was saved by way of these hooks."""
 
-    def fill_for_backward(self) -> None:
-        """Make the buffer's content readable."""
+    def unshard_for_backward(self) -> None:
+        """Unshard the buffer."""
 
-    def stale(self) -> str:
-        """Return a sentence for the case that a saved parameter has changed since."""
+    def modified_param_message(self) -> str:
+        """Return the message for a saved parameter that was changed since."""
 
 
 class _Saved:
@@ -134,15 +134,15 @@ class _Hooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         owner = self._find(tensor)
         if owner is not None:
-            owner.saved()
+            owner.record_saved_tensor()
             return _Saved(tensor.detach(), owner)
         return (tensor.detach(), tensor._version) if self._before is None else self._before[0](tensor)
 
     def unpack(self, value: Any) -> torch.Tensor:
         if isinstance(value, _Saved):
-            value.owner.fill_for_backward()
+            value.owner.unshard_for_backward()
             if value.tensor._version != value.version:
-                raise RuntimeError(value.owner.stale())
+                raise RuntimeError(value.owner.modified_param_message())
             return value.tensor
         if self._before is not None:
             return self._before[1](value)

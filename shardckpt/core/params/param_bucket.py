@@ -143,8 +143,8 @@ class Bucket:
         self.shard = pinned(shard.cpu(), offload.pin) if offload.enabled and not shard.is_meta else shard
         self.watch = GradientWatch()
         self._full = self._made([member.parameter.requires_grad for member in members])
-        self._exact: _Full | None = None
-        self._exact_before: _Full | None = None  # what autograd saved of them is valid again once they are filled
+        self._full_precision: _Full | None = None
+        self._full_precision_before: _Full | None = None  # unsharded again, it is valid for what autograd saved
         self._incoming: torch.Tensor | None = None
         self._slice: torch.Tensor | None = None
         self._gathering: Pending | None = None
@@ -159,7 +159,7 @@ class Bucket:
         made = object.__new__(type(self))
         memo[id(self)] = made
         for name, value in self.__dict__.items():
-            own = name not in ("_full", "_exact_before", "shard", "watch")
+            own = name not in ("_full", "_full_precision_before", "shard", "watch")
             made.__dict__[name] = copy.deepcopy(value, memo) if own else None
         made.watch = GradientWatch()
         made.shard = self.shard.detach().clone()
@@ -235,12 +235,12 @@ class Bucket:
     @property
     def leaves(self) -> tuple[nn.Parameter, ...]:
         """The full parameters; readable while the bucket is filled."""
-        return (self._exact or self._full).leaves
+        return (self._full_precision or self._full).leaves
 
     @property
     def fulls(self) -> list[torch.Tensor]:
         """The full parameters as plain tensors: of one that tensor parallelism has cut, this rank's part."""
-        return (self._exact or self._full).views
+        return (self._full_precision or self._full).views
 
     def wrap_unsharded(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Wrap a full value as the module's parameter: a DTensor with tensor parallelism."""
@@ -252,23 +252,23 @@ class Bucket:
         return self._filled
 
     @property
-    def exact(self) -> bool:
+    def is_full_precision(self) -> bool:
         """Tell whether the full parameters are of the stored type."""
-        return self._exact is not None or self.compute_dtype == self.dtype
+        return self._full_precision is not None or self.compute_dtype == self.dtype
 
-    def differs(self, *, exact: bool) -> bool:
+    def differs(self, *, full_precision: bool) -> bool:
         """Tell whether the full parameters are of another type than wanted: the stored one, or that to compute in."""
-        return self.exact != (exact or self.compute_dtype == self.dtype)
+        return self.is_full_precision != (full_precision or self.compute_dtype == self.dtype)
 
     @property
     def holds_full(self) -> bool:
         """Tell whether the full buffer has its storage, filled or about to be."""
-        return (self._exact or self._full).buffer.alive or self._incoming is not None
+        return (self._full_precision or self._full).buffer.alive or self._incoming is not None
 
     @property
     def address(self) -> int:
         """Where the full buffer lies; 0 while it has no storage."""
-        buffer = (self._exact or self._full).buffer
+        buffer = (self._full_precision or self._full).buffer
         return buffer.tensor.untyped_storage().data_ptr() if buffer.alive else 0
 
     @property
@@ -283,7 +283,7 @@ class Bucket:
             index: Which of the members.
             on: Whether it does.
         """
-        (self._exact or self._full).train(index, on)
+        (self._full_precision or self._full).train(index, on)
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -313,7 +313,7 @@ class Bucket:
         self.shard = pinned(shard.cpu(), self._offload.pin) if self._offload.enabled else shard
         if not self._offload.enabled:
             self.compute_device = shard.device
-        self._full, self._exact_before = self._made(trains), None
+        self._full, self._full_precision_before = self._made(trains), None
         self._filled = self.aliased
 
     def select(self, kind: type[Bucket], indices: Sequence[int]) -> Bucket:
@@ -342,7 +342,10 @@ class Bucket:
         if device != self.compute_device:
             self.free()
             self.compute_device = device
-            self._full, self._exact_before = self._made([leaf.requires_grad for leaf in self._full.leaves]), None
+            self._full, self._full_precision_before = (
+                self._made([leaf.requires_grad for leaf in self._full.leaves]),
+                None,
+            )
             self._filled = self.aliased
 
     def write_back(self) -> None:
@@ -352,24 +355,26 @@ class Bucket:
 
     # ------------------------------------------------------------------------------------------------ parameters
 
-    def begin_gather(self, *, exact: bool = False) -> bool:
+    def begin_gather(self, *, full_precision: bool = False) -> bool:
         """Start to fill the full buffer. Collective.
 
         Args:
-            exact: In the stored type, whatever the type to compute in.
+            full_precision: In the stored type, whatever the type to compute in.
 
         Returns:
             Whether there was something to start.
         """
         if self._filled or self._gathering is not None:
             return False
-        if exact and not self.exact:
+        if full_precision and not self.is_full_precision:
             trains = [leaf.requires_grad for leaf in self._full.leaves]
-            self._exact = self._exact_before = self._exact_before or self._empty(self.dtype, trains)
+            self._full_precision = self._full_precision_before = self._full_precision_before or self._empty(
+                self.dtype, trains
+            )
             for index, on in enumerate(trains):
-                self._exact.train(index, on)
+                self._full_precision.train(index, on)
         with gathering(self.compute_device):
-            self._gathering = self._gather((self._exact or self._full).buffer)
+            self._gathering = self._gather((self._full_precision or self._full).buffer)
         return True
 
     def _gather(self, buffer: Resizable) -> Pending:
@@ -405,9 +410,9 @@ class Bucket:
         pending, self._gathering = self._gathering, None
         pending.wait()
         await_gather(self.compute_device)
-        full = self._exact or self._full
+        full = self._full_precision or self._full
         incoming = full.buffer.tensor if self._incoming is None else self._incoming
-        if keeps_slice and self._slices is not None and self._slice is None and self._exact is None:
+        if keeps_slice and self._slices is not None and self._slice is None and self._full_precision is None:
             part = incoming.numel() // self._slices.size
             self._slice = incoming[self._slices.rank * part : (self._slices.rank + 1) * part].clone()
         if self._incoming is not None:
@@ -428,9 +433,9 @@ class Bucket:
             self._slice = None
         if self.aliased:
             return
-        if self._exact is not None:
-            self._exact.buffer.free()
-            self._exact = None
+        if self._full_precision is not None:
+            self._full_precision.buffer.free()
+            self._full_precision = None
         self._full.buffer.free()
         self._filled = False
 
@@ -440,9 +445,9 @@ class Bucket:
     def gradients(self) -> list[torch.Tensor | None]:
         """The leaves' gradients as plain tensors."""
         found = [leaf.grad for leaf in self._full.leaves]
-        if self._exact_before is not None:
-            exact = [leaf.grad for leaf in self._exact_before.leaves]
-            found = [ours if other is None else _sum(other, ours) for ours, other in zip(found, exact, strict=True)]
+        if self._full_precision_before is not None:
+            grads = [leaf.grad for leaf in self._full_precision_before.leaves]
+            found = [ours if other is None else _sum(other, ours) for ours, other in zip(found, grads, strict=True)]
         if not self._placed:
             return found
         pairs = zip(self._placed, found, strict=True)
@@ -472,7 +477,7 @@ class Bucket:
         return self._reducer.hook
 
     def begin_reduce(
-        self, *, factor: float | None = None, split: bool = False, all_reduce: bool = True, exact: bool = False
+        self, *, factor: float | None = None, split: bool = False, all_reduce: bool = True, full_precision: bool = False
     ) -> None:
         """Start to average the leaves' gradients and take them from the leaves. Collective.
 
@@ -480,9 +485,9 @@ class Bucket:
             factor: What sums are divided by; the number of ranks where None.
             split: Divide in two steps, before and after the sum.
             all_reduce: Sum over replicas as well.
-            exact: In the stored type, whatever the type to reduce in.
+            full_precision: In the stored type, whatever the type to reduce in.
         """
-        dtype = self.dtype if exact else self._precision.reduced(self.dtype)
+        dtype = self.dtype if full_precision else self._precision.reduced(self.dtype)
         gradients = self.gradients
         self.drop_gradients()
         self._reducer.begin(gradients, Averaging(dtype, self.compute_device, factor, split, all_reduce))
@@ -511,7 +516,7 @@ class Bucket:
 
     def drop_gradients(self) -> None:
         """Forget the leaves' gradients."""
-        for each in (self._full, self._exact_before):
+        for each in (self._full, self._full_precision_before):
             for leaf in each.leaves if each is not None else ():
                 leaf.grad = None
 

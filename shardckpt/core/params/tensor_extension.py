@@ -164,7 +164,7 @@ class ExtensionBucket(Bucket):
         return False
 
     @property
-    def exact(self) -> bool:
+    def is_full_precision(self) -> bool:
         """There is one full form of the parameter."""
         return True
 
@@ -222,9 +222,9 @@ class ExtensionBucket(Bucket):
         assert isinstance(placed, Placed), "fully_shard places parameters"
         return placed
 
-    def begin_gather(self, *, exact: bool = False) -> bool:
+    def begin_gather(self, *, full_precision: bool = False) -> bool:
         """Start to gather what the parameter says. Collective."""
-        del exact
+        del full_precision
         if self._filled or self._gathering is not None:
             return False
         with gathering(self.compute_device):

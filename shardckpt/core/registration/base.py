@@ -65,7 +65,7 @@ class ParamRegistration(ABC):
     def _write_back_changes(self) -> None:
         """Write parameters that a user changed after forward to the shard, before they are freed."""
         if self._is_modified and self.bucket.filled:
-            if self.bucket.exact:
+            if self.bucket.is_full_precision:
                 self.bucket.write_back()
             else:  # taking over a rounded copy would round what nobody changed
                 warnings.warn(f"{self._unit}: changes of parameters in their compute dtype are lost", stacklevel=2)
@@ -101,7 +101,7 @@ class ParamRegistration(ABC):
         """Undo the sharding: register full parameters again. Collective."""
         self.pull_user_changes()
         self.bucket.free()
-        self.bucket.begin_gather(exact=True)
+        self.bucket.begin_gather(full_precision=True)
         self.bucket.finish_gather()
         for member, leaf in zip(self.bucket.members, self.bucket.leaves, strict=True):
             member.restore(leaf.detach().clone().requires_grad_(leaf.requires_grad))

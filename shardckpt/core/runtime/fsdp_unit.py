@@ -24,12 +24,12 @@ from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.mixed_precision import Buffers
 from shardckpt.errors import ShardckptError
 
-_NOW = 0
-"""The lap of what is computed again in backward: it is done with when that is."""
+_THIS_BACKWARD = 0
+"""Forward id of what the running backward computes again, and of gradients that it gave; it ends with it."""
 
 
 class Phase(Enum):
-    """Where a unit stands in an iteration."""
+    """Phase of an iteration that a unit is in."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -41,24 +41,26 @@ class ForwardCall:
 
     Args:
         unit: The unit.
-        below: How many calls had ended when it began: later ones that end before it are nested in it.
-        threaded: Whether a node in front of its inputs tells when everything behind them has its gradients.
-        lap: Which of the computations it belongs to that a user began: a backward goes back through those it reaches.
+        finished_before: How many calls had finished when it began: later ones that finish before it are nested in it.
+        has_post_backward_hook: Whether an input requires gradients, so that autograd calls the post-backward hook.
+        forward_id: Number of the outermost forward that it belongs to; a backward covers the forwards it reaches.
     """
 
-    def __init__(self, unit: FSDPUnit, below: int, threaded: bool = False, lap: int = 0) -> None:
+    def __init__(
+        self, unit: FSDPUnit, finished_before: int, has_post_backward_hook: bool = False, forward_id: int = 0
+    ) -> None:
         self.unit = unit
-        self.below = below
-        self.threaded = threaded
-        self.lap = lap
+        self.finished_before = finished_before
+        self.has_post_backward_hook = has_post_backward_hook
+        self.forward_id = forward_id
 
 
 class RootSchedule(Protocol):
     """The root as its units see it: it knows the order of all of them."""
 
     @property
-    def lap(self) -> int:
-        """The number of the computation that a user began last."""
+    def forward_id(self) -> int:
+        """Number of the outermost forward that began last."""
 
     def count_finished_calls(self) -> int:
         """Return the number of calls that finished in this forward."""
@@ -87,32 +89,32 @@ class RootSchedule(Protocol):
     def on_reduction_start(self, unit: FSDPUnit) -> None:
         """Record a reduction that has started."""
 
-    def filled(self, bucket: Bucket, unit: FSDPUnit) -> None:
-        """A bucket's buffer has an address now."""
+    def record_unsharded(self, bucket: Bucket, unit: FSDPUnit) -> None:
+        """Record the address of a bucket's full buffer."""
 
-    def freed(self, address: int) -> None:
-        """The buffer at this address is gone."""
+    def forget_unsharded(self, address: int) -> None:
+        """Forget an address whose full buffer is freed."""
 
-    def find(self, tensor: torch.Tensor) -> FSDPUnit | None:
+    def find_unit(self, tensor: torch.Tensor) -> FSDPUnit | None:
         """Return the unit in whose full buffer a tensor lies."""
 
     def recover(self) -> None:
-        """After a backward that raised, nothing of which tells the engine: be as before it."""
+        """Reset after a backward that raised; autograd does not report it."""
 
     def is_root(self, unit: FSDPUnit) -> bool:
-        """Tell whether the unit is the outermost one."""
+        """Return True if the unit is the root."""
 
     def on_post_forward(self, unit: FSDPUnit) -> None:
         """Record that a unit has computed."""
 
-    def reduces(self, unit: FSDPUnit) -> None:
-        """The unit's gradients are about to be reduced."""
+    def check_reduce_order(self, unit: FSDPUnit) -> None:
+        """Compare, in debug mode, whose gradients ranks are about to reduce."""
 
-    def admit(self, unit: FSDPUnit) -> None:
-        """Return when the unit may be gathered: not while too many freed ones are still computed with."""
+    def wait_for_rate_limiter(self, unit: FSDPUnit) -> None:
+        """Wait until the unit may be unsharded: resharded units that still compute hold memory."""
 
-    def released(self, unit: FSDPUnit) -> None:
-        """The unit's full parameters are gone, as soon as what is queued has been computed."""
+    def record_reshard_event(self, unit: FSDPUnit) -> None:
+        """Record that the unit's memory is free once the queued computation has run."""
 
 
 class TransformError(ShardckptError, NotImplementedError):
@@ -120,7 +122,7 @@ class TransformError(ShardckptError, NotImplementedError):
 
 
 class DoubleBackwardError(ShardckptError, NotImplementedError):
-    """Gradients of gradients through parameters that are freed."""
+    """Gradients of gradients through parameters that are resharded."""
 
 
 class FSDPUnit:
@@ -150,26 +152,26 @@ class FSDPUnit:
         self.buffers = buffers if buffers is not None else Buffers(())
         self.sync_gradients = True
         self._all_reduce = True
-        self._next: dict[Phase, tuple[FSDPUnit, ...]] = {}
-        self._ran = 0
+        self._to_prefetch: dict[Phase, tuple[FSDPUnit, ...]] = {}
+        self._modules_run = 0
         self.phase = Phase.IDLE
-        self._iteration: RootSchedule | None = None
-        self._calls: set[ForwardCall] = set()
-        self._running: list[ForwardCall] = []
-        self._owed: set[int] = set()  # laps whose gradients have not been reduced
-        self._took_part = False
+        self._root_schedule: RootSchedule | None = None
+        self._recorded_calls: set[ForwardCall] = set()
+        self._running_calls: list[ForwardCall] = []
+        self._pending_forward_ids: set[int] = set()  # forwards whose gradients have not been reduced
+        self._ran_backward = False
         self._addresses: list[int] = []
-        self._full_shown = False
+        self._has_registered_unsharded = False
         self._has_unsynced_grads = False
-        self._lending = False
-        self._saves = True  # what autograd keeps of the parameters comes by our hooks
+        self._checked_out = False
+        self._saves_params = True  # whether autograd saves parameters by our hooks
         self._watch_gradients()
-        self._exactly = False  # the last forward computed in the stored types
+        self._full_precision = False  # whether the last forward computed in the stored types
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPUnit:
-        """Return a unit of the copied modules, sharded, at rest and below no root."""
-        if self.attached:
-            self.free()
+        """Return a unit of the copied modules, sharded, idle and without a root."""
+        if self.is_attached:
+            self.reshard()
         made = memo[id(self)] = FSDPUnit(copy.deepcopy(self._name, memo), (), (), self.config)
         for each in self.registrations:
             each.copy_parameters(memo)
@@ -178,14 +180,14 @@ class FSDPUnit:
         made.modules = copy.deepcopy(self.modules, memo)
         made.buffers = copy.deepcopy(self.buffers, memo)
         made.sync_gradients, made._all_reduce = self.sync_gradients, self._all_reduce
-        made._next = copy.deepcopy(self._next, memo)
+        made._to_prefetch = copy.deepcopy(self._to_prefetch, memo)
         return made
 
     def _watch_gradients(self) -> None:
-        """Learn of gradients, and of needs of parameters in backward, that no call of the unit tells of."""
+        """Call hooks for gradients and saved parameters that no call of the unit leads to."""
         for each in self.registrations:
-            each.bucket.watch.tell(self.gradient_arrived)
-            each.set_backward_unshard(self.fill_for_backward)
+            each.bucket.watch.tell(self.on_gradient)
+            each.set_backward_unshard(self.unshard_for_backward)
 
     # ---------------------------------------------------------------------------------------------------- facts
 
@@ -215,49 +217,49 @@ class FSDPUnit:
             each.restore()
 
     @property
-    def filled(self) -> bool:
-        """Tell whether all full parameters can be read."""
+    def is_unsharded(self) -> bool:
+        """Return True if all full parameters can be read."""
         return all(each.bucket.filled for each in self._active)
 
     @property
     def trainable(self) -> bool:
-        """Tell whether some parameter takes part in gradients."""
+        """Return True if some parameter requires gradients."""
         return any(each.bucket.requires_grad for each in self.registrations)
 
     @property
-    def owes_reduction(self) -> bool:
-        """Tell whether a forward was recorded whose gradients have not been reduced."""
-        return bool(self._owed)
+    def has_pending_grads(self) -> bool:
+        """Return True if gradients of a recorded forward have not been reduced."""
+        return bool(self._pending_forward_ids)
 
-    def owes(self, laps: Set[int]) -> bool:
-        """Tell whether that is so of some laps, or of the backward that runs."""
-        return not self._owed.isdisjoint({_NOW, *laps})
-
-    @property
-    def takes_part(self) -> bool:
-        """Tell whether the backward that runs has reached the unit, and has not reduced its gradients since."""
-        return _NOW in self._owed
+    def needs_post_backward(self, forward_ids: Set[int]) -> bool:
+        """Return True if gradients of these forwards, or of the running backward, are pending."""
+        return not self._pending_forward_ids.isdisjoint({_THIS_BACKWARD, *forward_ids})
 
     @property
-    def owed_laps(self) -> Set[int]:
-        """Return the laps whose gradients have not been reduced."""
-        return self._owed - {_NOW}
+    def is_in_backward(self) -> bool:
+        """Return True if the running backward has reached the unit and not reduced its gradients since."""
+        return _THIS_BACKWARD in self._pending_forward_ids
 
-    def attach(self, iteration: RootSchedule | None, name: str = "") -> None:
-        """Let the unit belong to a root, where it has a name; or to none."""
-        self._iteration = iteration
+    @property
+    def pending_forward_ids(self) -> Set[int]:
+        """Return the forwards whose gradients have not been reduced."""
+        return self._pending_forward_ids - {_THIS_BACKWARD}
+
+    def attach(self, root_schedule: RootSchedule | None, name: str = "") -> None:
+        """Set the root of the unit, and its name below it; None for no root."""
+        self._root_schedule = root_schedule
         if name:
             self._name.become(name)
-        if iteration is not None and self._addresses:  # gathered by hand, before there was this root
+        if root_schedule is not None and self._addresses:  # unsharded by hand, before there was this root
             for bucket in self.buckets:
-                iteration.filled(bucket, self)
+                root_schedule.record_unsharded(bucket, self)
 
-    def synchronise(self, on: bool) -> None:
-        """Say whether the next backward reduces gradients, or holds them back."""
+    def set_requires_gradient_sync(self, on: bool) -> None:
+        """Set whether the next backward reduces gradients."""
         self.sync_gradients = on
 
-    def all_reduces(self, on: bool) -> None:
-        """Say whether reductions go on over replicas, or wait with what this rank has of the sum."""
+    def set_requires_all_reduce(self, on: bool) -> None:
+        """Set whether a reduction includes the all-reduce over replicas."""
         self._all_reduce = on
 
     def configure(self, **changes: Any) -> None:
@@ -268,10 +270,10 @@ class FSDPUnit:
         """
         self.config = replace(self.config, **changes)
 
-    def prefetches(
+    def set_units_to_prefetch(
         self, *, forward: Sequence[FSDPUnit] | None = None, backward: Sequence[FSDPUnit] | None = None
     ) -> None:
-        """Say which units are gathered while this one computes, instead of those that the order suggests.
+        """Set the units to prefetch while this one computes, in place of those that the order suggests.
 
         Args:
             forward: In forward; unchanged where None.
@@ -279,29 +281,29 @@ class FSDPUnit:
         """
         for phase, units in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
             if units is not None:
-                self._next[phase] = tuple(units)
+                self._to_prefetch[phase] = tuple(units)
 
-    def told_next(self, phase: Phase) -> tuple[FSDPUnit, ...] | None:
-        """Return the units to gather while this one computes; None where nobody named any."""
-        return self._next.get(phase) or None
+    def get_units_to_prefetch(self, phase: Phase) -> tuple[FSDPUnit, ...] | None:
+        """Return the units to prefetch while this one computes; None if none were set."""
+        return self._to_prefetch.get(phase) or None
 
     @property
-    def attached(self) -> bool:
-        """Tell whether the unit belongs to a root."""
-        return self._iteration is not None
+    def is_attached(self) -> bool:
+        """Return True if the unit has a root."""
+        return self._root_schedule is not None
 
     @property
     def _root(self) -> RootSchedule:
-        assert self._iteration is not None, "a unit computes only below a root"
-        return self._iteration
+        assert self._root_schedule is not None, "a unit computes only below a root"
+        return self._root_schedule
 
     # ---------------------------------------------------------------------------------------- full parameters
 
-    def prefetch(self, *, exact: bool | None = None) -> bool:
-        """Start to gather what is not there. Collective.
+    def prefetch_unshard(self, *, full_precision: bool | None = None) -> bool:
+        """Start the all-gathers of what is not unsharded yet. Collective.
 
         Args:
-            exact: In the stored types, whatever the type to compute in; where None, as the unit computes.
+            full_precision: In the stored types, whatever the type to compute in; where None, as the unit computes.
 
         Returns:
             Whether something was started.
@@ -309,41 +311,35 @@ class FSDPUnit:
         self.bind_extensions()
         if all(each.bucket.holds_full for each in self._active):
             return False
-        self._root.admit(self)
-        if exact is None:
-            exact = self._exactly if self._owed else self._computes_exactly
+        self._root.wait_for_rate_limiter(self)
+        if full_precision is None:
+            full_precision = self._full_precision if self._pending_forward_ids else self._runs_in_full_precision
         started = False
         for each in self._active:
             if not each.bucket.filled:
                 each.pull_user_changes()
-                started |= each.bucket.begin_gather(exact=exact)
+                started |= each.bucket.begin_gather(full_precision=full_precision)
         return started
 
-    def fill(self) -> None:
-        """Gather what is not there, and let the modules have it. Collective."""
-        self._fill(exact=False)
+    def unshard(self) -> None:
+        """All-gather the parameters and register them on the modules. Collective."""
+        self._unshard(full_precision=False)
 
-    def fill_exact(self) -> None:
-        """Gather in the stored types, whatever the type to compute in; `free` undoes it. Collective."""
-        if not all(each.bucket.exact for each in self._active):
-            self.free()
-        self._fill(exact=True)
-
-    def _fill(self, *, exact: bool) -> None:
-        if self.filled and self._full_shown:
+    def _unshard(self, *, full_precision: bool) -> None:
+        if self.is_unsharded and self._has_registered_unsharded:
             return
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             torch.clear_autocast_cache()  # it keys on the leaf, whose content changes
-        self.prefetch(exact=exact)
+        self.prefetch_unshard(full_precision=full_precision)
         for each in self._active:
             if not each.bucket.filled:
                 each.bucket.finish_gather(keeps_slice=self._keeps_slice)
-                self._root.filled(each.bucket, self)
+                self._root.record_unsharded(each.bucket, self)
                 self._addresses.append(each.bucket.address)
             if each.bucket.aliased:
                 each.pull_user_changes()
             each.register_unsharded()
-        self._full_shown = True
+        self._has_registered_unsharded = True
 
     @property
     def _keeps_slice(self) -> bool:
@@ -351,26 +347,26 @@ class FSDPUnit:
 
     @property
     def _active(self) -> tuple[ParamRegistration, ...]:
-        """The buckets to compute with: none while somebody else shows them."""
-        return () if self._lending else self.registrations
+        """The buckets to compute with: none while they are checked out."""
+        return () if self._checked_out else self.registrations
 
     @property
-    def lent(self) -> bool:
-        """Tell whether somebody else shows the buckets' full parameters at the moment."""
-        return self._lending
+    def is_checked_out(self) -> bool:
+        """Return True if other code, such as `summon_full_params`, registers full parameters now."""
+        return self._checked_out
 
     @contextmanager
-    def lending(self) -> Iterator[tuple[ParamRegistration, ...]]:
-        """Hand the buckets out, sharded; inside, the unit computes as a module that has none of them would."""
+    def check_out_params(self) -> Iterator[tuple[ParamRegistration, ...]]:
+        """Yield the sharded buckets; inside, the unit computes as a module that has none of them."""
         self.recover()
-        if self.attached:
-            self.free()
+        if self.is_attached:
+            self.reshard()
         self.pull_user_changes()
-        self._lending = True
+        self._checked_out = True
         try:
             yield self.registrations
         finally:
-            self._lending = False
+            self._checked_out = False
 
     def pull_user_changes(self) -> None:
         """Pull a user's changes of the registered parameters: values, dtypes, all-gather extensions."""
@@ -387,7 +383,7 @@ class FSDPUnit:
         late = [each for each in self._active if each.has_unbound_extensions]
         if not late:
             return
-        if self._owed or any(each.bucket.holds_gradients for each in late):
+        if self._pending_forward_ids or any(each.bucket.holds_gradients for each in late):
             raise ExtensionError(
                 "all-gather extensions were put on local tensors while gradients are still to come",
                 where=self.name,
@@ -398,38 +394,38 @@ class FSDPUnit:
         self._watch_gradients()
 
     def recover(self) -> None:
-        """After a backward that raised: be as before it."""
-        if self.attached:
+        """Reset after a backward that raised."""
+        if self.is_attached:
             self._root.recover()
 
     def write_back(self) -> None:
-        """Take this rank's part of the full parameters, changed by a user, as its shard."""
+        """Write this rank's part of full parameters that a user changed to its shard."""
         for each in self._active:
             each.bucket.write_back()
 
-    def free(self, *, keeps_slice: bool = False) -> None:
-        """Give up the full parameters; nothing when they are gone.
+    def reshard(self, *, keeps_slice: bool = False) -> None:
+        """Free the full parameters; do nothing when they are freed.
 
         Args:
             keeps_slice: But keep this rank's slice of them.
         """
-        if self._full_shown or any(each.bucket.holds_full for each in self._active):
-            self._hide(keeps_slice=keeps_slice)
-            if self.attached:
-                self._root.released(self)
+        if self._has_registered_unsharded or any(each.bucket.holds_full for each in self._active):
+            self._reshard(keeps_slice=keeps_slice)
+            if self.is_attached:
+                self._root.record_reshard_event(self)
         elif not keeps_slice:
             for each in self._active:
                 each.bucket.free()
 
-    def _hide(self, *, keeps_slice: bool = False) -> None:
-        if self.attached:
+    def _reshard(self, *, keeps_slice: bool = False) -> None:
+        if self.is_attached:
             for address in self._addresses:
-                self._root.freed(address)
+                self._root.forget_unsharded(address)
         self._addresses.clear()
         for each in self._active:
             each.register_sharded()
             each.bucket.free(keeps_slice=keeps_slice)
-        self._full_shown = False
+        self._has_registered_unsharded = False
 
     # ---------------------------------------------------------------------------------------------- forward
 
@@ -452,49 +448,54 @@ class FSDPUnit:
             )
         again = autograd_hooks.in_backward()
         if not again:
-            self._exactly = self._computes_exactly
+            self._full_precision = self._runs_in_full_precision
         self._cast_buffers()
-        args, kwargs = self._prepared((args, kwargs))
+        args, kwargs = self._prepare_inputs((args, kwargs))
         found = [t for t in tensors((args, kwargs)) if t.requires_grad] if torch.is_grad_enabled() else []
         call = ForwardCall(
-            self, 0 if again else self._root.count_finished_calls(), bool(found), _NOW if again else self._root.lap
+            self,
+            0 if again else self._root.count_finished_calls(),
+            bool(found),
+            _THIS_BACKWARD if again else self._root.forward_id,
         )
-        self._running.append(call)
+        self._running_calls.append(call)
         if not again:
             self.phase = Phase.FORWARD
-            self._saves = not torch.is_grad_enabled()
-        if any(each.bucket.holds_full and each.bucket.differs(exact=self._exactly) for each in self._active):
-            self.free()  # kept by a forward in the other mode, or gathered ahead for one
-        self._fill(exact=self._exactly)
+            self._saves_params = not torch.is_grad_enabled()
+        if any(
+            each.bucket.holds_full and each.bucket.differs(full_precision=self._full_precision) for each in self._active
+        ):
+            self.reshard()  # kept by a forward in the other mode, or gathered ahead for one
+        self._unshard(full_precision=self._full_precision)
         if not again:
             self._root.on_pre_forward(self)
         if torch.is_grad_enabled():
-            self._owed.add(call.lap)
+            self._pending_forward_ids.add(call.forward_id)
         if not found or not self._active:
             return args, kwargs
         through = iter(autograd_hooks.thread(found, lambda: self.post_backward_hook(call)))
         return mapped((args, kwargs), lambda t: next(through) if t.requires_grad else t)  # type: ignore[no-any-return]
 
     @property
-    def _computes_exactly(self) -> bool:
+    def _runs_in_full_precision(self) -> bool:
         return mixed_precision.full_in_eval() and not self.module.training
 
     def _cast_buffers(self) -> None:
         dtype = self.config.precision.buffer_dtype
         if dtype is None:
             return
-        if self._computes_exactly:
+        if self._runs_in_full_precision:
             self.buffers.restore()
         else:
             self.buffers.cast(dtype)
 
-    def _prepared(self, given: Any) -> Any:
+    def _prepare_inputs(self, given: Any) -> Any:
         """Return the arguments where the unit computes, and in the type it computes in."""
         config = self.config.precision
         if self._root.is_root(self) and self._active:
             given = mixed_precision.moved(given, self._active[0].bucket.compute_device)
         wanted = config.cast_inputs or (config.cast_root_inputs and self._root.is_root(self))
-        if not wanted or config.param_dtype is None or self._computes_exactly or self._lending:
+        if not wanted or config.param_dtype is None or self._runs_in_full_precision or self._checked_out:
             return given
         return mixed_precision.cast(given, config.param_dtype)
 
@@ -508,7 +509,7 @@ class FSDPUnit:
         Returns:
             The result to hand on.
         """
-        call = self._running.pop()
+        call = self._running_calls.pop()
         again = autograd_hooks.in_backward()
         if self.config.precision.output_dtype is not None:
             output = mixed_precision.cast(output, self.config.precision.output_dtype)
@@ -516,62 +517,62 @@ class FSDPUnit:
         for tensor in found:
             tensor.register_hook(lambda _: self.pre_backward_hook(call))  # type: ignore[no-untyped-call]
         if found and not again and self._active:
-            self._calls.add(call)
+            self._recorded_calls.add(call)
             self._root.record_post_forward(call)
-        self._ran += not again
-        if again or self._running or self._ran < len(self.modules):
+        self._modules_run += not again
+        if again or self._running_calls or self._modules_run < len(self.modules):
             return output
-        self._ran = 0
+        self._modules_run = 0
         self.phase = Phase.IDLE
         self._root.on_post_forward(self)
-        self._leave_forward()
+        self._reshard_or_keep()
         return output
 
     def end_root_forward(self) -> None:
         """End the root's forward: wait no longer for modules of the unit that did not run."""
-        if self._ran and not self._running:
-            self._ran = 0
+        if self._modules_run and not self._running_calls:
+            self._modules_run = 0
             self.phase = Phase.IDLE
-            self._leave_forward()
+            self._reshard_or_keep()
 
-    def _leave_forward(self) -> None:
-        """Free, or let the modules have what is kept between forward and backward."""
+    def _reshard_or_keep(self) -> None:
+        """Reshard after forward, or register what is kept until backward."""
         config = self.config
         frees = config.frees_after_forward and not (config.keeps_as_root and self._root.is_root(self))
         recorded = torch.is_grad_enabled()
         if frees or not (recorded or config.keeps_without_grad):
-            self.free(keeps_slice=recorded and config.keeps_slice > 0)
+            self.reshard(keeps_slice=recorded and config.keeps_slice > 0)
             return
         for each in self._active:
             each.register_post_forward()
-        self._full_shown = False
+        self._has_registered_unsharded = False
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Around the module's forward: what is saved in it for backward can be filled again.
+    def save_params_by_reference(self) -> Iterator[None]:
+        """Let autograd save full parameters by reference inside, so that backward unshards them.
 
         A checkpoint made by the module's own hooks lies inside this in forward, and around it when it computes again,
         where it has to see what it saw.
         """
-        if autograd_hooks.in_backward() and not self._saves:
+        if autograd_hooks.in_backward() and not self._saves_params:
             yield
             return
-        with autograd_hooks.saving(self._root.find):
+        with autograd_hooks.saving(self._root.find_unit):
             yield
 
-    def saved(self) -> None:
-        """A full parameter was saved for backward, and will be filled again."""
-        self._saves = True
+    def record_saved_tensor(self) -> None:
+        """Note that autograd saved a full parameter, which backward will unshard."""
+        self._saves_params = True
 
     @hidden
     def forward_failed(self) -> None:
-        """The module's forward raised; in a recomputation that is how checkpointing stops early."""
-        if self._running:
-            self._running.pop()
-        self._ran = 0
-        if not autograd_hooks.in_backward() and not self._running:
+        """Reset after a forward that raised; in a recomputation that is how checkpointing stops early."""
+        if self._running_calls:
+            self._running_calls.pop()
+        self._modules_run = 0
+        if not autograd_hooks.in_backward() and not self._running_calls:
             self.phase = Phase.IDLE
-            self.free()
+            self.reshard()
 
     # --------------------------------------------------------------------------------------------- backward
 
@@ -592,34 +593,34 @@ class FSDPUnit:
     def pre_backward(self) -> None:
         """Unshard for backward, unless the settings of the unit say not to. Collective."""
         if self.config.gathers_in_backward:
-            self.fill_for_backward()
+            self.unshard_for_backward()
             return
-        self._take_part()
+        self._enter_backward()
         self._root.prefetch_backward_pre(self)
 
-    def _take_part(self) -> None:
+    def _enter_backward(self) -> None:
         self.phase = Phase.BACKWARD
-        self._took_part = True
-        self._owed.add(_NOW)
+        self._ran_backward = True
+        self._pending_forward_ids.add(_THIS_BACKWARD)
 
-    def gradient_arrived(self) -> None:
-        """Note that a full parameter has a gradient, perhaps of a tensor that no result of a call leads to."""
-        if self.attached:
+    def on_gradient(self) -> None:
+        """Note a gradient of a full parameter, perhaps by way of a tensor that is not an output."""
+        if self.is_attached:
             self._root.ensure_backward_started()
-            self._owed.add(_NOW)
+            self._pending_forward_ids.add(_THIS_BACKWARD)
 
-    def fill_for_backward(self) -> None:
-        """Gather for gradients, unless the parameters are there."""
+    def unshard_for_backward(self) -> None:
+        """Unshard to compute gradients, unless the parameters are unsharded. Collective."""
         root = self._root
         root.ensure_backward_started()
-        if self.phase is Phase.BACKWARD and self.filled and self._full_shown:
+        if self.phase is Phase.BACKWARD and self.is_unsharded and self._has_registered_unsharded:
             return
-        self._take_part()
-        self._fill(exact=self._exactly)
+        self._enter_backward()
+        self._unshard(full_precision=self._full_precision)
         root.prefetch_backward_pre(self)
 
-    def stale(self) -> str:
-        """Say that a parameter was changed between forward and backward."""
+    def modified_param_message(self) -> str:
+        """Return the message that a parameter was changed between forward and backward."""
         return (
             f"one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"a parameter of unit {self.name} was changed between its forward and its backward"
@@ -628,34 +629,36 @@ class FSDPUnit:
     def run_skipped_post_backward(self, call: ForwardCall) -> None:
         """Join the collectives of a call that gradients of this rank do not reach. Collective."""
         self.pre_backward()
-        if call in self._calls:
+        if call in self._recorded_calls:
             self.post_backward_hook(call)
 
     def post_backward_hook(self, call: ForwardCall) -> None:
         """Finish a call: its gradients are complete; the unit's last call reduces. Collective."""
         self._root.ensure_backward_started()
         self._root.on_post_backward(call)
-        self._calls.discard(call)
-        if self._calls:
+        self._recorded_calls.discard(call)
+        if self._recorded_calls:
             return
         self.post_backward()
 
-    def post_backward(self, laps: Set[int] | None = None) -> None:
+    def post_backward(self, forward_ids: Set[int] | None = None) -> None:
         """Reshard, and reduce gradients unless gradient sync is off. Collective.
 
         Args:
-            laps: Those that are done with; all where None.
+            forward_ids: Forwards that are done; all where None.
         """
-        self._owed -= self._owed if laps is None else {_NOW, *laps}
+        self._pending_forward_ids -= (
+            self._pending_forward_ids if forward_ids is None else {_THIS_BACKWARD, *forward_ids}
+        )
         self._renew_watches()
-        self._took_part = True
+        self._ran_backward = True
         self._has_unsynced_grads |= not self.sync_gradients
         if not self._keeps_after_backward(held=not self.sync_gradients):
-            self.free()
+            self.reshard()
         self.phase = Phase.IDLE
         self._root.prefetch_backward_post(self)
         if self.sync_gradients:
-            self._begin_reduce()
+            self._start_reduction()
 
     def _renew_watches(self) -> None:
         for bucket in self.buckets:
@@ -665,10 +668,10 @@ class FSDPUnit:
         config = self.config
         return not config.frees_after_backward or (held and config.keeps_while_held and not config.frees_after_forward)
 
-    def _begin_reduce(self) -> None:
+    def _start_reduction(self) -> None:
         began = False
         if any(each.bucket.requires_grad for each in self._active):
-            self._root.reduces(self)
+            self._root.check_reduce_order(self)
         for each in self._active:
             if each.bucket.requires_grad:
                 self.finish_reduction()
@@ -676,19 +679,19 @@ class FSDPUnit:
                     factor=self.config.divide_factor,
                     split=self.config.force_sum,
                     all_reduce=self._all_reduce,
-                    exact=self._exactly,
+                    full_precision=self._full_precision,
                 )
                 began = True
         if began:
             self._root.on_reduction_start(self)
 
     @property
-    def reduced(self) -> bool:
-        """Tell whether `finish_reduction` would return at once."""
+    def is_reduced(self) -> bool:
+        """Return True if `finish_reduction` would return at once."""
         return all(each.bucket.reduced for each in self.registrations)
 
     def finish_reduction(self) -> None:
-        """Hand the averaged gradients over once they are there."""
+        """Wait for the averaged gradients, and accumulate them."""
         for each in self._active:
             reduced = each.bucket.finish_reduce()
             if reduced is not None:
@@ -702,51 +705,51 @@ class FSDPUnit:
 
     def finalize_backward(self) -> None:
         """End a backward: forget its calls, reshard, show unsynced gradients."""
-        self._calls.clear()
+        self._recorded_calls.clear()
         self._renew_watches()
-        took_part, self._took_part = self._took_part, False
-        if self._owed and not took_part:
+        ran_backward, self._ran_backward = self._ran_backward, False
+        if self._pending_forward_ids and not ran_backward:
             return  # its own backward is still to come
         held, self._has_unsynced_grads = self._has_unsynced_grads, False
         keeps = self._keeps_after_backward(held=held)
         if not keeps:
-            self.free()
+            self.reshard()
         for each in self._active:
             if held:
                 each.stash_unsharded_grads()
             if keeps:
                 each.register_post_forward()
-        self._full_shown = False
+        self._has_registered_unsharded = False
         self.phase = Phase.IDLE
 
     def reset_after_error(self) -> None:
-        """After a failure: be as before the iteration, without its gradients."""
-        self._calls.clear()
-        self._running.clear()
-        self._ran = 0
-        self._owed.clear()
+        """Reset to the state before a failed iteration, without its gradients."""
+        self._recorded_calls.clear()
+        self._running_calls.clear()
+        self._modules_run = 0
+        self._pending_forward_ids.clear()
         self._renew_watches()
-        self._has_unsynced_grads = self._took_part = False
+        self._has_unsynced_grads = self._ran_backward = False
         try:
             for each in self._active:
                 each.reset_after_error()
         finally:
-            self._hide()
+            self._reshard()
             self.phase = Phase.IDLE
 
 
 class UnshardHandle:
-    """What an asynchronous `unshard` returns.
+    """Handle of an asynchronous `unshard`.
 
     Args:
-        fill: Waits for the parameters and registers them.
+        unshard: Waits for the parameters and registers them.
     """
 
-    def __init__(self, fill: Callable[[], None]) -> None:
-        self._fill: Callable[[], None] | None = fill
+    def __init__(self, unshard: Callable[[], None]) -> None:
+        self._unshard: Callable[[], None] | None = unshard
 
     def wait(self) -> None:
-        """Return when the full parameters are there and registered; nothing when that was waited for before."""
-        fill, self._fill = self._fill, None
-        if fill is not None:
-            fill()
+        """Wait until the full parameters are registered; do nothing when called again."""
+        unshard, self._unshard = self._unshard, None
+        if unshard is not None:
+            unshard()

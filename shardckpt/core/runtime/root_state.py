@@ -32,26 +32,26 @@ class RootState:
         self.root = root
         self.units = tuple(unit for _, unit in units)
         self.limiter = RateLimiter()
-        self.waits_for_reductions = True
-        self._optimized: Any = None
-        self._order: list[ForwardCall] = []
-        self._places: dict[ForwardCall, int] = {}
-        self._begun: list[FSDPUnit] = []
-        self._first_order: list[FSDPUnit] = []
+        self.is_last_backward = True
+        self._post_optim_event: Any = None
+        self._post_forward_order: list[ForwardCall] = []
+        self._order_index: dict[ForwardCall, int] = {}
+        self._pre_forward_order: list[FSDPUnit] = []
+        self._first_pre_forward_order: list[FSDPUnit] = []
         self._cursor = 0
-        self._backward = False
-        self._kept = False
-        self._lap = self._depth = 0
-        self._laps: set[int] = set()
-        self._open: list[ForwardCall] = []
-        self._owners: dict[int, FSDPUnit] = {}
-        self._reducing: list[FSDPUnit] = []
+        self._in_backward = False
+        self._has_kept_params = False
+        self._forward_id = self._forward_depth = 0
+        self._active_forward_ids: set[int] = set()
+        self._unfinished_calls: list[ForwardCall] = []
+        self._unit_by_address: dict[int, FSDPUnit] = {}
+        self._reducing_units: list[FSDPUnit] = []
         for name, unit in units:
             unit.attach(self, name)
-        self._ranks = self._comparison() if rank_checks.detailed() else None
+        self._rank_checks = self._build_rank_checks() if rank_checks.detailed() else None
 
-    def _comparison(self) -> rank_checks.Comparison:
-        """Make what ranks compare in debug mode."""
+    def _build_rank_checks(self) -> rank_checks.Comparison:
+        """Build the checks that compare ranks in debug mode."""
         groups = [unit.buckets[0].group if unit.buckets else None for unit in self.units]
         shown = {parameter for unit in self.units for each in unit.registrations for parameter in each.parameters}
         whole: dict[str, torch.Tensor] = {}
@@ -70,131 +70,131 @@ class RootState:
         if autograd_hooks.in_backward():
             return
         self.recover()
-        self._free_kept()
-        if self._ranks is not None:
-            self._ranks.forward_begins()
-        self._await_optimizer()
-        self._first_order = self._first_order or self._begun
-        self._order, self._begun, self._places, self._open = [], [], {}, []
+        self._reshard_kept()
+        if self._rank_checks is not None:
+            self._rank_checks.forward_begins()
+        self._wait_for_optimizer()
+        self._first_pre_forward_order = self._first_pre_forward_order or self._pre_forward_order
+        self._post_forward_order, self._pre_forward_order, self._order_index, self._unfinished_calls = [], [], {}, []
 
-    def _free_kept(self) -> None:
-        """Give up what a forward kept that no backward followed: parameters may have been changed since."""
-        if self._kept:
-            self._kept = False
+    def _reshard_kept(self) -> None:
+        """Reshard what a forward kept without a backward: parameters may have changed since."""
+        if self._has_kept_params:
+            self._has_kept_params = False
             for unit in self.units:
-                unit.free()
+                unit.reshard()
 
-    def _await_optimizer(self) -> None:
-        """Let gathers read what the optimizer wrote."""
-        event, self._optimized = self._optimized, None
+    def _wait_for_optimizer(self) -> None:
+        """Let all-gathers wait for what the optimizer wrote."""
+        event, self._post_optim_event = self._post_optim_event, None
         for device in {bucket.compute_device for unit in self.units for bucket in unit.buckets}:
             gathers_await(device, event)
 
-    def optimized(self, event: Any) -> None:
-        """Let the next iteration's gathers wait for this event only, instead of for all that is queued.
+    def set_post_optim_event(self, event: Any) -> None:
+        """Set the event that all-gathers of the next iteration wait for, in place of all that is queued.
 
         Args:
             event: Recorded behind the optimizer's step.
         """
-        self._optimized = event
+        self._post_optim_event = event
 
-    def awaits_reductions(self, on: bool) -> None:
-        """Say whether a backward ends with all its reductions done, or leaves the last ones to the next."""
-        self.waits_for_reductions = on
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether a backward waits for all its reductions, or leaves the last ones to the next."""
+        self.is_last_backward = is_last_backward
 
     @hidden
     def forward_failed(self) -> None:
-        """The root's forward raised; in a recomputation that is how checkpointing stops early."""
+        """Reset after a forward of the root that raised; in a recomputation checkpointing stops early that way."""
         if not autograd_hooks.in_backward():
             with suppress(RankError):  # the exception that is under way says more
                 self.reset_after_error()
 
     def recover(self) -> None:
-        """After a backward that raised, nothing of which tells the engine: be as before it."""
-        if self._backward and not autograd_hooks.in_backward():
+        """Reset after a backward that raised; autograd does not report it."""
+        if self._in_backward and not autograd_hooks.in_backward():
             self.reset_after_error()
 
     def reset_after_error(self) -> None:
-        """Bring every unit back to rest, without the gradients of the iteration that failed."""
-        self._backward = False
-        if self._ranks is not None:
-            self._ranks.order.forget()
-        self._reducing = []
-        self._order, self._begun, self._places, self._open = [], [], {}, []
+        """Reset every unit, without the gradients of the failed iteration."""
+        self._in_backward = False
+        if self._rank_checks is not None:
+            self._rank_checks.order.forget()
+        self._reducing_units = []
+        self._post_forward_order, self._pre_forward_order, self._order_index, self._unfinished_calls = [], [], {}, []
         for unit in self.units:
             unit.reset_after_error()
 
     @property
-    def lap(self) -> int:
-        """The number of the computation that a user began last."""
-        return self._lap
+    def forward_id(self) -> int:
+        """Number of the outermost forward that began last."""
+        return self._forward_id
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Around each call of a unit: the outermost begins a lap, which has a backward of its own."""
+    def count_forward(self) -> Iterator[None]:
+        """Count nested calls of units; the outermost gets a forward id and a backward of its own."""
         if autograd_hooks.in_backward():
             yield
             return
-        if not self._depth:
-            self._lap += 1
-            if not any(unit.owes_reduction for unit in self.units):
-                self._order, self._places, self._open = [], {}, []
-        self._depth += 1
+        if not self._forward_depth:
+            self._forward_id += 1
+            if not any(unit.has_pending_grads for unit in self.units):
+                self._post_forward_order, self._order_index, self._unfinished_calls = [], {}, []
+        self._forward_depth += 1
         try:
             yield
         finally:
-            self._depth -= 1
-            if not self._depth:
+            self._forward_depth -= 1
+            if not self._forward_depth:
                 for unit in self.units:
                     unit.end_root_forward()
 
     def count_finished_calls(self) -> int:
         """Return the number of calls that finished in this forward."""
-        return len(self._order)
+        return len(self._post_forward_order)
 
     def on_pre_forward(self, unit: FSDPUnit) -> None:
         """Record a unit that computes next, and prefetch the one that follows it if settings say so."""
-        position = len(self._begun)
-        self._begun.append(unit)
-        told = unit.told_next(Phase.FORWARD)
-        if told is not None:
-            for each in told:
-                each.prefetch()
+        position = len(self._pre_forward_order)
+        self._pre_forward_order.append(unit)
+        chosen = unit.get_units_to_prefetch(Phase.FORWARD)
+        if chosen is not None:
+            for each in chosen:
+                each.prefetch_unshard()
             return
-        begun = self._first_order[position : position + 2]
+        begun = self._first_pre_forward_order[position : position + 2]
         if unit.config.forward_prefetch and len(begun) == 2 and begun[0] is unit:
-            begun[1].prefetch()
+            begun[1].prefetch_unshard()
 
     def record_post_forward(self, call: ForwardCall) -> None:
         """Record the post-forward order: backward goes through it in reverse, on every rank alike."""
-        self._places[call] = len(self._order)
-        self._order.append(call)
+        self._order_index[call] = len(self._post_forward_order)
+        self._post_forward_order.append(call)
 
     def is_root(self, unit: FSDPUnit) -> bool:
-        """Tell whether the unit is the outermost one."""
+        """Return True if the unit is the root."""
         return unit is self.root
 
     def on_post_forward(self, unit: FSDPUnit) -> None:
         """Note that parameters may be kept once the root has computed; in debug mode, compare ranks."""
         if unit is self.root:
-            self._kept |= torch.is_grad_enabled()
-            if self._ranks is not None:
-                self._ranks.order.forward_ends()
+            self._has_kept_params |= torch.is_grad_enabled()
+            if self._rank_checks is not None:
+                self._rank_checks.order.forward_ends()
 
-    def reduces(self, unit: FSDPUnit) -> None:
-        """Let ranks compare, in debug mode, whose gradients they are about to reduce."""
-        if self._ranks is not None:
-            self._ranks.order.reduces(self.units.index(unit))
+    def check_reduce_order(self, unit: FSDPUnit) -> None:
+        """Compare, in debug mode, whose gradients ranks are about to reduce."""
+        if self._rank_checks is not None:
+            self._rank_checks.order.reduces(self.units.index(unit))
 
-    def admit(self, unit: FSDPUnit) -> None:
-        """Return when the unit may be gathered; in debug mode, ranks compare which one it is."""
-        if self._ranks is not None:
-            self._ranks.order.gathers(self.units.index(unit))
+    def wait_for_rate_limiter(self, unit: FSDPUnit) -> None:
+        """Wait until the unit may be unsharded; in debug mode, compare which one it is on all ranks."""
+        if self._rank_checks is not None:
+            self._rank_checks.order.gathers(self.units.index(unit))
         if unit.config.limit_gathers:
             self.limiter.admit()
 
-    def released(self, unit: FSDPUnit) -> None:
-        """Note that the unit's memory is free as soon as what is queued has been computed."""
+    def record_reshard_event(self, unit: FSDPUnit) -> None:
+        """Record that the unit's memory is free once the queued computation has run."""
         if unit.config.limit_gathers and unit.registrations:
             self.limiter.freed(unit.registrations[0].bucket.compute_device)
 
@@ -202,14 +202,14 @@ class RootState:
 
     def ensure_backward_started(self) -> None:
         """Queue the final callback when a backward starts, and prepare the gradients of all units."""
-        if self._backward:
-            self._end_done_reductions()
+        if self._in_backward:
+            self._finish_done_reductions()
             return
-        self._backward = True
-        if self._ranks is not None:
-            self._ranks.order.backward_begins()
-        self._laps, self._open = set(), []
-        self._cursor = len(self._order)
+        self._in_backward = True
+        if self._rank_checks is not None:
+            self._rank_checks.order.backward_begins()
+        self._active_forward_ids, self._unfinished_calls = set(), []
+        self._cursor = len(self._post_forward_order)
         autograd_hooks.at_end_of_backward(self._post_backward_final_callback)
         for each in self.units:
             each.prepare_gradients_for_backward()
@@ -219,10 +219,10 @@ class RootState:
 
         Other ranks may have reached those, and gathered and reduced them: so does this one, at the same place.
         """
-        place = self._places.get(call)
+        place = self._order_index.get(call)
         if place is None:
             return
-        self._laps.add(call.lap)
+        self._active_forward_ids.add(call.forward_id)
         self._run_missed_calls(place + 1)
         self._finish_calls_above(place)
         self._cursor = min(self._cursor, place)
@@ -230,118 +230,120 @@ class RootState:
 
     def on_post_backward(self, call: ForwardCall) -> None:
         """Run the missed calls that are nested in this one, and finish those that began."""
-        if call.lap:
-            self._laps.add(call.lap)
-        if call in self._places:
-            self._run_missed_calls(call.below)
-            self._finish_calls_above(call.below - 1, self._places[call])
+        if call.forward_id:
+            self._active_forward_ids.add(call.forward_id)
+        if call in self._order_index:
+            self._run_missed_calls(call.finished_before)
+            self._finish_calls_above(call.finished_before - 1, self._order_index[call])
 
     def _run_missed_calls(self, place: int) -> None:
+        """Run the hooks of calls after a place that this rank's gradients did not reach. Collective."""
         while self._cursor > place:
             self._finish_calls_above(self._cursor - 1)
             self._cursor -= 1
-            call = self._order[self._cursor]
-            if call.lap not in self._laps:
+            call = self._post_forward_order[self._cursor]
+            if call.forward_id not in self._active_forward_ids:
                 continue
-            if call.below < place:  # what was reached is nested in it: it has only begun
+            if call.finished_before < place:  # what was reached is nested in it: it has only begun
                 call.unit.pre_backward()
                 self._defer_finish(call)
             else:
                 call.unit.run_skipped_post_backward(call)
 
     def _defer_finish(self, call: ForwardCall) -> None:
-        if not call.threaded and call not in self._open:
-            self._open.append(call)
+        """Note a call that autograd will not finish: none of its inputs requires gradients."""
+        if not call.has_post_backward_hook and call not in self._unfinished_calls:
+            self._unfinished_calls.append(call)
 
     def _finish_calls_above(self, place: int, limit: int | None = None) -> None:
         """Finish the calls without a post-backward hook, once backward has passed all that is nested in them."""
-        for call in tuple(self._open):
-            at = self._places.get(call, -1)
-            if call in self._open and call.below > place and (limit is None or at < limit):
-                self._open.remove(call)
+        for call in tuple(self._unfinished_calls):
+            at = self._order_index.get(call, -1)
+            if call in self._unfinished_calls and call.finished_before > place and (limit is None or at < limit):
+                self._unfinished_calls.remove(call)
                 call.unit.post_backward_hook(call)
 
     def prefetch_backward_pre(self, unit: FSDPUnit) -> None:
         """Prefetch what backward needs next, before the gradients of a unit are computed."""
-        told = unit.told_next(Phase.BACKWARD)
-        if told is not None:
-            for each in told:
-                each.prefetch()
+        chosen = unit.get_units_to_prefetch(Phase.BACKWARD)
+        if chosen is not None:
+            for each in chosen:
+                each.prefetch_unshard()
         elif unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self._prefetch()
+            self._prefetch_next()
 
     def prefetch_backward_post(self, unit: FSDPUnit) -> None:
         """Prefetch what backward needs next, if settings say to wait for the gradients of a unit."""
         posted = unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-        if posted and unit.told_next(Phase.BACKWARD) is None:
-            self._prefetch()
+        if posted and unit.get_units_to_prefetch(Phase.BACKWARD) is None:
+            self._prefetch_next()
 
-    def _prefetch(self) -> None:
-        ahead = (self._order[place] for place in range(self._cursor - 1, -1, -1))
-        call = next((each for each in ahead if each.lap in self._laps), None)
+    def _prefetch_next(self) -> None:
+        ahead = (self._post_forward_order[place] for place in range(self._cursor - 1, -1, -1))
+        call = next((each for each in ahead if each.forward_id in self._active_forward_ids), None)
         if call is not None and call.unit.config.gathers_in_backward:
-            call.unit.prefetch()
+            call.unit.prefetch_unshard()
 
     def on_reduction_start(self, unit: FSDPUnit) -> None:
         """Record a reduction, and finish older ones beyond the number of buffers that is allowed."""
-        self._reducing = [*(each for each in self._reducing if each is not unit), unit]
-        self._end_reductions(unit.config.reductions_under_way)
+        self._reducing_units = [*(each for each in self._reducing_units if each is not unit), unit]
+        self._finish_reductions(unit.config.reductions_under_way)
 
-    def _end_done_reductions(self) -> None:
-        """Make room as soon as there is some to make."""
-        while self._reducing and self._reducing[0].reduced:
-            self._reducing.pop(0).finish_reduction()
+    def _finish_done_reductions(self) -> None:
+        """Finish reductions that are done, to free their buffers early."""
+        while self._reducing_units and self._reducing_units[0].is_reduced:
+            self._reducing_units.pop(0).finish_reduction()
 
-    def _end_reductions(self, left: int) -> None:
-        while len(self._reducing) > left:
-            self._reducing.pop(0).finish_reduction()
+    def _finish_reductions(self, left: int) -> None:
+        while len(self._reducing_units) > left:
+            self._reducing_units.pop(0).finish_reduction()
 
     def _post_backward_final_callback(self) -> None:
         """End a backward: reduce the remaining gradients in the fixed order of units, reshard all."""
-        self._reach_laps_of_gradients()
-        if self._laps:
+        self._activate_forwards_with_gradients()
+        if self._active_forward_ids:
             self._run_missed_calls(0)
             self._finish_calls_above(-1)
         for unit in reversed(self.units):
-            if unit.owes(self._laps):
-                unit.post_backward(self._laps)
-        if self.waits_for_reductions:
-            self._end_reductions(0)
+            if unit.needs_post_backward(self._active_forward_ids):
+                unit.post_backward(self._active_forward_ids)
+        if self.is_last_backward:
+            self._finish_reductions(0)
         for unit in self.units:
             unit.finalize_backward()
-        if self._ranks is not None:
-            self._ranks.order.backward_ends()
-        self._backward = False
-        self._kept &= any(unit.owes_reduction for unit in self.units)
+        if self._rank_checks is not None:
+            self._rank_checks.order.backward_ends()
+        self._in_backward = False
+        self._has_kept_params &= any(unit.has_pending_grads for unit in self.units)
 
-    def _reach_laps_of_gradients(self) -> None:
-        """Count a lap as reached if it gave gradients to a unit, by way of tensors that are results of no call.
+    def _activate_forwards_with_gradients(self) -> None:
+        """Count a forward as reached if it gave gradients to a unit by way of tensors that are not outputs.
 
-        Which of its laps such a tensor is of is not known: of a unit none of whose laps was reached, all are. So a rank
-        that has such gradients only reduces what a rank does whose results were reached.
+        Which forward of the unit such a tensor belongs to is not known: if none was reached, all count. So a rank that
+        has such gradients only reduces the same as a rank whose outputs were reached.
         """
         for unit in reversed(self.units):
-            if unit.takes_part and self._laps.isdisjoint(unit.owed_laps):
-                self._laps |= unit.owed_laps
+            if unit.is_in_backward and self._active_forward_ids.isdisjoint(unit.pending_forward_ids):
+                self._active_forward_ids |= unit.pending_forward_ids
 
     # ------------------------------------------------------------------------------------------------ buffers
 
-    def filled(self, bucket: Bucket, unit: FSDPUnit) -> None:
-        """Know whose the buffer is that lies there; two that have storage cannot have one address."""
+    def record_unsharded(self, bucket: Bucket, unit: FSDPUnit) -> None:
+        """Record the unit of a full buffer by its address, which is unique while it has storage."""
         if bucket.address:
-            self._owners[bucket.address] = unit
+            self._unit_by_address[bucket.address] = unit
 
-    def freed(self, address: int) -> None:
-        """Forget an address before others get it."""
-        self._owners.pop(address, None)
+    def forget_unsharded(self, address: int) -> None:
+        """Forget an address before other tensors get it."""
+        self._unit_by_address.pop(address, None)
 
     @hidden
-    def find(self, tensor: torch.Tensor) -> FSDPUnit | None:
+    def find_unit(self, tensor: torch.Tensor) -> FSDPUnit | None:
         """Return the unit in whose full buffer a tensor lies."""
         try:
             if isinstance(tensor, DTensor):
                 tensor = tensor.to_local()
-            return self._owners.get(tensor.untyped_storage().data_ptr())
+            return self._unit_by_address.get(tensor.untyped_storage().data_ptr())
         except (RuntimeError, NotImplementedError):  # tensors without a storage of their own
             return None
 
@@ -365,10 +367,10 @@ def run_forward(
     is_root = root_state.root is unit
     if is_root:
         root_state.root_pre_forward()
-    with root_state.computing():
+    with root_state.count_forward():
         try:
             args, named = unit.pre_forward(args, dict(kwargs))
-            with unit.computing():
+            with unit.save_params_by_reference():
                 output = function(*args, **named)
             return unit.post_forward(output)
         except BaseException:

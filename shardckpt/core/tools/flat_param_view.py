@@ -25,7 +25,7 @@ def flat_instead(units: Sequence[tuple[nn.Module, FSDPUnit]], name: str) -> Gene
     places = [p for _, unit in units for member in unit.members for p in member.places]
     before = {module: dict(module._parameters) for module in [*homes, *(place.module for place in places)]}
     for _, unit in units:
-        unit.free()
+        unit.reshard()
     for place in places:
         place.module._parameters.pop(place.attribute, None)
     flats = []

@@ -84,7 +84,7 @@ def _units(module: nn.Module, *, recurse: bool) -> list[FSDPUnit]:
 
 def _check_idle(unit: FSDPUnit) -> None:
     unit.recover()
-    if unit.lent:
+    if unit.is_checked_out:
         raise BusyError(
             "Cannot manually unshard parameters when already unsharding parameters",
             where=unit.name,
@@ -101,7 +101,7 @@ def _check_idle(unit: FSDPUnit) -> None:
 
 @contextmanager
 def _summoned_unit(unit: FSDPUnit, summons: SummonOptions) -> Iterator[None]:
-    with unit.lending() as registrations, ExitStack() as stack:
+    with unit.check_out_params() as registrations, ExitStack() as stack:
         for registration in registrations:
             opened = _Summoned(registration, summons, persists=unit.config.keeps_full)
             stack.callback(opened.close)
@@ -277,13 +277,13 @@ def iter_full_params(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     units = _units(module, recurse=True)
     for unit in units:
         _check_idle(unit)
-        with unit.lending():
+        with unit.check_out_params():
             pass  # what a user put in the places of its parameters is its own now
     _refuse_parts(module, units)
     yield from _unsharded(module, units)
     names = {each: clean(name) for name, each in module.named_modules()}
     for unit in units:
-        with unit.lending() as registrations:
+        with unit.check_out_params() as registrations:
             for registration in registrations:
                 yield from _gathered(registration, names)
 

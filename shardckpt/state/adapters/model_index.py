@@ -134,7 +134,7 @@ def reshard_all(model: nn.Module) -> None:
         model: As for `index_model`.
     """
     for unit in units(model):
-        unit.free()
+        unit.reshard()
     for module in model.modules():
         if not isinstance(module, ShardedModule):
             reshard = getattr(module, "reshard", None)

@@ -118,7 +118,7 @@ def module_state_dict(
     settings = module.state_dict_settings
     kind, config = KINDS[settings.state_dict_type], settings.state_dict_config
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-    unit.free()
+    unit.reshard()
     adapters = build_adapters(unit)
     with _Shown(adapters, kind, first_only=first_only).shown():
         nn.Module.state_dict(module, **given)
@@ -208,7 +208,7 @@ class Loading:
     """
 
     def __init__(self, module: StateStatics, unit: FSDPUnit) -> None:
-        unit.free()
+        unit.reshard()
         kind = KINDS[module.state_dict_settings.state_dict_type]
         self._kind = kind
         self._adapters = build_adapters(unit)
