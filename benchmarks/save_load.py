@@ -66,7 +66,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardckpt
 from shardckpt.boxes import Box, flat_to_boxes, intersect
-from shardckpt.checkpoint.planning.save_plan import Draft, plan_of
+from shardckpt.checkpoint.planning.save_plan import LocalSavePlan, create_global_plan
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.plan.layout.write_plan import LocalTensor
 
@@ -599,12 +599,12 @@ def draft(rank: int, world: int, arrays: int, flat: bool) -> bytes:
     """Return what one of many ranks tells of its state: rows of every array, or a flat range of all of them."""
     if flat:
         held = ((3, 4099, world), arrays)
-        return Draft(tuple(_flat(rank, world, *held)), frozenset(), {}).encode()
+        return LocalSavePlan(tuple(_flat(rank, world, *held)), frozenset(), {}).encode()
     rows = tuple(
         LocalTensor(("model", f"layer.{at}"), (world, 4096), "float32", (Box((rank, 0), (1, 4096)),))
         for at in range(arrays)
     )
-    return Draft(rows, frozenset(), {}).encode()
+    return LocalSavePlan(rows, frozenset(), {}).encode()
 
 
 def _flat(rank: int, world: int, shape: tuple[int, ...], arrays: int) -> Iterator[LocalTensor]:
@@ -621,12 +621,12 @@ def planned(world: int, arrays: int, *, flat: bool) -> tuple[float, int]:
     gc.collect()
     gc.disable()
     start = time.perf_counter()
-    plan = plan_of([Draft.decode(each) for each in told])
-    for task in plan.tasks:
-        task.encode()
+    plan = create_global_plan([LocalSavePlan.decode(each) for each in told])
+    for rank_plan in plan.rank_plans:
+        rank_plan.encode()
     seconds = time.perf_counter() - start
     gc.enable()
-    return seconds, sum(len(task.chunks) for task in plan.tasks)
+    return seconds, sum(len(rank_plan.chunks) for rank_plan in plan.rank_plans)
 
 
 # ----------------------------------------------------------------------------------------------------------- report

@@ -17,7 +17,7 @@ from torch import nn
 
 import shardckpt
 from shardckpt import Checkpointer
-from shardckpt.checkpoint.incremental.dedup import Ground
+from shardckpt.checkpoint.incremental.dedup import BaseDedup
 from shardckpt.checkpoint.save import session
 from shardckpt.core import fully_shard
 from shardckpt.errors import ChecksumError, IncompleteError, RankError, UnsupportedError, UsageError
@@ -258,7 +258,7 @@ def meddle(monkeypatch: pytest.MonkeyPatch, moment: str, act: Callable[[], None]
     """Do something once in the middle of a save."""
     owner, name = {
         "before the manifest": (session, "encode_manifest"),
-        "before the base is looked at": (Ground, "is_kept"),
+        "before the base is looked at": (BaseDedup, "is_kept"),
         "before the commit": (session, "encode_commit"),
     }[moment]
     real, has_acted = getattr(owner, name), False

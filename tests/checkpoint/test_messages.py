@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import shardckpt
-from shardckpt.checkpoint.planning.rank_report import differing
+from shardckpt.checkpoint.planning.rank_report import build_mismatch_error
 
 
 def test_what_differs_is_named_with_its_place_and_both_ways_out(tmp_path: Path) -> None:
@@ -75,12 +75,12 @@ def test_equal_values_in_another_order_are_saved_in_the_order_of_the_first_rank(
 
 def test_no_way_to_differ_has_an_empty_message() -> None:
     alike = {"v": ("0", "int", "1")}
-    assert str(differing([alike, alike])).startswith("what the ranks hold")
+    assert str(build_mismatch_error([alike, alike])).startswith("what the ranks hold")
 
 
 def test_many_differences_are_counted() -> None:
     rows = [{f"v{at}": (str(rank * at), "int", str(rank * at)) for at in range(9)} for rank in range(3)]
-    told = str(differing(rows))
+    told = str(build_mismatch_error(rows))
     assert "`v1` (int) differs between rank 0 (0) and rank 1 (1)" in told and "; and 3 more" in told
 
 

@@ -74,7 +74,12 @@ def broken(*_args: object, **_options: object) -> Any:
 @contextlib.contextmanager
 def refused(phase: str, is_failing: bool) -> Iterator[None]:
     """Make a phase of a save fail, on the ranks that are to fail."""
-    name = {"capture": "capture", "plan": "plan_of", "transfer": "write_payloads", "commit": "encode_commit"}.get(phase)
+    name = {
+        "capture": "flatten_state",
+        "plan": "create_global_plan",
+        "transfer": "write_payloads",
+        "commit": "encode_commit",
+    }.get(phase)
     if not is_failing or phase in ("", "target", "values", "replicas"):
         yield
     elif name is not None:
@@ -154,7 +159,7 @@ def test_every_save_between_refused_ones_holds_its_own_values(tmp_path: Path, wo
 
 def test_a_plan_outlives_a_save_of_another_state_that_was_refused(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> int:
-        with patch.object(session, "plan_of", wraps=session.plan_of) as planned:
+        with patch.object(session, "create_global_plan", wraps=session.create_global_plan) as planned:
             for version in range(4):
                 shardckpt.save(KINDS["full"](version), tmp_path / f"{version}")
                 with pytest.raises(shardckpt.TargetExistsError):
@@ -169,17 +174,17 @@ def test_nothing_is_kept_of_a_save_before_all_ranks_have_committed_it(tmp_path: 
     def body(rank: int, world: int) -> list[str]:
         shardckpt.save(KINDS["full"](1), tmp_path / "base")
         saver = saver_for(None)
-        kept = (saver.task_cache, saver.plan_cache, saver.compared)
+        kept = (saver.rank_plan_cache, saver.plan_cache, saver.frozen_params)
         changes = []
         for number, phase in enumerate(PHASES):
             path = tmp_path / ("base" if phase == "target" else f"{number}")
             failing = 1 if phase in ("capture", "transfer") else 0
             with pytest.raises((RefusedError, shardckpt.ShardckptError)), refused(phase, rank == failing):
                 shardckpt.save(changed(KINDS["half"](2), phase, rank), path)
-            now = (saver.task_cache, saver.plan_cache, saver.compared)
+            now = (saver.rank_plan_cache, saver.plan_cache, saver.frozen_params)
             changes += [phase for before, after in zip(kept, now, strict=True) if before is not after]
         shardckpt.save(KINDS["half"](3), tmp_path / "last")
-        assert saver.task_cache is not kept[0]
+        assert saver.rank_plan_cache is not kept[0]
         return changes
 
     assert run(2, body) == [[], []]
@@ -189,7 +194,7 @@ def test_nothing_is_kept_of_a_save_before_all_ranks_have_committed_it(tmp_path: 
 def test_a_rank_that_missed_the_end_of_a_save_does_not_spoil_the_next(tmp_path: Path, missing: int) -> None:
     def body(rank: int, world: int) -> None:
         shardckpt.save(KINDS["full"](1), tmp_path / "1")
-        with patch.object(session.Corridor, "_remember") if rank == missing else contextlib.nullcontext():
+        with patch.object(session.SaveSession, "_update_caches") if rank == missing else contextlib.nullcontext():
             shardckpt.save(KINDS["half"](2), tmp_path / "2")
         for version in (3, 4):
             shardckpt.save(KINDS["full"](version), tmp_path / f"{version}")
@@ -212,7 +217,7 @@ def test_a_rank_that_cannot_reach_the_place_to_write_is_named_and_the_next_save_
     assert differs(tmp_path / "2", KINDS["full"](2)) == []
 
 
-@pytest.mark.parametrize(("phase", "interrupted"), [("capture", 1), ("write_payloads", 0)])
+@pytest.mark.parametrize(("phase", "interrupted"), [("flatten_state", 1), ("write_payloads", 0)])
 def test_a_rank_that_was_interrupted_in_a_save_does_not_answer_for_the_next(
     tmp_path: Path, phase: str, interrupted: int
 ) -> None:

@@ -39,7 +39,7 @@ class BaseRemovedError(IncompleteError):
     """Another process removed or replaced the base of a save that was under way."""
 
 
-class Known(NamedTuple):
+class BaseLocation(NamedTuple):
     """Where bytes lie that need not be written again.
 
     Attributes:
@@ -53,7 +53,7 @@ class Known(NamedTuple):
     digest: bytes
 
 
-class OpenBase:
+class BaseCheckpoint:
     """A checkpoint that a step refers to, open.
 
     Args:
@@ -117,7 +117,7 @@ class OpenBase:
             return False  # a former content of the folder that is saved to
         return file.hashes is not None and self._saved.manifest.files.get(file.place, -1) >= file.nbytes
 
-    def known(self, chunk: PayloadChunk) -> Known:
+    def known(self, chunk: PayloadChunk) -> BaseLocation:
         """Return where the bytes of a chunk lie that the base has.
 
         Args:
@@ -126,7 +126,7 @@ class OpenBase:
         found = self._row(chunk)
         assert found is not None and self._contents is not None, "only what the base has is not written"
         number, offset, digest = found
-        return Known(self._file(self._contents.files[number].place), offset, digest)
+        return BaseLocation(self._file(self._contents.files[number].place), offset, digest)
 
     # Arrays that are frozen
 
@@ -189,7 +189,7 @@ class OpenBase:
                 )
         return found
 
-    def rows(self, entry: TensorEntry, hashes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Box, Known]]:
+    def rows(self, entry: TensorEntry, hashes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[Box, BaseLocation]]:
         """Yield where the pieces of a located array lie.
 
         Args:
@@ -200,7 +200,7 @@ class OpenBase:
             assert isinstance(layout, Span), "as `located` made sure"
             file = self._file(name)
             file = file if file.hashes is not None else file._replace(hashes=hashes[name])
-            yield box, Known(file, layout.offset, b"")
+            yield box, BaseLocation(file, layout.offset, b"")
 
     def digests(self, wanted: Sequence[tuple[TensorEntry, Box]]) -> Iterator[bytes]:
         """Yield the xxh3-128 of boxes of located arrays, read a batch at a time.
@@ -356,12 +356,12 @@ def _blocks(files: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
             yield name, start, min(BLOCK_BYTES, size - start)
 
 
-def joined_blocks(files: Mapping[str, int], shares: Sequence[Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """Return the hashes of each file from the shares that ranks have hashed.
+def merge_block_hashes(files: Mapping[str, int], shares: Sequence[Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Merge the block hashes of all ranks into those of each file.
 
     Args:
-        files: Name to size, as the ranks were told.
-        shares: What each hashed.
+        files: Name to size, as the ranks got them.
+        shares: The hashes of each rank.
     """
     found: dict[str, list[int]] = {name: [] for name in files}
     rest = [iter(share) for share in shares]
@@ -370,15 +370,15 @@ def joined_blocks(files: Mapping[str, int], shares: Sequence[Sequence[int]]) -> 
     return {name: tuple(hashes) for name, hashes in found.items()}
 
 
-class References:
-    """What a step has in other folders, as it is found out."""
+class BaseReferences:
+    """References of a step to files in other folders."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, str], int] = {}
         self._files: list[FileRecord] = []
         self._arrays: dict[Path, ArrayRecord] = {}
 
-    def add(self, path: Path, dtype: str, shape: tuple[int, ...], box: Box, known: Known) -> None:
+    def add(self, path: Path, dtype: str, shape: tuple[int, ...], box: Box, known: BaseLocation) -> None:
         """Take a box of an array that is not written.
 
         Args:
@@ -400,15 +400,15 @@ class References:
         return PartialManifest(tuple(self._files), tuple(self._arrays.values()))
 
 
-def are_there(step: str, files: Iterable[FileRecord]) -> bool:
-    """Tell whether the files of a step that lie in other folders are there whole.
+def has_all_files(step: str, files: Iterable[FileRecord]) -> bool:
+    """Return True if the files of a step in other folders have their full size.
 
     Args:
         step: Where it will lie.
         files: All of it.
 
     Raises:
-        StorageError: Nobody can tell.
+        StorageError: The store failed.
     """
     for url, wanted in files_of_bases(files).items():
         sizes = {entry.name: entry.size for entry in open_store(resolved(step, url)).list()}

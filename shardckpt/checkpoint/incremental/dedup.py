@@ -1,4 +1,4 @@
-"""What a save stands on: which of its chunks lie in a base, found out on the first rank and looked after on each."""
+"""Dedup a save against its base: rank 0 finds the chunks that the base has, each rank compares its own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from typing import Any
 import xxhash
 
 from shardckpt.boxes import Box
-from shardckpt.checkpoint.incremental.base_checkpoint import OpenBase, References, are_there, joined_blocks
-from shardckpt.checkpoint.planning.save_plan import Plan, Task
-from shardckpt.checkpoint.stateful.flatten import Captured
+from shardckpt.checkpoint.incremental.base_checkpoint import (
+    BaseCheckpoint,
+    BaseReferences,
+    has_all_files,
+    merge_block_hashes,
+)
+from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan, RankSavePlan
+from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.checkpoint.stateful.tensor_bytes import held, tensor_bytes
 from shardckpt.errors import UsageError
 from shardckpt.format.native.base_refs import Base
@@ -58,13 +63,13 @@ def chunk_digests(chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorSh
 
 
 @dataclass(frozen=True)
-class Grounds:
-    """What the first rank tells one rank of the base.
+class BaseHints:
+    """What rank 0 knows of the base that one rank needs.
 
     Attributes:
         url: Where the base lies; empty where there is none.
         key: Changes with where frozen parameters lie in it; empty where there are none.
-        digests: Positions of chunks in the rank's task, with the xxh3-128 of what the base has of them.
+        digests: Positions of chunks in the rank's plan, with the xxh3-128 of what the base has of them.
         files: Name and size of files in the base, a share of whose blocks the rank is to hash.
     """
 
@@ -73,42 +78,42 @@ class Grounds:
     digests: Mapping[int, bytes] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
 
-    def json(self) -> list[object]:
-        """Return it as JSON."""
+    def to_json(self) -> list[object]:
+        """Return the hints as JSON."""
         return [self.url, self.key, list(self.digests), b"".join(self.digests.values()).hex(), dict(self.files)]
 
     @classmethod
-    def of(cls, told: Sequence[Any]) -> Grounds:
-        """Return what `json` told."""
-        url, key, positions, digits, files = told
+    def from_json(cls, values: Sequence[Any]) -> BaseHints:
+        """Return the hints that `to_json` returned."""
+        url, key, positions, digits, files = values
         data = bytes.fromhex(digits)
         return cls(url, key, {at: data[16 * n : 16 * n + 16] for n, at in enumerate(positions)}, files)
 
     def unchanged(self, chunks: Sequence[PayloadChunk], arrays: Mapping[Path, TensorShards]) -> tuple[int, ...]:
-        """Return the positions of chunks that are in memory what they are in the base.
+        """Return the positions of chunks whose bytes are those that the base has.
 
         Args:
-            chunks: Of the rank's task.
+            chunks: Of the rank's plan.
             arrays: What lies here.
         """
         found = chunk_digests([chunks[at] for at in self.digests], arrays)
         return tuple(at for (at, digest), own in zip(self.digests.items(), found, strict=True) if own == digest)
 
     def hashed_share(self, rank: int, world: int) -> list[int]:
-        """Return the hashes of this rank's share of the blocks that the base has none of.
+        """Hash this rank's share of the blocks of which the base stores no hash.
 
         Raises:
             CheckpointError: They cannot be read.
             StorageError: The store failed.
         """
-        return OpenBase(self.url).hash_blocks(self.files, rank, world) if self.files else []
+        return BaseCheckpoint(self.url).hash_blocks(self.files, rank, world) if self.files else []
 
 
-NO_GROUNDS = Grounds()
+NO_BASE = BaseHints()
 
 
-class Compared:
-    """What a rank found out about bases, and need not find out again.
+class FrozenParamCache:
+    """Digests of frozen parameters in the base, which a rank reads once.
 
     Attributes:
         hashes: Of blocks of files that store none.
@@ -119,21 +124,21 @@ class Compared:
         self._key = ""
         self._digests: dict[tuple[Path, Box], bytes] = {}
 
-    def copy(self) -> Compared:
+    def copy(self) -> FrozenParamCache:
         """Return a copy for one save, which takes this one's place once that save is committed."""
-        made = Compared()
+        made = FrozenParamCache()
         made.hashes, made._key, made._digests = dict(self.hashes), self._key, dict(self._digests)
         return made
 
     def compare(
-        self, chunks: Sequence[PayloadChunk], grounds: Grounds, captured: Captured, rules: Mapping[str, str]
+        self, chunks: Sequence[PayloadChunk], hints: BaseHints, flattened: FlattenedState, rules: Mapping[str, str]
     ) -> None:
-        """Make sure that frozen parameters are what they are in the base; those that were read once are remembered.
+        """Require that frozen parameters equal those of the base; digests of the base are read once.
 
         Args:
-            chunks: What this rank has to look after.
-            grounds: What the first rank told.
-            captured: What lies here.
+            chunks: The chunks that this rank compares.
+            hints: Of rank 0.
+            flattened: The state of this rank.
             rules: From the model's names to the base's.
 
         Raises:
@@ -141,27 +146,27 @@ class Compared:
             CheckpointError: The base cannot be read.
             StorageError: The store failed.
         """
-        if self._key != grounds.key:
-            self._key = grounds.key
+        if self._key != hints.key:
+            self._key = hints.key
             self._digests.clear()
         new = [chunk for chunk in chunks if (chunk.path, chunk.box) not in self._digests]
         if new:
-            base = OpenBase(grounds.url, rules=rules)
+            base = BaseCheckpoint(hints.url, rules=rules)
             specs = {chunk.path: TensorSpec(chunk.path, chunk.shape, chunk.dtype) for chunk in new}
-            entries = _entries(base, specs.values(), captured.ties)
+            entries = _entries(base, specs.values(), flattened.ties)
             digests = base.digests([(entries[chunk.path], chunk.box) for chunk in new])
             self._digests.update({(c.path, c.box): digest for c, digest in zip(new, digests, strict=True)})
-        for chunk, own in zip(chunks, chunk_digests(chunks, captured.arrays), strict=True):
+        for chunk, own in zip(chunks, chunk_digests(chunks, flattened.arrays), strict=True):
             if own != self._digests[chunk.path, chunk.box]:
                 raise UsageError(
                     "a frozen parameter is not what it is in the base",
                     where=dotted(chunk.path),
-                    found=f"other values than {grounds.url} has in {chunk.box}",
+                    found=f"other values than {hints.url} has in {chunk.box}",
                     fix="Load the base into the model, or save without trainable_only.",
                 )
 
 
-def _entries(base: OpenBase, specs: Iterable[TensorSpec], ties: Mapping[Path, Path]) -> dict[Path, TensorEntry]:
+def _entries(base: BaseCheckpoint, specs: Iterable[TensorSpec], ties: Mapping[Path, Path]) -> dict[Path, TensorEntry]:
     """Return where frozen parameters lie in the base.
 
     Args:
@@ -192,16 +197,16 @@ def _entries(base: OpenBase, specs: Iterable[TensorSpec], ties: Mapping[Path, Pa
     return entries
 
 
-class Ground:
-    """The base of one save, on the first rank.
+class BaseDedup:
+    """Dedup one save against its base, on rank 0.
 
     Args:
         base: The base.
-        plan: Who writes what.
+        plan: Which rank writes which chunks.
         entries: Where frozen parameters lie in the base.
     """
 
-    def __init__(self, base: OpenBase, plan: Plan, entries: Mapping[Path, TensorEntry]) -> None:
+    def __init__(self, base: BaseCheckpoint, plan: GlobalSavePlan, entries: Mapping[Path, TensorEntry]) -> None:
         self._base, self._plan, self._entries = base, plan, entries
         self._unhashed = base.unhashed(entries.values())
         self._versions = {name: base.version_of(name) for name in self._unhashed}
@@ -219,12 +224,14 @@ class Ground:
     def _file_key(self, name: str) -> tuple[str, str, str]:
         return self._base.url, name, self._versions[name]
 
-    def for_rank(self, task: Task) -> Grounds:
-        """Return what a rank is told."""
+    def for_rank(self, rank_plan: RankSavePlan) -> BaseHints:
+        """Return the hints for a rank."""
         digests = {
-            at: digest for at, chunk in enumerate(task.chunks) if (digest := self._base.digest_of(chunk)) is not None
+            at: digest
+            for at, chunk in enumerate(rank_plan.chunks)
+            if (digest := self._base.digest_of(chunk)) is not None
         }
-        return Grounds(self._base.url, self._key, digests, self._asked)
+        return BaseHints(self._base.url, self._key, digests, self._asked)
 
     def part(
         self, unchanged: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], known: _Hashes
@@ -232,21 +239,21 @@ class Ground:
         """Return what of the step lies in other folders.
 
         Args:
-            unchanged: For each rank, the positions of the chunks of its task that it did not write.
+            unchanged: For each rank, the positions of the chunks of its plan that it did not write.
             blocks: For each rank, the hashes of its share.
             known: Where hashes of files are remembered.
 
         Raises:
             UsageError: The step would refer to too many folders.
         """
-        for name, found in joined_blocks(self._asked, blocks).items():
+        for name, found in merge_block_hashes(self._asked, blocks).items():
             known[self._file_key(name)] = found
         hashes = {name: known[self._file_key(name)] for name in self._unhashed}
-        references = References()
-        for task, positions in zip(self._plan.tasks, unchanged, strict=True):
+        references = BaseReferences()
+        for rank_plan, positions in zip(self._plan.rank_plans, unchanged, strict=True):
             for at in positions:
-                path, shape, dtype, box = task.chunks[at]
-                references.add(path, dtype, shape, box, self._base.known(task.chunks[at]))
+                path, shape, dtype, box = rank_plan.chunks[at]
+                references.add(path, dtype, shape, box, self._base.known(rank_plan.chunks[at]))
         for path, shape, dtype in self._plan.frozen:
             for box, where in self._base.rows(self._entries[path], hashes):
                 references.add(path, dtype, shape, box, where)
@@ -261,7 +268,7 @@ class Ground:
         return part
 
     def is_kept(self, files: Sequence[FileRecord]) -> bool:
-        """Tell whether the base is still what it was, with every file that the step refers to.
+        """Return True if the base is unchanged, with every file that the step refers to.
 
         Args:
             files: All of the step.
@@ -270,23 +277,23 @@ class Ground:
             StorageError: The store failed.
         """
         needed = [file for file in files if file.base]
-        return not needed or (self._base.is_committed() and are_there(self._base.step, needed))
+        return not needed or (self._base.is_committed() and has_all_files(self._base.step, needed))
 
     def bases(self, files: Iterable[FileRecord]) -> tuple[Base, ...]:
         """Return what the step says of the folders in which its files lie."""
         return self._base.bases(files)
 
 
-def ground_of(
-    url: str | None, step: str, rules: Mapping[str, str], plan: Plan, *, trainable_only: bool
-) -> Ground | None:
-    """Look at the base of a save.
+def open_base_dedup(
+    url: str | None, step: str, rules: Mapping[str, str], plan: GlobalSavePlan, *, trainable_only: bool
+) -> BaseDedup | None:
+    """Open the base of a save.
 
     Args:
         url: Where the base lies; None where there is none.
         step: Where the step will lie.
         rules: From the model's names to the base's.
-        plan: Who writes what.
+        plan: Which rank writes which chunks.
         trainable_only: Frozen parameters are to be left there.
 
     Raises:
@@ -303,5 +310,5 @@ def ground_of(
         )
     if not url:
         return None
-    base = OpenBase(url, step, rules)
-    return Ground(base, plan, _entries(base, plan.frozen, plan.ties) if plan.frozen else {})
+    base = BaseCheckpoint(url, step, rules)
+    return BaseDedup(base, plan, _entries(base, plan.frozen, plan.ties) if plan.frozen else {})

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.load.source import Saved, Verify, allocate, torch_dtype
-from shardckpt.checkpoint.stateful.flatten import ArrayAt
+from shardckpt.checkpoint.stateful.flatten import TensorRef
 from shardckpt.errors import AmbiguousError, UnknownNameError, UsageError
 from shardckpt.format.reader import NamedBases
 from shardckpt.manifest import Path, TensorEntry, dotted
@@ -172,7 +172,7 @@ class Opened(Mapping[Any, Any]):
                 where=saved.url,
                 fix="`list(opened)` gives every name.",
             )
-        if isinstance(found, ArrayAt):
+        if isinstance(found, TensorRef):
             return SavedTensor(self._source, saved.arrays[found.path])
         return saved.materialised(found)
 

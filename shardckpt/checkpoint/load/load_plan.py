@@ -18,7 +18,7 @@ from shardckpt.boxes import Box
 from shardckpt.checkpoint.load.source import Saved, allocate, torch_dtype
 from shardckpt.checkpoint.load.stateful_fill import hand_over
 from shardckpt.checkpoint.load.unflatten import ForeignValue, arrays_in
-from shardckpt.checkpoint.stateful.flatten import ArrayAt, Models, as_rows, require_model_of, require_no_flat_shard
+from shardckpt.checkpoint.stateful.flatten import Models, TensorRef, as_rows, require_model_of, require_no_flat_shard
 from shardckpt.checkpoint.stateful.stateful import (
     PerRank,
     Stateful,
@@ -52,7 +52,7 @@ class Taker(NamedTuple):
 
     Attributes:
         path: What the user calls who takes it.
-        nest: As it was saved, arrays as `ArrayAt`.
+        nest: As it was saved, arrays as `TensorRef`.
         put: Takes it.
     """
 
@@ -275,7 +275,7 @@ class _Fit:
         """Tell whether an array is filled in place: with a saved array of its form, or a tensor, which is not one."""
         saved = self._saved.find(entry.path)[0]
         has_form = entry.shape == value.shape and (entry.dtype == value.dtype.name or self._policy.cast)
-        return has_form or not (isinstance(saved, ArrayAt) and saved.kind == "numpy")
+        return has_form or not (isinstance(saved, TensorRef) and saved.kind == "numpy")
 
     def _sequence(self, value: Any, path: Path, put: Put) -> None:
         self._opened.add(path)

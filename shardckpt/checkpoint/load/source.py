@@ -16,7 +16,7 @@ from shardckpt.boxes import whole
 from shardckpt.checkpoint.load.remapped_reader import ruled
 from shardckpt.checkpoint.load.tensor_loader import BATCH_BYTES, ElementReader, Wish
 from shardckpt.checkpoint.load.unflatten import ForeignValue, arrays_in, filled, find, put, with_lists
-from shardckpt.checkpoint.stateful.flatten import ArrayAt
+from shardckpt.checkpoint.stateful.flatten import TensorRef
 from shardckpt.checkpoint.stateful.stateful import revived
 from shardckpt.errors import NameCollisionError, NoMemoryError, UnsupportedError, UsageError
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
@@ -140,14 +140,14 @@ class Saved:
 
     @cached_property
     def nest(self) -> Any:
-        """What was saved; arrays as `ArrayAt`."""
+        """What was saved; arrays as `TensorRef`."""
         if isinstance(self._reader, NativeReader):
             records = self._reader.contents.arrays
 
             def decode_ref(value: ArrayRef | NamedValue) -> object:
                 if isinstance(value, NamedValue):
                     return revived(value)
-                return ArrayAt(tuple(map(self.renamed, records[value.number].path)), value.kind)
+                return TensorRef(tuple(map(self.renamed, records[value.number].path)), value.kind)
 
             return self._renamed_keys(self._reader.decode_state(decode_ref))
         return self._foreign_nest()
@@ -164,7 +164,7 @@ class Saved:
     def _foreign_nest(self) -> Any:
         root: dict[Any, Any] = {}
         for path in self.arrays:
-            put(root, path, ArrayAt(path))
+            put(root, path, TensorRef(path))
         for path, entry in self.manifest.objects.items():
             value = self._reader.load_object(entry) if entry.value is UNREAD else entry.value
             put(root, tuple(map(self.renamed, path)), ForeignValue(value, path))

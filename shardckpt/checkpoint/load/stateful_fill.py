@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardckpt.checkpoint.stateful.flatten import ArrayAt, as_rows
+from shardckpt.checkpoint.stateful.flatten import TensorRef, as_rows
 from shardckpt.checkpoint.stateful.stateful import dtype_name, is_optimizer, is_stateful
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
@@ -58,7 +58,7 @@ def hand_over(saved: Any, own: Any, path: Path, arrays: Mapping[Path, TensorEntr
     """Match what was saved of an object with what its `state_dict()` returns now; nothing is changed.
 
     Args:
-        saved: The nest that was saved, arrays as `ArrayAt`.
+        saved: The nest that was saved, arrays as `TensorRef`.
         own: What `state_dict()` returns.
         path: Where the object is in the state.
         arrays: The arrays of the checkpoint.
@@ -82,7 +82,7 @@ class _Match:
 
     def visit(self, saved: Any, own: Any, path: Path) -> Any:
         """Return what is handed over for a part of the nest."""
-        if isinstance(saved, ArrayAt):
+        if isinstance(saved, TensorRef):
             return self._array(saved, own, path)
         if isinstance(saved, dict):
             return type(saved)(
@@ -94,7 +94,7 @@ class _Match:
             return type(saved)(self.visit(each, its, (*path, at)) for at, (each, its) in pairs)
         return saved
 
-    def _array(self, saved: ArrayAt, own: Any, path: Path) -> Any:
+    def _array(self, saved: TensorRef, own: Any, path: Path) -> Any:
         entry = self._arrays[saved.path]
         if is_sharded_tensor(own):
             self.made.fills.append(Fill(path, saved.path, as_rows(own, path)))

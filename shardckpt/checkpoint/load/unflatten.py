@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardckpt.checkpoint.stateful.flatten import ArrayAt
+from shardckpt.checkpoint.stateful.flatten import TensorRef
 from shardckpt.checkpoint.stateful.stateful import revived
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.pickle_stubs import Dtype, InstanceStub
@@ -71,9 +71,9 @@ def find(nest: Any, path: Path) -> tuple[Any, bool]:
     return found, True
 
 
-def arrays_in(nest: Any) -> Iterator[ArrayAt]:
+def arrays_in(nest: Any) -> Iterator[TensorRef]:
     """Yield the arrays of a nest."""
-    if isinstance(nest, ArrayAt):
+    if isinstance(nest, TensorRef):
         yield nest
     elif isinstance(nest, dict):
         for value in nest.values():
@@ -94,7 +94,7 @@ def filled(nest: Any, made: Mapping[Path, torch.Tensor], skipped: list[Path] | N
     Raises:
         UnsupportedError: It holds something that only its own library knows, and nothing is to be left out.
     """
-    if isinstance(nest, ArrayAt):
+    if isinstance(nest, TensorRef):
         return made[nest.path].numpy() if nest.kind == "numpy" else made[nest.path]
     if isinstance(nest, ForeignValue):
         return nest.plain(skipped)

@@ -1,4 +1,4 @@
-"""From what all ranks told to the one nest that the manifest holds."""
+"""Build the manifest of a save from the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shardckpt.checkpoint.planning.rank_report import Report, sort_keys
-from shardckpt.checkpoint.planning.save_plan import Plan
-from shardckpt.checkpoint.stateful.flatten import ArrayAt, Captured, encoded
+from shardckpt.checkpoint.planning.rank_report import RankReport, sort_keys
+from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan
+from shardckpt.checkpoint.stateful.flatten import FlattenedState, TensorRef, encoded
 from shardckpt.errors import UsageError
 from shardckpt.format.native.manifest_json import ManifestContents
 from shardckpt.format.native.payload import canonical
@@ -18,37 +18,37 @@ from shardckpt.manifest import Path, dotted
 ABOUT = {"writer": "shardckpt"}
 
 
-def contents_of(
-    save: str, captured: Captured, plan: Plan, reports: Sequence[Report], about: Mapping[str, str]
+def build_contents(
+    save: str, flattened: FlattenedState, plan: GlobalSavePlan, reports: Sequence[RankReport], about: Mapping[str, str]
 ) -> ManifestContents:
     """Return the manifest of a save, without its files and pieces.
 
     Args:
         save: The save's id.
-        captured: The first rank's; its nest is changed.
-        plan: Who writes what.
-        reports: What each rank told.
+        flattened: Rank 0's state; its tree is changed.
+        plan: Which rank writes which chunks.
+        reports: One for each rank.
         about: Free text.
 
     Raises:
-        UsageError: Ranks told different values of one thing.
+        UsageError: Ranks have different values of one thing.
         UnsupportedError: A value that cannot be saved.
     """
-    nest = captured.nest
-    states = {root: _at(nest, root) for root in captured.slots}
-    for root, names in captured.slots.items():
+    tree = flattened.tree
+    states = {root: _at(tree, root) for root in flattened.slots}
+    for root, names in flattened.slots.items():
         states[root].update({name: {} for name in names})
     for path in (*plan.order, *plan.ties):
         if path[:-2] in states:
-            states[path[:-2]][path[-2]][path[-1]] = ArrayAt(path)
-    for path, value in _loose(reports).items():
+            states[path[:-2]][path[-2]][path[-1]] = TensorRef(path)
+    for path, value in _merge_optional_values(reports).items():
         states[path[:-2]][path[-2]][path[-1]] = value
     for state in states.values():
         for name in [name for name, slots in state.items() if not slots]:
             del state[name]
     for rank, report in enumerate(reports):
-        for path, each in report.own.items():
-            _at(nest, path)[rank] = each.nest()
+        for path, each in report.per_rank_values.items():
+            _at(tree, path)[rank] = each.decode()
     numbers = {path: at for at, path in enumerate(plan.order)}
     ties = {path: numbers[first] for path, first in plan.ties.items()}
     index = {**numbers, **ties}
@@ -56,33 +56,33 @@ def contents_of(
         save,
         (),
         tuple(ArrayRecord(path, "", (), array("q")) for path in plan.order),
-        encoded(nest, lambda each: index[each.path]),
+        encoded(tree, lambda each: index[each.path]),
         ties,
         {"world_size": len(reports)},
         {**ABOUT, **about},
-        variants=dict(captured.variants),
+        variants=dict(flattened.variants),
     )
 
 
-def _at(nest: Any, path: Path) -> Any:
+def _at(tree: Any, path: Path) -> Any:
     for key in path:
-        nest = nest[key]
-    return nest
+        tree = tree[key]
+    return tree
 
 
-def _loose(reports: Iterable[Report]) -> dict[Path, Any]:
-    """Return what ranks told that others may lack; those that have it have the same."""
+def _merge_optional_values(reports: Iterable[RankReport]) -> dict[Path, Any]:
+    """Merge the values that a rank may lack; ranks that have one have the same."""
     found: dict[Path, Any] = {}
-    told: dict[Path, tuple[int, bytes]] = {}
+    seen: dict[Path, tuple[int, bytes]] = {}
     for rank, report in enumerate(reports):
-        for path, each in report.loose.items():
+        for path, each in report.optional_values.items():
             data = canonical([sort_keys(each.json), [list(p) for p in each.arrays]])
-            first, known = told.setdefault(path, (rank, data))
+            first, known = seen.setdefault(path, (rank, data))
             if known != data:
                 raise UsageError(
                     f"`{dotted(path)}` differs between rank {first} and rank {rank}, which keep it of one parameter",
                     fix="Let all ranks step their optimizers alike, or load the same checkpoint on all.",
                 )
             if path not in found:
-                found[path] = each.nest()
+                found[path] = each.decode()
     return found

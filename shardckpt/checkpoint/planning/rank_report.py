@@ -1,4 +1,4 @@
-"""What a rank says of its state before anything is written: plain values by digest, its own ones whole."""
+"""The report that a rank sends before anything is written: digests of plain values, and its per-rank values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardckpt.checkpoint.stateful.flatten import ArrayAt, Captured, encoded
+from shardckpt.checkpoint.stateful.flatten import FlattenedState, TensorRef, encoded
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
@@ -20,8 +20,8 @@ SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Alone:
-    """A part of a nest that one rank tells.
+class RankSubtree:
+    """A part of a state tree, as a rank sends it.
 
     Attributes:
         json: Tagged; arrays by their position in `arrays`.
@@ -32,103 +32,105 @@ class Alone:
     arrays: Sequence[Path]
 
     @classmethod
-    def of(cls, nest: Any, path: Path) -> Alone:
-        """Encode a part.
+    def encode(cls, tree: Any, path: Path) -> RankSubtree:
+        """Encode a part of a state tree.
 
         Raises:
             UnsupportedError: A value that cannot be saved.
         """
         arrays: list[Path] = []
 
-        def number(array: ArrayAt) -> int:
+        def number(array: TensorRef) -> int:
             arrays.append(array.path)
             return len(arrays) - 1
 
-        return cls(encoded(nest, number, path), arrays)
+        return cls(encoded(tree, number, path), arrays)
 
-    def nest(self) -> Any:
-        """Return the part, as the rank that told it captured it."""
+    def decode(self) -> Any:
+        """Return the part, as the rank that sent it flattened it."""
 
         def decode_ref(value: ArrayRef | NamedValue) -> object:
-            return ArrayAt(self.arrays[value.number], value.kind) if isinstance(value, ArrayRef) else value
+            return TensorRef(self.arrays[value.number], value.kind) if isinstance(value, ArrayRef) else value
 
         return tagged_json.decode(self.json, decode_ref)
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a rank tells first.
+class RankReport:
+    """The first message of a rank.
 
     Attributes:
-        cached: Id of the save whose plan this rank has cached and still fits; empty where its draft is sent.
-        draft: The draft; empty where it is the cached one.
+        cached: Id of the save whose plan this rank has cached and still fits; empty where its local plan is sent.
+        local_plan: The local plan; empty where it is the cached one.
         values: Digest of the plain values that are the same on every rank.
-        loose: Values that other ranks may lack.
-        own: Values that are this rank's.
+        optional_values: Values that other ranks may lack.
+        per_rank_values: Values that each rank saves for itself.
         path: Where it saves to.
     """
 
     cached: str
-    draft: bytes
+    local_plan: bytes
     values: str
-    loose: Mapping[Path, Alone]
-    own: Mapping[Path, Alone]
+    optional_values: Mapping[Path, RankSubtree]
+    per_rank_values: Mapping[Path, RankSubtree]
     path: str = ""
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        head = canonical([self.cached, self.values, _rows(self.loose), _rows(self.own), self.path])
-        return len(head).to_bytes(8, "little") + head + self.draft
+        head = canonical(
+            [self.cached, self.values, _rows(self.optional_values), _rows(self.per_rank_values), self.path]
+        )
+        return len(head).to_bytes(8, "little") + head + self.local_plan
 
     @classmethod
-    def decode(cls, data: bytes) -> Report:
+    def decode(cls, data: bytes) -> RankReport:
         """Return what `encode` wrote."""
         end = 8 + int.from_bytes(data[:8], "little")
-        cached, values, loose, own, path = json.loads(data[8:end])
-        return cls(cached, data[end:], values, _parts(loose), _parts(own), path)
+        cached, values, optional_values, per_rank_values, path = json.loads(data[8:end])
+        return cls(cached, data[end:], values, _parts(optional_values), _parts(per_rank_values), path)
 
 
-def own_report(captured: Captured) -> Report:
-    """Return what a rank alone can tell of its state.
+def build_report(flattened: FlattenedState) -> RankReport:
+    """Return the report of a rank, without its plan and the digest of its values.
 
     Raises:
         UnsupportedError: A value that cannot be saved.
     """
-    loose = {path: Alone.of(value, path) for path, value in captured.loose.items()}
-    own = {path: Alone.of(value, path) for path, value in captured.own.items()}
-    return Report("", b"", "", loose, own)
+    optional_values = {path: RankSubtree.encode(value, path) for path, value in flattened.optional_values.items()}
+    per_rank_values = {path: RankSubtree.encode(value, path) for path, value in flattened.per_rank_values.items()}
+    return RankReport("", b"", "", optional_values, per_rank_values)
 
 
-def require_one_path(reports: Sequence[Report]) -> None:
-    """Refuse a save of which ranks have different ideas where it goes.
+def require_one_path(reports: Sequence[RankReport]) -> None:
+    """Refuse a save whose ranks save to different paths.
 
     Raises:
-        UsageError: They have.
+        UsageError: They do.
     """
     if len({report.path for report in reports}) > 1:
-        told = ", ".join(f"rank {rank} {report.path}" for rank, report in list(enumerate(reports))[:SHOWN])
+        paths = ", ".join(f"rank {rank} {report.path}" for rank, report in list(enumerate(reports))[:SHOWN])
         raise UsageError(
             "ranks save to different paths",
-            found=told,
+            found=paths,
             fix="Make the name once and tell it to all ranks: a time or a random part is another on each.",
         )
 
 
-def _rows(parts: Mapping[Path, Alone]) -> list[object]:
+def _rows(parts: Mapping[Path, RankSubtree]) -> list[object]:
     return [[list(path), each.json, [list(p) for p in each.arrays]] for path, each in parts.items()]
 
 
-def _parts(rows: Sequence[Any]) -> dict[Path, Alone]:
-    return {tuple(path): Alone(nest, [tuple(p) for p in arrays]) for path, nest, arrays in rows}
+def _parts(rows: Sequence[Any]) -> dict[Path, RankSubtree]:
+    return {tuple(path): RankSubtree(tree, [tuple(p) for p in arrays]) for path, tree, arrays in rows}
 
 
-def values_digest(captured: Captured) -> str:
+def values_digest(flattened: FlattenedState) -> str:
     """Return a digest of the plain values that every rank has.
 
     Raises:
         UnsupportedError: One that cannot be saved.
     """
-    return _digest(encoded(captured.nest, lambda _: 0))
+    return _digest(encoded(flattened.tree, lambda _: 0))
 
 
 def _digest(content: object) -> str:
@@ -154,35 +156,35 @@ def sort_keys(content: Any) -> Any:
     return {key: sort_keys(content[key]) for key in sorted(content)}
 
 
-def value_digests(captured: Captured) -> bytes:
+def value_digests(flattened: FlattenedState) -> bytes:
     """Return what tells each plain value, and each container, from another, for finding the one that differs."""
-    values: dict[str, Told] = {}
-    containers: dict[str, Told] = {}
-    _collect(captured.nest, (), values, containers)
+    values: dict[str, ValueSummary] = {}
+    containers: dict[str, ValueSummary] = {}
+    _collect(flattened.tree, (), values, containers)
     return json.dumps([values, containers]).encode()
 
 
-Told = tuple[str, str, str]
-"""What is told of a value: its digest, its type, and the beginning of its text."""
+ValueSummary = tuple[str, str, str]
+"""Digest, type and beginning of the text of a value."""
 
 _TEXT_CHARACTERS = 1 << 16
-"""Of a value's text that is sent where ranks differ; what differs behind that is told without its place."""
+"""Of a value's text that is sent where ranks differ; a difference behind that is reported without its position."""
 
 
-def _collect(nest: Any, path: Path, values: dict[str, Told], containers: dict[str, Told]) -> None:
-    if isinstance(nest, dict) and nest:
-        keys = ", ".join(sorted(map(repr, nest)))
-        containers[dotted(path)] = _digest([type(nest).__name__, keys]), type(nest).__name__, keys[:_KEYS_CHARACTERS]
-        for key, value in nest.items():
+def _collect(tree: Any, path: Path, values: dict[str, ValueSummary], containers: dict[str, ValueSummary]) -> None:
+    if isinstance(tree, dict) and tree:
+        keys = ", ".join(sorted(map(repr, tree)))
+        containers[dotted(path)] = _digest([type(tree).__name__, keys]), type(tree).__name__, keys[:_KEYS_CHARACTERS]
+        for key, value in tree.items():
             _collect(value, (*path, tagged_json.path_key(key)), values, containers)
-    elif type(nest) in (list, tuple) and nest:
-        containers[dotted(path)] = _digest([type(nest).__name__]), type(nest).__name__, ""
-        for at, value in enumerate(nest):
+    elif type(tree) in (list, tuple) and tree:
+        containers[dotted(path)] = _digest([type(tree).__name__]), type(tree).__name__, ""
+        for at, value in enumerate(tree):
             _collect(value, (*path, at), values, containers)
     else:
-        digest = _digest(encoded(nest, lambda _: 0, path))
-        kind = "tensor" if isinstance(nest, ArrayAt) else type(nest).__name__
-        text = nest if isinstance(nest, str) else repr(nest) if isinstance(nest, _SHOWN_TYPES) else ""
+        digest = _digest(encoded(tree, lambda _: 0, path))
+        kind = "tensor" if isinstance(tree, TensorRef) else type(tree).__name__
+        text = tree if isinstance(tree, str) else repr(tree) if isinstance(tree, _SHOWN_TYPES) else ""
         values[dotted(path)] = digest, kind, text[:_TEXT_CHARACTERS]
 
 
@@ -190,13 +192,13 @@ _KEYS_CHARACTERS = 200
 _SHOWN_TYPES = (bool, int, float)
 
 
-def differing(
+def build_mismatch_error(
     values: Sequence[Mapping[str, Sequence[str]]], containers: Sequence[Mapping[str, Sequence[str]]] = ()
 ) -> UsageError:
     """Return the error for values that claim to be the same on every rank and are not.
 
     Args:
-        values: For each rank that has a say, names to what tells the values apart.
+        values: For each rank, names to digest, type and text of the values.
         containers: The same of what they are in: where all values are alike, these differ.
     """
     wrong = _differences(values) or _differences(containers) or ["what the ranks hold is put together in other ways"]
@@ -207,17 +209,17 @@ def differing(
     )
 
 
-def _differences(told: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
-    names = dict.fromkeys(name for each in told for name in each)
-    return [text for name in names if (text := _difference(name, [each.get(name) for each in told]))]
+def _differences(summaries: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
+    names = dict.fromkeys(name for each in summaries for name in each)
+    return [text for name in names if (text := _difference(name, [each.get(name) for each in summaries]))]
 
 
-def _difference(name: str, told: Sequence[Sequence[str] | None]) -> str:
+def _difference(name: str, summaries: Sequence[Sequence[str] | None]) -> str:
     """Return how a value differs between the first rank and the first other one that has another; empty if none."""
-    odd = next((rank for rank, each in enumerate(told) if (each or [""])[0] != (told[0] or [""])[0]), None)
+    odd = next((rank for rank, each in enumerate(summaries) if (each or [""])[0] != (summaries[0] or [""])[0]), None)
     if odd is None:
         return ""
-    one, other = told[0], told[odd]
+    one, other = summaries[0], summaries[odd]
     name = name or "the state"
     if one is None or other is None:
         has, lacks = (odd, 0) if one is None else (0, odd)

@@ -1,4 +1,4 @@
-"""What a rank tells the first one of the arrays it holds, and what that decides: bytes both ways, no pickles."""
+"""Local plans of ranks, and the global plan that rank 0 makes of them: bytes both ways, no pickles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shardckpt.boxes import Box, Shape
-from shardckpt.checkpoint.stateful.flatten import Captured
+from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
 from shardckpt.format.native.payload import PayloadChunk
@@ -20,12 +20,12 @@ _BUFFER, _FROZEN = 1, 2
 
 
 @dataclass(frozen=True)
-class Draft:
-    """Everything about a rank's state that a plan depends on, and nothing else.
+class LocalSavePlan:
+    """The arrays that a rank holds: all that a plan depends on, and nothing else.
 
     Attributes:
-        arrays: What it holds, in the order of the nest.
-        buffers: Which of these ranks may have different values of: the first one's count.
+        arrays: The arrays, in the order of the state tree.
+        buffers: Which of these ranks may have different values of: rank 0's are saved.
         ties: Further path of an array to its first.
         frozen: Which of these are not written: they lie in the base.
     """
@@ -47,7 +47,7 @@ class Draft:
         return _BUFFER if path in self.buffers else _FROZEN if path in self.frozen else 0
 
     @classmethod
-    def decode(cls, data: bytes) -> Draft:
+    def decode(cls, data: bytes) -> LocalSavePlan:
         """Return what `encode` wrote."""
         end = 8 + int.from_bytes(data[:8], "little")
         kinds, ties = json.loads(data[8:end])
@@ -60,109 +60,116 @@ class Draft:
         )
 
 
-def draft_of(captured: Captured, *, trainable_only: bool = False) -> Draft:
-    """Return what of a captured state a plan depends on.
+def create_local_plan(flattened: FlattenedState, *, trainable_only: bool = False) -> LocalSavePlan:
+    """Return the local plan of a flattened state.
 
     Args:
-        captured: The state.
+        flattened: The state.
         trainable_only: Frozen parameters are not written.
     """
     arrays = tuple(
         LocalTensor(path, array.shape, dtype_name(array.dtype), tuple(shard.box for shard in array.shards))
-        for path, array in captured.arrays.items()
+        for path, array in flattened.arrays.items()
     )
-    frozen = frozenset(captured.frozen) if trainable_only else frozenset()
-    return Draft(arrays, frozenset(captured.buffers), dict(captured.ties), frozen)
+    frozen = frozenset(flattened.frozen) if trainable_only else frozenset()
+    return LocalSavePlan(arrays, frozenset(flattened.buffers), dict(flattened.ties), frozen)
 
 
-Class = tuple[int, ...]
+ReplicaGroup = tuple[int, ...]
 """Ranks that hold the same elements."""
 
 
 @dataclass(frozen=True)
-class Task:
+class RankSavePlan:
     """One rank's part of a plan.
 
     Attributes:
-        chunks: What it writes.
-        classes: For each set of ranks that hold the same, by its number, the positions of what this rank holds of that:
-            position of the array in its draft, position of the box.
-        frozen: What this rank has to compare with the base instead of writing it.
+        chunks: The chunks that it writes.
+        replica_groups: For each replica group, by its number, the positions of the boxes that this rank holds of it:
+            position of the array in its local plan, position of the box.
+        frozen: Chunks that this rank compares with the base instead of writing them.
     """
 
     chunks: tuple[PayloadChunk, ...]
-    classes: Mapping[int, Sequence[tuple[int, int]]]
+    replica_groups: Mapping[int, Sequence[tuple[int, int]]]
     frozen: tuple[PayloadChunk, ...] = ()
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        classes = [[number, [list(p) for p in positions]] for number, positions in self.classes.items()]
-        head = json.dumps([len(self.chunks), classes], separators=(",", ":")).encode()
+        replica_groups = [[number, [list(p) for p in positions]] for number, positions in self.replica_groups.items()]
+        head = json.dumps([len(self.chunks), replica_groups], separators=(",", ":")).encode()
         rows = encode_rows(BoxRow(c.path, c.shape, c.dtype, (c.box,)) for c in (*self.chunks, *self.frozen))
         return len(head).to_bytes(8, "little") + head + rows
 
     @classmethod
-    def decode(cls, data: bytes) -> Task:
+    def decode(cls, data: bytes) -> RankSavePlan:
         """Return what `encode` wrote."""
         end = 8 + int.from_bytes(data[:8], "little")
-        count, classes = json.loads(data[8:end])
-        positions = {number: [(a, b) for a, b in each] for number, each in classes}
+        count, replica_groups = json.loads(data[8:end])
+        positions = {number: [(a, b) for a, b in each] for number, each in replica_groups}
         chunks = [PayloadChunk(path, shape, dtype, box) for path, shape, dtype, (box,) in decode_rows(data[end:])]
         return cls(tuple(chunks[:count]), positions, tuple(chunks[count:]))
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who writes what.
+class GlobalSavePlan:
+    """The plan of all ranks: which rank writes which chunks.
 
     Attributes:
-        tasks: One for each rank.
-        order: Every array once, in the order of the nest.
+        rank_plans: One for each rank.
+        order: Every array once, in the order of the state tree.
         ties: Further path of an array to its first.
-        classes: Sets of ranks that hold the same.
-        nbytes: Bytes of all that is written.
-        frozen: What is not written, but lies in the base.
+        replica_groups: Ranks that hold the same elements.
+        nbytes: Bytes of all chunks that are written.
+        frozen: Arrays that are not written, since they are in the base.
     """
 
-    tasks: tuple[Task, ...]
+    rank_plans: tuple[RankSavePlan, ...]
     order: tuple[Path, ...]
     ties: Mapping[Path, Path]
-    classes: Sequence[Class]
+    replica_groups: Sequence[ReplicaGroup]
     nbytes: int
     frozen: tuple[TensorSpec, ...] = ()
 
 
-def plan_of(drafts: Sequence[Draft]) -> Plan:
-    """Decide who writes what: every element once, what several ranks hold shared out among them.
+def create_global_plan(local_plans: Sequence[LocalSavePlan]) -> GlobalSavePlan:
+    """Plan a save: every element is written once, replicas are divided among their ranks.
 
     Args:
-        drafts: One for each rank.
+        local_plans: One for each rank.
 
     Raises:
         UsageError: Ranks hold arrays of one path that differ in type or shape.
         IncompleteError: Elements that no rank holds.
     """
-    plan = plan_save(_counted(drafts))
+    plan = plan_save(_counted(local_plans))
     order = tuple(spec.path for spec in plan.arrays)
     known = set(order)
-    ties = {p: first for draft in reversed(drafts) for p, first in draft.ties.items() if p not in known}
-    frozen = _frozen(drafts)
+    ties = {p: first for local_plan in reversed(local_plans) for p, first in local_plan.ties.items() if p not in known}
+    frozen = _frozen(local_plans)
     chunks = [[PayloadChunk(*plan.arrays[task.array], task.box) for task in tasks] for tasks in plan.tasks]
-    classes, positions = _classes(drafts)
-    tasks = tuple(_task(mine, told, frozen) for mine, told in zip(chunks, positions, strict=True))
+    replica_groups, positions = _find_replica_groups(local_plans)
+    rank_plans = tuple(_build_rank_plan(mine, held, frozen) for mine, held in zip(chunks, positions, strict=True))
     specs = tuple(spec for spec in plan.arrays if spec.path in frozen)
-    return Plan(tasks, order, ties, classes, sum(c.nbytes for task in tasks for c in task.chunks), specs)
+    return GlobalSavePlan(
+        rank_plans,
+        order,
+        ties,
+        replica_groups,
+        sum(c.nbytes for rank_plan in rank_plans for c in rank_plan.chunks),
+        specs,
+    )
 
 
-def _frozen(drafts: Sequence[Draft]) -> frozenset[Path]:
-    """Return what is not written.
+def _frozen(local_plans: Sequence[LocalSavePlan]) -> frozenset[Path]:
+    """Return the parameters that are not written.
 
     Raises:
         UsageError: A parameter is frozen on some ranks and not on others.
     """
-    found: frozenset[Path] = frozenset().union(*(draft.frozen for draft in drafts))
-    for rank, draft in enumerate(drafts) if found else ():
-        odd = next((each.path for each in draft.arrays if each.path in found - draft.frozen), None)
+    found: frozenset[Path] = frozenset().union(*(local_plan.frozen for local_plan in local_plans))
+    for rank, local_plan in enumerate(local_plans) if found else ():
+        odd = next((each.path for each in local_plan.arrays if each.path in found - local_plan.frozen), None)
         if odd is not None:
             raise UsageError(
                 "a parameter is frozen on some ranks and not on others",
@@ -173,59 +180,63 @@ def _frozen(drafts: Sequence[Draft]) -> frozenset[Path]:
     return found
 
 
-def _task(chunks: Sequence[PayloadChunk], classes: Mapping[int, Sequence[tuple[int, int]]], frozen: Set[Path]) -> Task:
+def _build_rank_plan(
+    chunks: Sequence[PayloadChunk], replica_groups: Mapping[int, Sequence[tuple[int, int]]], frozen: Set[Path]
+) -> RankSavePlan:
     if not frozen:
-        return Task(tuple(chunks), classes)
-    return Task(
+        return RankSavePlan(tuple(chunks), replica_groups)
+    return RankSavePlan(
         tuple(chunk for chunk in chunks if chunk.path not in frozen),
-        classes,
+        replica_groups,
         tuple(chunk for chunk in chunks if chunk.path in frozen),
     )
 
 
-def plan_alone(captured: Captured, *, trainable_only: bool = False) -> Plan:
+def create_single_rank_plan(flattened: FlattenedState, *, trainable_only: bool = False) -> GlobalSavePlan:
     """Return the plan of a world of one: everything, as it lies.
 
     Args:
-        captured: The state.
+        flattened: The state.
         trainable_only: Frozen parameters are not written.
 
     Raises:
         IncompleteError: Elements that this rank does not hold.
     """
     chunks = []
-    for path, array in captured.arrays.items():
+    for path, array in flattened.arrays.items():
         if len(array.shards) != 1 or array.shards[0].box.size != array.shape:
-            return plan_of([draft_of(captured, trainable_only=trainable_only)])
+            return create_global_plan([create_local_plan(flattened, trainable_only=trainable_only)])
         chunks.append(PayloadChunk(path, array.shape, dtype_name(array.dtype), array.shards[0].box))
-    task = _task(chunks, {}, captured.frozen if trainable_only else set())
-    specs = tuple(TensorSpec(chunk.path, chunk.shape, chunk.dtype) for chunk in task.frozen)
-    written = sum(chunk.nbytes for chunk in task.chunks)
-    return Plan((task,), tuple(captured.arrays), captured.ties, (), written, specs)
+    rank_plan = _build_rank_plan(chunks, {}, flattened.frozen if trainable_only else set())
+    specs = tuple(TensorSpec(chunk.path, chunk.shape, chunk.dtype) for chunk in rank_plan.frozen)
+    written = sum(chunk.nbytes for chunk in rank_plan.chunks)
+    return GlobalSavePlan((rank_plan,), tuple(flattened.arrays), flattened.ties, (), written, specs)
 
 
-def _counted(drafts: Sequence[Draft]) -> list[list[LocalTensor]]:
-    """Return what ranks hold; of a buffer only what the first rank has, so that one rank's values are saved."""
+def _counted(local_plans: Sequence[LocalSavePlan]) -> list[list[LocalTensor]]:
+    """Return the arrays of each rank; of a buffer only rank 0's, so that one rank's values are saved."""
     seen: set[Path] = set()
     found = []
-    for draft in drafts:
-        found.append([each for each in draft.arrays if each.path not in seen])
-        seen |= draft.buffers
+    for local_plan in local_plans:
+        found.append([each for each in local_plan.arrays if each.path not in seen])
+        seen |= local_plan.buffers
     return found
 
 
-def _classes(drafts: Sequence[Draft]) -> tuple[list[Class], list[dict[int, list[tuple[int, int]]]]]:
-    """Return sets of ranks that hold the same boxes, and for each rank which of its boxes belong to which set."""
+def _find_replica_groups(
+    local_plans: Sequence[LocalSavePlan],
+) -> tuple[list[ReplicaGroup], list[dict[int, list[tuple[int, int]]]]]:
+    """Return the replica groups, and for each rank which of its boxes belong to which group."""
     holders: dict[tuple[Path, Box], dict[int, tuple[int, int]]] = {}
-    buffers: frozenset[Path] = frozenset().union(*(draft.buffers for draft in drafts))
-    shared = _held_twice(drafts)
-    for rank, draft in enumerate(drafts) if shared else ():
-        for at, array in enumerate(draft.arrays):
+    buffers: frozenset[Path] = frozenset().union(*(local_plan.buffers for local_plan in local_plans))
+    shared = _held_twice(local_plans)
+    for rank, local_plan in enumerate(local_plans) if shared else ():
+        for at, array in enumerate(local_plan.arrays):
             for which, box in enumerate(array.boxes) if array.path in shared else ():
                 if box.volume:
                     holders.setdefault((array.path, box), {})[rank] = (at, which)
-    numbers: dict[Class, int] = {}
-    positions: list[dict[int, list[tuple[int, int]]]] = [{} for _ in drafts]
+    numbers: dict[ReplicaGroup, int] = {}
+    positions: list[dict[int, list[tuple[int, int]]]] = [{} for _ in local_plans]
     for (path, _), ranks in holders.items():
         if len(ranks) > 1 and path not in buffers:
             number = numbers.setdefault(tuple(ranks), len(numbers))
@@ -234,12 +245,12 @@ def _classes(drafts: Sequence[Draft]) -> tuple[list[Class], list[dict[int, list[
     return list(numbers), positions
 
 
-def _held_twice(drafts: Sequence[Draft]) -> set[Path]:
+def _held_twice(local_plans: Sequence[LocalSavePlan]) -> set[Path]:
     """Return the arrays of which ranks hold more elements than there are: some of them twice, since none is missing."""
     held: dict[Path, int] = {}
     shapes: dict[Path, Shape] = {}
-    for draft in drafts:
-        for array in draft.arrays:
+    for local_plan in local_plans:
+        for array in local_plan.arrays:
             held[array.path] = held.get(array.path, 0) + sum([prod(size) for _, size in array.boxes])
             shapes[array.path] = array.shape
     return {path for path, elements in held.items() if elements > prod(shapes[path])}

@@ -9,17 +9,17 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.save.handle import BACKGROUND, Course, OnEvent, SaveHandle
-from shardckpt.checkpoint.save.save import BaseOf, checked_how, saver_for
-from shardckpt.checkpoint.save.session import Cargo, Corridor, attempted
-from shardckpt.checkpoint.save.staging import Pool, Stage, block_size, make_block
+from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, OnEvent, SaveHandle
+from shardckpt.checkpoint.save.save import GetBase, check_save_options, saver_for
+from shardckpt.checkpoint.save.session import SaveSession, StagedWrites, capture_error
+from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, buffer_size, make_buffer
 from shardckpt.errors import UsageError
 from shardckpt.gc_pause import gc_paused
 from shardckpt.plan.layout.sizes import parse_size
 
 OnBusy = Literal["wait", "raise"]
 
-BUFFERS = Pool(make_block)
+BUFFERS = BufferPool(make_buffer)
 """Of this process, for every save in the background."""
 
 os.register_at_fork(after_in_child=BUFFERS.forget)
@@ -33,7 +33,7 @@ def async_save(
     checksums: bool = True,
     group: dist.ProcessGroup | None = None,
     about: Mapping[str, str] | None = None,
-    base: str | os.PathLike[str] | BaseOf | None = None,
+    base: str | os.PathLike[str] | GetBase | None = None,
     digests: bool = False,
     trainable_only: bool = False,
     base_rules: Mapping[str, str] | None = None,
@@ -77,30 +77,30 @@ def async_save(
         RankError: Another rank failed or is gone; the message names it.
         StorageError: The storage failed.
     """
-    how, fault = checked_how(path, overwrite, checksums, about, base, digests, trainable_only, base_rules)
+    options, fault = check_save_options(path, overwrite, checksums, about, base, digests, trainable_only, base_rules)
     most = None
     try:
         most = _most_staged(budget)
         _require_way_when_busy(on_busy)
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         fault = fault or error
-    course = Course(how.path, on_event)
-    with BACKGROUND.entry, gc_paused():
-        with course.phase("waiting"):
+    task = AsyncSaveTask(options.path, on_event)
+    with PENDING_SAVE.entry, gc_paused():
+        with task.phase("waiting"):
             refusal = fault or _refusal(on_busy)
-        with course.phase("capture"):
+        with task.phase("capture"):
             saver = saver_for(group, refusal)
-            copy = _Copy(course, Corridor(saver, how, saver.channels.background(group)), most)
-            BACKGROUND.begin(course, copy.abandon)
-            copy.agree(state, refusal)
-        copy.make()
-    return SaveHandle(course)
+            copy = _Copy(task, SaveSession(saver, options, saver.channels.background(group)), most)
+            PENDING_SAVE.begin(task, copy.abandon)
+            copy.plan(state, refusal)
+        copy.stage()
+    return SaveHandle(task)
 
 
 def _most_staged(budget: int | str | None) -> int | None:
     """Return how many bytes the copy may take, None for no limit. Raises UsageError."""
     most = None if budget is None else parse_size(budget)
-    block_size(most)
+    buffer_size(most)
     return most
 
 
@@ -111,51 +111,51 @@ def _require_way_when_busy(on_busy: Any) -> None:
 
 def _refusal(on_busy: OnBusy) -> Exception | None:
     """Return why this rank cannot save now, after waiting for a save under way if that is what to do."""
-    busy = BACKGROUND.busy_with
+    busy = PENDING_SAVE.busy_with
     if busy and on_busy == "raise":
         return UsageError("another save is under way", where=busy, fix="Ask for its result, or pass on_busy='wait'.")
-    BACKGROUND.wait()
-    return BACKGROUND.unheard()
+    PENDING_SAVE.wait()
+    return PENDING_SAVE.unretrieved_error()
 
 
 class _Copy:
     """The copy of a state, made by the call and written by the saver's thread.
 
     A signal may end the call at any point. What ranks have agreed on is then taken back by the thread, which tells them
-    why, or by the call where the thread has not begun: whoever claims the rest of the save.
+    why, or by the call where the thread has not started: whoever claims the rest of the save.
 
     Args:
-        course: How the save goes.
-        corridor: The save.
+        task: The save, as its caller sees it.
+        session: The save, as the ranks do it.
         budget: Bytes that the copy may take; None for no limit.
     """
 
-    def __init__(self, course: Course, corridor: Corridor, budget: int | None) -> None:
-        self._course, self._corridor = course, corridor
-        self._stage = Stage(BUFFERS, budget)
-        self._cargo: SimpleQueue[Cargo | Exception] = SimpleQueue()
+    def __init__(self, task: AsyncSaveTask, session: SaveSession, budget: int | None) -> None:
+        self._task, self._session = task, session
+        self._staging = StagingArea(BUFFERS, budget)
+        self._staged: SimpleQueue[StagedWrites | Exception] = SimpleQueue()
         self._is_whole = self._is_claimed = False
 
-    def agree(self, state: Any, refusal: Exception | None) -> None:
+    def plan(self, state: Any, refusal: Exception | None) -> None:
         """Plan with the other ranks. Collective; a failure is raised on all."""
         try:
-            self._corridor.agree(state, refusal)
+            self._session.plan(state, refusal)
         except Exception:
             self._claim()
-            self._corridor.take_back()
+            self._session.rollback()
             raise
         except BaseException:
             self.abandon()
             raise
 
-    def make(self) -> None:
+    def stage(self) -> None:
         """Start the thread, and copy the state for it; that the copy fails is the save's failure, which it tells."""
         try:
             self._start()
-            with self._course.phase("staging"):
-                cargo = self._corridor.cargo()
-                self._cargo.put(cargo)
-                self._stage.fill(cargo.payloads, self._corridor.arrays)
+            with self._task.phase("staging"):
+                staged = self._session.stage()
+                self._staged.put(staged)
+                self._staging.fill(staged.payloads, self._session.arrays)
             self._is_whole = True
         except Exception as error:
             self._fail(error)
@@ -165,46 +165,46 @@ class _Copy:
             self.abandon()
             raise
         finally:
-            self._corridor.let_go()
+            self._session.release_state()
 
     def abandon(self) -> None:
         """Give the save up unless all is copied: a signal has ended the call."""
         if self._is_whole or self._is_claimed:
             return
         if self._claim():
-            self._corridor.leave()
+            self._session.leave()
         else:
             self._fail(InterruptedError("the copy of the state was interrupted"))
 
     def _claim(self) -> bool:
-        self._is_claimed = self._is_claimed or self._course.claim()
+        self._is_claimed = self._is_claimed or self._task.claim()
         return self._is_claimed
 
     def _start(self) -> None:
         try:
-            self._course.start(self._write)
+            self._task.start(self._write)
         except RuntimeError as error:  # no thread can be had; the others have to hear of it
             if self._claim():
-                with self._corridor.taken_back():
-                    self._corridor.finish(error)
+                with self._session.rollback_on_error():
+                    self._session.commit(error)
 
     def _fail(self, error: Exception) -> None:
         """Tell the thread that no more will come, and why."""
-        self._cargo.put(error)
-        self._stage.fail(error)
+        self._staged.put(error)
+        self._staging.fail(error)
 
     def _write(self) -> None:
         """Write what is copied, then publish it. On the saver's thread."""
 
         def transfer() -> bytes:
-            with self._course.phase("write"):
-                cargo = self._cargo.get()
-                if isinstance(cargo, Exception):
-                    raise cargo
-                return self._corridor.transfer(cargo, self._stage.blocks)
+            with self._task.phase("write"):
+                staged = self._staged.get()
+                if isinstance(staged, Exception):
+                    raise staged
+                return self._session.write(staged, self._staging.blocks)
 
-        with self._corridor.taken_back():
-            said = attempted(transfer)
-            self._stage.close()  # the call may be waiting for a buffer
-            with self._course.phase("publish"):
-                self._corridor.finish(said)
+        with self._session.rollback_on_error():
+            message = capture_error(transfer)
+            self._staging.close()  # the call may be waiting for a buffer
+            with self._task.phase("publish"):
+                self._session.commit(message)

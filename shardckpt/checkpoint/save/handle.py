@@ -59,8 +59,8 @@ class SaveEvent(NamedTuple):
 OnEvent = Callable[[SaveEvent], object]
 
 
-class Course:
-    """How a save in the background goes: told by the threads that do it, asked by the others.
+class AsyncSaveTask:
+    """A save in the background: its thread, its phases, and its error.
 
     Args:
         path: The target.
@@ -75,7 +75,7 @@ class Course:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._failure: BaseException | None = None
-        self._is_heard = False
+        self._is_retrieved = False
         self._claimed = threading.Lock()
 
     @contextmanager
@@ -90,7 +90,7 @@ class Course:
             yield
         finally:
             self._seconds[name] = time.monotonic() - began
-        self._tell(SaveEvent(self.path, name, self._seconds[name]))
+        self._notify(SaveEvent(self.path, name, self._seconds[name]))
 
     @property
     def timings(self) -> SaveTimings:
@@ -116,7 +116,7 @@ class Course:
             except BaseException as error:  # noqa: BLE001  (raised by whoever asks)
                 self._failure = error
             phase = "failed" if self._failure else "done"
-            self._tell(SaveEvent(self.path, phase, time.monotonic() - self._began, self._failure))
+            self._notify(SaveEvent(self.path, phase, time.monotonic() - self._began, self._failure))
 
         # No daemon: a process that ends waits for it.
         self._thread = threading.Thread(target=run, name="shardckpt-save", daemon=False)
@@ -139,17 +139,17 @@ class Course:
         return self._thread is None or not self._thread.is_alive()
 
     def failure(self) -> BaseException | None:
-        """Return why the save failed, to somebody who asked."""
+        """Return the error of the save, and mark it as retrieved."""
         if os.getpid() != self._process:
             raise UsageError("the save runs in another process", where=self.path, fix="Ask there.")
-        self._is_heard = True
+        self._is_retrieved = True
         return self._failure
 
-    def unheard(self) -> BaseException | None:
-        """Return why the save failed, unless somebody has asked."""
-        return None if self._is_heard else self.failure()
+    def unretrieved_error(self) -> BaseException | None:
+        """Return the error of the save, unless it was retrieved."""
+        return None if self._is_retrieved else self.failure()
 
-    def _tell(self, event: SaveEvent) -> None:
+    def _notify(self, event: SaveEvent) -> None:
         if self._on_event is None:
             return
         try:
@@ -165,13 +165,13 @@ class SaveHandle:
         path: The target.
     """
 
-    def __init__(self, course: Course) -> None:
-        self.path = course.path
-        self._course = course
+    def __init__(self, task: AsyncSaveTask) -> None:
+        self.path = task.path
+        self._task = task
 
     def done(self) -> bool:
         """Tell whether the save is over, well or not."""
-        return self._course.is_over
+        return self._task.is_over
 
     def result(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is in place and safe on all ranks.
@@ -184,19 +184,19 @@ class SaveHandle:
             RankError: Another rank failed or is gone; the message names it.
             StorageError: The storage failed on this rank. Whatever was written is gone again.
         """
-        if not self._course.join(timeout):
+        if not self._task.join(timeout):
             raise TimeoutError(f"the save to {self.path} is not done after {timeout} s")
-        failure = self._course.failure()
+        failure = self._task.failure()
         if failure is not None:
             raise failure
 
     @property
     def timings(self) -> SaveTimings:
         """Seconds that each phase took that has ended."""
-        return self._course.timings
+        return self._task.timings
 
 
-class Background:
+class PendingSave:
     """The one save in the background that a process may have under way.
 
     Attributes:
@@ -210,17 +210,17 @@ class Background:
     def forget(self) -> None:
         """Begin anew: threads do not come along into a forked process."""
         self.entry = threading.RLock()
-        self._course: Course | None = None
+        self._task: AsyncSaveTask | None = None
         self._abandon: Callable[[], object] = lambda: None
 
-    def begin(self, course: Course, abandon: Callable[[], object]) -> None:
+    def begin(self, task: AsyncSaveTask, abandon: Callable[[], object]) -> None:
         """Remember a save that is about to start.
 
         Args:
-            course: How it goes.
+            task: The save.
             abandon: Gives up what the call has not copied yet, where a signal has ended that call; else does nothing.
         """
-        self._course, self._abandon = course, abandon
+        self._task, self._abandon = task, abandon
         if not self._is_known_to_exit:
             self._is_known_to_exit = True
             _before_exit(self.end)
@@ -228,18 +228,18 @@ class Background:
     @property
     def busy_with(self) -> str:
         """Target of the save that is under way; empty where none is."""
-        return "" if self._course is None or self._course.is_over else self._course.path
+        return "" if self._task is None or self._task.is_over else self._task.path
 
     def wait(self) -> None:
         """Wait until no save is under way. Only for whoever holds `entry`: no call copies a state meanwhile."""
-        if self._course is not None:
+        if self._task is not None:
             self._abandon()
-            self._course.join()
+            self._task.join()
 
-    def unheard(self) -> Exception | None:
-        """Return, once, the failure of the last save that nobody has asked about."""
-        failure = self._course.unheard() if self._course is not None else None
-        return None if failure is None or self._course is None else _again(failure, self._course.path)
+    def unretrieved_error(self) -> Exception | None:
+        """Return, once, the error of the last save, unless it was retrieved."""
+        failure = self._task.unretrieved_error() if self._task is not None else None
+        return None if failure is None or self._task is None else _again(failure, self._task.path)
 
     def end(self) -> None:
         """Wait for the last save, and say so if it failed and nobody can ask any more."""
@@ -248,11 +248,11 @@ class Background:
                 self.wait()
             finally:
                 self.entry.release()
-        elif self._course is not None:  # a call of another thread copies its state
-            self._course.join()
-        failure = self._course.unheard() if self._course is not None else None
-        if failure is not None and self._course is not None:
-            _LOG.error("the save in the background to %s failed: %s", self._course.path, failure)
+        elif self._task is not None:  # a call of another thread copies its state
+            self._task.join()
+        failure = self._task.unretrieved_error() if self._task is not None else None
+        if failure is not None and self._task is not None:
+            _LOG.error("the save in the background to %s failed: %s", self._task.path, failure)
 
 
 def _again(failure: BaseException, path: str) -> Exception:
@@ -278,5 +278,5 @@ def _before_exit(act: Callable[[], None]) -> None:
             register(act)
 
 
-BACKGROUND = Background()
-os.register_at_fork(after_in_child=BACKGROUND.forget)
+PENDING_SAVE = PendingSave()
+os.register_at_fork(after_in_child=PENDING_SAVE.forget)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.channels import ALONE, get_channels, process_group
 from shardckpt.checkpoint.load.source import compiled
-from shardckpt.checkpoint.save.handle import BACKGROUND
-from shardckpt.checkpoint.save.session import How, Saver
+from shardckpt.checkpoint.save.handle import PENDING_SAVE
+from shardckpt.checkpoint.save.session import SaveOptions, Saver
 from shardckpt.errors import UsageError
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import METRIC
@@ -27,7 +27,7 @@ def save(
     checksums: bool = True,
     group: dist.ProcessGroup | None = None,
     about: Mapping[str, str] | None = None,
-    base: str | os.PathLike[str] | BaseOf | None = None,
+    base: str | os.PathLike[str] | GetBase | None = None,
     digests: bool = False,
     trainable_only: bool = False,
     base_rules: Mapping[str, str] | None = None,
@@ -63,27 +63,27 @@ def save(
         RankError: Another rank failed or is gone; the message names it.
         StorageError: The storage failed. Whatever was written is gone again.
     """
-    how, fault = checked_how(path, overwrite, checksums, about, base, digests, trainable_only, base_rules)
-    with BACKGROUND.entry:
-        BACKGROUND.wait()
-        refusal = fault or BACKGROUND.unheard()
-        saver_for(group, refusal).save(state, how, refusal)
+    options, fault = check_save_options(path, overwrite, checksums, about, base, digests, trainable_only, base_rules)
+    with PENDING_SAVE.entry:
+        PENDING_SAVE.wait()
+        refusal = fault or PENDING_SAVE.unretrieved_error()
+        saver_for(group, refusal).save(state, options, refusal)
 
 
-BaseOf = Callable[[], str | None]
+GetBase = Callable[[], str | None]
 """Returns where the base of a save lies; None where it has none."""
 
 
-def how_to(
+def build_save_options(
     path: object,
     overwrite: bool,
     checksums: bool,
     about: Mapping[str, str] | None,
-    base: str | os.PathLike[str] | BaseOf | None,
+    base: str | os.PathLike[str] | GetBase | None,
     digests: bool,
     trainable_only: bool,
     base_rules: Mapping[str, str] | None,
-) -> How:
+) -> SaveOptions:
     """Return the way to save that these arguments of `save` mean.
 
     Raises:
@@ -94,25 +94,25 @@ def how_to(
     if (digests or base is not None) and not checksums:
         raise UsageError("a save with a base or digests needs checksums", found="checksums=False")
     url = None if base is None or callable(base) else as_url(base)
-    ask: BaseOf = base if callable(base) else lambda: url
+    ask: GetBase = base if callable(base) else lambda: url
     rules = _require_texts("base_rules", base_rules)
     compiled(rules)
     wants_digests = digests or base is not None
-    return How(as_url(path), overwrite, checksums, read_notes(about), ask, wants_digests, trainable_only, rules)
+    return SaveOptions(as_url(path), overwrite, checksums, read_notes(about), ask, wants_digests, trainable_only, rules)
 
 
-def checked_how(path: object, *arguments: Any) -> tuple[How, Exception | None]:
+def check_save_options(path: object, *arguments: Any) -> tuple[SaveOptions, Exception | None]:
     """Return the way to save, or what is wrong with the arguments: the first message tells the other ranks.
 
     Args:
-        path: As for `how_to`.
-        *arguments: As for `how_to`.
+        path: As for `build_save_options`.
+        *arguments: As for `build_save_options`.
     """
     try:
-        return how_to(path, *arguments), None
+        return build_save_options(path, *arguments), None
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         shown = str(path) if isinstance(path, (str, os.PathLike)) else ""
-        return How(shown, overwrite=False, checksums=False, about={}), error
+        return SaveOptions(shown, overwrite=False, checksums=False, about={}), error
 
 
 class RunNotes(dict[str, str]):

@@ -24,12 +24,12 @@ from shardckpt.format.native.payload import PayloadFile
 from shardckpt.manifest import Path
 from shardckpt.state.local.local_shards import TensorShards
 
-BLOCK_BYTES = 64 << 20
+BUFFER_BYTES = 64 << 20
 """Bytes of a buffer, where the budget is not small: threads that copy meet once a buffer, and wait for each other."""
 
 LEAST_BUDGET_BYTES = 1 << 20
 
-_LEAST_BLOCKS = 4
+_LEAST_BUFFERS = 4
 """Buffers in a small budget: some are filled while others are written."""
 
 _PAGE_BYTES = 4096
@@ -39,7 +39,7 @@ _PART_BYTES = 1 << 20
 T = TypeVar("T")
 
 
-def block_size(budget: int | None) -> int:
+def buffer_size(budget: int | None) -> int:
     """Return how large the buffers under a budget are, in bytes.
 
     Args:
@@ -49,13 +49,13 @@ def block_size(budget: int | None) -> int:
         UsageError: It is too small for any.
     """
     if budget is None:
-        return BLOCK_BYTES
+        return BUFFER_BYTES
     if budget < LEAST_BUDGET_BYTES:
         raise UsageError("`budget` is too small to stage a save", found=f"{budget} bytes", expected="1 MiB or more")
-    return min(BLOCK_BYTES, budget // _LEAST_BLOCKS // _PAGE_BYTES * _PAGE_BYTES)
+    return min(BUFFER_BYTES, budget // _LEAST_BUFFERS // _PAGE_BYTES * _PAGE_BYTES)
 
 
-class Pool(Generic[T]):
+class BufferPool(Generic[T]):
     """Buffers of one size: made when they are first needed, kept from save to save, never more than a budget allows.
 
     One thread takes, another gives back. What a buffer is, `make` decides.
@@ -73,7 +73,7 @@ class Pool(Generic[T]):
         self.forget()
 
     def forget(self) -> None:
-        """Let every buffer go."""
+        """Release every buffer."""
         self._changed = Condition()
         self._size = 0
         self._most: int | None = None
@@ -95,7 +95,7 @@ class Pool(Generic[T]):
         Raises:
             UsageError: It is too small.
         """
-        size = block_size(budget)
+        size = buffer_size(budget)
         with self._changed:
             if size != self._size:
                 self._all.clear()
@@ -142,7 +142,7 @@ class Pool(Generic[T]):
             self._changed.notify()
 
 
-class Block(NamedTuple):
+class StagingBuffer(NamedTuple):
     """A buffer.
 
     Attributes:
@@ -158,15 +158,15 @@ def _is_gpu_used() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def make_block(nbytes: int) -> Block:
+def make_buffer(nbytes: int) -> StagingBuffer:
     """Return a buffer of so many bytes in this machine's memory."""
     with torch.inference_mode(False):  # a buffer outlives the mode of whoever needed it first
         tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=_is_gpu_used())
-    return Block(tensor, memoryview(tensor.numpy()))  # type: ignore[arg-type]
+    return StagingBuffer(tensor, memoryview(tensor.numpy()))  # type: ignore[arg-type]
 
 
 class _Filled(NamedTuple):
-    block: Block
+    block: StagingBuffer
     nbytes: int
     ends_file: bool
 
@@ -175,8 +175,8 @@ class _NobodyWritesError(Exception):
     """The saver's thread has given up."""
 
 
-class Stage:
-    """The contents of a rank's files on their way from one thread to the other.
+class StagingArea:
+    """Staging area of an asynchronous save: a rank's files on their way to the thread that writes them.
 
     All that fits into the budget is copied before the first byte is written, so that the two do not compete for memory;
     from then on as much is copied as was written.
@@ -189,12 +189,12 @@ class Stage:
         rounds: How often what was copied was handed over, and how often the loop had to wait for that plus one.
     """
 
-    def __init__(self, pool: Pool[Block], budget: int | None) -> None:
+    def __init__(self, pool: BufferPool[StagingBuffer], budget: int | None) -> None:
         pool.open(budget)
         self._pool = pool
         self._handed: SimpleQueue[_Filled | Exception] = SimpleQueue()
         self._filled: list[_Filled] = []
-        self._block: Block | None = None
+        self._block: StagingBuffer | None = None
         self._used = 0
         self._devices: set[torch.device] = set()
         self.rounds = 0
@@ -245,7 +245,7 @@ class Stage:
         for start, stop, block, at in self._spans(len(data)):
             block.view[at : at + stop - start] = data[start:stop]
 
-    def _spans(self, nbytes: int) -> Iterator[tuple[int, int, Block, int]]:
+    def _spans(self, nbytes: int) -> Iterator[tuple[int, int, StagingBuffer, int]]:
         """Yield which bytes go into which buffer at which place."""
         start = 0
         while start < nbytes:
@@ -257,7 +257,7 @@ class Stage:
             yield start, stop, block, at
             start = stop
 
-    def _next_block(self) -> Block:
+    def _next_block(self) -> StagingBuffer:
         self._end_block(ends_file=False)
         block = self._pool.take(wait=False)
         if block is None:

@@ -1,4 +1,4 @@
-"""From the objects that a user holds to a nest of plain values and the arrays of which parts lie on this rank."""
+"""Flatten a state: from the objects of a user to a tree of plain values and the arrays that lie on this rank."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from shardckpt.state.local.optim_shards import local_optimizer
 from shardckpt.state.optim.optim_state_dict import ForeignParameterError, map_optimizer_params
 
 
-class ArrayAt(NamedTuple):
-    """Stands in a captured nest for an array.
+class TensorRef(NamedTuple):
+    """Placeholder of an array in a state tree.
 
     Attributes:
-        path: Where it sits.
+        path: Of the array.
         kind: `tensor` or `numpy`.
     """
 
@@ -50,15 +50,15 @@ class ArrayAt(NamedTuple):
 
 
 @dataclass
-class Captured:
+class FlattenedState:
     """A state as it is on this rank. Nothing in it is copied: it is valid until the state changes.
 
     Attributes:
-        nest: Containers and plain values, the same on every rank; arrays as `ArrayAt`.
-        arrays: Each array once, in the order of the nest.
+        tree: Containers and plain values, the same on every rank; arrays as `TensorRef`.
+        arrays: Each array once, in the order of the tree.
         ties: Further path of an array to its first.
-        loose: Values that a rank may lack: what optimizers keep of parameters of which it has no part.
-        own: What this rank alone has, by the path of the list of all ranks'.
+        optional_values: Values that a rank may lack: what optimizers keep of parameters of which it has no part.
+        per_rank_values: Values that each rank saves for itself, by the path of the list of all ranks'.
         buffers: Arrays of which ranks may have different ones; the first rank's counts.
         model: Where the first model is; None where there is none.
         frozen: Parameters that take no part in gradients.
@@ -66,11 +66,11 @@ class Captured:
         variants: Where further weights of a model are, with where that is; None where it is not saved.
     """
 
-    nest: Any = None
+    tree: Any = None
     arrays: dict[Path, TensorShards] = field(default_factory=dict)
     ties: dict[Path, Path] = field(default_factory=dict)
-    loose: dict[Path, Any] = field(default_factory=dict)
-    own: dict[Path, Any] = field(default_factory=dict)
+    optional_values: dict[Path, Any] = field(default_factory=dict)
+    per_rank_values: dict[Path, Any] = field(default_factory=dict)
     buffers: set[Path] = field(default_factory=set)
     model: Path | None = None
     frozen: set[Path] = field(default_factory=set)
@@ -187,8 +187,8 @@ def require_model_of(optim: torch.optim.Optimizer, path: Path, shards: FlatShard
         )
 
 
-def capture(state: Any, rank: int, world: int) -> Captured:
-    """Look at everything in a state; nothing is copied or moved.
+def flatten_state(state: Any, rank: int, world: int) -> FlattenedState:
+    """Flatten a state; nothing is copied or moved.
 
     Args:
         state: Modules, optimizers, objects with `state_dict` and `load_state_dict`, tensors and plain values, in dicts
@@ -199,23 +199,23 @@ def capture(state: Any, rank: int, world: int) -> Captured:
     Raises:
         UnsupportedError: Something that cannot be saved; the message names its dotted path.
     """
-    return _Capture(Models(state), rank, world).run(state)
+    return _StateFlattener(Models(state), rank, world).run(state)
 
 
-class _Capture:
+class _StateFlattener:
     def __init__(self, models: Models, rank: int, world: int) -> None:
         self._models, self._rank, self._world = models, rank, world
-        self._made = Captured()
+        self._made = FlattenedState()
         self._known: dict[Hashable, Path] = {}
         self._places: dict[int, Path] = {}
         self._variants: list[tuple[Path, nn.Module]] = []
         self._kept: list[torch.Tensor] = []  # so that no identity is used twice
         self._shards = FlatShards()
-        self._is_own = False
+        self._is_per_rank = False
 
-    def run(self, state: Any) -> Captured:
+    def run(self, state: Any) -> FlattenedState:
         root = dict(state) if isinstance(state, Mapping) and not isinstance(state, dict) else state
-        self._made.nest = self._visit(root, ())
+        self._made.tree = self._visit(root, ())
         self._made.variants = {path: self._places.get(id(model)) for path, model in self._variants}
         return self._made
 
@@ -225,13 +225,13 @@ class _Capture:
         kind = type(value)
         if kind is dict or kind is OrderedDict:
             self._check_depth(path)
-            if not self._is_own and note_of(value).get("kind") and has_peers():
+            if not self._is_per_rank and note_of(value).get("kind") and has_peers():
                 require_not_local(value, dotted(path))
             return kind((key, self._visit(each, (*path, path_key(key)))) for key, each in value.items())
         if kind is list or kind is tuple:
             self._check_depth(path)
             return kind(self._visit(each, (*path, at)) for at, each in enumerate(value))
-        if self._is_own and isinstance(value, (nn.Module, torch.optim.Optimizer, Variant, PerRank)):
+        if self._is_per_rank and isinstance(value, (nn.Module, torch.optim.Optimizer, Variant, PerRank)):
             raise UnsupportedError(
                 f"an object of the class {type(value).__name__} cannot be inside PerRank with other things",
                 where=dotted(path),
@@ -255,11 +255,11 @@ class _Capture:
         if len(path) > tagged_json.MAX_DEPTH:
             raise UnsupportedError("nested too deep, or holds itself", where=dotted(path[:8]))
 
-    def _tensor(self, value: torch.Tensor, path: Path, kind: str = "tensor") -> ArrayAt:
+    def _tensor(self, value: torch.Tensor, path: Path, kind: str = "tensor") -> TensorRef:
         if is_sharded_tensor(value):
             return self._sharded_tensor(value, path)
         check_tensor(value, path)
-        if not self._is_own:
+        if not self._is_per_rank:
             require_no_flat_shard(value, path, self._shards)
         try:
             array = get_tensor_shards(value)
@@ -268,13 +268,13 @@ class _Capture:
         self._kept.append(value)
         is_whole = not isinstance(value, DTensor) and value.numel()
         self._add(path, array, _memory(array) if is_whole else ("object", id(value)))
-        return ArrayAt(path, kind)
+        return TensorRef(path, kind)
 
-    def _sharded_tensor(self, value: torch.Tensor, path: Path) -> ArrayAt:
+    def _sharded_tensor(self, value: torch.Tensor, path: Path) -> TensorRef:
         """Take what torch's wrapper gives where it has no mesh."""
         self._kept.append(value)
         self._add(path, get_tensor_shards(as_rows(value, path)), ("object", id(value)))
-        return ArrayAt(path)
+        return TensorRef(path)
 
     def _add(self, path: Path, array: TensorShards, identity: Hashable) -> None:
         if path in self._made.arrays or path in self._made.ties:
@@ -289,24 +289,24 @@ class _Capture:
         self._places.setdefault(id(model), path)
         if self._made.model is None:
             self._made.model = path
-        nest = self._weights(model, path)
+        tree = self._weights(model, path)
         self._made.frozen |= {(*path, name) for name in self._models.of(model).frozen} & self._made.arrays.keys()
-        return nest
+        return tree
 
     def _variant(self, variant: Variant, path: Path) -> dict[str, Any]:
         self._variants.append((path, variant.of))
         if variant.module is not None:
-            nest = self._weights(variant.module, path)
+            tree = self._weights(variant.module, path)
         else:
-            nest = {}
+            tree = {}
             for name, array in variant.arrays(self._models.of(variant.of)).items():
                 self._add((*path, name), array, ("variant", path, name))
-                nest[name] = ArrayAt((*path, name))
-        return {**nest, **{name: self._visit(value, (*path, name)) for name, value in variant.extras.items()}}
+                tree[name] = TensorRef((*path, name))
+        return {**tree, **{name: self._visit(value, (*path, name)) for name, value in variant.extras.items()}}
 
     def _weights(self, model: nn.Module, path: Path) -> dict[str, Any]:
         found = self._models.of(model)
-        nest: dict[str, Any] = {}
+        tree: dict[str, Any] = {}
         for name in found.names:
             place = (*path, name)
             if name in found.arrays:
@@ -315,23 +315,23 @@ class _Capture:
                     check_tensor(array.shards[0].tensor, place)
                 is_whole = len(array.shards) == 1 and array.shards[0].box.size == array.shape and array.shape
                 self._add(place, array, _memory(array) if is_whole else ("model", id(found), name))
-                nest[name] = ArrayAt(place)
+                tree[name] = TensorRef(place)
                 if name in found.buffers:
                     self._made.buffers.add(place)
             elif name in found.aliases:
                 first = (*path, found.aliases[name])
                 self._made.ties[place] = self._made.ties.get(first, first)
-                nest[name] = ArrayAt(place)
+                tree[name] = TensorRef(place)
             elif name in found.extra:
-                nest[name] = self._visit(found.extra[name].get_extra_state(), place)
-        return nest
+                tree[name] = self._visit(found.extra[name].get_extra_state(), place)
+        return tree
 
     def _optimizer(self, optim: torch.optim.Optimizer, path: Path) -> Any:
         found = self._models.description_for(optim)
         if found is None:
             model = self._models.foreign_for(optim)
             if model is None:
-                if not self._is_own:
+                if not self._is_per_rank:
                     require_model_of(optim, path, self._shards)
                 return self._visit(get_state_dict(optim, path), path)
             return self._visit(torch_fsdp1.whole_optim_state(model, optim, offload=False, first_only=False), path)
@@ -345,16 +345,16 @@ class _Capture:
             self._add(place, array, ("optimizer", place))
         for (name, slot), value in taken.values.items():
             place = (*path, "state", name, slot)
-            self._made.loose[place] = self._visit(value, place)
+            self._made.optional_values[place] = self._visit(value, place)
         root = (*path, "state")
         self._made.slots[root] = taken.names
         groups = self._visit(taken.groups, (*path, "param_groups"))
         return {"state": {}, "param_groups": groups}
 
     def _per_rank(self, value: PerRank, path: Path) -> list[None]:
-        was_own, self._is_own = self._is_own, True
-        self._made.own[path] = self._visit(get_state_dict(value, path), (*path, self._rank))
-        self._is_own = was_own
+        was_per_rank, self._is_per_rank = self._is_per_rank, True
+        self._made.per_rank_values[path] = self._visit(get_state_dict(value, path), (*path, self._rank))
+        self._is_per_rank = was_per_rank
         return [None] * self._world
 
 
@@ -363,11 +363,11 @@ def _memory(array: TensorShards) -> Hashable:
     return (str(own.device), own.data_ptr(), tuple(own.shape), own.stride(), own.dtype)
 
 
-def encoded(nest: Any, number: Callable[[ArrayAt], int], path: Path = ()) -> object:
-    """Return a captured nest as tagged JSON.
+def encoded(tree: Any, number: Callable[[TensorRef], int], path: Path = ()) -> object:
+    """Return a state tree as tagged JSON.
 
     Args:
-        nest: Of a capture.
+        tree: Of a flattened state.
         number: Gives each array its index.
         path: Where it sits.
 
@@ -377,6 +377,6 @@ def encoded(nest: Any, number: Callable[[ArrayAt], int], path: Path = ()) -> obj
 
     def leaf(value: object, at: Path) -> ArrayRef | NamedValue | None:
         del at
-        return ArrayRef(number(value), value.kind) if isinstance(value, ArrayAt) else named(value)
+        return ArrayRef(number(value), value.kind) if isinstance(value, TensorRef) else named(value)
 
-    return tagged_json.encode(nest, path, leaf)
+    return tagged_json.encode(tree, path, leaf)

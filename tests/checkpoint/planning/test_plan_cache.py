@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardckpt.boxes import whole
-from shardckpt.checkpoint.planning.plan_cache import PlanCache, collect_drafts, is_cached
-from shardckpt.checkpoint.planning.rank_report import Report
-from shardckpt.checkpoint.planning.save_plan import Draft, plan_of
+from shardckpt.checkpoint.planning.plan_cache import PlanCache, collect_local_plans, is_cached
+from shardckpt.checkpoint.planning.rank_report import RankReport
+from shardckpt.checkpoint.planning.save_plan import LocalSavePlan, create_global_plan
 from shardckpt.plan.layout.write_plan import LocalTensor
 
 
-def draft(count: int) -> Draft:
-    return Draft((LocalTensor(("w",), (count,), "float32", (whole((count,)),)),), frozenset(), {})
+def local_plan(count: int) -> LocalSavePlan:
+    return LocalSavePlan((LocalTensor(("w",), (count,), "float32", (whole((count,)),)),), frozenset(), {})
 
 
-SENT = Report("", draft(5).encode(), "", {}, {})
-CACHED = Report("save-1", b"", "", {}, {})
-MISSED = Report("save-0", b"", "", {}, {})
-DRAFTS = (draft(4), draft(4))
-CACHE = PlanCache("save-1", DRAFTS, plan_of(DRAFTS))
+SENT = RankReport("", local_plan(5).encode(), "", {}, {})
+CACHED = RankReport("save-1", b"", "", {}, {})
+MISSED = RankReport("save-0", b"", "", {}, {})
+DRAFTS = (local_plan(4), local_plan(4))
+CACHE = PlanCache("save-1", DRAFTS, create_global_plan(DRAFTS))
 
 
 def test_a_plan_is_used_again_where_every_rank_has_its_task_of_it() -> None:
@@ -31,7 +31,7 @@ def test_a_plan_is_used_again_where_every_rank_has_its_task_of_it() -> None:
 
 
 def test_drafts_are_those_that_were_sent_or_are_cached_of_the_same_save() -> None:
-    assert collect_drafts([CACHED, SENT], CACHE) == (draft(4), draft(5))
-    assert collect_drafts([SENT, SENT], None) == (draft(5), draft(5))
-    assert collect_drafts([MISSED, SENT], CACHE) is None, "the first rank has another draft of that rank"
-    assert collect_drafts([CACHED, SENT], None) is None
+    assert collect_local_plans([CACHED, SENT], CACHE) == (local_plan(4), local_plan(5))
+    assert collect_local_plans([SENT, SENT], None) == (local_plan(5), local_plan(5))
+    assert collect_local_plans([MISSED, SENT], CACHE) is None, "the first rank has another draft of that rank"
+    assert collect_local_plans([CACHED, SENT], None) is None

@@ -25,7 +25,7 @@ from torch import nn
 import shardckpt
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.async_save import BUFFERS, _Copy
-from shardckpt.checkpoint.save.staging import Stage
+from shardckpt.checkpoint.save.staging import StagingArea
 from shardckpt.offline.verify import verify
 from shardckpt.state import model_state_dict, optim_state_dict
 
@@ -262,13 +262,13 @@ def after(method):
 
 
 INTERRUPTIONS = {
-    "while the state is looked at": (session, "capture", ctrl_c),
+    "while the state is looked at": (session, "flatten_state", ctrl_c),
     "before the thread is started": (threading.Thread, "start", ctrl_c),
     "when the thread was started": (threading.Thread, "start", after(threading.Thread.start)),
-    "when ranks have agreed": (session.Corridor, "agree", after(session.Corridor.agree)),
-    "before anything is copied": (session.Corridor, "cargo", ctrl_c),
-    "while it is copied": (Stage, "fill", ctrl_c),
-    "when it was copied": (Stage, "fill", after(Stage.fill)),
+    "when ranks have agreed": (session.SaveSession, "plan", after(session.SaveSession.plan)),
+    "before anything is copied": (session.SaveSession, "stage", ctrl_c),
+    "while it is copied": (StagingArea, "fill", ctrl_c),
+    "when it was copied": (StagingArea, "fill", after(StagingArea.fill)),
     "while that is told": (_Copy, "_fail", ctrl_c),
 }
 
@@ -286,7 +286,7 @@ class TestInterrupted:
         with monkeypatch.context() as patch:
             patch.setattr(*INTERRUPTIONS[when])
             if when == "while that is told":
-                patch.setattr(Stage, "fill", ctrl_c)
+                patch.setattr(StagingArea, "fill", ctrl_c)
             with pytest.raises(KeyboardInterrupt):
                 shardckpt.async_save(state, tmp_path / "c", overwrite=True)
         with contextlib.suppress(shardckpt.ShardckptError):  # which says, once, that the one before was interrupted
@@ -297,20 +297,20 @@ class TestInterrupted:
         assert torch.equal(found, state["t"] if when == "when it was copied" else torch.ones(3))
 
     def test_a_signal_handler_that_saves_while_the_state_is_copied_ends_that_save(self, tmp_path: Path) -> None:
-        fill = Stage.fill
+        fill = StagingArea.fill
 
         def fill_and_save(self, *args) -> None:
-            Stage.fill = fill
+            StagingArea.fill = fill
             with pytest.raises(shardckpt.RankError, match="the copy of the state was interrupted"):
                 shardckpt.save({"t": torch.ones(3)}, tmp_path / "last")
             shardckpt.save({"t": torch.ones(3)}, tmp_path / "last")
             fill(self, *args)
 
-        Stage.fill = fill_and_save
+        StagingArea.fill = fill_and_save
         try:
             handle = shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "c")
         finally:
-            Stage.fill = fill
+            StagingArea.fill = fill
         with pytest.raises(InterruptedError):
             handle.result()
         assert os.listdir(tmp_path) == ["last"]
@@ -377,8 +377,8 @@ class TestProcess:
         """A thread that was started may not run yet: then the call takes the save back, and the thread does nothing."""
         script = """
 import signal, sys, threading, torch, shardckpt
-from shardckpt.checkpoint.save.handle import Course
-claim, start, turns = Course.claim, threading.Thread.start, {True: threading.Event(), False: threading.Event()}
+from shardckpt.checkpoint.save.handle import AsyncSaveTask
+claim, start, turns = AsyncSaveTask.claim, threading.Thread.start, {True: threading.Event(), False: threading.Event()}
 def is_thread():
     return threading.current_thread().name == "shardckpt-save"
 def claim_in_turn(self):
@@ -391,7 +391,7 @@ def start_and_signal(self):
     start(self)
     if self.name == "shardckpt-save":
         signal.raise_signal(signal.SIGINT)
-Course.claim, threading.Thread.start = claim_in_turn, start_and_signal
+AsyncSaveTask.claim, threading.Thread.start = claim_in_turn, start_and_signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a suite in the background of a shell ignores
 shardckpt.async_save({"t": torch.rand(9000)}, sys.argv[1])
 """

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardckpt.boxes import whole
 from shardckpt.checkpoint.save.payload_writer import contents
-from shardckpt.checkpoint.save.staging import BLOCK_BYTES, Pool, Stage, block_size, make_block
+from shardckpt.checkpoint.save.staging import BUFFER_BYTES, BufferPool, StagingArea, buffer_size, make_buffer
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
 from shardckpt.format.native.payload import PayloadChunk, PayloadFile, lay_out
@@ -24,15 +24,15 @@ MIB = 1 << 20
 class TestPool:
     @given(st.integers(MIB, 1 << 40))
     def test_a_budget_has_room_for_four_buffers_of_whole_pages_or_more(self, budget: int) -> None:
-        size = block_size(budget)
-        assert 0 < size <= BLOCK_BYTES and size % 4096 == 0 and 4 * size <= budget
+        size = buffer_size(budget)
+        assert 0 < size <= BUFFER_BYTES and size % 4096 == 0 and 4 * size <= budget
 
     def test_a_budget_too_small_for_anything_is_refused(self) -> None:
         with pytest.raises(UsageError, match="1 MiB"):
-            Pool(bytearray).open(MIB - 1)
+            BufferPool(bytearray).open(MIB - 1)
 
     def test_no_more_buffers_are_made_than_the_budget_allows(self) -> None:
-        pool = Pool(bytearray)
+        pool = BufferPool(bytearray)
         pool.open(MIB)
         taken = [pool.take(wait=False) for _ in range(4)]
         assert [len(each) for each in taken] == [MIB // 4] * 4
@@ -40,7 +40,7 @@ class TestPool:
         assert (pool.made, pool.nbytes) == (4, MIB)
 
     def test_buffers_are_reused_within_a_save_and_by_the_next(self) -> None:
-        pool = Pool(object_of_size)
+        pool = BufferPool(object_of_size)
         pool.open(None)
         first, second = pool.take(wait=False), pool.take(wait=False)
         pool.give(first)
@@ -50,17 +50,17 @@ class TestPool:
         assert pool.made == 2
 
     def test_a_smaller_budget_lets_buffers_go(self) -> None:
-        pool = Pool(object_of_size)
+        pool = BufferPool(object_of_size)
         pool.open(None)
         for _ in range(6):
             pool.take(wait=False)
-        pool.open(4 * BLOCK_BYTES)
-        assert pool.nbytes == 4 * BLOCK_BYTES
+        pool.open(4 * BUFFER_BYTES)
+        assert pool.nbytes == 4 * BUFFER_BYTES
         pool.open(MIB)
         assert pool.nbytes == 0
 
     def test_who_waits_gets_what_another_thread_gives_back(self) -> None:
-        pool = Pool(bytearray)
+        pool = BufferPool(bytearray)
         pool.open(MIB)
         taken = [pool.take(wait=False) for _ in range(4)]
         giver = threading.Timer(0.05, pool.give, [taken[2]])
@@ -69,7 +69,7 @@ class TestPool:
         giver.join()
 
     def test_who_waits_is_told_when_nothing_will_come(self) -> None:
-        pool = Pool(bytearray)
+        pool = BufferPool(bytearray)
         pool.open(MIB)
         for _ in range(4):
             pool.take(wait=False)
@@ -91,7 +91,7 @@ def planned(tensors: dict[str, torch.Tensor]) -> tuple[tuple[PayloadFile, ...], 
     return lay_out("s", 0, chunks, most_bytes=2 * MIB), arrays
 
 
-def drained(stage: Stage, payloads: tuple[PayloadFile, ...]) -> Iterator[bytes]:
+def drained(stage: StagingArea, payloads: tuple[PayloadFile, ...]) -> Iterator[bytes]:
     for payload in payloads:
         yield b"".join(bytes(part) for part in stage.blocks(payload))
 
@@ -113,7 +113,7 @@ class TestStage:
         tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
         payloads, arrays = planned(tensors)
         expected = [b"".join(bytes(part) for part in contents(payload, arrays)) for payload in payloads]
-        stage = Stage(Pool(make_block), budget)
+        stage = StagingArea(BufferPool(make_buffer), budget)
         stage.fill(payloads, arrays)
         for tensor in tensors.values():
             tensor.zero_()
@@ -124,8 +124,8 @@ class TestStage:
     def test_what_does_not_fit_goes_in_rounds_within_the_budget(self) -> None:
         payloads, arrays = planned(TENSORS)
         expected = [b"".join(bytes(part) for part in contents(payload, arrays)) for payload in payloads]
-        pool = Pool(make_block)
-        stage = Stage(pool, MIB)
+        pool = BufferPool(make_buffer)
+        stage = StagingArea(pool, MIB)
         loop = threading.Thread(target=stage.fill, args=(payloads, arrays))
         loop.start()
         loop.join(0.1)
@@ -136,7 +136,7 @@ class TestStage:
 
     def test_a_writer_that_gave_up_ends_the_copying(self) -> None:
         payloads, arrays = planned(TENSORS)
-        stage = Stage(Pool(make_block), MIB)
+        stage = StagingArea(BufferPool(make_buffer), MIB)
         loop = threading.Thread(target=stage.fill, args=(payloads, arrays))
         loop.start()
         next(stage.blocks(payloads[0]))
@@ -146,16 +146,16 @@ class TestStage:
 
     def test_a_copy_that_fails_is_told_to_the_writer(self) -> None:
         payloads, _ = planned(TENSORS)
-        stage = Stage(Pool(make_block), None)
+        stage = StagingArea(BufferPool(make_buffer), None)
         stage.fail(MemoryError("no more"))
         with pytest.raises(MemoryError, match="no more"):
             list(drained(stage, payloads))
 
     def test_buffers_made_in_inference_mode_serve_outside_of_it(self) -> None:
-        pool = Pool(make_block)
+        pool = BufferPool(make_buffer)
         for mode in (True, False):
             payloads, arrays = planned({"t": torch.rand(200_000)})
-            stage = Stage(pool, None)
+            stage = StagingArea(pool, None)
             with torch.inference_mode(mode):
                 stage.fill(payloads, arrays)
         assert pool.made == 1
