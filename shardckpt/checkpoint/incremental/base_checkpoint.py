@@ -14,7 +14,7 @@ import xxhash
 
 from shardckpt.boxes import Box, contiguous_blocks
 from shardckpt.checkpoint.load.load_plan import model_names
-from shardckpt.checkpoint.load.source import Saved
+from shardckpt.checkpoint.load.source import CheckpointSource
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
@@ -73,8 +73,8 @@ class BaseCheckpoint:
 
     def __init__(self, url: str, step: str = "", rules: Mapping[str, str] | None = None) -> None:
         self.url, self.step = url, step
-        self._saved = Saved(url)
-        self._reader = self._saved.reader
+        self._source = CheckpointSource(url)
+        self._reader = self._source.reader
         self._contents = self._reader.contents if isinstance(self._reader, NativeReader) else None
         self._rules = [(re.compile(pattern), new) for pattern, new in (rules or {}).items()]
         self._known_names: dict[Path, Mapping[str, Path]] = {}
@@ -115,7 +115,7 @@ class BaseCheckpoint:
         file = self._contents.files[number]
         if file.base and is_same_folder(self._folder(file.place), self.step):
             return False  # a former content of the folder that is saved to
-        return file.hashes is not None and self._saved.manifest.files.get(file.place, -1) >= file.nbytes
+        return file.hashes is not None and self._source.manifest.files.get(file.place, -1) >= file.nbytes
 
     def known(self, chunk: PayloadChunk) -> BaseLocation:
         """Return where the bytes of a chunk lie that the base has.
@@ -140,10 +140,10 @@ class BaseCheckpoint:
         Raises:
             UsageError: The base has no such array.
         """
-        found = self._saved.arrays.get(path)
+        found = self._source.arrays.get(path)
         if found is None:
             there = self._names(path[:-1], names)
-            found = next((self._saved.arrays[there[each]] for each in self._spelt(names) if each in there), None)
+            found = next((self._source.arrays[there[each]] for each in self._spelt(names) if each in there), None)
         if found is None:
             raise UsageError(
                 "a frozen parameter is not in the base",
@@ -155,7 +155,7 @@ class BaseCheckpoint:
 
     def _names(self, root: Path, names: Sequence[str]) -> Mapping[str, Path]:
         if root not in self._known_names:
-            self._known_names[root] = model_names(self._saved, root, names)
+            self._known_names[root] = model_names(self._source, root, names)
         return self._known_names[root]
 
     def _spelt(self, names: Iterable[str]) -> Iterator[str]:
@@ -177,14 +177,14 @@ class BaseCheckpoint:
             UnsupportedError: They lie in a way that no step can refer to.
         """
         wanted = {path: self.entry_of(path, names) for path, names in frozen.items()}
-        found = dict(zip(wanted, self._saved.located(list(wanted.values())), strict=True))
+        found = dict(zip(wanted, self._source.located(list(wanted.values())), strict=True))
         for path, entry in found.items():
             odd = [piece for piece in entry.pieces if not isinstance(piece.layout, Span) or "/" in piece.file]
-            if entry.delivered not in ("", entry.stored) or (odd and not self._saved.is_native):
+            if entry.delivered not in ("", entry.stored) or (odd and not self._source.is_native):
                 raise UnsupportedError(
                     "a step cannot refer to the way in which the base stores this",
                     where=dotted(path),
-                    found=f"{self.url}: {self._saved.manifest.format}",
+                    found=f"{self.url}: {self._source.manifest.format}",
                     fix="Convert the base first: shardckpt.consolidate(base, ...) writes safetensors.",
                 )
         return found
@@ -242,7 +242,7 @@ class BaseCheckpoint:
         """Return a file of the base, as the new step refers to it; without hashes where the base stores none."""
         if self._contents is None:
             base = self._refer(self._reader.store.url)
-            return FileRecord(plain_name(place, self.url), self._saved.manifest.files[place], None, base)
+            return FileRecord(plain_name(place, self.url), self._source.manifest.files[place], None, base)
         return self._files[place]._replace(base=self._refer(self._folder(place)))
 
     def _refer(self, folder: str) -> str:
@@ -260,7 +260,7 @@ class BaseCheckpoint:
             entries: As `located` returned them.
         """
         hasher = hashlib.blake2b(digest_size=16)
-        sizes = self._saved.manifest.files
+        sizes = self._source.manifest.files
         for path, entry in entries.items():
             rows = [(p.box, p.layout, self._folder(p.file), p.file.rpartition("/")[2]) for p in entry.pieces]
             hasher.update(repr((path, entry.shape, entry.stored, rows, [sizes[p.file] for p in entry.pieces])).encode())
@@ -291,7 +291,7 @@ class BaseCheckpoint:
         """Return name and size of the files of arrays of which the base tells no hashes."""
         names = dict.fromkeys(piece.file for entry in entries for piece in entry.pieces)
         return {
-            name: self._saved.manifest.files[name]
+            name: self._source.manifest.files[name]
             for name in names
             if name not in self._files or self._files[name].hashes is None
         }

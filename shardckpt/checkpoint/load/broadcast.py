@@ -1,4 +1,4 @@
-"""What ranks hold alike is read by one of them and sent to the others, while the next stretches are read."""
+"""Broadcast reads: one rank reads replicated data and sends it to the others, while the next segments are read."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from shardckpt.checkpoint.load.tensor_loader import Delivery, Wish
+from shardckpt.checkpoint.load.tensor_loader import PendingRead, ReadRequest
 from shardckpt.errors import RankError
 from shardckpt.groups import Coordinator
-from shardckpt.plan.layout.read_sharing import Circle, Stretches
+from shardckpt.plan.layout.read_sharing import BroadcastGroup, FileSegments
 from shardckpt.storage.store import Read, Store
 
 _AHEAD = 4
-"""Stretches that are read before their turn has come; each is held until those that it was sent to have it."""
+"""Segments that are read ahead; each is kept until the ranks that it was sent to have it."""
 
 _FINE, _STOPPED = 0, 1
 
 
-class FanOut:
-    """One rank's part in reading what several want.
+class BroadcastReader:
+    """One rank's part in reading replicated data once.
 
     Every rank goes through the same rounds. In each it sends what it has read to those that want the same, then takes
     what they have read. Nobody waits for one that waits for him: what is sent in a round depends on earlier ones alone.
@@ -33,78 +33,78 @@ class FanOut:
     Args:
         coordinator: Of the ranks.
         store: What is read through.
-        stretches: Of the checkpoint's files.
-        circles: In which this rank takes part.
-        wanted: What it wants, of any stretch.
+        segments: Of the checkpoint's files.
+        groups: The broadcast groups of this rank.
+        wanted: Its reads, of any segment.
 
     Attributes:
-        own: Reads of what nobody shares, of deliveries that are shared in part.
-        alone: What nobody shares.
+        own: Reads that no other rank needs, of pending reads that are shared in part.
+        alone: Requests that no other rank shares.
     """
 
     def __init__(
         self,
         coordinator: Coordinator,
         store: Store,
-        stretches: Stretches,
-        circles: Sequence[Circle],
-        wanted: Sequence[Delivery],
+        segments: FileSegments,
+        groups: Sequence[BroadcastGroup],
+        wanted: Sequence[PendingRead],
     ) -> None:
-        self._coordinator, self._store, self._stretches = coordinator, store, stretches
-        self._circles = circles
-        shared = set(chain.from_iterable(circle.ids.tolist() for circle in circles))
-        self._places: dict[int, list[tuple[int, memoryview, Delivery]]] = {number: [] for number in shared}
+        self._coordinator, self._store, self._segments = coordinator, store, segments
+        self._groups = groups
+        shared = set(chain.from_iterable(group.ids.tolist() for group in groups))
+        self._places: dict[int, list[tuple[int, memoryview, PendingRead]]] = {number: [] for number in shared}
         self.own: list[Read] = []
-        self.alone: list[Wish] = []
-        self._owners: list[Delivery] = []
-        for delivery in wanted:
-            self._divide(delivery)
+        self.alone: list[ReadRequest] = []
+        self._with_own_reads: list[PendingRead] = []
+        for pending_read in wanted:
+            self._divide(pending_read)
         self._silent: set[int] = set()
-        self._told: set[int] = set()
+        self._told_stopped: set[int] = set()
         self._failure: Exception | None = None
         self._is_over = False
         self._sent: deque[tuple[int, int, dist.Work, torch.Tensor]] = deque()
 
-    def _divide(self, delivery: Delivery) -> None:
-        """Tell what is shared, by stretch, from what is this rank's own to read."""
-        reads, delivery.reads = delivery.reads, []
+    def _divide(self, pending_read: PendingRead) -> None:
+        """Divide a read into segments that are shared and parts that this rank reads alone."""
+        reads, pending_read.reads = pending_read.reads, []
         cuts = [
-            (read, [*self._stretches.cut(read.name, read.offset, read.offset + len(read.buffer))]) for read in reads
+            (read, [*self._segments.split(read.name, read.offset, read.offset + len(read.buffer))]) for read in reads
         ]
         if not any(number in self._places for _, parts in cuts for number, _, _ in parts):
-            self.alone.append(delivery.wish)
+            self.alone.append(pending_read.request)
             return
         own: list[Read] = []
         for (name, offset, buffer), parts in cuts:
             for number, start, stop in parts:
                 place = buffer[start - offset : stop - offset]
                 if number in self._places:
-                    delivery.left += 1
-                    self._places[number].append((start - self._stretches.extent(number).start, place, delivery))
+                    pending_read.left += 1
+                    self._places[number].append((start - self._segments.extent(number).start, place, pending_read))
                 else:
                     own.append(Read(name, start, place))
         if own:
-            delivery.left += 1
+            pending_read.left += 1
             self.own += own
-            self._owners.append(delivery)
+            self._with_own_reads.append(pending_read)
 
-    def read_own(self) -> None:
-        """Tell that `own` has been read."""
-        for delivery in self._owners:
-            delivery.arrived()
+    def mark_own_read(self) -> None:
+        """Mark the reads of `own` as done."""
+        for pending_read in self._with_own_reads:
+            pending_read.mark_arrived()
 
     def run(self, failure: Exception | None = None) -> Exception | None:
-        """Read and send, take and put in place. Collective among the circles.
+        """Read and send, receive and put in place. Collective among the broadcast groups.
 
         Args:
-            failure: Why this rank has stopped already; the others hear of it.
+            failure: Why this rank has stopped already; the others receive it.
 
         Returns:
             Why this rank stopped; None also where another did, which will say so itself.
         """
         self._failure = failure
         self._is_over = failure is not None
-        if self._circles:
+        if self._groups:
             with ThreadPoolExecutor(_AHEAD, thread_name_prefix="shardckpt-read") as pool:
                 self._go_round(pool)
         return self._failure
@@ -117,70 +117,70 @@ class FanOut:
     def _go_round(self, pool: ThreadPoolExecutor) -> None:
         numbers = self._own_numbers()
         ahead: deque[Future[torch.Tensor]] = deque()
-        rounds = max(circle.rounds for circle in self._circles)
+        rounds = max(group.rounds for group in self._groups)
         for at in range(rounds):
-            for circle in self._circles:
-                for owner, number in circle.turns(at):
+            for group in self._groups:
+                for owner, number in group.turns(at):
                     if owner == self._coordinator.rank:
                         while (
                             len(ahead) < _AHEAD and not self._is_over and (following := next(numbers, None)) is not None
                         ):
                             ahead.append(pool.submit(self._read, following))
-                        self._send(circle, number, at, ahead)
-            for circle in self._circles:
-                for owner, number in circle.turns(at):
+                        self._send(group, number, at, ahead)
+            for group in self._groups:
+                for owner, number in group.turns(at):
                     if owner != self._coordinator.rank:
-                        self._take(owner, number)
+                        self._recv(owner, number)
             self._settle(at - 1)
         for future in ahead:
             future.cancel()
         self._settle(rounds)
 
     def _own_numbers(self) -> Iterator[int]:
-        """Yield the stretches that this rank reads, in order."""
-        for at in range(max(circle.rounds for circle in self._circles)):
-            for circle in self._circles:
-                yield from (number for owner, number in circle.turns(at) if owner == self._coordinator.rank)
+        """Yield the segments that this rank reads, in order."""
+        for at in range(max(group.rounds for group in self._groups)):
+            for group in self._groups:
+                yield from (number for owner, number in group.turns(at) if owner == self._coordinator.rank)
 
     def _read(self, number: int) -> torch.Tensor:
-        name, start, stop = self._stretches.extent(number)
+        name, start, stop = self._segments.extent(number)
         row = torch.empty(stop - start, dtype=torch.uint8)
         self._store.read([Read(name, start, memoryview(row.numpy()))])  # type: ignore[arg-type]
         return row
 
-    def _send(self, circle: Circle, number: int, at: int, ahead: deque[Future[torch.Tensor]]) -> None:
-        """Read a stretch to its end, send it to all of its circle, and put it in place."""
+    def _send(self, group: BroadcastGroup, number: int, at: int, ahead: deque[Future[torch.Tensor]]) -> None:
+        """Read a segment to its end, send it to the rest of its group, and put it in place."""
         row = None
         if not self._is_over:
             try:
                 row = ahead.popleft().result()
             except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
                 self._stop(error)
-        for member in circle.members:
-            if member == self._coordinator.rank or member in self._told:
+        for member in group.members:
+            if member == self._coordinator.rank or member in self._told_stopped:
                 continue
             if row is None:
-                self._told.add(member)
-            self._post(member, at, torch.tensor([_STOPPED if row is None else _FINE], dtype=torch.uint8))
+                self._told_stopped.add(member)
+            self._start_send(member, at, torch.tensor([_STOPPED if row is None else _FINE], dtype=torch.uint8))
             if row is not None:
-                self._post(member, at, row)
+                self._start_send(member, at, row)
         if row is not None:
             self._put(number, row)
 
-    def _post(self, member: int, at: int, row: torch.Tensor) -> None:
-        if member in self._told and row.numel() != 1:
+    def _start_send(self, member: int, at: int, row: torch.Tensor) -> None:
+        if member in self._told_stopped and row.numel() != 1:
             return  # it is gone since
         try:
             self._sent.append((at, member, self._coordinator.send(row, member), row))
         except RankError as error:
             self._lose(member, error)
 
-    def _take(self, owner: int, number: int) -> None:
-        """Take a stretch from who reads it, unless he has stopped."""
+    def _recv(self, owner: int, number: int) -> None:
+        """Receive a segment from the rank that reads it, unless that has stopped."""
         if owner in self._silent:
             return
         word = torch.empty(1, dtype=torch.uint8)
-        _, start, stop = self._stretches.extent(number)
+        _, start, stop = self._segments.extent(number)
         row = torch.empty(stop - start, dtype=torch.uint8)
         try:
             self._coordinator.recv(word, owner)
@@ -197,9 +197,9 @@ class FanOut:
 
     def _put(self, number: int, row: torch.Tensor) -> None:
         data = memoryview(row.numpy())  # type: ignore[arg-type]
-        for at, place, delivery in self._places.pop(number):
+        for at, place, pending_read in self._places.pop(number):
             place[:] = data[at : at + len(place)]
-            delivery.arrived()
+            pending_read.mark_arrived()
 
     def _stop(self, error: Exception) -> None:
         self._failure = self._failure or error
@@ -208,14 +208,14 @@ class FanOut:
     def _lose(self, rank: int, error: RankError) -> None:
         """Expect nothing any more of a rank that is gone, and tell it nothing."""
         self._silent.add(rank)
-        self._told.add(rank)
+        self._told_stopped.add(rank)
         self._stop(error)
 
     def _settle(self, until: int) -> None:
         """Wait for what was sent up to a round, and let it go."""
         while self._sent and self._sent[0][0] <= until:
             _, member, work, _row = self._sent.popleft()
-            if member in self._told and self._coordinator.has_lost_rank:
+            if member in self._told_stopped and self._coordinator.has_lost_rank:
                 continue
             try:
                 self._coordinator.wait(work, member)

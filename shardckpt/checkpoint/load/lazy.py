@@ -10,7 +10,7 @@ import torch
 from typing_extensions import Self
 
 from shardckpt.boxes import Box
-from shardckpt.checkpoint.load.source import Saved, Verify, allocate, torch_dtype
+from shardckpt.checkpoint.load.source import CheckpointSource, Verify, allocate, torch_dtype
 from shardckpt.checkpoint.stateful.flatten import TensorRef
 from shardckpt.errors import AmbiguousError, UnknownNameError, UsageError
 from shardckpt.format.reader import NamedBases
@@ -29,12 +29,12 @@ class _Source:
         saved: The checkpoint.
     """
 
-    def __init__(self, saved: Saved) -> None:
-        self._saved: Saved | None = saved
+    def __init__(self, saved: CheckpointSource) -> None:
+        self._saved: CheckpointSource | None = saved
         self.url = saved.url
 
     @property
-    def saved(self) -> Saved:
+    def saved(self) -> CheckpointSource:
         """The checkpoint. Raises UsageError where it was closed."""
         if self._saved is None:
             raise UsageError("the checkpoint is closed", where=self.url, fix="Open it again to read from it.")
@@ -139,7 +139,7 @@ class Opened(Mapping[Any, Any]):
         saved: The checkpoint.
     """
 
-    def __init__(self, saved: Saved) -> None:
+    def __init__(self, saved: CheckpointSource) -> None:
         self._source = _Source(saved)
         self._paths: dict[str, list[Path]] = {}
         for path in dict.fromkeys(saved.paths):
@@ -213,4 +213,4 @@ def open(path: Any, *, verify: Verify = "read", base: NamedBases | None = None) 
     """
     if verify == "full":
         raise UsageError("what is opened is verified as it is read", found=verify, expected="False or 'read'")
-    return Opened(Saved(as_url(path), verify, None, base or ""))
+    return Opened(CheckpointSource(as_url(path), verify, None, base or ""))

@@ -1,4 +1,4 @@
-"""`load`: a checkpoint of any format into what a job holds, on any number of ranks; or into a nest of tensors."""
+"""`load`: a checkpoint of any format into what a job holds, on any number of ranks; or into a tree of tensors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 import torch.distributed as dist
 
 from shardckpt.checkpoint.channels import get_channels
-from shardckpt.checkpoint.load.broadcast import FanOut
-from shardckpt.checkpoint.load.load_plan import Fitting, Policy, Taker, fit
+from shardckpt.checkpoint.load.broadcast import BroadcastReader
+from shardckpt.checkpoint.load.load_plan import LoadOptions, LoadPlan, Taker, plan_load
 from shardckpt.checkpoint.load.model_shapes import shapes_of
-from shardckpt.checkpoint.load.source import Rules, Saved, Verify, compiled, require_way_to_verify
-from shardckpt.checkpoint.load.tensor_loader import Delivery, Wish, as_deliveries
+from shardckpt.checkpoint.load.source import CheckpointSource, Rules, Verify, compiled, require_way_to_verify
+from shardckpt.checkpoint.load.tensor_loader import PendingRead, ReadRequest, as_pending_reads
 from shardckpt.checkpoint.stateful.flatten import Models
 from shardckpt.checkpoint.stateful.stateful import build_call_error
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
@@ -24,7 +24,13 @@ from shardckpt.format.reader import NamedBases
 from shardckpt.gc_pause import gc_paused
 from shardckpt.groups import Coordinator
 from shardckpt.manifest import Path, dotted
-from shardckpt.plan.layout.read_sharing import Circle, Stretches, decode_circles, encode_circles, share_out
+from shardckpt.plan.layout.read_sharing import (
+    BroadcastGroup,
+    FileSegments,
+    assign_segments,
+    decode_groups,
+    encode_groups,
+)
 from shardckpt.state import StateMismatchError
 from shardckpt.state.keys.slots import UnequalSteps, require_way_with_steps
 from shardckpt.storage.resolve_url import as_url
@@ -78,7 +84,7 @@ def load(
     unequal_steps: UnequalSteps = "error",
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Load a checkpoint: `load(state, path)` into what a job holds, `load(path)` as the nest that was saved.
+    """Load a checkpoint: `load(state, path)` into what a job holds, `load(path)` as the tree that was saved.
 
     With a state it is collective; each rank reads the elements that it holds, whoever wrote them, and no others. What
     can be seen from the manifest is checked on every rank before anything is changed: names, shapes, types, whether all
@@ -110,7 +116,7 @@ def load(
         group: The ranks; all where None.
 
     Returns:
-        The state that was given; without one the nest, with tensors on the CPU. Values that only another library can
+        The state that was given; without one the tree, with tensors on the CPU. Values that only another library can
         read safely, such as pickled generators of numpy, are left out of it with a warning.
 
     Raises:
@@ -136,21 +142,21 @@ def load(
             name = "cast" if cast else "partial"
             raise UsageError(f"`{name}` is for loads into a state", fix="Give the state first: load(state, path, ...).")
         with gc_paused():
-            saved = Saved(as_url(state), verify, rules, _named(base))
+            saved = CheckpointSource(as_url(state), verify, rules, _named(base))
             saved.expect_most()
             if verify == "full":
                 saved.check_blocks()
             skipped: list[Path] = []
-            nest = saved.materialised(saved.nest, skipped)
+            tree = saved.materialised(saved.tree, skipped)
         if skipped:
             names = ", ".join(map(dotted, skipped[:_SHOWN_NAMES])) + (", ..." if len(skipped) > _SHOWN_NAMES else "")
             warnings.warn(f"left out, since they can only be read by what wrote them: {names}", stacklevel=2)
-        return nest
+        return tree
     order: _Order | Exception
     try:
-        policy = Policy(strict, checked_globs(), cast, is_own_only=base is False, unequal_steps=unequal_steps)
-        order = _Order(_Source(as_url(path), verify, rules, _named(base)), policy, fan_out)
-    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+        options = LoadOptions(strict, checked_globs(), cast, is_own_only=base is False, unequal_steps=unequal_steps)
+        order = _Order(_Source(as_url(path), verify, rules, _named(base)), options, fan_out)
+    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         order = error
     coordinator = get_channels(group).main
     with gc_paused(), coordinator.in_step():
@@ -169,7 +175,7 @@ def _named(base: NamedBases | bool | None) -> NamedBases:
 
 
 class _Source(NamedTuple):
-    """What is loaded, and how it is read: as `Saved` takes it."""
+    """The arguments of `CheckpointSource`."""
 
     path: str
     verify: Verify
@@ -178,110 +184,110 @@ class _Source(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """What a caller asked for: from where, what fits, and whether ranks share what they read."""
+    """The arguments of a load: the source, the options, and whether reads are broadcast."""
 
     source: _Source
-    policy: Policy
+    options: LoadOptions
     fan_out: bool | None
 
 
 @dataclass
-class _Errand:
-    """What a rank is about to read.
+class LoadSession:
+    """One load on one rank, from its plan to its last read.
 
     Attributes:
         saved: The checkpoint.
-        fitting: What goes where.
+        plan: Which data goes where.
         wanted: Arrays with their places.
-        deliveries: The others, which ranks may share.
+        pending_reads: The others, whose reads may be broadcast.
     """
 
-    saved: Saved
-    fitting: Fitting
-    wanted: Sequence[Wish]
-    deliveries: Sequence[Delivery] = ()
+    saved: CheckpointSource
+    plan: LoadPlan
+    wanted: Sequence[ReadRequest]
+    pending_reads: Sequence[PendingRead] = ()
 
     @cached_property
-    def stretches(self) -> Stretches:
-        """Of the checkpoint's files."""
-        return Stretches(self.saved.manifest.files)
+    def segments(self) -> FileSegments:
+        """Segments of the checkpoint's files."""
+        return FileSegments(self.saved.manifest.files)
 
-    def told(self) -> bytes:
-        """Return what the other ranks have to know."""
-        reads = (read for each in self.deliveries for read in each.reads)
+    def encode_request(self) -> bytes:
+        """Return the message of this rank: the checkpoint's identity and the segments that it reads."""
+        reads = (read for each in self.pending_reads for read in each.reads)
         ranges = ((name, offset, offset + len(buffer)) for name, offset, buffer in reads)
-        return self.saved.identity + self.stretches.wanted(ranges, self.saved.grain).tobytes()
+        return self.saved.identity + self.segments.wanted(ranges, self.saved.grain).tobytes()
 
-    def carry_out(self, coordinator: Coordinator, circles: Sequence[Circle], failure: Exception | None) -> None:
-        """Read everything, together with others what they want too.
+    def carry_out(self, coordinator: Coordinator, groups: Sequence[BroadcastGroup], failure: Exception | None) -> None:
+        """Read everything; segments that other ranks need too are broadcast.
 
         Args:
             coordinator: Of the ranks.
-            circles: With whom to share what.
-            failure: Why this rank cannot go on; the others hear of it.
+            groups: The broadcast groups of this rank.
+            failure: Why this rank cannot go on; the others receive it.
         """
-        sharing = FanOut(coordinator, self.saved.store, self.stretches, circles, self.deliveries)
+        sharing = BroadcastReader(coordinator, self.saved.store, self.segments, groups, self.pending_reads)
         failure = sharing.run(failure)
         if failure is not None:
             raise failure
         if not sharing.is_over:
             self.saved.elements.read_straight(sharing.own)
-            sharing.read_own()
+            sharing.mark_own_read()
             self.saved.elements.read([*self.wanted, *sharing.alone])
 
 
 def _load_into(state: Any, path: Any, order: _Order | Exception, coordinator: Coordinator) -> None:
-    errand = None
-    said: bytes | Exception
+    session = None
+    message: bytes | Exception
     try:
         if isinstance(order, Exception):
             raise order
-        errand = _errand(state, order, coordinator)
-        said = errand.told()
-    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
-        said = error
-    answer = coordinator.coordinate(f"fitting {path}", said, _shared)
-    assert errand is not None, "what failed was raised by all"
-    said = _filled(errand, coordinator, decode_circles(answer))
+        session = _open_session(state, order, coordinator)
+        message = session.encode_request()
+    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+        message = error
+    answer = coordinator.coordinate(f"fitting {path}", message, _shared)
+    assert session is not None, "what failed was raised by all"
+    message = _execute(session, coordinator, decode_groups(answer))
     try:
-        coordinator.coordinate(f"loading {path}", said, _silent)
+        coordinator.coordinate(f"loading {path}", message, _silent)
     except Exception as error:
         _add_note(error, MIXED)
         raise
 
 
-def _errand(state: Any, order: _Order, coordinator: Coordinator) -> _Errand:
-    """Find out what is to be read, and that it is there and fits; nothing is changed."""
-    source, policy, fan_out = order
+def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSession:
+    """Plan the load, and check that everything is there and fits; nothing is changed."""
+    source, options, fan_out = order
     models = cache(lambda: Models(state))
-    saved = Saved(*source, tell=lambda: shapes_of(models()))
-    if policy.partial is None:
+    saved = CheckpointSource(*source, get_shapes=lambda: shapes_of(models()))
+    if options.partial is None:
         saved.expect_most()
     if source.verify == "full":
-        saved.check_blocks(coordinator.rank, coordinator.size, own_only=policy.is_own_only)
-    fitting = fit(state, saved, policy, coordinator.rank, coordinator.size, models())
-    _require_fit(fitting)
-    wanted = saved.ready([(each.entry, each.array) for each in fitting.arrays])
+        saved.check_blocks(coordinator.rank, coordinator.size, own_only=options.is_own_only)
+    plan = plan_load(state, saved, options, coordinator.rank, coordinator.size, models())
+    _require_fit(plan)
+    wanted = saved.ready([(each.entry, each.array) for each in plan.arrays])
     if coordinator.size == 1 or not (fan_out or (fan_out is None and not saved.store.capabilities.is_local)):
-        return _Errand(saved, fitting, wanted)
-    deliveries, rest = as_deliveries(wanted)
-    return _Errand(saved, fitting, rest, deliveries)
+        return LoadSession(saved, plan, wanted)
+    pending_reads, rest = as_pending_reads(wanted)
+    return LoadSession(saved, plan, rest, pending_reads)
 
 
-def _filled(errand: _Errand, coordinator: Coordinator, circles: Sequence[Circle]) -> bytes | Exception:
-    """Read, and hand over what was read; return how that failed, or nothing."""
+def _execute(session: LoadSession, coordinator: Coordinator, groups: Sequence[BroadcastGroup]) -> bytes | Exception:
+    """Execute the plan; return its error, or an empty message."""
     values, failure = [], None
     try:
-        values = [each._replace(nest=errand.saved.materialised(each.nest)) for each in errand.fitting.values]
+        values = [each._replace(tree=session.saved.materialised(each.tree)) for each in session.plan.values]
     except Exception as error:  # noqa: BLE001  (others may wait for what this rank was to read)
         failure = error
     try:
-        errand.carry_out(coordinator, circles, failure)
-        for finish in errand.fitting.after:
+        session.carry_out(coordinator, groups, failure)
+        for finish in session.plan.after:
             finish()
         for at, each in enumerate(values):
             try:
-                each.put(each.nest)  # from here, so that what is warned of on the way points at the caller of `load`
+                each.put(each.tree)  # from here, so that what is warned of on the way points at the caller of `load`
             except ShardckptError as error:
                 _name_taker(error, values, at)
                 raise
@@ -289,7 +295,7 @@ def _filled(errand: _Errand, coordinator: Coordinator, circles: Sequence[Circle]
                 failure = build_call_error("load_state_dict", each.path, error)
                 _name_taker(failure, values, at)
                 raise failure from error
-    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         return error
     return b""
 
@@ -307,9 +313,9 @@ def _listed(paths: Iterable[Path]) -> str:
     return ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
 
 
-def _shared(told: list[bytes]) -> list[bytes]:
-    """Decide who reads what for whom. On the first rank."""
-    identities = [each[:_IDENTITY_BYTES] for each in told]
+def _shared(messages: list[bytes]) -> list[bytes]:
+    """Assign segments to ranks. On rank 0."""
+    identities = [each[:_IDENTITY_BYTES] for each in messages]
     odd = next((rank for rank, each in enumerate(identities) if each != identities[0]), None)
     if odd is not None:
         raise RankError(
@@ -317,8 +323,8 @@ def _shared(told: list[bytes]) -> list[bytes]:
             rank=odd,
             fix="Load again.",
         )
-    wanted = [np.frombuffer(each[_IDENTITY_BYTES:], np.int64) for each in told]
-    return [encode_circles(circles) for circles in share_out(wanted)]
+    wanted = [np.frombuffer(each[_IDENTITY_BYTES:], np.int64) for each in messages]
+    return [encode_groups(groups) for groups in assign_segments(wanted)]
 
 
 _IDENTITY_BYTES = 16
@@ -354,12 +360,12 @@ def globs_of(partial: Any) -> tuple[str, ...] | None:
     return globs
 
 
-def _silent(told: list[bytes]) -> list[bytes]:
-    return told
+def _silent(messages: list[bytes]) -> list[bytes]:
+    return messages
 
 
-def _require_fit(fitting: Fitting) -> None:
-    if fitting.problems or fitting.unexpected:
-        listed = [f"unexpected: {dotted(path)}" for path in fitting.unexpected]
-        besides = [dotted(root) for root in fitting.unexpected_roots()]
-        raise MismatchError([*fitting.problems, *listed], [*fitting.problems, *fitting.unexpected_shown()], besides)
+def _require_fit(plan: LoadPlan) -> None:
+    if plan.problems or plan.unexpected:
+        listed = [f"unexpected: {dotted(path)}" for path in plan.unexpected]
+        besides = [dotted(root) for root in plan.unexpected_roots()]
+        raise MismatchError([*plan.problems, *listed], [*plan.problems, *plan.unexpected_shown()], besides)

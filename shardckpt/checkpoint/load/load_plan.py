@@ -1,4 +1,4 @@
-"""From the objects that a user holds to what is wanted of a checkpoint: places to fill, values to replace."""
+"""Plan a load: which data of a checkpoint goes into which objects of a state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from shardckpt import dtypes
 from shardckpt.boxes import Box
-from shardckpt.checkpoint.load.source import Saved, allocate, torch_dtype
+from shardckpt.checkpoint.load.source import CheckpointSource, allocate, torch_dtype
 from shardckpt.checkpoint.load.stateful_fill import hand_over
 from shardckpt.checkpoint.load.unflatten import ForeignValue, arrays_in
 from shardckpt.checkpoint.stateful.flatten import Models, TensorRef, as_rows, require_model_of, require_no_flat_shard
@@ -52,17 +52,17 @@ class Taker(NamedTuple):
 
     Attributes:
         path: What the user calls who takes it.
-        nest: As it was saved, arrays as `TensorRef`.
+        tree: As it was saved, arrays as `TensorRef`.
         put: Takes it.
     """
 
     path: Path
-    nest: Any
+    tree: Any
     put: Put
 
 
-class Wanted(NamedTuple):
-    """Where elements of a saved array are to go.
+class LoadItem(NamedTuple):
+    """A saved array, and where its elements go.
 
     Attributes:
         path: What the user calls it.
@@ -76,8 +76,8 @@ class Wanted(NamedTuple):
 
 
 @dataclass
-class Fitting:
-    """What a load will do, and every reason not to.
+class LoadPlan:
+    """The plan of a load, and every reason not to do it.
 
     Attributes:
         arrays: What is read straight into its place.
@@ -89,7 +89,7 @@ class Fitting:
         unexpected: What the checkpoint has and nobody wants.
     """
 
-    arrays: list[Wanted] = field(default_factory=list)
+    arrays: list[LoadItem] = field(default_factory=list)
     values: list[Taker] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -117,8 +117,8 @@ class Fitting:
 
 
 @dataclass(frozen=True)
-class Policy:
-    """How strictly a load compares.
+class LoadOptions:
+    """Options of a load.
 
     Attributes:
         strict: Names that are missing or unexpected are problems.
@@ -154,24 +154,26 @@ class Policy:
         return any(name.startswith(head) or head.startswith(name) for head in heads)
 
 
-def fit(state: Any, saved: Saved, policy: Policy, rank: int, world: int, models: Models) -> Fitting:
-    """Compare a state with a checkpoint; nothing of either is changed.
+def plan_load(
+    state: Any, saved: CheckpointSource, options: LoadOptions, rank: int, world: int, models: Models
+) -> LoadPlan:
+    """Plan a load: compare a state with a checkpoint; nothing of either is changed.
 
     Args:
         state: As for `load`.
         saved: The checkpoint.
-        policy: How strictly.
+        options: How strictly.
         rank: This rank.
         world: How many there are.
         models: Those of the state.
     """
-    made = _Fit(saved, policy, rank, world, models)
+    made = _LoadPlanner(saved, options, rank, world, models)
     made.visit(state, (), _refuse)
-    if policy.strict and policy.partial is None:
-        made.fitting.unexpected = list(made.unexpected())
-    if policy.strict:
-        made.fitting.problems += [f"`partial`: nothing is called {glob!r}" for glob in made.unmatched()]
-    return made.fitting
+    if options.strict and options.partial is None:
+        made.plan.unexpected = list(made.unexpected())
+    if options.strict:
+        made.plan.problems += [f"`partial`: nothing is called {glob!r}" for glob in made.unmatched()]
+    return made.plan
 
 
 def _refuse(value: Any) -> None:
@@ -189,34 +191,34 @@ def _refuse(value: Any) -> None:
     )
 
 
-class _Fit:
-    def __init__(self, saved: Saved, policy: Policy, rank: int, world: int, models: Models) -> None:
-        self._saved, self._policy, self._rank, self._world = saved, policy, rank, world
+class _LoadPlanner:
+    def __init__(self, saved: CheckpointSource, options: LoadOptions, rank: int, world: int, models: Models) -> None:
+        self._source, self._options, self._rank, self._world = saved, options, rank, world
         self._models = models
         self._opened: set[Path] = set()  # lists that are visited one entry after the other
         self._matched: set[str] = set()  # globs
         self._shards = FlatShards()
-        self.fitting = Fitting()
+        self.plan = LoadPlan()
 
     def unexpected(self) -> Iterable[Path]:
         """Yield what the checkpoint has and nobody wants."""
-        taken = self.fitting.taken
-        for saved in self._saved.paths:
+        taken = self.plan.taken
+        for saved in self._source.paths:
             for path in self._parts(saved):
                 if not any(path[:n] in taken for n in range(len(path) + 1)):
                     yield path
 
     def unmatched(self) -> list[str]:
         """Return the globs that match nothing, in the state or in the checkpoint: other ranks' states may have more."""
-        left = [glob for glob in self._policy.partial or () if glob not in self._matched and glob != "*"]
-        known = {glob for path in self._saved.paths for glob in self._policy.globs_of(path)} if left else set()
+        left = [glob for glob in self._options.partial or () if glob not in self._matched and glob != "*"]
+        known = {glob for path in self._source.paths for glob in self._options.globs_of(path)} if left else set()
         return [glob for glob in left if glob not in known]
 
     def _wants(self, path: Path) -> bool:
         """Tell whether something is to be loaded."""
-        if self._policy.partial is None:
+        if self._options.partial is None:
             return True
-        found = set(self._policy.globs_of(path))
+        found = set(self._options.globs_of(path))
         self._matched |= found
         return bool(found)
 
@@ -224,8 +226,8 @@ class _Fit:
         """Yield a path; those of the entries of a list that is one value in the checkpoint and several objects here."""
         if path not in self._opened:
             return (path,)
-        found, _ = self._saved.find(path)
-        return _parts_of(found, path, set(self._saved.arrays))
+        found, _ = self._source.find(path)
+        return _parts_of(found, path, set(self._source.arrays))
 
     def visit(self, value: Any, path: Path, put: Put) -> None:
         """Add what is wanted of a value and everything in it."""
@@ -263,38 +265,38 @@ class _Fit:
         is_fillable = (
             value.flags.writeable and value.size and value.dtype.isnative and dtypes.is_known(value.dtype.name)
         )
-        entry = self._saved.arrays.get(path)
+        entry = self._source.arrays.get(path)
         if is_fillable and (put is _refuse or entry is None or self._fits(value, entry)):
             self._array(path, path, get_tensor_shards(torch.from_numpy(value)))
-        elif entry is not None and self._policy.is_own_only and self._saved.lies_elsewhere(entry):
-            self.fitting.taken.add(path)
+        elif entry is not None and self._options.is_own_only and self._source.lies_elsewhere(entry):
+            self.plan.taken.add(path)
         else:
             self._value(path, put, value)
 
     def _fits(self, value: np.ndarray[Any, Any], entry: TensorEntry) -> bool:
         """Tell whether an array is filled in place: with a saved array of its form, or a tensor, which is not one."""
-        saved = self._saved.find(entry.path)[0]
-        has_form = entry.shape == value.shape and (entry.dtype == value.dtype.name or self._policy.cast)
+        saved = self._source.find(entry.path)[0]
+        has_form = entry.shape == value.shape and (entry.dtype == value.dtype.name or self._options.cast)
         return has_form or not (isinstance(saved, TensorRef) and saved.kind == "numpy")
 
     def _sequence(self, value: Any, path: Path, put: Put) -> None:
         self._opened.add(path)
-        found, is_there = self._saved.find(path)
+        found, is_there = self._source.find(path)
         if is_there and isinstance(found, (list, tuple)) and len(found) != len(value):
             self._problem(path, f"size mismatch for {dotted(path)}: found {len(found)} entries, expected {len(value)}")
         held = value if isinstance(value, list) else list(value)
         for at, each in enumerate(value):
             self.visit(each, (*path, at), put if held is not value and put is _refuse else _setter(held, at))
         if isinstance(value, tuple) and put is not _refuse:
-            self.fitting.values.append(Taker(path, None, lambda _: put(tuple(held))))
+            self.plan.values.append(Taker(path, None, lambda _: put(tuple(held))))
 
     def _problem(self, path: Path, text: str) -> None:
         if self._wants(path):
-            self.fitting.problems.append(text)
+            self.plan.problems.append(text)
 
     def _missing(self, path: Path) -> None:
-        self.fitting.missing.add(path)
-        if self._policy.strict:
+        self.plan.missing.add(path)
+        if self._options.strict:
             self._problem(path, f"missing: {dotted(path)}")
 
     def _value(self, path: Path, put: Put, given: Any = None) -> None:
@@ -307,35 +309,35 @@ class _Fit:
         """
         if put is _refuse:
             put(given)
-        found, is_there = self._saved.find(path)
+        found, is_there = self._source.find(path)
         if not is_there:
             self._missing(path)
             return
-        self.fitting.taken.add(path)
+        self.plan.taken.add(path)
         if self._wants(path):
-            self.fitting.values.append(Taker(path, found, put))
+            self.plan.values.append(Taker(path, found, put))
 
     def _stateful(self, value: Stateful, path: Path) -> None:
         """Want the tensors of an object's state in place, and hand it the rest with them."""
-        found, _ = self._saved.find(path)
+        found, _ = self._source.find(path)
         if next(arrays_in(found), None) is None or not self._wants(path):
             self._value(path, value.load_state_dict)
             return
-        self.fitting.taken.add(path)
-        handover = hand_over(found, get_state_dict(value, path), path, self._saved.arrays)
+        self.plan.taken.add(path)
+        handover = hand_over(found, get_state_dict(value, path), path, self._source.arrays)
         for fill in handover.fills:
             require_no_flat_shard(fill.tensor, fill.path, self._shards)
             self._array(fill.path, fill.source, get_tensor_shards(fill.tensor))
         for each in handover.missing:
             self._missing(each)
-        for each in handover.unplaced if self._policy.strict else ():
+        for each in handover.unplaced if self._options.strict else ():
             self._problem(
                 each,
                 f"no tensor for {dotted(each)}: {type(value).__name__}.state_dict() has sharded tensors, none of this"
                 " name, so that it is not known how this one is cut (let the object make it before the load: torch's"
                 " `get_optimizer_state_dict` makes the state of an optimizer)",
             )
-        self.fitting.values.append(Taker(path, handover.nest, value.load_state_dict))
+        self.plan.values.append(Taker(path, handover.tree, value.load_state_dict))
 
     def _array(self, path: Path, source: Path, array: TensorShards) -> None:
         """Want one array.
@@ -345,31 +347,31 @@ class _Fit:
             source: Where the checkpoint has it.
             array: Where it goes.
         """
-        entry = self._saved.arrays.get(source)
+        entry = self._source.arrays.get(source)
         if entry is None:
-            found, is_there = self._saved.find(source)
+            found, is_there = self._source.find(source)
             if not is_there:
                 self._missing(path)
                 return
-            self.fitting.taken.add(source)
+            self.plan.taken.add(source)
             kind = "" if isinstance(found, ForeignValue) else f", but a value of type {type(found).__name__}"
             self._problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no tensor there{kind}")
             return
-        self.fitting.taken.add(source)
-        if not self._wants(path) or (self._policy.is_own_only and self._saved.lies_elsewhere(entry)):
+        self.plan.taken.add(source)
+        if not self._wants(path) or (self._options.is_own_only and self._source.lies_elsewhere(entry)):
             return
         if any(_repeats(shard.tensor) for shard in array.shards) and entry.shape == array.shape:
             array = self._without_repeats(path, entry, array)
         if any(shard.tensor.is_meta for shard in array.shards):
             text = f"no memory for {dotted(path)}: it is on the meta device"
-            self.fitting.problems.append(f"{text} (`to_empty` gives some)")
+            self.plan.problems.append(f"{text} (`to_empty` gives some)")
         if entry.shape != array.shape:
             text = f"size mismatch for {dotted(path)}: found {list(entry.shape)}, expected {list(array.shape)}"
-            self.fitting.problems.append(text)
-        if entry.dtype != dtype_name(array.dtype) and not self._policy.cast:
+            self.plan.problems.append(text)
+        if entry.dtype != dtype_name(array.dtype) and not self._options.cast:
             text = f"dtype mismatch for {dotted(path)}: found {entry.dtype}, expected {dtype_name(array.dtype)}"
-            self.fitting.problems.append(f"{text} (cast=True converts)")
-        self.fitting.arrays.append(Wanted(path, entry, array))
+            self.plan.problems.append(f"{text} (cast=True converts)")
+        self.plan.arrays.append(LoadItem(path, entry, array))
 
     def _without_repeats(self, path: Path, entry: TensorEntry, array: TensorShards) -> TensorShards:
         """Return the places of an expanded tensor, each once, if the saved values are alike where it repeats itself."""
@@ -377,9 +379,9 @@ class _Fit:
         for shard in array.shards:
             size, at = shard.tensor.shape, _once(shard.tensor)
             if not shard.tensor.is_meta:
-                (found,) = self._saved.located([entry])  # before memory is taken for it
+                (found,) = self._source.located([entry])  # before memory is taken for it
                 values = allocate(found, size)
-                self._saved.elements.read([(found, array._replace(shards=(LocalShard(shard.box, values),)))])
+                self._source.elements.read([(found, array._replace(shards=(LocalShard(shard.box, values),)))])
                 if not _are_alike(values, values[at].expand(size)):
                     self._problem(
                         path,
@@ -398,19 +400,19 @@ class _Fit:
                 self._array((*path, name), (*path, name), array)
         for name, value in variant.extras.items():
             self.visit(value, (*path, name), _refuse)
-        self.fitting.taken |= {(*path, name) for name in EXTRAS}
+        self.plan.taken |= {(*path, name) for name in EXTRAS}
 
     def _module(self, module: nn.Module, path: Path) -> None:
         model = self._models.of(module)
-        names = model_names(self._saved, path, model.arrays)
+        names = model_names(self._source, path, model.arrays)
         for name, array in model.arrays.items():
             others = (alias for alias, first in model.aliases.items() if first == name)
             found = next((each for each in (name, *others) if each in names), name)
             self._array((*path, name), names.get(found, (*path, found)), array)
-        self.fitting.taken |= {names[alias] for alias in model.aliases if alias in names}
+        self.plan.taken |= {names[alias] for alias in model.aliases if alias in names}
         for name, owner in model.extra.items():
             self._value((*path, name), owner.set_extra_state)
-        self.fitting.after.append(model.finish)
+        self.plan.after.append(model.finish)
 
     def _optimizer(self, optim: torch.optim.Optimizer, path: Path) -> None:
         description = self._models.description_for(optim)
@@ -421,20 +423,20 @@ class _Fit:
         if description is None:
             self._whole_optimizer(optim, path, root)
             return
-        self.fitting.taken.add(root)
-        if not self._policy.may_want_below(path):
+        self.plan.taken.add(root)
+        if not self._options.may_want_below(path):
             return
         try:
             state = self._wanted_of(self._optim_state(root, description, optim), path)
             room = self._room(optim, description, state)
         except ShardckptError as error:
-            self.fitting.problems.append(f"{dotted(path)}: {error}")
+            self.plan.problems.append(f"{dotted(path)}: {error}")
             return
         self._fill_room(room, state, path)
-        self.fitting.problems += [f"{dotted(path)}.{text}" for text in room.problems]
-        if self._policy.strict:
+        self.plan.problems += [f"{dotted(path)}.{text}" for text in room.problems]
+        if self._options.strict:
             self._compare_parameters(optim, description, state, path)
-        self.fitting.after.append(lambda: room.put(optim))
+        self.plan.after.append(lambda: room.put(optim))
 
     def _compare_parameters(
         self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimizerState, path: Path
@@ -453,33 +455,33 @@ class _Fit:
 
     def _optimizer_root(self, path: Path) -> Path | None:
         """Return where the checkpoint has an optimizer's state: at its path, or the only one there is."""
-        if self._saved.find(path)[1]:
+        if self._source.find(path)[1]:
             return path
-        found = find_sections(self._saved.manifest).optimizers
-        return found[0] if len(found) == 1 and not self._saved.is_native else None
+        found = find_sections(self._source.manifest).optimizers
+        return found[0] if len(found) == 1 and not self._source.is_native else None
 
     def _whole_optimizer(self, optim: torch.optim.Optimizer, path: Path, root: Path) -> None:
         model = self._models.foreign_for(optim)
         if model is None:
             require_model_of(optim, path, self._shards)
-        self.fitting.taken.add(root)
+        self.plan.taken.add(root)
         n = len(root)
-        wanted = [self._wants((*path, *at[n:])) for at in self._saved.paths if at[:n] == root]
+        wanted = [self._wants((*path, *at[n:])) for at in self._source.paths if at[:n] == root]
         if not any(wanted):
             return
         if not all(wanted):
-            self.fitting.problems.append(f"{dotted(path)}: it is loaded as a whole, and `partial` names a part of it")
+            self.plan.problems.append(f"{dotted(path)}: it is loaded as a whole, and `partial` names a part of it")
         take: Put = optim.load_state_dict
         if model is not None:
             take = lambda state: torch_fsdp1.put_optim_state(model, optim, state)  # noqa: E731
-        self.fitting.values.append(Taker(path, self._saved.find(root)[0], take))
+        self.plan.values.append(Taker(path, self._source.find(root)[0], take))
 
     def _optim_state(self, root: Path, found: ModelIndex, optim: torch.optim.Optimizer) -> optimizers.OptimizerState:
         shapes = {name: entry.shape for name, entry in found.entries.items()}
         n = len(root)
-        tensors = {path: entry for path, entry in self._saved.arrays.items() if path[:n] == root}
+        tensors = {path: entry for path, entry in self._source.arrays.items() if path[:n] == root}
         small = {path: entry for path, entry in tensors.items() if path[n : n + 1] == ("param_groups",)}
-        values = _leaves(self._saved.materialised(_without_state(self._saved.find(root)[0])), root)
+        values = _leaves(self._source.materialised(_without_state(self._source.find(root)[0])), root)
         raw = optimizers.RawOptimizer(
             {path[n:]: entry for path, entry in tensors.items() if path not in small},
             {path[n:]: value for path, value in values.items()},
@@ -489,7 +491,7 @@ class _Fit:
 
     def _wanted_of(self, state: optimizers.OptimizerState, path: Path) -> optimizers.OptimizerState:
         """Return what is to be loaded of an optimizer's state."""
-        if not self._policy.is_selective:
+        if not self._options.is_selective:
             return state
 
         def wants(name: str, slot: str) -> bool:
@@ -514,28 +516,28 @@ class _Fit:
             slots,
             state.scalars,
             state.groups,
-            keeps_rest=self._policy.is_selective,
-            unequal_steps=self._policy.unequal_steps,
+            keeps_rest=self._options.is_selective,
+            unequal_steps=self._options.unequal_steps,
         )
 
     def _fill_room(self, room: OptimTargets, state: optimizers.OptimizerState, path: Path) -> None:
         """Want what the room is for; numbers that several parameters share are compared first."""
-        shared: dict[int, list[Wanted]] = {}
+        shared: dict[int, list[LoadItem]] = {}
         for name, slot, array in room.arrays:
-            wanted = Wanted((*path, "state", name, slot), state.tensors[f"{name}/{slot}"], array)
+            wanted = LoadItem((*path, "state", name, slot), state.tensors[f"{name}/{slot}"], array)
             if not array.shape and array.shards:
                 shared.setdefault(array.shards[0].tensor.data_ptr(), []).append(wanted)
             else:
-                self.fitting.arrays.append(wanted)
+                self.plan.arrays.append(wanted)
         for rows in shared.values():
-            self.fitting.arrays += rows if len(rows) == 1 else self._one_number(rows, path)
+            self.plan.arrays += rows if len(rows) == 1 else self._one_number(rows, path)
 
-    def _one_number(self, rows: Sequence[Wanted], path: Path) -> Sequence[Wanted]:
+    def _one_number(self, rows: Sequence[LoadItem], path: Path) -> Sequence[LoadItem]:
         """Return what is read into the one number that an optimizer keeps of all parameters of a flat one."""
         told = [self._number(each.entry) for each in rows]
         if all(value == told[0] for value in told):
             return rows[:1]
-        if self._policy.unequal_steps == "error":
+        if self._options.unequal_steps == "error":
             firsts: dict[Any, str] = {}
             for row, value in zip(rows, told, strict=True):
                 firsts.setdefault(value, f"{row.path[-2]}/{row.path[-1]}")
@@ -546,27 +548,27 @@ class _Fit:
 
     def _number(self, entry: TensorEntry) -> Any:
         made = torch.empty((), dtype=torch_dtype(entry))
-        self._saved.fill([(entry, get_tensor_shards(made))])
+        self._source.fill([(entry, get_tensor_shards(made))])
         return made.item()
 
     def _per_rank(self, value: PerRank, path: Path) -> None:
-        found, is_there = self._saved.find(path)
+        found, is_there = self._source.find(path)
         if not is_there:
             self._missing(path)
             return
-        self.fitting.taken.add(path)
+        self.plan.taken.add(path)
         if not self._wants(path):
             return
         if not isinstance(found, list):
             self._problem(path, f"kind mismatch for {dotted(path)}: the checkpoint has no state of each rank there")
         elif len(found) == self._world:
-            self.fitting.values.append(Taker(path, found[self._rank], value.load_state_dict))
+            self.plan.values.append(Taker(path, found[self._rank], value.load_state_dict))
         elif type(value).load_other_world is PerRank.load_other_world:
             text = f"every rank has its own {dotted(path)}, and there are more or fewer ranks than saved it"
             found_text = f"found {len(found)}, expected {self._world}"
             self._problem(path, f"{text}: {found_text} (leave it out of the state; `load(path)` has all of them)")
         else:
-            self.fitting.values.append(Taker(path, found, self._other_world(value, path)))
+            self.plan.values.append(Taker(path, found, self._other_world(value, path)))
 
     def _other_world(self, value: PerRank, path: Path) -> Put:
         def take(states: list[Any]) -> None:
@@ -639,7 +641,7 @@ def _members(value: Any) -> Iterable[Any]:
     return list(value.values()) if isinstance(value, dict) else list(value)
 
 
-def model_names(saved: Saved, path: Path, names: Iterable[str]) -> Mapping[str, Path]:
+def model_names(saved: CheckpointSource, path: Path, names: Iterable[str]) -> Mapping[str, Path]:
     """Return the names of a model's tensors in the checkpoint, with where they are.
 
     They are at the model's own path; in a checkpoint of another tool, where that has its model, as it spells them.
@@ -662,15 +664,15 @@ def model_names(saved: Saved, path: Path, names: Iterable[str]) -> Mapping[str, 
     return {saved.renamed(clean(name)): at for at, name in stored.items()}
 
 
-def _without_state(nest: Any) -> Any:
+def _without_state(tree: Any) -> Any:
     """Return an optimizer's nest without the tensors of its state, which go straight to their places."""
-    if not isinstance(nest, dict):
-        return nest
-    if "state" not in nest:  # flattened: `state.{name}.{slot}`
-        return {key: value for key, value in nest.items() if not (_is_array(value) and _is_flat_slot(key))}
-    state = nest["state"]
+    if not isinstance(tree, dict):
+        return tree
+    if "state" not in tree:  # flattened: `state.{name}.{slot}`
+        return {key: value for key, value in tree.items() if not (_is_array(value) and _is_flat_slot(key))}
+    state = tree["state"]
     kept = {name: _plain_slots(slots) for name, slots in state.items()} if isinstance(state, dict) else state
-    return {**nest, "state": kept}
+    return {**tree, "state": kept}
 
 
 def _plain_slots(slots: Any) -> Any:
@@ -687,11 +689,11 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "path") and hasattr(value, "kind")
 
 
-def _leaves(nest: Any, root: Path) -> dict[Path, Any]:
+def _leaves(tree: Any, root: Path) -> dict[Path, Any]:
     """Return the values of an optimizer's nest by path, groups as one value."""
     found: dict[Path, Any] = {}
-    if isinstance(nest, dict):
-        for key, value in nest.items():
+    if isinstance(tree, dict):
+        for key, value in tree.items():
             if key == "state" and isinstance(value, dict):
                 for name, slots in value.items():
                     if isinstance(slots, dict):

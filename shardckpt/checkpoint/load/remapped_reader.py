@@ -27,7 +27,7 @@ from shardckpt.storage.text_files import read_text
 _CONFIG = "config.json"
 
 
-class RuledReader(Reader):
+class RemappedReader(Reader):
     """A reader whose manifest is as rules have it.
 
     Args:
@@ -58,7 +58,7 @@ class RuledReader(Reader):
         return self._inner.load_object(entry)
 
 
-def ruled(reader: Reader, place: str) -> RuledReader:
+def remap_reader(reader: Reader, place: str) -> RemappedReader:
     """Return a checkpoint as the rules of a file have it.
 
     Args:
@@ -100,7 +100,7 @@ def ruled(reader: Reader, place: str) -> RuledReader:
     roots = found.optimizers
     objects |= {path: entry for path, entry in manifest.objects.items() if not any(path[: len(r)] == r for r in roots)}
     rest = {path: entry for path, entry in manifest.tensors.items() if path not in gone}
-    return RuledReader(reader, replace(manifest, tensors={**tensors, **rest}, objects=objects, aliases={}))
+    return RemappedReader(reader, replace(manifest, tensors={**tensors, **rest}, objects=objects, aliases={}))
 
 
 def _state(reader: Reader, manifest: Manifest, root: Path, model: NamedModel) -> optimizer_state.OptimizerState:

@@ -1,4 +1,4 @@
-"""An open checkpoint as a load asks for it: the nest that was saved, whatever the format, and where its arrays lie."""
+"""An open checkpoint as a load reads it: its state tree, whatever the format, and where its arrays are."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from shardckpt.boxes import whole
-from shardckpt.checkpoint.load.remapped_reader import ruled
-from shardckpt.checkpoint.load.tensor_loader import BATCH_BYTES, ElementReader, Wish
+from shardckpt.checkpoint.load.remapped_reader import remap_reader
+from shardckpt.checkpoint.load.tensor_loader import BATCH_BYTES, ElementReader, ReadRequest
 from shardckpt.checkpoint.load.unflatten import ForeignValue, arrays_in, filled, find, put, with_lists
 from shardckpt.checkpoint.stateful.flatten import TensorRef
 from shardckpt.checkpoint.stateful.stateful import revived
@@ -37,7 +37,7 @@ Verify = str | bool
 VERIFY = (False, "read", "full")
 
 
-class Saved:
+class CheckpointSource:
     """A checkpoint that is open.
 
     Args:
@@ -45,7 +45,7 @@ class Saved:
         verify: Which blocks are checked against their hashes: none, those that are read, or all of them at once.
         rules: Regular expressions and what stands for them in every key of every path; or a file of rules.
         bases: Folders that the caller names of those that it refers to.
-        tell: Tells what lies in flat parameters, where that is known; asked where no file tells it.
+        get_shapes: Returns the parameters of flat parameters, where known; called where no file has them.
 
     Raises:
         SourceNotFoundError: Nothing lies there.
@@ -60,14 +60,14 @@ class Saved:
         verify: Verify = "read",
         rules: Rules = None,
         bases: NamedBases = "",
-        tell: Callable[[], ParamShapes | None] = lambda: None,
+        get_shapes: Callable[[], ParamShapes | None] = lambda: None,
     ) -> None:
         require_way_to_verify(verify)
         self._rules = compiled(rules)
-        self._reader: Reader = _with_shapes(open_checkpoint(url, bases), tell)
+        self._reader: Reader = _with_shapes(open_checkpoint(url, bases), get_shapes)
         self._files = self._reader
         if isinstance(rules, (str, os.PathLike)):
-            self._reader = ruled(self._reader, os.fspath(rules))
+            self._reader = remap_reader(self._reader, os.fspath(rules))
         self.url = url
         self.manifest = split_flat_names(self._reader.manifest)
         self._store = self._reader.store if verify else self._reader.unverified
@@ -139,7 +139,7 @@ class Saved:
         return [*self.arrays, *(tuple(map(self.renamed, path)) for path in self.manifest.objects)]
 
     @cached_property
-    def nest(self) -> Any:
+    def tree(self) -> Any:
         """What was saved; arrays as `TensorRef`."""
         if isinstance(self._reader, NativeReader):
             records = self._reader.contents.arrays
@@ -152,14 +152,14 @@ class Saved:
             return self._renamed_keys(self._reader.decode_state(decode_ref))
         return self._foreign_nest()
 
-    def _renamed_keys(self, nest: Any) -> Any:
+    def _renamed_keys(self, tree: Any) -> Any:
         if not self._rules:
-            return nest
-        if isinstance(nest, dict):
-            return type(nest)((self.renamed(key), self._renamed_keys(value)) for key, value in nest.items())
-        if type(nest) in (list, tuple):
-            return type(nest)(map(self._renamed_keys, nest))
-        return nest
+            return tree
+        if isinstance(tree, dict):
+            return type(tree)((self.renamed(key), self._renamed_keys(value)) for key, value in tree.items())
+        if type(tree) in (list, tuple):
+            return type(tree)(map(self._renamed_keys, tree))
+        return tree
 
     def _foreign_nest(self) -> Any:
         root: dict[Any, Any] = {}
@@ -172,20 +172,20 @@ class Saved:
 
     def find(self, path: Path) -> tuple[Any, bool]:
         """Return what was saved at a path, and whether anything was."""
-        return find(self.nest, path)
+        return find(self.tree, path)
 
-    def materialised(self, nest: Any, skipped: list[Path] | None = None) -> Any:
-        """Return a part of the nest with its arrays read, on the CPU.
+    def materialised(self, tree: Any, skipped: list[Path] | None = None) -> Any:
+        """Return a part of the tree with its arrays read, on the CPU.
 
         Args:
-            nest: The part.
+            tree: The part.
             skipped: Gets the paths of what only its own library can read, which is left out; None: that is an error.
 
         Raises:
             CheckpointError: It cannot be read.
             NoMemoryError: An array does not fit into memory.
         """
-        paths = list(dict.fromkeys(at.path for at in arrays_in(nest)))
+        paths = list(dict.fromkeys(at.path for at in arrays_in(tree)))
         entries = self.located([self.arrays[path] for path in paths])  # before memory is taken for them
         made: dict[Path, torch.Tensor] = {}
         wanted = []
@@ -194,9 +194,9 @@ class Saved:
             shard = LocalShard(whole(entry.shape), made[path])
             wanted.append((entry, TensorShards(entry.shape, made[path].dtype, (shard,))))
         self.elements.read(wanted)
-        return filled(nest, made, skipped)
+        return filled(tree, made, skipped)
 
-    def fill(self, wanted: Sequence[Wish]) -> None:
+    def fill(self, wanted: Sequence[ReadRequest]) -> None:
         """Read the elements that lie on this rank, and no others, into their places.
 
         Args:
@@ -208,7 +208,7 @@ class Saved:
         """
         self.elements.read(self.ready(wanted))
 
-    def ready(self, wanted: Sequence[Wish]) -> list[Wish]:
+    def ready(self, wanted: Sequence[ReadRequest]) -> list[ReadRequest]:
         """Return what is wanted, once it is sure that all of its elements are there; nothing is read.
 
         Args:
@@ -258,9 +258,9 @@ class Saved:
         return [entry._replace(pieces=tuple(known.get(id(p), p) for p in entry.pieces)) for entry in entries]
 
 
-def _with_shapes(reader: Reader, tell: Callable[[], ParamShapes | None]) -> Reader:
+def _with_shapes(reader: Reader, get_shapes: Callable[[], ParamShapes | None]) -> Reader:
     """Return a reader that knows what lies in its flat parameters; the same one where files tell that."""
-    known = tell() if reader.needs_param_shapes else None
+    known = get_shapes() if reader.needs_param_shapes else None
     if known is not None:
         reader = reader.with_param_shapes(known)
     if reader.needs_param_shapes:

@@ -1,7 +1,7 @@
 """Objects with `state_dict` and `load_state_dict`: which tensors of their state are filled in place, and what they get.
 
 A checkpoint has whole tensors; an object that holds a sharded model takes DTensors, cut as its own are. So the tensors
-that its `state_dict()` returns are filled, each rank with its part, and handed back in the nest that was saved.
+that its `state_dict()` returns are filled, each rank with its part, and handed back in the tree that was saved.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Handover:
     """What an object is handed.
 
     Attributes:
-        nest: As it was saved; what is filled in place are the object's own tensors.
+        tree: As it was saved; what is filled in place are the object's own tensors.
         fills: These.
         missing: DTensors of the object's state that the checkpoint does not have.
         unplaced: Tensors of the checkpoint for which an object that has DTensors has no tensor.
     """
 
-    nest: Any = None
+    tree: Any = None
     fills: list[Fill] = field(default_factory=list)
     missing: list[Path] = field(default_factory=list)
     unplaced: list[Path] = field(default_factory=list)
@@ -58,7 +58,7 @@ def hand_over(saved: Any, own: Any, path: Path, arrays: Mapping[Path, TensorEntr
     """Match what was saved of an object with what its `state_dict()` returns now; nothing is changed.
 
     Args:
-        saved: The nest that was saved, arrays as `TensorRef`.
+        saved: The tree that was saved, arrays as `TensorRef`.
         own: What `state_dict()` returns.
         path: Where the object is in the state.
         arrays: The arrays of the checkpoint.
@@ -66,7 +66,7 @@ def hand_over(saved: Any, own: Any, path: Path, arrays: Mapping[Path, TensorEntr
     match = _Match(arrays)
     made = match.made
     own = _expanded(own, path)
-    made.nest = match.visit(saved, own, path)
+    made.tree = match.visit(saved, own, path)
     dtensors = list(_dtensors(own, path))
     filled = {fill.path for fill in made.fills}
     made.missing = [each for each in dtensors if each not in filled]
@@ -81,7 +81,7 @@ class _Match:
         self.made = Handover()
 
     def visit(self, saved: Any, own: Any, path: Path) -> Any:
-        """Return what is handed over for a part of the nest."""
+        """Return what is handed over for a part of the tree."""
         if isinstance(saved, TensorRef):
             return self._array(saved, own, path)
         if isinstance(saved, dict):
@@ -108,7 +108,7 @@ class _Match:
 
 
 def _expanded(own: Any, path: Path) -> Any:
-    """Return a nest with the objects in it as the states that are saved of them."""
+    """Return a tree with the objects in it as the states that are saved of them."""
     if is_optimizer(own) or is_stateful(own):
         own = own.state_dict()
     if len(path) > MAX_DEPTH:

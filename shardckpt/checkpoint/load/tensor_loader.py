@@ -29,7 +29,7 @@ _WINDOW_PIECES = 100_000
 _READERS = 2
 """Batches that are under way at once: one is read while the other is hashed and goes to where it belongs."""
 
-Wish = tuple[TensorEntry, TensorShards]
+ReadRequest = tuple[TensorEntry, TensorShards]
 """A saved array, and where its elements go."""
 
 
@@ -44,11 +44,11 @@ class ElementReader:
         self._store = store
         self._pieces = PieceReader(store)
 
-    def read(self, wanted: Sequence[Wish]) -> None:
+    def read(self, wanted: Sequence[ReadRequest]) -> None:
         """Read what is ready.
 
         Args:
-            wanted: As `Saved.ready` returned it, or some of that.
+            wanted: As `CheckpointSource.ready` returned it, or some of that.
 
         Raises:
             CheckpointError: Elements are damaged, or of a kind that cannot be read.
@@ -70,7 +70,7 @@ class ElementReader:
         """
         self._in_threads(_batches_of_reads(reads))
 
-    def _planned(self, wanted: Sequence[Wish]) -> Iterator[_Batch]:
+    def _planned(self, wanted: Sequence[ReadRequest]) -> Iterator[_Batch]:
         """Yield batches of reads; what is planned ahead is bounded, since it may be a million pieces."""
         for some in _windows(wanted):
             reads, rest = _divided(some)
@@ -94,39 +94,39 @@ class ElementReader:
 
 
 @dataclass
-class Delivery:
-    """Elements that come as bytes of files, from whoever reads them.
+class PendingRead:
+    """A read of bytes of files, by this rank or by another one that sends them.
 
     Attributes:
-        reads: The bytes, with where they go; let go once they are dealt with.
-        finish: Takes what has arrived to its place; None where it arrives there.
-        wish: The same elements, for reading them by oneself.
+        reads: The bytes, with where they go; emptied once they are divided.
+        finish: Moves arrived bytes to their place; None where they arrive there.
+        request: The same elements, for a read by this rank alone.
         left: Parts that have not arrived.
     """
 
     reads: list[Read]
     finish: Callable[[], object] | None
-    wish: Wish
+    request: ReadRequest
     left: int = 0
 
-    def arrived(self) -> None:
-        """Note that a part is there; the last one ends it."""
+    def mark_arrived(self) -> None:
+        """Note that a part has arrived; the last one finishes the read."""
         self.left -= 1
         if not self.left and self.finish is not None:
             self.finish()
             self.finish = None
 
 
-def as_deliveries(wanted: Sequence[Wish]) -> tuple[list[Delivery], list[Wish]]:
+def as_pending_reads(wanted: Sequence[ReadRequest]) -> tuple[list[PendingRead], list[ReadRequest]]:
     """Return what is wanted as bytes of files, and what has to be put together by other means.
 
     What is on a device, or of another type, gets a buffer, whose memory is not touched before bytes arrive.
 
     Args:
-        wanted: As `Saved.ready` returned it.
+        wanted: As `CheckpointSource.ready` returned it.
     """
-    found: list[Delivery] = []
-    rest: list[Wish] = []
+    found: list[PendingRead] = []
+    rest: list[ReadRequest] = []
     for entry, array in wanted:
         others = []
         for shard in _shards(array, entry):
@@ -135,17 +135,17 @@ def as_deliveries(wanted: Sequence[Wish]) -> tuple[list[Delivery], list[Wish]]:
             if reads is None:
                 others.append(shard)
             else:
-                wish = entry, array._replace(shards=(shard,))
-                found.append(Delivery(reads, finish, wish))
+                request = entry, array._replace(shards=(shard,))
+                found.append(PendingRead(reads, finish, request))
         if others:
             rest.append((entry, array._replace(shards=tuple(others))))
     return found, rest
 
 
-def _divided(wanted: Sequence[Wish]) -> tuple[list[Read], list[Wish]]:
+def _divided(wanted: Sequence[ReadRequest]) -> tuple[list[Read], list[ReadRequest]]:
     """Return the reads that put bytes straight to where they belong, and what is wanted besides."""
     reads: list[Read] = []
-    rest: list[Wish] = []
+    rest: list[ReadRequest] = []
     for entry, array in wanted:
         others = []
         for shard in array.shards:
@@ -185,9 +185,9 @@ class _Batch:
             finish()
 
 
-def _place(wish: Wish) -> tuple[str, int]:
+def _place(request: ReadRequest) -> tuple[str, int]:
     """Return about where elements lie, so that they are read in the order in which they do."""
-    pieces = wish[0].pieces
+    pieces = request[0].pieces
     return (pieces[0].file, getattr(pieces[0].layout, "offset", 0)) if pieces else ("", 0)
 
 
@@ -198,7 +198,7 @@ def _straight(shard: LocalShard, entry: TensorEntry) -> list[Read] | None:
     return straight_reads(ReadItem(entry.pieces, shard.box, entry.stored, flat_bytes(shard.tensor)))
 
 
-def _batches(wanted: Sequence[Wish]) -> Iterator[_Batch]:
+def _batches(wanted: Sequence[ReadRequest]) -> Iterator[_Batch]:
     """Cut what is wanted into batches; no buffer is made before its batch is asked for."""
     batch = _Batch()
     for entry, array in wanted:
@@ -215,7 +215,7 @@ def _batches(wanted: Sequence[Wish]) -> Iterator[_Batch]:
         yield batch
 
 
-def _windows(wanted: Sequence[Wish]) -> Iterator[Sequence[Wish]]:
+def _windows(wanted: Sequence[ReadRequest]) -> Iterator[Sequence[ReadRequest]]:
     """Cut what is wanted where a window is full, by bytes or by pieces."""
     start = held = pieces = 0
     for at, (entry, array) in enumerate(wanted):

@@ -1,4 +1,4 @@
-"""Nests as they were saved: put together from paths, looked into by path, filled with the arrays that were read."""
+"""State trees: build them from paths, look values up by path, fill in the arrays that were read."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def put(root: dict[Any, Any], path: Path, value: Any) -> None:
         root[path[-1]] = value
 
 
-def with_lists(nest: Any) -> Any:
+def with_lists(tree: Any) -> Any:
     """Turn dicts that were lists into lists again; numbers of an optimizer's parameters stay what they are."""
-    if not isinstance(nest, dict):
-        return nest
-    made = {key: with_lists(value) for key, value in nest.items()}
-    if "param_groups" in nest and isinstance(nest.get("state"), dict):
-        made["state"] = {key: with_lists(slots) for key, slots in nest["state"].items()}
+    if not isinstance(tree, dict):
+        return tree
+    made = {key: with_lists(value) for key, value in tree.items()}
+    if "param_groups" in tree and isinstance(tree.get("state"), dict):
+        made["state"] = {key: with_lists(slots) for key, slots in tree["state"].items()}
     if made and all(type(key) is int for key in made) and sorted(made) == list(range(len(made))):
         return [made[at] for at in range(len(made))]
     return made
 
 
-def find(nest: Any, path: Path) -> tuple[Any, bool]:
-    """Return what lies at a path of a nest, and whether anything does."""
-    found = nest
+def find(tree: Any, path: Path) -> tuple[Any, bool]:
+    """Return what lies at a path of a tree, and whether anything does."""
+    found = tree
     for key in path:
         if isinstance(found, dict):
             match = next((k for k in _spellings(key, found) if k in found), found)
@@ -71,39 +71,39 @@ def find(nest: Any, path: Path) -> tuple[Any, bool]:
     return found, True
 
 
-def arrays_in(nest: Any) -> Iterator[TensorRef]:
-    """Yield the arrays of a nest."""
-    if isinstance(nest, TensorRef):
-        yield nest
-    elif isinstance(nest, dict):
-        for value in nest.values():
+def arrays_in(tree: Any) -> Iterator[TensorRef]:
+    """Yield the arrays of a tree."""
+    if isinstance(tree, TensorRef):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
             yield from arrays_in(value)
-    elif type(nest) in (list, tuple):
-        for value in nest:
+    elif type(tree) in (list, tuple):
+        for value in tree:
             yield from arrays_in(value)
 
 
-def filled(nest: Any, made: Mapping[Path, torch.Tensor], skipped: list[Path] | None = None) -> Any:
-    """Return a nest with its arrays, and values as plain ones.
+def filled(tree: Any, made: Mapping[Path, torch.Tensor], skipped: list[Path] | None = None) -> Any:
+    """Return a tree with its arrays, and values as plain ones.
 
     Args:
-        nest: The nest.
+        tree: The tree.
         made: The arrays.
         skipped: Gets the paths of entries of dicts that only their own library knows, which are left out.
 
     Raises:
         UnsupportedError: It holds something that only its own library knows, and nothing is to be left out.
     """
-    if isinstance(nest, TensorRef):
-        return made[nest.path].numpy() if nest.kind == "numpy" else made[nest.path]
-    if isinstance(nest, ForeignValue):
-        return nest.plain(skipped)
-    if isinstance(nest, dict):
-        rows = ((key, lambda each=each: filled(each, made, skipped), _path_of(each)) for key, each in nest.items())
-        return type(nest)(_readable(rows, skipped))
-    if type(nest) in (list, tuple):
-        return type(nest)(filled(value, made, skipped) for value in nest)
-    return nest
+    if isinstance(tree, TensorRef):
+        return made[tree.path].numpy() if tree.kind == "numpy" else made[tree.path]
+    if isinstance(tree, ForeignValue):
+        return tree.plain(skipped)
+    if isinstance(tree, dict):
+        rows = ((key, lambda each=each: filled(each, made, skipped), _path_of(each)) for key, each in tree.items())
+        return type(tree)(_readable(rows, skipped))
+    if type(tree) in (list, tuple):
+        return type(tree)(filled(value, made, skipped) for value in tree)
+    return tree
 
 
 def _path_of(value: Any) -> Path:

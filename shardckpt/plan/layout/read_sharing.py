@@ -1,4 +1,4 @@
-"""What several ranks read alike: which stretches of files, who reads each of them, and who is sent it. Pure."""
+"""Reads that several ranks share: which segments of files, which rank reads each, and which receive it. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-STRETCH_BYTES = 16 << 20
+SEGMENT_BYTES = 16 << 20
 """Bytes of a file that one rank reads for others: a few requests of a store, and whole blocks of our own format."""
 
 Ids = NDArray[np.int64]
-"""Numbers of stretches, ascending."""
+"""Numbers of segments, ascending."""
 
 
 class Extent(NamedTuple):
-    """Where a stretch lies.
+    """Where a segment is.
 
     Attributes:
         file: Its file.
@@ -31,8 +31,8 @@ class Extent(NamedTuple):
     stop: int
 
 
-class Stretches:
-    """The stretches of a checkpoint's files, numbered alike by whoever knows names and sizes.
+class FileSegments:
+    """The segments of a checkpoint's files, with the same numbers on every rank that knows names and sizes.
 
     Args:
         files: Sizes in bytes by name; one that is not there has none.
@@ -41,37 +41,37 @@ class Stretches:
     def __init__(self, files: Mapping[str, int]) -> None:
         self._names = sorted(files)
         self._files = files
-        counts = (-(-max(files[name], 0) // STRETCH_BYTES) for name in self._names)
+        counts = (-(-max(files[name], 0) // SEGMENT_BYTES) for name in self._names)
         self._first = dict(zip(self._names, accumulate(counts, initial=0), strict=False))
         self._starts = np.array(list(self._first.values()), np.int64)
 
     def extent(self, number: int) -> Extent:
-        """Return where a stretch lies."""
+        """Return where a segment is."""
         name = self._names[int(np.searchsorted(self._starts, number, "right")) - 1]
-        start = (number - self._first[name]) * STRETCH_BYTES
-        return Extent(name, start, min(start + STRETCH_BYTES, self._files[name]))
+        start = (number - self._first[name]) * SEGMENT_BYTES
+        return Extent(name, start, min(start + SEGMENT_BYTES, self._files[name]))
 
-    def cut(self, file: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the parts of a range that lie in one stretch each: its number, first byte and one after the last."""
+    def split(self, file: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the parts of a range that are in one segment each: its number, first byte and one after the last."""
         while start < stop:
-            at = start // STRETCH_BYTES
-            end = min(stop, (at + 1) * STRETCH_BYTES)
+            at = start // SEGMENT_BYTES
+            end = min(stop, (at + 1) * SEGMENT_BYTES)
             yield self._first[file] + at, start, end
             start = end
 
     def wanted(self, ranges: Iterable[tuple[str, int, int]], grain: int = 1) -> Ids:
-        """Return the stretches of which at least half would be read; less is cheaper read by oneself than sent whole.
+        """Return the segments of which at least half would be read; less is cheaper to read than to send.
 
         Args:
             ranges: File, first byte, one after the last; disjoint.
-            grain: Bytes that are read together, however few of them are wanted; a stretch is some of these.
+            grain: Bytes that are read together, however few of them are wanted; a segment is some of these.
         """
         found: dict[int, int] = {}
         seen: set[tuple[str, int]] = set()
         for file, start, stop in ranges:
             if stop > self._files.get(file, -1):
                 continue
-            for number, low, high in self.cut(file, start, stop):
+            for number, low, high in self.split(file, start, stop):
                 if grain > 1:
                     touched = {(file, at) for at in range(low // grain, -(-high // grain))} - seen
                     seen |= touched
@@ -87,12 +87,12 @@ class Stretches:
         return stop - start
 
 
-class Circle(NamedTuple):
-    """Ranks that want the same stretches; they take turns in reading them.
+class BroadcastGroup(NamedTuple):
+    """Ranks that read the same segments; they take turns in reading and sending them.
 
     Attributes:
         members: The ranks, ascending.
-        ids: The stretches; the one at position `p` is read by member `p % len(members)`, in round `p // len(members)`.
+        ids: The segments; the one at position `p` is read by member `p % len(members)`, in round `p // len(members)`.
     """
 
     members: tuple[int, ...]
@@ -100,20 +100,20 @@ class Circle(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """How often everybody has a turn."""
+        """How often every rank has a turn."""
         return -(-len(self.ids) // len(self.members))
 
     def turns(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yield who reads which stretch in a round."""
+        """Yield which rank reads which segment in a round."""
         first = number * len(self.members)
         yield from zip(self.members, self.ids[first : first + len(self.members)].tolist(), strict=False)
 
 
-def share_out(wanted: Sequence[Ids]) -> list[list[Circle]]:
-    """Return for each rank the circles that it is in, in an order that is the same for all.
+def assign_segments(wanted: Sequence[Ids]) -> list[list[BroadcastGroup]]:
+    """Return for each rank its broadcast groups, in an order that is the same for all.
 
     Args:
-        wanted: For each rank the stretches it wants.
+        wanted: For each rank the segments it reads.
     """
     ids = np.concatenate([*wanted, np.array([], np.int64)])
     ranks = np.repeat(np.arange(len(wanted)), [len(each) for each in wanted])
@@ -125,24 +125,26 @@ def share_out(wanted: Sequence[Ids]) -> list[list[Circle]]:
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         if end - start > 1:
             found.setdefault(ranks[start:end].tobytes(), []).append(int(ids[start]))
-    circles: list[list[Circle]] = [[] for _ in wanted]
+    groups: list[list[BroadcastGroup]] = [[] for _ in wanted]
     for members, numbers in found.items():
-        circle = Circle(tuple(np.frombuffer(members, ranks.dtype).tolist()), np.array(numbers, np.int64))
-        for rank in circle.members:
-            circles[rank].append(circle)
-    return circles
+        group = BroadcastGroup(tuple(np.frombuffer(members, ranks.dtype).tolist()), np.array(numbers, np.int64))
+        for rank in group.members:
+            groups[rank].append(group)
+    return groups
 
 
-def encode_circles(circles: Sequence[Circle]) -> bytes:
-    """Return circles as bytes, as one rank tells another."""
-    head = json.dumps([[list(each.members), len(each.ids)] for each in circles]).encode()
-    return len(head).to_bytes(8, "little") + head + b"".join(each.ids.tobytes() for each in circles)
+def encode_groups(groups: Sequence[BroadcastGroup]) -> bytes:
+    """Return broadcast groups as bytes."""
+    head = json.dumps([[list(each.members), len(each.ids)] for each in groups]).encode()
+    return len(head).to_bytes(8, "little") + head + b"".join(each.ids.tobytes() for each in groups)
 
 
-def decode_circles(data: bytes) -> list[Circle]:
-    """Return what `encode_circles` wrote."""
+def decode_groups(data: bytes) -> list[BroadcastGroup]:
+    """Return what `encode_groups` wrote."""
     end = 8 + int.from_bytes(data[:8], "little")
     rows: list[Any] = json.loads(data[8:end])
     ids = np.frombuffer(data[end:], np.int64)
     ends = list(accumulate((count for _, count in rows), initial=0))
-    return [Circle(tuple(members), ids[at : at + count]) for (members, count), at in zip(rows, ends, strict=False)]
+    return [
+        BroadcastGroup(tuple(members), ids[at : at + count]) for (members, count), at in zip(rows, ends, strict=False)
+    ]

@@ -21,7 +21,7 @@ from shardckpt.groups import Coordinator, new_coordinator
 from shardckpt.plan.layout import read_sharing
 from shardckpt.storage.fsspec_store import FsspecStore
 
-STRETCH = 4 << 20
+SEGMENT = 4 << 20
 ROWS = 16
 
 
@@ -51,8 +51,8 @@ def counted():
 
 
 @pytest.fixture(autouse=True)
-def short_stretches(monkeypatch):
-    monkeypatch.setattr(read_sharing, "STRETCH_BYTES", STRETCH)
+def short_segments(monkeypatch):
+    monkeypatch.setattr(read_sharing, "SEGMENT_BYTES", SEGMENT)
 
 
 def values() -> dict[str, torch.Tensor]:
@@ -100,7 +100,7 @@ def test_replicas_together_read_the_checkpoint_once_each_its_share(step: Path, v
     found = run(3, body)
     assert all(right and told == 3 for _, right, told in found)
     assert sum(read for read, _, _ in found) == payload_bytes(step)
-    assert max(read for read, _, _ in found) <= payload_bytes(step) / 3 + STRETCH
+    assert max(read for read, _, _ in found) <= payload_bytes(step) / 3 + SEGMENT
 
 
 def test_each_reads_for_itself_where_that_is_asked_for(step: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_folder_is_read_by_each_unless_it_is_said_to_be_remote(step: Path, fan
         Coordinator.send = lambda self, row, to: posted.append(row.numel()) or post(self, row, to)
         state = empty()
         shardckpt.load(state, step, fan_out=fan_out_)
-        return max(posted, default=0) == STRETCH, is_as_saved(state)
+        return max(posted, default=0) == SEGMENT, is_as_saved(state)
 
     assert run(2, body) == [(sends, True)] * 2
 
@@ -230,7 +230,7 @@ class TestFailures:
             (folder / "c" / path.name).write_bytes(path.read_bytes())
         [payload] = (folder / "c").glob("*.safetensors")
         with payload.open("r+b") as file:
-            file.seek(STRETCH + 999)
+            file.seek(SEGMENT + 999)
             file.write(b"\xff\x00\xff")
         return folder / "c"
 
@@ -272,14 +272,14 @@ class TestFailures:
 
     def test_a_rank_that_cannot_begin_keeps_nobody_waiting(self, step: Path) -> None:
         def body(rank: int, world: int):
-            whole = loading.Saved.materialised
+            whole = loading.CheckpointSource.materialised
 
             def broken(self, nest):
                 if rank == 1:
                     raise ZeroDivisionError("before it began")
                 return whole(self, nest)
 
-            loading.Saved.materialised = broken
+            loading.CheckpointSource.materialised = broken
             shardckpt.load(empty(), f"counted://{step}")
 
         for rank, raised in enumerate(raised_everywhere(3, body)):
@@ -292,7 +292,7 @@ class TestFailures:
             cat = FsspecStore._cat
 
             def dying(self, path, start, end):
-                if rank == gone and path.endswith(".safetensors") and start >= 2 * STRETCH:
+                if rank == gone and path.endswith(".safetensors") and start >= 2 * SEGMENT:
                     os._exit(1)
                 return cat(self, path, start, end)
 
@@ -316,7 +316,7 @@ class TestFailures:
             failure: shardckpt.RankError | None = None
             if rank == 0:
                 with pytest.raises(shardckpt.RankError) as raised:
-                    coordinator.wait(coordinator.send(torch.zeros(STRETCH, dtype=torch.uint8), 2), 2)
+                    coordinator.wait(coordinator.send(torch.zeros(SEGMENT, dtype=torch.uint8), 2), 2)
                 failure = raised.value
             with pytest.raises(shardckpt.RankError) as last:
                 coordinator.coordinate("the load", failure or b"", lambda told: told)
