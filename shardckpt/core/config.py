@@ -200,7 +200,7 @@ class UnitConfig:
     Attributes:
         frees_after_forward: Full parameters go between forward and backward.
         keeps_as_root: Unless the unit is the root.
-        keeps_slice: Ranks among which what is kept after forward is gathered again; 0 where nothing is kept.
+        post_forward_ranks: Number of ranks to reshard to after forward; 0 for none.
         keeps_without_grad: Full parameters that stay after forward stay also when nothing was recorded for backward.
         frees_after_backward: Full parameters go after backward.
         keeps_while_held: Those that stay after forward stay after a backward that held its reductions back.
@@ -220,7 +220,7 @@ class UnitConfig:
 
     frees_after_forward: bool = True
     keeps_as_root: bool = True
-    keeps_slice: int = 0
+    post_forward_ranks: int = 0
     keeps_without_grad: bool = False
     frees_after_backward: bool = True
     keeps_while_held: bool = True

@@ -195,7 +195,7 @@ class Sharded(Protocol):
         """What it was made from; None where that was not noted."""
 
     @property
-    def parts(self) -> list[torch.Tensor]:
+    def local_shards(self) -> list[torch.Tensor]:
         """This rank's part of each parameter."""
 
 
@@ -253,7 +253,7 @@ def _state(buckets: Sequence[tuple[str, Sharded]]) -> dict[str, _Sum]:
         noted = bucket.beginning
         if noted is None:
             continue
-        for index, (name, part) in enumerate(zip(noted.names, bucket.parts, strict=True)):
+        for index, (name, part) in enumerate(zip(noted.names, bucket.local_shards, strict=True)):
             now = checksum(part)
             whole = None if noted.whole is None else noted.whole[index]
             found[f"{prefix}.{name}" if prefix else name] = _Sum(whole, now != noted.parts[index], now)

@@ -402,7 +402,7 @@ class FullyShardedDataParallel(StateStatics):
     def _take_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self._hook = CommHook(state, hook)
         for bucket in self._unit.buckets:
-            bucket.use(hook=self._hook)
+            bucket.set_collectives(hook=self._hook)
 
     @property
     def _comm_hook(self) -> Callable[..., Any] | None:

@@ -48,14 +48,14 @@ class FullyShardOptions:
     Attributes:
         info: The mesh.
         choose: Decides how each parameter lies; None for the first dimension, over that mesh.
-        slices: Ranks among which what is kept after forward is gathered again; 0 for none.
+        post_forward_ranks: Number of ranks to reshard to after forward; 0 for none.
         ignored: Parameters that are left alone.
         config: The unit's settings.
     """
 
     info: DataParallelMeshInfo
     choose: ShardPlacementFn | None
-    slices: int
+    post_forward_ranks: int
     ignored: frozenset[nn.Parameter]
     config: UnitConfig
 
@@ -181,8 +181,9 @@ class FSDPState:
         group = info.group
         if placed[0].dim is None:
             group = ShardGroup(None, _everyone(info))
-        slices = _neighbours(group, self._options.slices) if self._options.slices and group.shard else None
-        cut = Cut(keeps_full=placed[0].dim is None, placed=placed, slices=slices)
+        count = self._options.post_forward_ranks
+        neighbours = _neighbours(group, count) if count and group.shard else None
+        cut = Cut(keeps_full=placed[0].dim is None, placed=placed, post_forward_group=neighbours)
         kind = ExtensionBucket if needs_extension(placed[0].local(members[0][0].parameter)) else Bucket
         bucket = kind([each for each, _ in members], group, name, cut, config.precision, config.offload)
         registered = ExtensionRegistration if isinstance(bucket, ExtensionBucket) else DTensorRegistration
@@ -219,7 +220,7 @@ class FSDPState:
         """Set collectives of the user's own."""
         self._comms = replace(self._comms, **changes)
         for bucket in self.unit.buckets:
-            bucket.use(comms=self._comms)
+            bucket.set_collectives(comms=self._comms)
 
     def set_separate_reduce_scatter_group(self, on: bool) -> None:
         """Set whether gradients are reduced in a process group of their own. Collective when first enabled."""
@@ -227,7 +228,7 @@ class FSDPState:
         for bucket in self.unit.buckets:
             if bucket.group.shard is not None:
                 scatter = _again(bucket.group.shard) if on else None
-                bucket.use(group=replace(bucket.group, scatter=scatter))
+                bucket.set_collectives(group=replace(bucket.group, scatter=scatter))
 
     # ------------------------------------------------------------------------------------------------- running
 
@@ -435,4 +436,4 @@ def _leave_meta(registration: ParamRegistration) -> None:
     bucket = registration.bucket
     if not bucket.shard.is_meta:
         ranks = bucket.group.shard or bucket.group.replicate
-        bucket.compute_on(materialize.default_device(ranks) if ranks is not None else bucket.shard.device)
+        bucket.set_compute_device(materialize.default_device(ranks) if ranks is not None else bucket.shard.device)

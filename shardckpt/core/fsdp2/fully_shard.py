@@ -119,7 +119,7 @@ def fully_shard(
     modules = _outermost(module)
     _check_modules(modules)
     info = mesh_info(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
-    slices, kept = _kept(reshard_after_forward, info)
+    post_forward_ranks, kept = _kept(reshard_after_forward, info)
     config = UnitConfig(
         precision=mp_policy.precision,
         offload=offload_policy.offload,
@@ -127,7 +127,10 @@ def fully_shard(
         keeps_while_held=False,
         **kept,
     )
-    FSDPState(modules, FullyShardOptions(info, shard_placement_fn, slices, frozenset(ignored_params or ()), config))
+    FSDPState(
+        modules,
+        FullyShardOptions(info, shard_placement_fn, post_forward_ranks, frozenset(ignored_params or ()), config),
+    )
     for each in modules:
         each.__class__ = _sharded_class(type(each))
         register_fully_shard(each)
@@ -161,7 +164,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
 
 
 def _kept(answer: bool | int | None, info: DataParallelMeshInfo) -> tuple[int, dict[str, Any]]:
-    """Return among how many ranks slices are kept after forward, and what the unit is told."""
+    """Return how many ranks to reshard to after forward, and settings of the unit."""
     if answer is None:
         return 0, {}
     if not isinstance(answer, int):
@@ -187,7 +190,7 @@ def _kept(answer: bool | int | None, info: DataParallelMeshInfo) -> tuple[int, d
                 stacklevel=3,
             )
         if 1 < answer < size:
-            return answer, {"keeps_slice": answer, "keeps_as_root": False}
+            return answer, {"post_forward_ranks": answer, "keeps_as_root": False}
         answer = answer == size
     return 0, {"frees_after_forward": answer, "keeps_without_grad": not answer, "keeps_as_root": False}
 
@@ -347,7 +350,7 @@ class FSDPModule:
             each.configure(
                 frees_after_forward=reshard_after_forward,
                 keeps_without_grad=not reshard_after_forward,
-                keeps_slice=0,
+                post_forward_ranks=0,
                 keeps_as_root=False,
             )
 

@@ -147,7 +147,7 @@ def join(
         made = torch.zeros(size, dtype=dtype, device=device)
     else:
         made = staging.place(bucket.packing.gathered, dtype, device)[bucket.rank * size :][:size]
-    for place, part in zip(bucket.of_shard(made), parts, strict=True):
+    for place, part in zip(bucket.split_shard(made), parts, strict=True):
         if part is not None:
             place.copy_(part)
         elif staging is not None:

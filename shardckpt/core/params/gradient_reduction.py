@@ -90,15 +90,15 @@ class Reducer:
         self._whole = whole
         self._hook: CommHook | None = None
         self._comms = Comms()
-        self._under_way: _Reduction | None = None
+        self._reduction: _Reduction | None = None
         self._partial: torch.Tensor | None = None
-        self._held: list[torch.Tensor | None] = []
+        self._unsynced_grads: list[torch.Tensor | None] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reducer:
         """Return one for a copy of the bucket, without the gradients of this one."""
         made = Reducer(self._packing, self._group, copy.deepcopy(self._name, memo), whole=self._whole)
         memo[id(self)] = made
-        made.use(hook=self._hook, comms=self._comms)
+        made.set_collectives(hook=self._hook, comms=self._comms)
         return made
 
     @property
@@ -112,53 +112,59 @@ class Reducer:
         return self._group
 
     @property
-    def holds_gradients(self) -> bool:
-        """Tell whether a reduction is under way, or gradients wait for the next one."""
-        return self._under_way is not None or self._partial is not None or bool(self._held)
+    def has_unreduced_grads(self) -> bool:
+        """Return True if a reduction is pending, or gradients wait for the next one."""
+        return self._reduction is not None or self._partial is not None or bool(self._unsynced_grads)
 
-    def use(self, *, hook: CommHook | None = None, comms: Comms | None = None, group: ShardGroup | None = None) -> None:
-        """Average in another way from now on.
+    def set_collectives(
+        self, *, hook: CommHook | None = None, comms: Comms | None = None, group: ShardGroup | None = None
+    ) -> None:
+        """Set the collectives and hooks that reduce.
 
         Args:
             hook: Does all of it.
-            comms: Collectives of a user's own.
+            comms: Custom collectives.
             group: The same ranks on other channels.
         """
         self._hook = hook or self._hook
         self._comms = comms or self._comms
         self._group = group or self._group
 
-    def hold(self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype) -> None:
-        """Keep gradients for the next reduction, added to those that are kept already.
+    def stash_grads(self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype) -> None:
+        """Add gradients to those that are kept for the next reduction (no_sync).
 
         Args:
             gradients: For each parameter its full gradient, or None.
             dtype: Type to add them in.
         """
-        before = self._held or [None] * len(gradients)
-        self._held = [_sum(kept, new, dtype) for kept, new in zip(before, gradients, strict=True)]
+        before = self._unsynced_grads or [None] * len(gradients)
+        self._unsynced_grads = [_sum(kept, new, dtype) for kept, new in zip(before, gradients, strict=True)]
 
     @property
-    def done(self) -> bool:
-        """Tell whether `finish` would neither wait for anything nor start another collective."""
-        under_way = self._under_way
+    def is_done(self) -> bool:
+        """Return True if `wait_reduce_scatter` would neither wait nor start another collective."""
+        reduction = self._reduction
         alone = self._group.replicas == 1 and self._comms.all_reduce_hook is None
-        return under_way is None or (alone and under_way.pending.done)
+        return reduction is None or (alone and reduction.pending.done)
 
-    def begin(self, gradients: list[torch.Tensor | None], how: Averaging) -> None:
-        """Start to average. Collective.
+    def start_reduce_scatter(self, gradients: list[torch.Tensor | None], how: Averaging) -> None:
+        """Start the reduce-scatter. Collective.
 
         Args:
             gradients: For each parameter its full gradient on this rank, or None; the list is emptied, so that those
                 held by nobody else make room on the way.
             how: How to.
         """
-        if self._held:
-            self.hold(gradients, how.dtype)
-            gradients, self._held = self._held, []
-        self._under_way = self._hooked(gradients, how) if self._hook is not None else self._started(gradients, how)
+        if self._unsynced_grads:
+            self.stash_grads(gradients, how.dtype)
+            gradients, self._unsynced_grads = self._unsynced_grads, []
+        self._reduction = (
+            self._run_comm_hook(gradients, how)
+            if self._hook is not None
+            else self._launch_reduce_scatter(gradients, how)
+        )
 
-    def _started(self, gradients: list[torch.Tensor | None], how: Averaging) -> _Reduction:
+    def _launch_reduce_scatter(self, gradients: list[torch.Tensor | None], how: Averaging) -> _Reduction:
         chunk, size, count = self._packing.layout.chunk, self._group.size, len(gradients)
         row = chunk + count
         device = how.device
@@ -169,7 +175,7 @@ class Reducer:
             source = own.allocate((size * row,), dtype=how.dtype, device=device)
         rows = source.view(size, row)
         has = [gradient is not None for gradient in gradients]
-        self._packing.pack(_given_up(gradients), rows)
+        self._packing.pack(_pop_all(gradients), rows)
         rows[:, chunk:] = torch.tensor(has, dtype=how.dtype).to(device)
         before, _ = how.divisors(self._group.world)
         if before != 1:
@@ -181,13 +187,13 @@ class Reducer:
         pending = self._group.reduce_scatter(out, source, f"reduce {self._name}", own)
         return _Reduction(how, out, None if source.is_cpu and own is None else source, used, pending)
 
-    def _hooked(self, gradients: list[torch.Tensor | None], how: Averaging) -> _Reduction:
-        """Let a user's hook do it; who had a gradient travels by itself."""
+    def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: Averaging) -> _Reduction:
+        """Reduce by a user's hook; flags of who had a gradient are reduced separately."""
         assert self._hook is not None
         chunk, size = self._packing.layout.chunk, self._group.size
         source = torch.empty(size * chunk, dtype=how.dtype, device=how.device)
         flags = torch.tensor([float(gradient is not None) for gradient in gradients], device=source.device)
-        self._packing.pack(_given_up(gradients), source.view(size, chunk))
+        self._packing.pack(_pop_all(gradients), source.view(size, chunk))
         self._group.count(flags, f"count the gradients of {self._name}")
         if self._whole:
             out = source
@@ -197,9 +203,9 @@ class Reducer:
             self._hook.call(self._hook.state, source, out)
         return _Reduction(how, out, source, tuple((flags > 0).tolist()), Pending(None, ""))
 
-    def finish(self) -> Reduced | None:
-        """Return the averaged gradient; None when no reduction is under way, or when its rest waits for another."""
-        reduction, self._under_way = self._under_way, None
+    def wait_reduce_scatter(self) -> Reduced | None:
+        """Wait for the reduction and return its gradient; None if there is none or it waits for a later one."""
+        reduction, self._reduction = self._reduction, None
         if reduction is None:
             return None
         reduction.pending.wait()
@@ -207,9 +213,9 @@ class Reducer:
         if self._hook is not None and reduction.used is not None:
             return Reduced(reduction.out[:chunk], reduction.used)
         if not (reduction.how.all_reduce or self._whole) and self._group.replicas > 1:
-            self._keep(reduction.out)
+            self._keep_partial(reduction.out)
             return None
-        out = self._joined(reduction.out)
+        out = self._add_partial(reduction.out)
         if self._group.replicas > 1:
             self._group.all_reduce(out, f"reduce {self._name} over replicas").wait()
         used = reduction.used or tuple((out[chunk:] > 0).tolist())
@@ -221,22 +227,22 @@ class Reducer:
             self._comms.all_reduce_hook(gradient)
         return Reduced(gradient, used)
 
-    def _keep(self, out: torch.Tensor) -> None:
-        self._partial = self._joined(out)
+    def _keep_partial(self, out: torch.Tensor) -> None:
+        self._partial = self._add_partial(out)
 
-    def _joined(self, out: torch.Tensor) -> torch.Tensor:
+    def _add_partial(self, out: torch.Tensor) -> torch.Tensor:
         partial, self._partial = self._partial, None
         return out if partial is None else out.add_(partial)
 
     def reset_after_error(self) -> None:
         """Wait for a pending reduction after an error, and drop all gradients."""
-        reduction, self._under_way = self._under_way, None
-        self._partial, self._held = None, []
+        reduction, self._reduction = self._reduction, None
+        self._partial, self._unsynced_grads = None, []
         if reduction is not None:
             reduction.pending.wait()
 
 
-def _given_up(values: list[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+def _pop_all(values: list[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
     values.reverse()
     while values:
         yield values.pop()

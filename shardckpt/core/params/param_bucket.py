@@ -1,4 +1,4 @@
-"""One homogeneous set of parameters (dtype, trainable, group, placement): shard, full parameters, gradients."""
+"""One bucket: parameters that are gathered and reduced together (torch: FlatParamHandle, FSDPParamGroup)."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ class Cut:
         keeps_full: Every rank keeps everything.
         placed: How each parameter lies over a mesh, cut along a dimension; empty where all are plain and laid flat.
         flat: Cut them anywhere, also where `placed` tells what they are to the module.
-        slices: Ranks that together keep everything between forward and backward; None where nobody does.
+        post_forward_group: Ranks to reshard to after forward (`reshard_after_forward` as a number); None for none.
     """
 
     aligned: bool = False
     keeps_full: bool = False
     placed: tuple[Placed, ...] = ()
     flat: bool = False
-    slices: dist.ProcessGroup | None = None
+    post_forward_group: dist.ProcessGroup | None = None
 
 
 class _Full:
     """Full parameters of one dtype: leaves over one resizable buffer.
 
-    They are made once, so that what autograd saved of them is valid again once the buffer is filled again.
+    They are made once, so that what autograd saved of them is valid again after the next unshard.
     """
 
     def __init__(
@@ -78,25 +78,25 @@ class _Full:
         self.buffer = buffer
         self.views = packing.views(buffer.tensor.data)
         shown = [p.full(v) for p, v in zip(placed, self.views, strict=True)] if placed else self.views
-        self.leaves = tuple(nn.Parameter(v, requires_grad=False) for v in shown)
+        self.params = tuple(nn.Parameter(v, requires_grad=False) for v in shown)
         self._watch = watch
         self._watched: set[int] = set()
         for index, on in enumerate(trains):
-            self.train(index, on)
+            self.set_requires_grad(index, on)
 
-    def train(self, index: int, on: bool) -> None:
-        """Let a leaf require gradients, and watch it from then on; or not."""
-        self.leaves[index].requires_grad_(on)
+    def set_requires_grad(self, index: int, on: bool) -> None:
+        """Set whether a leaf requires gradients, and watch it if so."""
+        self.params[index].requires_grad_(on)
         if on and index not in self._watched:
             self._watched.add(index)
-            self._watch.watch(self.leaves[index])
+            self._watch.watch(self.params[index])
 
     def swap_params(self, others: Sequence[nn.Parameter | None]) -> None:
         """Replace leaves by given objects: copies that modules hold already."""
-        for other, leaf in zip(others, self.leaves, strict=True):
+        for other, leaf in zip(others, self.params, strict=True):
             if other is not None:
                 torch.utils.swap_tensors(other, leaf)  # type: ignore[no-untyped-call]
-        self.leaves = tuple(leaf if other is None else other for other, leaf in zip(others, self.leaves, strict=True))
+        self.params = tuple(leaf if other is None else other for other, leaf in zip(others, self.params, strict=True))
 
 
 def _sum(one: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
@@ -129,7 +129,7 @@ class Bucket:
         self.group = group
         self.keeps_full = cut.keeps_full
         self._placed = cut.placed
-        self._slices = ShardGroup(cut.slices) if cut.slices is not None else None
+        self._post_forward_group = ShardGroup(cut.post_forward_group) if cut.post_forward_group is not None else None
         self._precision = precision
         self._offload = offload
         values = [each.parameter.detach() for each in members]
@@ -137,25 +137,25 @@ class Bucket:
             values = [place.local(value) for place, value in zip(cut.placed, values, strict=True)]
         self.trainable = members[0].parameter.requires_grad
         self.compute_device = values[0].device
-        self.packing = self._packed(values, cut)
-        shard = self._blank(values[0], self.packing.layout.chunk)
+        self.packing = self._build_packing(values, cut)
+        shard = self._allocate_shard(values[0], self.packing.layout.chunk)
         self.packing.own(values, group.rank, shard)
         self.shard = pinned(shard.cpu(), offload.pin) if offload.enabled and not shard.is_meta else shard
         self.watch = GradientWatch()
-        self._full = self._made([member.parameter.requires_grad for member in members])
+        self._full = self._build_unsharded([member.parameter.requires_grad for member in members])
         self._full_precision: _Full | None = None
         self._full_precision_before: _Full | None = None  # unsharded again, it is valid for what autograd saved
-        self._incoming: torch.Tensor | None = None
-        self._slice: torch.Tensor | None = None
-        self._gathering: Pending | None = None
-        self._filled = self.aliased
+        self._gather_output: torch.Tensor | None = None
+        self._partial_shard: torch.Tensor | None = None
+        self._pending_all_gather: Pending | None = None
+        self._is_unsharded = self.aliased
         self._comms = Comms()
         self._reducer = Reducer(self.packing, group, name, whole=cut.keeps_full)
-        self.beginning = InitialChecksums.of([member.fqn for member in members], values, self.parts)
+        self.beginning = InitialChecksums.of([member.fqn for member in members], values, self.local_shards)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
         """Return a bucket of the copied parameters, over the same ranks, without gradients."""
-        self.free()
+        self.reshard()
         made = object.__new__(type(self))
         memo[id(self)] = made
         for name, value in self.__dict__.items():
@@ -163,16 +163,16 @@ class Bucket:
             made.__dict__[name] = copy.deepcopy(value, memo) if own else None
         made.watch = GradientWatch()
         made.shard = self.shard.detach().clone()
-        made._full = made._made([leaf.requires_grad for leaf in self._full.leaves])
-        made._full.swap_params([memo.get(id(leaf)) for leaf in self._full.leaves])
-        memo.update(zip(map(id, self._full.leaves), made._full.leaves, strict=True))
+        made._full = made._build_unsharded([leaf.requires_grad for leaf in self._full.params])
+        made._full.swap_params([memo.get(id(leaf)) for leaf in self._full.params])
+        memo.update(zip(map(id, self._full.params), made._full.params, strict=True))
         return made
 
-    def _blank(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return memory for the shard."""
+    def _allocate_shard(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+        """Allocate the shard."""
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
-    def _packed(self, values: Sequence[torch.Tensor], cut: Cut) -> Packing:
+    def _build_packing(self, values: Sequence[torch.Tensor], cut: Cut) -> Packing:
         names = [member.fqn for member in self.members]
         aliases = [tuple(place.fqn for place in member.places[1:]) for member in self.members]
         dims = [place.dim for place in cut.placed]
@@ -182,13 +182,13 @@ class Bucket:
             return FlatPacking(names, values, aliases, self.group.size, alignment=alignment)
         return DimPacking(names, values, aliases, self.group.size, dims=[dim or 0 for dim in dims])
 
-    def _made(self, trains: Sequence[bool]) -> _Full:
+    def _build_unsharded(self, trains: Sequence[bool]) -> _Full:
         """Make the full parameters, without their values unless they are the shard."""
         if self.aliased:
             return _Full(self.packing, self._placed, Resizable.of(self.shard), trains, self.watch)
-        return self._empty(self.compute_dtype, trains)
+        return self._build_freed(self.compute_dtype, trains)
 
-    def _empty(self, dtype: torch.dtype, trains: Sequence[bool]) -> _Full:
+    def _build_freed(self, dtype: torch.dtype, trains: Sequence[bool]) -> _Full:
         buffer = Resizable(self.packing.whole, dtype, self.compute_device)
         made = _Full(self.packing, self._placed, buffer, trains, self.watch)
         made.buffer.free()
@@ -233,13 +233,13 @@ class Bucket:
         return self.keeps_full and self.compute_dtype == self.dtype and self.shard.device == self.compute_device
 
     @property
-    def leaves(self) -> tuple[nn.Parameter, ...]:
-        """The full parameters; readable while the bucket is filled."""
-        return (self._full_precision or self._full).leaves
+    def unsharded_params(self) -> tuple[nn.Parameter, ...]:
+        """The full parameters; readable while the bucket is unsharded."""
+        return (self._full_precision or self._full).params
 
     @property
-    def fulls(self) -> list[torch.Tensor]:
-        """The full parameters as plain tensors: of one that tensor parallelism has cut, this rank's part."""
+    def unsharded_tensors(self) -> list[torch.Tensor]:
+        """The full parameters as plain tensors; with tensor parallelism this rank's TP shard."""
         return (self._full_precision or self._full).views
 
     def wrap_unsharded(self, index: int, value: torch.Tensor) -> torch.Tensor:
@@ -247,9 +247,9 @@ class Bucket:
         return self._placed[index].full(value) if self._placed else value
 
     @property
-    def filled(self) -> bool:
-        """Tell whether the full parameters can be read."""
-        return self._filled
+    def is_unsharded(self) -> bool:
+        """Return True if the full parameters can be read."""
+        return self._is_unsharded
 
     @property
     def is_full_precision(self) -> bool:
@@ -261,9 +261,9 @@ class Bucket:
         return self.is_full_precision != (full_precision or self.compute_dtype == self.dtype)
 
     @property
-    def holds_full(self) -> bool:
-        """Tell whether the full buffer has its storage, filled or about to be."""
-        return (self._full_precision or self._full).buffer.alive or self._incoming is not None
+    def has_unsharded_storage(self) -> bool:
+        """Return True if the full buffer has its storage, unsharded or with an all-gather pending."""
+        return (self._full_precision or self._full).buffer.alive or self._gather_output is not None
 
     @property
     def address(self) -> int:
@@ -274,24 +274,24 @@ class Bucket:
     @property
     def requires_grad(self) -> bool:
         """Tell whether any full parameter takes part in gradients."""
-        return any(leaf.requires_grad for leaf in self._full.leaves)
+        return any(leaf.requires_grad for leaf in self._full.params)
 
-    def train(self, index: int, on: bool) -> None:
-        """Let a full parameter take part in gradients, or not.
+    def set_requires_grad(self, index: int, on: bool) -> None:
+        """Set whether a full parameter requires gradients.
 
         Args:
             index: Which of the members.
             on: Whether it does.
         """
-        (self._full_precision or self._full).train(index, on)
+        (self._full_precision or self._full).set_requires_grad(index, on)
 
     @property
-    def parts(self) -> list[torch.Tensor]:
-        """This rank's part of each parameter, as views of the shard; whole ones where nothing is sharded."""
-        return self.of_shard(self.shard.data)
+    def local_shards(self) -> list[torch.Tensor]:
+        """This rank's shard of each parameter, as views; full parameters if nothing is sharded."""
+        return self.split_shard(self.shard.data)
 
-    def of_shard(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Return each parameter's part of something laid out as the shard is: a gradient, an optimizer state."""
+    def split_shard(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Split a tensor with the layout of the shard (a gradient, optimizer state) into views per parameter."""
         return self.packing.views(shard) if self.keeps_full else self.packing.parts(shard, self.rank)
 
     # ------------------------------------------------------------------------------------------------- the shard
@@ -308,13 +308,13 @@ class Bucket:
             else:
                 self.shard = shard
             return
-        self.free()
-        trains = [leaf.requires_grad for leaf in self._full.leaves]
+        self.reshard()
+        trains = [leaf.requires_grad for leaf in self._full.params]
         self.shard = pinned(shard.cpu(), self._offload.pin) if self._offload.enabled else shard
         if not self._offload.enabled:
             self.compute_device = shard.device
-        self._full, self._full_precision_before = self._made(trains), None
-        self._filled = self.aliased
+        self._full, self._full_precision_before = self._build_unsharded(trains), None
+        self._is_unsharded = self.aliased
 
     def select(self, kind: type[Bucket], indices: Sequence[int]) -> Bucket:
         """Return a bucket of some of the members that has no values yet, and gathers and reduces as this one.
@@ -325,38 +325,38 @@ class Bucket:
         """
         placed = tuple(self._placed[index] for index in indices)
         for index in indices:
-            full, leaf = self.fulls[index], self.leaves[index]
+            full, leaf = self.unsharded_tensors[index], self.unsharded_params[index]
             empty = torch.empty_strided(full.shape, full.stride(), dtype=self.dtype, device="meta")
             stand_in = nn.Parameter(placed[0].full(empty) if placed else empty, requires_grad=leaf.requires_grad)
             stand_in.__dict__.update(leaf.__dict__)
             self.members[index].replace(stand_in)
-        slices = None if self._slices is None else self._slices.shard
-        cut = Cut(keeps_full=self.keeps_full, placed=placed, slices=slices)
+        post_forward_group = None if self._post_forward_group is None else self._post_forward_group.shard
+        cut = Cut(keeps_full=self.keeps_full, placed=placed, post_forward_group=post_forward_group)
         members = [self.members[index] for index in indices]
         made = kind(members, self.group, self.name, cut, self._precision, self._offload)
-        made.use(hook=self.hook, comms=self._comms, group=self._reducer.group)
+        made.set_collectives(hook=self.hook, comms=self._comms, group=self._reducer.group)
         return made
 
-    def compute_on(self, device: torch.device) -> None:
-        """Compute on another device than the one the shard is on."""
+    def set_compute_device(self, device: torch.device) -> None:
+        """Set the device to compute on, if it is not the shard's."""
         if device != self.compute_device:
-            self.free()
+            self.reshard()
             self.compute_device = device
             self._full, self._full_precision_before = (
-                self._made([leaf.requires_grad for leaf in self._full.leaves]),
+                self._build_unsharded([leaf.requires_grad for leaf in self._full.params]),
                 None,
             )
-            self._filled = self.aliased
+            self._is_unsharded = self.aliased
 
     def write_back(self) -> None:
         """Take this rank's part of the full parameters, changed by a user, as its shard."""
         if not self.aliased:
-            self.packing.own(self.fulls, self.rank, self.shard.data)
+            self.packing.own(self.unsharded_tensors, self.rank, self.shard.data)
 
     # ------------------------------------------------------------------------------------------------ parameters
 
-    def begin_gather(self, *, full_precision: bool = False) -> bool:
-        """Start to fill the full buffer. Collective.
+    def start_all_gather(self, *, full_precision: bool = False) -> bool:
+        """Start the all-gather of the full parameters. Collective.
 
         Args:
             full_precision: In the stored type, whatever the type to compute in.
@@ -364,89 +364,96 @@ class Bucket:
         Returns:
             Whether there was something to start.
         """
-        if self._filled or self._gathering is not None:
+        if self._is_unsharded or self._pending_all_gather is not None:
             return False
         if full_precision and not self.is_full_precision:
-            trains = [leaf.requires_grad for leaf in self._full.leaves]
-            self._full_precision = self._full_precision_before = self._full_precision_before or self._empty(
+            trains = [leaf.requires_grad for leaf in self._full.params]
+            self._full_precision = self._full_precision_before = self._full_precision_before or self._build_freed(
                 self.dtype, trains
             )
             for index, on in enumerate(trains):
-                self._full_precision.train(index, on)
+                self._full_precision.set_requires_grad(index, on)
         with gathering(self.compute_device):
-            self._gathering = self._gather((self._full_precision or self._full).buffer)
+            self._pending_all_gather = self._launch_all_gather((self._full_precision or self._full).buffer)
         return True
 
-    def _gather(self, buffer: Resizable) -> Pending:
+    def _launch_all_gather(self, buffer: Resizable) -> Pending:
         what, dtype = f"gather {self.name}", buffer.tensor.dtype
         if self.packing.direct:
             buffer.allocate()
             incoming = buffer.tensor
         else:
-            incoming = self._incoming = self._allocated(dtype)
-        if self._slice is not None and self._slices is not None:
+            incoming = self._gather_output = self._allocate_gather_output(dtype)
+        if self._partial_shard is not None and self._post_forward_group is not None:
             gathers_await(self.compute_device)
-            return self._slices.all_gather(incoming, self._slice, what)
+            return self._post_forward_group.all_gather(incoming, self._partial_shard, what)
         own = self.shard.detach()
         if own.dtype != dtype or own.device != incoming.device:
             chunk = self.layout.chunk  # cast to where it goes: a gather may read from its own place
             own = incoming[self.rank * chunk : (self.rank + 1) * chunk].copy_(own, non_blocking=True)
         return self.group.all_gather(incoming, own, what, self._comms.all_gather)
 
-    def _allocated(self, dtype: torch.dtype) -> torch.Tensor:
+    def _allocate_gather_output(self, dtype: torch.dtype) -> torch.Tensor:
         own = self._comms.all_gather
         if own is not None:
             return own.allocate((self.packing.gathered,), dtype=dtype, device=self.compute_device)
         return torch.empty(self.packing.gathered, dtype=dtype, device=self.compute_device)
 
-    def finish_gather(self, *, keeps_slice: bool = False) -> None:
-        """Return when the full parameters can be read.
+    def wait_all_gather(self, *, keep_partial_shard: bool = False) -> None:
+        """Wait for the all-gather: then the full parameters can be read.
 
         Args:
-            keeps_slice: Keep what this rank gives when they are gathered again for backward.
+            keep_partial_shard: Keep this rank's shard among `post_forward_group` for the unshard in backward.
         """
-        if self._gathering is None:
+        if self._pending_all_gather is None:
             return
-        pending, self._gathering = self._gathering, None
+        pending, self._pending_all_gather = self._pending_all_gather, None
         pending.wait()
         await_gather(self.compute_device)
         full = self._full_precision or self._full
-        incoming = full.buffer.tensor if self._incoming is None else self._incoming
-        if keeps_slice and self._slices is not None and self._slice is None and self._full_precision is None:
-            part = incoming.numel() // self._slices.size
-            self._slice = incoming[self._slices.rank * part : (self._slices.rank + 1) * part].clone()
-        if self._incoming is not None:
+        incoming = full.buffer.tensor if self._gather_output is None else self._gather_output
+        if (
+            keep_partial_shard
+            and self._post_forward_group is not None
+            and self._partial_shard is None
+            and self._full_precision is None
+        ):
+            part = incoming.numel() // self._post_forward_group.size
+            self._partial_shard = incoming[
+                self._post_forward_group.rank * part : (self._post_forward_group.rank + 1) * part
+            ].clone()
+        if self._gather_output is not None:
             full.buffer.allocate()
-            self.packing.unpack(self._incoming, full.buffer.tensor)
-            in_use(self._incoming)
-            self._incoming = None
-        self._filled = True
+            self.packing.unpack(self._gather_output, full.buffer.tensor)
+            in_use(self._gather_output)
+            self._gather_output = None
+        self._is_unsharded = True
 
-    def free(self, *, keeps_slice: bool = False) -> None:
-        """Give up the full parameters, unless they are the shard.
+    def reshard(self, *, keep_partial_shard: bool = False) -> None:
+        """Free the full parameters, unless they are the shard.
 
         Args:
-            keeps_slice: Keep the slice that `finish_gather` kept.
+            keep_partial_shard: Keep the shard that `wait_all_gather` kept.
         """
-        self.finish_gather(keeps_slice=keeps_slice)
-        if not keeps_slice:
-            self._slice = None
+        self.wait_all_gather(keep_partial_shard=keep_partial_shard)
+        if not keep_partial_shard:
+            self._partial_shard = None
         if self.aliased:
             return
         if self._full_precision is not None:
             self._full_precision.buffer.free()
             self._full_precision = None
         self._full.buffer.free()
-        self._filled = False
+        self._is_unsharded = False
 
     # ------------------------------------------------------------------------------------------------- gradients
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
         """The leaves' gradients as plain tensors."""
-        found = [leaf.grad for leaf in self._full.leaves]
+        found = [leaf.grad for leaf in self._full.params]
         if self._full_precision_before is not None:
-            grads = [leaf.grad for leaf in self._full_precision_before.leaves]
+            grads = [leaf.grad for leaf in self._full_precision_before.params]
             found = [ours if other is None else _sum(other, ours) for ours, other in zip(found, grads, strict=True)]
         if not self._placed:
             return found
@@ -456,30 +463,32 @@ class Bucket:
     def unsharded_gradients(self) -> list[torch.Tensor | None]:
         """Return the leaves' gradients as plain tensors, which are what the leaves have from now on."""
         found = self.gradients
-        for placed, leaf, grad in zip(self._placed, self._full.leaves, found, strict=False):
+        for placed, leaf, grad in zip(self._placed, self._full.params, found, strict=False):
             leaf.grad = None if grad is None else placed.full(grad)
         return found
 
-    def use(self, *, hook: CommHook | None = None, comms: Comms | None = None, group: ShardGroup | None = None) -> None:
-        """Gather and reduce in another way from now on.
+    def set_collectives(
+        self, *, hook: CommHook | None = None, comms: Comms | None = None, group: ShardGroup | None = None
+    ) -> None:
+        """Set the collectives and hooks that gather and reduce.
 
         Args:
             hook: Averages gradients.
-            comms: Collectives of a user's own.
+            comms: Custom collectives.
             group: The same ranks on other channels for gradients.
         """
         self._comms = comms or self._comms
-        self._reducer.use(hook=hook, comms=comms, group=group)
+        self._reducer.set_collectives(hook=hook, comms=comms, group=group)
 
     @property
     def hook(self) -> CommHook | None:
         """What averages gradients in the engine's place."""
         return self._reducer.hook
 
-    def begin_reduce(
+    def start_reduce_scatter(
         self, *, factor: float | None = None, split: bool = False, all_reduce: bool = True, full_precision: bool = False
     ) -> None:
-        """Start to average the leaves' gradients and take them from the leaves. Collective.
+        """Start the reduce-scatter of the leaves' gradients and drop them there. Collective.
 
         Args:
             factor: What sums are divided by; the number of ranks where None.
@@ -490,42 +499,42 @@ class Bucket:
         dtype = self.dtype if full_precision else self._precision.reduced(self.dtype)
         gradients = self.gradients
         self.drop_gradients()
-        self._reducer.begin(gradients, Averaging(dtype, self.compute_device, factor, split, all_reduce))
+        self._reducer.start_reduce_scatter(gradients, Averaging(dtype, self.compute_device, factor, split, all_reduce))
 
     @property
-    def holds_gradients(self) -> bool:
-        """Tell whether there are gradients that have not been handed over."""
-        return self._reducer.holds_gradients or any(grad is not None for grad in self.gradients)
+    def has_unreduced_grads(self) -> bool:
+        """Return True if there are gradients that are not yet reduced."""
+        return self._reducer.has_unreduced_grads or any(grad is not None for grad in self.gradients)
 
     @property
-    def reduced(self) -> bool:
-        """Tell whether `finish_reduce` would return at once."""
-        return self._reducer.done
+    def is_reduce_done(self) -> bool:
+        """Return True if `wait_reduce_scatter` would return at once."""
+        return self._reducer.is_done
 
-    def finish_reduce(self) -> Reduced | None:
-        """Return the averaged gradient of this rank's shard; None when there is none yet."""
-        reduced = self._reducer.finish()
+    def wait_reduce_scatter(self) -> Reduced | None:
+        """Wait for the reduce-scatter and return the reduced gradient of this rank's shard, if there is one."""
+        reduced = self._reducer.wait_reduce_scatter()
         if reduced is None:
             return None
         return Reduced(reduced.gradient.to(dtype=self.gradient_dtype, device=self.shard.device), reduced.used)
 
     def stash_unsharded_grads(self) -> None:
         """Move the leaves' gradients to the reducer, which adds them to the next reduction."""
-        self._reducer.hold(self.gradients, self._precision.reduced(self.dtype))
+        self._reducer.stash_grads(self.gradients, self._precision.reduced(self.dtype))
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Forget the leaves' gradients."""
         for each in (self._full, self._full_precision_before):
-            for leaf in each.leaves if each is not None else ():
+            for leaf in each.params if each is not None else ():
                 leaf.grad = None
 
     def reset_after_error(self) -> None:
         """Wait for collectives after an error, drop gradients and free the full parameters."""
         try:
             self._reducer.reset_after_error()
-            self.finish_gather()
+            self.wait_all_gather()
         finally:
-            self._gathering = self._incoming = None
+            self._pending_all_gather = self._gather_output = None
             self.drop_gradients()
-            self.free()
+            self.reshard()

@@ -135,7 +135,7 @@ class ExtensionBucket(Bucket):
 
     @property
     def _asked(self) -> Any:
-        local = self.parts[0] if self._local is None else self._local
+        local = self.local_shards[0] if self._local is None else self._local
         if not is_extended(local):
             raise ExtensionError(
                 f"the local tensor of a parameter has no {_BEFORE} and {_BEHIND}, by which it was to be gathered",
@@ -146,16 +146,16 @@ class ExtensionBucket(Bucket):
             )
         return local
 
-    def _packed(self, values: Sequence[torch.Tensor], cut: Cut) -> Packing:
+    def _build_packing(self, values: Sequence[torch.Tensor], cut: Cut) -> Packing:
         if [place.dim for place in cut.placed] != [0]:
             raise ExtensionError(
                 "a tensor subclass that says what is gathered of it is cut along its first dimension only",
                 where=self.members[0].fqn,
                 found=cut.placed[0].dim,
             )
-        return super()._packed(values, cut)
+        return super()._build_packing(values, cut)
 
-    def _blank(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+    def _allocate_shard(self, like: torch.Tensor, numel: int) -> torch.Tensor:
         return like.new_zeros(numel)
 
     @property
@@ -169,43 +169,45 @@ class ExtensionBucket(Bucket):
         return True
 
     @property
-    def leaves(self) -> tuple[nn.Parameter, ...]:
-        """The full parameter; readable while the bucket is filled."""
-        return (self._shown,) if self._shown is not None else self._full.leaves
+    def unsharded_params(self) -> tuple[nn.Parameter, ...]:
+        """The full parameter; readable while the bucket is unsharded."""
+        return (self._shown,) if self._shown is not None else self._full.params
 
     @property
-    def fulls(self) -> list[torch.Tensor]:
+    def unsharded_tensors(self) -> list[torch.Tensor]:
         """The full parameter."""
-        return [leaf.detach() for leaf in self.leaves]
+        return [leaf.detach() for leaf in self.unsharded_params]
 
     @property
-    def holds_full(self) -> bool:
-        """Tell whether there is memory for the full parameter."""
-        return self._gathering is not None or self._filled
+    def has_unsharded_storage(self) -> bool:
+        """Return True if there is memory for the full parameter."""
+        return self._pending_all_gather is not None or self._is_unsharded
 
     @property
     def address(self) -> int:
         """Where what was gathered lies; 0 while it is gone."""
         outputs = self._outputs
-        return outputs.gathered[0].tensor.untyped_storage().data_ptr() if outputs is not None and self._filled else 0
+        return (
+            outputs.gathered[0].tensor.untyped_storage().data_ptr() if outputs is not None and self._is_unsharded else 0
+        )
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
         """The leaf's gradient as a plain tensor."""
-        return [None if leaf.grad is None else self._at.gradient(leaf.grad) for leaf in self.leaves]
+        return [None if leaf.grad is None else self._at.gradient(leaf.grad) for leaf in self.unsharded_params]
 
     @property
     def requires_grad(self) -> bool:
         """Tell whether the full parameter takes part in gradients."""
-        return self.leaves[0].requires_grad
+        return self.unsharded_params[0].requires_grad
 
     def drop_gradients(self) -> None:
         """Forget the leaf's gradient."""
-        self.leaves[0].grad = None
+        self.unsharded_params[0].grad = None
 
-    def train(self, index: int, on: bool) -> None:
-        """Let the full parameter take part in gradients, or not."""
-        super().train(index, on)
+    def set_requires_grad(self, index: int, on: bool) -> None:
+        """Set whether the full parameter requires gradients."""
+        super().set_requires_grad(index, on)
         if self._shown is not None and self._shown.requires_grad != on:
             self._shown.requires_grad_(on)
             self._watch_shown()
@@ -222,10 +224,10 @@ class ExtensionBucket(Bucket):
         assert isinstance(placed, Placed), "fully_shard places parameters"
         return placed
 
-    def begin_gather(self, *, full_precision: bool = False) -> bool:
-        """Start to gather what the parameter says. Collective."""
+    def start_all_gather(self, *, full_precision: bool = False) -> bool:
+        """Start the all-gather of what `fsdp_pre_all_gather` returns. Collective."""
         del full_precision
-        if self._filled or self._gathering is not None:
+        if self._is_unsharded or self._pending_all_gather is not None:
             return False
         with gathering(self.compute_device):
             self._inputs, self._metadata = self._said()
@@ -237,7 +239,7 @@ class ExtensionBucket(Bucket):
             what = f"gather {self.name}"
             own = self._comms.all_gather
             works = [self.group.all_gather(out.tensor, each.reshape(-1), what, own) for out, each in pairs]
-            self._gathering = _All(works, what)
+            self._pending_all_gather = _All(works, what)
         return True
 
     def _said(self) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -261,12 +263,12 @@ class ExtensionBucket(Bucket):
         shape = self.layout.specs[0].shape
         return -(-shape[0] // self.group.size)
 
-    def finish_gather(self, *, keeps_slice: bool = False) -> None:
-        """Make the full parameter of what was gathered."""
-        del keeps_slice
-        if self._gathering is None:
+    def wait_all_gather(self, *, keep_partial_shard: bool = False) -> None:
+        """Wait for the all-gather and make the full parameter by `fsdp_post_all_gather`."""
+        del keep_partial_shard
+        if self._pending_all_gather is None:
             return
-        pending, self._gathering = self._gathering, None
+        pending, self._pending_all_gather = self._pending_all_gather, None
         pending.wait()
         await_gather(self.compute_device)
         assert self._outputs is not None, "a gather has been begun"
@@ -284,10 +286,10 @@ class ExtensionBucket(Bucket):
                 # by way of `data`, which does not count as a change of what autograd has saved
                 behind(gathered, self._metadata, self.compute_dtype, out=self._shown.data)
         self._inputs, self._metadata = (), None
-        self._filled = True
+        self._is_unsharded = True
 
     def _leaf(self, made: torch.Tensor) -> nn.Parameter:
-        stood = self._full.leaves[0]
+        stood = self._full.params[0]
         shape = self.layout.specs[0].shape
         whole = torch.as_strided(made, shape, _steps(shape), storage_offset=0)
         leaf = nn.Parameter(self._at.full(whole), requires_grad=stood.requires_grad)
@@ -295,17 +297,17 @@ class ExtensionBucket(Bucket):
         leaf.__dict__.update({name: value for name, value in stood.__dict__.items() if name not in leaf.__dict__})
         return leaf
 
-    def free(self, *, keeps_slice: bool = False) -> None:
-        """Give up the full parameter."""
-        del keeps_slice
-        self.finish_gather()
+    def reshard(self, *, keep_partial_shard: bool = False) -> None:
+        """Free the full parameter."""
+        del keep_partial_shard
+        self.wait_all_gather()
         if self._outputs is not None:
             self._outputs.free()
-        self._filled = False
+        self._is_unsharded = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
         """Return a bucket of the copied parameter, which has not been gathered yet."""
-        self.free()
+        self.reshard()
         aside = self._outputs, self._shown, self._local
         self._outputs, self._shown, self._local = None, None, None
         try:

@@ -64,7 +64,7 @@ class ParamRegistration(ABC):
 
     def _write_back_changes(self) -> None:
         """Write parameters that a user changed after forward to the shard, before they are freed."""
-        if self._is_modified and self.bucket.filled:
+        if self._is_modified and self.bucket.is_unsharded:
             if self.bucket.is_full_precision:
                 self.bucket.write_back()
             else:  # taking over a rounded copy would round what nobody changed
@@ -100,12 +100,12 @@ class ParamRegistration(ABC):
     def restore(self) -> None:
         """Undo the sharding: register full parameters again. Collective."""
         self.pull_user_changes()
-        self.bucket.free()
-        self.bucket.begin_gather(full_precision=True)
-        self.bucket.finish_gather()
-        for member, leaf in zip(self.bucket.members, self.bucket.leaves, strict=True):
+        self.bucket.reshard()
+        self.bucket.start_all_gather(full_precision=True)
+        self.bucket.wait_all_gather()
+        for member, leaf in zip(self.bucket.members, self.bucket.unsharded_params, strict=True):
             member.restore(leaf.detach().clone().requires_grad_(leaf.requires_grad))
-        self.bucket.free()
+        self.bucket.reshard()
 
     def set_backward_unshard(self, unshard: Callable[[], None]) -> None:
         """Set what unshards the unit in backward, when a module is recomputed outside the unit's forward."""
@@ -272,7 +272,7 @@ class PerParamRegistration(ParamRegistration):
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
         super().__init__(bucket, unit)
-        self._views = bucket.parts
+        self._views = bucket.local_shards
         homes = {place.module: member.fqn for member in reversed(bucket.members) for place in member.places}
         self._guards = [ForwardGuard(module, unit, fqn) for module, fqn in homes.items()]
 
@@ -303,7 +303,7 @@ class PerParamRegistration(ParamRegistration):
 
     def alias_shard(self) -> None:
         """Make the registered parameters the local shards."""
-        self._views = self.bucket.parts
+        self._views = self.bucket.local_shards
         self._reset_data()
 
     @abstractmethod
@@ -331,10 +331,10 @@ class PerParamRegistration(ParamRegistration):
                 )
         if moved:
             self._copy_moved(current, moved)
-        both = zip(self.parameters, self.bucket.leaves, strict=True)
+        both = zip(self.parameters, self.bucket.unsharded_params, strict=True)
         for index, (parameter, leaf) in enumerate(both):
             if parameter.requires_grad != leaf.requires_grad:
-                self.bucket.train(index, parameter.requires_grad)
+                self.bucket.set_requires_grad(index, parameter.requires_grad)
 
     def _is_moved(self, data: torch.Tensor, view: torch.Tensor) -> bool:
         """Return True if a user replaced the memory of a view."""
@@ -345,7 +345,7 @@ class PerParamRegistration(ParamRegistration):
         if like.dtype != self.bucket.dtype or like.device != self.bucket.shard.device:
             shard = self.bucket.shard
             self.bucket.replace_shard(like.new_zeros(shard.shape, dtype=like.dtype, device=like.device))
-            self._views = self.bucket.parts
+            self._views = self.bucket.local_shards
             moved = list(zip(current, self._views, strict=True))
         for data, view in moved:
             view.copy_(data)

@@ -40,7 +40,7 @@ class DTensorRegistration(PerParamRegistration):
         made = nn.Parameter(
             self._placed[index].sharded(self._views[index]), requires_grad=member.parameter.requires_grad
         )
-        for each in (made, self.bucket.leaves[index]):
+        for each in (made, self.bucket.unsharded_params[index]):
             each.__dict__.update(_user_attributes(member.parameter))
         return made
 
@@ -68,12 +68,12 @@ class DTensorRegistration(PerParamRegistration):
     def register_unsharded(self) -> None:
         """Register the leaves."""
         self._check_unmodified()
-        self._register(self.bucket.leaves)
+        self._register(self.bucket.unsharded_params)
         self._allow_forward()
 
     def register_post_forward(self) -> None:
         """Leave the leaves registered."""
-        self._record_versions(self.bucket.leaves)
+        self._record_versions(self.bucket.unsharded_params)
 
     def register_sharded(self) -> None:
         """Register the DTensors."""
@@ -100,14 +100,14 @@ class DTensorRegistration(PerParamRegistration):
 
     def _pull_user_params(self) -> None:
         for index, member in enumerate(self.bucket.members):
-            given = find_user_param(member, self._parameters[index], self.bucket.leaves[index])
+            given = find_user_param(member, self._parameters[index], self.bucket.unsharded_params[index])
             if given is not None:
                 self._parameters[index] = given
 
     @property
     def has_unbound_extensions(self) -> bool:
         """Return True if a local tensor has all-gather extensions and the bucket is not unsharded."""
-        if self.bucket.holds_full and not self.bucket.aliased:
+        if self.bucket.has_unsharded_storage and not self.bucket.aliased:
             return False
         self._pull_user_params()
         return bool(self._find_extended())
@@ -132,12 +132,12 @@ class DTensorRegistration(PerParamRegistration):
         made._parameters = [self._parameters[index] for index in indices]
         made.register_sharded()
         made.pull_user_changes()
-        made.bucket.compute_on(device)
+        made.bucket.set_compute_device(device)
         return made
 
     def add_gradient(self, reduced: Reduced) -> None:
         """Add each parameter's part to its gradient; nothing for what no rank used."""
-        parts = self.bucket.of_shard(reduced.gradient)
+        parts = self.bucket.split_shard(reduced.gradient)
         for parameter, placed, grad, used in zip(self._parameters, self._placed, parts, reduced.used, strict=True):
             if used:
                 add_gradient_to(parameter, placed.sharded(grad))

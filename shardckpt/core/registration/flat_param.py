@@ -55,7 +55,7 @@ class FlatParamRegistration(UnshardedGradMixin):
         return self._home
 
     def _build_placeholders(self) -> list[ShardedPlaceholder]:
-        pairs = zip(self.bucket.leaves, self.bucket.layout.specs, strict=True)
+        pairs = zip(self.bucket.unsharded_params, self.bucket.layout.specs, strict=True)
         return [ShardedPlaceholder(leaf, self._unit, spec.name) for leaf, spec in pairs]
 
     @property
@@ -66,13 +66,13 @@ class FlatParamRegistration(UnshardedGradMixin):
     def register_unsharded(self) -> None:
         """Set the leaves as attributes of the modules."""
         self._check_unmodified()
-        for member, leaf in zip(self.bucket.members, self.bucket.leaves, strict=True):
+        for member, leaf in zip(self.bucket.members, self.bucket.unsharded_params, strict=True):
             for place in member.places:
                 put(place, leaf)
 
     def register_post_forward(self) -> None:
         """Leave the leaves where they are."""
-        self._record_versions(self.bucket.leaves)
+        self._record_versions(self.bucket.unsharded_params)
 
     def register_sharded(self) -> None:
         """Set placeholders on the modules, since reading freed memory would end the process."""
@@ -114,7 +114,7 @@ class FlatParamRegistration(UnshardedGradMixin):
             values = [given if i == index else nothing.expand(spec.shape) for i, spec in enumerate(specs)]
             part = packing.cut(values, self.bucket.rank)[index]
         if part is not None:
-            self.bucket.parts[index].copy_(part)
+            self.bucket.local_shards[index].copy_(part)
         place.module._parameters.pop(place.attribute)
 
     def _pull_flat_param_data(self) -> None:
@@ -130,9 +130,9 @@ class FlatParamRegistration(UnshardedGradMixin):
             bucket.replace_shard(data.reshape(-1))
             self.flat.data = bucket.shard.data
             self._placeholders = self._build_placeholders()
-        for index, leaf in enumerate(bucket.leaves):
+        for index, leaf in enumerate(bucket.unsharded_params):
             if leaf.requires_grad != self.flat.requires_grad:
-                bucket.train(index, self.flat.requires_grad)
+                bucket.set_requires_grad(index, self.flat.requires_grad)
 
     def add_gradient(self, reduced: Reduced) -> None:
         """Add it to the flat parameter's gradient; nothing when no rank used any of its parameters."""
@@ -144,7 +144,7 @@ class FlatParamRegistration(UnshardedGradMixin):
         grad, bucket = self.flat.grad, self.bucket
         if grad is None:
             return [None] * len(bucket.members)
-        return list(bucket.packing.views(grad) if self.has_unsharded_grads else bucket.of_shard(grad))
+        return list(bucket.packing.views(grad) if self.has_unsharded_grads else bucket.split_shard(grad))
 
     def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
         """Set the flat parameter's gradient; parameters without one have zeros in it."""
@@ -153,7 +153,7 @@ class FlatParamRegistration(UnshardedGradMixin):
             return
         like = next(part for part in parts if part is not None)
         whole = torch.zeros(self.flat.shape, dtype=like.dtype, device=self.flat.device)
-        for place, part in zip(self.bucket.of_shard(whole), parts, strict=True):
+        for place, part in zip(self.bucket.split_shard(whole), parts, strict=True):
             if part is not None:
                 place.copy_(part)
         copy_gradient(self.flat, whole)
@@ -164,7 +164,7 @@ class FlatParamRegistration(UnshardedGradMixin):
         """Register full parameters on their own modules; the flat one is not registered meanwhile."""
         module, attribute = self._home.module, self._home.attribute
         module._parameters[attribute] = None  # it comes back to its position
-        pairs = zip(values, self.bucket.leaves, strict=True)
+        pairs = zip(values, self.bucket.unsharded_params, strict=True)
         made = [
             nn.Parameter(self.wrap_unsharded(index, value), requires_grad=leaf.requires_grad)
             for index, (value, leaf) in enumerate(pairs)
@@ -188,13 +188,13 @@ class FlatParamRegistration(UnshardedGradMixin):
 
     def _collect_unsharded_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         bucket = self.bucket
-        if all(leaf.grad is None for leaf in bucket.leaves):
+        if all(leaf.grad is None for leaf in bucket.unsharded_params):
             return []
         whole = torch.zeros(bucket.packing.gathered, dtype=bucket.compute_dtype, device=bucket.compute_device)
         for index, (view, grad) in enumerate(zip(bucket.packing.views(whole), bucket.gradients, strict=True)):
             if grad is not None:
                 view.copy_(grad)
-                bucket.leaves[index].grad = bucket.wrap_unsharded(index, view)
+                bucket.unsharded_params[index].grad = bucket.wrap_unsharded(index, view)
         return [(self.flat, whole)]
 
     def _reset_data(self) -> None:

@@ -37,14 +37,14 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradMixin):
     def register_unsharded(self) -> None:
         """Register the leaves."""
         self._check_unmodified()
-        for member, leaf in zip(self.bucket.members, self.bucket.leaves, strict=True):
+        for member, leaf in zip(self.bucket.members, self.bucket.unsharded_params, strict=True):
             for place in member.places:
                 register(place, leaf)
         self._allow_forward()
 
     def register_post_forward(self) -> None:
         """Register the user's parameters with full shapes."""
-        for original, full in zip(self._originals, self.bucket.fulls, strict=True):
+        for original, full in zip(self._originals, self.bucket.unsharded_tensors, strict=True):
             original.data = full
         self._record_versions(self._originals)
         self._register_params()
@@ -69,7 +69,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradMixin):
     def pull_user_changes(self) -> None:
         """Pull parameters that a user registered, and their data."""
         for index, member in enumerate(self.bucket.members):
-            given = find_user_param(member, self._originals[index], self.bucket.leaves[index])
+            given = find_user_param(member, self._originals[index], self.bucket.unsharded_params[index])
             if given is not None and not isinstance(given, DTensor):
                 self._originals[index] = given
         super().pull_user_changes()
@@ -91,7 +91,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradMixin):
 
     def add_gradient(self, reduced: Reduced) -> None:
         """Add each parameter's part to its gradient; nothing for what no rank used or what it has no part of."""
-        parts = self.bucket.of_shard(reduced.gradient)
+        parts = self.bucket.split_shard(reduced.gradient)
         for original, view, grad, used in zip(self._originals, self._views, parts, reduced.used, strict=True):
             if not used or grad.numel() == 0:
                 continue
@@ -157,6 +157,6 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradMixin):
         return [(original, grad) for original, grad in pairs if grad is not None]
 
     def _drop_unsharded_grad(self, parameter: nn.Parameter) -> None:
-        for original, leaf in zip(self._originals, self.bucket.leaves, strict=True):
+        for original, leaf in zip(self._originals, self.bucket.unsharded_params, strict=True):
             if original is parameter:
                 leaf.grad = None

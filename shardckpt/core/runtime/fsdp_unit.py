@@ -219,7 +219,7 @@ class FSDPUnit:
     @property
     def is_unsharded(self) -> bool:
         """Return True if all full parameters can be read."""
-        return all(each.bucket.filled for each in self._active)
+        return all(each.bucket.is_unsharded for each in self._active)
 
     @property
     def trainable(self) -> bool:
@@ -309,16 +309,16 @@ class FSDPUnit:
             Whether something was started.
         """
         self.bind_extensions()
-        if all(each.bucket.holds_full for each in self._active):
+        if all(each.bucket.has_unsharded_storage for each in self._active):
             return False
         self._root.wait_for_rate_limiter(self)
         if full_precision is None:
             full_precision = self._full_precision if self._pending_forward_ids else self._runs_in_full_precision
         started = False
         for each in self._active:
-            if not each.bucket.filled:
+            if not each.bucket.is_unsharded:
                 each.pull_user_changes()
-                started |= each.bucket.begin_gather(full_precision=full_precision)
+                started |= each.bucket.start_all_gather(full_precision=full_precision)
         return started
 
     def unshard(self) -> None:
@@ -332,8 +332,8 @@ class FSDPUnit:
             torch.clear_autocast_cache()  # it keys on the leaf, whose content changes
         self.prefetch_unshard(full_precision=full_precision)
         for each in self._active:
-            if not each.bucket.filled:
-                each.bucket.finish_gather(keeps_slice=self._keeps_slice)
+            if not each.bucket.is_unsharded:
+                each.bucket.wait_all_gather(keep_partial_shard=self._keep_partial_shard)
                 self._root.record_unsharded(each.bucket, self)
                 self._addresses.append(each.bucket.address)
             if each.bucket.aliased:
@@ -342,8 +342,8 @@ class FSDPUnit:
         self._has_registered_unsharded = True
 
     @property
-    def _keeps_slice(self) -> bool:
-        return self.config.keeps_slice > 0 and self.phase is Phase.FORWARD and torch.is_grad_enabled()
+    def _keep_partial_shard(self) -> bool:
+        return self.config.post_forward_ranks > 0 and self.phase is Phase.FORWARD and torch.is_grad_enabled()
 
     @property
     def _active(self) -> tuple[ParamRegistration, ...]:
@@ -383,7 +383,7 @@ class FSDPUnit:
         late = [each for each in self._active if each.has_unbound_extensions]
         if not late:
             return
-        if self._pending_forward_ids or any(each.bucket.holds_gradients for each in late):
+        if self._pending_forward_ids or any(each.bucket.has_unreduced_grads for each in late):
             raise ExtensionError(
                 "all-gather extensions were put on local tensors while gradients are still to come",
                 where=self.name,
@@ -403,28 +403,28 @@ class FSDPUnit:
         for each in self._active:
             each.bucket.write_back()
 
-    def reshard(self, *, keeps_slice: bool = False) -> None:
+    def reshard(self, *, keep_partial_shard: bool = False) -> None:
         """Free the full parameters; do nothing when they are freed.
 
         Args:
-            keeps_slice: But keep this rank's slice of them.
+            keep_partial_shard: But keep the larger shard for the unshard in backward.
         """
-        if self._has_registered_unsharded or any(each.bucket.holds_full for each in self._active):
-            self._reshard(keeps_slice=keeps_slice)
+        if self._has_registered_unsharded or any(each.bucket.has_unsharded_storage for each in self._active):
+            self._reshard(keep_partial_shard=keep_partial_shard)
             if self.is_attached:
                 self._root.record_reshard_event(self)
-        elif not keeps_slice:
+        elif not keep_partial_shard:
             for each in self._active:
-                each.bucket.free()
+                each.bucket.reshard()
 
-    def _reshard(self, *, keeps_slice: bool = False) -> None:
+    def _reshard(self, *, keep_partial_shard: bool = False) -> None:
         if self.is_attached:
             for address in self._addresses:
                 self._root.forget_unsharded(address)
         self._addresses.clear()
         for each in self._active:
             each.register_sharded()
-            each.bucket.free(keeps_slice=keeps_slice)
+            each.bucket.reshard(keep_partial_shard=keep_partial_shard)
         self._has_registered_unsharded = False
 
     # ---------------------------------------------------------------------------------------------- forward
@@ -463,7 +463,8 @@ class FSDPUnit:
             self.phase = Phase.FORWARD
             self._saves_params = not torch.is_grad_enabled()
         if any(
-            each.bucket.holds_full and each.bucket.differs(full_precision=self._full_precision) for each in self._active
+            each.bucket.has_unsharded_storage and each.bucket.differs(full_precision=self._full_precision)
+            for each in self._active
         ):
             self.reshard()  # kept by a forward in the other mode, or gathered ahead for one
         self._unshard(full_precision=self._full_precision)
@@ -541,7 +542,7 @@ class FSDPUnit:
         frees = config.frees_after_forward and not (config.keeps_as_root and self._root.is_root(self))
         recorded = torch.is_grad_enabled()
         if frees or not (recorded or config.keeps_without_grad):
-            self.reshard(keeps_slice=recorded and config.keeps_slice > 0)
+            self.reshard(keep_partial_shard=recorded and config.post_forward_ranks > 0)
             return
         for each in self._active:
             each.register_post_forward()
@@ -675,7 +676,7 @@ class FSDPUnit:
         for each in self._active:
             if each.bucket.requires_grad:
                 self.finish_reduction()
-                each.bucket.begin_reduce(
+                each.bucket.start_reduce_scatter(
                     factor=self.config.divide_factor,
                     split=self.config.force_sum,
                     all_reduce=self._all_reduce,
@@ -688,12 +689,12 @@ class FSDPUnit:
     @property
     def is_reduced(self) -> bool:
         """Return True if `finish_reduction` would return at once."""
-        return all(each.bucket.reduced for each in self.registrations)
+        return all(each.bucket.is_reduce_done for each in self.registrations)
 
     def finish_reduction(self) -> None:
         """Wait for the averaged gradients, and accumulate them."""
         for each in self._active:
-            reduced = each.bucket.finish_reduce()
+            reduced = each.bucket.wait_reduce_scatter()
             if reduced is not None:
                 everything = replace(reduced, used=(True,) * len(reduced.used))
                 each.add_gradient(everything if self.config.zeros_for_unused else reduced)

@@ -140,7 +140,7 @@ class _Summoned:
     def open(self) -> None:
         """Gather and register. Collective."""
         summons, bucket = self._summons, self._bucket
-        bucket.free()
+        bucket.reshard()
         full = gather(bucket, bucket.shard.data)
         gradients = self._gradients() if summons.with_grads else None
         if summons.rank0_only and not bucket.group.is_first:
@@ -231,7 +231,7 @@ class _Summoned:
             specs = bucket.packing.layout.specs
             cut(bucket, [_or_zeros(g, s.shape, out) for g, s in zip(gradients, specs, strict=True)], out)
         if not registration.has_unsharded_grads:
-            parts = bucket.of_shard(out)
+            parts = bucket.split_shard(out)
             registration.set_gradients([part if has else None for part, has in zip(parts, there, strict=True)])
         elif gradients is not None:
             for held, grad in zip(registration.gradients(), gradients, strict=True):
@@ -290,7 +290,7 @@ def iter_full_params(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _unsharded(module: nn.Module, units: Sequence[FSDPUnit]) -> Iterator[tuple[str, torch.Tensor]]:
     ours = {parameter for unit in units for registration in unit.registrations for parameter in registration.parameters}
-    members = {id(leaf) for unit in units for bucket in unit.buckets for leaf in bucket.leaves}
+    members = {id(leaf) for unit in units for bucket in unit.buckets for leaf in bucket.unsharded_params}
     for name, parameter in module.named_parameters():
         if parameter in ours or id(parameter) in members:
             continue
@@ -315,7 +315,7 @@ def _is_of_unit(value: object) -> bool:
 
 def _gathered(registration: ParamRegistration, names: Mapping[nn.Module, str]) -> Iterator[tuple[str, torch.Tensor]]:
     bucket = registration.bucket
-    bucket.free()
+    bucket.reshard()
     full = gather(bucket, bucket.shard.data)
     try:
         for index, member in enumerate(bucket.members):

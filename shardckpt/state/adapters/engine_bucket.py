@@ -29,7 +29,7 @@ class EngineBucketAdapter(ShardingAdapter):
 
     def __init__(self, registration: ParamRegistration, names: Sequence[Sequence[str]], everyone: Ranks) -> None:
         bucket = registration.bucket
-        rows = zip(names, bucket.leaves, strict=True)
+        rows = zip(names, bucket.unsharded_params, strict=True)
         super().__init__(
             [
                 Entry(first, tuple(others), tuple(leaf.shape), bucket.dtype, leaf.requires_grad)
@@ -72,7 +72,7 @@ class EngineBucketAdapter(ShardingAdapter):
     @property
     def is_parallel(self) -> bool:
         """Tell whether tensor parallelism has cut parameters before the engine did."""
-        return any(isinstance(leaf, DTensor) for leaf in self.bucket.leaves)
+        return any(isinstance(leaf, DTensor) for leaf in self.bucket.unsharded_params)
 
     def layout_metadata(self) -> dict[str, Any]:
         """Return the layout, and which of its ranks this one is."""
@@ -86,16 +86,16 @@ class EngineBucketAdapter(ShardingAdapter):
 
     def written(self) -> None:
         """Give up full parameters that are there: they are stale."""
-        self.bucket.free()
+        self.bucket.reshard()
         self._registration.register_sharded()
 
     def places(self, laid: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's part as a view."""
-        return self.bucket.of_shard(laid)
+        return self.bucket.split_shard(laid)
 
     def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's part as a view."""
-        return self.bucket.of_shard(laid)
+        return self.bucket.split_shard(laid)
 
     def join(
         self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
@@ -118,7 +118,7 @@ class EngineBucketAdapter(ShardingAdapter):
 
     def _own_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Return what the bucket has of a whole parameter."""
-        leaf = self.bucket.leaves[index]
+        leaf = self.bucket.unsharded_params[index]
         if not isinstance(leaf, DTensor):
             return value
         value = value.to(self.bucket.compute_device)

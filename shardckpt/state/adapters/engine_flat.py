@@ -140,7 +140,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
     def start_to_sharded(self, laid: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
         """Begin the exchange: rows travel while the next unit's are put together."""
         if self.bucket.keeps_full or self._mesh is None:
-            made = [self.bucket.wrap_unsharded(i, view.clone()) for i, view in enumerate(self.bucket.of_shard(laid))]
+            made = [self.bucket.wrap_unsharded(i, view.clone()) for i, view in enumerate(self.bucket.split_shard(laid))]
             return lambda: made
         if self.is_parallel and self._both is None:
             cut = self._parallel(laid)
@@ -159,9 +159,9 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
         A part of tensor parallelism is cut into rows again. What it left alone lies on all of its ranks.
         """
-        inner = next(leaf.device_mesh for leaf in self.bucket.leaves if isinstance(leaf, DTensor))
+        inner = next(leaf.device_mesh for leaf in self.bucket.unsharded_params if isinstance(leaf, DTensor))
         found: list[MeshPlacements | None] = []
-        for spec, leaf in zip(self.layout.specs, self.bucket.leaves, strict=True):
+        for spec, leaf in zip(self.layout.specs, self.bucket.unsharded_params, strict=True):
             if not spec.shape:
                 found.append(get_mesh_placements(leaf))
                 continue
@@ -180,7 +180,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         if self.is_parallel:
             both = self._both[index] if self._both is not None else None
             assert both is not None, "or it is gathered"
-            leaf = self.bucket.leaves[index]
+            leaf = self.bucket.unsharded_params[index]
             return DTensor.from_local(apart(part), *both, run_check=False, shape=leaf.shape, stride=leaf.stride())
         stride = strides(spec.shape, spec.order)
         return DTensor.from_local(
@@ -201,7 +201,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         if self.is_parallel:
             if self._both is not None and not self.bucket.keeps_full:
                 return self._both
-            return [get_mesh_placements(leaf) for leaf in self.bucket.leaves]
+            return [get_mesh_placements(leaf) for leaf in self.bucket.unsharded_params]
         mesh = None if self.bucket.keeps_full else self._mesh
         return [
             (mesh, self._placements(spec)) if mesh is not None and spec.shape else None for spec in self.layout.specs

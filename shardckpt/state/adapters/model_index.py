@@ -168,7 +168,9 @@ class _Walk:
             self._visit(f"{prefix}." if prefix else "", module)
 
     def _note(self, registration: ParamRegistration) -> None:
-        self._exposed |= {id(parameter) for parameter in (*registration.parameters, *registration.bucket.leaves)}
+        self._exposed |= {
+            id(parameter) for parameter in (*registration.parameters, *registration.bucket.unsharded_params)
+        }
         for index, member in enumerate(registration.bucket.members):
             for place in member.places:
                 self._of_place[id(place.module), place.attribute] = (registration, index)
@@ -258,7 +260,7 @@ def groups_of(unit: FSDPUnit) -> list[dist.ProcessGroup | None]:
     found: list[dist.ProcessGroup | None] = []
     for registration in unit.registrations:
         found += [registration.bucket.group.shard, registration.bucket.group.replicate]
-        found += [group for leaf in registration.bucket.leaves for group in _mesh_groups(leaf)]
+        found += [group for leaf in registration.bucket.unsharded_params for group in _mesh_groups(leaf)]
     return found
 
 

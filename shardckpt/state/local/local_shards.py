@@ -167,7 +167,7 @@ def get_adapter_shards(adapter: ShardingAdapter, laid: torch.Tensor) -> list[tup
     if not isinstance(adapter, EngineBucketAdapter):
         (part,) = adapter.parts(laid)
         return [get_tensor_shards(part).shards]
-    return [get_member_shards(adapter, index, part) for index, part in enumerate(adapter.bucket.of_shard(laid))]
+    return [get_member_shards(adapter, index, part) for index, part in enumerate(adapter.bucket.split_shard(laid))]
 
 
 def get_member_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tensor) -> tuple[LocalShard, ...]:
@@ -176,9 +176,9 @@ def get_member_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tens
     Args:
         adapter: The bucket's adapter.
         index: Which parameter.
-        part: This rank's part of it, as the bucket's `of_shard` gives it.
+        part: This rank's part of it, as the bucket's `split_shard` gives it.
     """
-    leaf = adapter.bucket.leaves[index]
+    leaf = adapter.bucket.unsharded_params[index]
     found = _of_bucket(adapter, index, part)
     if not isinstance(leaf, DTensor):
         return tuple(found)
