@@ -33,7 +33,7 @@ class Box(NamedTuple):
         return prod(self.size)
 
     def within(self, shape: Shape) -> bool:
-        """Tell whether the box lies inside an array of `shape`, with no negative number anywhere."""
+        """Return True if the box lies inside an array of `shape`, with no negative number anywhere."""
         return len(self.offset) == len(self.size) == len(shape) and all(
             min(o, n) >= 0 and o + n <= s for o, n, s in zip(self.offset, self.size, shape, strict=True)
         )
@@ -45,8 +45,8 @@ class Box(NamedTuple):
 
 
 @lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen shapes
-def whole(shape: Shape) -> Box:
-    """Return the box of a whole array of `shape`."""
+def full_box(shape: Shape) -> Box:
+    """Return the box of a full array of `shape`."""
     return Box((0,) * len(shape), shape)
 
 
@@ -174,19 +174,19 @@ def flat_to_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
     first, head = divmod(start, row)
     last, tail = divmod(stop, row)
     if first == last:
-        return [_prefixed(first, b) for b in flat_to_boxes(shape[1:], head, tail)]
+        return [_prefix_box(first, b) for b in flat_to_boxes(shape[1:], head, tail)]
     boxes = []
     if head:
-        boxes += [_prefixed(first, b) for b in flat_to_boxes(shape[1:], head, row)]
+        boxes += [_prefix_box(first, b) for b in flat_to_boxes(shape[1:], head, row)]
         first += 1
     if first < last:
         boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
     if tail:
-        boxes += [_prefixed(last, b) for b in flat_to_boxes(shape[1:], 0, tail)]
+        boxes += [_prefix_box(last, b) for b in flat_to_boxes(shape[1:], 0, tail)]
     return boxes
 
 
-def _prefixed(index: int, box: Box) -> Box:
+def _prefix_box(index: int, box: Box) -> Box:
     return Box((index, *box.offset), (1, *box.size))
 
 
@@ -215,7 +215,7 @@ def flat_index(shape: Shape, index: Shape) -> int:
 
 
 def is_contiguous(shape: Shape, box: Box) -> bool:
-    """Tell whether `box` is one contiguous range of an array of `shape` in row-major order."""
+    """Return True if `box` is one contiguous range of an array of `shape` in row-major order."""
     inner_full = True
     for n, s in zip(reversed(box.size), reversed(shape), strict=True):
         if not inner_full and n != 1:
@@ -225,7 +225,7 @@ def is_contiguous(shape: Shape, box: Box) -> bool:
 
 
 def is_grid(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Tell whether boxes are the cells of a grid over an array of `shape`: each dimension cut once, no cell twice.
+    """Return True if boxes are the cells of a grid over an array of `shape`: each dimension cut once, no cell twice.
 
     What ranks of a mesh hold is one, however many there are; quick, where `cover` is thorough.
     """
@@ -261,4 +261,4 @@ def contiguous_blocks(box: Box, most: int) -> Iterator[Box]:
             yield slab
         else:
             for inner in contiguous_blocks(Box(slab.offset[1:], slab.size[1:]), most):
-                yield _prefixed(slab.offset[0], inner)
+                yield _prefix_box(slab.offset[0], inner)

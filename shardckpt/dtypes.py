@@ -94,7 +94,7 @@ def bits(name: str) -> int:
 
 
 def is_known(name: str) -> bool:
-    """Tell whether `name` is a type this package can place in memory."""
+    """Return True if `name` is a type this package can place in memory."""
     return name in _BITS and name != UNKNOWN
 
 

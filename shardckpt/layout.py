@@ -71,7 +71,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class ShardRun:
-    """Elements of one parameter that lie next to each other in one rank's shard.
+    """Contiguous elements of one parameter in one rank's shard.
 
     Attributes:
         index: Which parameter.
@@ -267,20 +267,20 @@ def from_json(value: object) -> Layout:
         FormatError: The value is not such a layout.
     """
     try:
-        return _parsed(value)
+        return _parse(value)
     except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise FormatError(f"a layout cannot be read: {type(error).__name__} {error}") from error
 
 
-def _parsed(value: Any) -> Layout:
+def _parse(value: Any) -> Layout:
     if not isinstance(value, Mapping) or value["format"] != _FORMAT:
         raise FormatError("this is no layout of a known format", expected=_FORMAT)
     specs = tuple(_spec(each) for each in value["params"])
-    world = _whole(value["world"])
+    world = _whole_number(value["world"])
     if value["kind"] == "flat":
-        return FlatLayout(specs, world, _whole(value["alignment"]))
+        return FlatLayout(specs, world, _whole_number(value["alignment"]))
     if value["kind"] == "dim":
-        return DimLayout(specs, world, tuple(_whole(d) for d in value["dims"]))
+        return DimLayout(specs, world, tuple(_whole_number(d) for d in value["dims"]))
     raise FormatError("a layout is of an unknown kind", found=value["kind"], expected="flat or dim")
 
 
@@ -288,11 +288,11 @@ def _spec(value: Mapping[str, Any]) -> ParamSpec:
     name, dtype, aliases = value["name"], value["dtype"], value.get("aliases", [])
     if not all(isinstance(each, str) for each in (name, dtype, *aliases)):
         raise FormatError("a name in a layout is no text", found=name)
-    shape = tuple(_whole(n) for n in value["shape"])
-    return ParamSpec(name, shape, dtype, tuple(_whole(d) for d in value.get("order", [])), tuple(aliases))
+    shape = tuple(_whole_number(n) for n in value["shape"])
+    return ParamSpec(name, shape, dtype, tuple(_whole_number(d) for d in value.get("order", [])), tuple(aliases))
 
 
-def _whole(value: object) -> int:
+def _whole_number(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise FormatError("a number in a layout is not whole or negative", found=value)
     return value

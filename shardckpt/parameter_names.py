@@ -23,8 +23,8 @@ BY_ORDER = (
 """What to tell whoever gets names that the order of the model decided."""
 
 
-def unwrapped(name: str) -> str:
-    """Return a name without the segments of wrappers; one of nothing else stays as it is."""
+def strip_wrappers(name: str) -> str:
+    """Return a name without the segments of wrappers."""
     return ".".join(s for s in name.split(".") if s not in WRAPPERS) or name
 
 
@@ -74,7 +74,7 @@ def match_in_order(groups: Sequence[Sequence[object]], offered: Sequence[tuple[s
 
 
 def has_match(wanted: Sequence[object], offered: Sequence[tuple[str, object]]) -> bool:
-    """Tell whether any choice of names matches what is wanted, in whatever order; None fits anything."""
+    """Return True if any choice of names matches what is wanted, in whatever order; None fits anything."""
     held = Counter(kind for _, kind in offered)
     asked = Counter(kind for kind in wanted if kind is not None)
     return len(wanted) <= len(offered) and all(count <= held[kind] for kind, count in asked.items())

@@ -19,9 +19,9 @@ from shardckpt.boxes import (
     cover,
     flat_index,
     flat_to_boxes,
+    full_box,
     intersect,
     is_grid,
-    whole,
 )
 
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -77,7 +77,7 @@ def test_two_scalars_are_one_element() -> None:
 def test_cover_reports_a_gap_or_an_overlap_exactly_where_there_is_one(case: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, parts = case
     mask = counted(shape, parts)
-    found = cover(whole(shape), parts, limit=10**6)
+    found = cover(full_box(shape), parts, limit=10**6)
     assert (counted(shape, found.gaps) == (mask == 0)).all(), "gaps are disjoint and hold every uncovered element"
     overlapped = counted(shape, [box for box, _, _ in found.overlaps]) > 0
     assert (mask[overlapped] > 1).all(), "no element is called doubled that is not"
@@ -95,18 +95,18 @@ def test_any_grid_is_a_cover(data: st.DataObject) -> None:
     for cut in cuts:
         parts = [Box((*p.offset, a), (*p.size, b - a)) for p in parts for a, b in pairwise(cut)]
     parts = data.draw(st.permutations(parts))
-    assert cover(whole(shape), parts) == ([], [])
+    assert cover(full_box(shape), parts) == ([], [])
     if len(parts) > 1:
-        assert cover(whole(shape), parts[1:]) == ([parts[0]], [])
-        assert cover(whole(shape), [*parts, parts[0]]).overlaps
+        assert cover(full_box(shape), parts[1:]) == ([parts[0]], [])
+        assert cover(full_box(shape), [*parts, parts[0]]).overlaps
 
 
 @given(shape_and_boxes())
 def test_cover_stops_at_its_limit(case: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, parts = case
-    found = cover(whole(shape), parts, limit=1)
+    found = cover(full_box(shape), parts, limit=1)
     assert len(found.gaps) + len(found.overlaps) <= 1
-    everything = cover(whole(shape), parts, limit=10**6)
+    everything = cover(full_box(shape), parts, limit=10**6)
     assert bool(everything.gaps or everything.overlaps) == bool(found.gaps or found.overlaps)
 
 
@@ -139,7 +139,7 @@ def test_cover_of_many_boxes_takes_less_than_quadratic_time(grid: str, monkeypat
             parts += [Box((row, n * 4 - 2), (1, 2)) for row in range(1, n, 2)]
         shape = tuple(max(p.stop[d] for p in parts) for d in (0, 1))
         calls = 0
-        assert cover(whole(shape), parts) == ([], [])
+        assert cover(full_box(shape), parts) == ([], [])
         costs.append(calls)
     assert costs[1] < 8 * costs[0], f"16 times would be quadratic: {costs}"
 
@@ -249,4 +249,4 @@ def test_a_box_is_printed_as_a_slice() -> None:
 def test_the_cells_of_a_grid_are_known(shape: Shape, boxes: list[Box], expected: bool) -> None:
     assert is_grid(shape, boxes) is expected
     if expected:
-        assert cover(whole(shape), boxes) == ([], [])
+        assert cover(full_box(shape), boxes) == ([], [])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.boxes import Box, cover, whole
+from shardckpt.boxes import Box, cover, full_box
 from shardckpt.errors import FormatError
 from shardckpt.layout import DimLayout, FlatLayout, Layout, ParamSpec, from_json, moves
 
@@ -39,7 +39,7 @@ def layouts(draw) -> Layout:
 
 def covered(layout: Layout, boxes: dict[int, list[Box]]) -> bool:
     return all(
-        cover(whole(spec.shape), boxes.get(index, [])) == ([], [])
+        cover(full_box(spec.shape), boxes.get(index, [])) == ([], [])
         for index, spec in enumerate(layout.specs)
         if spec.numel
     )

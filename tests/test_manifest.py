@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from shardckpt.boxes import whole
+from shardckpt.boxes import full_box
 from shardckpt.manifest import UNREAD, Encoded, Lazy, Manifest, ObjectEntry, Piece, Span, Strided, TensorEntry, dotted
 
 
 def entry(**changes: object) -> TensorEntry:
-    piece = Piece(whole((2, 3)), "a.bin", Span(8, 24))
+    piece = Piece(full_box((2, 3)), "a.bin", Span(8, 24))
     return TensorEntry(("w",), (2, 3), "float32", (piece,))._replace(**changes)
 
 

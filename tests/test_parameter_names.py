@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.parameter_names import has_match, match_by_kind, match_in_order, unwrapped
+from shardckpt.parameter_names import has_match, match_by_kind, match_in_order, strip_wrappers
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from shardckpt.parameter_names import has_match, match_by_kind, match_in_order, 
     ],
 )
 def test_wrappers_leave_no_trace(name: str, clean: str) -> None:
-    assert unwrapped(name) == clean
+    assert strip_wrappers(name) == clean
 
 
 KINDS = st.sampled_from([None, 1, 2])

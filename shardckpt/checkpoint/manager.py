@@ -58,8 +58,8 @@ from shardckpt.plan.retention import (
     Retention,
     SavedStep,
     is_expired,
+    parse_seconds,
     require_metric,
-    seconds_of,
     steps_to_delete,
     with_trusted_times,
 )
@@ -127,7 +127,7 @@ class Checkpointer:
         dedup: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for), metric)
+        self._rules = Retention(keep_last, keep_every, keep_best, mode, parse_seconds(keep_for), metric)
         if save_every is not None and (type(save_every) is not int or save_every < 1):
             raise UsageError("`save_every` is no number of steps", found=repr(save_every), expected="an integer from 1")
         self.root = as_url(root).rstrip("/") or "/"

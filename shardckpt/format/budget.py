@@ -35,7 +35,7 @@ CHUNK_BYTES = 384
 
 
 class ReadBudget:
-    """What may still be spent.
+    """The memory that reading a file may still cost.
 
     Attributes:
         left: Bytes that are left; code that counts very often takes from it by itself, and calls `exceeded`.
@@ -166,7 +166,7 @@ class _Table:
         taken[at] = 1
         self._allowed += _USUALLY_MET - met
         if met > _MOST_MET or self._allowed < 0:
-            raise _alike()
+            raise _collision_error()
 
 
 _SET_RUN = 9
@@ -174,7 +174,7 @@ _SET_RUN = 9
 
 
 class KeyGuard:
-    """Refuses keys that were chosen to meet in a dict or a set: each would be compared with many before it.
+    """Refuses keys that were chosen to collide in a dict or a set.
 
     Python salts the hashes of text, and those of numbers and of tuples of them anybody can choose.
 
@@ -209,7 +209,7 @@ class KeyGuard:
             place = id(container), hash(key)
             self._seen[place] = self._seen.get(place, 0) + 1
             if self._seen[place] > _MOST_ALIKE:
-                raise _alike()
+                raise _collision_error()
         count = len(container)
         if count < _FEW:
             return
@@ -270,10 +270,10 @@ def check_hashes(keys: Sequence[Hashable], where: object = "") -> None:
         _table_of(keys, is_set=False)
         _table_of(keys, is_set=True)
     except UnsafeError:
-        raise _alike(where) from None
+        raise _collision_error(where) from None
     hashes = sorted(hash(key) for key in keys if type(key) is not str)
     if any(hashes[i] == hashes[i - _MOST_ALIKE] for i in range(_MOST_ALIKE, len(hashes))):
-        raise _alike(where)
+        raise _collision_error(where)
 
 
 def check_paths(paths: Collection[Path], where: object = "") -> None:
@@ -294,7 +294,7 @@ def check_paths(paths: Collection[Path], where: object = "") -> None:
         check_hashes([int(digits, 16) for digits in known], where)
 
 
-def _alike(where: object = "") -> UnsafeError:
+def _collision_error(where: object = "") -> UnsafeError:
     return UnsafeError(
         "very many keys have one hash, or hashes that meet in one place",
         where=where,

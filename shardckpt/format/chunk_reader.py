@@ -33,7 +33,7 @@ _BY_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.compl
 
 
 class ReadItem(NamedTuple):
-    """A box to be read.
+    """One box to read.
 
     Attributes:
         pieces: Resolved pieces of the tensor, which cover the box.
@@ -50,7 +50,7 @@ class ReadItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _StagedRead:
-    """What one read contributes: staged elements, `strides` apart, for a box in the want's own coordinates."""
+    """Staged elements of one read, `strides` apart, for a box of a `ReadItem`."""
 
     want: ReadItem
     box: Box

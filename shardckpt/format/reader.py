@@ -103,7 +103,7 @@ class Checksum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParamShapes:
-    """What a model's parameters are called and how large each is, told from outside of a checkpoint that lacks it.
+    """Names and shapes of a model's parameters, from outside of the checkpoint.
 
     Attributes:
         shapes: Name to shape, in the order of the model where that is known.
@@ -163,11 +163,11 @@ class Reader:
 
     @property
     def needs_param_shapes(self) -> bool:
-        """Whether there are flat parameters, and nothing told yet what they hold."""
+        """Whether there are flat parameters whose members are unknown."""
         return False
 
     def with_param_shapes(self, known: ParamShapes) -> Reader:  # noqa: ARG002  (most files tell shapes themselves)
-        """Return a reader that knows the members of flat parameters; the same one where there are none.
+        """Return a reader that knows the members of flat parameters.
 
         Raises:
             UsageError: The shapes do not fit what the files hold.

@@ -103,24 +103,24 @@ def detect(source: Source) -> Format:
         UnknownFormatError: No reader recognizes it; the message lists what was found and what was looked for.
         UsageError: Bases are named, and checkpoints of its format have none.
     """
-    found = _recognized(source)
+    found = _require_format(source)
     if source.bases and found is not native.FORMAT:
         raise UsageError("this checkpoint has no base", where=source.url, found=found.title)
     return found
 
 
-def _recognized(source: Source) -> Format:
-    form = _asked(source)
+def _require_format(source: Source) -> Format:
+    form = _probe(source)
     if form is not None:
         return form
     if not source.listing:
         raise UnknownFormatError("this folder is empty", where=source.url)
     what, fix = _explanation(source)
-    raise (_around(source) if fix == _HOLDER else None) or _unknown(source, what, fix)
+    raise (_suggest_nearby(source) if fix == _HOLDER else None) or _unknown_error(source, what, fix)
 
 
-def _asked(source: Source, least: Evidence = Evidence.NAME) -> Format | None:
-    """Return the format that takes a source for its own, by structure if any does; None where none does."""
+def _probe(source: Source, least: Evidence = Evidence.NAME) -> Format | None:
+    """Return the format that recognizes a source, by structure if any does, else None."""
     named: Format | None = None
     for candidate in FORMATS:
         evidence = candidate.recognize(source)
@@ -131,10 +131,10 @@ def _asked(source: Source, least: Evidence = Evidence.NAME) -> Format | None:
     return named
 
 
-def _around(source: Source) -> UnknownFormatError | None:
-    """Return what to say where a checkpoint lies one level above or below; None where none does."""
+def _suggest_nearby(source: Source) -> UnknownFormatError | None:
+    """Return the error that names a checkpoint one level above or below, else None."""
     if source.file is not None:
-        form = _asked_nearby(Source(source.store))
+        form = _probe_nearby(Source(source.store))
         if form is None:
             return None
         return UnknownFormatError(
@@ -190,7 +190,7 @@ def _look_into(store: Store, depth: int, path: str) -> tuple[Format | None, list
     """
     source = Source(SubfolderStore(store, path))
     try:
-        form = _asked(source, Evidence.NAME if depth == 1 else Evidence.STRUCTURE)
+        form = _probe(source, Evidence.NAME if depth == 1 else Evidence.STRUCTURE)
         return form, [f"{path}/{name}" for name in reversed(source.folders) if not name.startswith(".")]
     except (StorageError, CheckpointError):  # it cannot be looked at, or a link leads elsewhere
         return None, []
@@ -214,10 +214,10 @@ class _FirstNames(WrappedStore):
         return found
 
 
-def _asked_nearby(source: Source) -> Format | None:
+def _probe_nearby(source: Source) -> Format | None:
     """Return the format of a place that nobody pointed at: where it cannot be looked at, it is none."""
     try:
-        return _asked(source)
+        return _probe(source)
     except StorageError:
         return None
 
@@ -234,17 +234,17 @@ def checkpoint_in(url: str) -> str:
     if kind(url) != "folder":
         return ""
     source = open_source(url)
-    form = _asked_nearby(source)
+    form = _probe_nearby(source)
     if form is not None:
         return f"a checkpoint ({form.title})"
     what, _ = _explanation(source)
     if what:
         return what.removeprefix(": this looks like ")
     below = _checkpoints_below(source)
-    return _shorten(list(dict.fromkeys(_as_run(path) or f"{path} ({form.name})" for path, form in below)))
+    return _shorten(list(dict.fromkeys(_describe_run(path) or f"{path} ({form.name})" for path, form in below)))
 
 
-def _as_run(path: str) -> str:
+def _describe_run(path: str) -> str:
     """Return how the run is called that a folder is a step of; empty where it is not a step of one."""
     run, _, name = path.rpartition("/")
     return f"{run} (a run)" if run and is_step_name(name) else ""
@@ -255,12 +255,12 @@ def _shorten(shown: list[str]) -> str:
     return ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")
 
 
-def _unknown(source: Source, what: str, fix: str) -> UnknownFormatError:
+def _unknown_error(source: Source, what: str, fix: str) -> UnknownFormatError:
     looked_for = "one of: " + "; ".join(f.looks_for for f in FORMATS)
     return UnknownFormatError(
         f"no reader recognizes this{what}",
         where=source.url,
-        found=_found(source),
+        found=_describe_content(source),
         expected=looked_for if fix == _HOLDER else "",
         fix=fix,
     )
@@ -294,7 +294,7 @@ def _explanation(source: Source) -> tuple[str, str]:
     return "", _HOLDER
 
 
-def _found(source: Source) -> str:
+def _describe_content(source: Source) -> str:
     names = sorted(source.listing)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return escape(", ".join(names[:_SHOWN]) + more)

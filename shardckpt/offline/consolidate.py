@@ -20,7 +20,7 @@ from shardckpt.format.huggingface.index_files import (
 )
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.payload import new_save_id
-from shardckpt.format.native.run_directory import files_of_others
+from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.format.reader import Reader
 from shardckpt.format.registry import detect, open_source
 from shardckpt.offline.select.config_files import CONFIG, ConfigFiles, add_kept_files, find_config_files, with_dtype
@@ -30,7 +30,7 @@ from shardckpt.offline.select.native_tree import build_selected_tree
 from shardckpt.offline.select.options import Options, parse_dtype
 from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.selection import Selection, read_param_names, select
-from shardckpt.offline.targets.dcp import metadata_of, plan_as_stored, plan_ranks, selected_content
+from shardckpt.offline.targets.dcp import build_content, encode_content_metadata, plan_as_stored, plan_ranks
 from shardckpt.offline.targets.deepspeed_universal import LATEST as LATEST_UNIVERSAL
 from shardckpt.offline.targets.deepspeed_universal import TARGET as UNIVERSAL
 from shardckpt.offline.targets.deepspeed_universal import check as check_universal
@@ -52,7 +52,7 @@ from shardckpt.plan.layout.output_files import (
     split_by_size,
 )
 from shardckpt.plan.layout.sizes import parse_size
-from shardckpt.plan.optim.key_conversion import rekeyed
+from shardckpt.plan.optim.key_conversion import rekey_state
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import begin, overlaps, publish
 from shardckpt.storage.replaceable import Kind
@@ -74,13 +74,13 @@ Split = Callable[[Sequence[OutputTensor]], list[tuple[OutputTensor, ...]]]
 Change = Callable[[Selection], Selection]
 
 
-def _unchanged(selection: Selection) -> Selection:
+def _keep_selection(selection: Selection) -> Selection:
     return selection
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """One conversion, decided: the source is open and proven complete, the target was not touched.
+    """One planned conversion: the source is proven complete, the target untouched.
 
     Attributes:
         source: As the caller gave it.
@@ -128,7 +128,7 @@ class ConversionPlan:
 
     def kept(self) -> Collection[str]:
         """Return which files of the target other steps refer to. Raises StorageError."""
-        return files_of_others(self.target) if self.options.to == "native" and self.options.overwrite else ()
+        return read_referred_files(self.target) if self.options.to == "native" and self.options.overwrite else ()
 
     @property
     def payload_bytes(self) -> int:
@@ -217,7 +217,7 @@ def by_size(options: Options) -> Split:
 
 
 def export(
-    src: str, dst: str, options: Options, split: Split, on_progress: OnProgress | None, change: Change = _unchanged
+    src: str, dst: str, options: Options, split: Split, on_progress: OnProgress | None, change: Change = _keep_selection
 ) -> Report:
     """Open, check, plan, stream, publish.
 
@@ -244,8 +244,8 @@ def export(
         carried = add_kept_files(carried, dst, OF_CONFIG)
     watch.end_phase("open")
     selection = drop_unsupported(select(reader, options, carried.config), options.to, allow_loss=options.allow_loss)
-    selection = _with_keys(change(selection), options)
-    groups = _grouped(reader, selection, options, _in_one if is_file(dst) else split)
+    selection = _rekey(change(selection), options)
+    groups = _group_tensors(reader, selection, options, _group_as_one if is_file(dst) else split)
     if options.to == UNIVERSAL:
         groups[_MASTERS] = [tuple(master_weights(reader, options, carried.config, selection))]
     job = ConversionPlan(src, dst, options, reader, carried, selection, groups, split is split_as_stored)
@@ -257,7 +257,7 @@ def export(
 
 
 def is_file(target: str) -> bool:
-    """Tell whether a target is one file, by its name."""
+    """Return True if a target is one file, by its name."""
     return target.endswith((SUFFIX, *_TORCH_FILES))
 
 
@@ -275,13 +275,13 @@ def _target(src: str, dst: str, to: str) -> str:
     return fits
 
 
-def _with_keys(selection: Selection, options: Options) -> Selection:
+def _rekey(selection: Selection, options: Options) -> Selection:
     """Return a selection whose optimizer calls its parameters as it was asked to."""
     if selection.groups is None or options.optim_keys == "names":
         return selection
     by_number = options.optim_keys == "ids"
     numbers = read_param_names(options.param_names) if options.param_names and by_number else None
-    optim, groups = rekeyed(selection.optim, selection.groups, "ids" if by_number else "flat", numbers)
+    optim, groups = rekey_state(selection.optim, selection.groups, "ids" if by_number else "flat", numbers)
     return replace(selection, optim=optim, groups=groups)
 
 
@@ -298,11 +298,11 @@ def _check_single(job: ConversionPlan) -> None:
         )
 
 
-def _in_one(tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor, ...]]:
+def _group_as_one(tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor, ...]]:
     return [tuple(tensors)]
 
 
-def _grouped(
+def _group_tensors(
     reader: Reader, selection: Selection, options: Options, split: Split
 ) -> dict[str, list[tuple[OutputTensor, ...]]]:
     """Return the tensors of each payload file, by stem. A part that is there and empty gets a file too."""
@@ -328,7 +328,7 @@ def _run(job: ConversionPlan, watch: Stopwatch, on_progress: OnProgress | None) 
         keep=job.kept(),
     ) as publication:
         layout = _lay_out(job, publication.unique_suffix, new_save_id())
-        hashes = _scribe(job, on_progress).write(layout.payload, publication)
+        hashes = _make_writer(job, on_progress).write(layout.payload, publication)
         watch.end_phase("copy")
         _write_rest(job, layout, hashes, publication)
     watch.end_phase("publish")
@@ -345,7 +345,7 @@ def _run_together(job: ConversionPlan, watch: Stopwatch, on_progress: OnProgress
             new_save_id(),
             begin=lambda: _begin(job),
             lay_out=lambda unique_suffix, save: _lay_out(job, unique_suffix, save),
-            write=_scribe(job, on_progress).write,
+            write=_make_writer(job, on_progress).write,
             finish=lambda laid, hashes, publication: _write_rest(job, laid, hashes, publication),
         )
     watch.end_phase("copy")
@@ -363,7 +363,7 @@ def _begin(job: ConversionPlan) -> Publication:
     )
 
 
-def _scribe(job: ConversionPlan, on_progress: OnProgress | None) -> TargetWriter:
+def _make_writer(job: ConversionPlan, on_progress: OnProgress | None) -> TargetWriter:
     options, meter = job.options, Meter(job.payload_bytes, on_progress)
     return TargetWriter(job.reader, parse_size(options.max_memory), meter, options.jobs, options.allow_overflow)
 
@@ -428,13 +428,13 @@ def _lay_out_torch(job: ConversionPlan, unique_suffix: str) -> Layout:
 
 def _lay_out_dcp(job: ConversionPlan, unique_suffix: str) -> Layout:
     """Return `.distcp` files and `.metadata`; `convert` cuts tensors as the source has them."""
-    content = selected_content(job.selection)
+    content = build_content(job.selection)
     most_bytes = parse_size(job.options.max_shard_size)
     if job.is_as_stored:
         files = plan_as_stored(content, most_bytes=most_bytes, unique_suffix=unique_suffix)
     else:
         files = plan_ranks(content, 1, most_bytes=most_bytes, unique_suffix=unique_suffix)
-    return Layout(tuple(files), {**_config(job), METADATA: metadata_of(files, content)})
+    return Layout(tuple(files), {**_config(job), METADATA: encode_content_metadata(files, content)})
 
 
 def _lay_out_step(job: ConversionPlan, save: str) -> Layout:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardckpt.dtypes import bits
 from shardckpt.errors import UsageError
-from shardckpt.format.native.base_store import named_for
+from shardckpt.format.native.base_store import select_bases
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.format.registry import detect, open_checkpoint, open_source
@@ -29,8 +29,8 @@ from shardckpt.offline.compare.leaves import (
     are_equal,
     describe,
     find_leaves,
+    format_leaf,
     have_same_types,
-    in_words,
 )
 from shardckpt.offline.select.config_files import find_config_files
 from shardckpt.offline.select.options import PARTS, Part
@@ -38,7 +38,7 @@ from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.remap import read_rules
 from shardckpt.offline.write.numpy_casts import cast_into, numpy_dtype
 from shardckpt.offline.write.report import Comparison, TensorDifference, ValueDifference
-from shardckpt.offline.write.resolve import blocks_of, resolve
+from shardckpt.offline.write.resolve import read_blocks, resolve
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule
 from shardckpt.storage.store import read_bytes
@@ -99,17 +99,17 @@ def diff(
     """
     a, b = os.fspath(a), os.fspath(b)
     asked = _DiffOptions(_part(part), tuple(include), tuple(exclude), _tolerance(atol, rtol))
-    for_a, for_b = _named(a, b, base)
+    for_a, for_b = _split_bases(a, b, base)
     found_rules = (rules, rename) if rules or rename else None
     first, second = _open(a, b, for_a, asked, found_rules), _open(b, a, for_b, asked, None)
-    if _differently_named(first, second):
+    if _list_differently_named(first, second):
         first, second = (_Side(side.reader, side.rules, side.read(asked, by_ids=True)) for side in (first, second))
-    for prefix in _differently_named(first, second):
+    for prefix in _list_differently_named(first, second):
         _refuse_optimizer(prefix, first.held, second.held)
-    return _compared(a, b, first, second, asked)
+    return _compare_sides(a, b, first, second, asked)
 
 
-def _differently_named(a: _Side, b: _Side) -> list[str]:
+def _list_differently_named(a: _Side, b: _Side) -> list[str]:
     """Return the prefixes of optimizers whose parameters have certain names on one side alone."""
     in_a, in_b = a.held.optimizers, b.held.optimizers
     return [prefix for prefix in in_a if prefix in in_b and in_a[prefix].naming != in_b[prefix].naming]
@@ -128,7 +128,7 @@ def _refuse_optimizer(prefix: str, *sides: Canonical) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _DiffOptions:
-    """What is to be compared, and how.
+    """What to compare, and how.
 
     Attributes:
         part: Which part.
@@ -186,22 +186,22 @@ def _open(
     return _Side(reader, found, read_canonical(reader, asked.part, found))
 
 
-def _named(a: str, b: str, base: NamedBases) -> tuple[NamedBases, NamedBases]:
+def _split_bases(a: str, b: str, base: NamedBases) -> tuple[NamedBases, NamedBases]:
     """Return what of the bases that the caller names concerns each of the two."""
     if not base:
         return "", ""
     readers = open_checkpoint(a), open_checkpoint(b)
     in_a, in_b = (each.commit.bases if isinstance(each, NativeReader) else () for each in readers)
-    return named_for(in_a, in_b, base), named_for(in_b, in_a, base)
+    return select_bases(in_a, in_b, base), select_bases(in_b, in_a, base)
 
 
-def _compared(a: str, b: str, first: _Side, second: _Side, asked: _DiffOptions) -> Comparison:
+def _compare_sides(a: str, b: str, first: _Side, second: _Side, asked: _DiffOptions) -> Comparison:
     in_a, in_b = _leaves(first, second)
-    refused = _not_compared(first, second, in_a, in_b)
+    refused = _list_not_compared(first, second, in_a, in_b)
     every = dict.fromkeys(sorted({*first.tensors, *second.tensors, *in_a.values, *in_b.values, *refused}))
     if (asked.include or asked.exclude or asked.part != "all") and not every:
         raise UsageError("neither checkpoint holds this part", found=f"part {asked.part}", where=f"{a}, {b}")
-    chosen = dict.fromkeys(names.keep(every, asked.include, asked.exclude))
+    chosen = dict.fromkeys(names.select_names(every, asked.include, asked.exclude))
     tensors: list[TensorDifference] = []
     values: list[ValueDifference] = []
     for name in chosen:
@@ -225,11 +225,11 @@ def _compared(a: str, b: str, first: _Side, second: _Side, asked: _DiffOptions) 
         equal_values=sum(name not in unequal_values for name in shared_values),
         value_differences=tuple(values),
         not_compared={name: why for name, why in sorted(refused.items()) if name in chosen},
-        left_out=tuple(dict.fromkeys((*first.held.left_out, *second.held.left_out, *_excluded(every, chosen)))),
+        left_out=tuple(dict.fromkeys((*first.held.left_out, *second.held.left_out, *_list_excluded(every, chosen)))),
     )
 
 
-def _not_compared(a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> dict[str, str]:
+def _list_not_compared(a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> dict[str, str]:
     """Return what cannot be compared value by value, and whose bytes differ too."""
     refused = {**in_b.refused, **b.held.refused, **in_a.refused, **a.held.refused}
     sources = {name: _source(name, a.held.sources) for name in refused}
@@ -245,7 +245,7 @@ def _source(name: str, sources: Mapping[str, ObjectEntry]) -> str:
 
 
 def _same_bytes(a: _Side, b: _Side, name: str) -> bool:
-    """Tell whether a value lies in both checkpoints as the same bytes."""
+    """Return True if a value lies in both checkpoints as the same bytes."""
     in_a, in_b = a.held.sources[name], b.held.sources.get(name)
     if in_b is None or not isinstance(in_a.layout, Span) or not isinstance(in_b.layout, Span):
         return False
@@ -261,7 +261,7 @@ def _warnings(*sides: _Side) -> tuple[str, ...]:
     return tuple(line for side in sides for line in (*side.reader.manifest.warnings, *side.held.warnings))
 
 
-def _excluded(every: Mapping[str, None], chosen: Mapping[str, None]) -> list[str]:
+def _list_excluded(every: Mapping[str, None], chosen: Mapping[str, None]) -> list[str]:
     return [name for name in every if name not in chosen]
 
 
@@ -286,7 +286,7 @@ def _most_values(reader: Reader) -> int:
 
 def _tensor_and_value(name: str, a: _Side, b: _Side, in_a: Leaves, in_b: Leaves) -> ValueDifference:
     words = [
-        _words(side.tensors[name]) if name in side.tensors else in_words(leaves.values[name])
+        _words(side.tensors[name]) if name in side.tensors else format_leaf(leaves.values[name])
         for side, leaves in ((a, in_a), (b, in_b))
     ]
     return ValueDifference(name, "type", words[0], words[1])
@@ -298,9 +298,9 @@ def _compare_values(
     if name not in a and name not in b:
         return []
     if name not in b:
-        return [ValueDifference(name, "only in a", in_words(a[name]), "")]
+        return [ValueDifference(name, "only in a", format_leaf(a[name]), "")]
     if name not in a:
-        return [ValueDifference(name, "only in b", "", in_words(b[name]))]
+        return [ValueDifference(name, "only in b", "", format_leaf(b[name]))]
     if are_equal(a[name], b[name], tolerance):
         return []
     kind = "value" if have_same_types(a[name], b[name]) else "type"
@@ -335,10 +335,10 @@ def _values(
     found = _Distance()
     equal = same_type
     elements = max(_BLOCK_BYTES * 8 // max(bits(a.stored), bits(b.stored)), 1)
-    from_a = blocks_of(in_a, a, elements * bits(a.stored) // 8)
-    from_b = blocks_of(in_b, b, elements * bits(b.stored) // 8)
+    from_a = read_blocks(in_a, a, elements * bits(a.stored) // 8)
+    from_b = read_blocks(in_b, b, elements * bits(b.stored) // 8)
     for raw_a, raw_b in zip(from_a, from_b, strict=True):
-        x, y = _delivered(raw_a, a), _delivered(raw_b, b)
+        x, y = _convert(raw_a, a), _convert(raw_b, b)
         if same_type and x == y:
             continue
         u, v = (_numbers(x, a.dtype), _numbers(y, b.dtype)) if have_numbers else (None, None)
@@ -356,7 +356,7 @@ def _values(
     )
 
 
-def _delivered(data: bytearray, entry: TensorEntry) -> bytearray:
+def _convert(data: bytearray, entry: TensorEntry) -> bytearray:
     """Return elements in the type that they are handed out in."""
     if entry.dtype == entry.stored:
         return data
@@ -367,12 +367,12 @@ def _delivered(data: bytearray, entry: TensorEntry) -> bytearray:
 
 
 def _is_tolerated(dtype: str) -> bool:
-    """Tell whether tolerances apply to a type: to floating-point and complex ones that can be read as numbers."""
+    """Return True if tolerances apply to a type: to floating-point and complex ones that can be read as numbers."""
     return dtype.startswith(("float", "bfloat", "complex")) and bits(dtype) % 8 == 0
 
 
 def _are_close(x: NDArray[Any], y: NDArray[Any], tolerance: Tolerance) -> bool:
-    """Tell whether all numbers are within the tolerance; the parts of complex ones by themselves."""
+    """Return True if all numbers are within the tolerance; the parts of complex ones by themselves."""
     if x.dtype.kind == "c":
         x, y = x.view(np.float64), y.view(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):

@@ -71,12 +71,12 @@ def merge_adapter(
     config = read_json(opened.store, _CONFIG)
 
     def change(selection: Selection) -> Selection:
-        return _merged(selection, opened, config)
+        return _merge(selection, opened, config)
 
     return export(os.fspath(base), os.fspath(dst), chosen, by_size(chosen), on_progress, change)
 
 
-def _merged(selection: Selection, adapter: Reader, config: Mapping[str, Any]) -> Selection:
+def _merge(selection: Selection, adapter: Reader, config: Mapping[str, Any]) -> Selection:
     """Return the base's tensors with their changes."""
     manifest = adapter.manifest
     entries = {dotted(path): entry for path, entry in manifest.tensors.items()}
@@ -117,7 +117,7 @@ def _merged(selection: Selection, adapter: Reader, config: Mapping[str, Any]) ->
 
 
 class _AdapterReader:
-    """The adapter's tensors, read as numbers; the last factor that was wanted whole is kept.
+    """Reads the adapter's factors as numbers; keeps the last full one.
 
     Args:
         reader: The open adapter.

@@ -26,7 +26,7 @@ from shardckpt.format.native.run_directory import (
 )
 from shardckpt.format.run_start import require_start_of_run
 from shardckpt.offline.verify import verify as verification
-from shardckpt.plan.retention import Retention, SavedStep, is_expired, seconds_of, steps_to_delete
+from shardckpt.plan.retention import Retention, SavedStep, is_expired, parse_seconds, steps_to_delete
 from shardckpt.storage.resolve_url import kind, open_store
 from shardckpt.storage.store import Store
 
@@ -154,7 +154,7 @@ def prune(
         StorageError: Reading or removing failed.
     """
     root = os.fspath(root)
-    rules = Retention(keep_last, keep_every, keep_best, mode, seconds_of(keep_for), metric)
+    rules = Retention(keep_last, keep_every, keep_best, mode, parse_seconds(keep_for), metric)
     store = _open(root)
     now = time.time()
     run = _sound_run(store, verify=verify) if rules.is_needed else read_run_to_remove(store)
@@ -204,7 +204,7 @@ def _sound_run(store: Store, *, verify: bool) -> RunDirectory:
 
 
 def _goes_along(step: StepFolder, removed: Collection[int]) -> bool:
-    """Tell whether a step is removed with the one that it doubles."""
+    """Return True if a step is removed with the one that it doubles."""
     return step.is_double and step.number in removed
 
 

@@ -12,7 +12,7 @@ from shardckpt.format.huggingface.index_files import SUFFIX
 from shardckpt.offline.consolidate import by_size, export, parse_options
 from shardckpt.offline.select.selection import Selection, read_param_names
 from shardckpt.offline.write.report import OnProgress, Report
-from shardckpt.plan.optim.key_conversion import Keys, rekeyed
+from shardckpt.plan.optim.key_conversion import Keys, rekey_state
 
 _KEYS: Mapping[str, Keys] = {
     "names": "names",
@@ -74,7 +74,7 @@ def rekey(
     def change(selection: Selection) -> Selection:
         if selection.groups is None:
             raise UsageError("the checkpoint holds no optimizer", where=src, fix="Name it with --optim-key.")
-        optim, groups = rekeyed(selection.optim, selection.groups, _KEYS[to], numbers, selection.units)
+        optim, groups = rekey_state(selection.optim, selection.groups, _KEYS[to], numbers, selection.units)
         return replace(selection, optim=optim, groups=groups)
 
     return export(src, dst, chosen, by_size(chosen), on_progress, change)

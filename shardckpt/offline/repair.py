@@ -12,17 +12,17 @@ from shardckpt.format.native.base_store import find_bases
 from shardckpt.format.native.commit import (
     COMMIT,
     MAX_MANIFEST_BYTES,
-    branch_of,
     encode_commit,
     manifest_name,
+    read_branch,
     read_commit,
     read_contents,
 )
 from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest, encode_manifest
 from shardckpt.format.native.payload import BLOCK_BYTES, HF_INDEX, BlockHasher
-from shardckpt.format.native.reader import manifest_of
-from shardckpt.format.native.records import ArrayRecord, FileRecord, files_of_bases, record_of
-from shardckpt.format.native.recovery import Described, read_described, rebuild
+from shardckpt.format.native.reader import build_manifest
+from shardckpt.format.native.records import ArrayRecord, FileRecord, group_files_by_base, make_record
+from shardckpt.format.native.recovery import DescribedFile, read_described, rebuild_manifest
 from shardckpt.format.reader import NamedBases, Source
 from shardckpt.format.registry import open_source
 from shardckpt.manifest import Span
@@ -93,14 +93,14 @@ def repair(
         raise UsageError("this is a file", where=src, fix="Name the step's folder.")
     store, sizes = source.store, _sizes(source)
     whole = _open_whole(store, sizes, base)
-    if whole is not None and not _differing(store, sizes, whole):
+    if whole is not None and not _list_differing(store, sizes, whole):
         return _report(src, whole, (), ())
     contents, notes = (whole, ()) if whole is not None else _choose(store, sizes, save, base)
     content, hash_notes = _with_hashes(store, sizes, contents, rehash)
     data = encode_manifest(content)
     written = (manifest_name(content.save), COMMIT)
     if not dry_run:
-        commit = encode_commit(content.save, data, content.files, branch_of(content.about))
+        commit = encode_commit(content.save, data, content.files, read_branch(content.about))
         for name, body in zip(written, (data, commit), strict=True):
             with store.create(name) as writer:
                 writer.write(body)
@@ -134,7 +134,7 @@ def _open_whole(store: Store, sizes: Mapping[str, int], base: NamedBases) -> Man
     return contents
 
 
-def _differing(store: Store, sizes: Mapping[str, int], contents: ManifestContents) -> list[str]:
+def _list_differing(store: Store, sizes: Mapping[str, int], contents: ManifestContents) -> list[str]:
     """Return the files of a step that have other sizes than its manifest says, or bytes that its checksums deny."""
     own = [file for file in contents.files if not file.base]
     return [
@@ -146,8 +146,8 @@ def _differing(store: Store, sizes: Mapping[str, int], contents: ManifestContent
 
 
 def _require_complete(store: Store, contents: ManifestContents, sizes: Mapping[str, int], base: NamedBases) -> None:
-    bases = find_bases(store.url, files_of_bases(contents.files), base) if contents.bases else None
-    manifest = manifest_of(store, contents, sizes, bases)
+    bases = find_bases(store.url, group_files_by_base(contents.files), base) if contents.bases else None
+    manifest = build_manifest(store, contents, sizes, bases)
     require_complete(manifest, manifest.tensors.values(), store.url)
 
 
@@ -170,8 +170,8 @@ def _choose(
     for each in [save] if save else sorted(named):
         try:
             files = read_described(store, named[each])
-            old = _of_based(store, sizes, each, files)
-            contents, notes = rebuild(each, files, store.url) if old is None else (old, ())
+            old = _read_based(store, sizes, each, files)
+            contents, notes = rebuild_manifest(each, files, store.url) if old is None else (old, ())
             _require_complete(store, contents, sizes, base)
             found.append((contents, notes))
         except CheckpointError as error:
@@ -202,10 +202,12 @@ def _with_hashes(
         if f.name != HF_INDEX
     ]
     if HF_INDEX in sizes:
-        hashed.append(record_of(HF_INDEX, read_bytes(store, HF_INDEX, 0, sizes[HF_INDEX])))
+        hashed.append(make_record(HF_INDEX, read_bytes(store, HF_INDEX, 0, sizes[HF_INDEX])))
     full = replace(contents, files=tuple(hashed))
     old = _old_manifest(store, sizes, contents.save)
-    same = old is not None and [_bare(a) for a in old.arrays] == [_bare(a) for a in contents.arrays]
+    same = old is not None and [_without_digests(a) for a in old.arrays] == [
+        _without_digests(a) for a in contents.arrays
+    ]
     if old is None or not same:
         return full, (_UNCHECKED,)
     known = {file.name: file for file in old.files}
@@ -227,7 +229,7 @@ def _agrees(old: FileRecord, found: FileRecord) -> bool:
     return old.nbytes == found.nbytes and old.hashes in (None, found.hashes)
 
 
-def _bare(record: ArrayRecord) -> ArrayRecord:
+def _without_digests(record: ArrayRecord) -> ArrayRecord:
     """Return an array without digests, which payload headers do not tell."""
     return record._replace(digests=b"")
 
@@ -243,7 +245,9 @@ def _old_manifest(store: Store, sizes: Mapping[str, int], save: str) -> Manifest
         return None
 
 
-def _of_based(store: Store, sizes: Mapping[str, int], save: str, files: Sequence[Described]) -> ManifestContents | None:
+def _read_based(
+    store: Store, sizes: Mapping[str, int], save: str, files: Sequence[DescribedFile]
+) -> ManifestContents | None:
     """Return the manifest of a step that refers to others, which only it knows, if it fits the payload files here."""
     old = _old_manifest(store, sizes, save)
     if old is None or not old.bases:

@@ -11,16 +11,16 @@ from shardckpt.errors import UsageError
 from shardckpt.format.dcp.writer import METADATA
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.payload import new_save_id
-from shardckpt.format.native.run_directory import files_of_others
+from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.format.reader import NamedBases, Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import Path, dotted
-from shardckpt.offline.select.checkpoint_content import Content, whole_content
+from shardckpt.offline.select.checkpoint_content import Content, full_content
 from shardckpt.offline.select.native_tree import build_full_tree
 from shardckpt.offline.select.options import DEFAULT_MEMORY_BYTES, LEAST_MEMORY_BYTES
 from shardckpt.offline.select.param_shapes import load_param_shapes
-from shardckpt.offline.targets.dcp import leaves_of, listed, metadata_of, plan_ranks
-from shardckpt.offline.targets.fsdp_rank_files import paths_cut, plan_rank_files
+from shardckpt.offline.targets.dcp import encode_content_metadata, flatten_value, plan_ranks, to_torch_path
+from shardckpt.offline.targets.fsdp_rank_files import plan_rank_files, sharded_paths
 from shardckpt.offline.targets.native import plan_step
 from shardckpt.offline.targets.overwrite_kinds import RANK_FILES, kind_of_folder
 from shardckpt.offline.write.report import Meter, OnProgress, Report, Stopwatch
@@ -87,14 +87,14 @@ def reshard(
     reader = load_param_shapes(open_checkpoint(src, base), os.fspath(shapes_from))
     watch.end_phase("open")
     asked = _ReshardOptions(world_size, parse_size(max_shard_size), tuple(keep_whole), allow_loss)
-    work = {"native": _step, "dcp": _dcp, "torch": _rank_files}[to](reader, asked)
+    work = {"native": _plan_step, "dcp": _plan_dcp, "torch": _plan_rank_files}[to](reader, asked)
     layout = work.lay_out("")
     watch.end_phase("plan")
     total = sum(tensor.nbytes for tensor in work.arrays.values())
     if not dry_run:
         needed = sum(file.nbytes for file in layout.payload)
         kind = RANK_FILES if to == "torch" else kind_of_folder(to)
-        kept = files_of_others(dst) if to == "native" and overwrite else ()
+        kept = read_referred_files(dst) if to == "native" and overwrite else ()
         with publish(dst, kind, overwrite=overwrite, needed_bytes=needed, last=work.last, keep=kept) as publication:
             layout = work.lay_out(publication.unique_suffix) if publication.unique_suffix else layout
             hashes = TargetWriter(reader, memory, Meter(total, on_progress)).write(layout.payload, publication)
@@ -120,7 +120,7 @@ def reshard(
 
 
 class _ReshardOptions(NamedTuple):
-    """Arguments of `reshard` that say what is written, with sizes in bytes."""
+    """Arguments of `reshard`, with sizes in bytes."""
 
     world_size: int
     most_bytes: int
@@ -130,7 +130,7 @@ class _ReshardOptions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ReshardPlan:
-    """What is written, decided.
+    """The files to write.
 
     Attributes:
         arrays: Tensors by path, each once.
@@ -147,7 +147,7 @@ class _ReshardPlan:
     lay_out: Callable[[str], Layout]
 
 
-def _step(reader: Reader, asked: _ReshardOptions) -> _ReshardPlan:
+def _plan_step(reader: Reader, asked: _ReshardOptions) -> _ReshardPlan:
     nest = build_full_tree(reader, allow_loss=asked.allow_loss)
     step = plan_step(nest, asked.world_size, most_bytes=asked.most_bytes, save=new_save_id())
     layout, paths = step.layout({}), list(nest.arrays)
@@ -155,23 +155,23 @@ def _step(reader: Reader, asked: _ReshardOptions) -> _ReshardPlan:
     return _ReshardPlan(nest.arrays, ties, nest.warnings, COMMIT, lambda _fresh: layout)
 
 
-def _dcp(reader: Reader, asked: _ReshardOptions) -> _ReshardPlan:
-    content = whole_content(reader, "dcp", allow_loss=asked.allow_loss, placed=listed, leaves=leaves_of)
+def _plan_dcp(reader: Reader, asked: _ReshardOptions) -> _ReshardPlan:
+    content = full_content(reader, "dcp", allow_loss=asked.allow_loss, placed=to_torch_path, leaves=flatten_value)
 
     def lay_out(unique_suffix: str) -> Layout:
         files = plan_ranks(content, asked.world_size, most_bytes=asked.most_bytes, unique_suffix=unique_suffix)
-        return Layout(tuple(files), {METADATA: metadata_of(files, content)})
+        return Layout(tuple(files), {METADATA: encode_content_metadata(files, content)})
 
-    return _of(content, reader, METADATA, lay_out)
-
-
-def _rank_files(reader: Reader, asked: _ReshardOptions) -> _ReshardPlan:
-    content = whole_content(reader, "torch", allow_loss=asked.allow_loss)
-    files = tuple(plan_rank_files(content, paths_cut(content, asked.keep_whole), asked.world_size))
-    return _of(content, reader, files[-1].name, lambda _fresh: Layout(files, {}))
+    return _plan_content(content, reader, METADATA, lay_out)
 
 
-def _of(content: Content, reader: Reader, last: str, lay_out: Callable[[str], Layout]) -> _ReshardPlan:
+def _plan_rank_files(reader: Reader, asked: _ReshardOptions) -> _ReshardPlan:
+    content = full_content(reader, "torch", allow_loss=asked.allow_loss)
+    files = tuple(plan_rank_files(content, sharded_paths(content, asked.keep_whole), asked.world_size))
+    return _plan_content(content, reader, files[-1].name, lambda _fresh: Layout(files, {}))
+
+
+def _plan_content(content: Content, reader: Reader, last: str, lay_out: Callable[[str], Layout]) -> _ReshardPlan:
     warnings = (*reader.manifest.warnings, *content.left_out)
     return _ReshardPlan(content.arrays, content.ties, warnings, last, lay_out)
 

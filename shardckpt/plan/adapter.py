@@ -10,7 +10,7 @@ from typing import Any
 
 from shardckpt.boxes import Shape
 from shardckpt.errors import FormatError, UnsupportedError, UsageError
-from shardckpt.plan.module_patterns import ModulePattern, Steps
+from shardckpt.plan.module_patterns import MatchBudget, ModulePattern
 
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(
@@ -181,7 +181,7 @@ class _Settings:
         self._where, self._config = where, config
         ranks, alphas = self._numbers_by_pattern("rank_pattern"), self._numbers_by_pattern("alpha_pattern")
         characters += sum(len(pattern) for pattern in (*ranks, *alphas) if isinstance(pattern, str))
-        steps = Steps(characters, where)
+        steps = MatchBudget(characters, where)
         self._ranks = self._patterns("rank_pattern", ranks, steps)
         self._alphas = self._patterns("alpha_pattern", alphas, steps)
 
@@ -206,7 +206,9 @@ class _Settings:
             raise FormatError(f"{key} does not map patterns to numbers", where=self._where, found=numbers)
         return numbers
 
-    def _patterns(self, key: str, numbers: Mapping[object, object], steps: Steps) -> list[tuple[ModulePattern, object]]:
+    def _patterns(
+        self, key: str, numbers: Mapping[object, object], steps: MatchBudget
+    ) -> list[tuple[ModulePattern, object]]:
         where = f"{self._where}: {key}"
         return [(ModulePattern(pattern, where, steps), value) for pattern, value in numbers.items()]
 

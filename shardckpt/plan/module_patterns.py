@@ -3,7 +3,7 @@ r"""Patterns for names of modules that a file brings along, matched in linear ti
 `re` takes exponential time for some patterns, and these come from strangers. Known here are characters, `.`, classes
 such as `[0-9]`, `\d`, `\w` and escaped characters, each with or without `*`, `+` or `?`, and alternatives in groups
 that nothing repeats, such as `layers\.(0|1)\.mlp`. A name is compared with a pattern without any of these part by part.
-Others become an automaton whose states are made when a name first needs them. `Steps` bounds the work of all patterns.
+Others become an automaton whose states are made when a name first needs them. `MatchBudget` bounds all work.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _STATE_STEPS, _ARC_STEPS = 120, 25
 """What a pattern and its parts cost: a step is a quarter of a microsecond, or four bytes that stay."""
 
 
-class Steps:
-    """Counts what matching may still cost, in proportion to the names and the patterns.
+class MatchBudget:
+    """Bounds the work of matching, in proportion to names and patterns.
 
     Args:
         characters: Those of all names and of all patterns.
@@ -101,7 +101,7 @@ class ModulePattern:
 
     __slots__ = ("_automaton", "_parts", "_steps", "_tail")
 
-    def __init__(self, text: object, where: str, steps: Steps) -> None:
+    def __init__(self, text: object, where: str, steps: MatchBudget) -> None:
         if not isinstance(text, str):
             raise FormatError("a pattern of modules is not text", where=where, found=text)
         if len(text) > _LONGEST:
@@ -121,7 +121,7 @@ class ModulePattern:
         self._automaton = _Automaton(_Parser(inner, text, where, steps).parse(), steps)
 
     def fits(self, name: str) -> bool:
-        """Tell whether the end of a name is as the pattern says."""
+        """Return True if the end of a name is as the pattern says."""
         self._steps.spend(1)
         if not name.endswith(self._tail):
             return False
@@ -156,7 +156,7 @@ class _Automaton:
         steps: What matching may cost; each new state is counted.
     """
 
-    def __init__(self, nodes: _Nodes, steps: Steps) -> None:
+    def __init__(self, nodes: _Nodes, steps: MatchBudget) -> None:
         self._nodes, self._steps = nodes, steps
         self._numbers: dict[frozenset[int], int] = {}
         self._states: list[frozenset[int]] = []
@@ -220,7 +220,7 @@ class _Parser:
         steps: What matching may cost.
     """
 
-    def __init__(self, text: str, whole: str, where: str, steps: Steps) -> None:
+    def __init__(self, text: str, whole: str, where: str, steps: MatchBudget) -> None:
         self._text, self._whole, self._where, self._steps = text, whole, where, steps
         self._nodes: _Nodes = []
         self._at = 0

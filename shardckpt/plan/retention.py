@@ -88,8 +88,8 @@ class Retention:
         return any(rule is not None for rule in (self.keep_last, self.keep_every, self.keep_for_s))
 
 
-def seconds_of(time: timedelta | float | str | None) -> float | None:
-    """Return a time in seconds, however it is told; None stays None.
+def parse_seconds(time: timedelta | float | str | None) -> float | None:
+    """Return a time in seconds; None stays None.
 
     Args:
         time: A timedelta, seconds, or text: a number and `s`, `m`, `h`, `d` or `w`.
@@ -139,7 +139,7 @@ def with_trusted_times(steps: Iterable[SavedStep], now: float) -> list[SavedStep
 def steps_to_delete(
     steps: Iterable[SavedStep], rules: Retention, *, now: float, protected: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """Return the steps to remove, oldest first. The newest complete step is never among them.
+    """Return the steps to delete, oldest first; never the newest complete one.
 
     Args:
         steps: All of a run; those that are not complete count for nothing.
@@ -207,7 +207,7 @@ def _is_recent(step: SavedStep, since: float) -> bool:
 
 
 def is_expired(changed_at: float | None, now: float) -> bool:
-    """Tell whether what a save left unfinished may be removed.
+    """Return True if an orphan is old enough to delete.
 
     Args:
         changed_at: When anything in it last changed, in seconds since the epoch; None where not known.

@@ -226,6 +226,6 @@ class TestMutants:
     def test_replacing_what_others_need_turns_it_red(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from shardckpt.checkpoint.save import session
 
-        monkeypatch.setattr(session, "files_of_others", lambda _: ())
+        monkeypatch.setattr(session, "read_referred_files", lambda _: ())
         with pytest.raises((AssertionError, ShardckptError)):
             kill_matrix(tmp_path, save_over_a_base, {1, 2, 3}, 3)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from shardckpt.boxes import Box, whole
+from shardckpt.boxes import Box, full_box
 from shardckpt.errors import FormatError, TruncatedError, UnsupportedError
 from shardckpt.format.chunk_reader import PieceReader, ReadItem, straight_reads
 from shardckpt.format.encodings.codecs import DecodedStream
@@ -135,7 +135,7 @@ def test_any_torch_view_is_what_torch_says(data: st.DataObject, tmp_path_factory
     reader, _ = folder.reader()
     box = data.draw(a_box(size))
     out = bytearray(2 * box.volume)
-    piece = Piece(whole(size), "a", Strided(offset, 240, start, steps))
+    piece = Piece(full_box(size), "a", Strided(offset, 240, start, steps))
     reader.fill([ReadItem([piece], box, "int16", memoryview(out))])
     assert bytes(out) == np.ascontiguousarray(view.numpy()[at(box)]).tobytes()
 
@@ -148,7 +148,7 @@ def test_dimensions_of_one_index_count_for_nothing(tmp_path: Path) -> None:
     layout = Strided(folder.put(array.tobytes()), 12, 0, (*ones, 1, 3))
     reader, _ = folder.reader()
     out = bytearray(12)
-    box = whole((*ones, 3, 2))
+    box = full_box((*ones, 3, 2))
     reader.fill([ReadItem([Piece(box, "a", layout)], box, "int16", memoryview(out))])
     assert bytes(out) == array.T.tobytes()
 
@@ -182,7 +182,7 @@ class TestBytesRead:
     def test_a_row_of_a_span(self, tmp_path: Path) -> None:
         array = np.arange(300_000, dtype=np.float32).reshape(self.SHAPE)
         folder = Folder(tmp_path / "s")
-        piece = Piece(whole(self.SHAPE), "a", Span(folder.put(array.tobytes()), array.nbytes))
+        piece = Piece(full_box(self.SHAPE), "a", Span(folder.put(array.tobytes()), array.nbytes))
         found, store = self.fill(folder, piece, Box((500, 0), (1, 300)))
         assert (found == array[500:501]).all()
         assert store.nbytes == 1200
@@ -190,7 +190,7 @@ class TestBytesRead:
     def test_a_column_of_a_span(self, tmp_path: Path) -> None:
         array = np.arange(300_000, dtype=np.float32).reshape(self.SHAPE)
         folder = Folder(tmp_path / "s")
-        piece = Piece(whole(self.SHAPE), "a", Span(folder.put(array.tobytes()), array.nbytes))
+        piece = Piece(full_box(self.SHAPE), "a", Span(folder.put(array.tobytes()), array.nbytes))
         found, store = self.fill(folder, piece, Box((0, 7), (1000, 2)))
         assert (found == array[:, 7:9]).all()
         assert store.nbytes == 8000
@@ -200,7 +200,7 @@ class TestBytesRead:
         base = np.arange(600_000, dtype=np.float32)
         folder = Folder(tmp_path / "s")
         layout = Strided(folder.put(base.tobytes()), base.nbytes, 0, (600, 1))
-        found, store = self.fill(folder, Piece(whole(self.SHAPE), "a", layout), Box((500, 0), (1, 300)))
+        found, store = self.fill(folder, Piece(full_box(self.SHAPE), "a", layout), Box((500, 0), (1, 300)))
         assert (found == base.reshape(1000, 600)[500:501, :300]).all()
         assert store.nbytes <= 1200 + BLOCK
 
@@ -209,7 +209,7 @@ class TestBytesRead:
         base = np.arange(300_000, dtype=np.float32).reshape(300, 1000)
         folder = Folder(tmp_path / "s")
         layout = Strided(folder.put(base.tobytes()), base.nbytes, 0, (1, 1000))
-        found, store = self.fill(folder, Piece(whole(self.SHAPE), "a", layout), Box((500, 0), (1, 300)))
+        found, store = self.fill(folder, Piece(full_box(self.SHAPE), "a", layout), Box((500, 0), (1, 300)))
         assert (found == base.T[500:501]).all()
         assert store.nbytes <= 300 * BLOCK // 2
         assert store.nbytes < base.nbytes
@@ -218,7 +218,7 @@ class TestBytesRead:
         folder = Folder(tmp_path / "s")
         row = np.arange(300, dtype=np.float32)
         layout = Strided(folder.put(row.tobytes()), row.nbytes, 0, (0, 1))
-        found, store = self.fill(folder, Piece(whole(self.SHAPE), "a", layout), whole(self.SHAPE))
+        found, store = self.fill(folder, Piece(full_box(self.SHAPE), "a", layout), full_box(self.SHAPE))
         assert (found == row).all()
         assert store.nbytes == row.nbytes
 
@@ -280,13 +280,13 @@ def test_a15_a_row_of_a_large_tensor_does_not_read_the_tensor(tmp_path: Path) ->
 
 class TestDamage:
     def want(self, piece: Piece, n: int = 16) -> ReadItem:
-        return ReadItem([piece], whole((n,)), "uint8", memoryview(bytearray(n)))
+        return ReadItem([piece], full_box((n,)), "uint8", memoryview(bytearray(n)))
 
     def test_a_file_that_ends_early(self, tmp_path: Path) -> None:
         folder = Folder(tmp_path / "s")
         folder.put(bytes(10))
         with pytest.raises(TruncatedError):
-            folder.reader()[0].fill([self.want(Piece(whole((16,)), "a", Span(0, 16)))])
+            folder.reader()[0].fill([self.want(Piece(full_box((16,)), "a", Span(0, 16)))])
 
     @pytest.mark.parametrize("codec", ["zstd", "deflate"])
     @pytest.mark.parametrize("cut", ["short", "garbage", "short stream"])
@@ -297,18 +297,18 @@ class TestDamage:
         folder.put(data)
         layout = Encoded(codec, 0, len(data), Span(4, 16))
         with pytest.raises(FormatError):
-            folder.reader()[0].fill([self.want(Piece(whole((16,)), "a", layout))])
+            folder.reader()[0].fill([self.want(Piece(full_box((16,)), "a", layout))])
 
     def test_a_codec_that_nobody_knows(self, tmp_path: Path) -> None:
         folder = Folder(tmp_path / "s")
         folder.put(bytes(10))
         with pytest.raises(UnsupportedError, match="lzma"):
-            folder.reader()[0].fill([self.want(Piece(whole((16,)), "a", Encoded("lzma", 0, 10, Span(0, 16))))])
+            folder.reader()[0].fill([self.want(Piece(full_box((16,)), "a", Encoded("lzma", 0, 10, Span(0, 16))))])
 
     def test_a_cut_inside_a_byte(self, tmp_path: Path) -> None:
         folder = Folder(tmp_path / "s")
         folder.put(bytes(10))
-        piece = Piece(whole((2, 3)), "a", Span(0, 3))
+        piece = Piece(full_box((2, 3)), "a", Span(0, 3))
         with pytest.raises(UnsupportedError, match="inside a byte"):
             folder.reader()[0].fill([ReadItem([piece], Box((1, 0), (1, 3)), "float4_e2m1fn", memoryview(bytearray(2)))])
 
@@ -326,7 +326,7 @@ def test_a_large_box_of_a_scattered_view_is_read_in_few_pieces_at_a_time(
     monkeypatch.setattr(
         type(store), "read", lambda self, reads: (batches.append([len(r.buffer) for r in reads]), real(self, reads))[1]
     )
-    box, piece = Box((4, 0, 0), (16, 128, 32)), Piece(whole((512, 128, 32)), "a", layout)
+    box, piece = Box((4, 0, 0), (16, 128, 32)), Piece(full_box((512, 128, 32)), "a", layout)
     out = bytearray(box.volume * 4)
     reader.fill([ReadItem([piece], box, "float32", memoryview(out))])
     assert bytes(out) == array.transpose()[at(box)].tobytes()
@@ -345,6 +345,6 @@ def test_a_scattered_view_of_a_stream_is_decoded_forward(tmp_path: Path, monkeyp
     monkeypatch.setattr(DecodedStream, "_restart", lambda self: (restarts.append(1), real(self))[1])
     box = Box((0, 0), (4, 64))
     out = bytearray(box.volume * 4)
-    reader.fill([ReadItem([Piece(whole((1024, 64)), "a", layout)], box, "float32", memoryview(out))])
+    reader.fill([ReadItem([Piece(full_box((1024, 64)), "a", layout)], box, "float32", memoryview(out))])
     assert bytes(out) == array.transpose()[at(box)].tobytes()
     assert len(restarts) == 1

@@ -32,17 +32,17 @@ from shardckpt.format.huggingface.index_files import choose
 from shardckpt.format.native import base_store
 from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, decode_commit, encode_commit
 from shardckpt.format.native.manifest_json import decode_manifest
-from shardckpt.format.native.payload import canonical
-from shardckpt.format.native.reader import manifest_of
+from shardckpt.format.native.payload import encode_canonical
+from shardckpt.format.native.reader import build_manifest
 from shardckpt.format.native.records import FileRecord
-from shardckpt.format.native.recovery import read_described, rebuild
+from shardckpt.format.native.recovery import read_described, rebuild_manifest
 from shardckpt.format.reader import Reader, Source
 from shardckpt.format.registry import detect
 from shardckpt.manifest import Encoded, Span
 from shardckpt.manifest import Path as Key
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.selection import select
-from shardckpt.offline.write.resolve import blocks_of
+from shardckpt.offline.write.resolve import read_blocks
 from shardckpt.plan.layout.sizes import parse_size
 from shardckpt.storage.store import Store
 
@@ -139,7 +139,7 @@ def use(reader: Reader) -> None:
     selection = select(reader, Options(part="all").validated(), {})
     for tensor in (*selection.model, *selection.optim):
         if tensor.entry.nbytes <= _SMALL_BYTES:
-            for _ in blocks_of(reader, tensor.entry):
+            for _ in read_blocks(reader, tensor.entry):
                 pass
     for entry in reader.manifest.objects.values():
         reader.load_object(entry)
@@ -198,8 +198,8 @@ def _lying_header(which: int, data: bytes) -> None:
     payload[list(payload)[which]] = data
     store = MemoryStore(payload)
     described = read_described(store, {name: len(content) for name, content in payload.items()})
-    contents, _ = rebuild("0save", described, "fuzz")
-    manifest_of(store, contents, {})
+    contents, _ = rebuild_manifest("0save", described, "fuzz")
+    build_manifest(store, contents, {})
 
 
 _RUN = "memory://fuzz/run"
@@ -239,7 +239,7 @@ def _use_based(changed: Mapping[str, bytes], base: Mapping[str, bytes] | None = 
         reader = detect(source).open(source)
         use(reader)
         small = {key: entry for key, entry in reader.manifest.tensors.items() if entry.nbytes <= _SMALL_BYTES}
-        return {key: b"".join(blocks_of(reader, entry)) for key, entry in small.items()}
+        return {key: b"".join(read_blocks(reader, entry)) for key, entry in small.items()}
 
 
 def _lying_based_manifest(_: int, data: bytes) -> None:
@@ -255,12 +255,12 @@ def _lying_based_manifest(_: int, data: bytes) -> None:
 
 def _lying_reference(_: int, data: bytes) -> None:
     """Read a step that calls its base something else."""
-    _lying_based_manifest(0, _based_manifest().replace(b'"../digests"', canonical(data.decode("latin-1"))))
+    _lying_based_manifest(0, _based_manifest().replace(b'"../digests"', encode_canonical(data.decode("latin-1"))))
 
 
 def _bases_and_files() -> list[bytes]:
     manifest = json.loads(_based_manifest())
-    return [canonical({name: manifest[name] for name in ("bases", "files")})]
+    return [encode_canonical({name: manifest[name] for name in ("bases", "files")})]
 
 
 def _lying_files(_: int, data: bytes) -> None:
@@ -298,7 +298,7 @@ TARGETS: dict[str, Target] = {
     "zip front": Target(lambda: [_zip_bytes(0), _torch_bytes({"w": torch.ones(9)})], _front),
     "zstd": Target(lambda: [zstandard.ZstdCompressor().compress(bytes(range(200)) * 9)], _stream("zstd")),
     "deflate": Target(_deflated, _stream("deflate")),
-    "tagged": Target(lambda: [canonical(encode(_TAGGED))], _tagged),
+    "tagged": Target(lambda: [encode_canonical(encode(_TAGGED))], _tagged),
     "manifest that lies": Target(lambda: [_native()[0][_native()[1]]], _lying_manifest),
     "commit that lies": Target(lambda: [_native()[0][COMMIT].partition(b"\n")[0]], _lying_commit),
     "based manifest that lies": Target(lambda: [_based_manifest()], _lying_based_manifest),

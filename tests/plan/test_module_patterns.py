@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from shardckpt.errors import CheckpointError, FormatError, UnsafeError, UnsupportedError
-from shardckpt.plan.module_patterns import ModulePattern, Steps
+from shardckpt.plan.module_patterns import MatchBudget, ModulePattern
 
 NAMES = [
     "",
@@ -31,7 +31,7 @@ NAMES = [
 
 
 def made(text: object) -> ModulePattern:
-    return ModulePattern(text, "x", Steps(1000, "x"))
+    return ModulePattern(text, "x", MatchBudget(1000, "x"))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_many_alternatives_are_told_apart() -> None:
 def test_patterns_that_would_take_minutes_are_refused_in_time() -> None:
     names = [f"model.layers.{i}.self_attn.{kind}_proj" for i in range(8) for kind in "qkvo"]
     texts = [f"{'(.|x)' * 6}.*z{i}" for i in range(1000)]
-    steps = Steps(sum(map(len, names + texts)), "adapter")
+    steps = MatchBudget(sum(map(len, names + texts)), "adapter")
     started = time.process_time()
     with pytest.raises(UnsafeError, match="adapter: matching the patterns"):
         assert not any(
@@ -116,7 +116,7 @@ def test_patterns_that_would_take_minutes_are_refused_in_time() -> None:
 
 def test_a_pattern_that_has_very_many_states_is_refused_in_time() -> None:
     dice = random.Random(0)
-    steps = Steps(200_000, "adapter")
+    steps = MatchBudget(200_000, "adapter")
     pattern = ModulePattern("[ab]*a" + "(a|b)" * 19, "x", steps)
     started = time.process_time()
     with pytest.raises(UnsafeError):
@@ -129,7 +129,7 @@ def test_a_pattern_that_has_very_many_states_is_refused_in_time() -> None:
 def test_an_adapter_with_a_pattern_for_each_of_its_modules_is_matched(escape: Callable[[str], str]) -> None:
     kinds = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj"]
     names = [f"model.layers.{i}.{kind}" for i in range(64) for kind in kinds]
-    steps = Steps(2 * sum(map(len, names)), "adapter")
+    steps = MatchBudget(2 * sum(map(len, names)), "adapter")
     patterns = [ModulePattern(escape(name), "x", steps) for name in names]
     found = [next(i for i, pattern in enumerate(patterns) if pattern.fits(name)) for name in names]
     assert found == list(range(len(names)))
@@ -141,6 +141,6 @@ def test_dozens_of_expressions_are_matched_with_thousands_of_modules() -> None:
         r".*\.\d+\.q_proj",
         r"experts\.[0-9]+\.o_proj",
     ]
-    steps = Steps(sum(map(len, names + texts)), "adapter")
+    steps = MatchBudget(sum(map(len, names + texts)), "adapter")
     patterns = [ModulePattern(text, "x", steps) for text in reversed(texts)]
     assert all(any(pattern.fits(name) for pattern in patterns) for name in names)

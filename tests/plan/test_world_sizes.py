@@ -10,7 +10,7 @@ import torch
 from native_writer import write_step
 
 import shardckpt
-from shardckpt.boxes import Box, Shape, cover, flat_to_boxes, intersect, whole
+from shardckpt.boxes import Box, Shape, cover, flat_to_boxes, full_box, intersect
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
 
 WORLDS = range(1, 65)
@@ -25,13 +25,13 @@ def rows(shape: Shape, world: int, rank: int) -> list[Box]:
 
 def flat(shape: Shape, world: int, rank: int) -> list[Box]:
     """As the wrapper cuts: a range of elements, which need not end with a row."""
-    total = whole(shape).volume
+    total = full_box(shape).volume
     step = -(-total // world)
     return flat_to_boxes(shape, min(rank * step, total), min((rank + 1) * step, total))
 
 
 def replicated(shape: Shape, world: int, rank: int) -> list[Box]:
-    return [whole(shape)]
+    return [full_box(shape)]
 
 
 CUTS = {"rows": rows, "flat": flat, "replicated": replicated}
@@ -54,7 +54,7 @@ def test_every_box_of_every_rank_is_covered_once_by_what_was_written(before: str
     pairs = 0
     for saved_at in WORLDS:
         pieces = [box for _, box in written(shape, saved_at, CUTS[before])]
-        found = cover(whole(shape), pieces)
+        found = cover(full_box(shape), pieces)
         assert not found.gaps and not found.overlaps, (saved_at, found)
         for loaded_at in other_worlds(saved_at):
             after = ("rows", "flat")[(saved_at + loaded_at) % 2]

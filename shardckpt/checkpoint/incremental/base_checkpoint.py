@@ -18,13 +18,13 @@ from shardckpt.checkpoint.load.source import CheckpointSource
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import IncompleteError, UnsupportedError, UsageError
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
-from shardckpt.format.native.base_refs import Base, is_same_folder, reference, resolved
+from shardckpt.format.native.base_refs import Base, is_same_folder, refer_to, resolve_base
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.json_fields import plain_name
 from shardckpt.format.native.partial_manifest import PartialManifest
 from shardckpt.format.native.payload import BLOCK_BYTES, PayloadChunk
 from shardckpt.format.native.reader import NativeReader
-from shardckpt.format.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, files_of_bases
+from shardckpt.format.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, group_files_by_base
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
 from shardckpt.storage.presence import file_version
 from shardckpt.storage.resolve_url import open_store
@@ -246,12 +246,12 @@ class BaseCheckpoint:
         return self._files[place]._replace(base=self._refer(self._folder(place)))
 
     def _refer(self, folder: str) -> str:
-        return reference(self.step, folder)
+        return refer_to(self.step, folder)
 
     def _folder(self, place: str) -> str:
         """Return where the folder of a file lies."""
         here, file = self._reader.store.url, self._files.get(place)
-        return resolved(here, file.base) if file is not None and file.base else here
+        return resolve_base(here, file.base) if file is not None and file.base else here
 
     def key_of(self, entries: Mapping[Path, TensorEntry]) -> str:
         """Return a digest of where located arrays lie: while it is the same, their bytes are.
@@ -323,10 +323,10 @@ class BaseCheckpoint:
             commit = self._reader.commit
             own = own._replace(save=commit.save, sha256=commit.manifest_sha256)
             here = self._reader.store.url
-            further = [(resolved(here, base.url), base) for base in self._reader.contents.bases]
+            further = [(resolve_base(here, base.url), base) for base in self._reader.contents.bases]
         known = {self._refer(at): base for at, base in further if not is_same_folder(at, self.step)}
         known[own.url] = own
-        return tuple(known[url]._replace(url=url) for url in files_of_bases(files))
+        return tuple(known[url]._replace(url=url) for url in group_files_by_base(files))
 
 
 def _rows_of(record: ArrayRecord) -> Iterator[tuple[Box, tuple[int, int, bytes]]]:
@@ -410,8 +410,8 @@ def has_all_files(step: str, files: Iterable[FileRecord]) -> bool:
     Raises:
         StorageError: The store failed.
     """
-    for url, wanted in files_of_bases(files).items():
-        sizes = {entry.name: entry.size for entry in open_store(resolved(step, url)).list()}
+    for url, wanted in group_files_by_base(files).items():
+        sizes = {entry.name: entry.size for entry in open_store(resolve_base(step, url)).list()}
         if any(sizes.get(name, -1) < size for name, size in wanted.items()):
             return False
     return True

@@ -33,7 +33,7 @@ from shardckpt.checkpoint.stateful.variant import EXTRAS, Variant
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.format.encodings.tagged_json import MAX_DEPTH, path_key
 from shardckpt.manifest import Path, TensorEntry, dotted
-from shardckpt.plan.naming.fqn import cleaner
+from shardckpt.plan.naming.fqn import make_cleaner
 from shardckpt.plan.naming.sections import find_sections, model_paths
 from shardckpt.plan.optim import optimizer_state as optimizers
 from shardckpt.state.adapters import torch_fsdp1
@@ -487,7 +487,7 @@ class _LoadPlanner:
             {path[n:]: value for path, value in values.items()},
         )
         numbers = _names_by_number(parameter_names(found, optim), raw.values.get(("param_groups",)))
-        return optimizers.by_name(raw, shapes, numbers, clean=lambda name: _first(name, found))
+        return optimizers.key_by_name(raw, shapes, numbers, clean=lambda name: _first(name, found))
 
     def _wanted_of(self, state: optimizers.OptimizerState, path: Path) -> optimizers.OptimizerState:
         """Return what is to be loaded of an optimizer's state."""
@@ -654,13 +654,13 @@ def model_names(saved: CheckpointSource, path: Path, names: Iterable[str]) -> Ma
     n = len(path)
     here = {str(at[n]): at for at in saved.arrays if len(at) == n + 1 and at[:n] == path}
     if saved.is_native or any(name in here for name in names):
-        clean = cleaner(here)
+        clean = make_cleaner(here)
         return {**{clean(name): at for name, at in here.items()}, **here}
     found = find_sections(saved.manifest)
     depth = len(found.model)
     back = dict(zip(saved.manifest.tensors, saved.arrays, strict=True))
     stored = {back[at]: ".".join(map(str, at[depth:])) or dotted(at) for at in model_paths(saved.manifest, found)}
-    clean = cleaner(stored.values())
+    clean = make_cleaner(stored.values())
     return {saved.renamed(clean(name)): at for at, name in stored.items()}
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardckpt.boxes import whole
+from shardckpt.boxes import full_box
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import UsageError
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
@@ -18,9 +18,9 @@ from shardckpt.plan.layout.coverage import require_complete
 from shardckpt.plan.naming.fqn import NamedModel, name_model
 from shardckpt.plan.naming.sections import find_sections, split_flat_names
 from shardckpt.plan.optim import optimizer_state
-from shardckpt.plan.rules.optimizer_rules import ruled_state, shapes_of
+from shardckpt.plan.rules.optimizer_rules import infer_shapes, remap_state
 from shardckpt.plan.rules.rule_files import parse_rules, rules_text
-from shardckpt.plan.rules.rules import apply_recipe, leaves, plan_remap
+from shardckpt.plan.rules.rules import apply_recipe, iter_sources, plan_remap
 from shardckpt.storage.store import Store
 from shardckpt.storage.text_files import read_text
 
@@ -75,7 +75,7 @@ def remap_reader(reader: Reader, place: str) -> RemappedReader:
     model = name_model(manifest, found)
     facts = {name: (entry.shape, entry.dtype) for name, entry in model.tensors.items()}
     made = plan_remap(rules, facts)
-    used = dict.fromkeys(leaf.name for each in made.made.values() for leaf in leaves(each.recipe))
+    used = dict.fromkeys(leaf.name for each in made.made.values() for leaf in iter_sources(each.recipe))
     if any(each.cast for each in made.made.values()):
         raise UsageError(
             "a load takes the types of what it loads into", where=place, fix="Pass cast=True, and no cast."
@@ -90,8 +90,8 @@ def remap_reader(reader: Reader, place: str) -> RemappedReader:
     for root in found.optimizers:
         state = _state(reader, manifest, root, model)
         gone |= {path for path in manifest.tensors if path[: len(root)] == root}
-        all_made = plan_remap(rules, {**facts, **shapes_of(state, facts)})
-        state = ruled_state(all_made, state, lambda entries: _same(reader, entries))
+        all_made = plan_remap(rules, {**facts, **infer_shapes(state, facts)})
+        state = remap_state(all_made, state, lambda entries: _same(reader, entries))
         for key, entry in state.tensors.items():
             name, _, slot = key.rpartition("/")
             path = (*root, "state", name, slot)
@@ -114,7 +114,7 @@ def _state(reader: Reader, manifest: Manifest, root: Path, model: NamedModel) ->
         if path[:n] == root
     }
     shapes = {name: entry.shape for name, entry in model.tensors.items()}
-    state = optimizer_state.by_name(optimizer_state.below(manifest, root, values), shapes, clean=model.clean)
+    state = optimizer_state.key_by_name(optimizer_state.read_raw(manifest, root, values), shapes, clean=model.clean)
     if state.is_by_order:
         warnings.warn(f"{dotted(root)}: {BY_ORDER} to `shardckpt convert`, and load that", stacklevel=2)
     located = _located(reader, manifest, list(state.tensors.values()))
@@ -144,7 +144,7 @@ def _same(reader: Reader, entries: Sequence[TensorEntry]) -> bool:
     buffers = [bytearray(nbytes(entry.stored, 1)) for entry in entries]
     pieces.fill(
         [
-            ReadItem(entry.pieces, whole(entry.shape), entry.stored, memoryview(buffer))
+            ReadItem(entry.pieces, full_box(entry.shape), entry.stored, memoryview(buffer))
             for entry, buffer in zip(entries, buffers, strict=True)
         ]
     )

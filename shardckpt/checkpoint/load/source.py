@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardckpt.boxes import whole
+from shardckpt.boxes import full_box
 from shardckpt.checkpoint.load.remapped_reader import remap_reader
 from shardckpt.checkpoint.load.tensor_loader import BATCH_BYTES, ElementReader, ReadRequest
 from shardckpt.checkpoint.load.unflatten import ForeignValue, arrays_in, filled, find, put, with_lists
@@ -191,7 +191,7 @@ class CheckpointSource:
         wanted = []
         for path, entry in zip(paths, entries, strict=True):
             made[path] = allocate(entry, entry.shape)
-            shard = LocalShard(whole(entry.shape), made[path])
+            shard = LocalShard(full_box(entry.shape), made[path])
             wanted.append((entry, TensorShards(entry.shape, made[path].dtype, (shard,))))
         self.elements.read(wanted)
         return filled(tree, made, skipped)

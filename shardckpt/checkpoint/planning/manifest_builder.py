@@ -11,7 +11,7 @@ from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, TensorRef, encoded
 from shardckpt.errors import UsageError
 from shardckpt.format.native.manifest_json import ManifestContents
-from shardckpt.format.native.payload import canonical
+from shardckpt.format.native.payload import encode_canonical
 from shardckpt.format.native.records import ArrayRecord
 from shardckpt.manifest import Path, dotted
 
@@ -76,7 +76,7 @@ def _merge_optional_values(reports: Iterable[RankReport]) -> dict[Path, Any]:
     seen: dict[Path, tuple[int, bytes]] = {}
     for rank, report in enumerate(reports):
         for path, each in report.optional_values.items():
-            data = canonical([sort_keys(each.json), [list(p) for p in each.arrays]])
+            data = encode_canonical([sort_keys(each.json), [list(p) for p in each.arrays]])
             first, known = seen.setdefault(path, (rank, data))
             if known != data:
                 raise UsageError(

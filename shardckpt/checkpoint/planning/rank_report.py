@@ -12,7 +12,7 @@ from shardckpt.checkpoint.stateful.flatten import FlattenedState, TensorRef, enc
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
-from shardckpt.format.native.payload import canonical
+from shardckpt.format.native.payload import encode_canonical
 from shardckpt.manifest import Path, dotted
 
 SHOWN = 5
@@ -77,7 +77,7 @@ class RankReport:
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        head = canonical(
+        head = encode_canonical(
             [self.cached, self.values, _rows(self.optional_values), _rows(self.per_rank_values), self.path]
         )
         return len(head).to_bytes(8, "little") + head + self.local_plan
@@ -134,7 +134,7 @@ def values_digest(flattened: FlattenedState) -> str:
 
 
 def _digest(content: object) -> str:
-    return hashlib.blake2b(canonical(sort_keys(content)), digest_size=16).hexdigest()
+    return hashlib.blake2b(encode_canonical(sort_keys(content)), digest_size=16).hexdigest()
 
 
 def sort_keys(content: Any) -> Any:
@@ -150,9 +150,11 @@ def sort_keys(content: Any) -> Any:
     if len(content) == 1:
         ((key, value),) = content.items()
         if key in ("$dict", "$ordered"):
-            return {key: sorted(([each, sort_keys(its)] for each, its in value), key=lambda pair: canonical(pair[0]))}
+            return {
+                key: sorted(([each, sort_keys(its)] for each, its in value), key=lambda pair: encode_canonical(pair[0]))
+            }
         if key in ("$set", "$frozenset"):
-            return {key: sorted(map(sort_keys, value), key=canonical)}
+            return {key: sorted(map(sort_keys, value), key=encode_canonical)}
     return {key: sort_keys(content[key]) for key in sorted(content)}
 
 

@@ -37,7 +37,7 @@ from shardckpt.checkpoint.save.payload_writer import Source, contents, write_pay
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
-from shardckpt.format.native.commit import COMMIT, STEP, branch_of, encode_commit, manifest_name
+from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name, read_branch
 from shardckpt.format.native.manifest_json import ManifestContents, encode_manifest
 from shardckpt.format.native.partial_manifest import (
     PartialManifest,
@@ -47,8 +47,8 @@ from shardckpt.format.native.partial_manifest import (
     merge_partials,
 )
 from shardckpt.format.native.payload import HF_INDEX, PayloadFile, hf_index, lay_out, new_save_id
-from shardckpt.format.native.records import FileRecord, record_of
-from shardckpt.format.native.run_directory import files_of_others
+from shardckpt.format.native.records import FileRecord, make_record
+from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.gc_pause import gc_paused
 from shardckpt.groups import Coordinator
 from shardckpt.manifest import Path, dotted
@@ -397,7 +397,7 @@ class SaveSession:
         self._plan = planned if planned.save else replace(planned, save=save_id)
         self._base_dedup = self._open_base(plan)
         self._contents = build_contents(save_id, self._flattened, plan, reports, self._options.about)
-        kept = files_of_others(self._options.path) if self._options.overwrite else ()
+        kept = read_referred_files(self._options.path) if self._options.overwrite else ()
         self._publication = begin(
             self._options.path,
             STEP,
@@ -451,7 +451,7 @@ class SaveSession:
         assert self._publication is not None and self._contents is not None
         index = hf_index(payloads, model)
         self._write_file(HF_INDEX, index)
-        record = record_of(HF_INDEX, index, checksums=self._options.checksums)
+        record = make_record(HF_INDEX, index, checksums=self._options.checksums)
         self._contents = replace(self._contents, files=(record,))
 
     def _write_file(self, name: str, data: bytes) -> None:
@@ -484,7 +484,7 @@ class SaveSession:
         # From here on whoever removes the base sees the manifest, and leaves what it refers to.
         if self._base_dedup is not None and not self._base_dedup.is_kept(files):
             return [_BASE_REMOVED] * len(messages)
-        self._write_file(COMMIT, encode_commit(whole.save, manifest, whole.files, branch_of(whole.about)))
+        self._write_file(COMMIT, encode_commit(whole.save, manifest, whole.files, read_branch(whole.about)))
         self._publication.commit()
         return [b""] * len(messages)
 

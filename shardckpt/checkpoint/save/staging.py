@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from shardckpt.boxes import contiguous_blocks, whole
+from shardckpt.boxes import contiguous_blocks, full_box
 from shardckpt.checkpoint.stateful.tensor_bytes import (
     SMALL_BYTES,
     copied_bytes,
@@ -233,7 +233,7 @@ class StagingArea:
         if is_flat(tensor):
             self._put_flat(flat(tensor))
             return
-        for box in contiguous_blocks(whole(tuple(tensor.shape)), _PART_BYTES // tensor.element_size()):
+        for box in contiguous_blocks(full_box(tuple(tensor.shape)), _PART_BYTES // tensor.element_size()):
             self._put_flat(flat(narrowed(tensor, box).resolve_conj().resolve_neg().contiguous()))
 
     def _put_flat(self, data: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from shardckpt.boxes import Box, contiguous_blocks, intersect, shift, whole
+from shardckpt.boxes import Box, contiguous_blocks, full_box, intersect, shift
 from shardckpt.state.local.local_shards import TensorShards
 
 STAGED_BYTES = 16 << 20
@@ -52,7 +52,7 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     if lies_flat(tensor):
         yield copied_bytes(tensor) if tensor.nbytes <= SMALL_BYTES else flat_bytes(tensor)
         return
-    for box in contiguous_blocks(whole(tuple(tensor.shape)), max(STAGED_BYTES // tensor.element_size(), 1)):
+    for box in contiguous_blocks(full_box(tuple(tensor.shape)), max(STAGED_BYTES // tensor.element_size(), 1)):
         yield flat_bytes(narrowed(tensor, box).resolve_conj().resolve_neg().contiguous().cpu())
 
 

@@ -114,7 +114,7 @@ def _load(store: Store, name: str, size: int, where: str, budget: ReadBudget) ->
     limits = pickle_reader.Limits(nbytes=_MAX_METADATA_BYTES, depth=0)
     root = pickle_reader.load(read_bytes(store, name, 0, size), where=where, limits=limits, budget=budget)
     if not isinstance(root, InstanceStub) or not isinstance(root.state, dict) or not root.name.endswith("Metadata"):
-        raise FormatError("this pickle holds no DCP metadata", where=where, found=_shown(root))
+        raise FormatError("this pickle holds no DCP metadata", where=where, found=_format_value(root))
     return root
 
 
@@ -172,9 +172,9 @@ class _Metadata:
         """Add what it says to `union`."""
         for name, record in self._records.items():
             if not isinstance(name, str):
-                raise FormatError("a name in the metadata is no string", where=self._where, found=_shown(name))
+                raise FormatError("a name in the metadata is no string", where=self._where, found=_format_value(name))
             if not isinstance(record, InstanceStub):
-                raise self._bad(name, "is neither a tensor nor an object", _shown(record))
+                raise self._bad(name, "is neither a tensor nor an object", _format_value(record))
             kind = record.name.rpartition(".")[2]
             if kind == "TensorStorageMetadata":
                 self._add_tensor(union, name, record)
@@ -183,7 +183,7 @@ class _Metadata:
                 if union.objects.get(name) is None:
                     union.objects[name] = self._stored.get((name, None))
             else:
-                raise self._bad(name, "is neither a tensor nor an object", _shown(record))
+                raise self._bad(name, "is neither a tensor nor an object", _format_value(record))
             if name in union.objects and name in union.tensors:
                 raise self._bad(name, "is a tensor on one rank and an object on another", "both")
         self._add_paths(union)
@@ -200,11 +200,13 @@ class _Metadata:
             index = key.state if isinstance(key, InstanceStub) else None
             if not isinstance(index, dict) or not isinstance(info, InstanceStub) or not isinstance(info.state, dict):
                 raise FormatError(
-                    "storage_data is no map from indices to storage", where=self._where, found=_shown(key)
+                    "storage_data is no map from indices to storage", where=self._where, found=_format_value(key)
                 )
             name, offset = index.get("fqn"), index.get("offset")
             if not isinstance(name, str):
-                raise FormatError("storage_data has an index without a name", where=self._where, found=_shown(name))
+                raise FormatError(
+                    "storage_data has an index without a name", where=self._where, found=_format_value(name)
+                )
             place = None if offset is None else self._shape(name, offset)
             if place and prod(place) > _MAX_INT:  # within no shape, and hashes of such places can be chosen
                 raise self._bad(name, "is stored for an impossible offset", place)
@@ -223,7 +225,7 @@ class _Metadata:
 
     def _file(self, name: str, relative: object) -> str:
         if not isinstance(relative, str):
-            raise self._bad(name, "is stored in a file without a name", _shown(relative))
+            raise self._bad(name, "is stored in a file without a name", _format_value(relative))
         check_name(relative, self._where)
         return self._prefix + relative
 
@@ -234,7 +236,7 @@ class _Metadata:
         raise UnsupportedError(
             f"{name!r} is stored behind a transform that this reader does not know",
             where=self._where,
-            found=", ".join(_shown(d) for d in names[:4]) or _shown(descriptors),
+            found=", ".join(_format_value(d) for d in names[:4]) or _format_value(descriptors),
             expected="stream.zstd/1",
         )
 
@@ -243,7 +245,7 @@ class _Metadata:
         chunks = state.get("chunks")
         shape, stored = self._shape(name, state.get("size")), self._dtype(name, state.get("properties"))
         if not isinstance(chunks, list | tuple):
-            raise self._bad(name, "has no list of chunks", _shown(chunks))
+            raise self._bad(name, "has no list of chunks", _format_value(chunks))
         if id(chunks) in self._chunk_lists:  # or a small pickle could say the same million chunks a million times
             raise self._bad(name, "shares its chunks with another tensor", f"{len(chunks)} chunks")
         self._chunk_lists.add(id(chunks))
@@ -271,7 +273,7 @@ class _Metadata:
     def _box(self, name: str, chunk: object, shape: Shape) -> Box:
         state = chunk.state if isinstance(chunk, InstanceStub) else None
         if not isinstance(state, dict):
-            raise self._bad(name, "has a chunk without a place", _shown(chunk))
+            raise self._bad(name, "has a chunk without a place", _format_value(chunk))
         offset, size = state.get("offsets"), state.get("sizes")
         box = Box(self._shape(name, offset), shape if size == shape else self._shape(name, size))
         if not box.within(shape):
@@ -285,7 +287,7 @@ class _Metadata:
                     break
             else:
                 return tuple(value)
-        raise self._bad(name, "has an impossible size or offset", _shown(value))
+        raise self._bad(name, "has an impossible size or offset", _format_value(value))
 
     def _dtype(self, name: str, properties: object) -> str:
         state = properties.state if isinstance(properties, InstanceStub) else None
@@ -294,7 +296,7 @@ class _Metadata:
         else:
             dtype = state[0] if isinstance(state, tuple) and state else None
         if not isinstance(dtype, Dtype):
-            raise self._bad(name, "has no dtype", _shown(dtype))
+            raise self._bad(name, "has no dtype", _format_value(dtype))
         if not is_known(dtype.name):
             raise UnsupportedError(
                 f"{name!r} has a dtype that cannot be converted",
@@ -314,12 +316,12 @@ class _Metadata:
             if not 0 < len(path) <= _MAX_DEPTH or not all(
                 type(key) is str or (type(key) is int and key >= 0) for key in path
             ):
-                raise self._bad(name, "has an impossible path", _shown(path))
+                raise self._bad(name, "has an impossible path", _format_value(path))
             self._budget.spend_entry(sum(len(key) for key in path if isinstance(key, str)))
             union.paths[name] = tuple(path)
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     """Return a short text for an error; never the inside of a container, which a hostile pickle can make endless."""
     if isinstance(value, InstanceStub):
         return value.name

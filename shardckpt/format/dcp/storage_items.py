@@ -59,7 +59,7 @@ class Blob(NamedTuple):
 
 
 class StoredSlice(NamedTuple):
-    """What a `Lazy` piece of a DCP checkpoint knows about its slice.
+    """Where the slice of a `Lazy` piece is stored.
 
     Attributes:
         name: The tensor's name, flat.
@@ -72,13 +72,13 @@ class StoredSlice(NamedTuple):
     is_zstd: bool
 
     def is_safetensors(self, piece: Piece) -> bool:
-        """Tell whether it lies in a safetensors file: torch then counts its elements alone, and no archive."""
+        """Return True if it lies in a safetensors file: torch then counts its elements alone, and no archive."""
         assert isinstance(piece.layout, Lazy)
         return not self.is_zstd and piece.layout.nbytes == nbytes(self.stored, piece.box.volume)
 
 
 class OpenedSlice(NamedTuple):
-    """A slice on its way to being resolved.
+    """A slice that is being resolved.
 
     Attributes:
         piece: The piece, its layout `Lazy`.
@@ -117,13 +117,13 @@ def resolve_slices(
     out = list(pieces)
     lazy = ((i, piece) for i, piece in enumerate(pieces) if isinstance(piece.layout, Lazy))
     while batch := list(islice(lazy, _BATCH)):
-        opened = [_opened(store, files, piece) for _, piece in batch]
+        opened = [_open_slice(store, files, piece) for _, piece in batch]
         for (i, piece), layout in zip(batch, _layouts(store, files, opened, blobs, budget), strict=True):
             out[i] = piece._replace(layout=layout)
     return out
 
 
-def _opened(store: Store, files: Mapping[str, int], piece: Piece) -> OpenedSlice:
+def _open_slice(store: Store, files: Mapping[str, int], piece: Piece) -> OpenedSlice:
     layout = piece.layout
     assert isinstance(layout, Lazy) and isinstance(layout.detail, StoredSlice)
     known = layout.detail
@@ -172,9 +172,9 @@ def _layouts(
     archives = {i: o for i, o in enumerate(opened) if i not in tensors and i not in streams}
     _read_headers(store, files, list(tensors.values()), blobs)
     for i, o in tensors.items():
-        found[i] = _in_safetensors(o, blobs[o.piece.file, o.layout.offset])
-    found |= zip(archives, _in_archives(store, list(archives.values()), budget), strict=True)
-    found |= zip(streams, _in_streams(store, list(streams.values()), budget), strict=True)
+        found[i] = _locate_in_safetensors(o, blobs[o.piece.file, o.layout.offset])
+    found |= zip(archives, _locate_in_archives(store, list(archives.values()), budget), strict=True)
+    found |= zip(streams, _locate_in_streams(store, list(streams.values()), budget), strict=True)
     return [found[i] for i in range(len(opened))]
 
 
@@ -203,7 +203,7 @@ def _read_headers(store: Store, files: Mapping[str, int], opened: Sequence[Opene
         blobs[file, offset] = Blob(header, _saved_offsets(header, f"{store.url}/{file}"))
 
 
-def _in_safetensors(opened: OpenedSlice, blob: Blob) -> Span:
+def _locate_in_safetensors(opened: OpenedSlice, blob: Blob) -> Span:
     piece, name = opened.piece, opened.slice.name
     entry, saved_at = blob.header.tensors.get(name), blob.offsets.get(name, opened.piece.box.offset)
     if entry is None or saved_at != piece.box.offset:
@@ -215,7 +215,7 @@ def _in_safetensors(opened: OpenedSlice, blob: Blob) -> Span:
         )
     dtype, shape, begin, end = entry
     if (dtype, shape) != (opened.slice.stored, piece.box.size):
-        raise _differs(opened, dtype, shape)
+        raise _mismatch_error(opened, dtype, shape)
     return Span(opened.layout.offset + blob.header.data_start + begin, end - begin)
 
 
@@ -230,7 +230,7 @@ def _saved_offsets(header: Header, where: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _differs(opened: OpenedSlice, dtype: str, shape: tuple[int, ...]) -> FormatError:
+def _mismatch_error(opened: OpenedSlice, dtype: str, shape: tuple[int, ...]) -> FormatError:
     return FormatError(
         "the slice holds another tensor than the metadata says",
         where=opened.where,
@@ -239,7 +239,7 @@ def _differs(opened: OpenedSlice, dtype: str, shape: tuple[int, ...]) -> FormatE
     )
 
 
-def _in_archives(store: Store, opened: Sequence[OpenedSlice], budget: ReadBudget) -> Iterator[Span | Strided]:
+def _locate_in_archives(store: Store, opened: Sequence[OpenedSlice], budget: ReadBudget) -> Iterator[Span | Strided]:
     places = [ArchivePlace(o.piece.file, o.layout.offset, o.layout.nbytes) for o in opened]
     distinct = list(dict.fromkeys(places))  # what thousands of names share is opened once
     found = dict(zip(distinct, open_archives(store, distinct), strict=True))
@@ -260,7 +260,7 @@ def _in_archives(store: Store, opened: Sequence[OpenedSlice], budget: ReadBudget
     for start, (_, entry), stub, o in zip(locate(store, wanted), wanted, stubs, opened, strict=True):
         if entry.method != STORED:
             raise UnsupportedError("the slice's elements are compressed inside its archive", where=o.where)
-        yield view(stub, Span(start, entry.size), o)
+        yield locate_view(stub, Span(start, entry.size), o)
 
 
 def _entry(archive: ZipArchive, name: str, where: str) -> ZipEntry:
@@ -304,7 +304,7 @@ def _storage_bytes(stub: TensorStub) -> int:
     return (stub.storage.base + stub.storage.count) * element_bytes(stub.storage.dtype)
 
 
-def view(stub: TensorStub, record: Span, opened: OpenedSlice) -> Span | Strided:
+def locate_view(stub: TensorStub, record: Span, opened: OpenedSlice) -> Span | Strided:
     """Return where the elements of a slice lie, given the record that holds its storage.
 
     Raises:
@@ -315,7 +315,7 @@ def view(stub: TensorStub, record: Span, opened: OpenedSlice) -> Span | Strided:
     assert isinstance(storage, StorageRef)
     dtype, box = stub.dtype or storage.dtype, opened.piece.box
     if (dtype, stub.shape) != (opened.slice.stored, box.size):
-        raise _differs(opened, dtype, stub.shape)
+        raise _mismatch_error(opened, dtype, stub.shape)
     if stub.bits:
         raise UnsupportedError("the slice is a lazily changed view", where=opened.where, found=", ".join(stub.bits))
     width = bits(dtype) // 8
@@ -333,7 +333,7 @@ def view(stub: TensorStub, record: Span, opened: OpenedSlice) -> Span | Strided:
     return Strided(record.offset, record.nbytes, stub.offset, stub.strides)
 
 
-def _in_streams(store: Store, opened: Sequence[OpenedSlice], budget: ReadBudget) -> Iterator[Encoded]:
+def _locate_in_streams(store: Store, opened: Sequence[OpenedSlice], budget: ReadBudget) -> Iterator[Encoded]:
     heads = [bytearray(min(_ENCODED_HEAD_BYTES, o.layout.nbytes)) for o in opened]
     store.read([Read(o.piece.file, o.layout.offset, memoryview(h)) for o, h in zip(opened, heads, strict=True)])
     known: dict[bytes, TensorStub] = {}
@@ -350,11 +350,11 @@ def _inner(
         store, opened.piece.file, Encoded("zstd", opened.layout.offset, opened.layout.nbytes, Span(0, 0))
     )
     for attempt, most in enumerate(_HEAD_BYTES):
-        head = stream.head(most) if attempt else decoded_head(encoded, most, opened.where)
+        head = stream.head(most) if attempt else decode_head(encoded, most, opened.where)
         if attempt:  # a slice of a few bytes may decode to as many megabytes as it likes, and there may be thousands
             budget.spend_once((opened.piece.file, opened.layout.offset, most), len(head))
         try:
-            return _walked(head, known, opened)
+            return _walk_head(head, known, opened)
         except TruncatedError:
             if attempt and len(head) < most:
                 raise
@@ -363,7 +363,7 @@ def _inner(
     )
 
 
-def decoded_head(encoded: bytes, most: int, where: str) -> bytes:
+def decode_head(encoded: bytes, most: int, where: str) -> bytes:
     """Return at most `most` decoded bytes of what may be the front of a zstd stream.
 
     Raises:
@@ -376,7 +376,7 @@ def decoded_head(encoded: bytes, most: int, where: str) -> bytes:
         raise FormatError(f"the zstd stream cannot be decoded: {error}", where=where) from error
 
 
-def _walked(head: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice) -> Span | Strided:
+def _walk_head(head: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice) -> Span | Strided:
     front = walk_front(head, lambda name: name.count("/") == 2 and "/data/" in name, where=opened.where)
     root = front.name.partition("/")[0]
     if f"{root}/data.pkl" not in front.contents:
@@ -386,7 +386,7 @@ def _walked(head: bytes, known: dict[bytes, TensorStub], opened: OpenedSlice) ->
     assert isinstance(stub.storage, StorageRef)
     if front.name != f"{root}/data/{stub.storage.key}":
         raise FormatError("the slice's first storage is not its tensor's", where=opened.where, found=front.name)
-    return view(stub, Span(front.start, _storage_bytes(stub)), opened)
+    return locate_view(stub, Span(front.start, _storage_bytes(stub)), opened)
 
 
 def slice_checksums(store: Store, spans: Sequence[tuple[str, Span]]) -> Iterator[Checksum]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import NameCollisionError
-from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName, Pairs, pickled
-from shardckpt.format.torchsave.writer import ALIGNMENT, Storage, TensorValue, TorchArchive, archived, lay_out
+from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName, Pairs, encode_pickle
+from shardckpt.format.torchsave.writer import ALIGNMENT, Storage, TensorValue, TorchArchive, encode_archive, lay_out
 from shardckpt.manifest import Path, dotted
 
 METADATA = ".metadata"
@@ -27,7 +27,7 @@ _CONTIGUOUS = 0
 
 
 class SliceChunk(NamedTuple):
-    """A box of a tensor that becomes a slice.
+    """A box of a tensor that is written as a slice.
 
     Attributes:
         path: Where the tensor sits in the saved nest.
@@ -48,7 +48,7 @@ class SliceChunk(NamedTuple):
 
 
 class SliceObject(NamedTuple):
-    """An object that becomes a slice.
+    """An object that is written as a slice.
 
     Attributes:
         path: Where it sits in the saved nest.
@@ -93,13 +93,13 @@ class SliceFile:
         return self.slices[-1].offset + self.slices[-1].nbytes if self.slices else 0
 
 
-def item_of(path: Path, value: object) -> SliceObject:
-    """Return an object as a slice.
+def make_object(path: Path, value: object) -> SliceObject:
+    """Encode an object as a slice.
 
     Raises:
         UnsupportedError: A value that torch would not read back; the message names its path.
     """
-    return SliceObject(path, archived(value))
+    return SliceObject(path, encode_archive(value))
 
 
 def slice_files(
@@ -164,7 +164,7 @@ def encode_metadata(files: Iterable[SliceFile], ties: Mapping[Path, Path], order
         for what, _, offset, size in file.slices:
             for path in (what.path, *also.get(what.path, ())):
                 name = names.of(path)
-                info = _made(_FILE, {"relative_path": file.name, "offset": offset, "length": size})
+                info = _instance(_FILE, {"relative_path": file.name, "offset": offset, "length": size})
                 if isinstance(what, SliceObject):
                     records[name] = _class("BytesStorageMetadata", {})
                     places.append((_index(name, None, None), info))
@@ -185,7 +185,7 @@ def encode_metadata(files: Iterable[SliceFile], ties: Mapping[Path, Path], order
         "storage_meta": None,
         "version": VERSION,
     }
-    return pickled(_class("Metadata", state))
+    return encode_pickle(_class("Metadata", state))
 
 
 class _FlatNames:
@@ -233,8 +233,8 @@ def _size(value: Shape) -> GlobalCall:
 
 
 def _class(name: str, state: object) -> GlobalCall:
-    return _made(GlobalName(_CLASSES, name), state)
+    return _instance(GlobalName(_CLASSES, name), state)
 
 
-def _made(name: GlobalName, state: object) -> GlobalCall:
+def _instance(name: GlobalName, state: object) -> GlobalCall:
     return GlobalCall(name, (), state, is_new=True)

@@ -11,10 +11,10 @@ from typing import NamedTuple, NoReturn
 from shardckpt.boxes import Shape, strides
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.deepspeed import zero_partition as layout
-from shardckpt.format.deepspeed.state_files import ModelState, PartitionOptimState, Slot, StateFileContents, groups_of
-from shardckpt.format.deepspeed.zero_files import StateFiles, name_of_optim, name_of_part
+from shardckpt.format.deepspeed.state_files import ModelState, PartitionOptimState, Slot, StateFileContents, read_groups
+from shardckpt.format.deepspeed.zero_files import StateFiles, optim_file_name, part_file_name
 from shardckpt.format.deepspeed.zero_partition import PartitionRun
-from shardckpt.format.torchsave.tensor_views import LegacyView, UnreadableTensor, ZipView, narrowed
+from shardckpt.format.torchsave.tensor_views import LegacyView, UnreadableTensor, ZipView, narrow_layout
 from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry
 
 MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
@@ -29,7 +29,7 @@ Find = Callable[[int, int], TensorEntry | None]
 
 @dataclass(slots=True)
 class DeepSpeedManifestBuilder:
-    """What the checkpoint holds, as it is put together.
+    """Collects the merged tensors and values of a checkpoint.
 
     Attributes:
         url: Of the store, for messages.
@@ -104,7 +104,7 @@ class PartitionGroup(NamedTuple):
 
 
 class PartitionMerger:
-    """Puts together what the ranks of one model-parallel rank hold.
+    """Merges the partitions of one model-parallel rank.
 
     Args:
         contents: What the files hold.
@@ -180,7 +180,7 @@ class PartitionMerger:
         bounds, offset = layout.offsets(parts), 0
         for unit, group in enumerate(shapes):
             for name, shape in group.items():
-                runs = tuple(layout.split_runs(offset, prod(shape), self.world, bounds))
+                runs = tuple(layout.split_stage3_runs(offset, prod(shape), self.world, bounds))
                 yield TrainedParam(name, shape, runs[0].unit if runs else unit, runs)
                 offset += layout.part_elements(prod(shape), self.world)
 
@@ -209,7 +209,7 @@ class PartitionMerger:
         """Return where the ranks of a team hold each parameter of a flat group."""
         found = {}
         for (name, numel), offset in zip(numels.items(), offsets, strict=False):
-            cut = layout.partitioned_runs(offset, numel, partition, unit)
+            cut = layout.split_partition_runs(offset, numel, partition, unit)
             found[name] = tuple(run._replace(rank=team.ranks[run.rank]) for run in cut)
         return found
 
@@ -348,7 +348,7 @@ class PartitionMerger:
     def _absent_optim(self, rank: int) -> str:
         known = (name for place, name in self._files.optims.items() if place[1] == self._mp)
         folder = self._files.folder
-        return name_of_optim([*known, f"{folder}/zero_pp_rank_0_mp_rank_00_optim_states.pt"], rank, self._mp)
+        return optim_file_name([*known, f"{folder}/zero_pp_rank_0_mp_rank_00_optim_states.pt"], rank, self._mp)
 
     def master(self, param: TrainedParam) -> TensorEntry:
         """Return a parameter's master weights."""
@@ -356,13 +356,13 @@ class PartitionMerger:
 
     def frozen(self, name: str, shape: Shape) -> TensorEntry:
         """Return a frozen parameter that every rank holds a part of (stage 3)."""
-        runs = layout.split_runs(0, prod(shape), self.world, (0, layout.part_elements(prod(shape), self.world)))
+        runs = layout.split_stage3_runs(0, prod(shape), self.world, (0, layout.part_elements(prod(shape), self.world)))
 
         def find(rank: int, _: int) -> TensorEntry | None:
             return self._models[rank].fragments.get(name) if rank in self._models else None
 
         def absent(rank: int) -> str:
-            return name_of_part(self._files.folder, rank, self._mp)
+            return part_file_name(self._files.folder, rank, self._mp)
 
         return self._whole((MODEL, name), shape, runs, find, absent)
 
@@ -438,7 +438,7 @@ class PartitionMerger:
             return []
         state = self._optims[min(self._optims)]
         names = [[param.name for param in self.trained.values() if param.unit == u] for u in range(len(state.flats))]
-        told = groups_of(self._contents, state.file, state.base)
+        told = read_groups(self._contents, state.file, state.base)
         if not told:
             return [({}, group) for group in names]
         found: list[tuple[Mapping[str, Slot], list[str]]] = []
@@ -486,7 +486,7 @@ class PartitionMerger:
             self._made.put(path, self._whole(path, param.shape, param.runs, self._finder(slot), self._absent_optim))
 
     def _is_flat(self, param: TrainedParam, slot: str) -> bool:
-        """Tell whether a slot is as long as its flat tensor on every rank, each with its padding or without."""
+        """Return True if a slot is as long as its flat tensor on every rank, each with its padding or without."""
         for rank, state in self._optims.items():
             value = state.slots[param.unit].get(slot)
             known = self._lengths_of.get((param.unit, rank), set()) | {state.flats[param.unit].shape[0]}
@@ -517,7 +517,7 @@ def _pieces(tensor: TensorEntry, shape: Shape, run: PartitionRun) -> Iterator[Pi
             assert isinstance(piece.layout, Lazy), "files of torch.save are opened lazily"
             detail = piece.layout.detail
             is_spread = isinstance(detail, ZipView | LegacyView) and detail.view.strides is not None
-            yield Piece(box, piece.file, narrowed(piece.layout, at, strides(box.size) if is_spread else None))
+            yield Piece(box, piece.file, narrow_layout(piece.layout, at, strides(box.size) if is_spread else None))
 
 
 def _world(models: Mapping[int, ModelState], optims: Mapping[int, PartitionOptimState], url: str) -> int:

@@ -33,9 +33,9 @@ from shardckpt.format.deepspeed.state_files import (
     PartitionOptimState,
     Slot,
     StateFileContents,
-    loop_state,
-    model_state,
-    optim_state,
+    read_loop_state,
+    read_model_state,
+    read_optim_state,
 )
 from shardckpt.format.deepspeed.zero_files import StateFiles, find_folder, is_part, sort_files
 from shardckpt.format.encodings.codecs import DecodedStream
@@ -75,7 +75,7 @@ def open_source(source: Source) -> Reader:
         )
     folder = find_folder(source)
     assert folder is not None, "only recognized sources are opened"
-    return open_states(source.store, sort_files(source.store, folder), _beside(source))
+    return open_states(source.store, sort_files(source.store, folder), _ignored_weights(source))
 
 
 def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ()) -> TorchReader:
@@ -115,7 +115,7 @@ def _joiner(
 ) -> PartitionMerger:
     """Return what the ranks of one model-parallel rank say, checked against one another."""
     models: dict[int, ModelState] = {
-        rank: model_state(contents, file) for (rank, m), file in sorted(files.parts.items()) if m == mp
+        rank: read_model_state(contents, file) for (rank, m), file in sorted(files.parts.items()) if m == mp
     }
     if mp in files.models:
         if models:
@@ -125,8 +125,10 @@ def _joiner(
                 found=f"{files.models[mp]} and {next(iter(models.values())).file}",
                 fix="Keep the files of one save.",
             )
-        models = {0: model_state(contents, files.models[mp])}
-    optims = {rank: optim_state(contents, file, rank) for (rank, m), file in sorted(files.optims.items()) if m == mp}
+        models = {0: read_model_state(contents, files.models[mp])}
+    optims = {
+        rank: read_optim_state(contents, file, rank) for (rank, m), file in sorted(files.optims.items()) if m == mp
+    }
     if not models:
         raise IncompleteError(
             "the optimizer's files are here, and the model's is not",
@@ -245,7 +247,7 @@ def _put_groups(made: DeepSpeedManifestBuilder, joiners: Sequence[PartitionMerge
 
 def put_loop(made: DeepSpeedManifestBuilder, contents: StateFileContents, file: str) -> None:
     """Add what a model file holds beside the model: schedules, counters, and the user's own."""
-    for path, entry in loop_state(contents, file):
+    for path, entry in read_loop_state(contents, file):
         if path[0] in (MODEL, MASTER) or (path[0] == OPTIMIZER and (OPTIMIZER, _GROUPS) in made.objects):
             path = (f"{path[0]} of the client", *path[1:])
         if isinstance(entry, TensorEntry):
@@ -254,7 +256,7 @@ def put_loop(made: DeepSpeedManifestBuilder, contents: StateFileContents, file: 
             made.objects[path] = replace(entry, path=path)
 
 
-def _beside(source: Source) -> tuple[str, ...]:
+def _ignored_weights(source: Source) -> tuple[str, ...]:
     """Say which weights lie beside the states and are not read: a Trainer leaves its model there."""
     names = [name for name in source.files if name.endswith((".safetensors", ".safetensors.index.json"))]
     return (f"{names[0]} lies beside the states and is not read",) if names else ()

@@ -26,7 +26,7 @@ Slot = TensorEntry | ObjectEntry
 
 
 class StateFileContents:
-    """What each file holds, by path below the file.
+    """Values and tensors of state files, by path below each file.
 
     Args:
         manifest: Of all files, paths starting with the file's name.
@@ -46,7 +46,7 @@ class StateFileContents:
     def value(self, file: str, *path: str | int) -> object:
         """Return a value without tensors; None where there is none."""
         n = len(path)
-        return _rebuilt({p[n:]: entry.value for p, entry in self.objects[file].items() if p[:n] == path})
+        return _unflatten({p[n:]: entry.value for p, entry in self.objects[file].items() if p[:n] == path})
 
     def children(self, file: str, *path: str | int) -> dict[str | int, TensorEntry]:
         """Return the tensors directly in a dict or list."""
@@ -60,7 +60,7 @@ class StateFileContents:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """What one model file says.
+    """The fields of one model file.
 
     Attributes:
         file: The file.
@@ -87,7 +87,7 @@ class ModelState:
 
 @dataclass(frozen=True, slots=True)
 class PartitionOptimState:
-    """What one rank's optimizer file says.
+    """The fields of one rank's optimizer file.
 
     Attributes:
         file: The file.
@@ -112,8 +112,8 @@ class PartitionOptimState:
     starts: tuple[Mapping[str, tuple[int, int]], ...] | None = field(default=None)
 
 
-def model_state(contents: StateFileContents, file: str) -> ModelState:
-    """Return what a model file says.
+def read_model_state(contents: StateFileContents, file: str) -> ModelState:
+    """Read the fields of a model file.
 
     Raises:
         FormatError: It is not as DeepSpeed writes one.
@@ -135,7 +135,7 @@ def model_state(contents: StateFileContents, file: str) -> ModelState:
     )
 
 
-def loop_state(contents: StateFileContents, file: str) -> Iterator[tuple[Path, Slot]]:
+def read_loop_state(contents: StateFileContents, file: str) -> Iterator[tuple[Path, Slot]]:
     """Yield what a model file holds beside the model, by path."""
     for held in (contents.tensors[file], contents.objects[file]):
         for path, entry in held.items():
@@ -143,8 +143,8 @@ def loop_state(contents: StateFileContents, file: str) -> Iterator[tuple[Path, S
                 yield path, entry
 
 
-def optim_state(contents: StateFileContents, file: str, rank: int) -> PartitionOptimState:
-    """Return what a rank's optimizer file says.
+def read_optim_state(contents: StateFileContents, file: str, rank: int) -> PartitionOptimState:
+    """Read the fields of a rank's optimizer file.
 
     Raises:
         FormatError: It is not as DeepSpeed writes one.
@@ -185,7 +185,7 @@ def optim_state(contents: StateFileContents, file: str, rank: int) -> PartitionO
     )
 
 
-def groups_of(contents: StateFileContents, file: str, base: Path) -> list[dict[str, Slot]]:
+def read_groups(contents: StateFileContents, file: str, base: Path) -> list[dict[str, Slot]]:
     """Return what the optimizer's groups say, by key; nothing for elastic checkpoints, which leave them out."""
     root = (*base, "param_groups")
     said = contents.value(file, *root)
@@ -200,7 +200,7 @@ def groups_of(contents: StateFileContents, file: str, base: Path) -> list[dict[s
     return [told[i] for i in sorted(told)]
 
 
-def stage_of(contents: StateFileContents, file: str) -> int | None:
+def read_stage(contents: StateFileContents, file: str) -> int | None:
     """Return the ZeRO stage that an optimizer file names; None where it names none."""
     said = contents.value(file, _OPTIM, "zero_stage")
     if isinstance(said, InstanceStub) and said.args and type(said.args[0]) is int:
@@ -208,14 +208,14 @@ def stage_of(contents: StateFileContents, file: str) -> int | None:
     return said if type(said) is int else None
 
 
-def _rebuilt(values: Mapping[Path, object]) -> object:
+def _unflatten(values: Mapping[Path, object]) -> object:
     """Put values back into the dicts they came from."""
     if () in values:
         return values[()]
     below: dict[str | int, dict[Path, object]] = {}
     for path, value in values.items():
         below.setdefault(path[0], {})[path[1:]] = value
-    return {key: _rebuilt(inner) for key, inner in below.items()} or None
+    return {key: _unflatten(inner) for key, inner in below.items()} or None
 
 
 def _in_order(found: Mapping[str | int, TensorEntry], where: str) -> tuple[TensorEntry, ...]:

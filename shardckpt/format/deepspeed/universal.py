@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from shardckpt.boxes import strides, whole
+from shardckpt.boxes import full_box, strides
 from shardckpt.errors import FormatError, IncompleteError
 from shardckpt.format.deepspeed import reader as deepspeed
 from shardckpt.format.deepspeed.merge_partitions import (
@@ -21,11 +21,11 @@ from shardckpt.format.deepspeed.merge_partitions import (
     DeepSpeedManifestBuilder,
     PartitionMerger,
 )
-from shardckpt.format.deepspeed.state_files import ModelState, StateFileContents, groups_of, model_state
+from shardckpt.format.deepspeed.state_files import ModelState, StateFileContents, read_groups, read_model_state
 from shardckpt.format.deepspeed.zero_files import find_folder, read_tag, sort_files
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import open_files
-from shardckpt.format.torchsave.tensor_views import LegacyView, ZipView, narrowed
+from shardckpt.format.torchsave.tensor_views import LegacyView, ZipView, narrow_layout
 from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry
 from shardckpt.storage.store import Store
 
@@ -72,9 +72,9 @@ def open_source(source: Source) -> Reader:
         )
     made = DeepSpeedManifestBuilder(store.url)
     places = () if states.models else sorted(states.parts.items())
-    parts = {rank: model_state(contents, file) for (rank, mp), file in places if mp == 0}
+    parts = {rank: read_model_state(contents, file) for (rank, mp), file in places if mp == 0}
     ranks = PartitionMerger(contents, states, made, 0, parts, {}) if parts else None
-    joiner = _UniversalMerger(contents, made, params, [model_state(contents, file) for file in files], ranks)
+    joiner = _UniversalMerger(contents, made, params, [read_model_state(contents, file) for file in files], ranks)
     joiner.join_model()
     joiner.join_optimizer(shared if shared in sizes else None)
     deepspeed.put_loop(made, contents, files[0])
@@ -102,7 +102,7 @@ def _folder(source: Source) -> str | None:
 
 
 def _holds_params(store: Store, zero: str) -> bool:
-    """Tell whether the first folder in `zero/` is one of a parameter."""
+    """Return True if the first folder in `zero/` is one of a parameter."""
     first = next((entry.name for entry in store.list(zero) if entry.is_folder), None)
     return first is not None and any(e.name == f"{first}/{WEIGHTS}{_SUFFIX}" for e in store.list(first))
 
@@ -129,7 +129,7 @@ def _params(store: Store, zero: str) -> Iterator[tuple[str, dict[str, tuple[str,
 
 @dataclass(frozen=True, slots=True)
 class _UniversalMerger:
-    """Puts files of parameters under their names.
+    """Collects the files of parameters under their names.
 
     Attributes:
         contents: What the files hold.
@@ -211,8 +211,8 @@ class _UniversalMerger:
         layout = piece.layout
         assert isinstance(layout, Lazy), "files of torch.save are opened lazily"
         is_spread = isinstance(layout.detail, ZipView | LegacyView) and layout.detail.view.strides is not None
-        layout = narrowed(layout, 0, strides(shape) if is_spread else None)
-        return entry._replace(shape=shape, pieces=(Piece(whole(shape), piece.file, layout),))
+        layout = narrow_layout(layout, 0, strides(shape) if is_spread else None)
+        return entry._replace(shape=shape, pieces=(Piece(full_box(shape), piece.file, layout),))
 
     def _whole(self, file: str) -> TensorEntry:
         """Return the one array of a file: bare, or under `param` beside how ranks cut it."""
@@ -245,7 +245,7 @@ class _UniversalMerger:
                 units += [{}] * (i == len(units))
                 units[i].update(dict.fromkeys(name for name in unit if name in self.params))
         groups: list[object] = []
-        for told in groups_of(self.contents, shared, ()):
+        for told in read_groups(self.contents, shared, ()):
             plain = {k: v.value for k, v in told.items() if isinstance(v, ObjectEntry)}
             ids = plain.pop("params", None)
             known = [i for i in ids if type(i) is int and 0 <= i < len(units)] if isinstance(ids, list) else []

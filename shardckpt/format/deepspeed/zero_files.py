@@ -61,12 +61,12 @@ class StateFiles:
 
 
 def is_state_file(name: str) -> bool:
-    """Tell whether a file has a name that DeepSpeed gives."""
+    """Return True if a file has a name that DeepSpeed gives."""
     return any(pattern.fullmatch(name) for pattern in _ALL)
 
 
 def is_part(name: str) -> bool:
-    """Tell whether a file has a name that DeepSpeed gives to a part of a model: of a rank, a layer or an expert."""
+    """Return True if a file has a name that DeepSpeed gives to a part of a model: of a rank, a layer or an expert."""
     return is_state_file(name) and _MODEL.fullmatch(name) is None
 
 
@@ -105,7 +105,7 @@ def find_folder(source: Source) -> str | None:
 
 
 def holds_states(store: Store, folder: str) -> bool:
-    """Tell whether a folder holds state files."""
+    """Return True if a folder holds state files."""
     return any(is_state_file(entry.name.rpartition("/")[2]) for entry in store.list(folder) if not entry.is_folder)
 
 
@@ -163,7 +163,7 @@ def _put_once(files: dict[_K, str], key: _K, path: str, url: str) -> None:
     files[key] = path
 
 
-def name_of_optim(known: Iterable[str], rank: int, mp: int) -> str:
+def optim_file_name(known: Iterable[str], rank: int, mp: int) -> str:
     """Return the name that a missing optimizer file would have, beside one that is there."""
     beside = next(iter(known))
     folder, _, name = beside.rpartition("/")
@@ -172,7 +172,7 @@ def name_of_optim(known: Iterable[str], rank: int, mp: int) -> str:
     return f"{folder}/{prefix}{rank}_mp_rank_{mp:02d}_optim_states.pt".removeprefix("/")
 
 
-def name_of_part(folder: str, rank: int, mp: int) -> str:
+def part_file_name(folder: str, rank: int, mp: int) -> str:
     """Return the name that a missing file of a rank's part of the model would have."""
     return f"{folder}/zero_pp_rank_{rank}_mp_rank_{mp:02d}_model_states.pt".removeprefix("/")
 

@@ -18,7 +18,7 @@ _ALIGNMENTS = (2, 1)
 
 
 class PartitionRun(NamedTuple):
-    """Elements of a parameter that lie back to back in one rank's flat tensor.
+    """Contiguous elements of a parameter in one rank's flat tensor.
 
     Attributes:
         rank: The rank.
@@ -107,8 +107,8 @@ def offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> lis
     return list(accumulate(spaces, initial=0))
 
 
-def partitioned_runs(offset: int, numel: int, partition: int, unit: int = 0) -> list[PartitionRun]:
-    """Return how a parameter is cut in stages 1 and 2.
+def split_partition_runs(offset: int, numel: int, partition: int, unit: int = 0) -> list[PartitionRun]:
+    """Split a parameter over ranks as stages 1 and 2 do.
 
     Args:
         offset: First element in the group.
@@ -130,8 +130,8 @@ def part_elements(numel: int, world: int) -> int:
     return -(-numel // world)
 
 
-def split_runs(offset: int, numel: int, world: int, bounds: Sequence[int]) -> list[PartitionRun]:
-    """Return how a parameter is cut in stage 3.
+def split_stage3_runs(offset: int, numel: int, world: int, bounds: Sequence[int]) -> list[PartitionRun]:
+    """Split a parameter over ranks as stage 3 does.
 
     Args:
         offset: First element of a rank's part in its flat tensors, counted through all of them.

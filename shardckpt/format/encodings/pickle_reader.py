@@ -109,10 +109,10 @@ def load_at(
             raise _over("bytes", limits.nbytes)
         return machine.run(start), machine.pos
     except ShardckptError as error:
-        raise _placed(error, f"{where}, byte {machine.pos - start}") from None
+        raise _add_position(error, f"{where}, byte {machine.pos - start}") from None
 
 
-def _placed(error: ShardckptError, where: str) -> ShardckptError:
+def _add_position(error: ShardckptError, where: str) -> ShardckptError:
     """Return the error with the name of the pickle, and the byte where reading stopped."""
     return type(error)(
         error.what,
@@ -328,7 +328,7 @@ class _Machine:
     def call(self, what: object, args: object) -> object:
         """Return what a call of a listed name stands for."""
         if type(what) is not Global:
-            raise UnsafeError(f"the pickle calls {_described(what)}", expected="a listed class", fix=NEVER_RUN)
+            raise UnsafeError(f"the pickle calls {_describe(what)}", expected="a listed class", fix=NEVER_RUN)
         if type(args) is not tuple:
             raise FormatError(f"the pickle calls {what.name} without a tuple of arguments")
         if what.call is None:
@@ -347,7 +347,7 @@ class _Machine:
             self.keys.check_all(what.hashed(args))
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     return value.name if isinstance(value, Global | InstanceStub) else f"a value of type {type(value).__name__}"
 
 
@@ -692,10 +692,10 @@ def _list(machine: _Machine, pos: int) -> int:
 
 
 def _no_dict(target: object) -> UnsafeError:
-    return UnsafeError(f"the pickle sets items of {_described(target)}", expected="a dict", fix=NEVER_RUN)
+    return UnsafeError(f"the pickle sets items of {_describe(target)}", expected="a dict", fix=NEVER_RUN)
 
 
-def _filled(machine: _Machine, target: object, keys: list[object], values: list[object]) -> None:
+def _fill_dict(machine: _Machine, target: object, keys: list[object], values: list[object]) -> None:
     """Put keys and values into a dict."""
     if not isinstance(target, dict):
         raise _no_dict(target)
@@ -712,14 +712,14 @@ def _dict(machine: _Machine, pos: int) -> int:
     items = machine.above_mark()
     made: dict[object, object] = {}
     machine.spend(_DICT)
-    _filled(machine, made, items[::2], items[1::2])
+    _fill_dict(machine, made, items[::2], items[1::2])
     machine.stack.append(made)
     return pos
 
 
 def _set_item(machine: _Machine, pos: int) -> int:
     value, key = machine.stack.pop(), machine.stack.pop()
-    _filled(machine, machine.stack[-1], [key], [value])
+    _fill_dict(machine, machine.stack[-1], [key], [value])
     return pos
 
 
@@ -741,20 +741,20 @@ def _set_items(machine: _Machine, pos: int) -> int:
     return pos
 
 
-def _appended(machine: _Machine, items: list[object]) -> None:
+def _append_items(machine: _Machine, items: list[object]) -> None:
     target = machine.stack[-1]
     if type(target) is not list:
-        raise UnsafeError(f"the pickle appends to {_described(target)}", expected="a list", fix=NEVER_RUN)
+        raise UnsafeError(f"the pickle appends to {_describe(target)}", expected="a list", fix=NEVER_RUN)
     target.extend(items)
 
 
 def _append(machine: _Machine, pos: int) -> int:
-    _appended(machine, [machine.stack.pop()])
+    _append_items(machine, [machine.stack.pop()])
     return pos
 
 
 def _appends(machine: _Machine, pos: int) -> int:
-    _appended(machine, machine.above_mark())
+    _append_items(machine, machine.above_mark())
     return pos
 
 
@@ -762,7 +762,7 @@ def _add_items(machine: _Machine, pos: int) -> int:
     items = machine.above_mark()
     target = machine.stack[-1]
     if type(target) is not set:
-        raise UnsafeError(f"the pickle adds to {_described(target)}", expected="a set", fix=NEVER_RUN)
+        raise UnsafeError(f"the pickle adds to {_describe(target)}", expected="a set", fix=NEVER_RUN)
     machine.spend(_ITEM * len(items))
     for item in items:
         machine.keys.check(item, target)
@@ -809,7 +809,7 @@ def _new_object_ex(machine: _Machine, pos: int) -> int:
     keywords, args = stack.pop(), stack.pop()
     made = machine.call(stack[-1], args)
     if type(made) is not InstanceStub or type(keywords) is not dict:
-        raise FormatError(f"the pickle constructs {_described(stack[-1])} with keywords")
+        raise FormatError(f"the pickle constructs {_describe(stack[-1])} with keywords")
     machine.spend(_TUPLE + 8 * len(made.args))
     made.args = (*made.args, keywords)
     stack[-1] = made
@@ -839,9 +839,7 @@ def _build(machine: _Machine, pos: int) -> int:
     elif type(target) is Ordered:
         target.attributes = state
     else:
-        raise UnsafeError(
-            f"the pickle sets the state of {_described(target)}", expected="a listed class", fix=NEVER_RUN
-        )
+        raise UnsafeError(f"the pickle sets the state of {_describe(target)}", expected="a listed class", fix=NEVER_RUN)
     return pos
 
 

@@ -60,7 +60,7 @@ class TensorStub:
 
 
 class InstanceStub:
-    """An instance of a listed class, never constructed: its name, the arguments, and the state set on it.
+    """Stands for an instance that is never constructed: class, arguments and state.
 
     Attributes:
         name: `module.name` of the class.
@@ -139,11 +139,11 @@ def malformed(what: Global, args: tuple[object, ...]) -> FormatError:
 
 
 def make_stub(what: Global, args: tuple[object, ...]) -> InstanceStub:
-    """Return an instance that only remembers what it would have been made from."""
+    """Return the stub of an instance that would be made from these arguments."""
     return InstanceStub(what.name, args)
 
 
-def _ordered(what: Global, args: tuple[object, ...]) -> object:
+def _make_ordered(what: Global, args: tuple[object, ...]) -> object:
     if not args:
         return Ordered()
     pairs = args[0]
@@ -158,7 +158,7 @@ def _ordered(what: Global, args: tuple[object, ...]) -> object:
 
 def _default_dict(what: Global, args: tuple[object, ...]) -> object:
     if len(args) > 1:
-        return _ordered(what, args[1:])
+        return _make_ordered(what, args[1:])
     return Ordered()
 
 
@@ -173,7 +173,7 @@ def _sequence(make: Callable[[list[object]], object]) -> Builder:
     return build
 
 
-def _hashed(make: Callable[[list[object]], object]) -> Builder:
+def _hash_builder(make: Callable[[list[object]], object]) -> Builder:
     """Sets of plain values only: hashing what a stranger nested may take for ever."""
 
     def build(what: Global, args: tuple[object, ...]) -> object:
@@ -305,7 +305,7 @@ def _inner(what: Global, args: tuple[object, ...]) -> object:
     return args[0]
 
 
-def _typed(what: Global, args: tuple[object, ...]) -> object:
+def _make_typed(what: Global, args: tuple[object, ...]) -> object:
     """`_rebuild_from_type_v2(function, class, arguments, state)`: a tensor that carries Python attributes."""
     if len(args) != 4 or not isinstance(args[0], Global) or not isinstance(args[2], tuple):
         raise malformed(what, args)
@@ -383,22 +383,27 @@ _FUNCTIONS: dict[str, dict[str, Builder | None]] = {
         "bytearray": _bytes,
         "bytes": _bytes,
         "complex": _complex,
-        "dict": _ordered,
+        "dict": _make_ordered,
         "float": _number(float),
-        "frozenset": _hashed(frozenset),
+        "frozenset": _hash_builder(frozenset),
         "getattr": _nested_class,
         "int": _number(int),
         "list": _sequence(list),
         "object": None,
         "range": make_stub,
-        "set": _hashed(set),
+        "set": _hash_builder(set),
         "slice": make_stub,
         "str": None,
         "bool": None,
         "tuple": _sequence(tuple),
     },
     "_codecs": {"encode": _encode},
-    "collections": {"Counter": _ordered, "OrderedDict": _ordered, "defaultdict": _default_dict, "deque": _deque},
+    "collections": {
+        "Counter": _make_ordered,
+        "OrderedDict": _make_ordered,
+        "defaultdict": _default_dict,
+        "deque": _deque,
+    },
     "copyreg": {"_reconstructor": _reconstructor},
     "torch": {"Size": make_size, "device": _device, "Tensor": None},
     "torch.serialization": {"_get_layout": _text},
@@ -410,7 +415,7 @@ _FUNCTIONS: dict[str, dict[str, Builder | None]] = {
         "_rebuild_parameter_with_state": _inner,
         "_rebuild_wrapper_subclass": _wrapper,
     },
-    "torch._tensor": {"_rebuild_from_type_v2": _typed},
+    "torch._tensor": {"_rebuild_from_type_v2": _make_typed},
     "torch.nn.parameter": {"Parameter": None, "Buffer": None},
     **{
         module: dict.fromkeys(

@@ -38,7 +38,7 @@ class GlobalName(NamedTuple):
 
 
 class GlobalCall(NamedTuple):
-    """What a reader makes by calling a global.
+    """A value that the reader makes by calling a global.
 
     Attributes:
         function: What is called.
@@ -83,8 +83,8 @@ def _as_it_is(value: object, _path: Path) -> object:
     return value
 
 
-def pickled(value: object, special: Special = _as_it_is) -> bytes:
-    """Return the pickle of a value.
+def encode_pickle(value: object, special: Special = _as_it_is) -> bytes:
+    """Encode a value as a pickle.
 
     Args:
         value: Plain values, containers, and what this module names.
@@ -102,7 +102,7 @@ class _Writer:
     """Collects opcodes.
 
     Args:
-        special: As for `pickled`.
+        special: As for `encode_pickle`.
     """
 
     def __init__(self, special: Special) -> None:

@@ -48,7 +48,7 @@ class Header(NamedTuple):
 
 
 def looks_like_safetensors(head: bytes) -> bool:
-    """Tell whether a file's first bytes could start a safetensors file; needs 9 bytes."""
+    """Return True if a file's first bytes could start a safetensors file; needs 9 bytes."""
     return len(head) >= 9 and struct.unpack_from("<Q", head)[0] <= MAX_HEADER_BYTES and head[8:9] == b"{"
 
 
@@ -215,7 +215,7 @@ def _check_no_holes(tensors: Mapping[str, tuple[str, Shape, int, int]], where: s
 
 @dataclass(frozen=True, slots=True)
 class HeaderTensor:
-    """One tensor of a file to be written.
+    """One tensor of a file to write.
 
     Attributes:
         name: Its key.

@@ -105,7 +105,7 @@ def encode(value: Any, path: Path = (), leaf: Leaf = _no_leaf) -> object:
         UnsupportedError: A value of another type, too long, or nested too deep; the message names its dotted path.
     """
     if len(path) > MAX_DEPTH:
-        raise _refused(path, "nested too deep", f"more than {MAX_DEPTH} containers inside one another")
+        raise _refusal(path, "nested too deep", f"more than {MAX_DEPTH} containers inside one another")
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -124,7 +124,7 @@ def encode(value: Any, path: Path = (), leaf: Leaf = _no_leaf) -> object:
     if isinstance(found, NamedValue):
         text = found.value.split(" ") if found.kind == "numpy" and isinstance(found.value, str) else found.value
         return {f"${found.kind}": text if isinstance(text, str) else list(text)}
-    raise _refused(path, f"a value of type {_name(kind)} cannot be saved", _shown(value))
+    raise _refusal(path, f"a value of type {_name(kind)} cannot be saved", _shorten(value))
 
 
 def _encode_dict(value: dict[object, object], path: Path, leaf: Leaf) -> object:
@@ -132,7 +132,7 @@ def _encode_dict(value: dict[object, object], path: Path, leaf: Leaf) -> object:
     if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return dict(inner)
     if len({path_key(key) for key in value}) != len(value):
-        raise _refused(path, "two keys of a dict read alike", _shown(list(value)), fix="Rename one of them.")
+        raise _refusal(path, "two keys of a dict read alike", _shorten(list(value)), fix="Rename one of them.")
     pairs = [[_encode_key(key, path), v] for key, v in inner]
     return {"$dict" if type(value) is dict else "$ordered": pairs}
 
@@ -144,13 +144,13 @@ def path_key(key: object) -> str | int:
 
 def _encode_key(key: object, path: Path) -> object:
     if type(key) not in _PLAIN_KEYS:
-        raise _refused(path, f"a dict key of type {_name(type(key))} cannot be saved", _shown(key))
+        raise _refusal(path, f"a dict key of type {_name(type(key))} cannot be saved", _shorten(key))
     return encode(key, (*path, "(key)"))
 
 
 def _encode_int(value: int, path: Path) -> object:
     if value.bit_length() > MAX_INT_BITS:
-        raise _refused(path, f"an integer of {value.bit_length()} bits cannot be saved", "")
+        raise _refusal(path, f"an integer of {value.bit_length()} bits cannot be saved", "")
     return value if -_INT_BOUND <= value < _INT_BOUND else {"$int": hex(value)}
 
 
@@ -163,20 +163,20 @@ def _encode_complex(value: complex, _path: Path) -> object:
 
 
 def _encode_bytes(value: bytes, path: Path) -> object:
-    return {"$bytes": base64.b64encode(_limited(value, path)).decode("ascii")}
+    return {"$bytes": base64.b64encode(_limit_int(value, path)).decode("ascii")}
 
 
 _Long = TypeVar("_Long", str, bytes)
 
 
-def _limited(value: _Long, path: Path) -> _Long:
+def _limit_int(value: _Long, path: Path) -> _Long:
     if len(value) > MAX_BYTES:
-        raise _refused(path, f"a value of {len(value)} bytes cannot be saved", "", fix="Save it as a tensor.")
+        raise _refusal(path, f"a value of {len(value)} bytes cannot be saved", "", fix="Save it as a tensor.")
     return value
 
 
 _ENCODERS: Mapping[type, Callable[[Any, Path], object]] = {
-    str: _limited,
+    str: _limit_int,
     int: _encode_int,
     float: _encode_float,
     complex: _encode_complex,
@@ -185,7 +185,7 @@ _ENCODERS: Mapping[type, Callable[[Any, Path], object]] = {
 _SEQUENCES: Mapping[type, str] = {list: "", tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
 
 
-def _refused(path: Path, what: str, found: object, fix: str = "") -> UnsupportedError:
+def _refusal(path: Path, what: str, found: object, fix: str = "") -> UnsupportedError:
     plain = "Save plain values and tensors, or give the object a `state_dict` that returns such."
     return UnsupportedError(what, where=dotted(path), found=found, fix=fix or plain)
 
@@ -194,7 +194,7 @@ def _name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     try:
         return repr(value)[:80]
     except Exception:  # noqa: BLE001  a stranger's repr
@@ -239,7 +239,9 @@ class _Decoder:
         except CheckpointError:
             raise
         except (TypeError, ValueError, OverflowError, struct.error) as error:
-            raise FormatError(f"a value tagged {tag} cannot be read", where=self._where, found=_shown(json)) from error
+            raise FormatError(
+                f"a value tagged {tag} cannot be read", where=self._where, found=_shorten(json)
+            ) from error
 
     def _tagged(self, tag: str, inner: object, depth: int) -> object:
         if tag in ("$dict", "$ordered"):

@@ -50,7 +50,7 @@ _INFLATED_COST = 16
 
 
 class ArchivePlace(NamedTuple):
-    """Where an archive lies.
+    """The byte range of an archive.
 
     Attributes:
         file: Name relative to the store.
@@ -189,7 +189,7 @@ def read_entries(
     for w, raw in zip(wanted, _read(store, extents), strict=True):
         where = f"{store.url}/{w.file}"
         start = _data_start(w, raw, where) - w.entry.header
-        found.append(_decoded(w.entry, raw[start : start + w.entry.compressed], where))
+        found.append(_decode(w.entry, raw[start : start + w.entry.compressed], where))
     return found
 
 
@@ -417,7 +417,7 @@ def _local(raw: bytes | memoryview, at: int) -> tuple[bytes, int, int, int, int,
     return found
 
 
-def _decoded(entry: ZipEntry, raw: bytes, where: str) -> bytes:
+def _decode(entry: ZipEntry, raw: bytes, where: str) -> bytes:
     require_known_method(entry, where)
     if entry.method == DEFLATED:
         inflate = zlib.decompressobj(-15)
@@ -439,7 +439,7 @@ def _decoded(entry: ZipEntry, raw: bytes, where: str) -> bytes:
 
 
 class ArchiveFront(NamedTuple):
-    """What the front of a streamed archive holds.
+    """The entries at the front of a streamed archive.
 
     Attributes:
         contents: Name to bytes of the entries in front of the one looked for.
@@ -481,7 +481,7 @@ def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) ->
         if name in contents:
             raise FormatError("the zip archive holds two entries of one name", where=where, found=name)
         if flags & 8 and not size:
-            stop, at = _described_end(front, start, where)
+            stop, at = _find_described_end(front, start, where)
         else:
             stop = at = start + size
             if len(front) < stop:
@@ -489,7 +489,7 @@ def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) ->
         contents[name] = front[start:stop]
 
 
-def _described_end(front: bytes, start: int, where: str) -> tuple[int, int]:
+def _find_described_end(front: bytes, start: int, where: str) -> tuple[int, int]:
     """Return where the data that start at a byte end, and where the record behind them ends.
 
     The record holds the size and the checksum of what lies in front of it; only where both fit is it one.

@@ -66,18 +66,18 @@ def open_source(source: Source) -> Reader:
         CheckpointError: A file is damaged, refused, or of a kind that is not read.
         StorageError: The store failed.
     """
-    slots, ignored = _chosen(source)
+    slots, ignored = _choose_files(source)
     ranked = {name: source.listing[name].size for name in slots if _RANK_FILE.fullmatch(name)}
     whole = {name: source.listing[name].size for name in slots if name.endswith(".bin") and name not in ranked}
     parts = list(_parts(source, slots, {**whole, **ranked}, whole))
     if ranked:
-        parts.append(SubReader(_of_ranks(source, slots, ranked), partial(_below, "", "")))
+        parts.append(SubReader(_open_rank_files(source, slots, ranked), partial(_below, "", "")))
     beside = {name: source.listing[name].size for name in source.files if _BESIDE.fullmatch(name)}
     warnings = [f"{', '.join(ignored[:4])} lie beside the FSDP model and are ignored"] if ignored else []
     return join(FORMAT.name, source.store, parts, beside, warnings, ignored)
 
 
-def _of_ranks(source: Source, slots: Mapping[str, str], sizes: Mapping[str, int]) -> Reader:
+def _open_rank_files(source: Source, slots: Mapping[str, str], sizes: Mapping[str, int]) -> Reader:
     """Open the files of ranks; those of one model or optimizer are put together."""
     files = [
         RankFile(name, (name,), (slots[name],), int(match["rank"]))
@@ -130,7 +130,7 @@ def _below(slot: str, root: str, path: Path) -> Path:
     return (slot, *path)
 
 
-def _chosen(source: Source) -> tuple[dict[str, str], list[str]]:
+def _choose_files(source: Source) -> tuple[dict[str, str], list[str]]:
     """Return file or folder to slot for what is read, models first, and what is not."""
     found: dict[str, list[str]] = {}
     for name in sorted([*source.files, *source.folders]):

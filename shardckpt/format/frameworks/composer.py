@@ -30,10 +30,10 @@ def recognize(source: Source) -> Evidence:
     """Recognize a folder by its metadata's name beside a part, and a pointer by its ending."""
     if source.file is not None:
         return Evidence.STRUCTURE if source.file.endswith(_POINTER) else Evidence.NONE
-    return Evidence.STRUCTURE if _METADATA in source.files and any(True for _ in _found(source)) else Evidence.NONE
+    return Evidence.STRUCTURE if _METADATA in source.files and any(True for _ in _find_parts(source)) else Evidence.NONE
 
 
-def _found(source: Source) -> Iterator[str]:
+def _find_parts(source: Source) -> Iterator[str]:
     """Yield the files and folders that hold parts."""
     for part in _PARTS:
         if part in source.folders:
@@ -50,10 +50,10 @@ def open_source(source: Source) -> Reader:
         StorageError: The store failed.
     """
     if source.file is not None:
-        return _followed(source, source.file)
+        return _follow_pointer(source, source.file)
     store = source.store
     parts = []
-    names = list(_found(source))
+    names = list(_find_parts(source))
     for name in names:
         slot = name.removesuffix(".pt")
         if name == slot:
@@ -70,7 +70,7 @@ def _below(slot: str, path: Path) -> Path:
     return path if path[0] == slot and len(path) > 1 else (slot, *path)
 
 
-def _followed(source: Source, pointer: str) -> Reader:
+def _follow_pointer(source: Source, pointer: str) -> Reader:
     """Open what a pointer names: a file or folder beside it, wherever the run that wrote it lay."""
     where = f"{source.store.url}/{pointer}"
     size = source.store.size(pointer)

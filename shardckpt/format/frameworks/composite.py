@@ -15,7 +15,7 @@ from shardckpt.storage.store import Store
 
 
 class SubReader(NamedTuple):
-    """One reader of a joined checkpoint.
+    """One reader of a composite checkpoint.
 
     Attributes:
         reader: Over the same store as the others, with files of its own.

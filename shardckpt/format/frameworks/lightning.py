@@ -28,11 +28,11 @@ def open_source(source: Source) -> Reader:
         CheckpointError: The metadata is damaged or unsafe.
         StorageError: The store failed.
     """
-    part = SubReader(dcp.open_folder(source.store), _unmoved)
+    part = SubReader(dcp.open_folder(source.store), _keep_path)
     return join(FORMAT.name, source.store, [part], {META: source.listing[META].size})
 
 
-def _unmoved(path: Path) -> Path:
+def _keep_path(path: Path) -> Path:
     return path
 
 

@@ -51,7 +51,7 @@ def open_source(source: Source) -> Reader:
             expected="torch_dist",
             fix="Load it in Megatron and save it with --ckpt-format torch_dist.",
         )
-    part = SubReader(dcp.open_folder(source.store), _unmoved)
+    part = SubReader(dcp.open_folder(source.store), _keep_path)
     stacked = [dotted(path) for path in part.reader.manifest.tensors if _STACKED.fullmatch(dotted(path))]
     many = f"{len(stacked)} tensors hold all layers on their first axis: `unstack` of --rules cuts them"
     warnings = [f"{many}; the first is {stacked[0]}"] if stacked else []
@@ -59,7 +59,7 @@ def open_source(source: Source) -> Reader:
     return join(FORMAT.name, source.store, [part], beside, warnings)
 
 
-def _unmoved(path: Path) -> Path:
+def _keep_path(path: Path) -> Path:
     return path
 
 

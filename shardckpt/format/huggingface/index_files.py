@@ -82,14 +82,14 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
     weight_map = {key: file for index in used for key, file in index.weight_map.items()}
     wanted = set(weight_map.values()) | set(told.optimizer_files or () if told else ())
     loose = [n for n in sizes if n not in wanted and not (told or (model and not n.startswith(OPTIMIZER)))]
-    chosen = {name: sizes.get(name, -1) for name in sorted(wanted | set(_preferred(loose)))}
+    chosen = {name: sizes.get(name, -1) for name in sorted(wanted | set(_choose_preferred(loose)))}
     ignored = sorted(n for n in sizes if n not in chosen)
     warning = f"{len(ignored)} safetensors files are not in the index and are ignored: {', '.join(ignored[:4])}"
     groups = told.param_groups if told else PARAM_GROUPS if any(n.startswith(OPTIMIZER) for n in chosen) else ""
     return Files(chosen, weight_map, groups, (warning,) if ignored else (), tuple(islice(_holes(chosen), _MOST_HOLES)))
 
 
-def _preferred(loose: Sequence[str]) -> list[str]:
+def _choose_preferred(loose: Sequence[str]) -> list[str]:
     """Of files that no index names: the one that readers load by default, else all of them."""
     optimizer = [n for n in loose if n.startswith(OPTIMIZER)]
     others = [n for n in loose if not n.startswith(OPTIMIZER)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardckpt.boxes import strides, whole
+from shardckpt.boxes import full_box, strides
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.errors import FormatError
 from shardckpt.format.encodings.safetensors import MAX_DIMS
@@ -52,15 +52,15 @@ class OptimizerFile:
         Raises:
             FormatError: Parameters go by keys that are not known, or by numbers that are none.
         """
-        raw = _with_exact(raw, where)
+        raw = _decode_exact(raw, where)
         keys, groups, values = raw.get(_KEYS, "names"), raw.get("param_groups", []), raw.get("non_tensor_state", {})
         if keys not in _WAYS:
             raise FormatError("an unknown way to name parameters", where=where, found=keys, expected=", ".join(_WAYS))
         if keys == _FLAT_PARAMETERS:
-            return _of_flat_parameters(raw, groups, values, where)
+            return _from_flat_params(raw, groups, values, where)
         if keys == "ids" and isinstance(values, dict):
             values = {_number(key): slots for key, slots in values.items()}
-        names = {name for group in _listed(groups) for name in _params(group) if isinstance(name, str)}
+        names = {name for group in _list_params(groups) for name in _params(group) if isinstance(name, str)}
         return cls(str(keys), groups, values, frozenset(names))
 
     def entries(self, key: str, entry: TensorEntry) -> list[tuple[Path, TensorEntry]]:
@@ -108,9 +108,9 @@ class OptimizerFile:
         return name, slot
 
 
-def _with_exact(raw: Mapping[str, object], where: str) -> Mapping[str, object]:
+def _decode_exact(raw: Mapping[str, object], where: str) -> Mapping[str, object]:
     """Put values that plain JSON could not hold where they belong."""
-    for pair in _listed(raw.get(EXACT)):
+    for pair in _list_params(raw.get(EXACT)):
         path, told = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
         inner: object = raw
         for key in path[:-1] if isinstance(path, list) and len(path) == 3 else ():
@@ -128,10 +128,10 @@ def _inside(value: object, key: object) -> object:
     return value.get(key) if isinstance(value, dict) and isinstance(key, str) else None
 
 
-def _of_flat_parameters(raw: Mapping[str, object], groups: object, values: object, where: str) -> OptimizerFile:
+def _from_flat_params(raw: Mapping[str, object], groups: object, values: object, where: str) -> OptimizerFile:
     """Return the file with names of the unsharded model for flat parameters."""
     units: dict[str, FlatLayout] = {}
-    for unit in _listed(raw.get("units")):
+    for unit in _list_params(raw.get("units")):
         told = unit if isinstance(unit, dict) else {}
         layout, flat = from_json(told.get("layout")), told.get("flat")
         if not isinstance(layout, FlatLayout) or not isinstance(flat, str):
@@ -140,7 +140,7 @@ def _of_flat_parameters(raw: Mapping[str, object], groups: object, values: objec
     names = [spec.name for layout in units.values() for spec in layout.specs]
     if len(set(names)) < len(names) or any(len(s.shape) > MAX_DIMS for u in units.values() for s in u.specs):
         raise FormatError("flat parameters have a member twice, or one of too many dimensions", where=where)
-    listed, originals = _listed(groups), _listed(raw.get("originals"))
+    listed, originals = _list_params(groups), _list_params(raw.get("originals"))
     if len(listed) != len(originals) or not all(isinstance(group, dict) for group in listed):
         raise FormatError("the groups of flat parameters do not tell their members", where=where)
     named = [
@@ -163,10 +163,10 @@ def _member(entry: TensorEntry, spec: ParamSpec, at: int) -> TensorEntry:
     if spec.order:
         steps = dict(zip(spec.order, strides(spec.memory_shape), strict=True))
         layout = Strided(span.offset, span.nbytes, 0, tuple(steps[dim] for dim in range(len(spec.shape))))
-    return TensorEntry(entry.path, spec.shape, entry.stored, (Piece(whole(spec.shape), piece.file, layout),))
+    return TensorEntry(entry.path, spec.shape, entry.stored, (Piece(full_box(spec.shape), piece.file, layout),))
 
 
-def _listed(groups: object) -> Sequence[object]:
+def _list_params(groups: object) -> Sequence[object]:
     return groups if isinstance(groups, list) else ()
 
 

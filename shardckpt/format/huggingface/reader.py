@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from shardckpt.boxes import Box, Shape, whole
+from shardckpt.boxes import Box, Shape, full_box
 from shardckpt.dtypes import UNKNOWN
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError
 from shardckpt.format.encodings.safetensors import Header, looks_like_safetensors, parse_json, read_headers
@@ -80,11 +80,11 @@ def open_source(source: Source) -> Reader:
     files = choose(source.store, sizes, indexes)
     others = [name for name in source.files if name.endswith(SUFFIXES) and name not in CONFIGURATION]
     return _open_files(
-        source.store, replace(files, warnings=(*files.warnings, *_ignored(others)), unread=tuple(others))
+        source.store, replace(files, warnings=(*files.warnings, *_list_ignored(others)), unread=tuple(others))
     )
 
 
-def _ignored(others: Sequence[str]) -> list[str]:
+def _list_ignored(others: Sequence[str]) -> list[str]:
     """Say which files of `torch.save` lie beside the safetensors: a Trainer's optimizer, or the same model again."""
     shown = ", ".join(others[:_SHOWN])
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
@@ -95,7 +95,7 @@ def _open_files(store: Store, files: Files) -> Reader:
     sizes = files.sizes
     headers = read_headers(store, {name: size for name, size in sizes.items() if size >= 0})
     is_dcp = any(_SHARDING_INFO in header.metadata for header in headers.values())
-    tensors = _boxes_of_dcp(store, headers) if is_dcp else _whole_tensors(store, headers, files.weight_map)
+    tensors = _join_dcp_boxes(store, headers) if is_dcp else _whole_tensors(store, headers, files.weight_map)
     notes = [
         f"{name} is {sizes[name] - header.data_start - header.data_bytes} bytes longer than its header says"
         for name, header in headers.items()
@@ -146,7 +146,7 @@ def _whole_tensors(
                 other = tensors[path].pieces[0].file
                 raise FormatError(f"tensor {name!r} is in two files", where=f"{store.url}/{file}", found=other)
             span = Span(header.data_start + begin, end - begin)
-            tensors[path] = TensorEntry(path, shape, dtype, (Piece(whole(shape), file, span),))
+            tensors[path] = TensorEntry(path, shape, dtype, (Piece(full_box(shape), file, span),))
     for name, file in weight_map.items():
         if (name,) in tensors:
             continue
@@ -154,11 +154,11 @@ def _whole_tensors(
             raise IncompleteError(
                 f"tensor {name!r} is not in the file the index names", where=f"{store.url}/{file}", found="no such key"
             )
-        tensors[(name,)] = TensorEntry((name,), (), UNKNOWN, (Piece(whole(()), file, Span(0, 0)),))
+        tensors[(name,)] = TensorEntry((name,), (), UNKNOWN, (Piece(full_box(()), file, Span(0, 0)),))
     return tensors
 
 
-def _boxes_of_dcp(store: Store, headers: Mapping[str, Header]) -> dict[Path, TensorEntry]:
+def _join_dcp_boxes(store: Store, headers: Mapping[str, Header]) -> dict[Path, TensorEntry]:
     """Join the chunks that torch's HuggingFaceStorageWriter leaves in one file per rank.
 
     A tensor's shape is the hull of its chunks: the layout does not store it. `--shapes-from` checks it.

@@ -33,7 +33,7 @@ class Base(NamedTuple):
 
 
 def is_base_url(url: object) -> bool:
-    """Tell whether a step may refer to a folder in these words."""
+    """Return True if a step may refer to a folder in these words."""
     if not isinstance(url, str) or not url or len(url) > _LONGEST or "\0" in url:
         return False
     return sibling(url) is not None or _ABSOLUTE.match(url) is not None
@@ -54,7 +54,7 @@ def _parent(url: str) -> tuple[str, str]:
     return parent, name
 
 
-def resolved(step: str, url: str) -> str:
+def resolve_base(step: str, url: str) -> str:
     """Return where a base lies.
 
     Args:
@@ -70,7 +70,7 @@ def resolved(step: str, url: str) -> str:
     return url if name is None else f"{_parent(step)[0].rstrip('/')}/{name}"
 
 
-def reference(step: str, base: str) -> str:
+def refer_to(step: str, base: str) -> str:
     """Return how a step refers to a base.
 
     Args:
@@ -89,12 +89,12 @@ def reference(step: str, base: str) -> str:
 
 
 def is_same_folder(one: str, other: str) -> bool:
-    """Tell whether two URLs name one folder."""
+    """Return True if two URLs name one folder."""
     return bool(one and other) and _parent(one) == _parent(other)
 
 
 def may_open(step: str, folder: str) -> bool:
-    """Tell whether a step may have a folder opened that nobody but itself has named.
+    """Return True if a step may have a folder opened that nobody but itself has named.
 
     Whoever made the step chose the folder, and that may be somebody else: it must not get at this machine's files from
     behind a URL, and send no requests to where the caller sends none.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardckpt.errors import CheckpointError, ShardckptError, UsageError
-from shardckpt.format.native.base_refs import Base, may_open, resolved, sibling
+from shardckpt.format.native.base_refs import Base, may_open, resolve_base, sibling
 from shardckpt.format.native.commit import COMMIT, read_commit
 from shardckpt.format.reader import NamedBases, PathText
 from shardckpt.storage.resolve_url import open_store
@@ -28,7 +28,7 @@ class FilePlace(NamedTuple):
 
 
 class FoundBases(NamedTuple):
-    """What of a step's bases is there.
+    """The bases of a step that exist.
 
     Attributes:
         places: Where each file lies, by the name that the step's reader has for it.
@@ -62,7 +62,7 @@ def find_bases(
         UnsafeError: A reference is none.
         UsageError: It is not clear which base is named.
     """
-    told = _told(step, list(wanted), named)
+    told = _map_named(step, list(wanted), named)
     recorded = {base.url: base for base in known}
     places: dict[str, FilePlace] = {}
     folders: dict[str, str] = {}
@@ -71,11 +71,11 @@ def find_bases(
     changed: set[str] = set()
     notes: list[str] = []
     for url, files in wanted.items():
-        where = told.get(url) or resolved(step, url)
+        where = told.get(url) or resolve_base(step, url)
         names = {f"{url}/{name}": name for name in files}
         folders.update(dict.fromkeys(names, where))
         if url not in told and not may_open(step, where):
-            closed[where] = _unnamed(step, where)
+            closed[where] = _unnamed_error(step, where)
             continue
         try:
             store = open_store(where)
@@ -85,7 +85,7 @@ def find_bases(
             continue
         places.update((place, FilePlace(store, name)) for place, name in names.items())
         sizes.update((place, there[name]) for place, name in names.items() if name in there)
-        odd = _change(store, there, recorded.get(url, Base(url)))
+        odd = _describe_change(store, there, recorded.get(url, Base(url)))
         if odd is not None:
             changed.update(names)
             notes += [odd] if odd else []
@@ -93,7 +93,7 @@ def find_bases(
     return FoundBases(places, folders, sizes, closed, frozenset(changed), tuple(notes))
 
 
-def _unnamed(step: str, folder: str) -> UsageError:
+def _unnamed_error(step: str, folder: str) -> UsageError:
     return UsageError(
         "the checkpoint refers to a folder on another store than its own, which nobody else has named",
         where=step,
@@ -102,8 +102,8 @@ def _unnamed(step: str, folder: str) -> UsageError:
     )
 
 
-def _change(store: Store, sizes: Mapping[str, int], base: Base) -> str | None:
-    """Return None where a folder is what the step was saved against, else what is to be said of that.
+def _describe_change(store: Store, sizes: Mapping[str, int], base: Base) -> str | None:
+    """Describe how a base differs from what the step was saved against, None if it does not.
 
     Nothing is said of a folder that cannot tell, of a step that was removed but for what others refer to, and of one
     that another save has taken the place of: both leave the files.
@@ -119,7 +119,7 @@ def _change(store: Store, sizes: Mapping[str, int], base: Base) -> str | None:
     return f"the base {store.url} was changed since this was saved" if commit.save == base.save else ""
 
 
-def named_for(urls: Collection[str], others: Collection[str], named: NamedBases) -> NamedBases:
+def select_bases(urls: Collection[str], others: Collection[str], named: NamedBases) -> NamedBases:
     """Return what of the bases that the caller names for two checkpoints concerns one of them.
 
     Args:
@@ -130,7 +130,7 @@ def named_for(urls: Collection[str], others: Collection[str], named: NamedBases)
     if isinstance(named, Mapping):
         return {url: place for url, place in named.items() if url in urls}
     has_elsewhere = any(sibling(url) is None for url in urls)
-    return [text for text in _texts(named) if _called(text, urls) or (has_elsewhere and not _called(text, others))]
+    return [text for text in _texts(named) if _find_url(text, urls) or (has_elsewhere and not _find_url(text, others))]
 
 
 def _texts(named: PathText | Sequence[PathText]) -> list[str]:
@@ -138,13 +138,13 @@ def _texts(named: PathText | Sequence[PathText]) -> list[str]:
     return [os.fspath(text) for text in texts if text]
 
 
-def _called(text: str, urls: Iterable[str]) -> str:
+def _find_url(text: str, urls: Iterable[str]) -> str:
     """Return what the step calls the base that a text names; empty where it tells a place alone."""
     return next((url for url in urls if f"{text}=".startswith(f"{url}=")), "")
 
 
-def _told(step: str, urls: Sequence[str], named: NamedBases) -> Mapping[str, str]:
-    """Return where the caller says that bases lie."""
+def _map_named(step: str, urls: Sequence[str], named: NamedBases) -> Mapping[str, str]:
+    """Map each base that the caller names to its folder."""
     if isinstance(named, Mapping):
         unknown = [url for url in named if url not in urls]
         if unknown:
@@ -152,10 +152,10 @@ def _told(step: str, urls: Sequence[str], named: NamedBases) -> Mapping[str, str
         return {url: os.fspath(place) for url, place in named.items()}
     found: dict[str, str] = {}
     for text in _texts(named):
-        url = _called(text, urls)
+        url = _find_url(text, urls)
         place = text[len(url) + 1 :] if url else text
         url = url or _only(step, [each for each in urls if each not in found], text)
-        found[url] = place or resolved(step, url)
+        found[url] = place or resolve_base(step, url)
     return found
 
 

@@ -27,7 +27,7 @@ from shardckpt.format.native import base_refs
 from shardckpt.format.native.json_fields import (
     MAX_BYTES,
     NEWER,
-    bad,
+    field_error,
     plain_name,
     read_base_url,
     read_fields,
@@ -39,8 +39,8 @@ from shardckpt.format.native.json_fields import (
     read_version,
 )
 from shardckpt.format.native.manifest_json import ManifestContents, decode_manifest
-from shardckpt.format.native.payload import HF_INDEX, VERSION, canonical
-from shardckpt.format.native.records import FileRecord, files_of_bases
+from shardckpt.format.native.payload import HF_INDEX, VERSION, encode_canonical
+from shardckpt.format.native.records import FileRecord, group_files_by_base
 from shardckpt.storage.replaceable import FolderKind
 from shardckpt.storage.store import Store, read_bytes
 
@@ -96,7 +96,7 @@ def manifest_name(save: str) -> str:
     return save + MANIFEST_SUFFIX
 
 
-def branch_of(about: Mapping[str, str]) -> int:
+def read_branch(about: Mapping[str, str]) -> int:
     """Return the branch of its run that a step belongs to, as its manifest's `about` says it.
 
     Args:
@@ -116,7 +116,7 @@ def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branc
         branch: How often the run had gone back to an older step.
     """
     files = list(files)
-    bases = files_of_bases(files)
+    bases = group_files_by_base(files)
     content = {
         "format": "shardckpt",
         "version": list(VERSION),
@@ -127,7 +127,7 @@ def encode_commit(save: str, manifest: bytes, files: Iterable[FileRecord], branc
         **({"bases": [[url, list(map(list, named.items()))] for url, named in bases.items()]} if bases else {}),
         **({"branch": branch} if branch else {}),
     }
-    line = canonical(content) + b"\n"
+    line = encode_canonical(content) + b"\n"
     return line + hashlib.sha256(line).hexdigest().encode("ascii") + b"\n"
 
 
@@ -178,7 +178,7 @@ def _sizes(value: object, where: object) -> dict[str, int]:
     for entry in read_list(value, "files", where):
         file, nbytes = read_fixed(entry, 2, "files", where)
         if plain_name(file, where) in sizes:
-            raise bad("a file is listed twice", file, "", where)
+            raise field_error("a file is listed twice", file, "", where)
         sizes[file] = read_integer(nbytes, "files", where, below=MAX_BYTES)
     return sizes
 
@@ -191,7 +191,7 @@ def _files_by_base(value: object, where: object) -> dict[str, dict[str, int]]:
     for entry in entries:
         url, files = read_fixed(entry, 2, "bases", where)
         if read_base_url(url, where) in bases:
-            raise bad("a base is listed twice", url, "", where)
+            raise field_error("a base is listed twice", url, "", where)
         bases[url] = _sizes(files, where)
     return bases
 
@@ -200,7 +200,7 @@ def _features(value: object, version: tuple[int, int], where: object) -> tuple[s
     features = read_list(value, "features", where)
     for name in features:
         if not isinstance(name, str):
-            raise bad("a feature has no name", name, "", where)
+            raise field_error("a feature has no name", name, "", where)
         if name not in FEATURES:
             raise UnsupportedError(
                 f"this step needs the feature {name!r}, which this release does not know",
@@ -268,7 +268,7 @@ def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Man
         )
     contents = decode_manifest(data, where=where)
     listed = {file.name: file.nbytes for file in contents.files if not file.base}
-    if contents.save != commit.save or listed != commit.files or files_of_bases(contents.files) != commit.bases:
+    if contents.save != commit.save or listed != commit.files or group_files_by_base(contents.files) != commit.bases:
         raise FormatError("the manifest and the commit mark disagree", where=where, found=contents.save)
     return contents
 

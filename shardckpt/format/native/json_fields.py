@@ -35,33 +35,33 @@ def read_fields(value: object, kinds: Mapping[str, type], where: object) -> dict
         FormatError: It is none, or a field is missing or of another type.
     """
     if not isinstance(value, dict):
-        raise bad("no JSON object", value, "", where)
+        raise field_error("no JSON object", value, "", where)
     for name, kind in kinds.items():
         if name not in value:
             raise FormatError(f"the field {name!r} is missing", where=where)
         if not isinstance(value[name], kind):
-            raise bad(f"the field {name!r} is no {kind.__name__}", value[name], "", where)
+            raise field_error(f"the field {name!r} is no {kind.__name__}", value[name], "", where)
     return value
 
 
 def read_list(value: object, name: str, where: object) -> list[Any]:
     """Return a list. Raises FormatError for anything else."""
     if not isinstance(value, list):
-        raise bad(f"{name!r} is no list", value, "", where)
+        raise field_error(f"{name!r} is no list", value, "", where)
     return value
 
 
 def read_fixed(value: object, length: int, name: str, where: object) -> list[Any]:
     """Return a list of so many. Raises FormatError for anything else."""
     if not isinstance(value, list) or len(value) != length:
-        raise bad(f"an entry of {name!r} is none", value, f"a list of {length}", where)
+        raise field_error(f"an entry of {name!r} is none", value, f"a list of {length}", where)
     return value
 
 
 def read_integer(value: object, name: str, where: object, *, below: int) -> int:
     """Return an integer from 0 to a bound. Raises FormatError for anything else."""
     if type(value) is not int or not 0 <= value < below:
-        raise bad(f"a number of {name!r} is none", value, f"0 to {below - 1}", where)
+        raise field_error(f"a number of {name!r} is none", value, f"0 to {below - 1}", where)
     return value
 
 
@@ -73,7 +73,7 @@ def read_path(value: object, where: object) -> Path:
     """
     for key in read_list(value, "path", where):
         if type(key) is not str and type(key) is not int:
-            raise bad("a path is no list of texts and integers", value, "", where)
+            raise field_error("a path is no list of texts and integers", value, "", where)
     return tuple(value)  # type: ignore[arg-type]
 
 
@@ -84,7 +84,7 @@ def plain_name(value: object, where: object) -> str:
         UnsafeError: It could mean another place.
     """
     if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
-        raise UnsafeError("this is no name of a file in the step's folder", where=where, found=shown(value))
+        raise UnsafeError("this is no name of a file in the step's folder", where=where, found=format_value(value))
     return value
 
 
@@ -92,7 +92,7 @@ def read_base_url(url: object, where: object) -> str:
     """Return how a step refers to a base. Raises UnsafeError for what is no such reference."""
     if not is_base_url(url):
         raise UnsafeError(
-            "this is no reference to a base", where=where, found=shown(url), expected="../NAME, or absolute"
+            "this is no reference to a base", where=where, found=format_value(url), expected="../NAME, or absolute"
         )
     return str(url)
 
@@ -100,14 +100,14 @@ def read_base_url(url: object, where: object) -> str:
 def read_save(value: object, where: object) -> str:
     """Return the id of a save. Raises FormatError for anything else."""
     if not isinstance(value, str) or not _SAVE.fullmatch(value):
-        raise bad("the save's id is none", value, "digits and small letters", where)
+        raise field_error("the save's id is none", value, "digits and small letters", where)
     return value
 
 
 def read_sha256(value: object, whose: str, where: object) -> str:
     """Return a SHA-256 in hexadecimal digits. Raises FormatError for anything else."""
     if not isinstance(value, str) or not _SHA256.fullmatch(value):
-        raise bad(f"{whose} is none", value, "64 hexadecimal digits", where)
+        raise field_error(f"{whose} is none", value, "64 hexadecimal digits", where)
     return value
 
 
@@ -130,11 +130,11 @@ def read_version(value: object, where: object) -> tuple[int, int]:
     return major, minor
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value for a message, cut where it is long."""
     return value if isinstance(value, str) else reprlib.repr(value)  # which cuts, before it is made
 
 
-def bad(what: str, found: object, expected: str, where: object) -> FormatError:
+def field_error(what: str, found: object, expected: str, where: object) -> FormatError:
     """Return the error for a field that is not what it should be."""
-    return FormatError(what, where=where, found=shown(found), expected=expected)
+    return FormatError(what, where=where, found=format_value(found), expected=expected)

@@ -10,7 +10,7 @@ from shardckpt.format.budget import check_paths
 from shardckpt.format.encodings.safetensors import parse_json, require_affordable
 from shardckpt.format.native.base_refs import Base
 from shardckpt.format.native.json_fields import (
-    bad,
+    field_error,
     read_base_url,
     read_fields,
     read_fixed,
@@ -21,7 +21,7 @@ from shardckpt.format.native.json_fields import (
     read_sha256,
     read_version,
 )
-from shardckpt.format.native.payload import VERSION, canonical
+from shardckpt.format.native.payload import VERSION, encode_canonical
 from shardckpt.format.native.records import (
     ArrayRecord,
     FileRecord,
@@ -52,7 +52,7 @@ _MANIFEST_FIELDS: Mapping[str, type] = {
 
 @dataclass(frozen=True, slots=True)
 class ManifestContents:
-    """What a manifest says.
+    """The fields of a manifest.
 
     Attributes:
         save: The save's id.
@@ -94,7 +94,7 @@ def encode_manifest(contents: ManifestContents) -> bytes:
     Raises:
         UnsupportedError: The values that are no arrays are so many small lists that no reader would take them.
     """
-    data = canonical(
+    data = encode_canonical(
         {
             "format": "shardckpt manifest",
             "version": list(VERSION),
@@ -130,13 +130,13 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> ManifestC
     """
     raw = read_fields(parse_json(data, where=str(where)), _MANIFEST_FIELDS, where)
     if raw["format"] != "shardckpt manifest":
-        raise bad("this is no manifest", raw["format"], "shardckpt manifest", where)
+        raise field_error("this is no manifest", raw["format"], "shardckpt manifest", where)
     read_version(raw["version"], where)
     bases = _read_bases(raw.get("bases", []), where)
     files = read_files(raw["files"], [base.url for base in bases], where)
     arrays = with_digests(read_arrays(raw["arrays"], len(files), where), raw, where)
     if not all(isinstance(v, str) for v in raw["about"].values()):
-        raise bad("`about` maps no names to text", raw["about"], "", where)
+        raise field_error("`about` maps no names to text", raw["about"], "", where)
     return ManifestContents(
         save=read_save(raw["save"], where),
         files=files,
@@ -171,7 +171,7 @@ def read_variants(value: object, where: object) -> dict[Path, Path | None]:
     check_paths(paths, where)
     for path, (_, of) in zip(paths, rows, strict=True):
         if path in found:
-            raise bad("a variant stands twice", dotted(path), "", where)
+            raise field_error("a variant stands twice", dotted(path), "", where)
         found[path] = None if of is None else read_path(of, where)
     return found
 
@@ -194,7 +194,7 @@ def read_ties(value: object, paths: Sequence[Path], where: object) -> dict[Path,
     check_paths(tied, where)
     for path, (_, index) in zip(tied, rows, strict=True):
         if path in taken:
-            raise bad("a tied name stands twice", dotted(path), "", where)
+            raise field_error("a tied name stands twice", dotted(path), "", where)
         taken.add(path)
         ties[path] = read_integer(index, "ties", where, below=len(paths))
     return ties

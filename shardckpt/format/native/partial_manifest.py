@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardckpt.errors import FormatError
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.native.json_fields import read_fields
-from shardckpt.format.native.payload import PayloadFile, canonical
+from shardckpt.format.native.payload import PayloadFile, encode_canonical
 from shardckpt.format.native.records import (
     DIGEST_BYTES,
     ArrayRecord,
@@ -41,7 +41,7 @@ class WrittenPayload:
 
 @dataclass(frozen=True, slots=True)
 class PartialManifest:
-    """What one writer wrote.
+    """Records of the files and arrays that one writer wrote.
 
     Attributes:
         files: Its files.
@@ -53,7 +53,7 @@ class PartialManifest:
 
 
 def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
-    """Return what a writer wrote, as records."""
+    """Build the records of what a writer wrote."""
     files = tuple(FileRecord(w.payload.name, w.payload.nbytes, w.hashes) for w in written)
     found: dict[Path, ArrayRecord] = {}
     digests: dict[Path, list[bytes]] = {}
@@ -71,14 +71,14 @@ def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
 
 
 def encode_partial(written: Sequence[WrittenPayload]) -> bytes:
-    """Return what a writer wrote, as bytes for the one that commits."""
+    """Encode what a writer wrote for the rank that commits."""
     part = build_partial(written)
     digests = digests_json(part.arrays)
-    return canonical({"files": files_json(part.files, ()), "arrays": arrays_json(part.arrays), **digests})
+    return encode_canonical({"files": files_json(part.files, ()), "arrays": arrays_json(part.arrays), **digests})
 
 
 def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
-    """Return what another rank wrote.
+    """Inverse of `encode_partial`.
 
     Raises:
         FormatError: The bytes are none of `encode_partial`'s.
@@ -91,7 +91,7 @@ def decode_partial(data: bytes, *, where: object = "") -> PartialManifest:
 def merge_partials(
     parts: Sequence[PartialManifest], order: Sequence[Path]
 ) -> tuple[tuple[FileRecord, ...], tuple[ArrayRecord, ...]]:
-    """Return the files and arrays of all writers together.
+    """Merge the files and arrays of all writers.
 
     Args:
         parts: One for each writer.

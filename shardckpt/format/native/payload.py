@@ -42,7 +42,7 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 class PayloadChunk(NamedTuple):
-    """What one writer writes of one array.
+    """The part of one array that one writer writes.
 
     Attributes:
         path: Where the array sits in the saved nest.
@@ -64,7 +64,7 @@ class PayloadChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PayloadFile:
-    """One file to be written: `header`, then the chunks' bytes back to back.
+    """One file to write: `header`, then the bytes of its chunks.
 
     Attributes:
         name: In the step's folder.
@@ -122,7 +122,7 @@ def lay_out(
     for chunk in chunks:
         if not is_known(chunk.dtype):
             raise UnsupportedError(f"a tensor of type {chunk.dtype} cannot be saved", where=dotted(chunk.path))
-    files = _arranged(tuple(chunks), most_bytes, model)
+    files = _arrange(tuple(chunks), most_bytes, model)
     if carry is not None and not files:
         files = (_File((), (), "[]", ""),)
     return tuple(_payload(save, writer, number, file, None if number else carry) for number, file in enumerate(files))
@@ -145,7 +145,7 @@ class _File(NamedTuple):
 
 
 @lru_cache(maxsize=4)  # a run saves the same thing again and again, and perhaps a variant or two
-def _arranged(chunks: tuple[PayloadChunk, ...], most_bytes: int, model: Path | None) -> tuple[_File, ...]:
+def _arrange(chunks: tuple[PayloadChunk, ...], most_bytes: int, model: Path | None) -> tuple[_File, ...]:
     """Decide which chunk goes where, and by what name."""
     keys = _Keys(model)
     files = [*_files([c for c in chunks if not keys.is_model(c)], most_bytes)]
@@ -156,8 +156,8 @@ def _arranged(chunks: tuple[PayloadChunk, ...], most_bytes: int, model: Path | N
 def _file(chunks: Sequence[PayloadChunk], keys: _Keys) -> _File:
     names = tuple(keys.next(chunk) for chunk in chunks)
     listed = [[list(c.path), c.dtype, list(c.shape), list(c.box.offset), list(c.box.size)] for c in chunks]
-    entries = encode_entries([_placed(n, c) for n, c in zip(names, chunks, strict=True)])
-    return _File(tuple(chunks), names, canonical(listed).decode("ascii"), entries)
+    entries = encode_entries([_header_tensor(n, c) for n, c in zip(names, chunks, strict=True)])
+    return _File(tuple(chunks), names, encode_canonical(listed).decode("ascii"), entries)
 
 
 def _files(chunks: Sequence[PayloadChunk], most_bytes: int) -> Iterator[list[PayloadChunk]]:
@@ -209,8 +209,8 @@ def _printable(name: str) -> str:
 
 
 def _payload(save: str, writer: int, number: int, file: _File, carry: Mapping[str, object] | None) -> PayloadFile:
-    first = canonical({"version": list(VERSION), "save": save, "writer": writer}).decode("ascii")
-    last = "" if carry is None else f',"carry":{canonical(carry).decode("ascii")}'
+    first = encode_canonical({"version": list(VERSION), "save": save, "writer": writer}).decode("ascii")
+    last = "" if carry is None else f',"carry":{encode_canonical(carry).decode("ascii")}'
     metadata = {"format": "pt", KEY: f'{first[:-1]},"chunks":{file.listed}{last}}}'}
     header = join_header(file.entries, metadata, align=DATA_ALIGNMENT)
     offsets, at = [], len(header)
@@ -220,14 +220,14 @@ def _payload(save: str, writer: int, number: int, file: _File, carry: Mapping[st
     return PayloadFile(f"{save}-{writer:05d}-{number:02d}.safetensors", header, file.chunks, tuple(offsets), file.keys)
 
 
-def _placed(name: str, chunk: PayloadChunk) -> HeaderTensor:
+def _header_tensor(name: str, chunk: PayloadChunk) -> HeaderTensor:
     """Types that safetensors has no name for are bytes to it."""
     if chunk.dtype in SAFETENSORS_NAMES and chunk.box.volume * bits(chunk.dtype) % 8 == 0:
         return HeaderTensor(name, chunk.dtype, chunk.box.size)
     return HeaderTensor(name, "uint8", (chunk.nbytes,))
 
 
-def canonical(content: object) -> bytes:
+def encode_canonical(content: object) -> bytes:
     """Return JSON in the one form that the format uses: ASCII, no white space, keys in the order given."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
 

@@ -99,7 +99,7 @@ class NativeReader(Reader):
         changed = {} if bases is None else {name: files[name] for name in files if name in bases.changed}
         self._stored = stored
         self._unverified = VerifiedStore(stored, changed) if changed else stored
-        super().__init__(VerifiedStore(stored, files), manifest_of(store, contents, sizes, bases))
+        super().__init__(VerifiedStore(stored, files), build_manifest(store, contents, sizes, bases))
 
     @property
     def stored(self) -> Store:
@@ -112,7 +112,7 @@ class NativeReader(Reader):
         return self._unverified
 
     def decode_state(self, decode_ref: tagged_json.DecodeRef) -> object:
-        """Return what was saved, in the containers it was in.
+        """Return the saved state in its saved containers.
 
         Args:
             decode_ref: Turns array references and torch's values into what the caller wants.
@@ -179,7 +179,7 @@ class _Entries(Mapping[Path, TensorEntry]):
         return path in self._records
 
 
-def manifest_of(
+def build_manifest(
     store: Store, contents: ManifestContents, sizes: Mapping[str, int], bases: FoundBases | None = None
 ) -> Manifest:
     """Return what a step holds, in the words that all formats share.

@@ -20,7 +20,7 @@ from shardckpt.format.encodings.safetensors import MAX_DIMS
 from shardckpt.format.native.json_fields import (
     MAX_BYTES,
     NEWER,
-    bad,
+    field_error,
     plain_name,
     read_fixed,
     read_integer,
@@ -92,7 +92,7 @@ class ArrayRecord(NamedTuple):
         return tuple(found)
 
 
-def record_of(name: str, content: bytes, *, checksums: bool = True) -> FileRecord:
+def make_record(name: str, content: bytes, *, checksums: bool = True) -> FileRecord:
     """Return the record of a small file that holds no array, as `model.safetensors.index.json`.
 
     Such records stand behind those of `join`, since rows count files.
@@ -102,7 +102,7 @@ def record_of(name: str, content: bytes, *, checksums: bool = True) -> FileRecor
     return FileRecord(name, len(content), hasher.digests() if checksums else None)
 
 
-def files_of_bases(files: Iterable[FileRecord]) -> dict[str, dict[str, int]]:
+def group_files_by_base(files: Iterable[FileRecord]) -> dict[str, dict[str, int]]:
     """Return for each base the names and sizes of its files."""
     bases: dict[str, dict[str, int]] = {}
     for file in files:
@@ -168,16 +168,16 @@ def _read_file(entry: object, bases: Sequence[str], where: object) -> FileRecord
     name, size, digests = read_fixed(entry, 3, "files", where)
     size = read_integer(size, "files", where, below=MAX_BYTES)
     if digests is None and base:
-        raise bad("a file of a base has no hashes", name, "hashes: nothing else says that it is the one", where)
+        raise field_error("a file of a base has no hashes", name, "hashes: nothing else says that it is the one", where)
     if digests is None:
         return FileRecord(plain_name(name, where), size, None)
     blocks = -(-size // BLOCK_BYTES)
     if not isinstance(digests, str) or len(digests) != 16 * blocks:
-        raise bad(f"the hashes of {str(name)[:200]!r} do not fit its size", "", f"{blocks} of 16 digits", where)
+        raise field_error(f"the hashes of {str(name)[:200]!r} do not fit its size", "", f"{blocks} of 16 digits", where)
     try:
         hashes = struct.unpack(f">{blocks}Q", bytes.fromhex(digests))
     except (ValueError, struct.error) as error:
-        raise bad("a hash is no hexadecimal number", digests[:40], "", where) from error
+        raise field_error("a hash is no hexadecimal number", digests[:40], "", where) from error
     return FileRecord(plain_name(name, where), size, hashes, base)
 
 
@@ -224,7 +224,7 @@ def _integers(value: object, where: object) -> array[int]:
     try:
         found: array[int] = array("Q", read_list(value, "numbers", where))
     except (TypeError, OverflowError, ValueError) as error:
-        raise bad("no list of counts", value, "", where) from error
+        raise field_error("no list of counts", value, "", where) from error
     return found
 
 
@@ -241,8 +241,10 @@ def with_digests(arrays: tuple[ArrayRecord, ...], raw: Mapping[str, Any], where:
 def _read_digests(text: object, record: ArrayRecord, where: object) -> bytes:
     length = 2 * DIGEST_BYTES * (len(record.rows) // record.width)
     if not isinstance(text, str) or len(text) not in (0, length):
-        raise bad(f"the digests of {dotted(record.path)!r} do not fit its pieces", "", f"{length} digits", where)
+        raise field_error(
+            f"the digests of {dotted(record.path)!r} do not fit its pieces", "", f"{length} digits", where
+        )
     try:
         return bytes.fromhex(text)
     except ValueError as error:
-        raise bad("a digest is no hexadecimal number", text[:40], "", where) from error
+        raise field_error("a digest is no hexadecimal number", text[:40], "", where) from error

@@ -23,8 +23,8 @@ from shardckpt.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """One payload file, as its header describes it.
+class DescribedFile:
+    """One payload file as its header describes it.
 
     Attributes:
         name: In the step's folder.
@@ -43,7 +43,7 @@ class Described:
     carry: Mapping[str, Any]
 
 
-def read_described(store: Store, sizes: Mapping[str, int]) -> list[Described]:
+def read_described(store: Store, sizes: Mapping[str, int]) -> list[DescribedFile]:
     """Read the headers of payload files.
 
     Args:
@@ -55,10 +55,10 @@ def read_described(store: Store, sizes: Mapping[str, int]) -> list[Described]:
         StorageError: The store failed.
     """
     headers = read_headers(store, sizes)
-    return [_described(name, header, f"{store.url}/{name}") for name, header in headers.items()]
+    return [_describe(name, header, f"{store.url}/{name}") for name, header in headers.items()]
 
 
-def _described(name: str, header: Header, where: str) -> Described:
+def _describe(name: str, header: Header, where: str) -> DescribedFile:
     if KEY not in header.metadata:
         raise FormatError("this is no payload file of shardckpt", where=where, expected=f"`{KEY}` in its metadata")
     raw = read_fields(
@@ -79,7 +79,7 @@ def _described(name: str, header: Header, where: str) -> Described:
         raise FormatError("the file's own description does not fit its header", where=where)
     carry = read_fields(raw.get("carry", {}), {}, where)
     places = tuple(header.data_start + offset for offset in offsets)
-    return Described(name, header.data_start + at, raw["save"], chunks, places, carry)
+    return DescribedFile(name, header.data_start + at, raw["save"], chunks, places, carry)
 
 
 def _chunk(entry: Any, where: str) -> PayloadChunk:
@@ -100,8 +100,8 @@ def _chunk(entry: Any, where: str) -> PayloadChunk:
     return PayloadChunk(path, shape, dtype, box)
 
 
-def rebuild(save: str, files: Sequence[Described], where: str) -> tuple[ManifestContents, tuple[str, ...]]:
-    """Return the manifest that follows from payload files, without hashes, and what is odd about it.
+def rebuild_manifest(save: str, files: Sequence[DescribedFile], where: str) -> tuple[ManifestContents, tuple[str, ...]]:
+    """Rebuild the manifest from payload files, without hashes; return it and warnings.
 
     Args:
         save: The save's id.

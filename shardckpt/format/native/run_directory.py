@@ -17,11 +17,11 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format.native.base_refs import is_same_folder, resolved
+from shardckpt.format.native.base_refs import is_same_folder, resolve_base
 from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX, WRITTEN, Commit, read_commit, read_contents
 from shardckpt.format.native.manifest_json import decode_manifest
 from shardckpt.format.native.payload import HF_INDEX
-from shardckpt.format.native.records import files_of_bases
+from shardckpt.format.native.records import group_files_by_base
 from shardckpt.storage.orphans import PARTIAL, is_partial, remove_orphan
 from shardckpt.storage.replaceable import is_ignored
 from shardckpt.storage.resolve_url import local_path, open_store, split
@@ -45,13 +45,13 @@ def step_name(number: int) -> str:
 
 
 def is_step_name(name: str) -> bool:
-    """Tell whether a folder is called like a step."""
+    """Return True if a folder is called like a step."""
     return _STEP.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class StepFolder:
-    """One folder of a run that is called like a step.
+    """One folder of a run that is named like a step.
 
     Attributes:
         number: The step.
@@ -115,16 +115,16 @@ class StepFolder:
     @property
     def saved_at(self) -> float | None:
         """When its save began, in seconds since the epoch; None where that is not known."""
-        return _begun_at(self.save) if len(self.save) == _SAVE_CHARACTERS else None
+        return _parse_start_time(self.save) if len(self.save) == _SAVE_CHARACTERS else None
 
 
-def _begun_at(save: str) -> float:
+def _parse_start_time(save: str) -> float:
     return int(save[:_STAMP_CHARACTERS], 36) / 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """What a save or a removal that was killed has left.
+    """Files of a save or a removal that was killed.
 
     Attributes:
         name: Of the folder.
@@ -138,7 +138,7 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """What lies in the folder of a run.
+    """The steps and orphans in a run's folder.
 
     Attributes:
         steps: Complete or not, by number.
@@ -170,7 +170,7 @@ class RunDirectory:
         Args:
             but: Names of folders whose references do not count.
         """
-        return referred(step for step in (*self.steps, *self.others) if step.name not in but)
+        return collect_referred(step for step in (*self.steps, *self.others) if step.name not in but)
 
     def require_readable(self) -> None:
         """Refuse to remove anything beside a step of a newer version: it may refer to any of the other folders.
@@ -236,7 +236,7 @@ def read_run_to_remove(store: Store) -> RunDirectory:
     folders = _folders(store)
     for _ in range(_LOOKS):
         run = read_run(store)
-        others = (*_other_folders(store, folders, run.steps), *_saves_under_way(store, run.steps))
+        others = (*_other_folders(store, folders, run.steps), *_find_unfinished(store, run.steps))
         store = open_store(store.url)
         now = _folders(store)
         if now == folders:
@@ -256,10 +256,10 @@ def _other_folders(store: Store, folders: Sequence[str], steps: Iterable[StepFol
     names = [name for name in folders if not _STEP.fullmatch(name)]
     names += [f"{step.name}/{folder}" for step in steps for folder in step.folders]
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
-        return [step for found in pool.map(lambda name: _referring(store, name, depth=2), names) for step in found]
+        return [step for found in pool.map(lambda name: _find_referring(store, name, depth=2), names) for step in found]
 
 
-def _referring(store: Store, name: str, depth: int) -> list[StepFolder]:
+def _find_referring(store: Store, name: str, depth: int) -> list[StepFolder]:
     inside = SubfolderStore(store, name)
     try:
         entries = inside.list()
@@ -269,11 +269,11 @@ def _referring(store: Store, name: str, depth: int) -> list[StepFolder]:
     found = [_reference(store, name, each, sizes) for each in sorted(sizes)]
     if depth > 1:
         below = [f"{name}/{entry.name}" for entry in entries if entry.is_folder]
-        found += [step for each in below for step in _referring(store, each, depth - 1)]
+        found += [step for each in below for step in _find_referring(store, each, depth - 1)]
     return found
 
 
-def _saves_under_way(store: Store, steps: Iterable[StepFolder]) -> list[StepFolder]:
+def _find_unfinished(store: Store, steps: Iterable[StepFolder]) -> list[StepFolder]:
     """Return what the manifests in folders of steps refer to that are not committed."""
     found = []
     for step in steps:
@@ -290,19 +290,19 @@ def _reference(store: Store, folder: str, name: str, sizes: Mapping[str, int]) -
             bases: Mapping[str, Mapping[str, int]] = read_commit(inside, sizes).bases
         else:
             contents = decode_manifest(read_bytes(inside, name, 0, sizes[name]), where=f"{inside.url}/{name}")
-            bases = files_of_bases(contents.files)
+            bases = group_files_by_base(contents.files)
     except UnsupportedError as error:
         return replace(step, fault=str(error).rstrip("."), is_newer=True)
     except (CheckpointError, MissingFileError):
         return step
-    return replace(step, refers=_folders_of(store, inside.url, bases))
+    return replace(step, refers=_base_folders(store, inside.url, bases))
 
 
-def _folders_of(store: Store, step: str, bases: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
+def _base_folders(store: Store, step: str, bases: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
     """Return the bases of a step that are folders of the run, by name."""
     found = {}
     for url, files in bases.items():
-        where = resolved(step, url)
+        where = resolve_base(step, url)
         name = where.rstrip("/").rpartition("/")[2]
         if is_same_folder(where, f"{store.url.rstrip('/')}/{name}"):
             found[name] = files
@@ -344,7 +344,7 @@ def read_step(store: Store, number: int) -> StepFolder:
 def _with_bases(store: Store, steps: Sequence[StepFolder], others: Sequence[StepFolder] = ()) -> list[StepFolder]:
     """Return steps with what follows from one another: which lack files that they refer to, which are but bases."""
     known = {step.name: step.held for step in steps}
-    needed = referred((*steps, *others))
+    needed = collect_referred((*steps, *others))
     for folder in needed:
         if folder not in known:
             with suppress(CheckpointError):  # a link that leads out of the run: whoever loads looks there
@@ -366,8 +366,8 @@ def _with_base(store: Store, step: StepFolder, known: Mapping[str, Mapping[str, 
     return step
 
 
-def referred(steps: Iterable[StepFolder]) -> dict[str, frozenset[str]]:
-    """Return which files steps refer to, by the name of their folder.
+def collect_referred(steps: Iterable[StepFolder]) -> dict[str, frozenset[str]]:
+    """Collect the files that steps refer to, by folder name.
 
     Args:
         steps: Those that count, complete or not.
@@ -379,7 +379,7 @@ def referred(steps: Iterable[StepFolder]) -> dict[str, frozenset[str]]:
     return found
 
 
-def files_of_others(url: str) -> frozenset[str]:
+def read_referred_files(url: str) -> frozenset[str]:
     """Return the files in a folder of a run that something else in the run refers to, and that a new save there keeps.
 
     Args:
@@ -437,7 +437,7 @@ def _read_step(store: Store, number: int, name: str) -> StepFolder:
         fault=_missing(inside.url, commit, sizes),
         own=own,
         others=tuple(each for each in others if each not in own),
-        refers=_folders_of(store, inside.url, commit.bases),
+        refers=_base_folders(store, inside.url, commit.bases),
     )
 
 
@@ -456,7 +456,7 @@ def _is_saved(name: str) -> bool:
 
 
 def _is_ours(sizes: Mapping[str, int], others: Sequence[str]) -> bool:
-    """Tell whether a folder holds files of saves alone."""
+    """Return True if a folder holds files of saves alone."""
     return not others and (not sizes or any(WRITTEN.fullmatch(_final(name)) for name in sizes))
 
 
@@ -607,7 +607,7 @@ def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> lis
     for rest in rests:
         _delete_saved(store, rest, needed.get(rest.name, frozenset()))
     others = {step.name: step for step in now.steps if step.name not in names}
-    for folder, files in referred(gone).items():
+    for folder, files in collect_referred(gone).items():
         if folder in others:
             _delete_unneeded(store, others[folder], files - needed.get(folder, frozenset()))
     return other_content(rests)
@@ -672,7 +672,7 @@ def _delete_unneeded(store: Store, step: StepFolder, files: Set[str]) -> None:
 
 
 def find_orphans(store: Store, run: RunDirectory) -> tuple[Orphan, ...]:
-    """Return what killed saves and removals have left beside the steps, and as steps that nobody committed.
+    """Find what killed saves and removals have left in a run.
 
     Args:
         store: Rooted at the run.
@@ -682,19 +682,19 @@ def find_orphans(store: Store, run: RunDirectory) -> tuple[Orphan, ...]:
         StorageError: The store failed.
     """
     unfinished = [step.name for step in run.steps if step.is_unfinished and not step.is_base]
-    return tuple(Orphan(name, _changed_at(store, name)) for name in (*run.partial, *unfinished))
+    return tuple(Orphan(name, _read_change_time(store, name)) for name in (*run.partial, *unfinished))
 
 
-def _changed_at(store: Store, name: str) -> float | None:
+def _read_change_time(store: Store, name: str) -> float | None:
     known = store.changed_at(name)
     if known is not None:
         return known
     saved = [WRITTEN.fullmatch(_final(entry.name)) for entry in SubfolderStore(store, name).list()]
-    return max((_begun_at(match[0]) for match in saved if match), default=None)
+    return max((_parse_start_time(match[0]) for match in saved if match), default=None)
 
 
 def delete_orphan(store: Store, name: str) -> bool:
-    """Remove what a killed save or removal has left; tell whether it is gone: a process may still own it.
+    """Delete an orphan; return False if a process may still own it.
 
     Args:
         store: Rooted at the run.

@@ -42,7 +42,7 @@ class Hashed(NamedTuple):
 
 
 class _BlockPart(NamedTuple):
-    """The part of a wanted range that lies in one block.
+    """The part of a wanted range inside one block.
 
     Attributes:
         start: First byte, counted from the block's first.
@@ -55,7 +55,7 @@ class _BlockPart(NamedTuple):
 
 @dataclass(slots=True)
 class _ReadPlan:
-    """How reads are carried out.
+    """How a batch of reads is carried out.
 
     Attributes:
         direct: Ranges that are read where they are wanted.

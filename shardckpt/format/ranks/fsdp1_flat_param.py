@@ -11,7 +11,7 @@ from shardckpt.dtypes import bits
 from shardckpt.errors import FormatError
 from shardckpt.format.ranks.rank_files import ManifestBuilder, RankContent
 from shardckpt.format.torchsave.dtensor_spec import ShardInfo, Shards
-from shardckpt.format.torchsave.tensor_views import narrowed
+from shardckpt.format.torchsave.tensor_views import narrow_layout
 from shardckpt.layout import ALIGNMENT, FlatLayout, ParamSpec
 from shardckpt.manifest import Lazy, Path, Piece, TensorEntry
 
@@ -118,7 +118,7 @@ class FlatParamUnit:
         return None
 
     def _fits(self, layout: FlatLayout, fragments: Mapping[str, Fragments]) -> bool:
-        """Tell whether fragments are as long as a layout says."""
+        """Return True if fragments are as long as a layout says."""
         for place in self.chunks:
             runs = {layout.specs[run.index].name: run.numel for run in layout.runs(place)}
             for spec in layout.specs:
@@ -159,7 +159,7 @@ class FlatParamUnit:
                     expected=stored,
                 )
             for index, box, at in boxes:
-                pieces.setdefault(index, []).append(_cut(entry, box, at))
+                pieces.setdefault(index, []).append(_slice_piece(entry, box, at))
         return {
             spec.name: TensorEntry(path, spec.shape, stored, tuple(pieces.get(index, ())))
             for index, (spec, path) in enumerate(zip(self.members, paths, strict=True))
@@ -182,7 +182,7 @@ class FlatParamUnit:
             if mine and place not in parts:
                 pieces += [made.lost(box, path, self._label(place)) for box, _ in mine]
             elif mine:
-                pieces += [_cut(parts[place][1], box, at - mine[0][1]) for box, at in mine]
+                pieces += [_slice_piece(parts[place][1], box, at - mine[0][1]) for box, at in mine]
         return TensorEntry(path, self.members[index].shape, stored, tuple(pieces))
 
     def _label(self, place: int) -> str:
@@ -190,7 +190,7 @@ class FlatParamUnit:
 
 
 def are_fragments(parts: Fragments, shape: Shape, unit: FlatParamUnit) -> bool:
-    """Tell whether what ranks hold under a parameter's name are fragments of it, and not each the whole (a buffer).
+    """Return True if what ranks hold under a parameter's name are fragments of it, and not each the whole (a buffer).
 
     Where files are missing, a whole one is a fragment if it lies in the storage of its rank's chunk.
     """
@@ -201,19 +201,21 @@ def are_fragments(parts: Fragments, shape: Shape, unit: FlatParamUnit) -> bool:
         return True
     if len(parts) < unit.parts:
         return any(
-            storage_of(entry) == storage_of(unit.chunks[at][1]) for at, (_, entry) in parts.items() if at in unit.chunks
+            storage_key(entry) == storage_key(unit.chunks[at][1])
+            for at, (_, entry) in parts.items()
+            if at in unit.chunks
         )
     return sum(entry.shape[0] for entry in entries) == prod(shape)
 
 
-def storage_of(entry: TensorEntry) -> object:
+def storage_key(entry: TensorEntry) -> object:
     """Return what tells one storage of a file from another."""
     layout = entry.pieces[0].layout if entry.pieces else None
     return layout.offset if isinstance(layout, Lazy) and layout.nbytes else None
 
 
-def _cut(entry: TensorEntry, box: Box, at: int) -> Piece:
+def _slice_piece(entry: TensorEntry, box: Box, at: int) -> Piece:
     """Return the piece for some elements of a rank's 1-D array."""
     piece = entry.pieces[0]
     assert isinstance(piece.layout, Lazy), "files of torch.save are opened lazily"
-    return piece._replace(box=box, layout=narrowed(piece.layout, at, None))
+    return piece._replace(box=box, layout=narrow_layout(piece.layout, at, None))

@@ -15,7 +15,7 @@ from shardckpt.errors import FormatError, UnsafeError
 from shardckpt.format.encodings.safetensors import parse_json
 from shardckpt.format.ranks.fsdp1_flat_param import FLAT
 from shardckpt.format.reader import ParamShapes
-from shardckpt.parameter_names import unwrapped
+from shardckpt.parameter_names import strip_wrappers
 from shardckpt.storage.store import Read, Store
 
 _NAME = re.compile(r"flat_param_metadata_rank\d{1,9}\.json")
@@ -25,7 +25,7 @@ _MOST_DIMENSIONS = 64
 
 
 def read_metadata(store: Store, sizes: Mapping[str, int]) -> ParamShapes | None:
-    """Return what the notes in a folder tell; None where there is none.
+    """Read the parameter shapes from metadata files; None if there are none.
 
     Args:
         store: The folder.
@@ -46,7 +46,7 @@ def read_metadata(store: Store, sizes: Mapping[str, int]) -> ParamShapes | None:
     store.read([Read(name, 0, memoryview(buffer)) for name, buffer in buffers.items()])
     first: tuple[str, ParamShapes] | None = None
     for name, raw in buffers.items():
-        known = _parsed(parse_json(bytes(raw), where=f"{store.url}/{name}"), f"{store.url}/{name}")
+        known = _parse(parse_json(bytes(raw), where=f"{store.url}/{name}"), f"{store.url}/{name}")
         if first is None:
             first = (name, known)
         elif (known.shapes, known.units, known.aliases) != (first[1].shapes, first[1].units, first[1].aliases):
@@ -58,23 +58,23 @@ def read_metadata(store: Store, sizes: Mapping[str, int]) -> ParamShapes | None:
     return first[1] if first else None
 
 
-def _parsed(note: object, where: str) -> ParamShapes:
+def _parse(note: object, where: str) -> ParamShapes:
     handles = note.get("handles") if isinstance(note, dict) else None
     shapes: dict[str, Shape] = {}
     units: dict[str, Sequence[str]] = {}
     aliases: dict[str, str] = {}
     for handle in _list(handles, where):
         told = handle if isinstance(handle, dict) else {}
-        module = unwrapped(_text(told.get("module"), where))
+        module = strip_wrappers(_text(told.get("module"), where))
         prefix = f"{module}." if module else ""
-        names = [unwrapped(prefix + _text(name, where)) for name in _list(told.get("fqns"), where)]
+        names = [strip_wrappers(prefix + _text(name, where)) for name in _list(told.get("fqns"), where)]
         found = [_shape(shape, where) for shape in _list(told.get("shapes"), where)]
         if len(names) != len(found) or len(set(names)) < len(names) or shapes.keys() & set(names):
             raise FormatError("a unit has not one shape for each name, or a name twice", where=where, found=module)
         shapes |= dict(zip(names, found, strict=True))
         units[prefix + FLAT] = names
         for pair in _list(told.get("shared_params", []), where):
-            alias, name = (unwrapped(prefix + _text(each, where)) for each in _pair(pair, where))
+            alias, name = (strip_wrappers(prefix + _text(each, where)) for each in _pair(pair, where))
             aliases[alias] = name
     return ParamShapes(shapes, where, aliases, units)
 

@@ -10,14 +10,14 @@ from math import prod
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.errors import FormatError, UsageError
-from shardckpt.format.ranks.fsdp1_flat_param import FLAT, FlatParamUnit, Fragments, are_fragments, storage_of
+from shardckpt.format.ranks.fsdp1_flat_param import FLAT, FlatParamUnit, Fragments, are_fragments, storage_key
 from shardckpt.format.ranks.rank_files import ManifestBuilder, RankContent, RankGroup
 from shardckpt.format.reader import ParamShapes
 from shardckpt.format.torchsave.dtensor_spec import SHARDED_TENSOR, ShardInfo
 from shardckpt.format.torchsave.tensor_views import UnreadableTensor
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import Lazy, Path, Piece, TensorEntry
-from shardckpt.parameter_names import unwrapped
+from shardckpt.parameter_names import strip_wrappers
 
 GIVE_SHAPES = (
     "Give --shapes-from SRC, any checkpoint of the same model that holds whole tensors, or load into the model."
@@ -27,7 +27,7 @@ _NO_SHAPES = "flat: its parameters' shapes stand nowhere in these files"
 
 
 def has_flat_parameters(shares: Mapping[Path, ShardInfo]) -> bool:
-    """Tell whether any share is one of a flat parameter."""
+    """Return True if any share is one of a flat parameter."""
     return any(_is_named_flat(path, share) for path, share in shares.items())
 
 
@@ -37,7 +37,7 @@ def _is_named_flat(path: Path, share: ShardInfo) -> bool:
 
 
 def is_flat(path: Path, content: RankContent) -> bool:
-    """Tell whether a rank's file holds a chunk of a flat parameter at a path."""
+    """Return True if a rank's file holds a chunk of a flat parameter at a path."""
     return path in content.shares and _is_named_flat(path, content.shares[path])
 
 
@@ -68,13 +68,13 @@ class FlatModel:
             if any(is_flat(path, c) for c in holders):
                 self._add_unit(path, holders)
             elif any(path in c.tensors for c in holders):
-                self._stored[unwrapped(str(path[-1]))] = path
+                self._stored[strip_wrappers(str(path[-1]))] = path
         self._prefixes = sorted(self.units.values(), key=lambda unit: -len(unit.prefix))
         if known is not None:
             self._fit(known)
 
     def _add_unit(self, path: Path, holders: Sequence[RankContent]) -> None:
-        name = unwrapped(str(path[-1]))
+        name = strip_wrappers(str(path[-1]))
         first: ShardInfo | None = None
         for content in holders:
             share = content.shares.get(path)
@@ -145,7 +145,7 @@ class FlatModel:
         """Return the first name in the files of the elements that a name has there; empty where it is its own."""
         path = self._stored[name]
         firsts = {content.aliases[path] for content in self.group.ranks if path in content.aliases}
-        return unwrapped(str(firsts.pop()[-1])) if len(firsts) == 1 else ""
+        return strip_wrappers(str(firsts.pop()[-1])) if len(firsts) == 1 else ""
 
     def _tie_stored(self, known: ParamShapes) -> None:
         """Note the names in the files that share their elements with a parameter."""
@@ -193,7 +193,7 @@ class FlatModel:
         for path, holders in self._paths.items():
             if path[:-1] != self.base:
                 continue
-            name = unwrapped(str(path[-1]))
+            name = strip_wrappers(str(path[-1]))
             if name in self.units and any(path in c.shares for c in holders):
                 taken.add(path)
                 if not is_known:
@@ -238,14 +238,14 @@ class FlatModel:
             yield name, wholes[name]
 
     def _looks_cut(self, path: Path, holders: Sequence[RankContent]) -> bool:
-        """Tell whether an array looks like a fragment, where nothing tells: of its own length, or inside a chunk."""
+        """Return True if an array looks like a fragment, where nothing tells: of its own length, or inside a chunk."""
         entries = [c.tensors[path] for c in holders if path in c.tensors and path not in c.shares]
-        unit = self.unit_of(unwrapped(str(path[-1])))
+        unit = self.unit_of(strip_wrappers(str(path[-1])))
         if unit is None or len(entries) < len(holders) or not all(len(entry.shape) == 1 for entry in entries):
             return False
         keys = {_storage(entry) for _, entry in unit.chunks.values()} - {None}
         return len({entry.shape for entry in entries}) > 1 or any(
-            (content.file, storage_of(content.tensors[path])) in keys for content in holders
+            (content.file, storage_key(content.tensors[path])) in keys for content in holders
         )
 
     def _once(self, holders: Sequence[RankContent]) -> list[RankContent]:
@@ -273,7 +273,7 @@ class FlatModel:
                     found.append((name, self._plain(name)))
             return found
         for path in self._paths:
-            name = unwrapped(str(path[-1])) if path[:-1] == self.base else ""
+            name = strip_wrappers(str(path[-1])) if path[:-1] == self.base else ""
             if not name or name in seen:
                 continue
             seen.add(name)
@@ -301,4 +301,4 @@ def _repeats(names: Sequence[str], shapes: Mapping[str, Shape]) -> Iterator[tupl
 
 
 def _storage(entry: TensorEntry) -> tuple[str, object] | None:
-    return (entry.pieces[0].file, storage_of(entry)) if entry.pieces and storage_of(entry) is not None else None
+    return (entry.pieces[0].file, storage_key(entry)) if entry.pieces and storage_key(entry) is not None else None

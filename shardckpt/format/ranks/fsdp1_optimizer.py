@@ -12,7 +12,7 @@ from shardckpt.format.ranks.rank_files import GROUPS, STATE, ManifestBuilder, Ra
 from shardckpt.format.reader import ParamShapes
 from shardckpt.format.torchsave.tensor_views import UnreadableTensor
 from shardckpt.manifest import Lazy, ObjectEntry, Path, dotted
-from shardckpt.parameter_names import BY_ORDER, GIVE_NAMES, match_by_kind, match_in_order, unwrapped
+from shardckpt.parameter_names import BY_ORDER, GIVE_NAMES, match_by_kind, match_in_order, strip_wrappers
 
 UNITS = "units"
 
@@ -62,7 +62,7 @@ class FlatOptimizer:
         lists = self._id_lists()
         offered = self._model.candidates()
         known = {name for name, _ in offered}
-        found: dict[str | int, str] = {k: unwrapped(k) for k in self._slots if isinstance(k, str)}
+        found: dict[str | int, str] = {k: strip_wrappers(k) for k in self._slots if isinstance(k, str)}
         told = self._told(lists, known)
         if told:
             return {**found, **told}
@@ -133,7 +133,7 @@ class FlatOptimizer:
         units = {spec.name: unit.name for unit in self._model.units.values() for spec in unit.members}
         made: dict[str | int, str] = {}
         for number in (number for ids in lists for number in ids):
-            name = unwrapped(given.get(number, ""))
+            name = strip_wrappers(given.get(number, ""))
             if name not in known:
                 name = units.get(name, "")
             if name not in known:

@@ -39,7 +39,7 @@ class FlatStates:
         for group in groups.values():
             bases = {path[:-1] for content in group.ranks for path in content.shares if is_flat(path, content)}
             for base in sorted(bases, key=str):
-                self._models[group.root, base] = _fitting(group, base, made, known)
+                self._models[group.root, base] = _fit_model(group, base, made, known)
 
     def _model_of(self, root: Path) -> FlatModel | None:
         """Return the model that the optimizers in a group are of: the only one, or the one of the same number."""
@@ -62,7 +62,7 @@ class FlatStates:
         return taken
 
 
-def _fitting(group: RankGroup, base: Path, made: ManifestBuilder, known: ParamShapes | None) -> FlatModel:
+def _fit_model(group: RankGroup, base: Path, made: ManifestBuilder, known: ParamShapes | None) -> FlatModel:
     """Return the flat parameters of a model, taken for the first of the known models that fits them."""
     if known is None or not known.others:
         return FlatModel(group, base, made, known)

@@ -62,7 +62,7 @@ class RankUnit:
         return self.layout.world if self.layout is not None else 1
 
     def same_as(self, other: RankUnit) -> bool:
-        """Tell whether two ranks speak of the same unit, laid out alike."""
+        """Return True if two ranks speak of the same unit, laid out alike."""
         return (self.members, self.layout, self.flat) == (other.members, other.layout, other.flat)
 
     def boxes(self, place: int) -> dict[int, list[tuple[Box, int]]]:
@@ -134,7 +134,7 @@ def _state(note: RankNote, known: Known) -> RankState:
         raise UnsupportedError(
             "a rank's state is of another version", found=said["version"], expected=_VERSION, fix="Update shardckpt."
         )
-    world, rank = _whole(said["world"], _MOST_RANKS), _whole(said["rank"], _MOST_RANKS)
+    world, rank = _whole_number(said["world"], _MOST_RANKS), _whole_number(said["rank"], _MOST_RANKS)
     if rank >= world:
         raise FormatError("a state is of a rank that cannot be", found=f"rank {rank}", expected=f"below {world}")
     units = tuple(_unit(each, known) for each in _list(said["units"]))
@@ -152,16 +152,16 @@ def _unit(said: object, known: Known) -> RankUnit:
         if name or len(members) != 1:
             raise FormatError("parameters lie together and nothing says how", found=f"{len(members)} parameters")
         return RankUnit(members, None, 0, "")
-    members, layout = _described(said["entries"], said["layout"], known)
+    members, layout = _parse_layout(said["entries"], said["layout"], known)
     if name and isinstance(layout, DimLayout):
         raise FormatError("a flat parameter is cut by rows", found=name)
-    place = _whole(said["place"], _MOST_RANKS)
+    place = _whole_number(said["place"], _MOST_RANKS)
     if place >= layout.world:
         raise FormatError("a unit has fewer parts than this", found=f"part {place}", expected=f"below {layout.world}")
     return RankUnit(members, layout, place, name)
 
 
-def _described(entries: object, layout: object, known: Known) -> tuple[tuple[Member, ...], Layout]:
+def _parse_layout(entries: object, layout: object, known: Known) -> tuple[tuple[Member, ...], Layout]:
     first = _list(entries)[:1]
     key = str(first[0].get("name")) if first and isinstance(first[0], Mapping) else ""
     if key in known and known[key][:2] == (entries, layout):
@@ -199,7 +199,7 @@ def _member(said: object) -> Member:
     if not isinstance(said, Mapping):
         raise FormatError("a parameter is no mapping", found=type(said).__name__)
     name, dtype = _text(said["name"]), _text(said["dtype"])
-    shape = tuple(_whole(n, _MOST_ELEMENTS) for n in _list(said["shape"]))
+    shape = tuple(_whole_number(n, _MOST_ELEMENTS) for n in _list(said["shape"]))
     if not dtypes.is_known(dtype):
         raise FormatError("a parameter has a dtype that is not known", where=name, found=dtype)
     if len(shape) > _MOST_DIMENSIONS or prod(shape) > _MOST_ELEMENTS:
@@ -207,8 +207,8 @@ def _member(said: object) -> Member:
     return Member(name, tuple(_text(each) for each in _list(said.get("aliases", []))), shape, dtype)
 
 
-def agreed(states: Iterable[RankState], where: str) -> list[RankState]:
-    """Return the states of one save in the order of their ranks.
+def order_states(states: Iterable[RankState], where: str) -> list[RankState]:
+    """Return the states of one save in rank order.
 
     Raises:
         FormatError: They are not of one save: other numbers of ranks, or one rank twice.
@@ -232,8 +232,8 @@ def agreed(states: Iterable[RankState], where: str) -> list[RankState]:
     return ordered
 
 
-def units_of(states: Iterable[RankState], where: str) -> list[list[tuple[RankState, RankUnit]]]:
-    """Return, for each unit, the ranks that have a part in it.
+def group_units(states: Iterable[RankState], where: str) -> list[list[tuple[RankState, RankUnit]]]:
+    """Return the ranks that have a part of each unit.
 
     Raises:
         FormatError: Two ranks describe a unit differently, or a name is in two units.
@@ -256,7 +256,7 @@ def units_of(states: Iterable[RankState], where: str) -> list[list[tuple[RankSta
     return list(groups.values())
 
 
-def _whole(value: object, most: int) -> int:
+def _whole_number(value: object, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:
         raise FormatError("a number is not whole, negative or too large", found=value)
     return value

@@ -49,7 +49,7 @@ def merge_dtensor_shards(
     url: str,
     known: ParamShapes | None = None,
 ) -> Manifest:
-    """Return what rank files hold together; other files' content stays as it is.
+    """Merge the DTensor shards of rank files; keep the content of other files.
 
     Args:
         manifest: The files as they are, paths starting with each file's prefix.
@@ -84,24 +84,24 @@ def merge_dtensor_shards(
         tensors=made.tensors,
         objects={**made.objects, **objects},
         aliases={**made.aliases, **aliases},
-        warnings=(*_without_repeats(manifest.warnings, files), *made.warnings),
+        warnings=(*_drop_repeats(manifest.warnings, files), *made.warnings),
         missing=(*manifest.missing, *made.missing),
         by_order=frozenset(made.by_order),
     )
 
 
-def _without_repeats(warnings: Sequence[str], files: Sequence[RankFile]) -> list[str]:
+def _drop_repeats(warnings: Sequence[str], files: Sequence[RankFile]) -> list[str]:
     """Return the warnings, once where each rank's file gave the same."""
     names = [file.name for file in files]
-    return list(dict.fromkeys(_unprefixed(warning, names) for warning in warnings))
+    return list(dict.fromkeys(_strip_prefix(warning, names) for warning in warnings))
 
 
-def _unprefixed(warning: str, names: Sequence[str]) -> str:
+def _strip_prefix(warning: str, names: Sequence[str]) -> str:
     return next((warning[len(name) + 1 :] for name in names if warning.startswith(f"{name}.")), warning)
 
 
 class _GroupMerger:
-    """Puts one group together.
+    """Merges one group of rank files.
 
     Args:
         group: The files.
@@ -229,7 +229,7 @@ def _require_one_step(group: RankGroup, url: str) -> None:
                 known = counters.setdefault(path, (value.value, content.file))
                 if known[0] != value.value:
                     found = f"{dotted(path)} is {known[0]} in {known[1]} and {value.value} in {content.file}"
-                    raise _different_steps(found, url)
+                    raise _step_error(found, url)
     marks: list[tuple[set[tuple[int, int]], str]] = []
     states = [(*root, STATE) for root in group.optimizers()]
     for content in group.ranks:
@@ -240,12 +240,12 @@ def _require_one_step(group: RankGroup, url: str) -> None:
             if (mark := checksum(entry)) is not None
         }
         if found_here and marks and not found_here & marks[0][0]:
-            raise _different_steps(f"an optimizer's step differs in {marks[0][1]} and {content.file}", url)
+            raise _step_error(f"an optimizer's step differs in {marks[0][1]} and {content.file}", url)
         if found_here:
             marks.append((found_here, content.file))
 
 
-def _different_steps(found: str, url: str) -> FormatError:
+def _step_error(found: str, url: str) -> FormatError:
     return FormatError(
         "rank files of different steps lie in one folder",
         where=url,

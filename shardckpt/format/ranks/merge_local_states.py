@@ -13,8 +13,16 @@ from math import prod
 
 from shardckpt.boxes import Box, Shape, strides
 from shardckpt.errors import FormatError, UnsupportedError
-from shardckpt.format.ranks.local_state_metadata import Known, Member, RankState, RankUnit, agreed, parse, units_of
-from shardckpt.format.torchsave.tensor_views import RankNote, UnreadableTensor, narrowed
+from shardckpt.format.ranks.local_state_metadata import (
+    Known,
+    Member,
+    RankState,
+    RankUnit,
+    group_units,
+    order_states,
+    parse,
+)
+from shardckpt.format.torchsave.tensor_views import RankNote, UnreadableTensor, narrow_layout
 from shardckpt.layout import DimLayout, FlatLayout
 from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 
@@ -28,7 +36,7 @@ Find = Callable[[RankState, str], TensorEntry | None]
 
 
 def merge_local_states(manifest: Manifest, notes: Sequence[RankNote], url: str) -> Manifest:
-    """Return what rank files hold together.
+    """Merge the LOCAL states of all ranks into full tensors.
 
     Args:
         manifest: The files as they are, paths starting with each file's prefix.
@@ -51,7 +59,7 @@ def merge_local_states(manifest: Manifest, notes: Sequence[RankNote], url: str) 
     is_alone = len(groups) == 1 and not beside.tensors and not beside.objects
     for (root, is_optimizer), group in groups.items():
         target = root or (() if is_alone else ("optimizer",) if is_optimizer else ("model",))
-        ranks = agreed(group, url)
+        ranks = order_states(group, url)
         _LocalStateMerger(contents, made, target, ranks).join(is_optimizer)
         made.note_missing(ranks)
     made.add(beside)
@@ -78,7 +86,7 @@ class _Beside:
 
 
 class _LocalStateContents:
-    """What lies below each rank's state, and what lies beside.
+    """The content of each rank's state, and everything else.
 
     Args:
         manifest: The files as they are.
@@ -103,7 +111,7 @@ class _LocalStateContents:
         return next((path[:n] for n in self._depths if path[:n] in self._roots), None)
 
     def is_optimizer(self, state: RankState) -> bool:
-        """Tell whether a state is an optimizer's."""
+        """Return True if a state is an optimizer's."""
         held = (*self.tensors[state.root], *self.objects[state.root])
         return {_STATE, _GROUPS} <= {path[0] for path in held if path}
 
@@ -140,7 +148,7 @@ class _LocalStateContents:
 
 
 class _LocalManifestBuilder:
-    """The whole tensors, while they are put together.
+    """Collects the merged tensors and values.
 
     Args:
         url: Of the store, for messages.
@@ -203,7 +211,7 @@ class _LocalManifestBuilder:
 
 
 class _LocalStateMerger:
-    """Puts one state together.
+    """Merges one state.
 
     Args:
         contents: What the files hold.
@@ -216,7 +224,7 @@ class _LocalStateMerger:
         self, contents: _LocalStateContents, made: _LocalManifestBuilder, root: Path, states: Sequence[RankState]
     ) -> None:
         self._contents, self._made, self._root, self._states = contents, made, root, states
-        self._units = units_of(states, made.url)
+        self._units = group_units(states, made.url)
         self._known_boxes: dict[tuple[int, int], dict[int, list[tuple[Box, int]]]] = {}
 
     def join(self, is_optimizer: bool) -> None:
@@ -305,7 +313,7 @@ class _LocalStateMerger:
             self._made.put(entry)
 
     def _is_shaped(self, parts: Sequence[Part], index: int, tensors: Sequence[tuple[RankState, TensorEntry]]) -> bool:
-        """Tell whether a value of the optimizer's is cut as its parameter is: on one rank it may look so by chance."""
+        """Return True if a value of the optimizer's is sharded as its parameter: on one rank it may be chance."""
         units = {state.rank: unit for state, unit in parts}
         return all(tensor.shape in self._forms(units[state.rank], index) for state, tensor in tensors)
 
@@ -360,7 +368,7 @@ class _LocalStateMerger:
             order = unit.layout.specs[index].order
             assert isinstance(piece.layout, Lazy), "files of torch.save are opened lazily"
             for box, at in boxes:
-                yield piece._replace(box=box, layout=narrowed(piece.layout, at - base, _steps(box, order)))
+                yield piece._replace(box=box, layout=narrow_layout(piece.layout, at - base, _steps(box, order)))
         else:
             for box, _ in boxes:
                 yield piece._replace(box=box)

@@ -8,13 +8,13 @@ from dataclasses import replace
 from shardckpt.format.ranks.fsdp1_model import has_flat_parameters
 from shardckpt.format.ranks.merge_dtensors import merge_dtensor_shards
 from shardckpt.format.ranks.merge_local_states import merge_local_states
-from shardckpt.format.ranks.rank_files import RankFile, named_ranks
+from shardckpt.format.ranks.rank_files import RankFile, parse_rank_names
 from shardckpt.format.reader import ParamShapes, Reader
 from shardckpt.format.torchsave.reader import TorchReader
 
 
 class MergedTorchReader(TorchReader):
-    """Rank files put together, and able to do so again once more is known.
+    """A reader of merged rank files, which can merge again with known shapes.
 
     Args:
         apart: The files as they are.
@@ -74,4 +74,4 @@ def merge_rank_files(reader: TorchReader, known: ParamShapes | None = None) -> T
     names = list(reader.manifest.files)
     if len(names) == 1:
         return MergedTorchReader(reader, [RankFile(names[0], (), (), 0)], known)
-    return MergedTorchReader(reader, named_ranks(names, {str(path[0]) for path in reader.shares}), known)
+    return MergedTorchReader(reader, parse_rank_names(names, {str(path[0]) for path in reader.shares}), known)

@@ -40,8 +40,8 @@ class RankFile(NamedTuple):
     world: int = 0
 
 
-def named_ranks(names: Iterable[str], sharing: Iterable[str]) -> list[RankFile]:
-    """Return the files that are one rank's, by what they are called: `model_rank3.pt` is part of `model`.
+def parse_rank_names(names: Iterable[str], sharing: Iterable[str]) -> list[RankFile]:
+    """Find the rank files by their names: `model_rank3.pt` is a part of `model`.
 
     Args:
         names: Of all files, which lie in one folder.
@@ -126,7 +126,7 @@ class RankGroup:
 
 @dataclass(slots=True)
 class ManifestBuilder:
-    """The whole arrays and values, while they are put together.
+    """Collects the merged tensors and values.
 
     Attributes:
         url: Of the store, for messages.
@@ -167,7 +167,7 @@ class ManifestBuilder:
 def group_rank_files(
     manifest: Manifest, shares: Mapping[Path, ShardInfo], files: Sequence[RankFile], url: str
 ) -> dict[Path, RankGroup]:
-    """Return what rank files hold, put in groups.
+    """Group the content of rank files by the state that they share.
 
     Args:
         manifest: The files as they are.
@@ -202,7 +202,7 @@ def group_rank_files(
         for world in {file.world, *(s.world for s in content.shares.values() if s.mesh is None)} - {0}:
             known = worlds.setdefault(file.root, (world, file.name))
             if known[0] != world:
-                raise _mixed(f"{known[0]} ranks in {known[1]} and {world} in {file.name}", url)
+                raise _mixed_error(f"{known[0]} ranks in {known[1]} and {world} in {file.name}", url)
     for root, group in groups.items():
         group.ranks.sort(key=lambda content: content.rank)
         meshes = {id(s.mesh): s.mesh for c in group.ranks for s in c.shares.values() if s.mesh is not None}
@@ -231,13 +231,13 @@ def _rank(file: RankFile, content: RankContent, url: str) -> int:
 def _require_once(group: RankGroup, world: int, url: str) -> None:
     for one, other in zip(group.ranks, group.ranks[1:], strict=False):
         if one.rank == other.rank:
-            raise _mixed(f"rank {one.rank} in {one.file} and in {other.file}", url)
+            raise _mixed_error(f"rank {one.rank} in {one.file} and in {other.file}", url)
     last = group.ranks[-1]
     if world and last.rank >= world:
-        raise _mixed(f"rank {last.rank} in {last.file}, of {world} ranks", url)
+        raise _mixed_error(f"rank {last.rank} in {last.file}, of {world} ranks", url)
 
 
-def _mixed(found: str, url: str) -> FormatError:
+def _mixed_error(found: str, url: str) -> FormatError:
     return FormatError(
         "rank files of different saves lie in one folder",
         where=url,
@@ -259,5 +259,5 @@ def checksum(entry: TensorEntry) -> tuple[int, int] | None:
 
 
 def is_small(entry: TensorEntry) -> bool:
-    """Tell whether an array is one number."""
+    """Return True if an array is one number."""
     return not entry.shape and entry.nbytes <= _SMALL_BYTES

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
-from shardckpt.boxes import Box, Shape, shift, whole
+from shardckpt.boxes import Box, Shape, full_box, shift
 from shardckpt.errors import FormatError, UnsupportedError, escape
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub, TensorStub
 
@@ -117,7 +117,7 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """One rank's share of an array that is spread over ranks.
+    """How one rank's shard lies in the full tensor.
 
     Attributes:
         kind: `DTensor` or `ShardedTensor`.
@@ -155,7 +155,7 @@ class ShardInfo:
 
 
 class ShardParser:
-    """Reads the shares in one file; ranks put thousands of tensors on a handful of meshes, and each is read once."""
+    """Parses DTensors and ShardedTensors of one file; meshes are parsed once."""
 
     def __init__(self) -> None:
         self._meshes: dict[int, tuple[InstanceStub, Mesh]] = {}
@@ -218,11 +218,11 @@ class ShardParser:
         return self._meshes[id(value)][1]
 
     def _grid(self, shape: Shape, sizes: Shape, placements: Sequence[object], order: object) -> Grid:
-        told = tuple((_class(p), *_cut_of(p)) for p in placements)
+        told = tuple((_class(p), *_parse_placement(p)) for p in placements)
         orders = _orders(order, len(shape), len(sizes))
         key = (shape, sizes, told, orders)
         if key not in self._cuts:
-            self._cuts[key] = Grid(shape, sizes, _cuts(len(shape), sizes, told, orders))
+            self._cuts[key] = Grid(shape, sizes, _mesh_dims_by_dim(len(shape), sizes, told, orders))
         return self._cuts[key]
 
 
@@ -278,7 +278,7 @@ def _class(placement: object) -> str:
     return placement.name.rpartition(".")[2]
 
 
-def _cut_of(placement: object) -> tuple[int, int]:
+def _parse_placement(placement: object) -> tuple[int, int]:
     """Return the dimension that a placement cuts, -1 for none, and how many parts of it are cut before."""
     assert isinstance(placement, InstanceStub)
     told = _fields(placement)
@@ -307,7 +307,7 @@ def _orders(told: object, ndim: int, mesh_ndim: int) -> tuple[tuple[int, tuple[i
     return tuple(found)
 
 
-def _cuts(
+def _mesh_dims_by_dim(
     ndim: int,
     sizes: Shape,
     placements: Sequence[tuple[str, int, int]],
@@ -370,9 +370,9 @@ def _sharded_tensor(value: InstanceStub, depth: int) -> ShardInfo:
     )
     if rank >= world or place >= parts:
         raise FormatError("a ShardedTensor is of a rank that cannot be", found=f"{rank} of {world}, {place} of {parts}")
-    boxes, owners = _listed(metadata["shards_metadata"], shape)
+    boxes, owners = _read_shards(metadata["shards_metadata"], shape)
     held: list[tuple[Box, TensorStub]] = []
-    dtype, is_nested = _dtype_of(metadata.get("tensor_properties"), value), False
+    dtype, is_nested = _read_dtype(metadata.get("tensor_properties"), value), False
     for shard in _sequence(state[0]):
         fields = _fields(shard)
         box, _ = _shard_box(fields["metadata"], shape)
@@ -394,7 +394,7 @@ def _sharded_tensor(value: InstanceStub, depth: int) -> ShardInfo:
     return ShardInfo(SHARDED_TENSOR, shape, dtype, kept, cut, None, rank, world, place, parts)
 
 
-def _listed(shards: object, shape: Shape) -> tuple[tuple[Box, ...], tuple[int, ...]]:
+def _read_shards(shards: object, shape: Shape) -> tuple[tuple[Box, ...], tuple[int, ...]]:
     pairs = [_shard_box(each, shape) for each in _sequence(shards)]
     return tuple(box for box, _ in pairs), tuple(owner for _, owner in pairs)
 
@@ -409,11 +409,13 @@ def _shard_box(value: object, shape: Shape) -> tuple[Box, int]:
 
 def _inside(box: Box, shape: Shape) -> Box:
     if not box.within(shape):
-        raise FormatError("a shard lies outside of its array", found=str(box)[:80], expected=f"inside {whole(shape)}")
+        raise FormatError(
+            "a shard lies outside of its array", found=str(box)[:80], expected=f"inside {full_box(shape)}"
+        )
     return box
 
 
-def _dtype_of(properties: object, value: InstanceStub) -> str:
+def _read_dtype(properties: object, value: InstanceStub) -> str:
     for place in (*value.args[:1], *(_any(properties.state) if isinstance(properties, InstanceStub) else ())):
         if isinstance(place, Dtype):
             return place.name

@@ -59,13 +59,15 @@ def read_object(store: Store, file: str, layout: Span | Encoded, budget: ReadBud
     if isinstance(layout, Encoded):
         budget.spend(_DECODED_COST * max(0, len(raw) - layout.nbytes))
     if raw.startswith(LOCAL_SIGNATURE):
-        return _of_archive(raw, where, budget)
+        return _read_archive(raw, where, budget)
     if not raw.startswith(b"\x80"):
         raise FormatError("the object is neither a torch archive nor a pickle", where=where, found=raw[:8])
     value, at = pickle_reader.load_at(raw, 0, where=where, limits=_LIMITS, budget=budget)
     if value == _LEGACY_MAGIC:
         for _ in range(_LEGACY_PREFIX):
-            value, at = pickle_reader.load_at(raw, at, where=where, persistent=_nameless, limits=_LIMITS, budget=budget)
+            value, at = pickle_reader.load_at(
+                raw, at, where=where, persistent=_anonymous_storage, limits=_LIMITS, budget=budget
+            )
     return _Plain({}).value(value)
 
 
@@ -83,7 +85,7 @@ def _bytes(store: Store, file: str, layout: Span | Encoded, where: str) -> bytes
     )
 
 
-def _nameless(reference: object) -> object:
+def _anonymous_storage(reference: object) -> object:
     """A storage of the legacy container: its bytes follow the pickle and are not looked for."""
     return reference if isinstance(reference, tuple) else None
 
@@ -98,7 +100,7 @@ def require_little(order: bytes, where: str) -> None:
         raise UnsupportedError("written in an unusual byte order", where=where, found=order[:16], expected="little")
 
 
-def _of_archive(raw: bytes, where: str, budget: ReadBudget) -> object:
+def _read_archive(raw: bytes, where: str, budget: ReadBudget) -> object:
     first = walk_front(raw, bool, where=where).name
     root = first.partition("/")[0]
     try:

@@ -228,17 +228,17 @@ class TorchReader(Reader):
             raise detail.error(f"{self.store.url}/{piece.file}")
         start = self._starts[piece.file, layout.offset]
         if isinstance(detail, LegacyView):
-            return piece._replace(layout=_placed(detail.view, start, detail.nbytes, piece))
+            return piece._replace(layout=_make_layout(detail.view, start, detail.nbytes, piece))
         assert isinstance(detail, ZipView)
         entry, view = detail
         require_known_method(entry, f"{self.store.url}/{piece.file}")
         if entry.method == STORED:
-            return piece._replace(layout=_placed(view, start, entry.size, piece))
-        inner = _placed(view, 0, entry.size, piece)
+            return piece._replace(layout=_make_layout(view, start, entry.size, piece))
+        inner = _make_layout(view, 0, entry.size, piece)
         return piece._replace(layout=Encoded("deflate", start, entry.compressed, inner))
 
 
-def _placed(view: View, start: int, nbytes: int, piece: Piece) -> Span | Strided:
+def _make_layout(view: View, start: int, nbytes: int, piece: Piece) -> Span | Strided:
     """Return the layout of a view of a storage that starts at a byte and has so many."""
     if view.strides is None:
         return Span(start + view.start * view.width, prod(piece.box.size) * view.width)
@@ -256,7 +256,7 @@ def _ends_early(store: Store, file: str, size: int, needed: int) -> TruncatedErr
 
 
 def looks_like_torch(head: bytes) -> bool:
-    """Tell whether a file's first bytes are those of a torch container.
+    """Return True if a file's first bytes are those of a torch container.
 
     Args:
         head: The first bytes, some hundreds.
@@ -308,7 +308,7 @@ def open_files(
                 _add_pickles(store, file, size, prefixes[file], opened.tree)
     tree = opened.tree
     if tree.shares and (tree.notes or not takes_shares):
-        raise _one_ranks(store, tree)
+        raise _single_rank_error(store, tree)
     manifest = Manifest(
         format_name,
         dict(sizes),
@@ -321,7 +321,7 @@ def open_files(
     return TorchReader(store, manifest, opened.archives, tree.notes, tree.shares)
 
 
-def _one_ranks(store: Store, tree: StateTree) -> UnsupportedError:
+def _single_rank_error(store: Store, tree: StateTree) -> UnsupportedError:
     path, share = next(iter(tree.shares.items()))
     return UnsupportedError(
         f"{dotted(path)!r} is a {share.kind}: this is one rank's share, where whole arrays belong",
@@ -357,7 +357,7 @@ def _zip_pickles(store: Store, sizes: Mapping[str, int], opened: _OpenedFiles) -
         if entry.name.endswith("/data.pkl"):
             pickles[file] = raw
         elif raw != b"little":
-            raise _big_endian(where, raw.decode("ascii", "replace"))
+            raise _big_endian_error(where, raw.decode("ascii", "replace"))
     return pickles
 
 
@@ -376,7 +376,7 @@ def _root(archive: ZipArchive, where: str) -> str:
     return roots[0]
 
 
-def _big_endian(where: str, found: object) -> UnsupportedError:
+def _big_endian_error(where: str, found: object) -> UnsupportedError:
     return UnsupportedError(
         "written on a big-endian machine",
         where=where,
@@ -431,7 +431,7 @@ def _parse(raw: bytes, where: str, budget: ReadBudget) -> tuple[object, _LegacyC
         raise UnsupportedError("an unknown version of torch.save", where=where, found=version, expected=_LEGACY_VERSION)
     machine, at = load_at(raw, at, where=where, limits=_LIMITS, budget=budget)
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
-        raise _big_endian(where, "big")
+        raise _big_endian_error(where, "big")
     value, at = load_at(raw, at, where=where, persistent=storages, limits=_LIMITS, budget=budget)
     keys, at = load_at(raw, at, where=where, limits=_LIMITS, budget=budget)
     starts, end = _starts(keys, storages, at, where)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple, Protocol
 
-from shardckpt.boxes import Shape, strides, whole
+from shardckpt.boxes import Shape, full_box, strides
 from shardckpt.dtypes import bits, is_known
 from shardckpt.errors import FormatError, UnsupportedError, escape
 from shardckpt.format.budget import ReadBudget
@@ -92,7 +92,7 @@ class LegacyView(NamedTuple):
     view: View
 
 
-def narrowed(layout: Lazy, first: int, steps: Shape | None) -> Lazy:
+def narrow_layout(layout: Lazy, first: int, steps: Shape | None) -> Lazy:
     """Return the layout of some elements of a 1-D array; what cannot be read stays so.
 
     Args:
@@ -126,7 +126,7 @@ class RankNote(NamedTuple):
 
 
 class UnreadableTensor(NamedTuple):
-    """Marks an array that is known, but of a kind that cannot be read.
+    """Marks a tensor of a kind that cannot be read.
 
     Attributes:
         path: Where it sits in the saved state.
@@ -160,7 +160,7 @@ class Container(Protocol):
 
 @dataclass(slots=True)
 class StateTree:
-    """The arrays and values of one or several files, by path; `add` puts those of one pickle in.
+    """Tensors and values of one or several files, by path.
 
     Attributes:
         tensors: Arrays, in saved order.
@@ -203,7 +203,7 @@ class StateTree:
 
 
 class _TreeBuilder:
-    """Goes through the object of one file.
+    """Adds the object of one file to a `StateTree`.
 
     Args:
         tree: What is found is put there.
@@ -239,7 +239,7 @@ class _TreeBuilder:
             self._tree.objects[path] = ObjectEntry(path, value)
 
     def _holds_tensor(self, value: object) -> bool:
-        """Tell whether there is a tensor in a value; each container is looked through once, however deep it lies."""
+        """Return True if there is a tensor in a value; each container is looked through once, however deep it lies."""
         if not isinstance(value, dict | list | tuple):
             return _is_tensor(value)
         known = self._holding.get(id(value))
@@ -252,7 +252,7 @@ class _TreeBuilder:
         """Yield what a dict holds, by the part of a path that its key becomes."""
         seen: set[str | int] = set()
         for key, inner in value.items():
-            name = key if type(key) is str or type(key) is int else _spelt(key)
+            name = key if type(key) is str or type(key) is int else _spell_key(key)
             if name in seen:
                 raise FormatError(
                     f"two keys in {dotted(path)!r} are spelt alike", where=self._where, found=f"{escape(name)!r}"
@@ -272,7 +272,7 @@ class _TreeBuilder:
                 self._put_share(value, path)
                 return
             kind = _TENSOR_LIKE.get(value.name, f"a {value.name}")
-            shape, dtype = _declared(value)
+            shape, dtype = _read_declared(value)
         if prod(shape) > _MOST_ELEMENTS:
             raise FormatError(
                 f"{dotted(path)!r} has more elements than any machine holds", where=self._where, found=shape
@@ -283,7 +283,7 @@ class _TreeBuilder:
             dtype = dtype if is_known(dtype) else "uint8"
         else:
             layout = self._layout(value, dtype, path)
-        self._tree.tensors[path] = TensorEntry(path, shape, dtype, (Piece(whole(shape), self._file, layout),))
+        self._tree.tensors[path] = TensorEntry(path, shape, dtype, (Piece(full_box(shape), self._file, layout),))
 
     def _layout(self, stub: TensorStub, dtype: str, path: Path) -> Lazy:
         ref = stub.storage
@@ -323,7 +323,7 @@ class _TreeBuilder:
         stored = {stub.dtype or _storage_dtype(stub) for _, stub in share.held} | ({share.dtype} - {""})
         if kind:
             self._tree.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
-            lost = Piece(whole(share.shape), self._file, Lazy(0, 0, UnreadableTensor(path, kind)))
+            lost = Piece(full_box(share.shape), self._file, Lazy(0, 0, UnreadableTensor(path, kind)))
             dtype = share.dtype if is_known(share.dtype) else "uint8"
             self._tree.tensors[path] = TensorEntry(path, share.shape, dtype, (lost,))
             self._tree.shares[path] = replace(share, held=(), refused=kind)
@@ -359,7 +359,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _wraps_tensor(value: InstanceStub) -> bool:
-    """Tell whether it is a tensor of a subclass, as `_rebuild_from_type_v2` makes them."""
+    """Return True if it is a tensor of a subclass, as `_rebuild_from_type_v2` makes them."""
     return len(value.args) == 1 and isinstance(value.args[0], TensorStub)
 
 
@@ -377,7 +377,7 @@ def _refusal(stub: TensorStub) -> str:
     return "" if is_known(dtype) and bits(dtype) % 8 == 0 else f"a tensor of dtype {dtype}"
 
 
-def _declared(value: InstanceStub) -> tuple[Shape, str]:
+def _read_declared(value: InstanceStub) -> tuple[Shape, str]:
     """Return the shape and dtype that an unreadable tensor declares, as far as they can be told."""
     shape: Shape = ()
     dtype = inner = ""
@@ -408,10 +408,10 @@ def _flat(values: Sequence[object], depth: int) -> Iterator[object]:
             yield from _flat(value, depth - 1)
 
 
-def _spelt(key: object) -> str:
+def _spell_key(key: object) -> str:
     """Return a key that is neither text nor a whole number as part of a path."""
     if isinstance(key, tuple):
-        return "(" + ", ".join(map(_spelt, key)) + ")"
+        return "(" + ", ".join(map(_spell_key, key)) + ")"
     if isinstance(key, Dtype | Global | InstanceStub):
         return key.name
     if isinstance(key, StorageType):
@@ -431,19 +431,19 @@ class Storages:
         Raises:
             FormatError: It is no id that torch writes.
         """
-        if not isinstance(key, tuple) or len(key) not in (5, 6) or _decoded(key[0]) != "storage":
+        if not isinstance(key, tuple) or len(key) not in (5, 6) or _decode_name(key[0]) != "storage":
             raise FormatError("the pickle refers to something that is no storage", found=key)
-        kind, name, count = key[1], _decoded(key[2]), key[4]
+        kind, name, count = key[1], _decode_name(key[2]), key[4]
         if not isinstance(kind, StorageType) or not isinstance(name, str) or type(count) is not int:
             raise FormatError("the pickle refers to a storage in an unknown way", found=key)
         if not 0 <= count < _MOST_ELEMENTS:
             raise FormatError("a storage has an impossible size", found=count)
         ref = StorageRef(name, kind.dtype, count)
         self.found.setdefault(name, ref)
-        return _part_of(ref, key[5]) if len(key) == 6 and key[5] is not None else ref
+        return _slice_storage(ref, key[5]) if len(key) == 6 and key[5] is not None else ref
 
 
-def _part_of(root: StorageRef, part: object) -> StorageRef:
+def _slice_storage(root: StorageRef, part: object) -> StorageRef:
     """Return the part of a storage that files of before torch 0.4 name: `(key, first element, elements)`."""
     if (
         not isinstance(part, tuple)
@@ -455,7 +455,7 @@ def _part_of(root: StorageRef, part: object) -> StorageRef:
     return StorageRef(root.key, root.dtype, part[2], part[1])
 
 
-def _decoded(name: object) -> object:
+def _decode_name(name: object) -> object:
     return name.decode("ascii", "replace") if isinstance(name, bytes) else name
 
 

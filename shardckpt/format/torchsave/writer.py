@@ -17,7 +17,7 @@ from shardckpt.boxes import Shape, strides
 from shardckpt.dtypes import nbytes
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.pickle_stubs import Dtype, Ordered
-from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName, PersistentId, pickled
+from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName, PersistentId, encode_pickle
 from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.manifest import Path, dotted
 
@@ -125,7 +125,7 @@ class _Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """A file of `torch.save`, decided to the byte but for its checksums.
+    """A file of `torch.save`, planned to the byte except for its checksums.
 
     Attributes:
         records: Its entries, in order.
@@ -152,7 +152,7 @@ def lay_out(value: object, storages: Sequence[Storage] = (), *, root: str = "arc
         return _tensor(each, storages, path) if isinstance(each, TensorValue) else _plain(each, path)
 
     fixed = (
-        ("data.pkl", pickled(value, special)),
+        ("data.pkl", encode_pickle(value, special)),
         (".format_version", b"1"),
         (".storage_alignment", str(ALIGNMENT).encode()),
         ("byteorder", b"little"),
@@ -287,7 +287,7 @@ class ArchiveWriter:
         self._sums.append(self._sum)
 
 
-def archived(value: object) -> bytes:
+def encode_archive(value: object) -> bytes:
     """Return the whole archive of a value without tensors.
 
     Raises:

@@ -10,9 +10,9 @@ from typing import Literal
 from shardckpt.errors import AmbiguousError, CheckpointError, UsageError
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Span, TensorEntry, dotted
-from shardckpt.offline.compare.group_alignment import Groups, groups_of
+from shardckpt.offline.compare.group_alignment import Groups, index_groups
 from shardckpt.offline.select.options import Part
-from shardckpt.offline.select.remap import decide, located_model, located_state
+from shardckpt.offline.select.remap import locate_model, locate_state, plan_rules
 from shardckpt.offline.select.selection import SMALL_ELEMENTS, load_values
 from shardckpt.plan.naming.fqn import NamedModel, name_model
 from shardckpt.plan.naming.sections import Sections, find_sections, split_flat_names
@@ -21,7 +21,7 @@ from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer
 from shardckpt.plan.rules.rules import Rule
 
 _KNOWN = ("state", "param_groups", "units", "originals")
-"""What `by_name` takes of an optimizer, or what only says how its files are laid out."""
+"""What `key_by_name` takes of an optimizer, or what only says how its files are laid out."""
 
 
 Naming = Literal["names", "order", "ids"]
@@ -117,8 +117,8 @@ class _Naming:
     def _add_model(self) -> None:
         tensors = self._model.tensors
         if self._rules:
-            ruled = decide(self._rules, tensors, None, {})
-            tensors, _ = located_model(self._reader, self._manifest, ruled, list(ruled.model), tensors)
+            ruled = plan_rules(self._rules, tensors, None, {})
+            tensors, _ = locate_model(self._reader, self._manifest, ruled, list(ruled.model), tensors)
         self._made.tensors.update(tensors)
         depth = len(self._found.model)
         for path in self._manifest.objects if depth else ():
@@ -126,7 +126,7 @@ class _Naming:
                 self._add_object(path, (self._model.clean(dotted(path[depth:])),))
 
     def _add_optimizer(self, root: Path) -> None:
-        raw = optimizer_state.below(self._manifest, root, load_values(self._reader, self._manifest, root))
+        raw = optimizer_state.read_raw(self._manifest, root, load_values(self._reader, self._manifest, root))
         prefix = "" if len(self._found.optimizers) == 1 else f"{dotted(root)}:"
         state, naming = self._named(raw, root)
         tensors = {f"{prefix}{key}": entry for key, entry in state.tensors.items()}
@@ -138,26 +138,26 @@ class _Naming:
         made.tensors.update(tensors)
         made.values.update(values)
         if state.groups:
-            made.groups[prefix] = groups_of(state.groups, are_stored=state.has_groups)
+            made.groups[prefix] = index_groups(state.groups, are_stored=state.has_groups)
         made.optimizers[prefix] = Optimizer(dotted(root), naming, frozenset(tensors), frozenset(values))
 
     def _named(self, raw: RawOptimizer, root: Path) -> tuple[OptimizerState, Naming]:
         """Return an optimizer by the names of its parameters, or by its ids where these have no certain names."""
         if self._by_ids and optimizer_state.has_ids(raw):
-            return optimizer_state.by_number(raw), "ids"
+            return optimizer_state.key_by_id(raw), "ids"
         tensors = self._model.tensors
         shapes = {name: entry.shape for name, entry in tensors.items()}
         try:
-            state: OptimizerState | None = optimizer_state.by_name(raw, shapes, clean=self._model.clean)
+            state: OptimizerState | None = optimizer_state.key_by_name(raw, shapes, clean=self._model.clean)
         except (AmbiguousError, UsageError):
             state = None
         if state is None or state.is_by_order:
             words = f"{dotted(root) or 'the optimizer'} is compared by its own ids, which have no certain names"
             self._made.warnings.append(f"{self._reader.store.url}: {words}")
-            return optimizer_state.by_number(raw), "ids"
+            return optimizer_state.key_by_id(raw), "ids"
         if self._rules:
-            plan = decide(self._rules, tensors, state, {}).plan
-            state = located_state(self._reader, self._manifest, plan, state)
+            plan = plan_rules(self._rules, tensors, state, {}).plan
+            state = locate_state(self._reader, self._manifest, plan, state)
         return state, "order" if root in self._manifest.by_order else "names"
 
     def _add_others(self) -> None:
@@ -186,7 +186,7 @@ class _Naming:
                 self._made.sources[name] = ObjectEntry((name,), UNREAD, name, Span(0, sizes[name]))
 
     def _is_read(self, root: Path, path: Path) -> bool:
-        """Tell whether an optimizer's array is there already, as its state or as a number of its groups."""
+        """Return True if an optimizer's array is there already, as its state or as a number of its groups."""
         kind, dot, _ = str(path[len(root)]).partition(".")
         return kind != "param_groups" or (not dot and prod(self._manifest.tensors[path].shape) <= SMALL_ELEMENTS)
 

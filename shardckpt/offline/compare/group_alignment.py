@@ -25,7 +25,7 @@ class Groups:
     are_stored: bool = True
 
 
-def groups_of(groups: Sequence[Mapping[str, object]], *, are_stored: bool) -> Groups:
+def index_groups(groups: Sequence[Mapping[str, object]], *, are_stored: bool) -> Groups:
     """Return the groups of an optimizer by name.
 
     Args:

@@ -78,14 +78,14 @@ def find_leaves(nest: Mapping[Path, object], most: int) -> Leaves:
             scalars[path] = value
         else:
             found.refused[dotted(path)] = f"it holds something of the type {type(value).__name__}"
-    for path, value in _joined(scalars).items():
+    for path, value in _join_scalars(scalars).items():
         name = dotted(path)
         found.values[name if name not in found.values else repr(path)] = value
     return found
 
 
 def is_leaf(value: object) -> bool:
-    """Tell whether a value is compared as a whole."""
+    """Return True if a value is compared as a whole."""
     if type(value) in (tuple, set, frozenset):
         return all(type(each) in _SCALARS for each in value)  # type: ignore[attr-defined]
     return type(value) in _SCALARS
@@ -109,7 +109,7 @@ def _plain(value: object) -> object:
 def _inside(value: object) -> Iterable[tuple[str | int, object]] | None:
     """Return what lies in a container, by key; None for a leaf."""
     if isinstance(value, dict):
-        return _keyed(value)
+        return _key_items(value)
     if type(value) in (list, tuple) and not is_leaf(value):
         assert isinstance(value, (list, tuple))
         return list(enumerate(value))
@@ -119,7 +119,7 @@ def _inside(value: object) -> Iterable[tuple[str | int, object]] | None:
     return None
 
 
-def _keyed(value: Mapping[object, object]) -> list[tuple[str | int, object]]:
+def _key_items(value: Mapping[object, object]) -> list[tuple[str | int, object]]:
     words = {key: key if type(key) in (str, int) else repr(key)[:_SHOWN] for key in value}
     if len({str(word) for word in words.values()}) < len(words):  # 1 and "1"
         words = {key: repr(key) for key in value}
@@ -130,7 +130,7 @@ def _size(value: object) -> int:
     return len(value) if type(value) in (tuple, set, frozenset) else 1  # type: ignore[arg-type]
 
 
-def _joined(scalars: Mapping[Path, object]) -> dict[Path, object]:
+def _join_scalars(scalars: Mapping[Path, object]) -> dict[Path, object]:
     """Join scalars that lie side by side under the numbers from 0: some formats list the items of lists one by one."""
     rows: dict[Path, dict[int, object]] = {}
     mixed: set[Path] = {()}
@@ -161,14 +161,14 @@ def _number(key: str | int) -> int:
 
 
 def are_equal(a: object, b: object, tolerance: Tolerance) -> bool:
-    """Tell whether two leaves are equal: of one type, and the same; floats may be as far apart as is tolerated."""
+    """Return True if two leaves are equal: of one type, and the same; floats may be as far apart as is tolerated."""
     if type(a) is tuple and type(b) is tuple:
         return len(a) == len(b) and all(map(_are_same, a, b, [tolerance] * len(a)))
     return _are_same(a, b, tolerance)
 
 
 def have_same_types(a: object, b: object) -> bool:
-    """Tell whether two leaves are of one type, item by item."""
+    """Return True if two leaves are of one type, item by item."""
     if type(a) is tuple and type(b) is tuple:
         return all(type(x) is type(y) for x, y in zip(a, b, strict=False))
     return type(a) is type(b)
@@ -184,11 +184,11 @@ def _are_same(a: object, b: object, tolerance: Tolerance) -> bool:
     if isinstance(a, Global) and isinstance(b, Global):
         return a.name == b.name
     if type(a) in (set, frozenset):
-        return _sorted(a) == _sorted(b)  # {1} is not {True}
+        return _sort_values(a) == _sort_values(b)  # {1} is not {True}
     return a == b
 
 
-def _sorted(values: object) -> list[tuple[str, str]]:
+def _sort_values(values: object) -> list[tuple[str, str]]:
     return sorted((type(v).__name__, repr(v)) for v in values)  # type: ignore[attr-defined]
 
 
@@ -212,14 +212,14 @@ def describe(a: object, b: object, tolerance: Tolerance) -> tuple[str, str]:
         return f"[{at}] {x}", f"[{at}] {y}"
     if type(a) is type(b):
         return _words(a), _words(b)
-    return _typed(a), _typed(b)
+    return _describe_typed(a), _describe_typed(b)
 
 
-def _typed(value: object) -> str:
+def _describe_typed(value: object) -> str:
     return "None" if value is None else f"{type(value).__name__} {_words(value)}"
 
 
-def in_words(value: object) -> str:
+def format_leaf(value: object) -> str:
     """Return a leaf in a few words."""
     return f"{len(value)} items" if type(value) is tuple and len(value) > 4 else _words(value)
 

@@ -32,23 +32,23 @@ class Content:
     left_out: tuple[str, ...] = ()
 
 
-def _as_it_is(path: Path) -> Path:
+def _keep_path(path: Path) -> Path:
     return path
 
 
-def _as_one(value: object, path: Path) -> Mapping[Path, object]:
+def _keep_value(value: object, path: Path) -> Mapping[Path, object]:
     return {path: value}
 
 
-def whole_content(
+def full_content(
     reader: Reader,
     to: str,
     *,
     allow_loss: bool,
-    placed: Callable[[Path], Path] = _as_it_is,
-    leaves: Callable[[object, Path], Mapping[Path, object]] = _as_one,
+    placed: Callable[[Path], Path] = _keep_path,
+    leaves: Callable[[object, Path], Mapping[Path, object]] = _keep_value,
 ) -> Content:
-    """Return all that a checkpoint holds, proven complete.
+    """Return the content of a checkpoint, proven complete.
 
     Args:
         reader: The open checkpoint.

@@ -37,7 +37,7 @@ _MAX_CONFIG_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ConfigFiles:
-    """Files that are copied to the target as they are.
+    """Config and tokenizer files that are copied unchanged.
 
     Attributes:
         store: Where they lie; None where there are none.
@@ -53,7 +53,7 @@ class ConfigFiles:
 
 
 def find_config_files(source: Source, config_from: str = "") -> ConfigFiles:
-    """Find what to carry: in `config_from`, else in the source's folder, else in the folder that one lies in.
+    """Find config files in `config_from`, else in the source's folder or the one above.
 
     The folder above counts only where it holds the `config.json` of a model.
 
@@ -84,7 +84,7 @@ def find_config_files(source: Source, config_from: str = "") -> ConfigFiles:
 
 
 def add_kept_files(carried: ConfigFiles, target: str, is_config: re.Pattern[str]) -> ConfigFiles:
-    """Return what to carry, with the config files of a checkpoint that is replaced.
+    """Add the config files of a checkpoint that is replaced.
 
     Args:
         carried: Files from beside the source, or from where the user says: they come first.

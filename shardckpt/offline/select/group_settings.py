@@ -26,7 +26,7 @@ STATE = "state"
 _FLATTENED = "flattened"
 
 
-def content_of(state: OptimizerState) -> dict[str, Any]:
+def read_content(state: OptimizerState) -> dict[str, Any]:
     """Return the groups and values of an optimizer, each of its own type."""
     values = {name: dict(slots) for name, slots in state.scalars.items()}
     return {GROUPS: [dict(group) for group in state.groups], VALUES: values}
@@ -43,7 +43,7 @@ def as_json(content: Mapping[str, Any]) -> dict[str, object]:
     """
     exact: list[list[object]] = []
     made: dict[str, object] = {key: _plain(value) for key, value in content.items()}
-    for path, value in settings(content):
+    for path, value in iter_settings(content):
         if not _is_json(value):
             try:
                 exact.append([list(path), encode(plain_value(value), path)])
@@ -58,7 +58,7 @@ def as_json(content: Mapping[str, Any]) -> dict[str, object]:
     return made
 
 
-def settings(content: Mapping[str, Any]) -> Iterator[tuple[Path, object]]:
+def iter_settings(content: Mapping[str, Any]) -> Iterator[tuple[Path, object]]:
     """Yield every setting of a group and every value of a parameter, by its path."""
     for number, group in enumerate(content[GROUPS]):
         yield from (((GROUPS, number, key), value) for key, value in group.items())
@@ -66,7 +66,7 @@ def settings(content: Mapping[str, Any]) -> Iterator[tuple[Path, object]]:
         yield from (((VALUES, name, slot), value) for slot, value in slots.items())
 
 
-def without(content: Mapping[str, Any], lost: frozenset[Path]) -> dict[str, Any]:
+def drop_settings(content: Mapping[str, Any], lost: frozenset[Path]) -> dict[str, Any]:
     """Return a content without some of its settings."""
     groups = [
         {key: value for key, value in group.items() if (GROUPS, number, key) not in lost}
@@ -93,7 +93,7 @@ def plain_value(value: Any) -> Any:
 
 
 def _is_json(value: object) -> bool:
-    """Tell whether JSON gives a value back as it is."""
+    """Return True if JSON gives a value back as it is."""
     if value is None or type(value) in (bool, int, str):
         return True
     if type(value) is float:

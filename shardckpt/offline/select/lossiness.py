@@ -10,9 +10,9 @@ from shardckpt.dtypes import SAFETENSORS_NAMES, is_known
 from shardckpt.errors import UnsupportedError, UsageError
 from shardckpt.format.encodings.pickle_stubs import Global, InstanceStub, Ordered
 from shardckpt.format.encodings.tagged_json import encode
-from shardckpt.format.torchsave.writer import TYPES, archived
+from shardckpt.format.torchsave.writer import TYPES, encode_archive
 from shardckpt.manifest import Path, dotted
-from shardckpt.offline.select.group_settings import plain_value, settings, without
+from shardckpt.offline.select.group_settings import drop_settings, iter_settings, plain_value
 from shardckpt.offline.select.selection import Selection
 from shardckpt.plan.layout.output_files import OutputTensor
 
@@ -28,7 +28,7 @@ _OF_TORCH = ("torch", "dcp", "deepspeed-universal")
 
 
 def drop_unsupported(selection: Selection, to: str, *, allow_loss: bool) -> Selection:
-    """Return what a format can hold of a selection; what it cannot is among its warnings.
+    """Drop from a selection what the target format cannot hold, with warnings.
 
     Args:
         selection: What was asked for.
@@ -38,9 +38,9 @@ def drop_unsupported(selection: Selection, to: str, *, allow_loss: bool) -> Sele
     Raises:
         UsageError: There is such, and it may not be left out; the message lists it.
     """
-    tensors = [t.name for t in (*selection.model, *selection.optim) if not _holds(to, t)]
+    tensors = [t.name for t in (*selection.model, *selection.optim) if not _is_supported(to, t)]
     types = {t.name: t.dtype for t in (*selection.model, *selection.optim)}
-    values = dict(_refused(selection, to))
+    values = dict(_list_unsupported(selection, to))
     lost = [f"{name}, of type {types[name]}" for name in tensors]
     lost += [describe_lost(path, value) for path, value in values.items()]
     if not lost:
@@ -49,7 +49,7 @@ def drop_unsupported(selection: Selection, to: str, *, allow_loss: bool) -> Sele
     gone = set(tensors)
     groups = selection.groups
     if groups is not None and to != "safetensors":  # there it stands as text
-        groups = without(groups, frozenset(values))
+        groups = drop_settings(groups, frozenset(values))
     done = "written as text" if to == "safetensors" else "left out"
     return replace(
         selection,
@@ -86,16 +86,16 @@ def require_allowed(lost: Sequence[str], to: str, *, allow_loss: bool) -> None:
 
 
 def describe_lost(path: Path, value: object) -> str:
-    """Return a value that is lost in words: where it is, and of what type."""
+    """Describe a lost value by its path and type."""
     kind = value.name if isinstance(value, (InstanceStub, Global)) else type(value).__name__
     return f"{dotted(path)}, of type {kind}"
 
 
 def is_unsupported(to: str, value: object) -> bool:
-    """Tell whether a format has no form for a value that is no tensor."""
+    """Return True if a format cannot hold a value that is not a tensor."""
     try:
         if to in _OF_TORCH:
-            archived(value)
+            encode_archive(value)
         else:
             encode(plain_value(value))
     except UnsupportedError:
@@ -104,7 +104,7 @@ def is_unsupported(to: str, value: object) -> bool:
 
 
 def _is_opened_in_order(value: object) -> bool:
-    """Tell whether a value holds an `OrderedDict` where torch's planner opens it: it would come back as a dict."""
+    """Return True if a value holds an `OrderedDict` where torch's planner opens it: it would come back as a dict."""
     if isinstance(value, (OrderedDict, Ordered)):
         return bool(value)
     if isinstance(value, dict):
@@ -112,13 +112,13 @@ def _is_opened_in_order(value: object) -> bool:
     return isinstance(value, list) and any(map(_is_opened_in_order, value))
 
 
-def _refused(selection: Selection, to: str) -> Iterator[tuple[Path, object]]:
-    for path, value in settings(selection.groups) if selection.groups is not None else ():
+def _list_unsupported(selection: Selection, to: str) -> Iterator[tuple[Path, object]]:
+    for path, value in iter_settings(selection.groups) if selection.groups is not None else ():
         if is_unsupported(to, value):
             yield path, value
 
 
-def _holds(to: str, tensor: OutputTensor) -> bool:
+def _is_supported(to: str, tensor: OutputTensor) -> bool:
     if to in _OF_TORCH:
         return tensor.dtype in TYPES
     return tensor.dtype in SAFETENSORS_NAMES if to == "safetensors" else is_known(tensor.dtype)

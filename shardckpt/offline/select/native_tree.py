@@ -21,7 +21,7 @@ from shardckpt.plan.layout.output_files import OutputTensor
 
 @dataclass(frozen=True, slots=True)
 class NativeTree:
-    """What is to be saved.
+    """A state to save: arrays and tagged JSON.
 
     Attributes:
         arrays: By path, each once, in the order that `json` counts them in; their pieces are located.
@@ -41,7 +41,7 @@ class NativeTree:
 
 
 def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
-    """Return all that a checkpoint holds, proven complete; of a native step in its own containers.
+    """Build the state of a full checkpoint, proven complete.
 
     Args:
         reader: The open checkpoint.
@@ -105,7 +105,7 @@ def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
 
 
 def unflatten(values: Mapping[Path, object], where: str) -> object:
-    """Return values by path as dicts in one another.
+    """Turn values by path into nested dicts.
 
     Raises:
         FormatError: One lies inside another one that is no dict.

@@ -13,7 +13,7 @@ from shardckpt.plan.naming.fqn import name_model
 
 
 def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] | None = None) -> Reader:
-    """Return a reader that knows what lies in its flat parameters; the same one where it holds none.
+    """Return a reader that knows the members of its flat parameters.
 
     Args:
         reader: The open checkpoint.
@@ -57,7 +57,7 @@ def load_param_shapes(reader: Reader, shapes_from: str, ids: Mapping[int, str] |
 
 
 def _keeps_order(manifest: Manifest, entries: Sequence[TensorEntry]) -> bool:
-    """Tell whether a checkpoint's tensors stand in the order of the model, by its format or by their places.
+    """Return True if a checkpoint's tensors stand in the order of the model, by its format or by their places.
 
     safetensors files are mostly sorted by name, and in DCP folders of replicated tensors ranks took turns.
     """

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Manifest, TensorEntry
-from shardckpt.offline.write.resolve import blocks_of, resolve
+from shardckpt.offline.write.resolve import read_blocks, resolve
 from shardckpt.plan.optim.optimizer_state import OptimizerState
 from shardckpt.plan.rules import rules as planning
-from shardckpt.plan.rules.optimizer_rules import ruled_state, shapes_of
+from shardckpt.plan.rules.optimizer_rules import infer_shapes, remap_state
 from shardckpt.plan.rules.rule_files import parse_rename, parse_rules, rules_text
 from shardckpt.plan.rules.rules import RemappedTensor, RemapPlan, Rule
 from shardckpt.storage.text_files import read_text
@@ -34,7 +34,7 @@ def read_rules(file: str, renames: Iterable[str] = (), config: Mapping[str, obje
 
 @dataclass(frozen=True, slots=True)
 class RemappedCheckpoint:
-    """What rules make of a checkpoint, decided.
+    """The plan of rules for a checkpoint.
 
     Attributes:
         plan: What becomes of every tensor, those of the optimizer alone included.
@@ -47,10 +47,10 @@ class RemappedCheckpoint:
     ties: Mapping[str, str]
 
 
-def decide(
+def plan_rules(
     rules: Sequence[Rule], model: Mapping[str, TensorEntry], state: OptimizerState | None, ties: Mapping[str, str]
 ) -> RemappedCheckpoint:
-    """Plan rules as a whole.
+    """Plan the rules for model and optimizer.
 
     Args:
         rules: In order.
@@ -63,9 +63,9 @@ def decide(
     """
     facts = {name: (entry.shape, entry.dtype) for name, entry in model.items()}
     if state is not None:
-        facts |= shapes_of(state, model)
+        facts |= infer_shapes(state, model)
     plan = planning.plan_remap(rules, facts)
-    mine = {n: m for n, m in plan.made.items() if all(leaf.name in model for leaf in planning.leaves(m.recipe))}
+    mine = {n: m for n, m in plan.made.items() if all(leaf.name in model for leaf in planning.iter_sources(m.recipe))}
     return RemappedCheckpoint(plan, mine, _ties(mine, ties))
 
 
@@ -73,17 +73,17 @@ def _ties(made: Mapping[str, RemappedTensor], ties: Mapping[str, str]) -> dict[s
     """Return which results are made alike of the same tensors."""
     groups: dict[RemappedTensor, list[str]] = {}
     for name, each in made.items():
-        groups.setdefault(each._replace(recipe=planning.with_sources(each.recipe, ties)), []).append(name)
+        groups.setdefault(each._replace(recipe=planning.replace_sources(each.recipe, ties)), []).append(name)
     dropped: dict[str, str] = {}
     for whole, names in groups.items():
-        if all(leaf.name not in ties.values() for leaf in planning.leaves(whole.recipe)):
+        if all(leaf.name not in ties.values() for leaf in planning.iter_sources(whole.recipe)):
             continue  # made alike by rules, and not tied in the checkpoint
         kept = next((name for name in names if made[name] == whole), names[0])
         dropped |= {name: kept for name in names if name != kept}
     return dropped
 
 
-def located_model(
+def locate_model(
     reader: Reader,
     manifest: Manifest,
     ruled: RemappedCheckpoint,
@@ -103,30 +103,32 @@ def located_model(
         CheckpointError: Elements are missing or doubled, or a container is damaged.
         UsageError: A result would be of several types.
     """
-    needed = list(dict.fromkeys(leaf.name for name in names for leaf in planning.leaves(ruled.model[name].recipe)))
+    needed = list(
+        dict.fromkeys(leaf.name for name in names for leaf in planning.iter_sources(ruled.model[name].recipe))
+    )
     found = dict(zip(needed, resolve(reader, manifest, [model[name] for name in needed]), strict=True))
     made = {name: planning.apply_recipe(ruled.model[name].recipe, name, found) for name in names}
     return made, [model[name] for name in needed]
 
 
-def located_state(reader: Reader, manifest: Manifest, plan: RemapPlan, state: OptimizerState) -> OptimizerState:
+def locate_state(reader: Reader, manifest: Manifest, plan: RemapPlan, state: OptimizerState) -> OptimizerState:
     """Return an optimizer as rules make it, located.
 
     Raises:
         CheckpointError: Elements are missing or doubled, or a container is damaged.
         UsageError: Slots or groups do not fit together.
     """
-    used = {leaf.name for made in plan.made.values() for leaf in planning.leaves(made.recipe)}
+    used = {leaf.name for made in plan.made.values() for leaf in planning.iter_sources(made.recipe)}
     kept = {key: entry for key, entry in state.tensors.items() if key.rpartition("/")[0] in used}
     found = dict(zip(kept, resolve(reader, manifest, list(kept.values())), strict=True))
 
     def same(entries: Sequence[TensorEntry]) -> bool:
-        return len({(e.stored, b"".join(bytes(block) for block in blocks_of(reader, e))) for e in entries}) == 1
+        return len({(e.stored, b"".join(bytes(block) for block in read_blocks(reader, e))) for e in entries}) == 1
 
-    return ruled_state(plan, replace(state, tensors=found), same)
+    return remap_state(plan, replace(state, tensors=found), same)
 
 
-def only(plan: RemapPlan, names: Iterable[str]) -> RemapPlan:
-    """Return a plan of some of its results."""
+def restrict_plan(plan: RemapPlan, names: Iterable[str]) -> RemapPlan:
+    """Restrict a plan to some of its results."""
     wanted = set(names)
     return replace(plan, made={name: made for name, made in plan.made.items() if name in wanted})

@@ -24,12 +24,12 @@ from shardckpt.format.registry import open_checkpoint
 from shardckpt.layout import FlatLayout
 from shardckpt.manifest import UNREAD, Manifest, Path, TensorEntry, dotted
 from shardckpt.offline.select import remap as ruling
-from shardckpt.offline.select.group_settings import content_of
+from shardckpt.offline.select.group_settings import read_content
 from shardckpt.offline.select.options import Options, parse_dtype
 from shardckpt.offline.select.remap import read_rules
 from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.offline.write.report import NO_SHAPES
-from shardckpt.offline.write.resolve import blocks_of, resolve, same_bits
+from shardckpt.offline.write.resolve import read_blocks, resolve, same_bits
 from shardckpt.parameter_names import BY_ORDER
 from shardckpt.plan.layout.coverage import faults
 from shardckpt.plan.layout.output_files import OutputTensor
@@ -92,8 +92,8 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
         raise IncompleteError("the checkpoint holds no model tensors", where=reader.store.url, found=_tops(manifest))
     _check_shapes(model.tensors, options.shapes_from)
     rules = read_rules(options.rules, options.rename, config)
-    chosen = _ruled(reader, manifest, found, model, options, config, rules) if rules else None
-    chosen = chosen or _as_it_is(reader, manifest, found, model, options, config)
+    chosen = _choose_remapped(reader, manifest, found, model, options, config, rules) if rules else None
+    chosen = chosen or _choose_stored(reader, manifest, found, model, options, config)
     names.require_matches(options.keep_fp32, chosen.names)
     kept = [name for name in chosen.names if name not in chosen.ties] if options.part != "optim" else []
     state = chosen.state
@@ -106,11 +106,11 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
             for n in kept
         ),
         optim=tuple(OutputTensor(n, e, e.dtype) for n, e in zip(state.tensors, resolved, strict=True)) if state else (),
-        groups=content_of(state) if state else None,
+        groups=read_content(state) if state else None,
         units=state.units if state else {},
         ties=chosen.ties if options.part != "optim" else {},
         order=tuple(chosen.names),
-        left_out=(*map(dotted, (*unasked, *_unwritten(manifest, found, options), *found.others)), *chosen.dropped),
+        left_out=(*map(dotted, (*unasked, *_list_unwritten(manifest, found, options), *found.others)), *chosen.dropped),
         warnings=(
             *manifest.warnings,
             *(() if manifest.has_shapes or options.shapes_from else (NO_SHAPES,)),
@@ -121,14 +121,14 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
     )
 
 
-def _unwritten(manifest: Manifest, found: sections.Sections, options: Options) -> Iterator[Path]:
+def _list_unwritten(manifest: Manifest, found: sections.Sections, options: Options) -> Iterator[Path]:
     """Yield the model's values that are not tensors, which no target holds, where the model is asked for."""
     if options.part != "optim":
         yield from sections.model_values(manifest, found)
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _ChosenTensors:
     """Tensors under their final names.
 
     Attributes:
@@ -152,23 +152,23 @@ class _Chosen:
     dropped: tuple[str, ...] = ()
 
 
-def _as_it_is(
+def _choose_stored(
     reader: Reader,
     manifest: Manifest,
     found: sections.Sections,
     model: NamedModel,
     options: Options,
     config: Mapping[str, object],
-) -> _Chosen:
-    chosen = names.keep(model.tensors, options.include, options.exclude)
+) -> _ChosenTensors:
+    chosen = names.select_names(model.tensors, options.include, options.exclude)
     dropped, warnings = _ties(reader, manifest, model, chosen, config)
     state = _optimizer(reader, manifest, found, model, options) if options.part != "model" else None
     if state is not None and (options.include or options.exclude):
-        state = _of_parameters(state, set(chosen))
-    return _Chosen(chosen, model.tensors, dropped, state, warnings)
+        state = _restrict_state(state, set(chosen))
+    return _ChosenTensors(chosen, model.tensors, dropped, state, warnings)
 
 
-def _ruled(
+def _choose_remapped(
     reader: Reader,
     manifest: Manifest,
     found: sections.Sections,
@@ -176,22 +176,22 @@ def _ruled(
     options: Options,
     config: Mapping[str, object],
     rules: Sequence[Rule],
-) -> _Chosen:
+) -> _ChosenTensors:
     """Return what rules make; globs are about the names that they give."""
     ties_before, warnings = _ties(reader, manifest, model, list(model.tensors), config)
     state = _optimizer(reader, manifest, found, model, options) if options.part != "model" else None
-    ruled = ruling.decide(rules, model.tensors, state, ties_before)
-    chosen = names.keep(ruled.model, options.include, options.exclude)
+    ruled = ruling.plan_rules(rules, model.tensors, state, ties_before)
+    chosen = names.select_names(ruled.model, options.include, options.exclude)
     dropped = {name: kept for name, kept in ruled.ties.items() if name in chosen and kept in chosen}
     kept = [name for name in chosen if name not in dropped] if options.part != "optim" else []
-    tensors, used = ruling.located_model(reader, manifest, ruled, kept, model.tensors)
+    tensors, used = ruling.locate_model(reader, manifest, ruled, kept, model.tensors)
     if state is not None:
         wanted = [name for name in ruled.plan.made if name not in ruled.model or name in set(chosen)]
         used += state.tensors.values()
-        state = ruling.located_state(reader, manifest, ruling.only(ruled.plan, wanted), state)
+        state = ruling.locate_state(reader, manifest, ruling.restrict_plan(ruled.plan, wanted), state)
     casts = {name: ruled.model[name].cast for name in kept if ruled.model[name].cast}
     gone = tuple(f"{name} (by a rule)" for name in ruled.plan.dropped)
-    return _Chosen(chosen, tensors, dropped, state, warnings, casts, used, gone)
+    return _ChosenTensors(chosen, tensors, dropped, state, warnings, casts, used, gone)
 
 
 def _unneeded_faults(manifest: Manifest, wanted: Sequence[TensorEntry]) -> list[str]:
@@ -254,8 +254,8 @@ def _ties(
     """Return the names that are not written, and what is odd about ties."""
     tensors = {name: model.tensors[name] for name in chosen}
     paths = {name: entry.path for name, entry in tensors.items()}
-    tied = ties.ties_of_config(config, tensors)
-    dropped = ties.kept_names(chosen, paths, manifest.aliases, prefer=tied.values())
+    tied = ties.read_config_ties(config, tensors)
+    dropped = ties.map_kept_names(chosen, paths, manifest.aliases, prefer=tied.values())
     warnings = []
     for head, embedding in tied.items():
         if head in dropped or embedding in dropped:
@@ -298,8 +298,8 @@ def _optimizer(
         )
     root = found.optimizers[0]
     values = load_values(reader, manifest, root)
-    raw = optimizer_state.below(manifest, root, values)
-    return optimizer_state.by_name(
+    raw = optimizer_state.read_raw(manifest, root, values)
+    return optimizer_state.key_by_name(
         raw,
         {name: entry.shape for name, entry in model.tensors.items()},
         read_param_names(options.param_names) if options.param_names else None,
@@ -307,7 +307,7 @@ def _optimizer(
     )
 
 
-def _of_parameters(state: optimizer_state.OptimizerState, fqns: Set[str]) -> optimizer_state.OptimizerState:
+def _restrict_state(state: optimizer_state.OptimizerState, fqns: Set[str]) -> optimizer_state.OptimizerState:
     """Return the tensors of some parameters; groups and values stay."""
     kept = {key: entry for key, entry in state.tensors.items() if key.rpartition("/")[0] in fqns}
     return replace(state, tensors=kept)
@@ -327,7 +327,7 @@ def load_values(reader: Reader, manifest: Manifest, root: Path) -> dict[Path, ob
     for path, tensor in manifest.tensors.items():
         if path[: n + 1] == (*root, "param_groups") and prod(tensor.shape) <= SMALL_ELEMENTS:
             [located] = resolve(reader, manifest, [tensor])
-            data = b"".join(blocks_of(reader, located))
+            data = b"".join(read_blocks(reader, located))
             values[path] = np.frombuffer(data, numpy_dtype(tensor.stored)).reshape(tensor.shape).tolist()
     return values
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardckpt.boxes import Box, whole
+from shardckpt.boxes import Box, full_box
 from shardckpt.errors import NameCollisionError
-from shardckpt.format.dcp.writer import SliceChunk, SliceFile, encode_metadata, item_of, slice_files
+from shardckpt.format.dcp.writer import SliceChunk, SliceFile, encode_metadata, make_object, slice_files
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import ArchiveWriter
 from shardckpt.manifest import Path, dotted
@@ -16,7 +16,7 @@ from shardckpt.offline.select.checkpoint_content import Content
 from shardckpt.offline.select.group_settings import STATE, by_path
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.report import Meter
-from shardckpt.offline.write.resolve import rows_of
+from shardckpt.offline.write.resolve import row_shard
 from shardckpt.offline.write.stream import MemoryBudget, TensorPart, write_parts
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
@@ -70,7 +70,7 @@ def _parts(arrays: Mapping[Path, OutputTensor], chunks: Iterable[SliceChunk]) ->
     for chunk in chunks:
         tensor = arrays[chunk.path]
         if tensor.members:
-            yield from (TensorPart(member, whole(member.shape)) for member in tensor.members)
+            yield from (TensorPart(member, full_box(member.shape)) for member in tensor.members)
         else:
             yield TensorPart(tensor, chunk.box)
 
@@ -125,8 +125,8 @@ class _Slices:
             self._missing = what.nbytes
 
 
-def selected_content(selection: Selection) -> Content:
-    """Return what a conversion selected, as torch's own functions would have saved it: `model` and `optim`."""
+def build_content(selection: Selection) -> Content:
+    """Build the content of a selection as torch would save it: `model` and `optim`."""
     arrays: dict[Path, OutputTensor] = {("model", tensor.name): tensor for tensor in selection.model}
     ties: dict[Path, Path] = {
         ("model", name): ("model", kept) for name, kept in selection.ties.items() if ("model", kept) in arrays
@@ -136,12 +136,12 @@ def selected_content(selection: Selection) -> Content:
         state, rest = by_path(selection.optim, selection.groups)
         arrays |= {_as_torch(("optim", *path)): tensor for path, tensor in state.items()}
         for path, value in rest.items():
-            values |= leaves_of(value, _as_torch(("optim", *path)))
+            values |= flatten_value(value, _as_torch(("optim", *path)))
     order: tuple[Path, ...] = tuple(("model", name) for name in selection.order)
     return Content(arrays, ties, values, (*order, *arrays) if order else ())
 
 
-def listed(path: Path) -> Path:
+def to_torch_path(path: Path) -> Path:
     """Return a path as torch has it: numbers count lists, but those of an optimizer's parameters are keys."""
     return tuple(str(key) if i and path[i - 1] == STATE and isinstance(key, int) else key for i, key in enumerate(path))
 
@@ -151,18 +151,18 @@ def _as_torch(path: Path) -> Path:
     return tuple(map(str, path))
 
 
-def leaves_of(value: Any, path: Path) -> dict[Path, object]:
-    """Return the objects that torch's planner makes of a value: dicts are opened, and lists that hold dicts."""
+def flatten_value(value: Any, path: Path) -> dict[Path, object]:
+    """Flatten a value as torch's planner does: dicts, and lists that hold dicts."""
     found: dict[Path, object] = {}
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            made = leaves_of(inner, (*path, str(key)))
+            made = flatten_value(inner, (*path, str(key)))
             if not found.keys().isdisjoint(made):
                 raise NameCollisionError("two keys of a dict read alike as text", where=dotted(path), found=repr(key))
             found |= made
     elif isinstance(value, list) and _is_opened(value):
         for i, inner in enumerate(value):
-            found |= leaves_of(inner, (*path, i))
+            found |= flatten_value(inner, (*path, i))
     else:
         found[path] = value
     return found
@@ -201,13 +201,13 @@ def plan_as_stored(content: Content, *, most_bytes: int, unique_suffix: str = ""
     for path, tensor in content.arrays.items():
         pieces = [p for p in tensor.entry.pieces if p.box.volume]
         if not pieces or not tensor.shape:
-            boxes[rank_of[pieces[0].file] if pieces else 0].append((path, whole(tensor.shape)))
+            boxes[rank_of[pieces[0].file] if pieces else 0].append((path, full_box(tensor.shape)))
         for piece in pieces if tensor.shape else ():
             boxes[rank_of[piece.file]].append((path, piece.box))
     return _files(content, boxes, most_bytes, unique_suffix)
 
 
-def metadata_of(files: Sequence[DcpFile], content: Content) -> bytes:
+def encode_content_metadata(files: Sequence[DcpFile], content: Content) -> bytes:
     """Return the content of `.metadata`."""
     return encode_metadata((each.file for each in files), content.ties, content.order or tuple(content.arrays))
 
@@ -215,7 +215,7 @@ def metadata_of(files: Sequence[DcpFile], content: Content) -> bytes:
 def _files(
     content: Content, boxes: Sequence[Sequence[tuple[Path, Box]]], most_bytes: int, unique_suffix: str
 ) -> list[DcpFile]:
-    items = [item_of(path, value) for path, value in content.values.items()]
+    items = [make_object(path, value) for path, value in content.values.items()]
     files: list[DcpFile] = []
     for rank, mine in enumerate(boxes):
         chunks = [SliceChunk(path, content.arrays[path].shape, content.arrays[path].dtype, box) for path, box in mine]
@@ -228,6 +228,6 @@ def _rows(tensor: OutputTensor, world_size: int, rank: int) -> Iterable[Box]:
     """Return what a rank holds: its rows, or all of what cannot be cut."""
     shape = tensor.shape
     if not shape or 0 in shape or tensor.members:
-        return (whole(shape),)
-    rows = rows_of(shape, world_size, rank)
+        return (full_box(shape),)
+    rows = row_shard(shape, world_size, rank)
     return (rows,) if rows.volume else ()

@@ -16,7 +16,7 @@ import numpy as np
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.writer import TensorValue, archived
+from shardckpt.format.torchsave.writer import TensorValue, encode_archive
 from shardckpt.manifest import UNREAD
 from shardckpt.offline.select.group_settings import GROUPS, VALUES
 from shardckpt.offline.select.lossiness import is_unsupported, require_allowed
@@ -24,9 +24,9 @@ from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.selection import Selection, select
 from shardckpt.offline.targets.torchsave import TorchFile, state_dict, torch_file
 from shardckpt.offline.write.numpy_casts import numpy_dtype
-from shardckpt.offline.write.resolve import blocks_of
+from shardckpt.offline.write.resolve import read_blocks
 from shardckpt.plan.layout.output_files import OutputTensor
-from shardckpt.plan.optim.optimizer_state import rebuild
+from shardckpt.plan.optim.optimizer_state import unflatten
 
 TARGET = "deepspeed-universal"
 LATEST = "latest_universal"
@@ -71,13 +71,13 @@ def check(options: Options) -> None:
 def master_weights(
     reader: Reader, options: Options, config: Mapping[str, object], selection: Selection
 ) -> list[OutputTensor]:
-    """Return the weights that the optimizer goes on from: its own copies where the source has them.
+    """Return the master weights: the optimizer's own copies if the source has them.
 
     Raises:
         UsageError: The optimizer has a parameter that the model lacks; or there is no optimizer.
         CheckpointError: Something of them is missing.
     """
-    if not _trained(selection):
+    if not _trained_names(selection):
         raise UsageError(
             "a universal checkpoint is one to resume training from, and there is no optimizer here",
             found="no trained parameter",
@@ -89,7 +89,7 @@ def master_weights(
         found = select(reader, replace(options, part="model", weights="master"), config).model
     known = {tensor.name: tensor for tensor in found}
     made = []
-    for name in _trained(selection):
+    for name in _trained_names(selection):
         tensor = known.get(name) or known.get(selection.ties.get(name, ""))
         if tensor is None:
             raise UsageError(
@@ -119,16 +119,16 @@ def lay_out(
     steps = _steps(reader, params)
     folder = f"global_step{steps}_universal"
     files = [
-        file for name, param in params.items() for file in _files_of(f"{folder}/{_ZERO}/{_folder_name(name)}", param)
+        file for name, param in params.items() for file in _param_files(f"{folder}/{_ZERO}/{_folder_name(name)}", param)
     ]
     files.append(_optimizer_state(f"{folder}/{_ZERO}/optimizer_state.pt", reader, selection, params))
-    told = _told(reader, selection, params, steps)
+    told = _model_fields(reader, selection, params, steps)
     model = {"module": state_dict(selection, selection.model), **told}
     files.append(torch_file(f"{folder}/mp_rank_00_model_states.pt", model, selection.model))
     small = {
-        f"{folder}/zero_pp_rank_0_mp_rank_00_model_states.pt": archived({"module": {}, **told}),
+        f"{folder}/zero_pp_rank_0_mp_rank_00_model_states.pt": encode_archive({"module": {}, **told}),
         **{
-            f"{folder}/{_ZERO}/{_folder_name(name)}/{_STEP}.pt": archived(param.step)
+            f"{folder}/{_ZERO}/{_folder_name(name)}/{_STEP}.pt": encode_archive(param.step)
             for name, param in params.items()
             if param.step is not None and not isinstance(param.step, OutputTensor)
         },
@@ -137,7 +137,7 @@ def lay_out(
     return files, small
 
 
-def _trained(selection: Selection) -> list[str]:
+def _trained_names(selection: Selection) -> list[str]:
     groups: Sequence[Mapping[str, Any]] = (selection.groups or {}).get(GROUPS, ())
     return [name for group in groups for name in group["params"]]
 
@@ -190,7 +190,7 @@ def _folder_name(name: str) -> str:
     return name
 
 
-def _files_of(folder: str, param: _Param) -> Iterator[TorchFile]:
+def _param_files(folder: str, param: _Param) -> Iterator[TorchFile]:
     for slot, tensor in {_WEIGHTS: param.weights, **param.slots}.items():
         value = {"cat_dim": 0, "param": TensorValue(0, tensor.dtype, tensor.shape)}
         yield torch_file(f"{folder}/{slot}.pt", value, [tensor])
@@ -216,7 +216,7 @@ def _optimizer_state(name: str, reader: Reader, selection: Selection, params: Ma
     return torch_file(name, value, steps)
 
 
-def _told(reader: Reader, selection: Selection, params: Mapping[str, _Param], steps: int) -> dict[str, object]:
+def _model_fields(reader: Reader, selection: Selection, params: Mapping[str, _Param], steps: int) -> dict[str, object]:
     """Return what a model file says beside the weights."""
     groups: Sequence[Mapping[str, Any]] = (selection.groups or {}).get(GROUPS, ())
     shapes = [{name: NamedValue("size", params[name].weights.shape) for name in group["params"]} for group in groups]
@@ -244,7 +244,7 @@ def _loop(reader: Reader) -> dict[str, object]:
     found: dict[str, object] = {}
     for key in _LOOP if reader.manifest.format.startswith("deepspeed") else ():
         below = {p[1:]: e.value for p, e in reader.manifest.objects.items() if p[0] == key}
-        value = rebuild(below) if below and UNREAD not in below.values() else None
+        value = unflatten(below) if below and UNREAD not in below.values() else None
         if value is not None and not is_unsupported("torch", value):
             found[key] = value
     return found
@@ -262,7 +262,7 @@ def _steps(reader: Reader, params: Mapping[str, _Param]) -> int:
         return entry.value
     for param in params.values():
         if isinstance(param.step, OutputTensor) and prod(param.step.shape) == 1:
-            data = b"".join(blocks_of(reader, param.step.entry))
+            data = b"".join(read_blocks(reader, param.step.entry))
             return int(np.frombuffer(data, numpy_dtype(param.step.entry.stored))[0])
         if isinstance(param.step, int | float):
             return int(param.step)

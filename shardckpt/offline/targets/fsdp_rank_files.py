@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from shardckpt.boxes import Shape, strides, whole
+from shardckpt.boxes import Shape, full_box, strides
 from shardckpt.errors import FormatError
 from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName
 from shardckpt.format.reader import Reader
@@ -21,7 +21,7 @@ from shardckpt.format.torchsave.writer import ArchiveWriter, Storage, TensorValu
 from shardckpt.manifest import Path, dotted
 from shardckpt.offline.select.checkpoint_content import Content
 from shardckpt.offline.write.report import Meter
-from shardckpt.offline.write.resolve import rows_of
+from shardckpt.offline.write.resolve import row_shard
 from shardckpt.offline.write.stream import MemoryBudget, TensorPart, write_parts
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming.fqn import require_matches
@@ -34,7 +34,7 @@ _LAYOUT = "torch.distributed._mesh_layout"
 
 @dataclass(frozen=True, slots=True)
 class RankFileOutput:
-    """One rank's file, decided.
+    """One planned rank file.
 
     Attributes:
         name: In the target.
@@ -74,8 +74,8 @@ class RankFileOutput:
         return ()
 
 
-def paths_cut(content: Content, keep_whole: Sequence[str]) -> frozenset[Path]:
-    """Return the paths of what is cut; each rank has everything else whole.
+def sharded_paths(content: Content, keep_whole: Sequence[str]) -> frozenset[Path]:
+    """Return the paths of sharded tensors; every rank has the others in full.
 
     Args:
         content: What is written.
@@ -87,10 +87,10 @@ def paths_cut(content: Content, keep_whole: Sequence[str]) -> frozenset[Path]:
     names = {path: dotted(path) for path in content.arrays}
     require_matches(keep_whole, list(names.values()))
     kept = {path for path, name in names.items() if any(fnmatchcase(name, glob) for glob in keep_whole)}
-    return frozenset(_cut_in_source(content.arrays) - kept)
+    return frozenset(_sharded_in_source(content.arrays) - kept)
 
 
-def _cut_in_source(arrays: Mapping[Path, OutputTensor]) -> set[Path]:
+def _sharded_in_source(arrays: Mapping[Path, OutputTensor]) -> set[Path]:
     """Return what a source has cut, or would have if it had more rows; all with rows where it has nothing cut."""
     rows = {path: tensor for path, tensor in arrays.items() if tensor.shape and 0 not in tensor.shape}
     pieces = {path: sum(1 for piece in tensor.entry.pieces if piece.box.volume) for path, tensor in rows.items()}
@@ -119,10 +119,10 @@ def _rank_file(content: Content, cut: Collection[Path], rank: int, world: int) -
     mesh = _mesh(rank, world)
     made: dict[Path, object] = {}
     for path, tensor in content.arrays.items():
-        box = rows_of(tensor.shape, world, rank) if path in cut else None
+        box = row_shard(tensor.shape, world, rank) if path in cut else None
         local = TensorValue(len(storages), tensor.dtype, tensor.shape if box is None else box.size)
         storages.append(Storage(tensor.dtype, prod(local.shape)))
-        parts.append(TensorPart(tensor, whole(tensor.shape) if box is None else box))
+        parts.append(TensorPart(tensor, full_box(tensor.shape) if box is None else box))
         made[path] = local if box is None else _dtensor(local, tensor.shape, mesh)
     leaves = {
         path: made[content.ties.get(path, path)] for path in content.order if content.ties.get(path, path) in made
@@ -143,10 +143,10 @@ def _build_state(leaves: Mapping[Path, object]) -> object:
     for path, leaf in leaves.items():
         inner.setdefault(path[0], {})[path[1:]] = leaf
     made = {key: _build_state(each) for key, each in inner.items()}
-    return {k: _listed(v) if k != _STATE else v for k, v in made.items()}
+    return {k: _make_lists(v) if k != _STATE else v for k, v in made.items()}
 
 
-def _listed(value: Any) -> Any:
+def _make_lists(value: Any) -> Any:
     is_list = type(value) is dict and bool(value) and list(value) == list(range(len(value)))
     return list(value.values()) if is_list else value
 

@@ -6,18 +6,18 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from shardckpt.boxes import Box, Shape, whole
+from shardckpt.boxes import Box, Shape, full_box
 from shardckpt.dtypes import bits
 from shardckpt.format.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.format.native.manifest_json import ManifestContents, encode_manifest
 from shardckpt.format.native.partial_manifest import WrittenPayload, build_partial, merge_partials
 from shardckpt.format.native.payload import HF_INDEX, BlockHasher, PayloadChunk, PayloadFile, hf_index, lay_out
-from shardckpt.format.native.records import ArrayRecord, record_of
+from shardckpt.format.native.records import ArrayRecord, make_record
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Path
 from shardckpt.offline.select.native_tree import NativeTree
 from shardckpt.offline.write.report import Meter
-from shardckpt.offline.write.resolve import rows_of
+from shardckpt.offline.write.resolve import row_shard
 from shardckpt.offline.write.stream import MemoryBudget, TensorPart, write_parts
 from shardckpt.offline.write.target_writer import FinalFiles, Hashes, Layout
 from shardckpt.plan.layout.output_files import OutputTensor
@@ -90,7 +90,7 @@ class _Hashed:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A native step, decided.
+    """A planned native step.
 
     Attributes:
         contents: Its manifest, without files and rows.
@@ -119,7 +119,7 @@ class PlannedStep:
         made: dict[str, bytes] = {}
         if self.model is not None:
             made[HF_INDEX] = hf_index(self.payloads[0], self.model)
-            files = (*files, record_of(HF_INDEX, made[HF_INDEX]))
+            files = (*files, make_record(HF_INDEX, made[HF_INDEX]))
         contents = replace(self.contents, files=files, arrays=arrays)
         manifest = encode_manifest(contents)
         return {
@@ -164,8 +164,8 @@ def _rows(tensor: OutputTensor, writers: int, writer: int) -> Iterator[Box]:
     """Yield what a rank holds: its rows, or all of what cannot be cut."""
     shape: Shape = tensor.shape
     if not shape or 0 in shape or bits(tensor.dtype) % 8 or bits(tensor.entry.stored) % 8:
-        yield whole(shape)
+        yield full_box(shape)
         return
-    rows = rows_of(shape, writers, writer)
+    rows = row_shard(shape, writers, writer)
     if rows.volume:
         yield rows

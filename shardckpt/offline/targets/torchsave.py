@@ -13,7 +13,7 @@ from shardckpt.manifest import Path
 from shardckpt.offline.select.group_settings import by_path
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.report import Meter
-from shardckpt.offline.write.stream import MemoryBudget, parts_of, write_parts
+from shardckpt.offline.write.stream import MemoryBudget, iter_parts, write_parts
 from shardckpt.plan.layout.output_files import OutputTensor, name_files
 from shardckpt.storage.store import Writer
 
@@ -55,7 +55,7 @@ class TorchFile:
             StorageError: Reading or writing failed.
         """
         archive = ArchiveWriter(self.archive, writer.write)
-        parts = parts_of(self.tensors)
+        parts = iter_parts(self.tensors)
         write_parts(reader, parts, archive, budget=budget, allow_overflow=allow_overflow, meter=meter)
         archive.close()
         return ()
@@ -138,7 +138,7 @@ def _optimizer(selection: Selection, first: int) -> dict[str | int, object]:
 
 
 def unflatten_state(leaves: Mapping[Path, object]) -> dict[str | int, object]:
-    """Return leaves by path as dicts in one another."""
+    """Turn leaves by path into nested dicts."""
     root: dict[str | int, Any] = {}
     for path, leaf in leaves.items():
         inner = root

@@ -74,7 +74,7 @@ def publish_together(
             laid = lay_out(unique_suffix, save)
             shares = share_out(laid.payload, group.size)
             hashes = write(shares[group.rank], publication)
-        told = {name: each for said in group.all_gather(_encoded(hashes)) for name, each in _decoded(said)}
+        told = {name: each for said in group.all_gather(_encode_hashes(hashes)) for name, each in _decode_hashes(said)}
         with group.collective("publishing"):
             if group.rank == 0:
                 others = [{file.name: file.nbytes for file in share} for share in shares[1:]]
@@ -88,9 +88,9 @@ def publish_together(
     return laid
 
 
-def _encoded(hashes: Hashes) -> bytes:
+def _encode_hashes(hashes: Hashes) -> bytes:
     return json.dumps(dict(hashes)).encode()
 
 
-def _decoded(said: bytes) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _decode_hashes(said: bytes) -> Iterator[tuple[str, tuple[int, ...]]]:
     return ((name, tuple(each)) for name, each in json.loads(said).items())

@@ -250,7 +250,7 @@ class Stopwatch:
         self._since = time.perf_counter()
 
     def end_phase(self, phase: str) -> None:
-        """Count the time since the last phase to `phase`."""
+        """Count the time since the last phase as `phase`."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now

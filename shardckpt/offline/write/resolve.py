@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from shardckpt.boxes import Box, Shape, contiguous_blocks, whole
+from shardckpt.boxes import Box, Shape, contiguous_blocks, full_box
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.reader import Reader
@@ -30,8 +30,8 @@ def resolve(reader: Reader, manifest: Manifest, entries: Sequence[TensorEntry]) 
     return resolved
 
 
-def rows_of(shape: Shape, ranks: int, rank: int) -> Box:
-    """Return the rows of an array that a rank holds, as `torch.chunk` cuts them; the box may be empty.
+def row_shard(shape: Shape, ranks: int, rank: int) -> Box:
+    """Return the rows of a rank as `torch.chunk` splits them; the box may be empty.
 
     Args:
         shape: Of the array, of one dimension at least, in elements.
@@ -44,13 +44,13 @@ def rows_of(shape: Shape, ranks: int, rank: int) -> Box:
 
 
 def same_bits(reader: Reader, manifest: Manifest, a: TensorEntry, b: TensorEntry) -> bool:
-    """Tell whether two arrays of one checkpoint hold the same bits, block by block."""
+    """Return True if two arrays of one checkpoint hold the same bits, block by block."""
     from_a, from_b = resolve(reader, manifest, [a, b])
-    return all(x == y for x, y in zip(blocks_of(reader, from_a), blocks_of(reader, from_b), strict=True))
+    return all(x == y for x, y in zip(read_blocks(reader, from_a), read_blocks(reader, from_b), strict=True))
 
 
-def blocks_of(reader: Reader, entry: TensorEntry, block_bytes: int = 1 << 22) -> Iterator[bytearray]:
-    """Yield the bytes of a resolved array in row-major order, a block at a time.
+def read_blocks(reader: Reader, entry: TensorEntry, block_bytes: int = 1 << 22) -> Iterator[bytearray]:
+    """Yield the bytes of a resolved array in row-major order, block by block.
 
     Args:
         reader: The open checkpoint.
@@ -64,7 +64,7 @@ def blocks_of(reader: Reader, entry: TensorEntry, block_bytes: int = 1 << 22) ->
         entry = as_bytes(entry)
     pieces = PieceReader(reader.store)
     most = max(block_bytes * 8 // bits(entry.stored), 1)
-    for box in contiguous_blocks(whole(entry.shape), most) if prod(entry.shape) else ():
+    for box in contiguous_blocks(full_box(entry.shape), most) if prod(entry.shape) else ():
         buffer = bytearray(nbytes(entry.stored, box.volume))
         pieces.fill([ReadItem(entry.pieces, box, entry.stored, memoryview(buffer))])
         yield buffer

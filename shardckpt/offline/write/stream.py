@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from shardckpt.boxes import Box, contiguous_blocks, whole
+from shardckpt.boxes import Box, contiguous_blocks, full_box
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.encodings.safetensors import HeaderTensor, encode_header, file_order
@@ -75,7 +75,7 @@ class Sink(Protocol):
 
 
 class TensorPart(NamedTuple):
-    """A box of a tensor that is written in one stretch.
+    """A box of a tensor that is written in one range.
 
     Attributes:
         tensor: The tensor.
@@ -87,7 +87,7 @@ class TensorPart(NamedTuple):
 
 
 class OutputFile(Protocol):
-    """A file of tensor data that is decided, whatever its format."""
+    """A planned file of tensor data, in any format."""
 
     @property
     def name(self) -> str:
@@ -117,7 +117,7 @@ class OutputFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """An output file with its header made.
+    """An output file with its header.
 
     Attributes:
         name: In the target.
@@ -193,11 +193,11 @@ def write_file(
             meter.add(step.nbytes)
 
 
-def parts_of(tensors: Iterable[OutputTensor]) -> Iterator[TensorPart]:
+def iter_parts(tensors: Iterable[OutputTensor]) -> Iterator[TensorPart]:
     """Yield whole tensors as parts; one of several members is those."""
     for tensor in tensors:
         for member in tensor.written:
-            yield TensorPart(member, whole(member.shape))
+            yield TensorPart(member, full_box(member.shape))
 
 
 def write_parts(

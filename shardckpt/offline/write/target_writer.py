@@ -17,7 +17,7 @@ Hashes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class FinalFiles:
-    """Files that tell the hashes of the payload's blocks, written after everything else.
+    """Files with the hashes of the payload, written last.
 
     Attributes:
         names: In the order in which they are written.
@@ -62,7 +62,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class TargetWriter:
-    """Writes payload files of one source.
+    """Writes payload files from one source.
 
     Attributes:
         reader: The open checkpoint.

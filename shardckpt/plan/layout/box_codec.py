@@ -45,7 +45,7 @@ def encode_rows(rows: Iterable[BoxRow]) -> bytes:
         for offset, size in boxes:
             numbers.extend(offset)
             numbers.extend(size)
-    head = _encoded(tuple(names))
+    head = _encode_names(tuple(names))
     return len(head).to_bytes(8, "little") + head + numbers.tobytes()
 
 
@@ -56,7 +56,7 @@ def decode_rows(data: bytes) -> list[BoxRow]:
     packed.frombytes(data[end:])
     numbers, at = packed.tolist(), 0
     rows = []
-    for path, shape, dtype, count in _decoded(data[8:end]):
+    for path, shape, dtype, count in _decode_names(data[8:end]):
         dims, boxes = len(shape), []
         for _ in range(count):
             middle = at + dims
@@ -70,12 +70,12 @@ def decode_rows(data: bytes) -> list[BoxRow]:
 
 
 @lru_cache(maxsize=4)
-def _encoded(names: tuple[_Name, ...]) -> bytes:
+def _encode_names(names: tuple[_Name, ...]) -> bytes:
     rows = [[list(path), list(shape), dtype, count] for path, shape, dtype, count in names]
     return json.dumps(rows, separators=(",", ":")).encode()
 
 
 @lru_cache(maxsize=4)
-def _decoded(head: bytes) -> list[_Name]:
+def _decode_names(head: bytes) -> list[_Name]:
     rows: list[Any] = json.loads(head)
     return [(tuple(path), tuple(shape), dtype, count) for path, shape, dtype, count in rows]

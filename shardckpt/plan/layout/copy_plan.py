@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from shardckpt.boxes import Box, contiguous_blocks, flat_index, is_contiguous, whole
+from shardckpt.boxes import Box, contiguous_blocks, flat_index, full_box, is_contiguous
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
 from shardckpt.plan.layout.output_files import OutputTensor
@@ -88,7 +88,7 @@ def steps(
     wide_bytes = max(batch_bytes, wide_bytes)
     takes: list[Take] = []
     size = stored = 0
-    for run in _merged(
+    for run in _merge_runs(
         run for tensor in tensors for run in _runs(tensor, wide_bytes if is_scattered(tensor) else batch_bytes)
     ):
         source = run[0].source
@@ -111,7 +111,7 @@ def steps(
         yield Batch(size, tuple(takes))
 
 
-def _merged(runs: Iterator[_Run]) -> Iterator[list[_Run]]:
+def _merge_runs(runs: Iterator[_Run]) -> Iterator[list[_Run]]:
     """Join runs whose source bytes follow one another in one file."""
     group: list[_Run] = []
     for run in runs:
@@ -143,12 +143,12 @@ def _runs(tensor: OutputTensor, batch_bytes: int) -> Iterator[_Run]:
             else:
                 yield from _pieces_of_run(tensor, box, copy, most)
     elif prod(entry.shape):
-        for block in contiguous_blocks(whole(entry.shape), most):
+        for block in contiguous_blocks(full_box(entry.shape), most):
             yield _Run(tensor, block, None)
 
 
 def is_scattered(tensor: OutputTensor) -> bool:
-    """Tell whether neighbours in the tensor lie far apart in a storage."""
+    """Return True if neighbours in the tensor lie far apart in a storage."""
     return any(
         isinstance(inner := p.layout.inner if isinstance(p.layout, Encoded) else p.layout, Strided)
         and list(inner.strides) != sorted(inner.strides, reverse=True)
@@ -165,11 +165,11 @@ def as_bytes(entry: TensorEntry) -> TensorEntry:
         return entry
     _, file, span = entry.pieces[0]
     shape = (span.nbytes,)
-    return TensorEntry(entry.path, shape, "uint8", (Piece(whole(shape), file, span),))
+    return TensorEntry(entry.path, shape, "uint8", (Piece(full_box(shape), file, span),))
 
 
 def _pieces_of_run(tensor: OutputTensor, box: Box, copy: Copy, most: int) -> Iterator[_Run]:
-    """Cut a long run where a batch could end; `_merged` joins what is copied after all."""
+    """Cut a long run where a batch could end; `_merge_runs` joins what is copied after all."""
     at = copy.offset
     for block in contiguous_blocks(box, most):
         size = nbytes(tensor.dtype, block.volume)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from operator import mul
 
-from shardckpt.boxes import Box, Shape, cover, flat_index, is_contiguous, is_grid, strides, whole
+from shardckpt.boxes import Box, Shape, cover, flat_index, full_box, is_contiguous, is_grid, strides
 from shardckpt.dtypes import array_nbytes, bits, nbytes
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, OverlapError, TruncatedError
 from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry, dotted
@@ -48,7 +48,7 @@ def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 1
     """
     found: list[Fault] = []
     for entry in entries:
-        found += _of_entry(manifest, entry, limit)
+        found += _check_entry(manifest, entry, limit)
         if len(found) >= limit:
             break
     return found[:limit]
@@ -106,14 +106,14 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
     )
 
 
-def _of_entry(manifest: Manifest, entry: TensorEntry, limit: int) -> list[Fault]:
+def _check_entry(manifest: Manifest, entry: TensorEntry, limit: int) -> list[Fault]:
     if _is_plain_whole(manifest, entry) or _is_plain_tiling(manifest, entry):
         return []
     name = dotted(entry.path)
-    region = whole(entry.shape)
+    region = full_box(entry.shape)
     if any(n < 0 for n in entry.shape) or prod(entry.shape) > _MAX_ELEMENTS:
         return [Fault("invalid", name, region, "", f"no array has the shape {entry.shape}")]
-    found = [fault for piece in entry.pieces if (fault := _of_piece(manifest, entry, piece, name))]
+    found = [fault for piece in entry.pieces if (fault := _check_piece(manifest, entry, piece, name))]
     if len(entry.pieces) == 1 and entry.pieces[0].box == region:
         return found
     pieces = [p for p in entry.pieces if len(p.box.offset) == len(p.box.size) == len(entry.shape)]
@@ -132,7 +132,7 @@ def _is_plain_whole(manifest: Manifest, entry: TensorEntry) -> bool:
     box, file, layout = entry.pieces[0]
     return (
         isinstance(layout, Span)
-        and box == whole(entry.shape)
+        and box == full_box(entry.shape)
         and min(entry.shape, default=0) >= 0
         and layout.nbytes == array_nbytes(entry.stored, entry.shape) < _MAX_BYTES
         and 0 <= layout.offset <= manifest.files.get(file, -1) - layout.nbytes
@@ -155,7 +155,7 @@ def _is_plain_tiling(manifest: Manifest, entry: TensorEntry) -> bool:
 
 
 def _follow_one_another(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Tell whether boxes inside an array are its elements in row-major order, one box after the other."""
+    """Return True if boxes inside an array are its elements in row-major order, one box after the other."""
     if not all(is_contiguous(shape, box) for box in boxes):
         return False
     steps, at = strides(shape), 0
@@ -166,7 +166,7 @@ def _follow_one_another(shape: Shape, boxes: Sequence[Box]) -> bool:
     return at == prod(shape)
 
 
-def _of_piece(manifest: Manifest, entry: TensorEntry, piece: Piece, name: str) -> Fault | None:
+def _check_piece(manifest: Manifest, entry: TensorEntry, piece: Piece, name: str) -> Fault | None:
     box, file, layout = piece
     if not box.within(entry.shape):
         return Fault("invalid", name, box, file, f"outside the array's shape {entry.shape}")
@@ -198,7 +198,7 @@ def _wrong_extent(entry: TensorEntry, box: Box, layout: Span | Strided | Lazy) -
 
 
 def is_row_major(box: Box, layout: Strided) -> bool:
-    """Tell whether a view's elements lie back to back in row-major order."""
+    """Return True if a view's elements lie back to back in row-major order."""
     return all(n <= 1 or s == r for n, s, r in zip(box.size, layout.strides, strides(box.size), strict=True))
 
 

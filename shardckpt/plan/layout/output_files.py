@@ -31,7 +31,7 @@ class Change(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor to be written.
+    """One tensor to write.
 
     Attributes:
         name: Final name.
@@ -75,7 +75,7 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """One payload file to be written.
+    """One payload file to write.
 
     Attributes:
         name: Its name in the target.

@@ -13,7 +13,7 @@ Steps = Callable[[Shape], Shape]
 
 
 def narrow(pieces: Sequence[Piece], region: Box, dtype: str) -> list[Piece]:
-    """Return what lies in a region, in the region's own coordinates.
+    """Return the pieces inside a region, in the region's coordinates.
 
     Args:
         pieces: Resolved.
@@ -24,18 +24,18 @@ def narrow(pieces: Sequence[Piece], region: Box, dtype: str) -> list[Piece]:
     for piece in pieces:
         inner = intersect(piece.box, region)
         if inner is not None:
-            layout = piece.layout if inner == piece.box else _cut(piece, inner, dtype)
+            layout = piece.layout if inner == piece.box else _narrow_layout(piece, inner, dtype)
             found.append(Piece(shift(inner, region.offset), piece.file, layout))
     return found
 
 
 def shift_pieces(pieces: Sequence[Piece], dim: int, by: int) -> list[Piece]:
-    """Return pieces that start `by` elements later in one dimension."""
-    return [piece._replace(box=_moved(piece.box, dim, by)) for piece in pieces]
+    """Move pieces by `by` elements along one dimension."""
+    return [piece._replace(box=_shift_box(piece.box, dim, by)) for piece in pieces]
 
 
 def unsqueeze(pieces: Sequence[Piece], dim: int) -> list[Piece]:
-    """Return pieces with one more dimension, of one element, in front of dimension `dim`."""
+    """Insert a dimension of size 1 in front of dimension `dim`."""
 
     def steps(given: Shape) -> Shape:
         return (*given[:dim], 0, *given[dim:])
@@ -44,32 +44,32 @@ def unsqueeze(pieces: Sequence[Piece], dim: int) -> list[Piece]:
     for piece in pieces:
         (offset, size), layout = piece.box, piece.layout
         box = Box((*offset[:dim], 0, *offset[dim:]), (*size[:dim], 1, *size[dim:]))
-        found.append(Piece(box, piece.file, _restrided(layout, steps)))
+        found.append(Piece(box, piece.file, _with_strides(layout, steps)))
     return found
 
 
 def squeeze(pieces: Sequence[Piece], dim: int) -> list[Piece]:
-    """Return pieces without a dimension of one element."""
+    """Remove a dimension of size 1."""
     found = []
     for piece in pieces:
         (offset, size), layout = piece.box, piece.layout
         box = Box((*offset[:dim], *offset[dim + 1 :]), (*size[:dim], *size[dim + 1 :]))
-        found.append(Piece(box, piece.file, _restrided(layout, lambda given: (*given[:dim], *given[dim + 1 :]))))
+        found.append(Piece(box, piece.file, _with_strides(layout, lambda given: (*given[:dim], *given[dim + 1 :]))))
     return found
 
 
 def permute(pieces: Sequence[Piece], dims: Sequence[int]) -> list[Piece]:
-    """Return pieces with their dimensions in another order: dimension i becomes what dimension `dims[i]` was."""
+    """Permute the dimensions of pieces: dimension i is what `dims[i]` was."""
     found = []
     for piece in pieces:
         offset, size = piece.box
         box = Box(tuple(offset[d] for d in dims), tuple(size[d] for d in dims))
-        layout = _restrided(_as_strided(piece), lambda given: tuple(given[d] for d in dims))
+        layout = _with_strides(_as_strided(piece), lambda given: tuple(given[d] for d in dims))
         found.append(Piece(box, piece.file, layout))
     return found
 
 
-def _moved(box: Box, dim: int, by: int) -> Box:
+def _shift_box(box: Box, dim: int, by: int) -> Box:
     return Box((*box.offset[:dim], box.offset[dim] + by, *box.offset[dim + 1 :]), box.size)
 
 
@@ -82,17 +82,17 @@ def _as_strided(piece: Piece) -> Layout:
     return layout._replace(inner=inner) if isinstance(layout, Encoded) else inner
 
 
-def _restrided(layout: Layout, change: Steps) -> Layout:
+def _with_strides(layout: Layout, change: Steps) -> Layout:
     """Return a layout with other strides; elements back to back stay so."""
     if isinstance(layout, Encoded):
-        inner = _restrided(layout.inner, change)
+        inner = _with_strides(layout.inner, change)
         assert isinstance(inner, (Span, Strided)), "only those lie in a decoded stream"
         return layout._replace(inner=inner)
     return layout._replace(strides=change(layout.strides)) if isinstance(layout, Strided) else layout
 
 
-def _cut(piece: Piece, box: Box, dtype: str) -> Layout:
-    """Return where a part of a piece lies."""
+def _narrow_layout(piece: Piece, box: Box, dtype: str) -> Layout:
+    """Return the layout of a part of a piece."""
     layout, rel = piece.layout, shift(box, piece.box.offset)
     inner = layout.inner if isinstance(layout, Encoded) else layout
     assert isinstance(inner, (Span, Strided)), "pieces are resolved before they are seen otherwise"

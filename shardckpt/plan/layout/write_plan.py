@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardckpt.boxes import Box, Shape, contiguous_blocks, cover, is_grid, strides, whole
+from shardckpt.boxes import Box, Shape, contiguous_blocks, cover, full_box, is_grid, strides
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.errors import IncompleteError, UsageError
 from shardckpt.manifest import Path, dotted
@@ -24,7 +24,7 @@ _NO_LIMIT = 1 << 62
 
 
 class LocalTensor(NamedTuple):
-    """What one rank holds of one array.
+    """The boxes that one rank has of one tensor.
 
     Attributes:
         path: Where the array sits in the saved nest.
@@ -42,7 +42,7 @@ class LocalTensor(NamedTuple):
 
 
 class TensorSpec(NamedTuple):
-    """One array of the save.
+    """One tensor of the save.
 
     Attributes:
         path: Where it sits in the saved nest.
@@ -56,7 +56,7 @@ class TensorSpec(NamedTuple):
 
 
 class WriteItem(NamedTuple):
-    """A box that one rank writes.
+    """One box that a rank writes.
 
     Attributes:
         array: Index among the plan's arrays.
@@ -69,7 +69,7 @@ class WriteItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The decision.
+    """Which rank writes which boxes.
 
     Attributes:
         arrays: In the order of the first rank that holds each.
@@ -85,7 +85,7 @@ class SavePlan:
 
 
 def plan_save(held: Sequence[Sequence[LocalTensor]]) -> SavePlan:
-    """Decide who writes what.
+    """Decide which rank writes which boxes.
 
     Args:
         held: For each rank what it holds.
@@ -203,9 +203,9 @@ def _disjoint(array: _Array) -> Iterable[tuple[Box, int, Sequence[int]]]:
     """
     shape = array.spec.shape
     if 0 in shape:
-        return ((whole(shape), 0, (array.first,)),)
+        return ((full_box(shape), 0, (array.first,)),)
     boxes = [box for box in array.holders if 0 not in box.size]
-    if len(boxes) == 1 and boxes[0] == whole(shape):
+    if len(boxes) == 1 and boxes[0] == full_box(shape):
         return ((boxes[0], boxes[0].volume, tuple(array.holders[boxes[0]])),)
     strange = next((box for box in boxes if not len(box.offset) == len(box.size) == len(shape)), None)
     if strange is not None:
@@ -220,14 +220,14 @@ def _disjoint(array: _Array) -> Iterable[tuple[Box, int, Sequence[int]]]:
     outside = next((box for box in boxes if not box.within(shape)), None)
     if outside is not None:
         raise _outside(array, outside)
-    gaps = cover(whole(shape), boxes, limit=_NO_LIMIT).gaps
+    gaps = cover(full_box(shape), boxes, limit=_NO_LIMIT).gaps
     if gaps:
         raise IncompleteError(
             f"{dotted(array.spec.path)} {gaps[0]}: no rank holds these elements",
             found=f"{len(boxes)} boxes",
             expected=f"all of {list(shape)}",
         )
-    return _carved(array, boxes)
+    return _carve(array, boxes)
 
 
 def _outside(array: _Array, box: Box) -> UsageError:
@@ -261,7 +261,7 @@ def _volumes_of_tiling(shape: Shape, boxes: Sequence[Box]) -> list[int] | None:
     return volumes.tolist() if fits else None
 
 
-def _carved(array: _Array, boxes: Sequence[Box]) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
+def _carve(array: _Array, boxes: Sequence[Box]) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
     """Yield boxes without what smaller ones hold already."""
     taken: list[Box] = []
     for box in sorted(boxes, key=lambda b: (b.volume, b)):

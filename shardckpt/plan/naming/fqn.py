@@ -8,15 +8,15 @@ from fnmatch import fnmatchcase
 
 from shardckpt.errors import NameCollisionError, UsageError
 from shardckpt.manifest import Manifest, TensorEntry, dotted
-from shardckpt.parameter_names import WRAPPERS, unwrapped
+from shardckpt.parameter_names import WRAPPERS, strip_wrappers
 from shardckpt.plan.naming.sections import Sections, model_paths
 
 _LEADING = "module"
 """DDP and DeepSpeed put this before every name; inside a name it may be somebody's own."""
 
 
-def clean(names: Iterable[str]) -> dict[str, str]:
-    """Return each name to the name of the unwrapped model.
+def clean_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the FQN in the unwrapped model for each name.
 
     `module.` is removed only where every name starts with it, however deep it is nested with the other wrappers. A name
     of nothing but wrappers stays as it is.
@@ -24,20 +24,20 @@ def clean(names: Iterable[str]) -> dict[str, str]:
     Raises:
         NameCollisionError: Two names become one.
     """
-    cleaned = {name: unwrapped(name) for name in names}
+    cleaned = {name: strip_wrappers(name) for name in names}
     while cleaned and all(name.startswith(f"{_LEADING}.") and name != f"{_LEADING}." for name in cleaned.values()):
         cleaned = {name: new.removeprefix(f"{_LEADING}.") for name, new in cleaned.items()}
     require_unique(cleaned)
     return cleaned
 
 
-def cleaner(names: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that cleans further names (of optimizer state) as `clean` cleaned these.
+def make_cleaner(names: Iterable[str]) -> Callable[[str], str]:
+    """Return a function that cleans further names (of optimizer state) as `clean_names` cleaned these.
 
     Args:
         names: The model's names as stored.
     """
-    known = clean(names)
+    known = clean_names(names)
     strips = [name for name, new in known.items() if name != new]
     depth = min((_leading_depth(name) for name in strips), default=0)
 
@@ -60,7 +60,7 @@ def _leading_depth(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """A checkpoint's tensors under canonical names.
+    """The tensors of a model by FQN.
 
     Attributes:
         tensors: Name to array, in saved order.
@@ -81,8 +81,8 @@ def name_model(manifest: Manifest, found: Sections) -> NamedModel:
     paths = list(model_paths(manifest, found))
     stored = {path: dotted(path[depth:]) or dotted(path) for path in paths}
     require_unique({str(path): name for path, name in stored.items()})
-    cleaned = clean(stored.values())
-    return NamedModel({cleaned[stored[path]]: manifest.tensors[path] for path in paths}, cleaner(stored.values()))
+    cleaned = clean_names(stored.values())
+    return NamedModel({cleaned[stored[path]]: manifest.tensors[path] for path in paths}, make_cleaner(stored.values()))
 
 
 def require_unique(renamed: Mapping[str, str]) -> None:
@@ -104,8 +104,8 @@ def require_unique(renamed: Mapping[str, str]) -> None:
         taken[new] = old
 
 
-def keep(names: Iterable[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """Return the names that match a glob of `include` (all, if there is none) and none of `exclude`.
+def select_names(names: Iterable[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    """Return the names that match a glob of `include` (or all) and none of `exclude`.
 
     Raises:
         UsageError: A glob that matches nothing, which is usually a slip, or globs that leave nothing.

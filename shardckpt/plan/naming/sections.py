@@ -24,7 +24,7 @@ _TORCH_FILE = re.compile(r"\.(pt|pth|bin|ckpt)$")
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """The subtrees of a checkpoint, as paths.
+    """Paths of the model, the optimizers and other subtrees of a checkpoint.
 
     Attributes:
         model: Where the model is; the empty path is the top level.
@@ -41,7 +41,7 @@ class Sections:
 
 
 def find_sections(manifest: Manifest, model_key: str = "", optim_key: str = "") -> Sections:
-    """Find the parts of a checkpoint.
+    """Find the model, the optimizers and other subtrees of a checkpoint.
 
     Args:
         manifest: The checkpoint.
@@ -179,7 +179,7 @@ def _model(manifest: Manifest, optimizers: list[Path]) -> Path:
 
 
 def _is_flat(manifest: Manifest, optimizers: list[Path]) -> bool:
-    """Tell whether the tensors at the top level are a model's state dict, and not a few numbers beside subtrees.
+    """Return True if the tensors at the top level are a model's state dict, and not a few numbers beside subtrees.
 
     A state dict's names have dots, and it holds most of the elements.
     """

@@ -22,7 +22,7 @@ _EMBEDDINGS = (
 )
 
 
-def ties_of_config(config: Mapping[str, object], names: Mapping[str, TensorEntry]) -> dict[str, str]:
+def read_config_ties(config: Mapping[str, object], names: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Return output embedding to input embedding, where a model's config says that they are one.
 
     Args:
@@ -44,10 +44,10 @@ def ties_of_config(config: Mapping[str, object], names: Mapping[str, TensorEntry
     }
 
 
-def kept_names(
+def map_kept_names(
     names: Sequence[str], paths: Mapping[str, Path], aliases: Mapping[Path, Path], prefer: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Return, for every name that is not written, the name that stands for it.
+    """Map each name that is not written to the name that is written for it.
 
     Args:
         names: Final names, in state-dict order.

@@ -64,7 +64,7 @@ def _by_name(manifest: Manifest, root: Path, live: set[Path], *, is_variant: boo
     for path, entry in manifest.tensors.items():
         if path[: len(root)] == root and len(path) > len(root):
             name = path[len(root) :]
-            plain = _unwrapped(name)
+            plain = _split_name(name)
             if name not in live and plain in live:
                 name = plain
             if name in live or not (is_variant and live):
@@ -72,7 +72,7 @@ def _by_name(manifest: Manifest, root: Path, live: set[Path], *, is_variant: boo
     return found
 
 
-def _unwrapped(name: Path) -> Path:
+def _split_name(name: Path) -> Path:
     if name[0] == _AVERAGED and len(name) > 1:
         return name[1:]
     return (str(name[0]).removeprefix(f"{_AVERAGED}."), *name[1:])

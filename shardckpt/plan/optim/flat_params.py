@@ -22,7 +22,7 @@ _NAMES = frozenset({"params", "param_names"})
 def to_flat_params(
     tensors: Sequence[OutputTensor], content: Mapping[str, Any], units: Units
 ) -> tuple[tuple[OutputTensor, ...], dict[str, Any]]:
-    """Return an optimizer's tensors and its groups' file by flat parameters.
+    """Convert an optimizer's tensors and group file to flat parameters.
 
     Args:
         tensors: Named `<parameter>/<slot>`.

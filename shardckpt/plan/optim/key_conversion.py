@@ -18,14 +18,14 @@ _GROUPS, _VALUES = "param_groups", "non_tensor_state"
 _NAMES = frozenset({"params", "param_names"})
 
 
-def rekeyed(
+def rekey_state(
     tensors: Sequence[OutputTensor],
     content: Mapping[str, Any],
     keys: Keys,
     numbers: Mapping[int, str] | None = None,
     units: Units | None = None,
 ) -> tuple[tuple[OutputTensor, ...], dict[str, Any]]:
-    """Return an optimizer's tensors and its groups' file under other keys.
+    """Convert an optimizer's tensors and group file to other keys.
 
     Args:
         tensors: Named `<parameter>/<slot>`.
@@ -51,12 +51,12 @@ def rekeyed(
         made, said = to_flat_params(tensors, content, units)
         return made, {**said, KEYS: keys}
     if keys == "flat":
-        return _renamed(tensors, lambda name, slot: f"state.{name}.{slot}"), _flat(content)
+        return _rename(tensors, lambda name, slot: f"state.{name}.{slot}"), _flat(content)
     number = _numbers(tensors, content, numbers)
-    return _renamed(tensors, lambda name, slot: f"{number[name]}/{slot}"), _numbered(content, number)
+    return _rename(tensors, lambda name, slot: f"{number[name]}/{slot}"), _number_params(content, number)
 
 
-def _renamed(tensors: Iterable[OutputTensor], rename: Callable[[str, str], str]) -> tuple[OutputTensor, ...]:
+def _rename(tensors: Iterable[OutputTensor], rename: Callable[[str, str], str]) -> tuple[OutputTensor, ...]:
     found = []
     for tensor in tensors:
         name, _, slot = tensor.name.rpartition("/")
@@ -82,7 +82,7 @@ def _numbers(
     return found
 
 
-def _numbered(content: Mapping[str, Any], number: Mapping[str, int]) -> dict[str, Any]:
+def _number_params(content: Mapping[str, Any], number: Mapping[str, int]) -> dict[str, Any]:
     groups = [
         {**group, "params": [number[name] for name in group["params"]], "param_names": list(group["params"])}
         for group in content[_GROUPS]

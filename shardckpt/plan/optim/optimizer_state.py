@@ -29,7 +29,7 @@ Key = str | int
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """One optimizer, by name.
+    """The state of one optimizer by FQN.
 
     Attributes:
         tensors: `<fqn>/<slot>` to the array.
@@ -50,7 +50,7 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True)
 class RawOptimizer:
-    """One optimizer as stored, its objects read.
+    """The state of one optimizer as stored, with its objects read.
 
     Attributes:
         tensors: Path below the optimizer's root to the array.
@@ -85,8 +85,8 @@ class _Keyed:
     groups: list[dict[str, object]]
 
 
-def below(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawOptimizer:
-    """Cut an optimizer's subtree out of a checkpoint.
+def read_raw(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawOptimizer:
+    """Take an optimizer's subtree out of a checkpoint.
 
     Args:
         manifest: The checkpoint.
@@ -102,13 +102,13 @@ def below(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawO
     )
 
 
-def by_name(
+def key_by_name(
     raw: RawOptimizer,
     model: Mapping[str, Shape],
     param_names: Mapping[int, str] | None = None,
     clean: Callable[[str], str] = str,
 ) -> OptimizerState:
-    """Bring an optimizer to names.
+    """Convert an optimizer's keys to FQNs.
 
     Args:
         raw: As stored.
@@ -123,10 +123,10 @@ def by_name(
         NameCollisionError: Two keys become one name.
     """
     is_flattened = _is_flattened(raw)
-    keyed = _flattened(raw, model, clean) if is_flattened else _nested(raw)
+    keyed = _read_flattened(raw, model, clean) if is_flattened else _read_nested(raw)
     _require_keys({key for key, _ in (*keyed.tensors, *keyed.scalars)}, "state")
     ids = _ids(keyed)
-    found = _names_of_ids(ids, keyed, model, param_names, keeps_order=raw.keeps_order) if ids else _ParamNames()
+    found = _name_ids(ids, keyed, model, param_names, keeps_order=raw.keeps_order) if ids else _ParamNames()
     names = found.of_ids
     if param_names and model:
         _require_known({i: clean(names[i]) for i in ids}, keyed, model)
@@ -148,20 +148,20 @@ def by_name(
     return OptimizerState(tensors, scalars, groups, units, has_groups=not is_flattened, is_by_order=found.is_by_order)
 
 
-def by_number(raw: RawOptimizer) -> OptimizerState:
-    """Bring an optimizer to its own ids, as text, where nothing says which names they stand for.
+def key_by_id(raw: RawOptimizer) -> OptimizerState:
+    """Key an optimizer by its ids, as text, if their names are unknown.
 
     Raises:
         FormatError: The subtree is no optimizer state.
         NameCollisionError: Two keys become one name.
     """
-    keyed = _Keyed({}, {}, []) if _is_flattened(raw) else _nested(raw)
-    return by_name(raw, {}, {number: str(number) for number in _ids(keyed)})
+    keyed = _Keyed({}, {}, []) if _is_flattened(raw) else _read_nested(raw)
+    return key_by_name(raw, {}, {number: str(number) for number in _ids(keyed)})
 
 
 def has_ids(raw: RawOptimizer) -> bool:
-    """Tell whether an optimizer holds any of its parameters under an id."""
-    return not _is_flattened(raw) and bool(_ids(_nested(raw)))
+    """Return True if an optimizer holds any of its parameters under an id."""
+    return not _is_flattened(raw) and bool(_ids(_read_nested(raw)))
 
 
 def _ids(keyed: _Keyed) -> list[int]:
@@ -203,7 +203,7 @@ def _is_flattened(raw: RawOptimizer) -> bool:
     )
 
 
-def _nested(raw: RawOptimizer) -> _Keyed:
+def _read_nested(raw: RawOptimizer) -> _Keyed:
     keyed = _Keyed({}, {}, [])
     for path, entry in raw.tensors.items():
         if path[:1] == (_STATE,) and len(path) >= 3:
@@ -212,22 +212,22 @@ def _nested(raw: RawOptimizer) -> _Keyed:
             raise FormatError(
                 "not a place for optimizer state", where=dotted(entry.path), expected="state.<name>.<slot>"
             )
-    state = rebuild({path[1:]: v for path, v in raw.values.items() if path[:1] == (_STATE,)})
+    state = unflatten({path[1:]: v for path, v in raw.values.items() if path[:1] == (_STATE,)})
     for key, slots in (state or {}).items() if isinstance(state, dict) else ():
         for slot, value in slots.items() if isinstance(slots, dict) else ():
             keyed.scalars[key, str(slot)] = value
     rest = {path[1:]: v for path, v in raw.values.items() if path[:1] == (_GROUPS,)}
-    groups = rebuild(rest, has_lists=raw.has_lists)
+    groups = unflatten(rest, has_lists=raw.has_lists)
     if isinstance(groups, dict):
         _require_keys(groups, _GROUPS)
         groups = [groups[key] for key in sorted(groups, key=lambda k: (isinstance(k, str), k))]
     if groups is not None and not (isinstance(groups, (list, tuple)) and all(isinstance(g, dict) for g in groups)):
         raise FormatError("`param_groups` is no list of dicts", found=type(groups).__name__)
     keyed.groups.extend(dict(g) for g in groups or ())
-    return _with_numbers(keyed)
+    return _parse_numbers(keyed)
 
 
-def _with_numbers(keyed: _Keyed) -> _Keyed:
+def _parse_numbers(keyed: _Keyed) -> _Keyed:
     """Read keys of `state` that are digits as numbers, where the groups hold numbers: torch's planner writes text."""
     keys = {key for key, _ in (*keyed.tensors, *keyed.scalars)}
     if not _group_ids(keyed.groups) or not all(type(key) is str and key.isascii() and key.isdigit() for key in keys):
@@ -237,8 +237,8 @@ def _with_numbers(keyed: _Keyed) -> _Keyed:
     return _Keyed(tensors, scalars, keyed.groups)
 
 
-def rebuild(values: Mapping[Path, object], *, has_lists: bool = False) -> object:
-    """Put values back into the nest they came from. None for no values.
+def unflatten(values: Mapping[Path, object], *, has_lists: bool = False) -> object:
+    """Turn values by path into nested containers; None for no values.
 
     Args:
         values: By path.
@@ -251,13 +251,13 @@ def rebuild(values: Mapping[Path, object], *, has_lists: bool = False) -> object
     nest: dict[Key, dict[Path, object]] = {}
     for path, value in values.items():
         nest.setdefault(path[0], {})[path[1:]] = value
-    made = {key: rebuild(inner, has_lists=has_lists) for key, inner in nest.items()}
+    made = {key: unflatten(inner, has_lists=has_lists) for key, inner in nest.items()}
     if has_lists and sorted(made, key=str) == sorted(range(len(made)), key=str):
         return [made[key] for key in range(len(made))]
     return made
 
 
-def _flattened(raw: RawOptimizer, model: Mapping[str, Shape], clean: Callable[[str], str]) -> _Keyed:
+def _read_flattened(raw: RawOptimizer, model: Mapping[str, Shape], clean: Callable[[str], str]) -> _Keyed:
     """Split `state.{fqn}.{slot}` and `param_groups.{fqn}.{hyper}`; FQNs and slots both contain dots."""
     keyed = _Keyed({}, {}, [])
     hypers: dict[str, dict[str, object]] = {}
@@ -303,7 +303,7 @@ def _group_ids(groups: Sequence[Mapping[str, object]]) -> list[int]:
     return [p for params in lists if isinstance(params, (list, tuple)) for p in params if type(p) is int]
 
 
-def _names_of_ids(
+def _name_ids(
     ids: Sequence[int],
     keyed: _Keyed,
     model: Mapping[str, Shape],

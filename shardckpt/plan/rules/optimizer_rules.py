@@ -9,7 +9,7 @@ from shardckpt.boxes import Shape
 from shardckpt.errors import IncompleteError, UsageError
 from shardckpt.manifest import TensorEntry
 from shardckpt.plan.optim.optimizer_state import OptimizerState
-from shardckpt.plan.rules.rules import Recipe, RemapPlan, SourceTensor, apply_recipe, leaves
+from shardckpt.plan.rules.rules import Recipe, RemapPlan, SourceTensor, apply_recipe, iter_sources
 
 Same = Callable[[Sequence[TensorEntry]], bool]
 """Tells whether small arrays hold the same bits."""
@@ -17,8 +17,8 @@ Same = Callable[[Sequence[TensorEntry]], bool]
 _Rows = Mapping[str, Mapping[str, TensorEntry]]
 
 
-def shapes_of(state: OptimizerState, known: Mapping[str, object]) -> dict[str, tuple[Shape, str]]:
-    """Return the parameters that the model lacks, with the shape of their largest slot and a type that none has.
+def infer_shapes(state: OptimizerState, known: Mapping[str, object]) -> dict[str, tuple[Shape, str]]:
+    """Infer the shapes of parameters that the model lacks from their largest slots.
 
     Args:
         state: The optimizer, by names.
@@ -32,8 +32,8 @@ def shapes_of(state: OptimizerState, known: Mapping[str, object]) -> dict[str, t
     return found
 
 
-def ruled_state(plan: RemapPlan, state: OptimizerState, same: Same) -> OptimizerState:
-    """Return an optimizer whose slots are made as the parameters they belong to.
+def remap_state(plan: RemapPlan, state: OptimizerState, same: Same) -> OptimizerState:
+    """Apply the rules of the parameters to the slots of an optimizer.
 
     A slot of another shape than its parameter is kept where the parameter only gets another name; one number (`step`)
     is kept where all that a tensor is made of have the same.
@@ -54,9 +54,9 @@ def ruled_state(plan: RemapPlan, state: OptimizerState, same: Same) -> Optimizer
     tensors: dict[str, TensorEntry] = {}
     scalars: dict[str, Mapping[str, object]] = {}
     for name, made in plan.made.items():
-        parts = list(dict.fromkeys(leaf.name for leaf in leaves(made.recipe)))
+        parts = list(dict.fromkeys(leaf.name for leaf in iter_sources(made.recipe)))
         for slot in _slots(name, parts, rows):
-            tensors[f"{name}/{slot}"] = _made(made.recipe, f"{name}/{slot}", slot, rows, same)
+            tensors[f"{name}/{slot}"] = _make_entry(made.recipe, f"{name}/{slot}", slot, rows, same)
         values = [state.scalars.get(part, {}) for part in parts]
         if any(each != values[0] for each in values):
             raise UsageError("parts of a tensor differ in what it has only once", where=name, found=values[:2])
@@ -80,12 +80,12 @@ def _slots(name: str, parts: Sequence[str], rows: _Rows) -> list[str]:
     return slots
 
 
-def _made(recipe: Recipe, key: str, slot: str, rows: _Rows, same: Same) -> TensorEntry:
-    found = {leaf.name: rows[leaf.name][slot] for leaf in leaves(recipe)}
+def _make_entry(recipe: Recipe, key: str, slot: str, rows: _Rows, same: Same) -> TensorEntry:
+    found = {leaf.name: rows[leaf.name][slot] for leaf in iter_sources(recipe)}
     first = next(iter(found.values()))
     if isinstance(recipe, SourceTensor):
         return first._replace(path=(key,))
-    if all(found[leaf.name].shape == leaf.shape for leaf in leaves(recipe)):
+    if all(found[leaf.name].shape == leaf.shape for leaf in iter_sources(recipe)):
         return apply_recipe(recipe, key, found)
     if any(prod(entry.shape) != 1 for entry in found.values()):
         odd = next(entry for entry in found.values() if prod(entry.shape) != 1)
@@ -109,7 +109,7 @@ def _groups(plan: RemapPlan, groups: Sequence[Mapping[str, object]]) -> list[dic
         home |= dict.fromkeys(params, number)
     made_of: dict[str, list[str]] = {}
     for name, made in plan.made.items():
-        parts = list(dict.fromkeys(leaf.name for leaf in leaves(made.recipe)))
+        parts = list(dict.fromkeys(leaf.name for leaf in iter_sources(made.recipe)))
         homes = {home.get(part) for part in parts}
         if len(homes) > 1:
             raise UsageError(

@@ -166,7 +166,7 @@ class SourceTensor(NamedTuple):
 
 
 class Narrow(NamedTuple):
-    """A part of a tensor, from `start` on in one dimension."""
+    """A slice of a tensor along one dimension, from `start` on."""
 
     of: Recipe
     dim: int
@@ -175,7 +175,7 @@ class Narrow(NamedTuple):
 
 
 class Concat(NamedTuple):
-    """Tensors end to end in one dimension."""
+    """Tensors concatenated along one dimension."""
 
     parts: tuple[Recipe, ...]
     dim: int
@@ -183,7 +183,7 @@ class Concat(NamedTuple):
 
 
 class Unsqueeze(NamedTuple):
-    """A tensor with one more dimension, of one element."""
+    """A tensor with one more dimension, of size 1."""
 
     of: Recipe
     dim: int
@@ -191,7 +191,7 @@ class Unsqueeze(NamedTuple):
 
 
 class Squeeze(NamedTuple):
-    """A tensor without a dimension of one element."""
+    """A tensor without one dimension of size 1."""
 
     of: Recipe
     dim: int
@@ -211,7 +211,7 @@ Recipe = SourceTensor | Narrow | Concat | Unsqueeze | Squeeze | Permute
 
 
 class RemappedTensor(NamedTuple):
-    """A tensor that comes out.
+    """One tensor that the rules produce.
 
     Attributes:
         recipe: How it is made.
@@ -226,7 +226,7 @@ class RemappedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RemapPlan:
-    """What rules make of a model.
+    """The tensors that rules produce from those of a model.
 
     Attributes:
         made: Final name to how it is made, in order.
@@ -238,7 +238,7 @@ class RemapPlan:
 
 
 def plan_remap(rules: Sequence[Rule], tensors: Mapping[str, tuple[Shape, str]]) -> RemapPlan:
-    """Decide what rules make of tensors.
+    """Plan which tensors the rules produce.
 
     Args:
         rules: In order.
@@ -252,33 +252,33 @@ def plan_remap(rules: Sequence[Rule], tensors: Mapping[str, tuple[Shape, str]]) 
     for number, each in enumerate(rules, 1):
         rule = each.rule if isinstance(each, IfAny) else each
         where = f"rule {number} ({type(rule).__name__.lower()})"
-        made = _applied(rule, made, where, may_miss=rule is not each)
-    used = {leaf.name for each in made.values() for leaf in leaves(each.recipe)}
+        made = _apply(rule, made, where, may_miss=rule is not each)
+    used = {leaf.name for each in made.values() for leaf in iter_sources(each.recipe)}
     return RemapPlan(made, tuple(name for name in tensors if name not in used))
 
 
-def leaves(recipe: Recipe) -> Iterator[SourceTensor]:
-    """Yield the tensors of the checkpoint that another is made of, in order; one may come several times."""
+def iter_sources(recipe: Recipe) -> Iterator[SourceTensor]:
+    """Yield the source tensors of a recipe, in order, with repeats."""
     if isinstance(recipe, SourceTensor):
         yield recipe
     elif isinstance(recipe, Concat):
         for part in recipe.parts:
-            yield from leaves(part)
+            yield from iter_sources(part)
     else:
-        yield from leaves(recipe.of)
+        yield from iter_sources(recipe.of)
 
 
-def with_sources(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
+def replace_sources(recipe: Recipe, names: Mapping[str, str]) -> Recipe:
     """Return a recipe made of other tensors of the same shapes: those that `names` says, where it says one."""
     if isinstance(recipe, SourceTensor):
         return recipe._replace(name=names.get(recipe.name, recipe.name))
     if isinstance(recipe, Concat):
-        return recipe._replace(parts=tuple(with_sources(part, names) for part in recipe.parts))
-    return recipe._replace(of=with_sources(recipe.of, names))
+        return recipe._replace(parts=tuple(replace_sources(part, names) for part in recipe.parts))
+    return recipe._replace(of=replace_sources(recipe.of, names))
 
 
 def apply_recipe(recipe: Recipe, name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry:
-    """Return a tensor made of resolved ones.
+    """Build a tensor entry from resolved ones by a recipe.
 
     Args:
         recipe: How it is made.
@@ -288,7 +288,7 @@ def apply_recipe(recipe: Recipe, name: str, entries: Mapping[str, TensorEntry]) 
     Raises:
         UsageError: Its parts are of several types, or of one narrower than a byte, which cannot be cut.
     """
-    found = [entries[leaf.name] for leaf in leaves(recipe)]
+    found = [entries[leaf.name] for leaf in iter_sources(recipe)]
     types = {(entry.stored, entry.delivered) for entry in found}
     if len(types) > 1:
         raise UsageError(
@@ -314,7 +314,7 @@ def _pieces(recipe: Recipe, entries: Mapping[str, TensorEntry]) -> list[Piece]:
     inner = _pieces(recipe.of, entries)
     if isinstance(recipe, Narrow):
         offset = tuple(recipe.start if d == recipe.dim else 0 for d in range(len(recipe.shape)))
-        dtype = next(entries[leaf.name].stored for leaf in leaves(recipe))
+        dtype = next(entries[leaf.name].stored for leaf in iter_sources(recipe))
         return narrow(inner, Box(offset, recipe.shape), dtype)
     if isinstance(recipe, Unsqueeze):
         return unsqueeze(inner, recipe.dim)
@@ -324,19 +324,19 @@ def _pieces(recipe: Recipe, entries: Mapping[str, TensorEntry]) -> list[Piece]:
 _Tensors = dict[str, RemappedTensor]
 
 
-def _applied(rule: Rule, made: _Tensors, where: str, *, may_miss: bool) -> _Tensors:
-    """Return what a rule makes of tensors.
+def _apply(rule: Rule, made: _Tensors, where: str, *, may_miss: bool) -> _Tensors:
+    """Apply one rule to all tensors.
 
     A rule says for each name that it takes what comes in its place; what is made of several comes at the first's place.
     """
     does: Mapping[type, Callable[..., dict[str, _Tensors]]] = {
-        Rename: _renamed,
-        Drop: _dropped,
-        Stack: _stacked,
-        Unstack: _unstacked,
-        Split: _cut,
-        Fuse: _fused,
-        Transpose: _turned,
+        Rename: _rename,
+        Drop: _drop,
+        Stack: _stack,
+        Unstack: _unstack,
+        Split: _split,
+        Fuse: _fuse,
+        Transpose: _transpose,
         Cast: _cast,
     }
     taken = does[type(rule)](rule, made, where)
@@ -356,33 +356,33 @@ def _applied(rule: Rule, made: _Tensors, where: str, *, may_miss: bool) -> _Tens
     return found
 
 
-def _matches(pattern: Pattern, made: _Tensors) -> Iterator[tuple[str, Match]]:
+def _find_matches(pattern: Pattern, made: _Tensors) -> Iterator[tuple[str, Match]]:
     for name in made:
         match = pattern.match(name)
         if match is not None:
             yield name, match
 
 
-def _renamed(rule: Rename, made: _Tensors, _where: str) -> dict[str, _Tensors]:
-    return {name: {match.expand(rule.to): made[name]} for name, match in _matches(rule.source, made)}
+def _rename(rule: Rename, made: _Tensors, _where: str) -> dict[str, _Tensors]:
+    return {name: {match.expand(rule.to): made[name]} for name, match in _find_matches(rule.source, made)}
 
 
-def _dropped(rule: Drop, made: _Tensors, _where: str) -> dict[str, _Tensors]:
-    return {name: {} for name, _ in _matches(rule.name, made)}
+def _drop(rule: Drop, made: _Tensors, _where: str) -> dict[str, _Tensors]:
+    return {name: {} for name, _ in _find_matches(rule.name, made)}
 
 
 def _cast(rule: Cast, made: _Tensors, where: str) -> dict[str, _Tensors]:
     found: dict[str, _Tensors] = {}
-    for name, _ in _matches(rule.name, made):
+    for name, _ in _find_matches(rule.name, made):
         if made[name].dtype not in FLOATS:
             raise UsageError(f"{name} is of no float type to cast from", where=where, found=made[name].dtype)
         found[name] = {name: made[name]._replace(cast=rule.dtype)}
     return found
 
 
-def _turned(rule: Transpose, made: _Tensors, where: str) -> dict[str, _Tensors]:
+def _transpose(rule: Transpose, made: _Tensors, where: str) -> dict[str, _Tensors]:
     found: dict[str, _Tensors] = {}
-    for name, _ in _matches(rule.name, made):
+    for name, _ in _find_matches(rule.name, made):
         each = made[name]
         shape = each.recipe.shape
         dims = tuple(d + len(shape) if d < 0 else d for d in rule.dims)
@@ -395,9 +395,9 @@ def _turned(rule: Transpose, made: _Tensors, where: str) -> dict[str, _Tensors]:
     return found
 
 
-def _stacked(rule: Stack, made: _Tensors, where: str) -> dict[str, _Tensors]:
+def _stack(rule: Stack, made: _Tensors, where: str) -> dict[str, _Tensors]:
     groups: dict[str, dict[int, str]] = {}
-    for name, match in _matches(rule.source, made):
+    for name, match in _find_matches(rule.source, made):
         number = match.number(rule.over)
         if number is None:
             raise UsageError(f"{{{rule.over}}} is no number in {name}", where=where, found=match[rule.over])
@@ -413,27 +413,27 @@ def _stacked(rule: Stack, made: _Tensors, where: str) -> dict[str, _Tensors]:
                 f"{to} would have a hole: {{{rule.over}}} = {absent} is missing", where=where, found=sorted(group)
             )
         members = [group[i] for i in range(len(group))]
-        first = _alike(members, made, where)
+        first = _require_alike(members, made, where)
         shape = first.recipe.shape
-        dim = _dim(rule.dim, len(shape) + 1, members[0], where)
+        dim = _normalize_dim(rule.dim, len(shape) + 1, members[0], where)
         lifted_shape = (*shape[:dim], 1, *shape[dim:])
         parts = tuple(Unsqueeze(made[member].recipe, dim, lifted_shape) for member in members)
         recipe = Concat(parts, dim, (*shape[:dim], len(members), *shape[dim:]))
-        found |= _together(members, to, first._replace(recipe=recipe), made)
+        found |= _replace_members(members, to, first._replace(recipe=recipe), made)
     return found
 
 
-def _unstacked(rule: Unstack, made: _Tensors, where: str) -> dict[str, _Tensors]:
+def _unstack(rule: Unstack, made: _Tensors, where: str) -> dict[str, _Tensors]:
     def parts(_name: str, match: Match, recipe: Recipe, dim: int) -> list[tuple[str, Recipe]]:
         shape = recipe.shape
         rest = (*shape[:dim], *shape[dim + 1 :])
         names = [match.expand(rule.to, {rule.over: str(i)}) for i in range(shape[dim])]
         return [(name, Squeeze(_narrow(recipe, dim, i, 1), dim, rest)) for i, name in enumerate(names)]
 
-    return _parted(rule, made, where, parts)
+    return _split_each(rule, made, where, parts)
 
 
-def _cut(rule: Split, made: _Tensors, where: str) -> dict[str, _Tensors]:
+def _split(rule: Split, made: _Tensors, where: str) -> dict[str, _Tensors]:
     def parts(name: str, match: Match, recipe: Recipe, dim: int) -> list[tuple[str, Recipe]]:
         sizes = _sizes(rule, recipe.shape[dim], name, where)
         groups = rule.groups or min(sizes)
@@ -443,12 +443,12 @@ def _cut(rule: Split, made: _Tensors, where: str) -> dict[str, _Tensors]:
             for run, size in zip(runs, sizes, strict=True):
                 run.append(_narrow(recipe, dim, at, size // groups))
                 at += size // groups
-        return [(match.expand(to), _joined(run, dim)) for to, run in zip(rule.to, runs, strict=True)]
+        return [(match.expand(to), _concat(run, dim)) for to, run in zip(rule.to, runs, strict=True)]
 
-    return _parted(rule, made, where, parts)
+    return _split_each(rule, made, where, parts)
 
 
-def _parted(
+def _split_each(
     rule: Unstack | Split,
     made: _Tensors,
     where: str,
@@ -463,9 +463,9 @@ def _parted(
         parts: Returns the names and recipes of parts, given a tensor's name, match and recipe, and the dimension.
     """
     found: dict[str, _Tensors] = {}
-    for name, match in _matches(rule.source, made):
+    for name, match in _find_matches(rule.source, made):
         each = made[name]
-        dim = _dim(rule.dim, len(each.recipe.shape), name, where)
+        dim = _normalize_dim(rule.dim, len(each.recipe.shape), name, where)
         cut = parts(name, match, each.recipe, dim)
         found[name] = {to: each._replace(recipe=part) for to, part in cut}
         if len(found[name]) < len(cut):
@@ -473,10 +473,10 @@ def _parted(
     return found
 
 
-def _fused(rule: Fuse, made: _Tensors, where: str) -> dict[str, _Tensors]:
+def _fuse(rule: Fuse, made: _Tensors, where: str) -> dict[str, _Tensors]:
     groups: dict[str, dict[int, str]] = {}
     for number, pattern in enumerate(rule.source):
-        for name, match in _matches(pattern, made):
+        for name, match in _find_matches(pattern, made):
             group = groups.setdefault(match.expand(rule.to), {})
             if number in group:
                 raise NameCollisionError(f"{group[number]!r} and {name!r} have one place in a tensor", where=where)
@@ -490,8 +490,8 @@ def _fused(rule: Fuse, made: _Tensors, where: str) -> dict[str, _Tensors]:
         twice = [member for member in members if member in found]
         if twice:
             raise UsageError(f"{twice[0]} would be a part of two tensors", where=where, found=to)
-        dim = _dim(rule.dim, len(made[members[0]].recipe.shape), members[0], where)
-        first = _alike(members, made, where, but=dim)
+        dim = _normalize_dim(rule.dim, len(made[members[0]].recipe.shape), members[0], where)
+        first = _require_alike(members, made, where, but=dim)
         recipes = [made[member].recipe for member in members]
         count = rule.groups or min(recipe.shape[dim] for recipe in recipes)
         odd = [member for member in members if count < 1 or made[member].recipe.shape[dim] % count]
@@ -502,7 +502,7 @@ def _fused(rule: Fuse, made: _Tensors, where: str) -> dict[str, _Tensors]:
             for run in range(count)
             for recipe in recipes
         ]
-        found |= _together(members, to, first._replace(recipe=_joined(runs, dim)), made)
+        found |= _replace_members(members, to, first._replace(recipe=_concat(runs, dim)), made)
     return found
 
 
@@ -537,11 +537,11 @@ def _narrow(recipe: Recipe, dim: int, start: int, size: int) -> Recipe:
             if low < high:
                 inside.append(_narrow(part, dim, low - at, high - low))
             at += part.shape[dim]
-        return _joined(inside, dim) if inside else Narrow(recipe, dim, start, (*shape[:dim], size, *shape[dim + 1 :]))
+        return _concat(inside, dim) if inside else Narrow(recipe, dim, start, (*shape[:dim], size, *shape[dim + 1 :]))
     return Narrow(recipe, dim, start, (*shape[:dim], size, *shape[dim + 1 :]))
 
 
-def _joined(parts: Sequence[Recipe], dim: int) -> Recipe:
+def _concat(parts: Sequence[Recipe], dim: int) -> Recipe:
     if len(parts) == 1:
         return parts[0]
     shape = parts[0].shape
@@ -549,13 +549,13 @@ def _joined(parts: Sequence[Recipe], dim: int) -> Recipe:
     return Concat(tuple(parts), dim, (*shape[:dim], total, *shape[dim + 1 :]))
 
 
-def _together(members: Sequence[str], to: str, made_of: RemappedTensor, made: _Tensors) -> dict[str, _Tensors]:
+def _replace_members(members: Sequence[str], to: str, made_of: RemappedTensor, made: _Tensors) -> dict[str, _Tensors]:
     """Return what comes in the place of members: the whole in that of the first in order, nothing in the others'."""
     first = next(name for name in made if name in set(members))
     return {member: {to: made_of} if member == first else {} for member in members}
 
 
-def _alike(members: Sequence[str], made: _Tensors, where: str, but: int | None = None) -> RemappedTensor:
+def _require_alike(members: Sequence[str], made: _Tensors, where: str, but: int | None = None) -> RemappedTensor:
     """Return the first of several tensors, once all have one type and shape, but for one dimension (`but`)."""
 
     def facts(name: str) -> tuple[object, ...]:
@@ -574,7 +574,7 @@ def _alike(members: Sequence[str], made: _Tensors, where: str, but: int | None =
     return made[members[0]]
 
 
-def _dim(dim: int, dims: int, name: str, where: str) -> int:
+def _normalize_dim(dim: int, dims: int, name: str, where: str) -> int:
     """Return a dimension counted from the first one, once there is such."""
     found = dim + dims if dim < 0 else dim
     if not 0 <= found < dims:

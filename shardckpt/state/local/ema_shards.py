@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.boxes import whole
+from shardckpt.boxes import full_box
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.errors import UnsupportedError
 from shardckpt.state.adapters.base import Entry, local
@@ -56,7 +56,7 @@ def _array(tensor: torch.Tensor, parameter: nn.Parameter, entry: Entry, own: Ten
         shards = tuple(LocalShard(box, _beside(part, here, data)) for box, part in own.shards)
         return TensorShards(own.shape, data.dtype, shards)
     if tuple(data.shape) == entry.shape:
-        return TensorShards(entry.shape, data.dtype, (LocalShard(whole(entry.shape), data),))
+        return TensorShards(entry.shape, data.dtype, (LocalShard(full_box(entry.shape), data),))
     raise UnsupportedError(
         "neither the shape that the parameter has on this rank nor the one it has as a whole",
         where=entry.name,

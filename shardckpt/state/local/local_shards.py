@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from shardckpt.boxes import Box, Shape, shift, whole
+from shardckpt.boxes import Box, Shape, full_box, shift
 from shardckpt.core.params.buffer_layout import ordered
 from shardckpt.errors import UnsupportedError
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
@@ -83,7 +83,7 @@ def get_tensor_shards(tensor: torch.Tensor) -> TensorShards:
     """
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
-        return TensorShards(shape, tensor.dtype, (LocalShard(whole(shape), tensor.detach()),))
+        return TensorShards(shape, tensor.dtype, (LocalShard(full_box(shape), tensor.detach()),))
     own = local(tensor).detach()
     box = box_of(tensor, own)
     has = box is not None and bool(box.volume)
@@ -192,7 +192,7 @@ def _of_bucket(adapter: EngineBucketAdapter, index: int, part: torch.Tensor) -> 
     bucket = adapter.bucket
     layout = bucket.layout
     if bucket.keeps_full:
-        yield LocalShard(whole(tuple(part.shape)), part)
+        yield LocalShard(full_box(tuple(part.shape)), part)
     elif isinstance(layout, DimLayout):
         box = layout.box(index, bucket.rank)
         if box.volume:

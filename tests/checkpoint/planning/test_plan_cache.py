@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardckpt.boxes import whole
+from shardckpt.boxes import full_box
 from shardckpt.checkpoint.planning.plan_cache import PlanCache, collect_local_plans, is_cached
 from shardckpt.checkpoint.planning.rank_report import RankReport
 from shardckpt.checkpoint.planning.save_plan import LocalSavePlan, create_global_plan
@@ -12,7 +12,7 @@ from shardckpt.plan.layout.write_plan import LocalTensor
 
 
 def local_plan(count: int) -> LocalSavePlan:
-    return LocalSavePlan((LocalTensor(("w",), (count,), "float32", (whole((count,)),)),), frozenset(), {})
+    return LocalSavePlan((LocalTensor(("w",), (count,), "float32", (full_box((count,)),)),), frozenset(), {})
 
 
 SENT = RankReport("", local_plan(5).encode(), "", {}, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardckpt.boxes import Box, whole
+from shardckpt.boxes import Box, full_box
 from shardckpt.checkpoint.planning.save_plan import LocalSavePlan, RankSavePlan, create_global_plan
 from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.plan.layout.write_plan import LocalTensor
@@ -13,10 +13,10 @@ ROWS = (Box((0, 0), (2, 3)), Box((2, 0), (2, 3)))
 def local_plan(rank: int) -> LocalSavePlan:
     arrays = (
         LocalTensor(("model", "w"), (4, 3), "float32", (ROWS[rank],)),
-        LocalTensor(("model", "b"), (3,), "bfloat16", (whole((3,)),)),
-        LocalTensor(("model", "seen"), (), "int64", (whole(()),)),
-        LocalTensor(("model", "frozen"), (2,), "float32", (whole((2,)),)),
-        LocalTensor(("none", 0), (0, 2), "float32", (whole((0, 2)),) if rank else ()),
+        LocalTensor(("model", "b"), (3,), "bfloat16", (full_box((3,)),)),
+        LocalTensor(("model", "seen"), (), "int64", (full_box(()),)),
+        LocalTensor(("model", "frozen"), (2,), "float32", (full_box((2,)),)),
+        LocalTensor(("none", 0), (0, 2), "float32", (full_box((0, 2)),) if rank else ()),
     )
     return LocalSavePlan(
         arrays, frozenset({("model", "seen")}), {("tied", 1): ("model", "w")}, frozenset({("model", "frozen")})

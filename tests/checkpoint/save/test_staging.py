@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.boxes import whole
+from shardckpt.boxes import full_box
 from shardckpt.checkpoint.save.payload_writer import contents
 from shardckpt.checkpoint.save.staging import BUFFER_BYTES, BufferPool, StagingArea, buffer_size, make_buffer
 from shardckpt.checkpoint.stateful.stateful import dtype_name
@@ -87,7 +87,7 @@ def object_of_size(nbytes: int) -> object:
 def planned(tensors: dict[str, torch.Tensor]) -> tuple[tuple[PayloadFile, ...], dict[tuple[str], TensorShards]]:
     """Return the files of some tensors, several of them, and what they are filled from."""
     arrays = {(name,): get_tensor_shards(tensor) for name, tensor in tensors.items()}
-    chunks = [PayloadChunk(path, a.shape, dtype_name(a.dtype), whole(a.shape)) for path, a in arrays.items()]
+    chunks = [PayloadChunk(path, a.shape, dtype_name(a.dtype), full_box(a.shape)) for path, a in arrays.items()]
     return lay_out("s", 0, chunks, most_bytes=2 * MIB), arrays
 
 

@@ -28,7 +28,7 @@ from shardckpt.errors import (
     UsageError,
 )
 from shardckpt.format.dcp import reader as dcp
-from shardckpt.format.dcp.storage_items import decoded_head
+from shardckpt.format.dcp.storage_items import decode_head
 from shardckpt.format.reader import Evidence, Source
 from shardckpt.manifest import UNREAD, Encoded, Lazy, Span, Strided
 from shardckpt.storage.local import LocalStore
@@ -198,14 +198,14 @@ class TestSerialisations:
         window_of_2_gib = bytes.fromhex("28b52ffd00a8") + b"\x01\x00\x00"
 
         with pytest.raises(FormatError, match="zstd"):
-            decoded_head(window_of_2_gib, 100, "here")
+            decode_head(window_of_2_gib, 100, "here")
 
     def test_a_bomb_is_decoded_no_further_than_needed(self, tmp_path):
         reader = open_(save({"w": torch.zeros(30_000_000)}, tmp_path, **zstd()))
         (piece,) = reader.resolve(reader.manifest.tensors["w",].pieces)
 
         assert piece.layout.nbytes < 20_000
-        assert len(decoded_head(read_bytes(reader.store, piece.file, 0, piece.layout.nbytes), 100, "")) == 100
+        assert len(decode_head(read_bytes(reader.store, piece.file, 0, piece.layout.nbytes), 100, "")) == 100
 
 
 def save_rank_local(rank: int, folder: str, rendezvous: str) -> None:

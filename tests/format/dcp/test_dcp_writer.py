@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from shardckpt.boxes import Box, whole
+from shardckpt.boxes import Box, full_box
 from shardckpt.errors import NameCollisionError, UnsupportedError
-from shardckpt.format.dcp.writer import SliceChunk, encode_metadata, item_of, slice_files
+from shardckpt.format.dcp.writer import SliceChunk, encode_metadata, make_object, slice_files
 from shardckpt.format.torchsave.writer import ALIGNMENT
 
 CHUNKS = [
     SliceChunk(("model", "w"), (4, 3), "bfloat16", Box((0, 0), (2, 3))),
     SliceChunk(("model", "w"), (4, 3), "bfloat16", Box((2, 0), (2, 3))),
-    SliceChunk(("model", "s"), (), "float32", whole(())),
-    SliceChunk(("model", "none"), (0, 2), "int64", whole((0, 2))),
+    SliceChunk(("model", "s"), (), "float32", full_box(())),
+    SliceChunk(("model", "none"), (0, 2), "int64", full_box((0, 2))),
 ]
-ITEMS = [item_of(("optim", "param_groups", 0, "lr"), 0.1)]
+ITEMS = [make_object(("optim", "param_groups", 0, "lr"), 0.1)]
 
 
 def test_slices_follow_one_another_on_borders_and_files_are_cut() -> None:
@@ -64,8 +64,8 @@ def test_the_metadata_is_what_torch_makes_of_it() -> None:
 
 
 def test_paths_that_read_alike_and_values_that_torch_refuses() -> None:
-    chunks = [SliceChunk(path, (), "float32", whole(())) for path in (("a.b",), ("a", "b"))]
+    chunks = [SliceChunk(path, (), "float32", full_box(())) for path in (("a.b",), ("a", "b"))]
     with pytest.raises(NameCollisionError, match=r"a\.b"):
         encode_metadata(slice_files(0, chunks, [], most_bytes=1 << 20), {})
     with pytest.raises(UnsupportedError, match="object"):
-        item_of(("x",), object())
+        make_object(("x",), object())

@@ -29,7 +29,7 @@ def test_equal_parts_of_a_group_hold_each_element_where_ranks_have_it(
     assert offsets[-1] == total
     assert layout.partition_elements(total, world) == each
     for name, (n, at) in enumerate(zip(numels, offsets, strict=False)):
-        runs = layout.partitioned_runs(at, n, each or 1)
+        runs = layout.split_partition_runs(at, n, each or 1)
         held = [flat[r.rank * each + r.at + i] for r in runs for i in range(r.stop - r.start)]
         assert held == [(name, i) for i in range(n)]
 
@@ -70,7 +70,7 @@ def test_parts_of_each_parameter_hold_each_element_even_across_flat_tensors(
     ranks = [[(name, rank * part + i) for name, part in enumerate(parts) for i in range(part)] for rank in range(world)]
     offset = 0
     for name, n in enumerate(numels):
-        runs = layout.split_runs(offset, n, world, bounds)
+        runs = layout.split_stage3_runs(offset, n, world, bounds)
         held = [ranks[r.rank][bounds[r.unit] + r.at + i] for r in runs for i in range(r.stop - r.start)]
         assert held == [(name, i) for i in range(n)]
         assert all(r.at >= 0 and r.at + r.stop - r.start <= bounds[r.unit + 1] - bounds[r.unit] for r in runs)

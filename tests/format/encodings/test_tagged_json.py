@@ -22,7 +22,7 @@ from shardckpt.format.encodings.tagged_json import (
     decode,
     encode,
 )
-from shardckpt.format.native.payload import canonical
+from shardckpt.format.native.payload import encode_canonical
 
 VALUES = [
     None,
@@ -77,7 +77,7 @@ VALUES = [
 
 
 def through(value: object) -> object:
-    return decode(parse_json(canonical(encode(value)), where="test"))
+    return decode(parse_json(encode_canonical(encode(value)), where="test"))
 
 
 def same(a: object, b: object) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardckpt.errors import UnsafeError, UsageError
-from shardckpt.format.native.base_refs import is_base_url, may_open, reference, resolved
+from shardckpt.format.native.base_refs import is_base_url, may_open, refer_to, resolve_base
 
 NONE = ["", "..", "../", "../..", "../../etc", "../a/b", "../a/../..", "one", "./one", "../a\0b", 7, None]
 """What is no reference."""
@@ -49,17 +49,17 @@ CLOSED = [
 
 def test_references_are_relative_beside_and_absolute_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert reference("run/two", "run/one/") == "../one"
-    assert reference(str(tmp_path / "run" / "two"), "run/one") == "../one"
-    assert reference("run/two", "other/one") == str(tmp_path / "other" / "one")
-    assert reference("s3://b/run/two", "s3://b/run/one") == "../one"
-    assert reference("s3://b/run/two", "s3://b/one") == "s3://b/one"
-    assert reference("s3://b/run/two", str(tmp_path / "one")) == str(tmp_path / "one")
-    assert resolved("s3://b/run/two/", "../one") == "s3://b/run/one"
-    assert resolved("run/two", "../one") == str(tmp_path / "run" / "one")
-    assert resolved("run/two", "gs://b/one") == "gs://b/one"
+    assert refer_to("run/two", "run/one/") == "../one"
+    assert refer_to(str(tmp_path / "run" / "two"), "run/one") == "../one"
+    assert refer_to("run/two", "other/one") == str(tmp_path / "other" / "one")
+    assert refer_to("s3://b/run/two", "s3://b/run/one") == "../one"
+    assert refer_to("s3://b/run/two", "s3://b/one") == "s3://b/one"
+    assert refer_to("s3://b/run/two", str(tmp_path / "one")) == str(tmp_path / "one")
+    assert resolve_base("s3://b/run/two/", "../one") == "s3://b/run/one"
+    assert resolve_base("run/two", "../one") == str(tmp_path / "run" / "one")
+    assert resolve_base("run/two", "gs://b/one") == "gs://b/one"
     with pytest.raises(UsageError, match="its own base"):
-        reference("run/two", str(tmp_path / "run" / "two"))
+        refer_to("run/two", str(tmp_path / "run" / "two"))
 
 
 @pytest.mark.parametrize("url", NONE, ids=range(len(NONE)))
@@ -67,7 +67,7 @@ def test_nothing_else_is_a_reference(url: object) -> None:
     assert not is_base_url(url)
     if isinstance(url, str):
         with pytest.raises(UnsafeError, match="no reference to a base"):
-            resolved("/runs/step", url)
+            resolve_base("/runs/step", url)
 
 
 @pytest.mark.parametrize(("step", "folder"), OPENED)
@@ -83,11 +83,11 @@ def test_a_folder_of_any_other_is_not(step: str, folder: str) -> None:
 @pytest.mark.parametrize("step", ["s3://bucket", "s3://bucket/", "https://host"])
 def test_nothing_lies_beside_the_root_of_a_store(step: str) -> None:
     """Or `../other` would be another bucket, another host."""
-    assert not may_open(step, resolved(step, "../other"))
+    assert not may_open(step, resolve_base(step, "../other"))
 
 
 @pytest.mark.parametrize("name", ["one", "a::b", "::file:", "x::file:" + "\\", "a b", "%2e%2e", "@host"])
 def test_a_name_beside_the_step_never_leaves_its_folder(name: str) -> None:
-    where = resolved("s3://bucket/runs/step", f"../{name}")
+    where = resolve_base("s3://bucket/runs/step", f"../{name}")
     assert re.fullmatch(r"s3://bucket/runs/[^/]+", where)
     assert may_open("s3://bucket/runs/step", where) == ("::" not in name)

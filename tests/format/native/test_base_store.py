@@ -18,7 +18,7 @@ import shardckpt
 from shardckpt.errors import CheckpointError, ChecksumError, FormatError, StorageError, UnsafeError, UsageError
 from shardckpt.format.native import base_store
 from shardckpt.format.native.commit import COMMIT
-from shardckpt.format.native.payload import canonical
+from shardckpt.format.native.payload import encode_canonical
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.storage import retry
 
@@ -38,10 +38,10 @@ def lied(step: Path, change: Change) -> None:
     [file] = step.glob("*.manifest.json")
     commit, manifest = json.loads((step / COMMIT).read_text().splitlines()[0]), json.loads(file.read_text())
     change(commit, manifest)
-    data = canonical(manifest)
+    data = encode_canonical(manifest)
     file.write_bytes(data)
     commit["manifest"] = [file.name, len(data), hashlib.sha256(data).hexdigest()]
-    line = canonical(commit) + b"\n"
+    line = encode_canonical(commit) + b"\n"
     (step / COMMIT).write_bytes(line + hashlib.sha256(line).hexdigest().encode() + b"\n")
 
 

@@ -12,7 +12,7 @@ from native_writer import dtype_name, write_step
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from shardckpt.boxes import Box, whole
+from shardckpt.boxes import Box, full_box
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.native.payload import (
     BLOCK_BYTES,
@@ -29,7 +29,7 @@ from shardckpt.manifest import Path as TreePath
 
 
 def chunk(path: TreePath, shape: tuple[int, ...], dtype: str = "float32", box: Box | None = None) -> PayloadChunk:
-    return PayloadChunk(path, shape, dtype, box or whole(shape))
+    return PayloadChunk(path, shape, dtype, box or full_box(shape))
 
 
 def told(payload: PayloadFile) -> dict[str, object]:

@@ -18,7 +18,7 @@ from share_writers import as_rank, sharded
 
 import shardckpt
 from shardckpt.errors import FormatError, IncompleteError, UnsafeError, UnsupportedError, UsageError
-from shardckpt.format.ranks.rank_files import named_ranks
+from shardckpt.format.ranks.rank_files import parse_rank_names
 from shardckpt.format.registry import open_checkpoint
 
 
@@ -274,7 +274,7 @@ def test_an_unknown_class_is_named_and_never_made(copied: Callable[[str], Path])
 
 def test_files_are_grouped_by_what_is_left_of_their_names() -> None:
     names = [f"{part}_world_size_2_rank_{rank}.pt" for part in ("model", "optim", "extra_state") for rank in range(2)]
-    found = {file.name: (file.root, file.rank, file.world) for file in named_ranks([*names, "config.pt"], ())}
+    found = {file.name: (file.root, file.rank, file.world) for file in parse_rank_names([*names, "config.pt"], ())}
     assert found == {name: ((name.partition("_world")[0],), int(name[-4]), 2) for name in names}
 
 
@@ -283,7 +283,7 @@ def test_files_are_grouped_by_what_is_left_of_their_names() -> None:
     [("rank_2.pt", 2), ("checkpoint_rank1.pt", 1), ("x-rank00012.bin", 12), ("frank1.pt", -1), ("7.pt", -1)],
 )
 def test_a_rank_stands_in_a_name(name: str, rank: int) -> None:
-    assert [file.rank for file in named_ranks([name], [name])] == [rank]
+    assert [file.rank for file in parse_rank_names([name], [name])] == [rank]
 
 
 def test_worlds_in_names_have_to_agree(copied: Callable[[str], Path]) -> None:

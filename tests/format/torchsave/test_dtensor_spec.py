@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.boxes import Box, cover, whole
+from shardckpt.boxes import Box, cover, full_box
 from shardckpt.errors import CheckpointError, FormatError, UnsupportedError
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub, TensorStub
 from shardckpt.format.torchsave.dtensor_spec import Grid, ShardInfo, ShardParser
@@ -123,7 +123,7 @@ def test_each_rank_holds_what_cutting_the_array_gives(given_cut: Any, spelt: boo
         replicas = [m for m in range(len(sizes)) if not any(m in o for o in orders)]
         if not old and held and not any(place[m] for m in replicas):
             assert told[held[0]] == sum(c * prod(sizes[i + 1 :]) for i, c in enumerate(place))
-    found = cover(whole(shape), sorted(set(boxes)))
+    found = cover(full_box(shape), sorted(set(boxes)))
     assert found.gaps == found.overlaps == []
 
 

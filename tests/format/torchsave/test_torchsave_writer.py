@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.pickle_stubs import Dtype, InstanceStub, Ordered
-from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName, pickled
+from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName, encode_pickle
 from shardckpt.format.encodings.tagged_json import NamedValue
-from shardckpt.format.torchsave.writer import ALIGNMENT, TYPES, ArchiveWriter, Storage, TensorValue, archived, lay_out
+from shardckpt.format.torchsave.writer import (
+    ALIGNMENT,
+    TYPES,
+    ArchiveWriter,
+    Storage,
+    TensorValue,
+    encode_archive,
+    lay_out,
+)
 
 
 def write(value: object, storages: list[tuple[Storage, bytes]], portion: int = 7) -> bytes:
@@ -113,7 +121,7 @@ PLAIN: list[object] = [
 
 @pytest.mark.parametrize("number", range(len(PLAIN)))
 def test_plain_values_come_back_with_their_types(number: int) -> None:
-    found = safe(archived(PLAIN[number]))
+    found = safe(encode_archive(PLAIN[number]))
     assert found == PLAIN[number]
     assert type(found) is type(PLAIN[number])
     assert repr(found) == repr(PLAIN[number])
@@ -128,7 +136,7 @@ def test_what_our_readers_made_becomes_what_it_was() -> None:
         NamedValue("device", "cuda:1"),
         NamedValue("device", "cpu"),
     ]
-    found = safe(archived(value))
+    found = safe(encode_archive(value))
     expected = [OrderedDict(a=1), torch.bfloat16, torch.float32, torch.Size((2, 3))]
     assert found == [*expected, torch.device("cuda", 1), torch.device("cpu")]
 
@@ -138,7 +146,7 @@ def test_what_our_readers_made_becomes_what_it_was() -> None:
 )
 def test_what_the_safe_loader_would_refuse_is_refused_by_path(value: object) -> None:
     with pytest.raises(UnsupportedError, match=r"groups\.0\.odd"):
-        archived({"groups": [{"odd": value}]})
+        encode_archive({"groups": [{"odd": value}]})
 
 
 def test_types_that_torch_lacks_are_refused_by_path() -> None:
@@ -150,7 +158,7 @@ def test_a_cycle_ends() -> None:
     cycle: list[object] = []
     cycle.append(cycle)
     with pytest.raises(UnsupportedError, match="deep"):
-        archived(cycle)
+        encode_archive(cycle)
 
 
 def test_the_bytes_given_must_be_the_bytes_promised() -> None:
@@ -167,14 +175,14 @@ def test_calls_carry_state_and_items() -> None:
     made = GlobalCall(
         GlobalName("collections", "OrderedDict"), items={"a": 1}, state={"_metadata": {"": {"version": 1}}}
     )
-    found = safe(archived([made, GlobalName("torch", "float32")]))
+    found = safe(encode_archive([made, GlobalName("torch", "float32")]))
     assert found == [OrderedDict(a=1), torch.float32]
     assert found[0]._metadata == {"": {"version": 1}}
 
 
 def test_strings_and_names_are_written_once() -> None:
     name = "a_long_name_of_a_setting"
-    assert pickled([{name: 1}] * 300).count(name.encode()) == 1
+    assert encode_pickle([{name: 1}] * 300).count(name.encode()) == 1
 
 
 def test_entries_and_places_beyond_four_gigabytes_use_the_wide_fields() -> None:
@@ -242,4 +250,4 @@ _values = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(_values)
 def test_any_nest_of_plain_values_comes_back(value: object) -> None:
-    assert safe(archived(value)) == value
+    assert safe(encode_archive(value)) == value

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardckpt.boxes import Box, whole
+from shardckpt.boxes import Box, full_box
 
 BOXES = {
     ("model", "w"): [(0, Box((0, 0), (3, 2))), (1, Box((3, 0), (3, 2))), (2, Box((0, 2), (6, 2)))],
@@ -18,7 +18,7 @@ BOXES = {
         (1, Box((2, 1), (1, 3))),
         (1, Box((3, 0), (3, 4))),
     ],
-    ("model", "ids"): [(2, whole((5,)))],
+    ("model", "ids"): [(2, full_box((5,)))],
 }
 
 

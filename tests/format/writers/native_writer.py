@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardckpt.boxes import Box, whole
+from shardckpt.boxes import Box, full_box
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.format.native.manifest_json import ManifestContents, encode_manifest
 from shardckpt.format.native.partial_manifest import WrittenPayload, build_partial, merge_partials
 from shardckpt.format.native.payload import HF_INDEX, BlockHasher, PayloadChunk, PayloadFile, hf_index, lay_out
-from shardckpt.format.native.records import ArrayRecord, record_of
+from shardckpt.format.native.records import ArrayRecord, make_record
 from shardckpt.manifest import Path as TreePath
 
 Boxes = Mapping[TreePath, Sequence[tuple[int, Box]]]
@@ -92,7 +92,7 @@ def write_step(
     nest = Nest(value)
     records = tuple(ArrayRecord(path, dtype_name(t), tuple(t.shape), array("Q")) for path, t in nest.arrays.items())
     contents = ManifestContents(save, (), records, nest.json, nest.ties, {"world_size": 2}, {"shardckpt": "0.1.0"})
-    plan = {path: (boxes or {}).get(path) or [(0, whole(tuple(t.shape)))] for path, t in nest.arrays.items()}
+    plan = {path: (boxes or {}).get(path) or [(0, full_box(tuple(t.shape)))] for path, t in nest.arrays.items()}
     writers = 1 + max((writer for placed in plan.values() for writer, _ in placed), default=0)
     parts = []
     for writer in range(writers):
@@ -109,7 +109,7 @@ def write_step(
     if alone is not None:
         index = hf_index(laid, alone)
         (folder / HF_INDEX).write_bytes(index)
-        files = (*files, record_of(HF_INDEX, index, checksums=checksums))
+        files = (*files, make_record(HF_INDEX, index, checksums=checksums))
     commit(folder, change(replace(contents, files=files, arrays=arrays)))
     return folder
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardckpt.boxes import Box, whole
+from shardckpt.boxes import Box, full_box
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 
 Builder = Callable[[Path], Path]
@@ -248,7 +248,10 @@ def _torch_file(**options: Any) -> Builder:
 
 
 def _native(folder: Path) -> Path:
-    boxes = {("model", "a.w"): [(0, Box((0, 0), (6, 1))), (1, Box((0, 1), (6, 3)))], ("model", "b"): [(1, whole((5,)))]}
+    boxes = {
+        ("model", "a.w"): [(0, Box((0, 0), (6, 1))), (1, Box((0, 1), (6, 3)))],
+        ("model", "b"): [(1, full_box((5,)))],
+    }
     return write_step(folder, _state(), boxes)
 
 

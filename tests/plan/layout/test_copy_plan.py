@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.boxes import Box, contiguous_blocks, is_contiguous, strides, whole
+from shardckpt.boxes import Box, contiguous_blocks, full_box, is_contiguous, strides
 from shardckpt.dtypes import bits
 from shardckpt.manifest import Piece, Span, Strided, TensorEntry
 from shardckpt.plan.layout.copy_plan import Batch, Copy, steps
@@ -151,8 +151,8 @@ def test_a_tensor_cut_in_its_second_dimension_is_read_in_blocks_of_rows() -> Non
 
 def test_a_transposed_view_is_read_in_wide_blocks() -> None:
     """Each of its blocks touches much of the storage, so that every further one reads much of it again."""
-    entry = TensorEntry(("t",), (8, 16), "float64", (Piece(whole((8, 16)), "a", Strided(0, 1024, 0, (1, 8))),))
-    rows = entry._replace(pieces=(Piece(whole((8, 16)), "a", Strided(0, 2048, 0, (32, 1))),))
+    entry = TensorEntry(("t",), (8, 16), "float64", (Piece(full_box((8, 16)), "a", Strided(0, 1024, 0, (1, 8))),))
+    rows = entry._replace(pieces=(Piece(full_box((8, 16)), "a", Strided(0, 2048, 0, (32, 1))),))
     sizes = [
         [
             step.nbytes
@@ -178,7 +178,7 @@ def test_elements_narrower_than_a_byte_are_copied_as_bytes(shape: tuple[int, ...
     files = Files()
     half = int(np.prod(shape)) // 2
     data = bytes(range(half)) if half < 256 else bytes(half)
-    piece = Piece(whole(shape), "a", Span(files.put("a", data, gap=5), half))
+    piece = Piece(full_box(shape), "a", Span(files.put("a", data, gap=5), half))
     tensor = OutputTensor("t", TensorEntry(("t",), shape, "float4_e2m1fn", (piece,)), "float4_e2m1fn")
     for batch_bytes, copy_bytes in ((3, 1), (3, 1000), (1000, 1000)):
         out = execute([tensor], files, batch_bytes=batch_bytes, copy_bytes=copy_bytes)
@@ -187,7 +187,7 @@ def test_elements_narrower_than_a_byte_are_copied_as_bytes(shape: tuple[int, ...
 
 def test_a_million_rows_are_planned_without_listing_them() -> None:
     files = Files()
-    piece = Piece(whole((1 << 30, 1 << 10)), "a", Span(0, 1 << 42))
+    piece = Piece(full_box((1 << 30, 1 << 10)), "a", Span(0, 1 << 42))
     tensor = OutputTensor("t", TensorEntry(("t",), (1 << 30, 1 << 10), "float32", (piece,)), "float32")
     assert list(steps([tensor], batch_bytes=1 << 30, copy_bytes=1 << 18)) == [Copy("a", 0, 1 << 42)]
     assert not files.content
@@ -196,4 +196,4 @@ def test_a_million_rows_are_planned_without_listing_them() -> None:
 def test_empty_tensors_take_no_step() -> None:
     tensor = OutputTensor("t", TensorEntry(("t",), (0, 4), "float32", ()), "float32")
     assert list(steps([tensor], batch_bytes=8, copy_bytes=8)) == []
-    assert list(contiguous_blocks(whole((0, 4)), 3)) == []
+    assert list(contiguous_blocks(full_box((0, 4)), 3)) == []

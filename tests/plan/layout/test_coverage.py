@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.boxes import Box, whole
+from shardckpt.boxes import Box, full_box
 from shardckpt.errors import FormatError, IncompleteError, OverlapError, TruncatedError
 from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry
 from shardckpt.plan.layout.coverage import faults, is_row_major, require_complete
@@ -35,8 +35,8 @@ def test_pieces_that_cover_an_array_have_no_fault() -> None:
     assert kinds(manifest(span(2, 4), span(0, 2))) == []
     assert kinds(manifest(Piece(Box((), ()), "a.bin", Span(96, 4)), shape=())) == []
     assert kinds(manifest(shape=(0, 4))) == []
-    assert kinds(manifest(Piece(whole((4,)), "a.bin", Lazy(0, 100)))) == []
-    assert kinds(manifest(Piece(whole((4,)), "a.bin", Encoded("zstd", 0, 9, Span(7, 16))))) == []
+    assert kinds(manifest(Piece(full_box((4,)), "a.bin", Lazy(0, 100)))) == []
+    assert kinds(manifest(Piece(full_box((4,)), "a.bin", Encoded("zstd", 0, 9, Span(7, 16))))) == []
 
 
 @pytest.mark.parametrize(
@@ -53,18 +53,18 @@ def test_pieces_that_cover_an_array_have_no_fault() -> None:
         ([span(-1, 3)], "invalid", FormatError),
         ([span(0, 4, offset=-1)], "invalid", FormatError),
         ([span(0, 4, offset=BIG)], "truncated", TruncatedError),
-        ([Piece(whole((4,)), "a.bin", Span(0, 15))], "invalid", FormatError),
-        ([Piece(whole((4,)), "a.bin", Span(0, -16))], "invalid", FormatError),
+        ([Piece(full_box((4,)), "a.bin", Span(0, 15))], "invalid", FormatError),
+        ([Piece(full_box((4,)), "a.bin", Span(0, -16))], "invalid", FormatError),
         ([Piece(Box((0,), (BIG,)), "a.bin", Span(0, 4 * BIG))], "invalid", FormatError),
-        ([Piece(whole((4, 1)), "a.bin", Span(0, 16))], "invalid", FormatError),
-        ([Piece(whole((4,)), "a.bin", Strided(0, 16, 0, (2,)))], "invalid", FormatError),
-        ([Piece(whole((4,)), "a.bin", Strided(0, 16, -1, (1,)))], "invalid", FormatError),
-        ([Piece(whole((4,)), "a.bin", Strided(0, 16, 3, (-1,)))], "invalid", FormatError),
-        ([Piece(whole((4,)), "a.bin", Strided(0, 16, 0, (1, 1)))], "invalid", FormatError),
-        ([Piece(whole((4,)), "a.bin", Strided(0, 16, 0, (BIG,)))], "invalid", FormatError),
-        ([Piece(whole((4,)), "a.bin", Encoded("zstd", 90, 11, Span(0, 16)))], "truncated", TruncatedError),
-        ([Piece(whole((4,)), "a.bin", Encoded("zstd", 0, 9, Span(0, 12)))], "invalid", FormatError),
-        ([Piece(whole((4,)), "a.bin", Lazy(90, 11))], "truncated", TruncatedError),
+        ([Piece(full_box((4, 1)), "a.bin", Span(0, 16))], "invalid", FormatError),
+        ([Piece(full_box((4,)), "a.bin", Strided(0, 16, 0, (2,)))], "invalid", FormatError),
+        ([Piece(full_box((4,)), "a.bin", Strided(0, 16, -1, (1,)))], "invalid", FormatError),
+        ([Piece(full_box((4,)), "a.bin", Strided(0, 16, 3, (-1,)))], "invalid", FormatError),
+        ([Piece(full_box((4,)), "a.bin", Strided(0, 16, 0, (1, 1)))], "invalid", FormatError),
+        ([Piece(full_box((4,)), "a.bin", Strided(0, 16, 0, (BIG,)))], "invalid", FormatError),
+        ([Piece(full_box((4,)), "a.bin", Encoded("zstd", 90, 11, Span(0, 16)))], "truncated", TruncatedError),
+        ([Piece(full_box((4,)), "a.bin", Encoded("zstd", 0, 9, Span(0, 12)))], "invalid", FormatError),
+        ([Piece(full_box((4,)), "a.bin", Lazy(90, 11))], "truncated", TruncatedError),
     ],
 )
 def test_every_fault_has_its_kind_and_its_error(pieces: list[Piece], kind: str, error: type[Exception]) -> None:
@@ -76,7 +76,7 @@ def test_every_fault_has_its_kind_and_its_error(pieces: list[Piece], kind: str, 
 
 @pytest.mark.parametrize("shape", [(-1,), (BIG,), (1 << 40, 1 << 40), (-1, -4)])
 def test_shapes_that_no_array_has_are_refused(shape: tuple[int, ...]) -> None:
-    broken = manifest(Piece(whole(shape), "a.bin", Span(0, 16)), shape=shape)
+    broken = manifest(Piece(full_box(shape), "a.bin", Span(0, 16)), shape=shape)
     assert kinds(broken) == ["invalid"]
 
 
@@ -94,7 +94,7 @@ def test_files_that_names_promise_must_be_there() -> None:
 
 
 def test_an_expanded_view_needs_only_its_one_element() -> None:
-    one = Piece(whole((4,)), "a.bin", Strided(0, 4, 0, (0,)))
+    one = Piece(full_box((4,)), "a.bin", Strided(0, 4, 0, (0,)))
     assert kinds(manifest(one)) == []
 
 
@@ -114,9 +114,9 @@ def test_coverage_of_a_line_is_right_for_any_cuts(cuts: list[tuple[int, int]]) -
 
 
 def test_row_major_views_are_known() -> None:
-    assert is_row_major(whole((2, 3)), Strided(0, 24, 0, (3, 1)))
-    assert is_row_major(whole((1, 3)), Strided(0, 24, 0, (99, 1)))
-    assert not is_row_major(whole((2, 3)), Strided(0, 24, 0, (1, 2)))
+    assert is_row_major(full_box((2, 3)), Strided(0, 24, 0, (3, 1)))
+    assert is_row_major(full_box((1, 3)), Strided(0, 24, 0, (99, 1)))
+    assert not is_row_major(full_box((2, 3)), Strided(0, 24, 0, (1, 2)))
 
 
 def least_seconds(check: Callable[[], list[object]]) -> float:

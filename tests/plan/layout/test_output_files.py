@@ -8,7 +8,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.boxes import Box, whole
+from shardckpt.boxes import Box, full_box
 from shardckpt.manifest import Piece, Span, TensorEntry
 from shardckpt.plan.layout.output_files import OutputTensor, index, name_files, split_as_stored, split_by_size
 
@@ -79,4 +79,4 @@ def test_an_index_is_sorted_and_counts_bytes_and_parameters() -> None:
 
 def test_a_model_without_tensors_is_one_empty_file() -> None:
     assert name_files(split_by_size([], 5), "model")[0].tensors == ()
-    assert whole(()) == Box((), ())
+    assert full_box(()) == Box((), ())

@@ -8,7 +8,7 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 
-from shardckpt.boxes import Box, strides, whole
+from shardckpt.boxes import Box, full_box, strides
 from shardckpt.manifest import Encoded, Layout, Piece, Span, Strided
 from shardckpt.plan.layout.piece_views import narrow, permute, shift_pieces, squeeze, unsqueeze
 
@@ -40,7 +40,7 @@ def read(pieces: Sequence[Piece], shape: tuple[int, ...]) -> np.ndarray:
 
 @pytest.fixture(params=sorted(LAYOUTS))
 def pieces(request: pytest.FixtureRequest) -> list[Piece]:
-    return [Piece(whole(ARRAY.shape), "f", LAYOUTS[request.param])]
+    return [Piece(full_box(ARRAY.shape), "f", LAYOUTS[request.param])]
 
 
 def test_every_part_is_found_and_whole_rows_stay_spans(pieces: list[Piece]) -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from shardckpt.boxes import Box, Shape, flat_to_boxes, whole
+from shardckpt.boxes import Box, Shape, flat_to_boxes, full_box
 from shardckpt.errors import IncompleteError, UsageError
 from shardckpt.manifest import Path
 from shardckpt.plan.layout.write_plan import LEAST_SHARE_BYTES, LocalTensor, SavePlan, digest, plan_save
@@ -79,15 +79,15 @@ def test_columns_and_grids_are_written_once() -> None:
 
 def test_replicas_share_the_work_by_bytes() -> None:
     sizes = [100, 90, 50, 40, 30, 20, 10, 5, 5]
-    mine = [held([whole((n,))], (n,), ("m", i), "uint8") for i, n in enumerate(sizes)]
+    mine = [held([full_box((n,))], (n,), ("m", i), "uint8") for i, n in enumerate(sizes)]
     plan = plan_save([mine, mine, mine])
     check(plan, [mine] * 3)
     assert [plan.bytes_of(rank) for rank in range(3)] == [115, 120, 115]
 
 
 def test_what_only_one_rank_has_counts_in_the_balance() -> None:
-    mine = [held([whole((10,))], (10,), ("m", i), "uint8") for i in range(6)]
-    alone = held([whole((40,))], (40,), ("big",), "uint8")
+    mine = [held([full_box((10,))], (10,), ("m", i), "uint8") for i in range(6)]
+    alone = held([full_box((40,))], (40,), ("big",), "uint8")
     plan = plan_save([[alone, *mine], mine, mine])
     assert [plan.bytes_of(rank) for rank in range(3)] == [40, 30, 30]
 
@@ -103,15 +103,15 @@ def test_replicas_of_shards_are_balanced_over_each_other() -> None:
 
 def test_one_large_replicated_tensor_is_cut() -> None:
     n = 8 * LEAST_SHARE_BYTES
-    ranks = [[held([whole((n,))], (n,), dtype="uint8")]] * 4
+    ranks = [[held([full_box((n,))], (n,), dtype="uint8")]] * 4
     assert [plan_save(ranks).bytes_of(rank) for rank in range(4)] == [n // 4] * 4
-    small = [[held([whole((100,))], (100,), dtype="uint8")]] * 4
+    small = [[held([full_box((100,))], (100,), dtype="uint8")]] * 4
     assert Counter(len(tasks) for tasks in plan_save(small).tasks) == {0: 3, 1: 1}
 
 
 def test_boxes_that_overlap_in_part_are_carved() -> None:
     ranks = [
-        [held([whole((6, 4))], (6, 4))],
+        [held([full_box((6, 4))], (6, 4))],
         [held([Box((0, 0), (3, 2))], (6, 4))],
         [held([Box((2, 1), (3, 3))], (6, 4))],
     ]
@@ -129,18 +129,18 @@ def test_any_sharding_is_written_once() -> None:
                 offset = tuple(choose.randrange(n) for n in shape)
                 boxes = [Box(offset, tuple(choose.randint(1, n - o) for n, o in zip(shape, offset, strict=True)))]
             ranks.append([held(boxes, shape)])
-        ranks.append([held([whole(shape)], shape)])
+        ranks.append([held([full_box(shape)], shape)])
         check(plan_save(ranks), ranks)
 
 
 def test_scalars_and_empty_arrays_have_one_writer() -> None:
-    mine = [held([whole(())], (), ("s",)), held([], (0, 3), ("e",)), held([Box((0, 0), (0, 3))], (0, 3), ("f",))]
+    mine = [held([full_box(())], (), ("s",)), held([], (0, 3), ("e",)), held([Box((0, 0), (0, 3))], (0, 3), ("f",))]
     plan = plan_save([mine, mine])
     assert sorted(task.array for tasks in plan.tasks for task in tasks) == [0, 1, 2]
 
 
 def test_ranks_may_hold_different_arrays() -> None:
-    ranks = [[held([whole((2,))], (2,), (f"stage{r}",))] for r in range(3)]
+    ranks = [[held([full_box((2,))], (2,), (f"stage{r}",))] for r in range(3)]
     plan = plan_save(ranks)
     assert [spec.path for spec in plan.arrays] == [("stage0",), ("stage1",), ("stage2",)]
     check(plan, ranks)
@@ -155,9 +155,9 @@ def test_elements_that_nobody_holds_are_named() -> None:
 
 def test_ranks_that_disagree_are_named() -> None:
     with pytest.raises(UsageError, match=r"model\.w: .*rank 1: float32 \[3\].*rank 0: float32 \[2\]"):
-        plan_save([[held([whole((2,))], (2,))], [held([whole((3,))], (3,))]])
+        plan_save([[held([full_box((2,))], (2,))], [held([full_box((3,))], (3,))]])
     with pytest.raises(UsageError, match="bfloat16"):
-        plan_save([[held([whole((2,))], (2,))], [held([whole((2,))], (2,), dtype="bfloat16")]])
+        plan_save([[held([full_box((2,))], (2,))], [held([full_box((2,))], (2,), dtype="bfloat16")]])
     with pytest.raises(UsageError, match="outside"):
         plan_save([[held([Box((1,), (2,))], (2,))]])
     with pytest.raises(UsageError, match="outside"):
@@ -165,9 +165,9 @@ def test_ranks_that_disagree_are_named() -> None:
 
 
 def test_a_value_that_claims_to_be_the_same_and_is_not_is_named() -> None:
-    same = [[held([whole((2,))], (2,), value=7)] for _ in range(3)]
+    same = [[held([full_box((2,))], (2,), value=7)] for _ in range(3)]
     assert sum(len(tasks) for tasks in plan_save(same).tasks) == 1
-    same[2] = [held([whole((2,))], (2,), value=8)]
+    same[2] = [held([full_box((2,))], (2,), value=8)]
     with pytest.raises(UsageError, match=r"model\.w: .*rank 2 differs from rank 0"):
         plan_save(same)
     shards = [[held(rows((4,), 2, r), (4,), value=r)] for r in range(2)]
@@ -180,7 +180,7 @@ def test_every_rank_decides_the_same() -> None:
 
 
 def test_the_digest_changes_with_everything_a_plan_depends_on() -> None:
-    base = [held([whole((2, 3))], (2, 3))]
+    base = [held([full_box((2, 3))], (2, 3))]
     others = [
         [],
         base * 2,
@@ -208,7 +208,7 @@ def test_many_arrays_on_many_ranks_are_planned_fast(kind: str) -> None:
         if kind == "flat":
             n = -(-shape[0] * 64 // world)
             return flat_to_boxes(shape, min(rank * n, shape[0] * 64), min((rank + 1) * n, shape[0] * 64))
-        return [whole(shape)]
+        return [full_box(shape)]
 
     ranks = [[held(boxes(r, i), (1024 + i, 64), ("m", str(i))) for i in range(arrays)] for r in range(world)]
     begun = time.process_time()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import NameCollisionError, UsageError
 from shardckpt.parameter_names import WRAPPERS
-from shardckpt.plan.naming.fqn import clean, cleaner, keep, require_unique
+from shardckpt.plan.naming.fqn import clean_names, make_cleaner, require_unique, select_names
 
 plain = st.lists(st.sampled_from(["layers", "0", "w", "attn", "module_x"]), min_size=1, max_size=4).map(".".join)
 
@@ -30,18 +30,18 @@ plain = st.lists(st.sampled_from(["layers", "0", "w", "attn", "module_x"]), min_
     ],
 )
 def test_wrappers_go_in_any_nesting(stored: str, expected: str) -> None:
-    assert clean([stored]) == {stored: expected}
+    assert clean_names([stored]) == {stored: expected}
 
 
 def test_module_goes_only_where_every_name_starts_with_it() -> None:
-    assert clean(["module.w", "head.w"]) == {"module.w": "module.w", "head.w": "head.w"}
-    assert clean(["module.w", "module.module.v"]) == {"module.w": "w", "module.module.v": "module.v"}
-    assert clean(["a.module.w"]) == {"a.module.w": "a.module.w"}
+    assert clean_names(["module.w", "head.w"]) == {"module.w": "module.w", "head.w": "head.w"}
+    assert clean_names(["module.w", "module.module.v"]) == {"module.w": "w", "module.module.v": "module.v"}
+    assert clean_names(["a.module.w"]) == {"a.module.w": "a.module.w"}
 
 
 def test_two_names_that_become_one_are_refused() -> None:
     with pytest.raises(NameCollisionError, match=r"'a\.w'.*'_orig_mod\.a\.w'"):
-        clean(["a.w", "_orig_mod.a.w"])
+        clean_names(["a.w", "_orig_mod.a.w"])
     with pytest.raises(NameCollisionError):
         require_unique({"x": "n", "y": "n"})
 
@@ -49,21 +49,21 @@ def test_two_names_that_become_one_are_refused() -> None:
 @given(st.lists(plain, unique=True, max_size=5), st.lists(st.sampled_from([*sorted(WRAPPERS), "module"]), max_size=4))
 def test_cleaning_undoes_any_wrapping_of_the_whole_model(names: list[str], wrappers: list[str]) -> None:
     wrapped = [".".join([*wrappers, name]) for name in names]
-    cleaned = clean(wrapped)
+    cleaned = clean_names(wrapped)
     assert list(cleaned.values()) == names
-    apply = cleaner(wrapped)
+    apply = make_cleaner(wrapped)
     for name, stored in zip(names, wrapped, strict=True):
         assert apply(stored) == name, "optimizer state is named as the model is"
 
 
 @pytest.mark.parametrize("other", ["module.extra.w", "_orig_mod.module.extra.w"])
 def test_names_the_model_lacks_are_cleaned_as_its_own_were(other: str) -> None:
-    assert cleaner(["module.a.w", "module.b.w"])(other) == "extra.w"
+    assert make_cleaner(["module.a.w", "module.b.w"])(other) == "extra.w"
 
 
 def test_a_name_of_wrappers_alone_does_not_become_nothing() -> None:
     for stored in ("module", "_orig_mod", "module.module"):
-        assert all(clean([stored]).values()), f"{stored} would be written without a name"
+        assert all(clean_names([stored]).values()), f"{stored} would be written without a name"
 
 
 NAMES = ["model.layers.0.w", "model.layers.1.w", "model.norm.w", "head.w"]
@@ -80,17 +80,17 @@ NAMES = ["model.layers.0.w", "model.layers.1.w", "model.norm.w", "head.w"]
     ],
 )
 def test_globs_choose(include: list[str], exclude: list[str], expected: list[str]) -> None:
-    assert keep(NAMES, include, exclude) == expected
+    assert select_names(NAMES, include, exclude) == expected
 
 
 @pytest.mark.parametrize(("include", "exclude"), [(["modle.*"], []), ([], ["*.bias"]), (["HEAD.w"], [])])
 def test_a_glob_that_matches_nothing_is_a_slip(include: list[str], exclude: list[str]) -> None:
     with pytest.raises(UsageError, match="matches no tensor"):
-        keep(NAMES, include, exclude)
+        select_names(NAMES, include, exclude)
 
 
 @pytest.mark.parametrize("include", [(), ("a*",)])
 def test_globs_that_leave_nothing_are_refused(include: tuple[str, ...]) -> None:
     with pytest.raises(UsageError, match=r"--exclude leaves? nothing"):
-        keep(["a.w", "b.w"], include, ("*",))
-    assert keep([], (), ()) == []
+        select_names(["a.w", "b.w"], include, ("*",))
+    assert select_names([], (), ()) == []

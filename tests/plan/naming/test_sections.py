@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shardckpt.boxes import whole
+from shardckpt.boxes import full_box
 from shardckpt.errors import AmbiguousError, UsageError
 from shardckpt.manifest import Manifest, ObjectEntry, Path, Piece, Span, TensorEntry
 from shardckpt.plan.naming.sections import find_key, find_sections, model_paths, split_flat_names
 
 
 def holding(tensors: list[Path], objects: list[Path] | None = None) -> Manifest:
-    entries = {p: TensorEntry(p, (1,), "float32", (Piece(whole((1,)), "a", Span(0, 4)),)) for p in tensors}
+    entries = {p: TensorEntry(p, (1,), "float32", (Piece(full_box((1,)), "a", Span(0, 4)),)) for p in tensors}
     return Manifest("test", {"a": 4}, entries, {p: ObjectEntry(p, 1) for p in objects or []})
 
 

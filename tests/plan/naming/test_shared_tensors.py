@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shardckpt.boxes import whole
+from shardckpt.boxes import full_box
 from shardckpt.manifest import Piece, Span, TensorEntry
-from shardckpt.plan.naming.shared_tensors import kept_names, ties_of_config
+from shardckpt.plan.naming.shared_tensors import map_kept_names, read_config_ties
 
 
 def entry(shape: tuple[int, ...] = (4, 2), stored: str = "float32") -> TensorEntry:
-    return TensorEntry(("x",), shape, stored, (Piece(whole(shape), "a", Span(0, 4)),))
+    return TensorEntry(("x",), shape, stored, (Piece(full_box(shape), "a", Span(0, 4)),))
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def entry(shape: tuple[int, ...] = (4, 2), stored: str = "float32") -> TensorEnt
 )
 def test_a_config_ties_output_to_input(embedding: str, head: str) -> None:
     names = {head: entry(), "norm.weight": entry((2,)), embedding: entry()}
-    assert ties_of_config({"tie_word_embeddings": True}, names) == {head: embedding}
+    assert read_config_ties({"tie_word_embeddings": True}, names) == {head: embedding}
 
 
 @pytest.mark.parametrize(
@@ -34,36 +34,36 @@ def test_a_config_ties_output_to_input(embedding: str, head: str) -> None:
 )
 def test_without_a_clear_word_nothing_is_tied(config: dict[str, object]) -> None:
     names = {"lm_head.weight": entry(), "model.embed_tokens.weight": entry()}
-    assert ties_of_config(config, names) == {}
+    assert read_config_ties(config, names) == {}
 
 
 def test_the_text_part_of_a_config_counts_where_the_top_says_nothing() -> None:
     names = {"lm_head.weight": entry(), "model.embed_tokens.weight": entry()}
-    assert ties_of_config({"text_config": {"tie_word_embeddings": True}}, names)
-    assert not ties_of_config({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, names)
+    assert read_config_ties({"text_config": {"tie_word_embeddings": True}}, names)
+    assert not read_config_ties({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, names)
 
 
 @pytest.mark.parametrize("other", [entry((5, 2)), entry((4, 2), "float16")])
 def test_arrays_of_another_kind_are_not_tied(other: TensorEntry) -> None:
     names = {"lm_head.weight": other, "model.embed_tokens.weight": entry()}
-    assert ties_of_config({"tie_word_embeddings": True}, names) == {}
+    assert read_config_ties({"tie_word_embeddings": True}, names) == {}
 
 
 def test_the_first_name_of_a_shared_array_is_kept() -> None:
     paths = {"a": ("a",), "b": ("b",), "c": ("c",)}
-    assert kept_names(["a", "b", "c"], paths, {("b",): ("a",)}) == {"b": "a"}
-    assert kept_names(["b", "a", "c"], paths, {("b",): ("a",)}) == {"a": "b"}
+    assert map_kept_names(["a", "b", "c"], paths, {("b",): ("a",)}) == {"b": "a"}
+    assert map_kept_names(["b", "a", "c"], paths, {("b",): ("a",)}) == {"a": "b"}
 
 
 def test_the_input_embedding_is_kept_over_an_earlier_name() -> None:
     paths = {"head": ("head",), "embed": ("embed",), "third": ("third",)}
     aliases = {("embed",): ("head",), ("third",): ("head",)}
-    assert kept_names(list(paths), paths, aliases, prefer=["embed"]) == {"head": "embed", "third": "embed"}
+    assert map_kept_names(list(paths), paths, aliases, prefer=["embed"]) == {"head": "embed", "third": "embed"}
 
 
 def test_a_tie_to_a_name_that_is_left_out_drops_nothing() -> None:
     """With the first name excluded, the second is the one that is written; with three, the second stands for both."""
     paths = {"b": ("b",), "c": ("c",)}
     aliases = {("b",): ("a",), ("c",): ("a",)}
-    assert kept_names(["b"], paths, aliases) == {}
-    assert kept_names(["b", "c"], paths, aliases) == {"c": "b"}
+    assert map_kept_names(["b"], paths, aliases) == {}
+    assert map_kept_names(["b", "c"], paths, aliases) == {"c": "b"}

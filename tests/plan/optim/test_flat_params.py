@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardckpt.boxes import whole
+from shardckpt.boxes import full_box
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
@@ -18,7 +18,7 @@ SHAPES = {"a": (2, 3), "b": (3,), "other": (4,)}
 
 def tensor(name: str, slot: str = "m", shape: tuple[int, ...] | None = None, dtype: str = "float32") -> OutputTensor:
     size = SHAPES[name] if shape is None else shape
-    piece = Piece(whole(size), "f" if slot == "step" else name, Span(0, 4))
+    piece = Piece(full_box(size), "f" if slot == "step" else name, Span(0, 4))
     return OutputTensor(f"{name}/{slot}", TensorEntry((name,), size, dtype, (piece,)), dtype)
 
 
@@ -55,7 +55,7 @@ def test_a_flat_parameter_is_in_the_first_group_of_its_members() -> None:
 def test_a_parameter_in_another_order_is_read_in_that_order(kind: str) -> None:
     inner = Span(8, 24) if kind == "span" else Strided(8, 24, 0, (3, 1))
     layout = Encoded("zstd", 5, 9, inner) if kind == "encoded" else inner
-    entry = TensorEntry(("a",), (2, 3), "float32", (Piece(whole((2, 3)), "f", layout),))
+    entry = TensorEntry(("a",), (2, 3), "float32", (Piece(full_box((2, 3)), "f", layout),))
     made, _ = to_flat_params([OutputTensor("a/m", entry, "float32"), tensor("b")], content(), units(order=(1, 0)))
     [piece] = made[0].members[0].entry.pieces
     assert made[0].members[0].shape == piece.box.size == (3, 2)
@@ -94,6 +94,8 @@ def test_what_cannot_lie_so_is_refused_by_name(
 
 def test_steps_that_are_not_one_and_the_same_are_refused() -> None:
     other = tensor("b", "step", ())
-    moved = OutputTensor("b/step", other.entry._replace(pieces=(Piece(whole(()), "elsewhere", Span(0, 4)),)), "float32")
+    moved = OutputTensor(
+        "b/step", other.entry._replace(pieces=(Piece(full_box(()), "elsewhere", Span(0, 4)),)), "float32"
+    )
     with pytest.raises(UsageError, match="flat/step: members of one flat parameter differ; found a/step and b/step"):
         to_flat_params([tensor("a", "step", ()), moved], content(), units())

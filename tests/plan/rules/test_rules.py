@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from shardckpt.boxes import Box, strides, whole
+from shardckpt.boxes import Box, full_box, strides
 from shardckpt.errors import NameCollisionError, UsageError
 from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
 from shardckpt.plan.rules.rule_files import KINDS, parse_rename, parse_rules, shipped
@@ -40,7 +40,7 @@ class File:
 
     def _boxes(self, shape: tuple[int, ...]) -> list[Box]:
         if not shape or 0 in shape:
-            return [whole(shape)]
+            return [full_box(shape)]
         dim = self.random.randrange(len(shape))
         at = self.random.randrange(shape[dim] + 1)
         low = Box((0,) * len(shape), (*shape[:dim], at, *shape[dim + 1 :]))
