@@ -53,12 +53,12 @@ class ShardingAdapter(ABC):
 
     Args:
         entries: The tensors, in order.
-        everyone: The ranks that the model is on.
+        ranks: The ranks that the model is on.
     """
 
-    def __init__(self, entries: Sequence[Entry], everyone: Ranks) -> None:
+    def __init__(self, entries: Sequence[Entry], ranks: Ranks) -> None:
         self.entries = tuple(entries)
-        self.everyone = everyone
+        self.ranks = ranks
 
     # -------------------------------------------------------------------------------------------------- facts
 
@@ -83,7 +83,7 @@ class ShardingAdapter(ABC):
         return True
 
     @property
-    def ranks(self) -> dist.ProcessGroup | None:
+    def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks that have different parts; None where it is not one group of them."""
         return None
 
@@ -94,15 +94,15 @@ class ShardingAdapter(ABC):
 
     @property
     def is_stored_as_sharded(self) -> bool:
-        """Tell whether what an optimizer keeps is what `sharded` makes of it, so that nothing has to travel."""
+        """Tell whether what an optimizer keeps is what `to_sharded` makes of it, so that nothing has to travel."""
         return True
 
     @abstractmethod
-    def cuts(self) -> list[MeshPlacements | None]:
-        """Return how `sharded` cuts each entry; None for what is whole."""
+    def placements(self) -> list[MeshPlacements | None]:
+        """Return how `to_sharded` shards each entry; None for what is whole."""
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
-        """Return how long each rank's part of a parameter is along the dimension it is cut; None if not along one.
+        """Return the length of each rank's part along the sharded dimension; None if there is not one such.
 
         Args:
             position: Which of the exposed parameters.
@@ -111,13 +111,13 @@ class ShardingAdapter(ABC):
         return None
 
     def is_reporting_rank(self, position: int) -> bool:
-        """Tell whether this rank is the one that tells the others what its optimizer keeps of a parameter.
+        """Return True if this rank reports the optimizer state of a parameter to the others.
 
         Args:
             position: Which of the exposed parameters.
         """
         del position
-        return self.everyone.is_first
+        return self.ranks.is_first
 
     def layout_metadata(self) -> dict[str, Any]:
         """Return the layout as plain JSON values; nothing where every rank has the whole."""
@@ -127,35 +127,35 @@ class ShardingAdapter(ABC):
 
     @property
     @abstractmethod
-    def laid(self) -> torch.Tensor:
-        """The parameters' own values, laid out: what is written there is theirs once `written` was called."""
+    def packed(self) -> torch.Tensor:
+        """The parameters' own values, packed; call `mark_written` after a write into them."""
 
     @abstractmethod
-    def written(self) -> None:
-        """Give up what was made of the parameters before something was written into `laid`."""
+    def mark_written(self) -> None:
+        """Drop copies of the parameters that are stale after a write into `packed`."""
 
     @abstractmethod
-    def places(self, laid: torch.Tensor) -> list[torch.Tensor]:
-        """Return this rank's part of each entry of what is laid out, as views: 1-D ones where parts are cut flat."""
+    def part_views(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Return this rank's part of each entry, as views of `packed`: 1-D ones if parts are sharded flat."""
 
     @abstractmethod
-    def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
-        """Return what is laid out as tensors of the exposed parameters' shapes, views where they can be."""
+    def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Return `packed` as tensors of the exposed parameters' shapes, views if possible."""
 
-    def lying(self, laid: torch.Tensor) -> list[torch.Tensor]:
-        """Return `parts` as this rank has them: of a DTensor the local part."""
-        return self.parts(laid)
+    def local_parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Return `parts` as this rank has them: the local part of a DTensor."""
+        return self.parts(packed)
 
     @abstractmethod
-    def join(
+    def pack(
         self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
     ) -> torch.Tensor:
-        """Lay out tensors of the exposed parameters' shapes; zeros for those that are None.
+        """Pack tensors of the exposed parameters' shapes; zeros for those that are None.
 
         Args:
-            parts: The tensors; what is laid out may share memory with one that is all there is.
+            parts: The tensors; the result may share memory with a single one.
             dtype: The type they are to have.
-            staging: That through which `full` gathers it then; None for new memory.
+            staging: That through which `to_full` gathers it then; None for new memory.
         """
 
     @abstractmethod
@@ -170,11 +170,11 @@ class ShardingAdapter(ABC):
     # --------------------------------------------------------------------------------------------------- out of it
 
     @abstractmethod
-    def full(self, laid: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
-        """Return the whole of each entry. Collective.
+    def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
+        """Return each entry unsharded. Collective.
 
         Args:
-            laid: What to gather.
+            packed: What to gather.
             staging: Memory that it passes through, in use until all entries were taken.
             first_only: Only the first rank gets them.
 
@@ -183,25 +183,25 @@ class ShardingAdapter(ABC):
         """
 
     @abstractmethod
-    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:
+    def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:
         """Return each entry as a DTensor, or plain where nothing is sharded. Collective for flat layouts.
 
         Args:
-            laid: What to cut; where nothing has to travel for it, the result shares its memory.
+            packed: What to cut; where nothing has to travel for it, the result shares its memory.
             staging: Memory that it passes through.
         """
 
-    def start_to_sharded(self, laid: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
-        """Begin to do what `sharded` does, while other things are done. Collective.
+    def start_to_sharded(self, packed: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
+        """Start what `to_sharded` does, while other work goes on. Collective.
 
         Args:
-            laid: As for `sharded`.
+            packed: As for `to_sharded`.
             staging: Memory that it passes through, in use until the end.
 
         Returns:
             What ends it and returns the entries, on all ranks in the order of the beginnings.
         """
-        made = self.sharded(laid, staging)
+        made = self.to_sharded(packed, staging)
         return lambda: made
 
     # ----------------------------------------------------------------------------------------------------- into it
@@ -212,19 +212,19 @@ class ShardingAdapter(ABC):
 
         Args:
             values: For each entry its value, of any type; None for those that are left alone.
-            into: Where they go: `places` of something laid out, or tensors as those are. Of those that are left alone
+            into: Where they go: `part_views` of something packed, or tensors as those are. Of those that are left alone
                 they are not looked at.
         """
 
     @abstractmethod
-    def from_first(
+    def from_rank0(
         self,
         values: Sequence[torch.Tensor | None] | None,
         into: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
         staging: Staging,
     ) -> None:
-        """Copy this rank's parts of whole values that the first rank has. Collective.
+        """Copy this rank's parts of full values on rank 0. Collective.
 
         Args:
             values: As for `from_full` on the first rank; None elsewhere.
@@ -237,27 +237,27 @@ class ShardingAdapter(ABC):
     def from_sharded(
         self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None], staging: Staging
     ) -> None:
-        """Copy this rank's parts of what `sharded` returned, on the same ranks. Collective for flat layouts.
+        """Copy this rank's parts of what `to_sharded` returned, on the same ranks. Collective for flat layouts.
 
         Args:
-            values: As for `from_full`; `takes` tells whether they are cut so.
+            values: As for `from_full`; see `is_sharded_alike`.
             into: As for `from_full`.
             staging: Memory that they pass through.
         """
 
-    def takes(self, values: Sequence[torch.Tensor | None]) -> bool:
-        """Tell whether these are cut as `sharded` cuts, so that nothing has to be gathered."""
-        pairs = zip(values, self.cuts(), strict=True)
+    def is_sharded_alike(self, values: Sequence[torch.Tensor | None]) -> bool:
+        """Return True if these are sharded as by `to_sharded`, so that nothing has to be gathered."""
+        pairs = zip(values, self.placements(), strict=True)
         return all(value is None or _alike(value, own) for value, own in pairs)
 
 
-def from_first(
-    everyone: Ranks, shape: Sequence[int], dtype: torch.dtype, device: torch.device, value: torch.Tensor | None
+def broadcast_from_rank0(
+    ranks: Ranks, shape: Sequence[int], dtype: torch.dtype, device: torch.device, value: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return a tensor that the first rank has. Collective.
+    """Broadcast a tensor from rank 0. Collective.
 
     Args:
-        everyone: The ranks.
+        ranks: The ranks.
         shape: Its shape.
         dtype: The type it is to have.
         device: Where it is to be.
@@ -266,12 +266,12 @@ def from_first(
     made = torch.empty(tuple(shape), dtype=dtype, device=device)
     if value is not None:
         made.copy_(value)
-    everyone.tell(made)
+    ranks.broadcast_from_rank0(made)
     return made
 
 
 def get_mesh_placements(tensor: torch.Tensor) -> MeshPlacements | None:
-    """Return how a DTensor is cut; None of a plain tensor."""
+    """Return the mesh and placements of a DTensor; None for a plain tensor."""
     return (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None
 
 

@@ -13,7 +13,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import DimLayout, ParamSpec
-from shardckpt.state.adapters.base import Entry, MeshPlacements, ShardingAdapter, from_first, get_mesh_placements, local
+from shardckpt.state.adapters.base import (
+    Entry,
+    MeshPlacements,
+    ShardingAdapter,
+    broadcast_from_rank0,
+    get_mesh_placements,
+    local,
+)
 from shardckpt.state.redistribute import dtensor_rows
 from shardckpt.state.redistribute.dtensor_rows import chunks, has_rows_everywhere
 from shardckpt.state.redistribute.rank_grid import Ranks
@@ -25,11 +32,11 @@ class DTensorAdapter(ShardingAdapter):
     Args:
         entry: What it is.
         parameter: The parameter, around a DTensor.
-        everyone: The ranks that the model is on.
+        ranks: The ranks that the model is on.
     """
 
-    def __init__(self, entry: Entry, parameter: nn.Parameter, everyone: Ranks) -> None:
-        super().__init__([entry], everyone)
+    def __init__(self, entry: Entry, parameter: nn.Parameter, ranks: Ranks) -> None:
+        super().__init__([entry], ranks)
         self._parameter = parameter
 
     @property
@@ -46,7 +53,7 @@ class DTensorAdapter(ShardingAdapter):
     @property
     def is_everywhere(self) -> bool:
         """Tell whether its mesh has all ranks of the model."""
-        return self._kept.device_mesh.size() == self.everyone.size
+        return self._kept.device_mesh.size() == self.ranks.size
 
     @property
     def is_sharded(self) -> bool:
@@ -60,7 +67,7 @@ class DTensorAdapter(ShardingAdapter):
         return all(has_rows_everywhere(self._kept.shape[dim], self._kept.device_mesh.size()) for dim in dims)
 
     @property
-    def ranks(self) -> dist.ProcessGroup | None:
+    def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks of a mesh of one dimension."""
         mesh = self._kept.device_mesh
         return mesh.get_group() if mesh.ndim == 1 else None
@@ -68,9 +75,9 @@ class DTensorAdapter(ShardingAdapter):
     @property
     def device(self) -> torch.device:
         """Where its local part is."""
-        return self.laid.device
+        return self.packed.device
 
-    def cuts(self) -> list[MeshPlacements | None]:
+    def placements(self) -> list[MeshPlacements | None]:
         """As it is."""
         return [get_mesh_placements(self._kept)]
 
@@ -97,47 +104,47 @@ class DTensorAdapter(ShardingAdapter):
         return {"layout": layout.to_json(), "place": mesh.get_local_rank(at)}
 
     @property
-    def laid(self) -> torch.Tensor:
+    def packed(self) -> torch.Tensor:
         """The local part."""
         return local(self._parameter.detach())
 
-    def written(self) -> None:
+    def mark_written(self) -> None:
         """Nothing was made of it."""
 
-    def places(self, laid: torch.Tensor) -> list[torch.Tensor]:
+    def part_views(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the local part."""
-        return [laid]
+        return [packed]
 
-    def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+    def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return a DTensor as the parameter is."""
-        return [self._around(laid)]
+        return [self._around(packed)]
 
-    def lying(self, laid: torch.Tensor) -> list[torch.Tensor]:
+    def local_parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the local part."""
-        return [laid]
+        return [packed]
 
-    def _around(self, laid: torch.Tensor) -> DTensor:
+    def _around(self, packed: torch.Tensor) -> DTensor:
         kept = self._kept
         return DTensor.from_local(
-            laid, kept.device_mesh, kept.placements, run_check=False, shape=kept.shape, stride=kept.stride()
+            packed, kept.device_mesh, kept.placements, run_check=False, shape=kept.shape, stride=kept.stride()
         )
 
-    def join(
+    def pack(
         self,
         parts: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
         staging: Staging | None = None,  # noqa: ARG002
     ) -> torch.Tensor:
         """Return the local part."""
-        return self.laid.new_zeros(self.laid.shape, dtype=dtype) if parts[0] is None else local(parts[0]).to(dtype)
+        return self.packed.new_zeros(self.packed.shape, dtype=dtype) if parts[0] is None else local(parts[0]).to(dtype)
 
     def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
         """Return a DTensor around new memory."""
-        return self._around(torch.empty_like(self.laid, dtype=dtype))
+        return self._around(torch.empty_like(self.packed, dtype=dtype))
 
-    def full(
+    def to_full(
         self,
-        laid: torch.Tensor,
+        packed: torch.Tensor,
         staging: Staging,  # noqa: ARG002
         *,
         first_only: bool,
@@ -145,12 +152,12 @@ class DTensorAdapter(ShardingAdapter):
         """Gather to the ranks that get something, where it is cut along one direction of its mesh; else to all."""
         kept = self._kept
         at = dtensor_rows.direction(kept) if first_only else None
-        whole = self._around(laid).full_tensor() if at is None else dtensor_rows.gather_rows(kept, at, laid)
-        return None if whole is None or (first_only and not self.everyone.is_first) else [whole]
+        whole = self._around(packed).full_tensor() if at is None else dtensor_rows.gather_rows(kept, at, packed)
+        return None if whole is None or (first_only and not self.ranks.is_first) else [whole]
 
-    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
+    def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
         """Return a DTensor around what is there: nothing travels, nothing is copied."""
-        return self.parts(laid)
+        return self.parts(packed)
 
     def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
         """Cut this rank's part."""
@@ -161,14 +168,14 @@ class DTensorAdapter(ShardingAdapter):
         cut = distribute_tensor(value.to(self.device), kept.device_mesh, kept.placements, src_data_rank=None)
         place.copy_(cut.to_local())
 
-    def from_first(
+    def from_rank0(
         self,
         values: Sequence[torch.Tensor | None] | None,
         into: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
         staging: Staging,
     ) -> None:
-        """Take the rows that the first rank deals out; where it has no place for that, broadcast from it and cut."""
+        """Scatter the rows from rank 0; if it has no coordinate for that, broadcast and shard."""
         (place,), value = into, None if values is None else values[0]
         if place is None:
             return
@@ -176,12 +183,12 @@ class DTensorAdapter(ShardingAdapter):
         if at is not None and self._is_everywhere(self._kept.device_mesh):
             dtensor_rows.scatter_rows(self._kept, at, value, place, dtype=dtype, staging=staging)
             return
-        self.from_full([from_first(self.everyone, self.entries[0].shape, dtype, self.device, value)], into)
+        self.from_full([broadcast_from_rank0(self.ranks, self.entries[0].shape, dtype, self.device, value)], into)
 
     def _is_everywhere(self, mesh: DeviceMesh) -> bool:
         """Tell whether a mesh has all ranks of the model, and begins with their first; the same on all of them."""
         ranks = mesh.mesh.flatten()
-        return len(ranks) == self.everyone.size and int(ranks[0]) == int(ranks.min())
+        return len(ranks) == self.ranks.size and int(ranks[0]) == int(ranks.min())
 
     def from_sharded(
         self,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardckpt.core.params.full_params import Staging, copies, join
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ParamRegistration
-from shardckpt.state.adapters.base import Entry, ShardingAdapter, from_first, local
+from shardckpt.state.adapters.base import Entry, ShardingAdapter, broadcast_from_rank0, local
 from shardckpt.state.redistribute.rank_grid import Ranks
 from shardckpt.state.redistribute.scatter_from_rank0 import scatter_from_rank0
 
@@ -24,10 +24,10 @@ class EngineBucketAdapter(ShardingAdapter):
     Args:
         registration: The bucket as it is registered on the modules.
         names: The names of each member in the model, the first before its aliases.
-        everyone: The ranks that the model is on.
+        ranks: The ranks that the model is on.
     """
 
-    def __init__(self, registration: ParamRegistration, names: Sequence[Sequence[str]], everyone: Ranks) -> None:
+    def __init__(self, registration: ParamRegistration, names: Sequence[Sequence[str]], ranks: Ranks) -> None:
         bucket = registration.bucket
         rows = zip(names, bucket.unsharded_params, strict=True)
         super().__init__(
@@ -35,7 +35,7 @@ class EngineBucketAdapter(ShardingAdapter):
                 Entry(first, tuple(others), tuple(leaf.shape), bucket.dtype, leaf.requires_grad)
                 for (first, *others), leaf in rows
             ],
-            everyone,
+            ranks,
         )
         self._registration = registration
 
@@ -57,7 +57,7 @@ class EngineBucketAdapter(ShardingAdapter):
     @property
     def is_everywhere(self) -> bool:
         """Tell whether each rank of the model has a part or a copy."""
-        return self.bucket.group.world == self.everyone.size
+        return self.bucket.group.world == self.ranks.size
 
     @property
     def is_sharded(self) -> bool:
@@ -65,7 +65,7 @@ class EngineBucketAdapter(ShardingAdapter):
         return not self.bucket.keeps_full and self.bucket.group.size > 1
 
     @property
-    def ranks(self) -> dist.ProcessGroup | None:
+    def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks that share the bucket."""
         return self.bucket.group.shard
 
@@ -79,37 +79,37 @@ class EngineBucketAdapter(ShardingAdapter):
         return {"layout": self.bucket.layout.to_json(), "place": self.bucket.rank}
 
     @property
-    def laid(self) -> torch.Tensor:
+    def packed(self) -> torch.Tensor:
         """The shard."""
         self._registration.pull_user_changes()
         return self.bucket.shard.detach()
 
-    def written(self) -> None:
+    def mark_written(self) -> None:
         """Give up full parameters that are there: they are stale."""
         self.bucket.reshard()
         self._registration.register_sharded()
 
-    def places(self, laid: torch.Tensor) -> list[torch.Tensor]:
+    def part_views(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's part as a view."""
-        return self.bucket.split_shard(laid)
+        return self.bucket.split_shard(packed)
 
-    def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+    def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's part as a view."""
-        return self.bucket.split_shard(laid)
+        return self.bucket.split_shard(packed)
 
-    def join(
+    def pack(
         self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
     ) -> torch.Tensor:
-        """Lay parts out."""
+        """Pack parts."""
         return join(self.bucket, [None if part is None else local(part) for part in parts], dtype, staging)
 
-    def full(self, laid: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
+    def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
         """Gather the whole bucket; what tensor parallelism has cut is gathered once more, everywhere."""
-        found = copies(self.bucket, laid, staging, first_only=first_only)
+        found = copies(self.bucket, packed, staging, first_only=first_only)
         if found is None or not self.is_parallel:
-            return found if not first_only or self.everyone.is_first else None
+            return found if not first_only or self.ranks.is_first else None
         values = [self._whole(index, value) for index, value in enumerate(found)]
-        return values if not first_only or self.everyone.is_first else None
+        return values if not first_only or self.ranks.is_first else None
 
     def _whole(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Return a parameter of which this is all that the bucket has."""
@@ -139,16 +139,16 @@ class EngineBucketAdapter(ShardingAdapter):
         """Return a rank's parts of all that the bucket has of some parameters, as views where they can be."""
         return list(values) if self.bucket.keeps_full else self.bucket.packing.cut(values, rank)
 
-    def from_first(
+    def from_rank0(
         self,
         values: Sequence[torch.Tensor | None] | None,
         into: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
         staging: Staging,
     ) -> None:
-        """Deal out the parts; where parts of a mesh have firsts of their own, tell everyone."""
+        """Scatter the parts; if parts of a mesh have their own rank 0, broadcast to all."""
         group = self.bucket.group
-        if self.is_parallel or group.world != self.everyone.size:  # the first that share it may not be the first of all
+        if self.is_parallel or group.world != self.ranks.size:  # the first that share it may not be the first of all
             self.from_full(self._told(values, into, dtype), into)
             return
         rows = None
@@ -163,6 +163,6 @@ class EngineBucketAdapter(ShardingAdapter):
         """Return whole values that the first rank has. Collective."""
         given = [None] * len(self.entries) if values is None else values
         return [
-            None if place is None else from_first(self.everyone, entry.shape, dtype, self.device, value)
+            None if place is None else broadcast_from_rank0(self.ranks, entry.shape, dtype, self.device, value)
             for entry, place, value in zip(self.entries, into, given, strict=True)
         ]

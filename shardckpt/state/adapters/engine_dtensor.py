@@ -20,11 +20,11 @@ class EngineDTensorAdapter(EngineBucketAdapter):
     Args:
         registration: The bucket as it is registered on the modules.
         names: The names of each member in the model, the first before its aliases.
-        everyone: The ranks that the model is on.
+        ranks: The ranks that the model is on.
     """
 
-    def __init__(self, registration: DTensorRegistration, names: Sequence[Sequence[str]], everyone: Ranks) -> None:
-        super().__init__(registration, names, everyone)
+    def __init__(self, registration: DTensorRegistration, names: Sequence[Sequence[str]], ranks: Ranks) -> None:
+        super().__init__(registration, names, ranks)
         self._placed = registration.placed
 
     @property
@@ -42,15 +42,15 @@ class EngineDTensorAdapter(EngineBucketAdapter):
         dim = self._placed[position].dim
         return None if dim is None else chunks(self.bucket.layout.specs[position].shape[dim], self.bucket.group.size)
 
-    def cuts(self) -> list[MeshPlacements | None]:
+    def placements(self) -> list[MeshPlacements | None]:
         """As the parameters are."""
         return [get_mesh_placements(parameter) for parameter in self.exposed]
 
-    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
+    def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
         """Return DTensors around what is there: nothing travels, nothing is copied."""
-        if laid.numel() and laid.data_ptr() == self.bucket.shard.data_ptr():
+        if packed.numel() and packed.data_ptr() == self.bucket.shard.data_ptr():
             return [parameter.detach() for parameter in self.exposed]
-        return self.parts(laid)
+        return self.parts(packed)
 
     def from_sharded(
         self,
@@ -63,13 +63,13 @@ class EngineDTensorAdapter(EngineBucketAdapter):
             if value is not None and place is not None:
                 place.copy_(local(value))
 
-    def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+    def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return DTensors around each parameter's part."""
-        return [placed.sharded(part) for placed, part in zip(self._placed, self.lying(laid), strict=True)]
+        return [placed.sharded(part) for placed, part in zip(self._placed, self.local_parts(packed), strict=True)]
 
-    def lying(self, laid: torch.Tensor) -> list[torch.Tensor]:
+    def local_parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's part."""
-        return super().parts(laid)
+        return super().parts(packed)
 
     def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a DTensor around new memory."""

@@ -36,7 +36,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
     Args:
         registration: The bucket as it is registered on the modules.
         names: The names of each member in the model, the first before its aliases.
-        everyone: The ranks that the model is on.
+        ranks: The ranks that the model is on.
         mesh: The ranks that share the bucket, with its shards along the last dimension; None where nothing is sharded.
         flat_name: Name of the flat parameter in the model; None where the original parameters are registered.
     """
@@ -45,11 +45,11 @@ class EngineFlatAdapter(EngineBucketAdapter):
         self,
         registration: FlatParamRegistration | OrigParamsRegistration,
         names: Sequence[Sequence[str]],
-        everyone: Ranks,
+        ranks: Ranks,
         mesh: DeviceMesh | None,
         flat_name: str | None,
     ) -> None:
-        super().__init__(registration, names, everyone)
+        super().__init__(registration, names, ranks)
         self._mesh = mesh
         self._flat_name = flat_name
 
@@ -60,25 +60,25 @@ class EngineFlatAdapter(EngineBucketAdapter):
         assert isinstance(found, FlatLayout), "the wrapper lays out flat"
         return found
 
-    def show(self, values: Sequence[torch.Tensor], *, lying: bool) -> None:
+    def show(self, values: Sequence[torch.Tensor], *, is_flat: bool) -> None:
         """Register tensors for torch's own recursion to find; `hide` undoes it.
 
         Args:
             values: One for each entry, registered where it belongs; or one for the flat parameter.
-            lying: It is the flat parameter's.
+            is_flat: It is the flat parameter's.
         """
         home = self._registration.home if isinstance(self._registration, FlatParamRegistration) else None
         if home is not None:
-            home.module._parameters[home.attribute] = values[0] if lying else None  # type: ignore[assignment]
-        if not lying:
+            home.module._parameters[home.attribute] = values[0] if is_flat else None  # type: ignore[assignment]
+        if not is_flat:
             for member, value in zip(self.bucket.members, values, strict=True):
                 for place in member.places:
                     place.module.__dict__.pop(place.attribute, None)  # what stands there while the unit is sharded
                     place.module._parameters[place.attribute] = value  # type: ignore[assignment]
 
-    def registered(self, *, lying: bool) -> list[torch.Tensor]:
+    def registered(self, *, is_flat: bool) -> list[torch.Tensor]:
         """Return what is registered in the places that `show` filled: what was shown, or what was put there since."""
-        if lying:
+        if is_flat:
             assert isinstance(self._registration, FlatParamRegistration), "only a flat parameter lies by itself"
             places = [self._registration.home]
         else:
@@ -118,7 +118,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return tuple(sum(run.stop - run.start for run in self.layout.runs(r) if run.index == position) for r in ranks)
 
     def is_reporting_rank(self, position: int) -> bool:
-        """Let the first rank that has a part of a parameter tell."""
+        """Return True on the first rank that has a part of a parameter."""
         group = self.bucket.group
         if group.replicate is not None and group.replicate.rank() != 0:
             return False
@@ -133,24 +133,26 @@ class EngineFlatAdapter(EngineBucketAdapter):
         """Return the layout, which of its ranks this one is, and the name of the flat parameter."""
         return {**super().layout_metadata(), "flat": self._flat_name}
 
-    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:
+    def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:
         """Exchange flat shards for rows: one all-to-all."""
-        return self.start_to_sharded(laid, staging)()
+        return self.start_to_sharded(packed, staging)()
 
-    def start_to_sharded(self, laid: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
-        """Begin the exchange: rows travel while the next unit's are put together."""
+    def start_to_sharded(self, packed: torch.Tensor, staging: Staging) -> Callable[[], list[torch.Tensor]]:
+        """Start the exchange: rows travel while the next unit's are packed."""
         if self.bucket.keeps_full or self._mesh is None:
-            made = [self.bucket.wrap_unsharded(i, view.clone()) for i, view in enumerate(self.bucket.split_shard(laid))]
+            made = [
+                self.bucket.wrap_unsharded(i, view.clone()) for i, view in enumerate(self.bucket.split_shard(packed))
+            ]
             return lambda: made
         if self.is_parallel and self._both is None:
-            cut = self._parallel(laid)
+            cut = self._parallel(packed)
             return lambda: cut
-        rows = start_flat_to_rows(laid.to(self.bucket.compute_device), self.layout, self.bucket.group.shard, staging)
+        rows = start_flat_to_rows(packed.to(self.bucket.compute_device), self.layout, self.bucket.group.shard, staging)
         return lambda: [self._dtensor(part, index) for index, part in enumerate(rows())]
 
-    def _parallel(self, laid: torch.Tensor) -> list[torch.Tensor]:
+    def _parallel(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return what tensor parallelism cut as it cut it, gathered over the ranks of data parallelism."""
-        values = gather(self.bucket, laid).values
+        values = gather(self.bucket, packed).values
         return [self.bucket.wrap_unsharded(index, value.clone()) for index, value in enumerate(values)]
 
     @cached_property
@@ -196,7 +198,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         copies = 0 if self._mesh is None else self._mesh.ndim - 1
         return (*[Replicate()] * copies, Shard(row_dim(spec)))
 
-    def cuts(self) -> list[MeshPlacements | None]:
+    def placements(self) -> list[MeshPlacements | None]:
         """Rows along the dimension that is slowest in memory, also of what tensor parallelism cut."""
         if self.is_parallel:
             if self._both is not None and not self.bucket.keeps_full:
@@ -228,16 +230,16 @@ class EngineFlatAdapter(EngineBucketAdapter):
         dtype = next(place.dtype for place in into if place is not None)
         rows_to_flat(rows, into, self.layout, self.bucket.group.shard, staging, dtype=dtype, device=self.device)
 
-    def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+    def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the flat tensor itself, or each original's part."""
-        return [laid] if self._flat_name is not None else super().parts(laid)
+        return [packed] if self._flat_name is not None else super().parts(packed)
 
-    def join(
+    def pack(
         self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
     ) -> torch.Tensor:
-        """Lay parts out."""
+        """Pack parts."""
         if self._flat_name is None:
-            return super().join(parts, dtype, staging)
+            return super().pack(parts, dtype, staging)
         if parts[0] is None:
             return torch.zeros(self.layout.chunk, dtype=dtype, device=self.device)
         return local(parts[0]).to(dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardckpt.core.params.full_params import Staging
-from shardckpt.state.adapters.base import Entry, MeshPlacements, ShardingAdapter, from_first
+from shardckpt.state.adapters.base import Entry, MeshPlacements, ShardingAdapter, broadcast_from_rank0
 from shardckpt.state.redistribute.rank_grid import Ranks
 
 
@@ -18,11 +18,11 @@ class ReplicatedAdapter(ShardingAdapter):
     Args:
         entry: What it is.
         parameter: The parameter.
-        everyone: The ranks that the model is on.
+        ranks: The ranks that the model is on.
     """
 
-    def __init__(self, entry: Entry, parameter: nn.Parameter, everyone: Ranks) -> None:
-        super().__init__([entry], everyone)
+    def __init__(self, entry: Entry, parameter: nn.Parameter, ranks: Ranks) -> None:
+        super().__init__([entry], ranks)
         self._parameter = parameter
 
     @property
@@ -40,59 +40,59 @@ class ReplicatedAdapter(ShardingAdapter):
         """Where it is."""
         return self._parameter.device
 
-    def cuts(self) -> list[MeshPlacements | None]:
+    def placements(self) -> list[MeshPlacements | None]:
         """It is whole."""
         return [None]
 
     @property
-    def laid(self) -> torch.Tensor:
+    def packed(self) -> torch.Tensor:
         """The parameter itself."""
         return self._parameter.detach()
 
-    def written(self) -> None:
+    def mark_written(self) -> None:
         """Nothing was made of it."""
 
-    def places(self, laid: torch.Tensor) -> list[torch.Tensor]:
+    def part_views(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return it as it is."""
-        return [laid]
+        return [packed]
 
-    def parts(self, laid: torch.Tensor) -> list[torch.Tensor]:
+    def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return it as it is."""
-        return [laid]
+        return [packed]
 
-    def join(
+    def pack(
         self,
         parts: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
         staging: Staging | None = None,  # noqa: ARG002
     ) -> torch.Tensor:
         """Return it as it is."""
-        return torch.zeros_like(self.laid, dtype=dtype) if parts[0] is None else parts[0].to(dtype)
+        return torch.zeros_like(self.packed, dtype=dtype) if parts[0] is None else parts[0].to(dtype)
 
     def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
         """Return memory in the parameter's form."""
-        return torch.empty_like(self.laid, dtype=dtype)
+        return torch.empty_like(self.packed, dtype=dtype)
 
-    def full(
+    def to_full(
         self,
-        laid: torch.Tensor,
+        packed: torch.Tensor,
         staging: Staging,  # noqa: ARG002
         *,
         first_only: bool,
     ) -> Iterable[torch.Tensor] | None:
         """Return it as it is: nothing travels."""
-        return None if first_only and not self.everyone.is_first else [laid]
+        return None if first_only and not self.ranks.is_first else [packed]
 
-    def sharded(self, laid: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
+    def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
         """Return it as it is."""
-        return [laid]
+        return [packed]
 
     def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
         """Copy it."""
         if values[0] is not None and into[0] is not None:
             into[0].copy_(values[0])
 
-    def from_first(
+    def from_rank0(
         self,
         values: Sequence[torch.Tensor | None] | None,
         into: Sequence[torch.Tensor | None],
@@ -102,7 +102,7 @@ class ReplicatedAdapter(ShardingAdapter):
         """Broadcast it."""
         if into[0] is not None:
             value = None if values is None else values[0]
-            into[0].copy_(from_first(self.everyone, self.entries[0].shape, dtype, self.device, value))
+            into[0].copy_(broadcast_from_rank0(self.ranks, self.entries[0].shape, dtype, self.device, value))
 
     def from_sharded(
         self,

@@ -97,7 +97,7 @@ def get_placements(found: ModelIndex) -> dict[str, MeshPlacements]:
     return {
         entry.name: cut
         for adapter in found.adapters
-        for entry, cut in zip(adapter.entries, adapter.cuts(), strict=True)
+        for entry, cut in zip(adapter.entries, adapter.placements(), strict=True)
         if cut is not None
     }
 

@@ -29,7 +29,7 @@ class ForeignShardingError(ShardckptError, NotImplementedError):
     """What is asked of a model that something else has sharded can be had of that alone."""
 
 
-NOT_ALONE = "torch's own wrapper takes a state from every rank"
+NEEDS_EVERY_RANK = "torch's own wrapper takes a state from every rank"
 
 _WRAPPER = "FullyShardedDataParallel"
 _HOME = "torch.distributed.fsdp.fully_sharded_data_parallel"
@@ -265,7 +265,7 @@ def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mappi
         states = state.get("state", {})
         slots = [[n, s, list(getattr(v, "shape", ()))] for n, of in states.items() for s, v in of.items()]
         agreed.digest = digest([sorted(states), sorted(slots), changes])
-        agreed.not_alone = StateMismatchError(NOT_ALONE, found="one on the first rank alone")
+        agreed.broadcast_error = StateMismatchError(NEEDS_EVERY_RANK, found="one on the first rank alone")
         if ranks.is_first:
             _refuse_unknown([*states, *(name for group in saved for name in group["params"])], known)
     groups = [{**group, **settings} for group, settings in zip(live, changes, strict=True)]

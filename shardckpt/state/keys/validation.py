@@ -23,34 +23,34 @@ class DistributedInput:
     """A state that every rank was given, or rank 0 alone.
 
     Args:
-        given: Whether this rank was handed something.
+        given: Whether this rank was given a state.
         is_first: Whether this is the first rank.
 
     Attributes:
-        digest: What has to be equal on all ranks that were handed something, in short.
-        not_alone: Why the first rank's state cannot be told to the others; None where it can.
-        from_first: Whether the first rank alone was handed something; known at the end.
+        digest: What has to be equal on all ranks that were given a state, in short.
+        broadcast_error: Why a state on rank 0 alone cannot be broadcast; None if it can.
+        from_rank0: Whether rank 0 alone was given a state; known at the end.
     """
 
     def __init__(self, given: bool, is_first: bool) -> None:
         self._given = given
         self._is_first = is_first
         self.digest = b""
-        self.not_alone: ShardckptError | None = None
-        self.from_first = False
+        self.broadcast_error: ShardckptError | None = None
+        self.from_rank0 = False
 
     @property
-    def is_judge(self) -> bool:
+    def has_to_check(self) -> bool:
         """Return True if this rank checks the state: one that was given none waits for rank 0."""
         return self._given or self._is_first
 
-    def said(self) -> bytes:
-        """Return what the others are told."""
-        why = str(self.not_alone).encode("utf-8", "replace") if self.not_alone is not None else b""
+    def encode(self) -> bytes:
+        """Encode this rank's input for the others."""
+        why = str(self.broadcast_error).encode("utf-8", "replace") if self.broadcast_error is not None else b""
         return (b"1" if self._given else b"0") + self.digest.ljust(_DIGEST, b"\0") + why
 
-    def heard(self, group: Group, what: str, rows: list[bytes], *, compare: bool) -> None:
-        """Take what all ranks said.
+    def decide(self, group: Group, what: str, rows: list[bytes], *, compare: bool) -> None:
+        """Decide from the inputs of all ranks.
 
         Args:
             group: The ranks.
@@ -60,7 +60,7 @@ class DistributedInput:
 
         Raises:
             StateMismatchError: Ranks were handed different states, or some of them none.
-            RankError: The first rank alone has a state, which cannot be told to the others.
+            RankError: The first rank alone has a state, which cannot be sent to the others.
         """
         has = [row[:1] == b"1" for row in rows]
         if all(has) or not any(has):
@@ -73,10 +73,10 @@ class DistributedInput:
                 found=f"none on rank {_numbers(group, [rank for rank, each in enumerate(has) if not each])}",
                 expected="one on every rank, or on the first alone",
             )
-        self.from_first = True
+        self.from_rank0 = True
         why = rows[0][1 + _DIGEST :].rstrip(b"\0").decode("utf-8", "replace")
-        if self.not_alone is not None:
-            raise self.not_alone
+        if self.broadcast_error is not None:
+            raise self.broadcast_error
         if why:
             first = group.global_rank(0)
             raise RankError(f"{what} failed on rank {first}: {why}", rank=first)
@@ -103,7 +103,7 @@ def validate_input(ranks: Ranks, what: str, *, given: bool) -> Iterator[Distribu
     Args:
         ranks: Who has the model.
         what: The work, for the messages.
-        given: Whether this rank was handed something.
+        given: Whether this rank was given a state.
 
     Raises:
         StateMismatchError: Ranks were handed different states, or some of them none.
@@ -112,8 +112,8 @@ def validate_input(ranks: Ranks, what: str, *, given: bool) -> Iterator[Distribu
     with ranks.group.collective(what) as piggyback:
         made = DistributedInput(given, ranks.is_first)
         yield made
-        piggyback.local = made.said()
-    made.heard(ranks.group, what, piggyback.gathered, compare=not ranks.guessed)
+        piggyback.local = made.encode()
+    made.decide(ranks.group, what, piggyback.gathered, compare=not ranks.guessed)
 
 
 def digest(value: Any) -> bytes:

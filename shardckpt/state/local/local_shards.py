@@ -157,17 +157,17 @@ def _in_order_of_cutting(placements: Sequence[Placement]) -> list[tuple[int, Pla
     return sorted(enumerate(placements), key=lambda each: hasattr(each[1], "split_factor"))
 
 
-def get_adapter_shards(adapter: ShardingAdapter, laid: torch.Tensor) -> list[tuple[LocalShard, ...]]:
+def get_adapter_shards(adapter: ShardingAdapter, packed: torch.Tensor) -> list[tuple[LocalShard, ...]]:
     """Return this rank's shards of each entry of an adapter, as views.
 
     Args:
         adapter: The adapter.
-        laid: Its values, or whatever is laid out as they are.
+        packed: Its values, or whatever is laid out as they are.
     """
     if not isinstance(adapter, EngineBucketAdapter):
-        (part,) = adapter.parts(laid)
+        (part,) = adapter.parts(packed)
         return [get_tensor_shards(part).shards]
-    return [get_member_shards(adapter, index, part) for index, part in enumerate(adapter.bucket.split_shard(laid))]
+    return [get_member_shards(adapter, index, part) for index, part in enumerate(adapter.bucket.split_shard(packed))]
 
 
 def get_member_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tensor) -> tuple[LocalShard, ...]:
@@ -236,8 +236,8 @@ def local_model(model: nn.Module) -> LocalModel:
     reshard_all(model)
     found = index_complete_model(model)
     arrays: dict[str, TensorShards] = {}
-    laid = [adapter.laid for adapter in found.adapters]
-    for adapter, values in zip(found.adapters, laid, strict=True):
+    packed = [adapter.packed for adapter in found.adapters]
+    for adapter, values in zip(found.adapters, packed, strict=True):
         for entry, shards in zip(adapter.entries, get_adapter_shards(adapter, values), strict=True):
             arrays[entry.name] = TensorShards(entry.shape, values.dtype, shards)
     buffers = {buffer.name: buffer for buffer in found.buffers if buffer.persistent}
@@ -246,7 +246,7 @@ def local_model(model: nn.Module) -> LocalModel:
 
     def finish() -> None:
         for adapter in found.adapters:
-            adapter.written()
+            adapter.mark_written()
         for name, buffer in buffers.items():
             _take(buffer, shown[name])
 

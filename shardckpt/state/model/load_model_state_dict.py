@@ -16,7 +16,7 @@ from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group
 from shardckpt.state.adapters import sharded_tensor, torch_fsdp1
-from shardckpt.state.adapters.base import ShardingAdapter, from_first
+from shardckpt.state.adapters.base import ShardingAdapter, broadcast_from_rank0
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import Buffer, ModelIndex, index_complete_model, index_model, reshard_all
 from shardckpt.state.keys.kinds import StateKind, kind_of, note_of
@@ -66,19 +66,19 @@ def load_model_state_dict(
     keys = Keys()
     with validate_input(found.ranks, "fit a state to the model", given=bool(state_dict)) as agreed:
         given = _IncomingModelState(state_dict, kind, found)
-        if agreed.is_judge:
+        if agreed.has_to_check:
             keys = given.checked(strict)
-            agreed.digest, agreed.not_alone = given.digest, given.not_alone()
-    if agreed.from_first:
+            agreed.digest, agreed.broadcast_error = given.digest, given.broadcast_error()
+    if agreed.from_rank0:
         keys = _told(keys, group)
     absent = {found.aliases.get(name, name) for name in keys.missing}
     staging = Staging()
     with torch.no_grad():
         for adapter in found.adapters:
-            _load(adapter, given, absent, staging, from_first=agreed.from_first)
+            _load(adapter, given, absent, staging, from_rank0=agreed.from_rank0)
     for buffer in found.buffers:
-        _load_buffer(buffer, given, absent, found.ranks if agreed.from_first else None)
-    extra = _extra_of_first(given, group) if agreed.from_first and found.extra else given.values
+        _load_buffer(buffer, given, absent, found.ranks if agreed.from_rank0 else None)
+    extra = _broadcast_extra(given, group) if agreed.from_rank0 and found.extra else given.values
     for name, module in found.extra.items():
         if name in extra:
             module.set_extra_state(extra[name])
@@ -94,7 +94,7 @@ def _load_foreign(model: nn.Module, state: Mapping[str, Any], kind: StateKind | 
         values = {clean(name): value for name, value in state.items()}
         told = [(name, list(getattr(v, "shape", ())), str(getattr(v, "dtype", ""))) for name, v in values.items()]
         agreed.digest = digest(sorted(told))
-        agreed.not_alone = StateMismatchError(torch_fsdp1.NOT_ALONE, found="one on the first rank alone")
+        agreed.broadcast_error = StateMismatchError(torch_fsdp1.NEEDS_EVERY_RANK, found="one on the first rank alone")
         if ranks.is_first:
             _check_foreign(values, expected, strict=strict)
     missing, unexpected = torch_fsdp1.put_state(model, state, strict=strict)
@@ -121,7 +121,7 @@ def _mismatch(problems: Sequence[str]) -> StateMismatchError:
     )
 
 
-def _extra_of_first(given: _IncomingModelState, group: Group) -> dict[str, Any]:
+def _broadcast_extra(given: _IncomingModelState, group: Group) -> dict[str, Any]:
     """Return the extra state that the first rank has. Collective."""
     told = group.broadcast(given.extra_as_json() if group.rank == 0 else None)
     return given.extra if group.rank == 0 else dict(json.loads(told))
@@ -170,7 +170,7 @@ class _IncomingModelState:
         ]
         return digest([self.kind.name, sorted(rows)])
 
-    def not_alone(self) -> ShardckptError | None:
+    def broadcast_error(self) -> ShardckptError | None:
         """Return why this cannot be a state of the first rank alone; None where it can."""
         if self.kind is not StateKind.FULL:
             return StateMismatchError("of all ranks the first alone has a state", found=self.kind.name, expected="FULL")
@@ -286,9 +286,9 @@ def _misfit(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -
 def _local_values(adapter: ShardingAdapter, values: Mapping[str, Any]) -> list[tuple[str, Any, torch.Tensor]]:
     """Return, of what is given to an adapter, the name, the value, and what the model has in its place."""
     if isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None:
-        held = adapter.laid[: adapter.owned]
+        held = adapter.packed[: adapter.owned]
         return [(adapter.flat_name, values[adapter.flat_name], held)] if adapter.flat_name in values else []
-    parts = adapter.lying(adapter.laid)
+    parts = adapter.local_parts(adapter.packed)
     return [
         (entry.name, values[entry.name], part)
         for entry, part in zip(adapter.entries, parts, strict=True)
@@ -297,7 +297,7 @@ def _local_values(adapter: ShardingAdapter, values: Mapping[str, Any]) -> list[t
 
 
 def _load(
-    adapter: ShardingAdapter, given: _IncomingModelState, absent: set[str], staging: Staging, *, from_first: bool
+    adapter: ShardingAdapter, given: _IncomingModelState, absent: set[str], staging: Staging, *, from_rank0: bool
 ) -> None:
     """Put into an adapter what is given for it; entries without a value keep theirs. Collective."""
     if given.kind is StateKind.LOCAL:
@@ -307,17 +307,17 @@ def _load(
     is_given = [entry.name not in absent for entry in adapter.entries]
     if not any(is_given):
         return
-    places = [place if on else None for place, on in zip(adapter.places(adapter.laid), is_given, strict=True)]
-    if from_first:
+    places = [place if on else None for place, on in zip(adapter.part_views(adapter.packed), is_given, strict=True)]
+    if from_rank0:
         values = _values(adapter, given, is_given) if given.values else None
-        adapter.from_first(values, places, adapter.entries[0].dtype, staging)
+        adapter.from_rank0(values, places, adapter.entries[0].dtype, staging)
     else:
         values = _values(adapter, given, is_given)
-        if given.kind is StateKind.SHARDED and adapter.takes(values):
+        if given.kind is StateKind.SHARDED and adapter.is_sharded_alike(values):
             adapter.from_sharded(values, places, staging)
         else:
             adapter.from_full([None if value is None else _whole(value) for value in values], places)
-    adapter.written()
+    adapter.mark_written()
 
 
 def _values(
@@ -340,7 +340,7 @@ def _load_buffer(buffer: Buffer, given: _IncomingModelState, absent: set[str], f
     held = buffer.value
     value = given.values.get(buffer.name)
     if first_of is not None:
-        value = from_first(first_of, held.shape, buffer.dtype, held.device, value)
+        value = broadcast_from_rank0(first_of, held.shape, buffer.dtype, held.device, value)
     assert value is not None
     whole = _whole(value).to(held.device)
     if isinstance(held, DTensor):

@@ -50,7 +50,7 @@ def iter_full_state_dict(
 def _whole(found: ModelIndex, offload: bool, first_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
     staging = Staging()
     for adapter in found.adapters:
-        values = adapter.full(adapter.laid, staging, first_only=first_only)
+        values = adapter.to_full(adapter.packed, staging, first_only=first_only)
         if values is None:
             continue
         for entry, value in zip(adapter.entries, values, strict=True):
@@ -138,7 +138,7 @@ def _sharded(found: ModelIndex) -> dict[str, torch.Tensor]:
         made.update({entry.name: value for entry, value in zip(adapter.entries, end(), strict=True)})
 
     for number, adapter in enumerate(found.adapters):
-        under_way.append((adapter, adapter.start_to_sharded(adapter.laid, stagings[number % len(stagings)])))
+        under_way.append((adapter, adapter.start_to_sharded(adapter.packed, stagings[number % len(stagings)])))
         if len(under_way) == len(stagings):
             end_first()
     while under_way:
@@ -151,9 +151,9 @@ def _local(found: ModelIndex) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for adapter in found.adapters:
         if isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None:
-            tensors[adapter.flat_name] = adapter.laid[: adapter.owned]
+            tensors[adapter.flat_name] = adapter.packed[: adapter.owned]
         else:
-            parts = adapter.lying(adapter.laid)
+            parts = adapter.local_parts(adapter.packed)
             tensors.update({entry.name: part for entry, part in zip(adapter.entries, parts, strict=True)})
     return tensors
 

@@ -65,20 +65,20 @@ class _Shown:
 
     @staticmethod
     def _of(adapter: EngineFlatAdapter, kind: StateKind, first_only: bool) -> list[torch.Tensor] | None:
-        laid = adapter.laid
+        packed = adapter.packed
         if kind is StateKind.SHARDED:
-            return adapter.sharded(laid, Staging())
+            return adapter.to_sharded(packed, Staging())
         if kind is StateKind.FULL:
-            whole = adapter.full(laid, Staging(), first_only=first_only)
+            whole = adapter.to_full(packed, Staging(), first_only=first_only)
             return None if whole is None else list(whole)
-        return None if adapter.flat_name is None else [laid[: adapter.owned]]
+        return None if adapter.flat_name is None else [packed[: adapter.owned]]
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, they are registered."""
         for adapter, values in zip(self._adapters, self.values, strict=True):
             if values is not None:
-                adapter.show(values, lying=self._lying)
+                adapter.show(values, is_flat=self._lying)
         try:
             yield
         finally:
@@ -216,24 +216,24 @@ class Loading:
         for adapter, values in zip(self._adapters, self._shown.values, strict=True):
             if values is not None:
                 made = [nn.Parameter(value, requires_grad=False) for value in values]
-                adapter.show(made, lying=kind is StateKind.LOCAL)
+                adapter.show(made, is_flat=kind is StateKind.LOCAL)
 
     def finish(self) -> None:
         """Take what was loaded as the unit's parameters. Collective for sharded states."""
         for adapter, values in zip(self._adapters, self._shown.values, strict=True):
             if values is None:
                 continue
-            loaded = [value.detach() for value in adapter.registered(lying=self._kind is StateKind.LOCAL)]
+            loaded = [value.detach() for value in adapter.registered(is_flat=self._kind is StateKind.LOCAL)]
             adapter.hide()  # first, or it takes what is shown for parameters that a user put there
-            laid = adapter.laid
+            packed = adapter.packed
             with torch.no_grad():
                 if self._kind is StateKind.FULL:
-                    adapter.from_full(loaded, adapter.places(laid))
+                    adapter.from_full(loaded, adapter.part_views(packed))
                 elif self._kind is StateKind.SHARDED:
-                    adapter.from_sharded(loaded, adapter.places(laid), Staging())
+                    adapter.from_sharded(loaded, adapter.part_views(packed), Staging())
                 else:
-                    laid[: adapter.owned] = loaded[0]
-            adapter.written()
+                    packed[: adapter.owned] = loaded[0]
+            adapter.mark_written()
 
     def abandon(self) -> None:
         """Give the unit back what it had registered: the recursion ended on the way."""

@@ -17,7 +17,7 @@ from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.state.adapters import torch_fsdp1
-from shardckpt.state.adapters.base import Entry, ShardingAdapter, from_first, get_mesh_placements, local
+from shardckpt.state.adapters.base import Entry, ShardingAdapter, broadcast_from_rank0, get_mesh_placements, local
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
 from shardckpt.state.adapters.sharded_tensor import optimizer_rows
@@ -152,17 +152,17 @@ def fit(
         given = _IncomingOptimState.of(state_dict, kind, found, layout=state_layout, unequal_steps=unequal_steps)
         rows: Survey = [{} for held in of.held for _ in held.adapter.entries]
         changes: list[dict[str, Any]] = []
-        if agreed.is_judge:
+        if agreed.has_to_check:
             rows = given.checked(of, missing)
             changes = wanted(of.groups, given.groups)
             survey = packed(rows).decode()
             agreed.digest = digest([given.kind.name, missing, survey, given.cut, changes])
-            agreed.not_alone, told = _alone(given, rows, survey, changes)
-    if agreed.from_first:
+            agreed.broadcast_error, told = _alone(given, rows, survey, changes)
+    if agreed.from_rank0:
         told = group.broadcast(told if group.rank == 0 else None)
         rows, changes = (rows, changes) if group.rank == 0 else _unpacked(told)
     state = {}
-    setter = _StateSetter(given, agreed.from_first, optim.state if in_place else {})
+    setter = _StateSetter(given, agreed.from_rank0, optim.state if in_place else {})
     at = iter(rows)
     with torch.no_grad():
         for each in of.held:
@@ -321,7 +321,7 @@ class _IncomingOptimState:
         """Describe what is given for an adapter's entries, by what is missing too."""
         adapter = held.adapter
         if self.kind is StateKind.LOCAL:
-            problems += self._lying_misfits(held)
+            problems += self._find_local_misfits(held)
             return [{} for _ in adapter.entries]
         mine = [held.is_flat or index in held.positions for index in range(len(adapter.entries))]
         rows = [self._described(e) if on else {} for e, on in zip(adapter.entries, mine, strict=True)]
@@ -346,12 +346,12 @@ class _IncomingOptimState:
             rows = [zeros if on and not row else row for row, on in zip(rows, mine, strict=True)]
         return rows
 
-    def lying(self, held: AdapterParams, position: int) -> Mapping[str, Any]:
+    def get_local_slots(self, held: AdapterParams, position: int) -> Mapping[str, Any]:
         """Return what a LOCAL state has of one exposed parameter."""
         flat = held.adapter.flat_name if isinstance(held.adapter, EngineFlatAdapter) else None
         return self.state.get(flat or held.names(position)[0], {})
 
-    def _lying_misfits(self, held: AdapterParams) -> list[str]:
+    def _find_local_misfits(self, held: AdapterParams) -> list[str]:
         """Compare values of a flat parameter with its lengths, padded and not: other wrapping makes other ones."""
         if not held.is_flat or self.note:
             return []  # the note tells whether units are the same
@@ -359,7 +359,7 @@ class _IncomingOptimState:
         fitting = ((held.adapter.owned,), tuple(held.adapter.exposed[0].shape))
         return [
             f"size mismatch for {held.adapter.flat_name}/{slot}: found {tuple(value.shape)}, expected {fitting[0]}"
-            for slot, value in self.lying(held, 0).items()
+            for slot, value in self.get_local_slots(held, 0).items()
             if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) not in fitting
         ]
 
@@ -397,7 +397,7 @@ class _IncomingOptimState:
             return [value]
         if not isinstance(answer, int) or not -value.dim() <= answer < value.dim():
             return None
-        if adapter.ranks is None or (held.is_flat and len(adapter.entries) > 1):
+        if adapter.shard_group is None or (held.is_flat and len(adapter.entries) > 1):
             return None
         cut = lengths(value.shape[answer], adapter.shard_lengths(index))
         return None if cut is None else list(torch.split(value, list(cut), dim=answer))
@@ -462,10 +462,10 @@ class _StateSetter:
     """Sets the optimizer state of one adapter after the other."""
 
     def __init__(
-        self, given: _IncomingOptimState, from_first: bool, own: Mapping[nn.Parameter, Mapping[str, Any]]
+        self, given: _IncomingOptimState, from_rank0: bool, own: Mapping[nn.Parameter, Mapping[str, Any]]
     ) -> None:
         self._given = given
-        self._from_first = from_first
+        self._from_rank0 = from_rank0
         self._own = own
         self._taken = {_address(value) for value in tensors(given.state)} - {_NOWHERE} if own else set()
         self._staging = Staging()
@@ -473,7 +473,7 @@ class _StateSetter:
     def put(self, held: AdapterParams, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
         """Return what an optimizer is to keep of an adapter's parameters. Collective."""
         if self._given.kind is StateKind.LOCAL:
-            return self._lying(held)
+            return self._get_local(held)
         made: dict[int, dict[str, Any]] = {position: {} for position in held.positions}
         for name, slot, having in kinds(rows):
             if slot.form is Form.SHAPED:
@@ -507,15 +507,15 @@ class _StateSetter:
                 continue
             if len(having) < len(adapter.entries):
                 whole.zero_()
-            own = enumerate(adapter.places(whole.detach()))
+            own = enumerate(adapter.part_views(whole.detach()))
             places = [place if index in having else None for index, place in own]
-        if self._from_first and not self._given.groups:
-            adapter.from_first(None, places, dtype, self._staging)
+        if self._from_rank0 and not self._given.groups:
+            adapter.from_rank0(None, places, dtype, self._staging)
             return
         values = [self._value(each, name, dtype) if at in having else None for at, each in enumerate(adapter.entries)]
-        if self._from_first:
-            adapter.from_first(values, places, dtype, self._staging)
-        elif self._given.kind is StateKind.SHARDED and adapter.takes(values):
+        if self._from_rank0:
+            adapter.from_rank0(values, places, dtype, self._staging)
+        elif self._given.kind is StateKind.SHARDED and adapter.is_sharded_alike(values):
             adapter.from_sharded(values, places, self._staging)
         else:
             adapter.from_full([v.full_tensor() if isinstance(v, DTensor) else v for v in values], places)
@@ -546,9 +546,9 @@ class _StateSetter:
             value = self._given.state.get(held.adapter.entries[position].name, {}).get(name)
             if position not in having:
                 continue
-            if self._from_first:
-                slot, everyone = rows[position][name], held.adapter.everyone
-                value = from_first(everyone, slot.value, slot.torch_dtype, held.adapter.device, value)
+            if self._from_rank0:
+                slot, ranks = rows[position][name], held.adapter.ranks
+                value = broadcast_from_rank0(ranks, slot.value, slot.torch_dtype, held.adapter.device, value)
             made[position][name] = self._placed(held, position, name, value)
 
     def _placed(self, held: AdapterParams, position: int, name: str, value: Any) -> Any:
@@ -560,18 +560,18 @@ class _StateSetter:
             parts = self._given.parts(held, position, name, mine)
             if parts is None:
                 raise OpaqueStateError("nobody knows how this is sharded", where=name, found=tuple(value.shape))
-            mine = parts[0] if len(parts) == 1 else parts[dist.get_rank(held.adapter.ranks)]
+            mine = parts[0] if len(parts) == 1 else parts[dist.get_rank(held.adapter.shard_group)]
         made = mine.clone()
         return made if isinstance(made, DTensor) else made.to(held.adapter.exposed[position].device)
 
-    def _lying(self, held: AdapterParams) -> dict[nn.Parameter, dict[str, Any]]:
+    def _get_local(self, held: AdapterParams) -> dict[nn.Parameter, dict[str, Any]]:
         found = {}
         for position in held.positions:
             parameter = held.adapter.exposed[position]
-            kept = self._given.lying(held, position)
+            kept = self._given.get_local_slots(held, position)
             scalars = self._given.scalars
             owned = held.adapter.owned if isinstance(held.adapter, EngineFlatAdapter) and held.is_flat else -1
-            found[parameter] = {s: _as_lying(value, parameter, s in scalars, owned) for s, value in kept.items()}
+            found[parameter] = {s: _to_local(value, parameter, s in scalars, owned) for s, value in kept.items()}
         return found
 
 
@@ -602,7 +602,7 @@ def _fits(own: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[to
     )
 
 
-def _as_lying(value: Any, parameter: nn.Parameter, is_scalar: bool, owned: int) -> Any:
+def _to_local(value: Any, parameter: nn.Parameter, is_scalar: bool, owned: int) -> Any:
     """Return a value of a LOCAL state as the optimizer keeps it: with the padding of a flat parameter, as a DTensor."""
     if not isinstance(value, torch.Tensor) or is_scalar:
         return copied(value)

@@ -257,7 +257,7 @@ class _StateGetter:
         having: Sequence[int],
         state: dict[str, dict[str, Any]],
     ) -> None:
-        if self._first_only and not held.adapter.everyone.is_first:
+        if self._first_only and not held.adapter.ranks.is_first:
             return
         for position in having:
             own = self._own(held, position, slot)
@@ -282,7 +282,7 @@ class _StateGetter:
         ]
         stays = self._kind is StateKind.LOCAL or (self._kind is StateKind.SHARDED and adapter.is_stored_as_sharded)
         if stays and all(parts[position] is not None for position in having):
-            self._lying(held, slot, parts, state)
+            self._get_local(held, slot, parts, state)
             return
         has = set(range(len(adapter.entries))) if held.is_flat else set(having)
         for index, (entry, value) in enumerate(zip(adapter.entries, self._moved(adapter, parts, found), strict=False)):
@@ -295,11 +295,11 @@ class _StateGetter:
     ) -> Iterable[torch.Tensor]:
         """Return each entry's value as it is asked for; nothing on the ranks that get none. Collective."""
         if self._kind is StateKind.SHARDED:
-            return adapter.sharded(adapter.join(parts, found.torch_dtype), self._staging)
-        laid = adapter.join(parts, found.torch_dtype, self._staging)
-        return adapter.full(laid, self._staging, first_only=self._first_only) or ()
+            return adapter.to_sharded(adapter.pack(parts, found.torch_dtype), self._staging)
+        laid = adapter.pack(parts, found.torch_dtype, self._staging)
+        return adapter.to_full(laid, self._staging, first_only=self._first_only) or ()
 
-    def _lying(
+    def _get_local(
         self, held: AdapterParams, slot: str, parts: Sequence[torch.Tensor | None], state: dict[str, dict[str, Any]]
     ) -> None:
         """Copy what is there: a flat parameter's without its padding."""
@@ -315,7 +315,7 @@ class _StateGetter:
     def _opaque(
         self, held: AdapterParams, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
     ) -> None:
-        gives = not self._first_only or held.adapter.everyone.is_first
+        gives = not self._first_only or held.adapter.ranks.is_first
         for position in having:
             own = self._own(held, position, slot)
             for name in self._names(held, position):
@@ -330,12 +330,12 @@ class _StateGetter:
             return own.full_tensor() if self._kind is StateKind.FULL else own.detach().clone()
         if self._kind is StateKind.LOCAL or not held.adapter.is_sharded:
             return copied(own)
-        if found.dtype and held.adapter.ranks is not None:
+        if found.dtype and held.adapter.shard_group is not None:
             piece = torch.empty(0, dtype=found.torch_dtype) if own is None else own.detach()
             answer = cut_of(self._layout, name, slot, piece)
             several = held.is_flat and len(held.adapter.entries) > 1  # joined, it would be no single parameter's
             if answer == "replicated" or (isinstance(answer, int) and not several):
-                pieces = gather_uneven(own, found.torch_dtype, held.adapter.ranks)
+                pieces = gather_uneven(own, found.torch_dtype, held.adapter.shard_group)
                 return torch.cat(pieces, dim=answer) if isinstance(answer, int) else pieces[0]
         raise OpaqueStateError(
             "what the optimizer keeps is neither shaped like its parameter nor a number, and nobody said how it is "

@@ -66,8 +66,8 @@ class Ranks:
         """How many there are."""
         return prod(axis.size() for axis in self.axes)
 
-    def tell(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by that of the first of them. Collective.
+    def broadcast_from_rank0(self, tensor: torch.Tensor) -> None:
+        """Broadcast a tensor from rank 0. Collective.
 
         Args:
             tensor: Contiguous.

@@ -53,7 +53,7 @@ def scatter_from_rank0(
         row = staging.place(count, dtype, device) if side_by_side is None else side_by_side
         if copies.is_first and side_by_side is None:
             pack(places, row)
-        copies.tell(row)
+        copies.broadcast_from_rank0(row)
         if not copies.is_first and side_by_side is None:
             unpack(row, places)
 

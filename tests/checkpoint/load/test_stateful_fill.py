@@ -217,7 +217,7 @@ def test_what_nobody_knows_how_to_cut_is_told_before_anything_changes(tmp_path: 
 
 
 def test_a_sharded_tensor_that_the_checkpoint_lacks_is_missed_before_anything_changes(tmp_path: Path) -> None:
-    class ShardingAdapter:
+    class Holder:
         def __init__(self, state) -> None:
             self.state, self.calls = state, 0
 
@@ -231,12 +231,12 @@ def test_a_sharded_tensor_that_the_checkpoint_lacks_is_missed_before_anything_ch
         model, _ = made("torch in place", 0)
         weights = dict(model.state_dict())
         name = next(iter(weights))
-        shardckpt.save({"app": ShardingAdapter({name: weights[name]})}, tmp_path / "c")
-        adapter = ShardingAdapter(weights)
+        shardckpt.save({"app": Holder({name: weights[name]})}, tmp_path / "c")
+        holder = Holder(weights)
         with pytest.raises(shardckpt.MismatchError, match=r"missing: app\."):
-            shardckpt.load({"app": adapter}, tmp_path / "c")
-        shardckpt.load({"app": adapter}, tmp_path / "c", strict=False)
-        return adapter.calls == 1
+            shardckpt.load({"app": holder}, tmp_path / "c")
+        shardckpt.load({"app": holder}, tmp_path / "c", strict=False)
+        return holder.calls == 1
 
     assert run(2, body) == [True, True]
 
