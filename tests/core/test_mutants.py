@@ -16,9 +16,9 @@ from under_test import STYLES, TORCH, Strategy, Style
 pytestmark = pytest.mark.skipif(TORCH, reason="the engine's own parts are replaced")
 if not TORCH:
     from shardckpt.core.comm.collectives import ShardGroup
-    from shardckpt.core.comm.streams import Resizable
+    from shardckpt.core.comm.streams import ResizableStorage
     from shardckpt.core.modules.autograd_hooks import GradientWatch
-    from shardckpt.core.params.gradient_reduction import Averaging
+    from shardckpt.core.params.gradient_reduction import ReduceOptions
     from shardckpt.core.params.param_bucket import Bucket
 
 FULL, GRAD_OP = Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP
@@ -37,15 +37,15 @@ def nothing_is_sharded(patch: pytest.MonkeyPatch) -> None:
 
 def gradients_are_not_averaged(patch: pytest.MonkeyPatch) -> None:
     """Ranks sum their gradients and nobody divides."""
-    patch.setattr(Averaging, "divisors", lambda self, world: (1.0, 1.0))
+    patch.setattr(ReduceOptions, "divisors", lambda self, world: (1.0, 1.0))
 
 
 def gradients_stay_at_home(patch: pytest.MonkeyPatch) -> None:
     """Each rank takes its part of its own gradient, as if all had the same."""
     original = ShardGroup.reduce_scatter
 
-    def own(self, out, whole, what, instead=None):
-        pending = original(self, out.clone(), whole, what, instead)
+    def own(self, out, whole, what, custom=None):
+        pending = original(self, out.clone(), whole, what, custom)
         out.copy_(whole.view(self.size, -1)[self.rank]).mul_(self.size)
         return pending
 
@@ -54,12 +54,12 @@ def gradients_stay_at_home(patch: pytest.MonkeyPatch) -> None:
 
 def nothing_is_freed(patch: pytest.MonkeyPatch) -> None:
     """Full parameters are gathered again and again, into memory that is never given back."""
-    patch.setattr(Resizable, "free", lambda self: None)
+    patch.setattr(ResizableStorage, "free", lambda self: None)
 
 
 def gradients_are_not_watched(patch: pytest.MonkeyPatch) -> None:
     """Only results of units tell of a backward."""
-    patch.setattr(GradientWatch, "_arrived", lambda self, leaf: None)
+    patch.setattr(GradientWatch, "_on_gradient", lambda self, leaf: None)
 
 
 def holds_its_share(style: Style) -> None:

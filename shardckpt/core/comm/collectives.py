@@ -128,8 +128,8 @@ class ReduceScatter(Protocol):
 
 
 @dataclass(frozen=True)
-class Comms:
-    """What a user put in place of collectives; None for the engine's own.
+class CustomCollectives:
+    """Custom collectives of a user; None for torch's.
 
     Attributes:
         all_gather: Gathers shards.
@@ -141,17 +141,17 @@ class Comms:
     reduce_scatter: ReduceScatter | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Comms:
-        """They are the user's, and shared by copies."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> CustomCollectives:
+        """Return itself: copies share a user's collectives."""
         return self
 
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """The ranks among which a bucket is cut, and those that hold copies of the same shard.
+    """The ranks that a bucket is sharded over, and those that hold replicas of the same shard.
 
     Attributes:
-        shard: Ranks that share the bucket; None where nothing is cut.
+        shard: Ranks that share the bucket; None if nothing is sharded.
         replicate: Ranks that hold this rank's shard; None where there is no other.
         scatter: The ranks of `shard` again, with channels of their own for gradients; None for the same ones.
         mesh: The mesh that the wrapper was told its ranks by: copies before shards; None where it was told groups.
@@ -187,7 +187,7 @@ class ShardGroup:
         return self.size * self.replicas
 
     def all_gather(
-        self, whole: torch.Tensor, shard: torch.Tensor, what: str, instead: AllGather | None = None
+        self, whole: torch.Tensor, shard: torch.Tensor, what: str, custom: AllGather | None = None
     ) -> Pending:
         """Fill `whole` with everyone's shard, in rank order.
 
@@ -195,37 +195,37 @@ class ShardGroup:
             whole: 1-D, `size` times as long as `shard`.
             shard: This rank's part, 1-D; it may be its place in `whole`.
             what: What it is for, named when it fails.
-            instead: Gathers in the engine's place.
+            custom: Custom all-gather; None for torch's.
         """
-        if self.size == 1 and instead is None:
+        if self.size == 1 and custom is None:
             if shard.data_ptr() != whole.data_ptr():
                 whole.copy_(shard)
             return Pending(None, what)
-        assert self.shard is not None or instead is not None
-        if instead is not None:
+        assert self.shard is not None or custom is not None
+        if custom is not None:
             with _Named(what):
-                return Pending(instead(whole, shard, self.shard, async_op=True), what)  # type: ignore[arg-type]
+                return Pending(custom(whole, shard, self.shard, async_op=True), what)  # type: ignore[arg-type]
         if shard.dtype not in _MOVABLE:
             whole, shard = whole.view(torch.uint8), shard.view(torch.uint8)
         with _Named(what):
             return Pending(getattr(dist, _ALL_GATHER)(whole, shard, group=self.shard, async_op=True), what)
 
     def reduce_scatter(
-        self, out: torch.Tensor, whole: torch.Tensor, what: str, instead: ReduceScatter | None = None
+        self, out: torch.Tensor, whole: torch.Tensor, what: str, custom: ReduceScatter | None = None
     ) -> Pending:
         """Fill `out` with the sum over ranks of this rank's part of `whole`. Both 1-D."""
         group = self.scatter or self.shard
-        if instead is not None and group is not None:
+        if custom is not None and group is not None:
             with _Named(what):
-                return Pending(instead(out, whole, group, dist.ReduceOp.SUM, async_op=True), what)
+                return Pending(custom(out, whole, group, dist.ReduceOp.SUM, async_op=True), what)
         if self.size == 1:
             out.copy_(whole)
             return Pending(None, what)
         with _Named(what):
             return Pending(getattr(dist, _REDUCE_SCATTER)(out, whole, group=group, async_op=True), what)
 
-    def count(self, flags: torch.Tensor, what: str) -> None:
-        """Replace a few numbers by their sums over all ranks."""
+    def all_reduce_flags(self, flags: torch.Tensor, what: str) -> None:
+        """All-reduce a few numbers over all ranks, in place."""
         for group in (self.shard, self.replicate):
             if group is not None and dist.get_world_size(group) > 1:
                 with _Named(what):
@@ -250,11 +250,11 @@ class ShardGroup:
         """Tell whether this rank is the first of all that share, or have copies."""
         return self.rank == 0 and (self.replicate is None or self.replicate.rank() == 0)
 
-    def collect(self, whole: torch.Tensor | None, shard: torch.Tensor, what: str) -> None:
-        """Fill the first rank's `whole` with the shards of the ranks that share it with the first, in rank order.
+    def gather_to_rank0(self, whole: torch.Tensor | None, shard: torch.Tensor, what: str) -> None:
+        """Gather the shards of rank 0's shard group to rank 0, in rank order.
 
         Args:
-            whole: 1-D, `size` times as long as `shard`, on the first rank; None elsewhere.
+            whole: 1-D, `size` times as long as `shard`, on rank 0; None elsewhere.
             shard: This rank's part, 1-D.
             what: What it is for, named when it fails.
         """
@@ -264,12 +264,12 @@ class ShardGroup:
         with _Named(what):
             dist.gather(_bytes(shard), parts, group=self.shard, group_dst=0)
 
-    def deal(self, out: torch.Tensor, rows: torch.Tensor | None, what: str) -> None:
-        """Give each rank its row of the first rank's table, and ranks that have copies the same.
+    def scatter_from_rank0(self, out: torch.Tensor, rows: torch.Tensor | None, what: str) -> None:
+        """Scatter the rows of rank 0's table to the ranks, and broadcast them to replicas.
 
         Args:
-            out: 1-D, as long as a row; filled.
-            rows: `(size, elements)` on the first rank; None elsewhere.
+            out: 1-D, as long as a row; the result.
+            rows: `(size, elements)` on rank 0; None elsewhere.
             what: What it is for, named when it fails.
         """
         replica = dist.get_rank(self.replicate) if self.replicate is not None else 0

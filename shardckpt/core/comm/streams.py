@@ -36,8 +36,8 @@ class StorageCounter:
 FULL_BYTES = StorageCounter()
 
 
-class Resizable:
-    """A 1-D tensor whose storage can be freed and filled again while tensors that alias it live on.
+class ResizableStorage:
+    """A 1-D tensor whose storage can be freed and allocated again while views of it live on.
 
     Args:
         numel: Elements.
@@ -53,8 +53,8 @@ class Resizable:
         self._count(self._nbytes)
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Resizable:
-        """Return one over a tensor that exists; nothing is copied."""
+    def from_tensor(cls, tensor: torch.Tensor) -> ResizableStorage:
+        """Wrap a tensor that exists; nothing is copied."""
         made = cls(0, tensor.dtype, tensor.device)
         made.tensor = tensor
         made._nbytes = tensor.nbytes
@@ -71,18 +71,18 @@ class Resizable:
 
     @property
     def alive(self) -> bool:
-        """Tell whether the storage is there; its content may not be."""
+        """Return True if the storage is allocated; its content may be undefined."""
         return self._alive
 
     def allocate(self) -> None:
-        """Give the storage back its bytes, with any content; nothing when it has them."""
+        """Allocate the storage, with undefined content; do nothing if it is allocated."""
         if not self._alive:
             self.tensor.untyped_storage().resize_(self._nbytes)
             self._alive = True
             self._count(self._nbytes)
 
     def free(self) -> None:
-        """Take the storage's bytes; nothing when they are gone."""
+        """Free the storage; do nothing if it is freed."""
         if self._alive:
             in_use(self.tensor)
             self.tensor.untyped_storage().resize_(0)

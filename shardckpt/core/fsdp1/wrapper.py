@@ -30,7 +30,7 @@ from shardckpt.core.config import (
 )
 from shardckpt.core.errors import ArgumentError, BusyError, SettingsDifferError, StateError
 from shardckpt.core.fsdp1.state_dict_api import StateStatics, announce_wrappers
-from shardckpt.core.modules.compile_guard import around, hidden
+from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
 from shardckpt.core.modules.fqn_and_params import (
     WRAPPED,
     Name,
@@ -41,7 +41,7 @@ from shardckpt.core.modules.fqn_and_params import (
     ties_below,
 )
 from shardckpt.core.params import tensor_parallel
-from shardckpt.core.params.param_bucket import Bucket, Cut
+from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
@@ -262,17 +262,17 @@ class FullyShardedDataParallel(StateStatics):
     def _build_registration(
         self, module: nn.Module, name: Name, members: list[ParamInfo], index: int, config: UnitConfig
     ) -> ParamRegistration:
-        placed = tensor_parallel.placed(members)
-        cut = Cut(aligned=self._use_orig_params, keeps_full=config.keeps_full, placed=placed, flat=True)
-        bucket = Bucket(members, self._group, name, cut, config.precision, config.offload)
+        placed = tensor_parallel.build_tp_params(members)
+        spec = ShardSpec(aligned=self._use_orig_params, keeps_full=config.keeps_full, placed=placed, flat=True)
+        bucket = Bucket(members, self._group, name, spec, config.precision, config.offload)
         if self._use_orig_params:
-            tensor_parallel.expose_plain(members)
+            tensor_parallel.register_local_tensors(members)
             return OrigParamsRegistration(bucket, name)
         return FlatParamRegistration(bucket, name, module, f"{FLAT_PARAM}_{index}" if index else FLAT_PARAM)
 
     # ---------------------------------------------------------------------------------------------- running
 
-    @hidden
+    @compiler_disabled
     def _ensure_root_state(self) -> RootState:
         """Return the state of the root; become the root if there is none."""
         if self._root_state is None:
@@ -306,7 +306,7 @@ class FullyShardedDataParallel(StateStatics):
     def _join(self, root_state: RootState) -> None:
         self._root_state = root_state
 
-    @around
+    @compiler_disabled_shallow
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
         return run_forward(self._ensure_root_state(), self._unit, self._fsdp_wrapped_module, args, kwargs)

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardckpt.core.comm.collectives import Comms, ShardGroup
+from shardckpt.core.comm.collectives import CustomCollectives, ShardGroup
 from shardckpt.core.config import UnitConfig
 from shardckpt.core.errors import ArgumentError, StateError
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
-from shardckpt.core.modules.compile_guard import around, hidden
+from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
 from shardckpt.core.modules.fqn_and_params import (
     Name,
     ParamInfo,
@@ -29,7 +29,7 @@ from shardckpt.core.modules.fqn_and_params import (
     walk,
 )
 from shardckpt.core.params.mesh_placement import DataParallelMeshInfo, Placed, ShardPlacementFn, place
-from shardckpt.core.params.param_bucket import Bucket, Cut
+from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.params.tensor_extension import ExtensionBucket, needs_extension
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.dtensor_params import DTensorRegistration, ExtensionRegistration
@@ -84,7 +84,7 @@ class FSDPState:
         self.unit: FSDPUnit
         self.modules = tuple(modules)
         self._options = options
-        self._comms = Comms()
+        self._comms = CustomCollectives()
         self._separate = False
         self._root_state: RootState | None = None
         self._is_last_backward = True
@@ -127,7 +127,7 @@ class FSDPState:
 
     def _make_again(self) -> None:
         self.unit = self._made()
-        if self._comms != Comms():
+        if self._comms != CustomCollectives():
             self.set_custom_collectives()
         if self._separate:
             self.set_separate_reduce_scatter_group(True)
@@ -183,9 +183,9 @@ class FSDPState:
             group = ShardGroup(None, _everyone(info))
         count = self._options.post_forward_ranks
         neighbours = _neighbours(group, count) if count and group.shard else None
-        cut = Cut(keeps_full=placed[0].dim is None, placed=placed, post_forward_group=neighbours)
+        spec = ShardSpec(keeps_full=placed[0].dim is None, placed=placed, post_forward_group=neighbours)
         kind = ExtensionBucket if needs_extension(placed[0].local(members[0][0].parameter)) else Bucket
-        bucket = kind([each for each, _ in members], group, name, cut, config.precision, config.offload)
+        bucket = kind([each for each, _ in members], group, name, spec, config.precision, config.offload)
         registered = ExtensionRegistration if isinstance(bucket, ExtensionBucket) else DTensorRegistration
         return registered(bucket, name, placed)
 
@@ -212,7 +212,7 @@ class FSDPState:
         return sorted({dist.get_backend(group.shard) for group in self.groups})
 
     @property
-    def comms(self) -> Comms:
+    def comms(self) -> CustomCollectives:
         """What the user put in place of collectives."""
         return self._comms
 
@@ -237,7 +237,7 @@ class FSDPState:
         """The state of the root; None before the first forward."""
         return self._root_state
 
-    @hidden
+    @compiler_disabled
     def ensure_root_state(self) -> RootState:
         """Return the state of the root; become the root if there is none.
 
@@ -365,7 +365,7 @@ class FSDPState:
         if not self.unit.is_attached:
             RootState(self.unit, [(self.unit.name, self.unit)])
 
-    @around
+    @compiler_disabled_shallow
     def run_forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a function of one of the modules with the parameters unsharded. Collective.
 

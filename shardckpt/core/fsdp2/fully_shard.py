@@ -19,7 +19,7 @@ from shardckpt.core.errors import ArgumentError, StateError
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.fsdp2.composable_registry import register_fully_shard
 from shardckpt.core.fsdp2.fsdp_state import FSDPState, FullyShardOptions, fsdp_states_below, get_fsdp_state
-from shardckpt.core.modules.compile_guard import around
+from shardckpt.core.modules.compile_guard import compiler_disabled_shallow
 from shardckpt.core.params.mesh_placement import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -233,7 +233,7 @@ class FSDPModule:
             made.__dict__[name] = copy.deepcopy(value, memo)
         return made
 
-    @around
+    @compiler_disabled_shallow
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute with the parameters gathered."""
         return self._fsdp_state.run_forward(super().__call__, args, kwargs)  # type: ignore[misc]

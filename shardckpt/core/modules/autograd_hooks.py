@@ -1,4 +1,4 @@
-"""Autograd's underside, and the only file that touches it: what runs around and at the end of a backward pass."""
+"""Autograd internals, which only this file uses: hooks around and at the end of a backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 
 
-def at_end_of_backward(function: Callable[[], None]) -> None:
+def queue_backward_callback(function: Callable[[], None]) -> None:
     """Run `function` when the graph task that is under way ends; only inside a backward pass.
 
     Autograd has no public name for it; DistributedDataParallel uses the same one.
@@ -38,8 +38,8 @@ def _hooks_on_entry() -> tuple[Pack, Unpack] | None:
     return found
 
 
-class _Passing(torch.autograd.Function):
-    """Identity; its backward, which runs once all gradients behind it are known, tells `done`."""
+class _PostBackward(torch.autograd.Function):
+    """Identity; its backward, which runs once all gradients behind it are known, calls `done`."""
 
     @staticmethod
     def forward(ctx: Any, done: Callable[[], None], *tensors: torch.Tensor) -> Any:
@@ -50,49 +50,49 @@ class _Passing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Tell that everything behind has its gradients, and pass them on."""
+        """Call `done` and pass the gradients on."""
         ctx.done()
         return (None, *grads)
 
 
-def thread(tensors: list[torch.Tensor], done: Callable[[], None]) -> list[torch.Tensor]:
-    """Return the tensors behind an identity node; `done` is called when backward passes it.
+def register_post_backward(tensors: list[torch.Tensor], done: Callable[[], None]) -> list[torch.Tensor]:
+    """Pass tensors through an identity node that calls `done` in backward.
 
     Args:
         tensors: Tensors that require gradients; at least one.
         done: Called without arguments, once a backward pass.
     """
-    return list(_Passing.apply(done, *tensors))  # type: ignore[no-untyped-call]
+    return list(_PostBackward.apply(done, *tensors))  # type: ignore[no-untyped-call]
 
 
 class GradientWatch:
-    """Tells when a leaf gets a gradient: once, and once again after each `renew`."""
+    """Calls back when a leaf gets a gradient: once, and once again after each `rearm`."""
 
-    __slots__ = ("_has_told", "_told")
+    __slots__ = ("_callback", "_has_fired")
 
     def __init__(self) -> None:
-        self._has_told = False
-        self._told: WeakMethod[Callable[[], None]] | None = None
+        self._has_fired = False
+        self._callback: WeakMethod[Callable[[], None]] | None = None
 
-    def tell(self, method: Callable[[], None]) -> None:
-        """Call a method when a gradient arrives; the object it is bound to is not kept alive."""
-        self._told = WeakMethod(method)
+    def set_callback(self, method: Callable[[], None]) -> None:
+        """Set the method to call when a gradient arrives; the object it is bound to is not kept alive."""
+        self._callback = WeakMethod(method)
 
-    def renew(self) -> None:
-        """Tell again when the next gradient arrives."""
-        self._has_told = False
+    def rearm(self) -> None:
+        """Call back again when the next gradient arrives."""
+        self._has_fired = False
 
     def watch(self, leaf: torch.Tensor) -> None:
         """Watch a leaf too; it must require gradients."""
-        leaf.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+        leaf.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
-    def _arrived(self, _: torch.Tensor) -> None:
-        if self._has_told:
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        if self._has_fired:
             return
-        self._has_told = True
-        told = self._told() if self._told is not None else None
-        if told is not None:
-            told()
+        self._has_fired = True
+        callback = self._callback() if self._callback is not None else None
+        if callback is not None:
+            callback()
 
 
 class Owner(Protocol):
@@ -109,7 +109,7 @@ class Owner(Protocol):
 
 
 class _Saved:
-    """A saved tensor that lies in a buffer of the engine: the tensor, its version, and who can fill it."""
+    """A saved tensor in a full buffer: the tensor, its version, and the owner that can unshard it."""
 
     __slots__ = ("owner", "tensor", "version")
 
@@ -156,8 +156,8 @@ class _Hooks:
 
 
 @contextmanager
-def saving(find: Callable[[torch.Tensor], Owner | None]) -> Iterator[None]:
-    """Inside, tensors saved for backward that lie in a buffer of the engine fill it again when backward reads them.
+def saved_tensor_hooks(find: Callable[[torch.Tensor], Owner | None]) -> Iterator[None]:
+    """Inside, unshard a buffer again when backward reads a tensor that was saved in it.
 
     Args:
         find: Returns the owner of the buffer that a tensor lies in, None for all others.

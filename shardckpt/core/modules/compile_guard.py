@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of the engine's own code: it compiles what modules compute, and calls the engine as it is."""
+"""Disable torch.compile for the engine's own code: modules are compiled, the engine's hooks are not."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import torch
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_HIDDEN: list[tuple[type, str, bool]] = []
+_DISABLED: list[tuple[type, str, bool]] = []
 
 
-class _Hidden:
-    """Stands for a method while its class is being made, to learn where it is."""
+class _CompilerDisabled:
+    """A stand-in for a method while its class is created, to record the class."""
 
-    def __init__(self, function: Callable[..., Any], around: bool) -> None:
+    def __init__(self, function: Callable[..., Any], shallow: bool) -> None:
         self._function = function
-        self._around = around
+        self._shallow = shallow
 
     def __set_name__(self, owner: type, name: str) -> None:
         setattr(owner, name, self._function)
-        _HIDDEN.append((owner, name, self._around))
+        _DISABLED.append((owner, name, self._shallow))
 
 
-def hidden(method: Callable[P, T]) -> Callable[P, T]:
-    """Let compilers see neither a method nor what it calls."""
-    return cast(Callable[P, T], _Hidden(method, around=False))
+def compiler_disabled(method: Callable[P, T]) -> Callable[P, T]:
+    """Disable compilation of a method and of what it calls."""
+    return cast(Callable[P, T], _CompilerDisabled(method, shallow=False))
 
 
-def around(method: Callable[P, T]) -> Callable[P, T]:
-    """Let compilers not see a method, but what it calls."""
-    return cast(Callable[P, T], _Hidden(method, around=True))
+def compiler_disabled_shallow(method: Callable[P, T]) -> Callable[P, T]:
+    """Disable compilation of a method, but not of what it calls."""
+    return cast(Callable[P, T], _CompilerDisabled(method, shallow=True))
 
 
-def hide() -> None:
-    """Put it into effect, before anything that holds units is compiled.
+def apply_compiler_disable() -> None:
+    """Apply `torch.compiler.disable` to all marked methods, before anything with units is compiled.
 
     Only now, as it makes torch import its compiler, which takes a second; optimizers do too.
     """
-    while _HIDDEN:
-        owner, name, nested = _HIDDEN.pop()
+    while _DISABLED:
+        owner, name, nested = _DISABLED.pop()
         disable: Any = torch.compiler.disable
         setattr(owner, name, disable(owner.__dict__[name], recursive=not nested))

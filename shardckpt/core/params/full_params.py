@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardckpt.core.comm.streams import Resizable
+from shardckpt.core.comm.streams import ResizableStorage
 from shardckpt.core.params.param_bucket import Bucket
 
 
@@ -21,7 +21,7 @@ class Full:
     """
 
     values: list[torch.Tensor]
-    buffer: Resizable | None = None
+    buffer: ResizableStorage | None = None
 
     def free(self) -> None:
         """Give up the memory of their own; the values cannot be read after that."""
@@ -39,7 +39,7 @@ def gather(bucket: Bucket, shard: torch.Tensor) -> Full:
     own = shard.to(bucket.compute_device)
     if bucket.keeps_full:
         return Full(bucket.packing.views(own))
-    incoming = Resizable(bucket.packing.gathered, own.dtype, own.device)
+    incoming = ResizableStorage(bucket.packing.gathered, own.dtype, own.device)
     bucket.group.all_gather(incoming.tensor, own, f"gather {bucket.name}").wait()
     return _unpacked(bucket, incoming)
 
@@ -48,7 +48,7 @@ class Staging:
     """Memory that one unit after the other passes through: given once for the largest, and kept until this is gone."""
 
     def __init__(self) -> None:
-        self._held: Resizable | None = None
+        self._held: ResizableStorage | None = None
 
     def place(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory, 1-D: that of the last call again where it is as large, any other with any content.
@@ -63,7 +63,7 @@ class Staging:
         if held is None or held.tensor.device != device or held.tensor.numel() < nbytes:
             if held is not None:
                 held.free()  # before there is more; a thread of the backend may hold the tensor for a moment yet
-            held = self._held = Resizable(nbytes, torch.uint8, device)
+            held = self._held = ResizableStorage(nbytes, torch.uint8, device)
         return held.tensor[:nbytes].view(dtype)
 
 
@@ -88,17 +88,17 @@ def copies(
         return bucket.packing.copies(own) if wanted else None
     incoming = staging.place(bucket.packing.gathered, own.dtype, own.device) if wanted else None
     if first_only:
-        group.collect(incoming, own, what)
+        group.gather_to_rank0(incoming, own, what)
     elif incoming is not None:
         group.all_gather(incoming, own, what).wait()
     return None if incoming is None else bucket.packing.copies(incoming)
 
 
-def _unpacked(bucket: Bucket, incoming: Resizable) -> Full:
+def _unpacked(bucket: Bucket, incoming: ResizableStorage) -> Full:
     packing = bucket.packing
     if packing.direct:
         return Full(packing.views(incoming.tensor), incoming)
-    buffer = Resizable(packing.whole, incoming.tensor.dtype, incoming.tensor.device)
+    buffer = ResizableStorage(packing.whole, incoming.tensor.dtype, incoming.tensor.device)
     packing.unpack(incoming.tensor, buffer.tensor)
     incoming.free()
     return Full(packing.views(buffer.tensor), buffer)
@@ -123,7 +123,7 @@ def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: tor
     rows = row.new_empty(world * row.numel())
     bucket.group.all_gather(rows, row, f"gather gradients of {bucket.name}").wait()
     table = rows.view(world, -1)
-    incoming = Resizable(world * chunk, dtype, row.device)
+    incoming = ResizableStorage(world * chunk, dtype, row.device)
     incoming.tensor.view(world, chunk).copy_(table[:, :chunk])
     has = (table[:, chunk:] != 0).any(0).tolist()
     values = _unpacked(bucket, incoming).values
@@ -189,7 +189,7 @@ def scatter(bucket: Bucket, values: Sequence[torch.Tensor | None] | None, out: t
         rows = row.new_zeros(bucket.packing.layout.world, chunk + count)
         rows[:, chunk:] = torch.tensor([float(value is not None) for value in values]).to(rows)
         _pack(bucket, values, rows)
-    bucket.group.deal(row, rows, f"write back {bucket.name}")
+    bucket.group.scatter_from_rank0(row, rows, f"write back {bucket.name}")
     out.copy_(row[:chunk])
     return (row[chunk:] != 0).tolist()
 

@@ -1,4 +1,4 @@
-"""How one bucket's gradients become the averaged gradient of this rank's shard."""
+"""Reduction of a bucket's gradients to the averaged gradient of this rank's shard."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from shardckpt.core.comm.collectives import CommHook, Comms, Pending, ShardGroup
+from shardckpt.core.comm.collectives import CommHook, CustomCollectives, Pending, ShardGroup
 from shardckpt.core.modules.fqn_and_params import Name
 from shardckpt.core.params.buffer_layout import Packing
 
 
 @dataclass(frozen=True)
-class Averaging:
-    """How one reduction is done.
+class ReduceOptions:
+    """Options of one reduction.
 
     Attributes:
         dtype: Type to sum in.
@@ -49,8 +49,8 @@ class Averaging:
 
 
 @dataclass(frozen=True)
-class Reduced:
-    """What a reduction gives a rank.
+class ReducedGrad:
+    """The result of a reduction on one rank.
 
     Attributes:
         gradient: The mean over ranks of this rank's shard of the gradient, 1-D, padding included.
@@ -63,15 +63,15 @@ class Reduced:
 
 @dataclass(frozen=True)
 class _Reduction:
-    how: Averaging
+    how: ReduceOptions
     out: torch.Tensor
     source: torch.Tensor | None  # kept where what is queued still reads it; threads keep what they read themselves
     used: tuple[bool, ...] | None
     pending: Pending
 
 
-class Reducer:
-    """Averages the gradients of one bucket over ranks; one reduction at a time.
+class GradientReducer:
+    """Reduce-scatter of the gradients of one bucket; one reduction at a time.
 
     The sizes that travel depend on the layout and the number of ranks alone: parameters without a gradient count as
     zeros, and a flag for each, behind every rank's part, tells who had one.
@@ -89,14 +89,14 @@ class Reducer:
         self._name = name
         self._whole = whole
         self._hook: CommHook | None = None
-        self._comms = Comms()
+        self._comms = CustomCollectives()
         self._reduction: _Reduction | None = None
         self._partial: torch.Tensor | None = None
         self._unsynced_grads: list[torch.Tensor | None] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Reducer:
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         """Return one for a copy of the bucket, without the gradients of this one."""
-        made = Reducer(self._packing, self._group, copy.deepcopy(self._name, memo), whole=self._whole)
+        made = GradientReducer(self._packing, self._group, copy.deepcopy(self._name, memo), whole=self._whole)
         memo[id(self)] = made
         made.set_collectives(hook=self._hook, comms=self._comms)
         return made
@@ -117,7 +117,7 @@ class Reducer:
         return self._reduction is not None or self._partial is not None or bool(self._unsynced_grads)
 
     def set_collectives(
-        self, *, hook: CommHook | None = None, comms: Comms | None = None, group: ShardGroup | None = None
+        self, *, hook: CommHook | None = None, comms: CustomCollectives | None = None, group: ShardGroup | None = None
     ) -> None:
         """Set the collectives and hooks that reduce.
 
@@ -147,7 +147,7 @@ class Reducer:
         alone = self._group.replicas == 1 and self._comms.all_reduce_hook is None
         return reduction is None or (alone and reduction.pending.done)
 
-    def start_reduce_scatter(self, gradients: list[torch.Tensor | None], how: Averaging) -> None:
+    def start_reduce_scatter(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> None:
         """Start the reduce-scatter. Collective.
 
         Args:
@@ -164,7 +164,7 @@ class Reducer:
             else self._launch_reduce_scatter(gradients, how)
         )
 
-    def _launch_reduce_scatter(self, gradients: list[torch.Tensor | None], how: Averaging) -> _Reduction:
+    def _launch_reduce_scatter(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
         chunk, size, count = self._packing.layout.chunk, self._group.size, len(gradients)
         row = chunk + count
         device = how.device
@@ -187,14 +187,14 @@ class Reducer:
         pending = self._group.reduce_scatter(out, source, f"reduce {self._name}", own)
         return _Reduction(how, out, None if source.is_cpu and own is None else source, used, pending)
 
-    def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: Averaging) -> _Reduction:
+    def _run_comm_hook(self, gradients: list[torch.Tensor | None], how: ReduceOptions) -> _Reduction:
         """Reduce by a user's hook; flags of who had a gradient are reduced separately."""
         assert self._hook is not None
         chunk, size = self._packing.layout.chunk, self._group.size
         source = torch.empty(size * chunk, dtype=how.dtype, device=how.device)
         flags = torch.tensor([float(gradient is not None) for gradient in gradients], device=source.device)
         self._packing.pack(_pop_all(gradients), source.view(size, chunk))
-        self._group.count(flags, f"count the gradients of {self._name}")
+        self._group.all_reduce_flags(flags, f"count the gradients of {self._name}")
         if self._whole:
             out = source
             self._hook.call(self._hook.state, source)
@@ -203,7 +203,7 @@ class Reducer:
             self._hook.call(self._hook.state, source, out)
         return _Reduction(how, out, source, tuple((flags > 0).tolist()), Pending(None, ""))
 
-    def wait_reduce_scatter(self) -> Reduced | None:
+    def wait_reduce_scatter(self) -> ReducedGrad | None:
         """Wait for the reduction and return its gradient; None if there is none or it waits for a later one."""
         reduction, self._reduction = self._reduction, None
         if reduction is None:
@@ -211,7 +211,7 @@ class Reducer:
         reduction.pending.wait()
         chunk = self._packing.layout.chunk
         if self._hook is not None and reduction.used is not None:
-            return Reduced(reduction.out[:chunk], reduction.used)
+            return ReducedGrad(reduction.out[:chunk], reduction.used)
         if not (reduction.how.all_reduce or self._whole) and self._group.replicas > 1:
             self._keep_partial(reduction.out)
             return None
@@ -225,7 +225,7 @@ class Reducer:
             gradient.div_(after)
         if self._comms.all_reduce_hook is not None:
             self._comms.all_reduce_hook(gradient)
-        return Reduced(gradient, used)
+        return ReducedGrad(gradient, used)
 
     def _keep_partial(self, out: torch.Tensor) -> None:
         self._partial = self._add_partial(out)

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardckpt.core.comm.collectives import CommHook, Comms, Pending, ShardGroup
+from shardckpt.core.comm.collectives import CommHook, CustomCollectives, Pending, ShardGroup
 from shardckpt.core.comm.rank_checks import InitialChecksums
-from shardckpt.core.comm.streams import Resizable, await_gather, gathering, gathers_await, in_use, pinned
+from shardckpt.core.comm.streams import ResizableStorage, await_gather, gathering, gathers_await, in_use, pinned
 from shardckpt.core.config import Offload, Precision
 from shardckpt.core.modules.autograd_hooks import GradientWatch
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.params.buffer_layout import DimPacking, FlatPacking, Packing
-from shardckpt.core.params.gradient_reduction import Averaging, Reduced, Reducer
+from shardckpt.core.params.gradient_reduction import GradientReducer, ReducedGrad, ReduceOptions
 from shardckpt.layout import ALIGNMENT, Layout
 
 
@@ -27,10 +27,10 @@ class Placed(Protocol):
 
     @property
     def dim(self) -> int | None:
-        """The dimension that is cut; None where every rank has the whole."""
+        """The sharded dimension; None if every rank has the full parameter."""
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what is cut: the parameter, or this rank's part of one that tensor parallelism has cut already."""
+        """Return the tensor to shard: the parameter, or this rank's TP shard of it."""
 
     def sharded(self, local: torch.Tensor) -> torch.Tensor:
         """Return a DTensor around this rank's part."""
@@ -43,14 +43,14 @@ class Placed(Protocol):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a bucket's parameters are laid out over ranks.
+class ShardSpec:
+    """How a bucket's parameters are sharded over ranks.
 
     Attributes:
         aligned: In a flat layout, whether each parameter begins at a multiple of 16 bytes of the type computed in.
         keeps_full: Every rank keeps everything.
-        placed: How each parameter lies over a mesh, cut along a dimension; empty where all are plain and laid flat.
-        flat: Cut them anywhere, also where `placed` tells what they are to the module.
+        placed: Placement of each parameter on a mesh, sharded along a dimension; empty for plain, flat parameters.
+        flat: Shard them as flat parameters, even if `placed` says how the module sees them.
         post_forward_group: Ranks to reshard to after forward (`reshard_after_forward` as a number); None for none.
     """
 
@@ -61,7 +61,7 @@ class Cut:
     post_forward_group: dist.ProcessGroup | None = None
 
 
-class _Full:
+class _UnshardedParams:
     """Full parameters of one dtype: leaves over one resizable buffer.
 
     They are made once, so that what autograd saved of them is valid again after the next unshard.
@@ -71,7 +71,7 @@ class _Full:
         self,
         packing: Packing,
         placed: Sequence[Placed],
-        buffer: Resizable,
+        buffer: ResizableStorage,
         trains: Sequence[bool],
         watch: GradientWatch,
     ) -> None:
@@ -110,7 +110,7 @@ class Bucket:
         members: The parameters, all of one dtype, with their full values.
         group: The ranks that share them.
         name: What messages call the bucket.
-        cut: How they are laid out.
+        spec: How they are sharded.
         precision: Dtypes to compute and to reduce in.
         offload: Where the shard lives.
     """
@@ -120,37 +120,39 @@ class Bucket:
         members: Sequence[ParamInfo],
         group: ShardGroup,
         name: Name,
-        cut: Cut,
+        spec: ShardSpec,
         precision: Precision,
         offload: Offload,
     ) -> None:
         self.name = name
         self.members = tuple(members)
         self.group = group
-        self.keeps_full = cut.keeps_full
-        self._placed = cut.placed
-        self._post_forward_group = ShardGroup(cut.post_forward_group) if cut.post_forward_group is not None else None
+        self.keeps_full = spec.keeps_full
+        self._placed = spec.placed
+        self._post_forward_group = ShardGroup(spec.post_forward_group) if spec.post_forward_group is not None else None
         self._precision = precision
         self._offload = offload
         values = [each.parameter.detach() for each in members]
-        if cut.placed:
-            values = [place.local(value) for place, value in zip(cut.placed, values, strict=True)]
+        if spec.placed:
+            values = [place.local(value) for place, value in zip(spec.placed, values, strict=True)]
         self.trainable = members[0].parameter.requires_grad
         self.compute_device = values[0].device
-        self.packing = self._build_packing(values, cut)
+        self.packing = self._build_packing(values, spec)
         shard = self._allocate_shard(values[0], self.packing.layout.chunk)
         self.packing.own(values, group.rank, shard)
         self.shard = pinned(shard.cpu(), offload.pin) if offload.enabled and not shard.is_meta else shard
         self.watch = GradientWatch()
         self._full = self._build_unsharded([member.parameter.requires_grad for member in members])
-        self._full_precision: _Full | None = None
-        self._full_precision_before: _Full | None = None  # unsharded again, it is valid for what autograd saved
+        self._full_precision: _UnshardedParams | None = None
+        self._full_precision_before: _UnshardedParams | None = (
+            None  # unsharded again, it is valid for what autograd saved
+        )
         self._gather_output: torch.Tensor | None = None
         self._partial_shard: torch.Tensor | None = None
         self._pending_all_gather: Pending | None = None
         self._is_unsharded = self.aliased
-        self._comms = Comms()
-        self._reducer = Reducer(self.packing, group, name, whole=cut.keeps_full)
+        self._comms = CustomCollectives()
+        self._reducer = GradientReducer(self.packing, group, name, whole=spec.keeps_full)
         self.beginning = InitialChecksums.of([member.fqn for member in members], values, self.local_shards)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
@@ -172,25 +174,27 @@ class Bucket:
         """Allocate the shard."""
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
-    def _build_packing(self, values: Sequence[torch.Tensor], cut: Cut) -> Packing:
+    def _build_packing(self, values: Sequence[torch.Tensor], spec: ShardSpec) -> Packing:
         names = [member.fqn for member in self.members]
         aliases = [tuple(place.fqn for place in member.places[1:]) for member in self.members]
-        dims = [place.dim for place in cut.placed]
-        if not dims or cut.keeps_full or cut.flat:
+        dims = [place.dim for place in spec.placed]
+        if not dims or spec.keeps_full or spec.flat:
             itemsize = self._precision.computed(values[0].dtype).itemsize
-            alignment = max(1, ALIGNMENT // itemsize) if cut.aligned else 1
+            alignment = max(1, ALIGNMENT // itemsize) if spec.aligned else 1
             return FlatPacking(names, values, aliases, self.group.size, alignment=alignment)
         return DimPacking(names, values, aliases, self.group.size, dims=[dim or 0 for dim in dims])
 
-    def _build_unsharded(self, trains: Sequence[bool]) -> _Full:
+    def _build_unsharded(self, trains: Sequence[bool]) -> _UnshardedParams:
         """Make the full parameters, without their values unless they are the shard."""
         if self.aliased:
-            return _Full(self.packing, self._placed, Resizable.of(self.shard), trains, self.watch)
+            return _UnshardedParams(
+                self.packing, self._placed, ResizableStorage.from_tensor(self.shard), trains, self.watch
+            )
         return self._build_freed(self.compute_dtype, trains)
 
-    def _build_freed(self, dtype: torch.dtype, trains: Sequence[bool]) -> _Full:
-        buffer = Resizable(self.packing.whole, dtype, self.compute_device)
-        made = _Full(self.packing, self._placed, buffer, trains, self.watch)
+    def _build_freed(self, dtype: torch.dtype, trains: Sequence[bool]) -> _UnshardedParams:
+        buffer = ResizableStorage(self.packing.whole, dtype, self.compute_device)
+        made = _UnshardedParams(self.packing, self._placed, buffer, trains, self.watch)
         made.buffer.free()
         return made
 
@@ -331,9 +335,9 @@ class Bucket:
             stand_in.__dict__.update(leaf.__dict__)
             self.members[index].replace(stand_in)
         post_forward_group = None if self._post_forward_group is None else self._post_forward_group.shard
-        cut = Cut(keeps_full=self.keeps_full, placed=placed, post_forward_group=post_forward_group)
+        spec = ShardSpec(keeps_full=self.keeps_full, placed=placed, post_forward_group=post_forward_group)
         members = [self.members[index] for index in indices]
-        made = kind(members, self.group, self.name, cut, self._precision, self._offload)
+        made = kind(members, self.group, self.name, spec, self._precision, self._offload)
         made.set_collectives(hook=self.hook, comms=self._comms, group=self._reducer.group)
         return made
 
@@ -377,7 +381,7 @@ class Bucket:
             self._pending_all_gather = self._launch_all_gather((self._full_precision or self._full).buffer)
         return True
 
-    def _launch_all_gather(self, buffer: Resizable) -> Pending:
+    def _launch_all_gather(self, buffer: ResizableStorage) -> Pending:
         what, dtype = f"gather {self.name}", buffer.tensor.dtype
         if self.packing.direct:
             buffer.allocate()
@@ -468,7 +472,7 @@ class Bucket:
         return found
 
     def set_collectives(
-        self, *, hook: CommHook | None = None, comms: Comms | None = None, group: ShardGroup | None = None
+        self, *, hook: CommHook | None = None, comms: CustomCollectives | None = None, group: ShardGroup | None = None
     ) -> None:
         """Set the collectives and hooks that gather and reduce.
 
@@ -499,7 +503,9 @@ class Bucket:
         dtype = self.dtype if full_precision else self._precision.reduced(self.dtype)
         gradients = self.gradients
         self.drop_gradients()
-        self._reducer.start_reduce_scatter(gradients, Averaging(dtype, self.compute_device, factor, split, all_reduce))
+        self._reducer.start_reduce_scatter(
+            gradients, ReduceOptions(dtype, self.compute_device, factor, split, all_reduce)
+        )
 
     @property
     def has_unreduced_grads(self) -> bool:
@@ -511,12 +517,12 @@ class Bucket:
         """Return True if `wait_reduce_scatter` would return at once."""
         return self._reducer.is_done
 
-    def wait_reduce_scatter(self) -> Reduced | None:
+    def wait_reduce_scatter(self) -> ReducedGrad | None:
         """Wait for the reduce-scatter and return the reduced gradient of this rank's shard, if there is one."""
         reduced = self._reducer.wait_reduce_scatter()
         if reduced is None:
             return None
-        return Reduced(reduced.gradient.to(dtype=self.gradient_dtype, device=self.shard.device), reduced.used)
+        return ReducedGrad(reduced.gradient.to(dtype=self.gradient_dtype, device=self.shard.device), reduced.used)
 
     def stash_unsharded_grads(self) -> None:
         """Move the leaves' gradients to the reducer, which adds them to the next reduction."""

@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardckpt.core.comm.collectives import Pending
-from shardckpt.core.comm.streams import Resizable, await_gather, gathering
+from shardckpt.core.comm.streams import ResizableStorage, await_gather, gathering
 from shardckpt.core.params.buffer_layout import Packing
 from shardckpt.core.params.mesh_placement import Placed
-from shardckpt.core.params.param_bucket import Bucket, Cut
+from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 from shardckpt.core.policies import MixedPrecisionPolicy
 from shardckpt.errors import ShardckptError
 
@@ -90,7 +90,7 @@ def move_functions(before: torch.Tensor, after: torch.Tensor) -> None:
 class _Outputs:
     """What was gathered, and what was made of it: storages that are freed and filled again together."""
 
-    def __init__(self, buffers: Sequence[Resizable]) -> None:
+    def __init__(self, buffers: Sequence[ResizableStorage]) -> None:
         self.gathered = tuple(buffers)
         self.buffers = list(buffers)
 
@@ -99,7 +99,7 @@ class _Outputs:
         for tensor in tensors:
             known = {each.tensor.untyped_storage().data_ptr() for each in self.buffers}
             if tensor.untyped_storage().data_ptr() not in known:
-                self.buffers.append(Resizable.of(tensor))
+                self.buffers.append(ResizableStorage.from_tensor(tensor))
 
     def allocate(self) -> None:
         """Give all of them memory."""
@@ -146,14 +146,14 @@ class ExtensionBucket(Bucket):
             )
         return local
 
-    def _build_packing(self, values: Sequence[torch.Tensor], cut: Cut) -> Packing:
-        if [place.dim for place in cut.placed] != [0]:
+    def _build_packing(self, values: Sequence[torch.Tensor], spec: ShardSpec) -> Packing:
+        if [place.dim for place in spec.placed] != [0]:
             raise ExtensionError(
                 "a tensor subclass that says what is gathered of it is cut along its first dimension only",
                 where=self.members[0].fqn,
-                found=cut.placed[0].dim,
+                found=spec.placed[0].dim,
             )
-        return super()._build_packing(values, cut)
+        return super()._build_packing(values, spec)
 
     def _allocate_shard(self, like: torch.Tensor, numel: int) -> torch.Tensor:
         return like.new_zeros(numel)
@@ -232,7 +232,9 @@ class ExtensionBucket(Bucket):
         with gathering(self.compute_device):
             self._inputs, self._metadata = self._said()
             if self._outputs is None:
-                made = [Resizable(each.numel() * self.group.size, each.dtype, each.device) for each in self._inputs]
+                made = [
+                    ResizableStorage(each.numel() * self.group.size, each.dtype, each.device) for each in self._inputs
+                ]
                 self._outputs = _Outputs(made)
             self._outputs.allocate()
             pairs = zip(self._outputs.gathered, self._inputs, strict=True)

@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism has cut already, as the wrapper sees them: plain tensors of this rank's part."""
+"""Tensor-parallel parameters as the wrapper sees them: plain tensors of this rank's TP shard."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardckpt.core.modules.fqn_and_params import ParamInfo
 from shardckpt.core.params.param_bucket import Bucket
 
 
-class Whole:
-    """A parameter that nothing has cut yet."""
+class LocalParam:
+    """A parameter that is not sharded by tensor parallelism."""
 
     dim = None
 
@@ -38,18 +38,18 @@ class Whole:
         """Return the gradient."""
         return grad
 
-    def copies(self, mesh: DeviceMesh) -> int:
-        """Return how many ranks of a mesh hold the same."""
+    def count_replicas(self, mesh: DeviceMesh) -> int:
+        """Count the ranks of a mesh that hold the same values."""
         return mesh.size()
 
 
 @dataclass(frozen=True, eq=False)
-class Part(Whole):
-    """A parameter that is a DTensor, over ranks that are not those of data parallelism.
+class TPShardedParam(LocalParam):
+    """A tensor-parallel parameter: a DTensor over other ranks than those of data parallelism.
 
     Attributes:
         mesh: Its mesh.
-        placements: How it lies there.
+        placements: Its placements there.
         shape: Its shape as the user knows it.
         stride: And its strides.
     """
@@ -59,12 +59,12 @@ class Part(Whole):
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Part:
+    def __deepcopy__(self, memo: dict[int, object]) -> TPShardedParam:
         """Meshes are shared, not copied."""
         return self
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the parameter."""
+        """Return this rank's TP shard of the parameter."""
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     def full(self, local: torch.Tensor) -> torch.Tensor:
@@ -81,13 +81,13 @@ class Part(Whole):
         with torch.no_grad():
             return grad.redistribute(placements=self.placements).to_local()
 
-    def copies(self, mesh: DeviceMesh) -> int:
-        """Return how many ranks of its mesh hold the same part."""
+    def count_replicas(self, mesh: DeviceMesh) -> int:
+        """Count the ranks of its mesh that hold the same TP shard."""
         return math.prod(mesh.size(dim) for dim, each in enumerate(self.placements) if each.is_replicate())
 
 
-def mesh_beneath(buckets: Iterable[Bucket]) -> DeviceMesh | None:
-    """Return the mesh of the tensor parallelism below the wrapper's units; None where there is none.
+def get_tp_mesh(buckets: Iterable[Bucket]) -> DeviceMesh | None:
+    """Return the tensor-parallel mesh of buckets, or None.
 
     Args:
         buckets: The units' buckets.
@@ -95,40 +95,40 @@ def mesh_beneath(buckets: Iterable[Bucket]) -> DeviceMesh | None:
     Raises:
         ArgumentError: There is more than one.
     """
-    meshes = [each.mesh for bucket in buckets for each in bucket.placed if isinstance(each, Part)]
+    meshes = [each.mesh for bucket in buckets for each in bucket.placed if isinstance(each, TPShardedParam)]
     if any(mesh != meshes[0] for mesh in meshes):
         raise ArgumentError("DTensors of several meshes lie below the units of one tree", found=set(map(str, meshes)))
     return meshes[0] if meshes else None
 
 
-def copies_beneath(bucket: Bucket, mesh: DeviceMesh) -> list[int]:
-    """Return for each parameter of a flat bucket how many ranks of a mesh hold the same of it.
+def count_tp_replicas(bucket: Bucket, mesh: DeviceMesh) -> list[int]:
+    """Count for each parameter of a flat bucket the ranks of a mesh that hold the same values.
 
     Args:
         bucket: The bucket.
-        mesh: The mesh of the tensor parallelism below it.
+        mesh: The tensor-parallel mesh.
     """
-    whole: tuple[Whole, ...] = (Whole(),) * len(bucket.members)
-    found = [each for each in bucket.placed if isinstance(each, Whole)] or whole
-    return [each.copies(mesh) for each in found]
+    whole: tuple[LocalParam, ...] = (LocalParam(),) * len(bucket.members)
+    found = [each for each in bucket.placed if isinstance(each, LocalParam)] or whole
+    return [each.count_replicas(mesh) for each in found]
 
 
-def placed(members: Sequence[ParamInfo]) -> tuple[Whole, ...]:
-    """Tell how parameters were cut before data parallelism came to them; nothing where none was."""
+def build_tp_params(members: Sequence[ParamInfo]) -> tuple[LocalParam, ...]:
+    """Describe how tensor parallelism shards parameters; return nothing if it shards none."""
     parameters = [member.parameter for member in members]
     if not any(isinstance(each, DTensor) for each in parameters):
         return ()
-    return tuple(_placed(each) for each in parameters)
+    return tuple(_build_tp_param(each) for each in parameters)
 
 
-def _placed(parameter: nn.Parameter) -> Whole:
+def _build_tp_param(parameter: nn.Parameter) -> LocalParam:
     if not isinstance(parameter, DTensor):
-        return Whole()
-    return Part(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
+        return LocalParam()
+    return TPShardedParam(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
 
 
-def expose_plain(members: Sequence[ParamInfo]) -> None:
-    """Let plain parameters stand for DTensors, as those that a user sees while a unit is sharded.
+def register_local_tensors(members: Sequence[ParamInfo]) -> None:
+    """Replace DTensor parameters by plain ones of their local tensors, which are registered while sharded.
 
     Args:
         members: The unit's parameters.

@@ -14,7 +14,7 @@ from torch import nn
 from shardckpt.core.errors import StateError
 from shardckpt.core.modules.fqn_and_params import Name
 from shardckpt.core.params.grad_accum import restore_gradient
-from shardckpt.core.params.gradient_reduction import Reduced
+from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.placeholders import ForwardGuard
 from shardckpt.errors import ShardckptError
@@ -137,7 +137,7 @@ class ParamRegistration(ABC):
         return (self,)
 
     @abstractmethod
-    def add_gradient(self, reduced: Reduced) -> None:
+    def add_gradient(self, reduced: ReducedGrad) -> None:
         """Add a reduced gradient to the registered parameters' gradients."""
 
     def wrap_unsharded(self, index: int, value: torch.Tensor) -> torch.Tensor:

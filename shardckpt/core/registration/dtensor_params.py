@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.core.modules.fqn_and_params import Name, find_user_param, register
 from shardckpt.core.params.buffer_layout import apart
 from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient
-from shardckpt.core.params.gradient_reduction import Reduced
+from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket, Placed
 from shardckpt.core.params.tensor_extension import ExtensionBucket, is_extended, is_possibly_extended, move_functions
 from shardckpt.core.registration.base import ParamRegistration, PerParamRegistration
@@ -135,7 +135,7 @@ class DTensorRegistration(PerParamRegistration):
         made.bucket.set_compute_device(device)
         return made
 
-    def add_gradient(self, reduced: Reduced) -> None:
+    def add_gradient(self, reduced: ReducedGrad) -> None:
         """Add each parameter's part to its gradient; nothing for what no rank used."""
         parts = self.bucket.split_shard(reduced.gradient)
         for parameter, placed, grad, used in zip(self._parameters, self._placed, parts, reduced.used, strict=True):

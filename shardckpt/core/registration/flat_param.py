@@ -10,7 +10,7 @@ from torch import nn
 from shardckpt.core.errors import StateError
 from shardckpt.core.modules.fqn_and_params import Name, ParamLocation, put, register
 from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient
-from shardckpt.core.params.gradient_reduction import Reduced
+from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import UnshardedGradMixin, mark_flat
 from shardckpt.core.registration.placeholders import ShardedPlaceholder
@@ -134,7 +134,7 @@ class FlatParamRegistration(UnshardedGradMixin):
             if leaf.requires_grad != self.flat.requires_grad:
                 bucket.set_requires_grad(index, self.flat.requires_grad)
 
-    def add_gradient(self, reduced: Reduced) -> None:
+    def add_gradient(self, reduced: ReducedGrad) -> None:
         """Add it to the flat parameter's gradient; nothing when no rank used any of its parameters."""
         if any(reduced.used):
             add_gradient_to(self.flat, reduced.gradient)

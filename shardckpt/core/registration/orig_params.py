@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core.modules.fqn_and_params import Name, find_user_param, register
 from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient, restore_gradient
-from shardckpt.core.params.gradient_reduction import Reduced
+from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import PerParamRegistration, UnshardedGradMixin
 
@@ -89,7 +89,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradMixin):
         for original, view in zip(self._originals, self._views, strict=True):
             original.data = view
 
-    def add_gradient(self, reduced: Reduced) -> None:
+    def add_gradient(self, reduced: ReducedGrad) -> None:
         """Add each parameter's part to its gradient; nothing for what no rank used or what it has no part of."""
         parts = self.bucket.split_shard(reduced.gradient)
         for original, view, grad, used in zip(self._originals, self._views, parts, reduced.used, strict=True):

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardckpt.core.config import UnitConfig
 from shardckpt.core.modules import autograd_hooks
-from shardckpt.core.modules.compile_guard import hidden, hide
+from shardckpt.core.modules.compile_guard import apply_compiler_disable, compiler_disabled
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
 from shardckpt.core.modules.pytree import mapped, tensors
 from shardckpt.core.params.param_bucket import Bucket
@@ -144,7 +144,7 @@ class FSDPUnit:
         config: UnitConfig,
         buffers: Buffers | None = None,
     ) -> None:
-        hide()
+        apply_compiler_disable()
         self._name = name
         self.modules = tuple(modules)
         self.registrations = tuple(registrations)
@@ -186,7 +186,7 @@ class FSDPUnit:
     def _watch_gradients(self) -> None:
         """Call hooks for gradients and saved parameters that no call of the unit leads to."""
         for each in self.registrations:
-            each.bucket.watch.tell(self.on_gradient)
+            each.bucket.watch.set_callback(self.on_gradient)
             each.set_backward_unshard(self.unshard_for_backward)
 
     # ---------------------------------------------------------------------------------------------------- facts
@@ -429,7 +429,7 @@ class FSDPUnit:
 
     # ---------------------------------------------------------------------------------------------- forward
 
-    @hidden
+    @compiler_disabled
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard, and register the post-backward hook in front of the inputs.
 
@@ -474,7 +474,7 @@ class FSDPUnit:
             self._pending_forward_ids.add(call.forward_id)
         if not found or not self._active:
             return args, kwargs
-        through = iter(autograd_hooks.thread(found, lambda: self.post_backward_hook(call)))
+        through = iter(autograd_hooks.register_post_backward(found, lambda: self.post_backward_hook(call)))
         return mapped((args, kwargs), lambda t: next(through) if t.requires_grad else t)  # type: ignore[no-any-return]
 
     @property
@@ -500,7 +500,7 @@ class FSDPUnit:
             return given
         return mixed_precision.cast(given, config.param_dtype)
 
-    @hidden
+    @compiler_disabled
     def post_forward(self, output: Any) -> Any:
         """Reshard, and register pre-backward hooks on the outputs.
 
@@ -558,14 +558,14 @@ class FSDPUnit:
         if autograd_hooks.in_backward() and not self._saves_params:
             yield
             return
-        with autograd_hooks.saving(self._root.find_unit):
+        with autograd_hooks.saved_tensor_hooks(self._root.find_unit):
             yield
 
     def record_saved_tensor(self) -> None:
         """Note that autograd saved a full parameter, which backward will unshard."""
         self._saves_params = True
 
-    @hidden
+    @compiler_disabled
     def forward_failed(self) -> None:
         """Reset after a forward that raised; in a recomputation that is how checkpointing stops early."""
         if self._running_calls:
@@ -663,7 +663,7 @@ class FSDPUnit:
 
     def _renew_watches(self) -> None:
         for bucket in self.buckets:
-            bucket.watch.renew()
+            bucket.watch.rearm()
 
     def _keeps_after_backward(self, *, held: bool) -> bool:
         config = self.config

@@ -13,7 +13,7 @@ from shardckpt.core.comm import rank_checks
 from shardckpt.core.comm.streams import RateLimiter, gathers_await
 from shardckpt.core.config import BackwardPrefetch
 from shardckpt.core.modules import autograd_hooks
-from shardckpt.core.modules.compile_guard import hidden
+from shardckpt.core.modules.compile_guard import compiler_disabled
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.runtime.fsdp_unit import ForwardCall, FSDPUnit, Phase
@@ -64,7 +64,7 @@ class RootState:
 
     # ---------------------------------------------------------------------------------------------- iteration
 
-    @hidden
+    @compiler_disabled
     def root_pre_forward(self) -> None:
         """Prepare an iteration before the root computes; recover from one that failed."""
         if autograd_hooks.in_backward():
@@ -102,7 +102,7 @@ class RootState:
         """Set whether a backward waits for all its reductions, or leaves the last ones to the next."""
         self.is_last_backward = is_last_backward
 
-    @hidden
+    @compiler_disabled
     def forward_failed(self) -> None:
         """Reset after a forward of the root that raised; in a recomputation checkpointing stops early that way."""
         if not autograd_hooks.in_backward():
@@ -210,7 +210,7 @@ class RootState:
             self._rank_checks.order.backward_begins()
         self._active_forward_ids, self._unfinished_calls = set(), []
         self._cursor = len(self._post_forward_order)
-        autograd_hooks.at_end_of_backward(self._post_backward_final_callback)
+        autograd_hooks.queue_backward_callback(self._post_backward_final_callback)
         for each in self.units:
             each.prepare_gradients_for_backward()
 
@@ -337,7 +337,7 @@ class RootState:
         """Forget an address before other tensors get it."""
         self._unit_by_address.pop(address, None)
 
-    @hidden
+    @compiler_disabled
     def find_unit(self, tensor: torch.Tensor) -> FSDPUnit | None:
         """Return the unit in whose full buffer a tensor lies."""
         try:

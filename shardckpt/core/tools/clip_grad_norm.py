@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.core.errors import ArgumentError, StateError
-from shardckpt.core.params.tensor_parallel import copies_beneath, mesh_beneath
+from shardckpt.core.params.tensor_parallel import count_tp_replicas, get_tp_mesh
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.runtime import traversal
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit
@@ -95,7 +95,7 @@ def clip(
     told = [each for unit in units for registration in unit.registrations for each in _told(registration)]
     _refuse_held([parameter for parameter, _ in told])
     widest = max([_Ranks.of_group(around), *(ranks for _, ranks in told)], key=lambda ranks: ranks.count)
-    mesh = mesh_beneath(bucket for unit in units for bucket in unit.buckets)
+    mesh = get_tp_mesh(bucket for unit in units for bucket in unit.buckets)
     if mesh is None:
         parts = [_Part.of(parameter.grad, ranks.copies) for parameter, ranks in told if parameter.grad is not None]
     else:
@@ -188,7 +188,7 @@ def _told(registration: ParamRegistration) -> list[tuple[nn.Parameter, _Ranks]]:
 def _over_mesh(registration: ParamRegistration, mesh: DeviceMesh) -> list[_Part]:
     """Return the gradients of a flat unit, one for each parameter, since tensor parallelism has cut some of them."""
     replicas = registration.bucket.group.replicas
-    rows = zip(registration.gradients(), copies_beneath(registration.bucket, mesh), strict=True)
+    rows = zip(registration.gradients(), count_tp_replicas(registration.bucket, mesh), strict=True)
     return [_Part.of(grad, replicas * copies) for grad, copies in rows if grad is not None]
 
 

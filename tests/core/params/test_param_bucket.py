@@ -11,7 +11,7 @@ from shardckpt.core.comm.streams import FULL_BYTES
 from shardckpt.core.config import Offload, Precision
 from shardckpt.core.modules.fqn_and_params import Name, managed_parameters
 from shardckpt.core.params.buffer_layout import memory_order
-from shardckpt.core.params.param_bucket import Bucket, Cut
+from shardckpt.core.params.param_bucket import Bucket, ShardSpec
 
 
 class Uneven(nn.Module):
@@ -27,7 +27,7 @@ def made(group, **settings) -> tuple[Bucket, list[torch.Tensor]]:
     module = Uneven()
     values = [p.detach().clone() for p in module.parameters()]
     managed = managed_parameters(module, set())
-    return Bucket(managed, group, Name("unit"), Cut(**settings), Precision(), Offload()), values
+    return Bucket(managed, group, Name("unit"), ShardSpec(**settings), Precision(), Offload()), values
 
 
 def gathered(bucket: Bucket) -> None:
@@ -100,7 +100,7 @@ def test_integers_of_sixteen_bits_are_gathered():
         module.table = nn.Parameter(torch.arange(7, dtype=torch.int16), requires_grad=False)
         managed = managed_parameters(module, set())
         group = ShardGroup(torch.distributed.group.WORLD)
-        bucket = Bucket(managed, group, Name("u"), Cut(aligned=True), Precision(), Offload())
+        bucket = Bucket(managed, group, Name("u"), ShardSpec(aligned=True), Precision(), Offload())
         gathered(bucket)
         return bucket.unsharded_params[0].tolist(), bucket.requires_grad
 
