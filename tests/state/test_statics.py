@@ -66,7 +66,7 @@ def test_sharded_states_of_optimizers_are_those_of_torch():
     over(STYLES, body)
 
 
-def groups_of(model, order: str) -> list[dict]:
+def get_process_groups(model, order: str) -> list[dict]:
     rates = {"a": 0.1, "b": 0.2, "c": 0.3}
     named = list(model.named_parameters())
     of = {
@@ -83,12 +83,12 @@ def test_g1_torchs_wrapper_gets_groups_of_another_order_by_name():
         torch.manual_seed(0)
         net = Net((1,))
         model = wrapper(source, use_orig_params=STYLES[style])(copy.deepcopy(net))
-        optim = torch.optim.Adam(groups_of(model, "abc"))
+        optim = torch.optim.Adam(get_process_groups(model, "abc"))
         step(model, optim)
         step(model, optim, 1)
         weights, moments = copy.deepcopy(model_state_dict(model)), copy.deepcopy(optim_state_dict(model, optim))
         other = wrapper(target, use_orig_params=STYLES[style])(Net((1,)))
-        again = torch.optim.Adam([{**group, "lr": 9.0} for group in groups_of(other, "cab")])
+        again = torch.optim.Adam([{**group, "lr": 9.0} for group in get_process_groups(other, "cab")])
         load_model_state_dict(other, weights)
         load_optim_state_dict(other, again, moments)
         rates = [group["lr"] for group in again.param_groups]

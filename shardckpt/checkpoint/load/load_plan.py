@@ -428,11 +428,11 @@ class _LoadPlanner:
             return
         try:
             state = self._wanted_of(self._optim_state(root, description, optim), path)
-            room = self._room(optim, description, state)
+            room = self._plan_optim_targets(optim, description, state)
         except ShardckptError as error:
             self.plan.problems.append(f"{dotted(path)}: {error}")
             return
-        self._fill_room(room, state, path)
+        self._fill_optim_targets(room, state, path)
         self.plan.problems += [f"{dotted(path)}.{text}" for text in room.problems]
         if self._options.strict:
             self._compare_parameters(optim, description, state, path)
@@ -505,7 +505,9 @@ class _LoadPlanner:
         groups = state.groups if self._wants((*path, "param_groups")) else ()
         return replace(state, tensors=tensors, scalars=scalars, groups=groups)
 
-    def _room(self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimizerState) -> OptimTargets:
+    def _plan_optim_targets(
+        self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimizerState
+    ) -> OptimTargets:
         slots: dict[str, dict[str, Slot]] = {}
         for key, entry in state.tensors.items():
             name, _, slot = key.rpartition("/")
@@ -520,7 +522,7 @@ class _LoadPlanner:
             unequal_steps=self._options.unequal_steps,
         )
 
-    def _fill_room(self, room: OptimTargets, state: optimizers.OptimizerState, path: Path) -> None:
+    def _fill_optim_targets(self, room: OptimTargets, state: optimizers.OptimizerState, path: Path) -> None:
         """Want what the room is for; numbers that several parameters share are compared first."""
         shared: dict[int, list[LoadItem]] = {}
         for name, slot, array in room.arrays:

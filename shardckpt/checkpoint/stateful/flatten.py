@@ -30,7 +30,7 @@ from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShardError, FlatShards, has_peers
 from shardckpt.state.adapters.model_index import ModelIndex
 from shardckpt.state.adapters.sharded_tensor import as_dtensor
-from shardckpt.state.keys.kinds import is_flat_part, is_sharded_tensor, note_of, require_not_local
+from shardckpt.state.keys.kinds import get_metadata, is_flat_part, is_sharded_tensor, require_not_local
 from shardckpt.state.keys.slots import OpaqueStateError
 from shardckpt.state.local.local_shards import LocalModel, TensorShards, get_tensor_shards, local_model
 from shardckpt.state.local.optim_shards import local_optimizer
@@ -225,7 +225,7 @@ class _StateFlattener:
         kind = type(value)
         if kind is dict or kind is OrderedDict:
             self._check_depth(path)
-            if not self._is_per_rank and note_of(value).get("kind") and has_peers():
+            if not self._is_per_rank and get_metadata(value).get("kind") and has_peers():
                 require_not_local(value, dotted(path))
             return kind((key, self._visit(each, (*path, path_key(key)))) for key, each in value.items())
         if kind is list or kind is tuple:
@@ -334,7 +334,7 @@ class _StateFlattener:
                 if not self._is_per_rank:
                     require_model_of(optim, path, self._shards)
                 return self._visit(get_state_dict(optim, path), path)
-            return self._visit(torch_fsdp1.whole_optim_state(model, optim, offload=False, first_only=False), path)
+            return self._visit(torch_fsdp1.full_optim_state(model, optim, offload=False, first_only=False), path)
         try:
             taken = local_optimizer(found, optim)
         except OpaqueStateError as error:

@@ -163,7 +163,7 @@ class _Walk:
         self._plain: dict[int, nn.Parameter] = {}
         self._buffers: dict[str, Buffer] = {}
         self._extra: dict[str, nn.Module] = {}
-        self._groups = [group for unit in self._units for group in groups_of(unit)]
+        self._groups = [group for unit in self._units for group in get_process_groups(unit)]
         for prefix, module in modules(model):
             self._visit(f"{prefix}." if prefix else "", module)
 
@@ -217,7 +217,7 @@ class _Walk:
 
     def build(self) -> ModelIndex:
         """Return the index."""
-        ranks = Ranks.of(self._groups)
+        ranks = Ranks.from_groups(self._groups)
         adapters: list[ShardingAdapter] = [
             self._build_adapter(registration, ranks) for unit in self._units for registration in unit.registrations
         ]
@@ -248,11 +248,11 @@ class _Walk:
             "all kinds of registration are known"
         )
         flat_name = self._flats[id(registration.flat)] if isinstance(registration, FlatParamRegistration) else None
-        return EngineFlatAdapter(registration, names, ranks, mesh_of_bucket(registration.bucket), flat_name)
+        return EngineFlatAdapter(registration, names, ranks, get_bucket_mesh(registration.bucket), flat_name)
 
 
-def groups_of(unit: FSDPUnit) -> list[dist.ProcessGroup | None]:
-    """Return the groups of ranks that share parts of a unit, or have copies.
+def get_process_groups(unit: FSDPUnit) -> list[dist.ProcessGroup | None]:
+    """Return the process groups of a unit: its shards' and its replicas'.
 
     Args:
         unit: The unit.
@@ -271,18 +271,18 @@ def _mesh_groups(tensor: torch.Tensor) -> list[dist.ProcessGroup]:
 _MESHES: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 
-def mesh_of_bucket(bucket: Bucket) -> DeviceMesh | None:
-    """Return the ranks of a bucket as a mesh with shards along its last dimension; None where nothing is shared.
+def get_bucket_mesh(bucket: Bucket) -> DeviceMesh | None:
+    """Return the mesh of a bucket, with shards along its last dimension; None if it is not sharded.
 
     Args:
         bucket: One of the wrapper. The mesh is the one that a user gave; without one it has the shards alone.
     """
     group = bucket.group
-    return group.mesh if group.mesh is not None else mesh_of(group.shard, bucket.compute_device)
+    return group.mesh if group.mesh is not None else get_mesh(group.shard, bucket.compute_device)
 
 
-def mesh_of(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh | None:
-    """Return the ranks that share a bucket as a mesh of one dimension; None where nothing is shared."""
+def get_mesh(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh of one dimension of a process group; None without a group."""
     if group is None:
         return None
     if group not in _MESHES:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.errors import ShardckptError
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
-from shardckpt.state.adapters.model_index import ModelIndex, mesh_of
+from shardckpt.state.adapters.model_index import ModelIndex, get_mesh
 from shardckpt.state.keys.kinds import is_flat_part, is_sharded_tensor
 
 MeshPlacements = tuple[DeviceMesh, tuple[Placement, ...]]
@@ -118,7 +118,7 @@ def as_dtensor(name: str, value: Any, cut: MeshPlacements | None) -> DTensor:
         for shard in value.metadata().shards_metadata
     }
     own = get_local_part(value)
-    everyone = mesh_of(dist.group.WORLD, own.device)
+    everyone = get_mesh(dist.group.WORLD, own.device)
     assert everyone is not None, "there are ranks, or there would be no ShardedTensor"
     for mesh, placements in [*([cut] if cut else []), (everyone, (Shard(0),))]:
         if told == _rows(mesh, placements, value.shape):

@@ -18,9 +18,9 @@ from shardckpt.errors import ShardckptError
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.adapters.sharded_tensor import as_dtensor
 from shardckpt.state.keys.kinds import StateKind, is_sharded_tensor
-from shardckpt.state.keys.optim_keys import keys_of, nest, to_names
-from shardckpt.state.keys.param_groups import wanted
-from shardckpt.state.keys.slots import copied
+from shardckpt.state.keys.optim_keys import get_key_type, nest, to_names
+from shardckpt.state.keys.param_groups import match_settings
+from shardckpt.state.keys.slots import copy_value
 from shardckpt.state.keys.validation import StateMismatchError, check_form, digest, validate_input
 from shardckpt.state.redistribute.rank_grid import Ranks
 
@@ -59,15 +59,15 @@ def is_foreign(model: nn.Module) -> bool:
     return bool(_wrapped(model))
 
 
-def ranks_of(model: nn.Module) -> Ranks:
-    """Return who has such a model.
+def get_ranks(model: nn.Module) -> Ranks:
+    """Return the ranks of such a model.
 
     Args:
         model: The model.
     """
     found: list[Any] = _wrapped(model)
     is_hybrid = any("HYBRID" in each.sharding_strategy.name for each in found)  # its other group is private to it
-    return Ranks.of([dist.group.WORLD] if is_hybrid else [each.process_group for each in found])
+    return Ranks.from_groups([dist.group.WORLD] if is_hybrid else [each.process_group for each in found])
 
 
 def shapes_at_first(model: nn.Module) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def shapes_at_first(model: nn.Module) -> dict[str, Any]:
     Args:
         model: The model.
     """
-    found = whole_state(model, offload=True, first_only=True)
+    found = full_state(model, offload=True, first_only=True)
     return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in found.items()}
 
 
@@ -133,7 +133,7 @@ def _set(wrapper: Any, model: nn.Module, settings: tuple[Any, Any, Any]) -> Any:
         return wrapper.set_state_dict_type(model, *settings)
 
 
-def whole_state(model: nn.Module, *, offload: bool, first_only: bool) -> dict[str, Any]:
+def full_state(model: nn.Module, *, offload: bool, first_only: bool) -> dict[str, Any]:
     """Return the whole state of a model by the names it has unsharded. Collective.
 
     Args:
@@ -179,7 +179,7 @@ def put_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tu
     return [clean(name) for name in told.missing_keys], [clean(name) for name in told.unexpected_keys]
 
 
-def whole_optim_state(
+def full_optim_state(
     model: nn.Module, optim: torch.optim.Optimizer, *, offload: bool, first_only: bool
 ) -> dict[str, Any]:
     """Return the whole state of an optimizer of such a model. Collective.
@@ -210,7 +210,7 @@ def _named(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state by the names that the model has unsharded, with values of its own."""
     return {
         "state": {
-            clean(name): {slot: copied(_cut(f"{name}/{slot}", value)) for slot, value in slots.items()}
+            clean(name): {slot: copy_value(_cut(f"{name}/{slot}", value)) for slot, value in slots.items()}
             for name, slots in found.get("state", {}).items()
         },
         "param_groups": [
@@ -233,7 +233,7 @@ def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mappi
     if state and all(str(key).startswith(("state.", "param_groups.")) for key in state):
         return nest(state, groups)
     check_form(state)
-    if keys_of(state) is not int:
+    if get_key_type(state) is not int:
         return state
     return to_names(state, None if all("param_names" in group for group in state["param_groups"]) else groups)
 
@@ -253,15 +253,15 @@ def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mappi
         UsageError: Its numbers, or its flattened keys, are not those of the optimizer's parameters.
         ConflictError: Parameters of one group were saved with different settings.
     """
-    live = whole_optim_state(model, optim, offload=True, first_only=False)["param_groups"]
+    live = full_optim_state(model, optim, offload=True, first_only=False)["param_groups"]
     known = shapes_at_first(model)
-    ranks = ranks_of(model)
+    ranks = get_ranks(model)
     with validate_input(ranks, "fit a state to the optimizer", given=bool(state)) as agreed:
         state = _by_name(state, [group["params"] for group in live])
         check_form(state)
         told = state.get("param_groups", [])
         saved = [{**group, "params": [clean(name) for name in group["params"]]} for group in told]
-        changes = wanted([group["params"] for group in live], saved)
+        changes = match_settings([group["params"] for group in live], saved)
         states = state.get("state", {})
         slots = [[n, s, list(getattr(v, "shape", ()))] for n, of in states.items() for s, v in of.items()]
         agreed.digest = digest([sorted(states), sorted(slots), changes])
@@ -271,7 +271,7 @@ def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mappi
     groups = [{**group, **settings} for group, settings in zip(live, changes, strict=True)]
     names = {name for group in groups for name in group["params"]}
     kept = {
-        clean(name): {slot: copied(_joined(f"{name}/{slot}", value)) for slot, value in slots.items()}
+        clean(name): {slot: copy_value(_joined(f"{name}/{slot}", value)) for slot, value in slots.items()}
         for name, slots in state.get("state", {}).items()
         if clean(name) in names
     }

@@ -25,7 +25,7 @@ from shardckpt.errors import ShardckptError
 from shardckpt.state.adapters import sharded_tensor
 from shardckpt.state.adapters.model_index import index_model
 from shardckpt.state.keys import optim_keys
-from shardckpt.state.keys.kinds import StateKind, is_sharded_tensor, note_of
+from shardckpt.state.keys.kinds import StateKind, get_metadata, is_sharded_tensor
 from shardckpt.state.keys.param_groups import settings
 from shardckpt.state.model import nn_module_hooks
 from shardckpt.state.model.load_model_state_dict import refuse_other_layout
@@ -59,10 +59,10 @@ def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any
         stale.abandon()
     kind = nn_module_hooks.KINDS[module.state_dict_settings.state_dict_type]
     if not prefix and kind is StateKind.LOCAL:
-        refuse_other_layout(note_of(state), module)
+        refuse_other_layout(get_metadata(state), module)
     if any(map(is_sharded_tensor, state.values())):
         _take_sharded_tensors(module, state, prefix, kind)
-    nn_module_hooks.prepared(state, prefix, module.sharding_unit)
+    nn_module_hooks.prepare_state(state, prefix, module.sharding_unit)
     _LOADING[module] = nn_module_hooks.Loading(module, module.sharding_unit)
 
 
@@ -104,7 +104,7 @@ class _Groups:
     state: dict[nn.Parameter, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, given: Any) -> _Groups:
+    def from_input(cls, model: nn.Module, given: Any) -> _Groups:
         """Take parameters, groups of them, or nothing for all parameters of the model."""
         items: list[Any] = list(model.parameters() if given is None else given)
         if items and isinstance(items[0], Mapping):
@@ -152,7 +152,7 @@ def shard_full_optim_state_dict(
     """Return this rank's part of a whole state that every rank has, for `load_state_dict` of the optimizer."""
     _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_of_input(optim_input)
-    return _numbered(model, optim or _Groups.of(model, optim_input), full, StateKind.FULL)
+    return _numbered(model, optim or _Groups.from_input(model, optim_input), full, StateKind.FULL)
 
 
 def flatten_sharded_optim_state_dict(
@@ -171,7 +171,7 @@ def scatter_full_optim_state_dict(
     _deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_of_input(optim_input)
     given = full if full is not None and index_model(model).ranks.is_first else {}
-    return _numbered(model, optim or _Groups.of(model, optim_input), given, StateKind.FULL)
+    return _numbered(model, optim or _Groups.from_input(model, optim_input), given, StateKind.FULL)
 
 
 def rekey_optim_state_dict(
@@ -179,7 +179,7 @@ def rekey_optim_state_dict(
 ) -> dict[str, Any]:
     """Return a state with names for numbers, or numbers for names, of a model's optimizer."""
     _warn_of_input(optim_input)
-    kind = optim_keys.keys_of(state)
+    kind = optim_keys.get_key_type(state)
     if kind is None or (kind is str) == (key_type is OptimStateKeyType.PARAM_NAME):
         return state
     found = index_model(model)
@@ -189,7 +189,7 @@ def rekey_optim_state_dict(
             "a parameter has several names, so that names and numbers do not match",
             found=", ".join(f"{name} is {found.aliases[name]}" for name in shared[:5]),
         )
-    live = optim or _Groups.of(model, optim_input)
+    live = optim or _Groups.from_input(model, optim_input)
     groups = optimizer.map_optimizer_params(found, live).groups
     if kind is int:
         return optim_keys.to_names(state, groups)

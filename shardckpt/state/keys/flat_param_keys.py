@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec, from_json
-from shardckpt.state.keys.kinds import KEY, VERSION, note_of
+from shardckpt.state.keys.kinds import KEY, VERSION, get_metadata
 from shardckpt.state.keys.optim_keys import to_names
-from shardckpt.state.keys.param_groups import settings, wanted
-from shardckpt.state.keys.slots import OpaqueStateError, copied
+from shardckpt.state.keys.param_groups import match_settings, settings
+from shardckpt.state.keys.slots import OpaqueStateError, copy_value
 
 ORIGINALS = "originals"
 """Under this key of an optimizer's state stands what flat parameters cannot tell: how names were grouped, and of which
@@ -64,7 +64,7 @@ def flat_units(state: Mapping[str, Any]) -> tuple[FlatUnit, ...]:
     Raises:
         UsageError: It tells of none.
     """
-    units = tuple(_unit(each) for each in note_of(state).get("units", ()) if each.get("flat"))
+    units = tuple(_unit(each) for each in get_metadata(state).get("units", ()) if each.get("flat"))
     if not units:
         raise UsageError(
             "the state tells of no flat parameters",
@@ -261,7 +261,7 @@ def _optim_to_flat(given: Mapping[str, Any], units: Sequence[FlatUnit], rank: in
             lacking = {each: [slot for slot in made[unit.name] if slot not in row] for each, row in rows.items()}
             absent |= {each: slots for each, slots in lacking.items() if slots}
     groups = state["param_groups"]
-    wanted([unit.names for unit in units], groups)
+    match_settings([unit.names for unit in units], groups)
     if rank is not None:
         return {**state, "state": made, ORIGINALS: {"absent": absent}}
     originals = {"groups": [list(group["params"]) for group in groups], "absent": absent}
@@ -308,7 +308,7 @@ def _agreed(values: Mapping[str, Any], what: str) -> Any:
         told.setdefault(f"{value.dtype}: {value.item()}" if isinstance(value, torch.Tensor) else repr(value), name)
     if len(told) > 1:
         raise UsageError(what, found=", ".join(f"{value} of {name}" for value, name in told.items()))
-    return copied(next(iter(values.values())))
+    return copy_value(next(iter(values.values())))
 
 
 def _flat_groups(groups: Sequence[Mapping[str, Any]], unit_of: Mapping[str, FlatUnit]) -> list[dict[str, Any]]:
@@ -358,7 +358,7 @@ def _original_groups(
     flats: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[str]] | None, kept: Sequence[Sequence[str]] | None
 ) -> list[dict[str, Any]]:
     if groups is not None:
-        changes = wanted(groups, flats)
+        changes = match_settings(groups, flats)
         return [{**change, "params": list(names)} for change, names in zip(changes, groups, strict=True)]
     told = [group["params"] for group in flats] if kept is None else kept
     return [{**settings(group), "params": list(names)} for group, names in zip(flats, told, strict=True)]
@@ -379,7 +379,7 @@ def _original_slots(
             members = _members(unit, _whole(unit, values, whole, where))
         else:
             one = _agreed({f"rank {rank}": value for rank, value in enumerate(values)}, f"{where} differs among ranks")
-            members = {name: copied(one) for name in unit.names}
+            members = {name: copy_value(one) for name in unit.names}
         for name, value in members.items():
             if slot not in absent.get(name, ()):
                 made[name][slot] = value

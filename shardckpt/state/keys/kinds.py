@@ -50,7 +50,7 @@ class StateKind(Enum):
         return found
 
 
-def note_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def get_metadata(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a state dict says of how it was taken; empty where it says nothing."""
     metadata = getattr(state, "_metadata", None)
     found = metadata.get(KEY) if isinstance(metadata, Mapping) else None
@@ -69,7 +69,7 @@ def require_not_local(value: Any, where: str) -> None:
     """
     if not isinstance(value, Mapping):
         return
-    if note_of(value).get("kind") == StateKind.LOCAL.name:
+    if get_metadata(value).get("kind") == StateKind.LOCAL.name:
         raise LocalStateError(
             "a LOCAL state has what this rank holds, and other ranks have other elements under its names",
             where=where,
@@ -79,19 +79,19 @@ def require_not_local(value: Any, where: str) -> None:
         require_not_local(each, f"{where}.{key}" if where else str(key))
 
 
-def kind_of(state: Mapping[str, Any]) -> StateKind:
+def detect_kind(state: Mapping[str, Any]) -> StateKind:
     """Return the kind of a state dict: as it says itself, else by what is in it.
 
     Args:
         state: Names to tensors; `_metadata` as `torch.nn.Module` sets it.
     """
-    said = note_of(state).get("kind")
+    said = get_metadata(state).get("kind")
     if isinstance(said, str) and said in StateKind.__members__:
         return StateKind[said]
-    return StateKind.LOCAL if any(is_flat_part(name, value) for name, value in state.items()) else kind_of_values(state)
+    return StateKind.LOCAL if any(is_flat_part(name, value) for name, value in state.items()) else guess_kind(state)
 
 
-def kind_of_values(state: Mapping[str, Any]) -> StateKind:
+def guess_kind(state: Mapping[str, Any]) -> StateKind:
     """Return the kind by what is in a state, of a model or of an optimizer."""
     is_cut = any(isinstance(value, DTensor) or is_sharded_tensor(value) for value in tensors(state))
     return StateKind.SHARDED if is_cut else StateKind.FULL

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardckpt.errors import ShardckptError, UsageError
-from shardckpt.state.keys.param_groups import NAMES, settings, wanted
+from shardckpt.state.keys.param_groups import NAMES, match_settings, settings
 
 
 class MixedKeysError(ShardckptError, ValueError):
     """A state has numbers and names for keys, or names twice."""
 
 
-def keys_of(state: Mapping[str, Any]) -> type | None:
+def get_key_type(state: Mapping[str, Any]) -> type | None:
     """Return whether parameters have numbers (`int`) or names (`str`) in an optimizer state; None in an empty one.
 
     Raises:
@@ -39,7 +39,7 @@ def to_names(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = 
     Raises:
         UsageError: Nobody tells the names, or there are more or fewer than parameters.
     """
-    if keys_of(state) is str:
+    if get_key_type(state) is str:
         return dict(state)
     if groups is not None and len(groups) != len(state["param_groups"]):
         raise UsageError(
@@ -72,7 +72,7 @@ def to_ids(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = No
         UsageError: A name of the state is in none of the groups.
         ConflictError: Names of one group were saved with different settings.
     """
-    if keys_of(state) is int:
+    if get_key_type(state) is int:
         return dict(state)
     order = [name for group in (groups or [g["params"] for g in state["param_groups"]]) for name in group]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(order))}
@@ -84,7 +84,8 @@ def to_ids(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = No
     saved = state["param_groups"]
     empty = iter([settings(group) for group in saved if not group["params"]])
     changes = [
-        change if names else next(empty, {}) for change, names in zip(wanted(groups, saved), groups, strict=True)
+        change if names else next(empty, {})
+        for change, names in zip(match_settings(groups, saved), groups, strict=True)
     ]
     made = [
         {**change, "params": [numbers[name] for name in names]} for change, names in zip(changes, groups, strict=True)
@@ -109,7 +110,7 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: It has numbers for keys.
     """
-    if keys_of(state) is int:
+    if get_key_type(state) is int:
         raise UsageError("a state with numbers for keys cannot be flattened", fix="Give it names first: to_names.")
     made = {f"state.{name}.{slot}": value for name, slots in state["state"].items() for slot, value in slots.items()}
     for group in state["param_groups"]:

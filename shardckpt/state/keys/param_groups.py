@@ -23,7 +23,7 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: copy.deepcopy(value) for key, value in group.items() if key not in NAMES}
 
 
-def wanted(live: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def match_settings(live: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return, for each live group, the settings that its parameters were saved with; empty where none was saved.
 
     Args:

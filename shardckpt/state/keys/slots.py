@@ -67,7 +67,7 @@ class Slot:
         return torch.tensor(self.value, dtype=self.torch_dtype) if self.dtype else self.value
 
 
-def cut_of(layout: StateLayout | None, name: str, slot: str, value: torch.Tensor) -> int | str | None:
+def ask_layout(layout: StateLayout | None, name: str, slot: str, value: torch.Tensor) -> int | str | None:
     """Return how ranks' tensors of a shape of their own are joined: a dimension, "replicated", None if unknown.
 
     Args:
@@ -90,7 +90,7 @@ def cut_of(layout: StateLayout | None, name: str, slot: str, value: torch.Tensor
     )
 
 
-def lengths(total: int, extents: Sequence[int] | None) -> tuple[int, ...] | None:
+def split_lengths(total: int, extents: Sequence[int] | None) -> tuple[int, ...] | None:
     """Return how a joined tensor is cut among ranks: as its parameter, or equally where that is; None if unknown.
 
     Args:
@@ -106,7 +106,7 @@ def lengths(total: int, extents: Sequence[int] | None) -> tuple[int, ...] | None
     return None
 
 
-def copied(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     """Return a value in memory of its own: a tensor without its history, anything else with all that is in it."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
@@ -123,7 +123,7 @@ def is_cut_alike(parameter: nn.Parameter, value: torch.Tensor) -> bool:
     return not isinstance(parameter, DTensor) and not isinstance(value, DTensor)
 
 
-def slot_of(parameter: nn.Parameter, value: Any) -> Slot:
+def to_slot(parameter: nn.Parameter, value: Any) -> Slot:
     """Describe one value.
 
     Args:
@@ -148,43 +148,43 @@ Survey = list[dict[str, Slot]]
 """For each parameter, in a fixed order, what the optimizers of all ranks keep of it."""
 
 
-def survey(kept: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> Survey:
+def build_survey(kept: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> Survey:
     """Describe what this rank's optimizer keeps.
 
     Args:
         kept: Parameters with their states, in an order that is the same on all ranks.
     """
-    return [{name: slot_of(parameter, value) for name, value in state.items()} for parameter, state in kept]
+    return [{name: to_slot(parameter, value) for name, value in state.items()} for parameter, state in kept]
 
 
-def packed(found: Survey) -> bytes:
+def pack_survey(found: Survey) -> bytes:
     """Return a survey as bytes; equal descriptions are written once."""
-    kinds: dict[tuple[str, str, str], int] = {}
+    forms: dict[tuple[str, str, str], int] = {}
     rows = []
     for state in found:
         row = []
         for name, slot in state.items():
-            at = kinds.setdefault((name, slot.form.value, slot.dtype), len(kinds))
+            at = forms.setdefault((name, slot.form.value, slot.dtype), len(forms))
             row.append(at if slot.form is Form.SHAPED else [at, slot.value])
         rows.append(row)
-    return json.dumps([list(kinds), rows], separators=(",", ":")).encode()
+    return json.dumps([list(forms), rows], separators=(",", ":")).encode()
 
 
-def unpacked(data: bytes) -> Survey:
-    """Return the survey that `packed` wrote."""
-    kinds, rows = json.loads(data)
+def unpack_survey(data: bytes) -> Survey:
+    """Return the survey that `pack_survey` wrote."""
+    forms, rows = json.loads(data)
     found = []
     for row in rows:
         state = {}
         for each in row:
             at, value = each if isinstance(each, list) else (each, None)
-            name, form, dtype = kinds[at]
+            name, form, dtype = forms[at]
             state[name] = Slot(Form(form), dtype, value)
         found.append(state)
     return found
 
 
-def merged(surveys: Sequence[Survey]) -> Survey:
+def merge_surveys(surveys: Sequence[Survey]) -> Survey:
     """Join what ranks keep: of a parameter of which a rank has no part, it keeps nothing."""
     made: Survey = [{} for _ in surveys[0]]
     for each in surveys:
@@ -194,7 +194,7 @@ def merged(surveys: Sequence[Survey]) -> Survey:
     return made
 
 
-def kinds(rows: Sequence[Mapping[str, Slot]]) -> list[tuple[str, Slot, set[int]]]:
+def group_by_slot(rows: Sequence[Mapping[str, Slot]]) -> list[tuple[str, Slot, set[int]]]:
     """Return what is moved together: a slot's name, what it is, and which rows have it so.
 
     Args:

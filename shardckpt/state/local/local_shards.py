@@ -85,13 +85,13 @@ def get_tensor_shards(tensor: torch.Tensor) -> TensorShards:
         shape = tuple(tensor.shape)
         return TensorShards(shape, tensor.dtype, (LocalShard(full_box(shape), tensor.detach()),))
     own = local(tensor).detach()
-    box = box_of(tensor, own)
+    box = get_box(tensor, own)
     has = box is not None and bool(box.volume)
     return TensorShards(tuple(tensor.shape), own.dtype, (LocalShard(box, own),) if has and box is not None else ())
 
 
-def box_of(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
-    """Return the box of a DTensor that this rank has; None where it is outside of its mesh.
+def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
+    """Return the box of a DTensor on this rank; None if it is outside of the mesh.
 
     Args:
         tensor: The whole.
@@ -182,7 +182,7 @@ def get_member_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tens
     found = _of_bucket(adapter, index, part)
     if not isinstance(leaf, DTensor):
         return tuple(found)
-    box = box_of(leaf)  # tensor parallelism cut first: what the bucket has is a part of a part
+    box = get_box(leaf)  # tensor parallelism cut first: what the bucket has is a part of a part
     assert box is not None, "a rank that has a parameter is in its mesh"
     back = tuple(-at for at in box.offset)
     return tuple(LocalShard(shift(each.box, back), each.tensor) for each in found)
@@ -278,7 +278,7 @@ def _take(buffer: Buffer, value: torch.Tensor) -> None:
 
 
 def _foreign_model(model: nn.Module) -> LocalModel:
-    state = torch_fsdp1.whole_state(model, offload=False, first_only=False)
+    state = torch_fsdp1.full_state(model, offload=False, first_only=False)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     buffers = frozenset(name for name, _ in model.named_buffers())
 

@@ -16,7 +16,7 @@ from shardckpt.state.adapters.base import local
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex
-from shardckpt.state.keys.param_groups import settings, wanted
+from shardckpt.state.keys.param_groups import match_settings, settings
 from shardckpt.state.keys.slots import LARGEST_TOLD, OpaqueStateError, UnequalSteps, is_cut_alike, largest
 from shardckpt.state.local.local_shards import (
     LocalShard,
@@ -59,10 +59,10 @@ def local_optimizer(found: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
     of = map_optimizer_params(found, optim)
     arrays: dict[tuple[str, str], TensorShards] = {}
     values: dict[tuple[str, str], Any] = {}
-    for held in of.held:
-        for position in held.positions:
-            for slot, value in optim.state.get(held.adapter.exposed[position], {}).items():
-                for name, found_value in _kept(held, position, slot, value):
+    for params in of.by_adapter:
+        for position in params.positions:
+            for slot, value in optim.state.get(params.adapter.exposed[position], {}).items():
+                for name, found_value in _kept(params, position, slot, value):
                     if isinstance(found_value, TensorShards):
                         arrays[name, slot] = found_value
                     else:
@@ -85,7 +85,13 @@ def parameter_names(found: ModelIndex, optim: OptimizerLike) -> list[list[str]]:
     """
     of = map_optimizer_params(found, optim)
     places = {name: at for at, name in enumerate(found.names)}
-    flat = {name for held in of.held if held.is_flat for position in held.positions for name in held.names(position)}
+    flat = {
+        name
+        for params in of.by_adapter
+        if params.is_flat
+        for position in params.positions
+        for name in params.names(position)
+    }
     return [sorted(names, key=places.__getitem__) if flat.issuperset(names) else list(names) for names in of.groups]
 
 
@@ -93,9 +99,9 @@ def _names(of: OptimizerParams) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for names in of.groups for name in names))
 
 
-def _kept(held: AdapterParams, position: int, slot: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _kept(params: AdapterParams, position: int, slot: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names that a value is of, each with what lies here of it: an array, or the value."""
-    adapter, names = held.adapter, held.names(position)
+    adapter, names = params.adapter, params.names(position)
     parameter = adapter.exposed[position]
     if isinstance(value, torch.Tensor) and not _is_dense(local(value)):
         raise OpaqueStateError(
@@ -105,7 +111,7 @@ def _kept(held: AdapterParams, position: int, slot: str, value: Any) -> Iterator
             fix="Save tensors that hold what it means, and build it from them when they are loaded.",
         )
     if isinstance(value, torch.Tensor) and _is_shaped(parameter, value):
-        yield from _shaped(held, position, value.detach())
+        yield from _shaped(params, position, value.detach())
     elif isinstance(value, torch.Tensor) and value.dim() == 0:
         own = local(value.detach())
         yield from ((name, TensorShards((), own.dtype, (LocalShard(Box((), ()), own),))) for name in names)
@@ -145,10 +151,10 @@ def _is_shaped(parameter: nn.Parameter, value: torch.Tensor) -> bool:
     return value.shape == parameter.shape and cut and (isinstance(value, DTensor) or value.dim() > 0)
 
 
-def _shaped(held: AdapterParams, position: int, value: torch.Tensor) -> Iterator[tuple[str, TensorShards]]:
+def _shaped(params: AdapterParams, position: int, value: torch.Tensor) -> Iterator[tuple[str, TensorShards]]:
     """Yield each entry behind an exposed parameter with what lies here of a value that is laid out as that is."""
-    adapter = held.adapter
-    if held.is_flat:
+    adapter = params.adapter
+    if params.is_flat:
         shards = get_adapter_shards(adapter, local(value))
         for entry, each in zip(adapter.entries, shards, strict=True):
             yield entry.name, TensorShards(entry.shape, value.dtype, each)
@@ -228,20 +234,20 @@ def plan_optim_targets(
         ConflictError: Parameters of one group were saved with different settings.
     """
     of = map_optimizer_params(found, optim)
-    made = OptimTargets([], {}, wanted(of.groups, groups), [])
+    made = OptimTargets([], {}, match_settings(of.groups, groups), [])
     scalars = _scalars(found, slots)
     for index, names in enumerate(of.groups):
         flags = {**optim.param_groups[index], **made.changes[index]}
         on_device = bool(flags.get("capturable") or flags.get("fused"))
-        for held, position in _of_names(of, set(names)):
-            _TargetBuilder(made, slots, values, scalars, on_device, keeps_rest, unequal_steps).make(
-                held, position, optim
+        for params, position in _of_names(of, set(names)):
+            _TargetBuilder(made, slots, values, scalars, on_device, keeps_rest, unequal_steps).add_targets(
+                params, position, optim
             )
     return made
 
 
 def _of_names(of: OptimizerParams, names: set[str]) -> Iterator[tuple[AdapterParams, int]]:
-    return ((held, p) for held in of.held for p in held.positions if held.names(p)[0] in names)
+    return ((params, p) for params in of.by_adapter for p in params.positions if params.names(p)[0] in names)
 
 
 def _scalars(found: ModelIndex, slots: Mapping[str, Mapping[str, Slot]]) -> set[str]:
@@ -258,7 +264,7 @@ def _scalars(found: ModelIndex, slots: Mapping[str, Mapping[str, Slot]]) -> set[
 class _TargetBuilder:
     """Builds the targets of one parameter after the other."""
 
-    room: OptimTargets
+    targets: OptimTargets
     slots: Mapping[str, Mapping[str, Slot]]
     values: Mapping[str, Mapping[str, Any]]
     scalars: set[str]
@@ -266,13 +272,17 @@ class _TargetBuilder:
     keeps_rest: bool
     unequal_steps: UnequalSteps
 
-    def make(self, held: AdapterParams, position: int, optim: OptimizerLike) -> None:
+    def add_targets(self, params: AdapterParams, position: int, optim: OptimizerLike) -> None:
         """Add the targets of one exposed parameter."""
-        parameter, names = held.adapter.exposed[position], held.names(position)
-        entries = held.adapter.entries if held.is_flat else [held.adapter.entries[position]]
+        parameter, names = params.adapter.exposed[position], params.names(position)
+        entries = params.adapter.entries if params.is_flat else [params.adapter.entries[position]]
         kept = dict(optim.state.get(parameter, {}))
-        if isinstance(held.adapter, EngineFlatAdapter) and held.adapter.is_sharded and local(parameter).numel() == 0:
-            self.room.state[parameter] = {}
+        if (
+            isinstance(params.adapter, EngineFlatAdapter)
+            and params.adapter.is_sharded
+            and local(parameter).numel() == 0
+        ):
+            self.targets.state[parameter] = {}
             return
         state: dict[str, Any] = dict(kept) if self.keeps_rest else {}
         for slot in dict.fromkeys(slot for name in names for slot in self.slots.get(name, ())):
@@ -281,13 +291,13 @@ class _TargetBuilder:
             if all(each.shape == shapes[name] for name, each in saved.items()) and not (
                 slot in self.scalars and all(not each.shape for each in saved.values())
             ):
-                state[slot] = self._shaped(held, position, slot, saved, kept.get(slot))
+                state[slot] = self._shaped(params, position, slot, saved, kept.get(slot))
             elif all(not each.shape for each in saved.values()):
                 state[slot] = self._scalar(parameter, slot, saved, kept.get(slot))
             else:
-                state[slot] = self._other(held, parameter, slot, saved, kept.get(slot))
+                state[slot] = self._other(params, parameter, slot, saved, kept.get(slot))
         state.update(self._plain_values(names))
-        self.room.state[parameter] = state
+        self.targets.state[parameter] = state
 
     def _plain_values(self, names: Sequence[str]) -> dict[str, Any]:
         """Return what was saved that is no tensor, once for all parameters of a flat one."""
@@ -301,23 +311,23 @@ class _TargetBuilder:
                 firsts = {value: name for name, value in reversed(told.items())}
                 text = ", ".join(f"{value} of {name}" for value, name in list(firsts.items())[:4])
                 end = LARGEST_TOLD if top is not None else ""
-                self.room.problems.append(f"{slot} differs among parameters of one flat parameter: {text}{end}")
+                self.targets.problems.append(f"{slot} differs among parameters of one flat parameter: {text}{end}")
         return found
 
-    def _shaped(self, held: AdapterParams, position: int, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
-        parameter = held.adapter.exposed[position]
+    def _shaped(self, params: AdapterParams, position: int, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
+        parameter = params.adapter.exposed[position]
         dtype = self._one_type(slot, saved)
         if isinstance(own, DTensor) and own.shape == parameter.shape and own.dtype == dtype:
             if not _is_shaped(parameter, own):  # the optimizer keeps it cut in another way
-                self.room.arrays.append((next(iter(saved)), slot, get_tensor_shards(own)))
+                self.targets.arrays.append((next(iter(saved)), slot, get_tensor_shards(own)))
                 return own
         elif not (isinstance(own, torch.Tensor) and _is_shaped(parameter, own) and own.dtype == dtype):
             own = torch.zeros_like(parameter.detach(), dtype=dtype)
-        elif len(saved) < len(held.names(position)) and not self.keeps_rest:
+        elif len(saved) < len(params.names(position)) and not self.keeps_rest:
             own = own.detach().clone().zero_()
-        for name, array in _shaped(held, position, own.detach()):
+        for name, array in _shaped(params, position, own.detach()):
             if name in saved:
-                self.room.arrays.append((name, slot, array))
+                self.targets.arrays.append((name, slot, array))
         return own
 
     def _scalar(self, parameter: nn.Parameter, slot: str, saved: Mapping[str, Slot], own: Any) -> Any:
@@ -326,35 +336,35 @@ class _TargetBuilder:
         if not fits:
             own = torch.zeros((), dtype=dtype, device=parameter.device if self.on_device else "cpu")
         for name in saved:  # behind a flat parameter stand several: the caller sees that they are equal
-            self.room.arrays.append((name, slot, TensorShards((), dtype, (LocalShard(Box((), ()), own),))))
+            self.targets.arrays.append((name, slot, TensorShards((), dtype, (LocalShard(Box((), ()), own),))))
         return own
 
     def _other(
-        self, held: AdapterParams, parameter: nn.Parameter, slot: str, saved: Mapping[str, Slot], own: Any
+        self, params: AdapterParams, parameter: nn.Parameter, slot: str, saved: Mapping[str, Slot], own: Any
     ) -> Any:
         """Take a tensor of a shape of its own into one that is there, or make one where it is known how it lies."""
         name, each = next(iter(saved.items()))
         if isinstance(own, torch.Tensor) and tuple(own.shape) == each.shape and own.dtype == each.dtype:
-            self.room.arrays.append((name, slot, get_tensor_shards(own)))
+            self.targets.arrays.append((name, slot, get_tensor_shards(own)))
             return own
         if isinstance(parameter, DTensor):
             made = _beside(parameter, each)
-            self.room.arrays.append((name, slot, get_tensor_shards(made)))
+            self.targets.arrays.append((name, slot, get_tensor_shards(made)))
             return made
-        if held.adapter.is_sharded or len(saved) > 1:
-            self.room.problems.append(
+        if params.adapter.is_sharded or len(saved) > 1:
+            self.targets.problems.append(
                 f"{name}/{slot}: size mismatch: found {each.shape}, expected {tuple(parameter.shape)}"
             )
             return None
         plain = torch.zeros(each.shape, dtype=each.dtype, device=parameter.device)
-        self.room.arrays.append((name, slot, get_tensor_shards(plain)))
+        self.targets.arrays.append((name, slot, get_tensor_shards(plain)))
         return plain
 
     def _one_type(self, slot: str, saved: Mapping[str, Slot]) -> torch.dtype:
         types = {each.dtype: name for name, each in saved.items()}
         if len(types) > 1:
             told = ", ".join(f"{dtype} of {name}" for dtype, name in types.items())
-            self.room.problems.append(f"{slot} differs among parameters of one flat parameter: {told}")
+            self.targets.problems.append(f"{slot} differs among parameters of one flat parameter: {told}")
         return next(iter(types))
 
 

@@ -19,7 +19,7 @@ from shardckpt.state.adapters import sharded_tensor, torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter, broadcast_from_rank0
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import Buffer, ModelIndex, index_complete_model, index_model, reshard_all
-from shardckpt.state.keys.kinds import StateKind, kind_of, note_of
+from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata
 from shardckpt.state.keys.validation import StateMismatchError, digest, validate_input
 from shardckpt.state.model import module_hooks
 from shardckpt.state.model.layout_check import check_kind, check_rank, check_units
@@ -67,7 +67,7 @@ def load_model_state_dict(
     with validate_input(found.ranks, "fit a state to the model", given=bool(state_dict)) as agreed:
         given = _IncomingModelState(state_dict, kind, found)
         if agreed.has_to_check:
-            keys = given.checked(strict)
+            keys = given.check(strict)
             agreed.digest, agreed.broadcast_error = given.digest, given.broadcast_error()
     if agreed.from_rank0:
         keys = _told(keys, group)
@@ -88,9 +88,9 @@ def load_model_state_dict(
 def _load_foreign(model: nn.Module, state: Mapping[str, Any], kind: StateKind | str | None, *, strict: bool) -> Keys:
     """Put a state that every rank has into a model under torch's own wrapper; the first rank checks it for all."""
     expected = torch_fsdp1.shapes_at_first(model)
-    ranks = torch_fsdp1.ranks_of(model)
+    ranks = torch_fsdp1.get_ranks(model)
     with validate_input(ranks, "fit a state to the model", given=bool(state)) as agreed:
-        torch_fsdp1.refuse_local(kind_of(state) if kind is None else StateKind.of(kind))
+        torch_fsdp1.refuse_local(detect_kind(state) if kind is None else StateKind.of(kind))
         values = {clean(name): value for name, value in state.items()}
         told = [(name, list(getattr(v, "shape", ())), str(getattr(v, "dtype", ""))) for name, v in values.items()]
         agreed.digest = digest(sorted(told))
@@ -144,14 +144,14 @@ class _IncomingModelState:
     """
 
     def __init__(self, state: Mapping[str, Any], kind: StateKind | str | None, found: ModelIndex) -> None:
-        self.kind = kind_of(state) if kind is None else StateKind.of(kind)
-        self.note = note_of(state)
+        self.kind = detect_kind(state) if kind is None else StateKind.of(kind)
+        self.note = get_metadata(state)
         self._found = found
         values = _renamed(state, found)
         if self.kind is StateKind.LOCAL:
             self.values = sharded_tensor.parts(values, found)
         else:
-            self.values = module_hooks.given(found, sharded_tensor.rows(values, found))
+            self.values = module_hooks.run_load_hooks(found, sharded_tensor.rows(values, found))
 
     def value(self, name: str, aliases: tuple[str, ...]) -> Any:
         """Return what is given under one of an entry's names; None where there is nothing."""
@@ -180,7 +180,7 @@ class _IncomingModelState:
             return error
         return None
 
-    def checked(self, strict: bool) -> Keys:
+    def check(self, strict: bool) -> Keys:
         """Return the names that differ; refuse what does not fit."""
         problems = check_kind(self.note, self.kind)
         if not problems:

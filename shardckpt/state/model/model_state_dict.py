@@ -41,7 +41,7 @@ def iter_full_state_dict(
         rank0_only: Give tensors to the first rank alone; the others get none.
     """
     if torch_fsdp1.is_foreign(model):
-        yield from torch_fsdp1.whole_state(model, offload=offload_to_cpu, first_only=rank0_only).items()
+        yield from torch_fsdp1.full_state(model, offload=offload_to_cpu, first_only=rank0_only).items()
         return
     reshard_all(model)
     yield from _whole(index_complete_model(model), offload_to_cpu, rank0_only)
@@ -105,7 +105,7 @@ def model_state_dict(
         torch_fsdp1.refuse_local(kind)
         if kind is StateKind.SHARDED:
             return torch_fsdp1.sharded_state(model, offload=offload_to_cpu)
-        return torch_fsdp1.whole_state(model, offload=offload_to_cpu, first_only=rank0_only)
+        return torch_fsdp1.full_state(model, offload=offload_to_cpu, first_only=rank0_only)
     reshard_all(model)
     found = index_complete_model(model)
     if kind is StateKind.FULL:
@@ -119,7 +119,7 @@ def model_state_dict(
         tensors.update(_buffers(found, kind, offload_to_cpu))
     ordered = _ordered(tensors, found)
     if kind is not StateKind.LOCAL:
-        ordered = OrderedDict(module_hooks.taken(found, ordered))
+        ordered = OrderedDict(module_hooks.run_save_hooks(found, ordered))
     return with_metadata(ordered, kind, found)
 
 

@@ -1,4 +1,4 @@
-"""What modules make of their states themselves: their own methods and hooks of torch's recursion are heard."""
+"""Run the modules' own `state_dict` methods and hooks on states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.state.adapters.model_index import ModelIndex, below
 
-_SEEN_TO = ("torch.", "shardckpt.")
+_OWN_MODULES = ("torch.", "shardckpt.")
 """Who defines methods and hooks whose results names and values here are already."""
 
 _BARE: ContextVar[bool] = ContextVar("bare", default=False)
@@ -25,29 +25,29 @@ def is_bare() -> bool:
     return _BARE.get()
 
 
-def taken(found: ModelIndex, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state as the model's own methods and hooks make it; as it is where it has none.
+def run_save_hooks(found: ModelIndex, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Run the model's own save methods and hooks on a state; unchanged if it has none.
 
     Args:
         found: The model.
         values: Tensors by all names of the unsharded model.
     """
-    if not any(_saves(module) for module in found.root.modules()):
+    if not any(_has_save_hooks(module) for module in found.root.modules()):
         return values
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    with _registered(found, tensors):
+    with _register_tensors(found, tensors):
         made = found.root.state_dict()
-    return {clean(name).removeprefix(_outer(found.root)): value for name, value in made.items()}
+    return {clean(name).removeprefix(_get_outer_prefix(found.root)): value for name, value in made.items()}
 
 
-def given(found: ModelIndex, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state as the model's own methods and hooks make it before it is loaded; nothing is loaded.
+def run_load_hooks(found: ModelIndex, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the model's own load methods and hooks on a state; nothing is loaded.
 
     Args:
         found: The model.
         values: By names of the unsharded model.
     """
-    if not values or not any(_loads(module) for module in found.root.modules()):
+    if not values or not any(_has_load_hooks(module) for module in found.root.modules()):
         return dict(values)
     shells = {
         entry.name: nn.Parameter(torch.empty(entry.shape, dtype=entry.dtype, device="meta"), requires_grad=False)
@@ -56,15 +56,15 @@ def given(found: ModelIndex, values: Mapping[str, Any]) -> dict[str, Any]:
     whole: dict[str, torch.Tensor] = {name: shells[found.aliases.get(name, name)] for name in found.places}
     whole |= {each.name: torch.empty_like(each.value, dtype=each.dtype, device="meta") for each in found.buffers}
     unexpected: list[str] = []
-    with _registered(found, whole):
+    with _register_tensors(found, whole):
         _load(found.root, {name: value for name, value in values.items() if name not in found.extra}, "", unexpected)
-        made = {name: now for name, now in _now(found) if now is not whole[name]}
+        made = {name: now for name, now in _iter_registered(found) if now is not whole[name]}
     left = [name for name in values if name in whole or name in found.extra or name in unexpected]
     return {**{name: values[name] for name in left}, **made}
 
 
 def _is_users(function: Any) -> bool:
-    return not str(getattr(function, "__module__", "")).startswith(_SEEN_TO)
+    return not str(getattr(function, "__module__", "")).startswith(_OWN_MODULES)
 
 
 def _overrides(module: nn.Module, *names: str) -> bool:
@@ -82,22 +82,22 @@ def _has_hooks(*hooks: Mapping[int, Any]) -> bool:
     return any(_is_users(getattr(each, "hook", each)) for of in hooks for each in of.values())
 
 
-def _saves(module: nn.Module) -> bool:
+def _has_save_hooks(module: nn.Module) -> bool:
     hooks = module._state_dict_hooks, module._state_dict_pre_hooks
     return _overrides(module, "state_dict", "_save_to_state_dict") or _has_hooks(*hooks)
 
 
-def _loads(module: nn.Module) -> bool:
+def _has_load_hooks(module: nn.Module) -> bool:
     return _overrides(module, "_load_from_state_dict") or _has_hooks(module._load_state_dict_pre_hooks)
 
 
-def _outer(root: nn.Module) -> str:
+def _get_outer_prefix(root: nn.Module) -> str:
     return "module." if isinstance(root, nn.parallel.DistributedDataParallel) else ""
 
 
 @contextmanager
-def _registered(found: ModelIndex, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, tensors are registered where a model's parameters and buffers are, and its own are not."""
+def _register_tensors(found: ModelIndex, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Register tensors in place of a model's parameters and buffers inside the block."""
     homes = [*found.flats, *found.places.values(), *((each.module, each.attribute) for each in found.buffers)]
     kept = {id(m): (m, dict(m._parameters), dict(m._buffers), dict[str, Any]()) for m, _ in homes}
     for module, attribute in homes:
@@ -121,8 +121,8 @@ def _registered(found: ModelIndex, tensors: Mapping[str, torch.Tensor]) -> Itera
             module.__dict__.update(attributes)
 
 
-def _now(found: ModelIndex) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what is registered at the moment."""
+def _iter_registered(found: ModelIndex) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that are registered now."""
     for name, (module, attribute) in found.places.items():
         value = module._parameters.get(attribute)
         if value is not None:

@@ -19,7 +19,7 @@ from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
-from shardckpt.state.adapters.model_index import groups_of, mesh_of_bucket
+from shardckpt.state.adapters.model_index import get_bucket_mesh, get_process_groups
 from shardckpt.state.keys.kinds import KEY, StateKind
 from shardckpt.state.model import module_hooks
 from shardckpt.state.model.model_state_dict import local_metadata, unit_metadata
@@ -38,18 +38,18 @@ KINDS = {
 def build_adapters(unit: FSDPUnit) -> list[EngineFlatAdapter]:
     """Return who holds the parameters of one wrapped module; names are those from the module on."""
     found: list[EngineFlatAdapter] = []
-    ranks = Ranks.of(groups_of(unit))
+    ranks = Ranks.from_groups(get_process_groups(unit))
     for registration in unit.registrations:
         assert isinstance(registration, (FlatParamRegistration, OrigParamsRegistration)), (
             "the wrapper has no other registrations"
         )
         names = [[place.fqn for place in member.places] for member in registration.bucket.members]
         flat_name = registration.home.attribute if isinstance(registration, FlatParamRegistration) else None
-        found.append(EngineFlatAdapter(registration, names, ranks, mesh_of_bucket(registration.bucket), flat_name))
+        found.append(EngineFlatAdapter(registration, names, ranks, get_bucket_mesh(registration.bucket), flat_name))
     return found
 
 
-class _Shown:
+class _ShownTensors:
     """Some tensors registered in the modules of one unit, instead of what is registered while it is sharded.
 
     Args:
@@ -120,17 +120,17 @@ def module_state_dict(
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
     unit.reshard()
     adapters = build_adapters(unit)
-    with _Shown(adapters, kind, first_only=first_only).shown():
+    with _ShownTensors(adapters, kind, first_only=first_only).shown():
         nn.Module.state_dict(module, **given)
     made: MutableMapping[str, Any] = given["destination"]
     _cleaned(made, prefix)
     if kind is StateKind.LOCAL:
         _note_units(made, prefix, adapters)
-    if first_only and not Ranks.of(groups_of(unit)).is_first:
+    if first_only and not Ranks.from_groups(get_process_groups(unit)).is_first:
         for name in [name for name in made if name.startswith(prefix)]:
             del made[name]
         return made
-    _finished(made, prefix, module, unit, settings)
+    _finish_state(made, prefix, module, unit, settings)
     return made
 
 
@@ -147,7 +147,7 @@ def _cleaned(destination: MutableMapping[str, Any], prefix: str) -> None:
             mapping[cleaned(name)] = value
     note = metadata.get(KEY, {})
     if "units" in note:
-        note["units"] = [_named(unit, cleaned) for unit in note["units"]]
+        note["units"] = [_rename_unit(unit, cleaned) for unit in note["units"]]
 
 
 def _note_units(destination: MutableMapping[str, Any], prefix: str, adapters: Sequence[EngineFlatAdapter]) -> None:
@@ -157,12 +157,12 @@ def _note_units(destination: MutableMapping[str, Any], prefix: str, adapters: Se
         return
     note = metadata.setdefault(KEY, {**local_metadata(), "aliases": {}, "units": []})
     for adapter in adapters:
-        unit = _named(unit_metadata(adapter), lambda name: prefix + clean(name))
+        unit = _rename_unit(unit_metadata(adapter), lambda name: prefix + clean(name))
         note["units"].append(unit)
         note["aliases"] |= {alias: each["name"] for each in unit["entries"] for alias in each["aliases"]}
 
 
-def _named(unit: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+def _rename_unit(unit: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
     """Return a unit's note under other names."""
     entries = [
         {**each, "name": rename(each["name"]), "aliases": [rename(alias) for alias in each["aliases"]]}
@@ -172,7 +172,7 @@ def _named(unit: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, A
     return {**unit, "entries": entries, "flat": flat and rename(flat)}
 
 
-def _finished(
+def _finish_state(
     destination: MutableMapping[str, Any],
     prefix: str,
     module: nn.Module,
@@ -212,7 +212,7 @@ class Loading:
         kind = KINDS[module.state_dict_settings.state_dict_type]
         self._kind = kind
         self._adapters = build_adapters(unit)
-        self._shown = _Shown(self._adapters, kind)
+        self._shown = _ShownTensors(self._adapters, kind)
         for adapter, values in zip(self._adapters, self._shown.values, strict=True):
             if values is not None:
                 made = [nn.Parameter(value, requires_grad=False) for value in values]
@@ -245,7 +245,7 @@ def _is_any(value: Any, addresses: Sequence[int]) -> bool:
     return isinstance(value, nn.Parameter) and value.numel() > 0 and value.data_ptr() in addresses
 
 
-def prepared(state: MutableMapping[str, Any], prefix: str, unit: FSDPUnit) -> None:
+def prepare_state(state: MutableMapping[str, Any], prefix: str, unit: FSDPUnit) -> None:
     """Rename what is under a prefix to what the recursion looks for: below the wrapper's own attribute. In place.
 
     Args:
@@ -257,7 +257,7 @@ def prepared(state: MutableMapping[str, Any], prefix: str, unit: FSDPUnit) -> No
     flats = [each.flat.data_ptr() for each in unit.registrations if isinstance(each, FlatParamRegistration)]
     for name in [name for name, value in state.items() if name.startswith(prefix) and _is_any(value, flats)]:
         del state[name]
-    compiled = list(_compiled(unit.module))
+    compiled = list(_find_compiled(unit.module))
     chosen: dict[str, tuple[str, Any]] = {}
     for name in [name for name in state if name.startswith(prefix)]:
         value, rest = state.pop(name), clean(name[len(prefix) :])
@@ -269,13 +269,13 @@ def prepared(state: MutableMapping[str, Any], prefix: str, unit: FSDPUnit) -> No
     state.update({f"{prefix}{WRAPPED}.{rest}": value for rest, (_, value) in chosen.items()})
 
 
-def _compiled(module: nn.Module, prefix: str = "") -> Iterator[str]:
+def _find_compiled(module: nn.Module, prefix: str = "") -> Iterator[str]:
     """Yield what the names below compiled modules start with; other wrappers see to their own names."""
     for name, child in module._modules.items():
         if child is None:
             continue
         if name == _COMPILED:
             yield prefix
-            yield from _compiled(child, f"{prefix}{_COMPILED}.")
+            yield from _find_compiled(child, f"{prefix}{_COMPILED}.")
         else:
-            yield from _compiled(child, f"{prefix}{name}." if clean(name) else prefix)
+            yield from _find_compiled(child, f"{prefix}{name}." if clean(name) else prefix)

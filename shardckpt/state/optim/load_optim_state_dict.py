@@ -21,8 +21,8 @@ from shardckpt.state.adapters.base import Entry, ShardingAdapter, broadcast_from
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
 from shardckpt.state.adapters.sharded_tensor import optimizer_rows
-from shardckpt.state.keys.kinds import StateKind, kind_of, note_of, tensors
-from shardckpt.state.keys.param_groups import wanted
+from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata, tensors
+from shardckpt.state.keys.param_groups import match_settings
 from shardckpt.state.keys.slots import (
     LARGEST_TOLD,
     PLAIN,
@@ -32,13 +32,13 @@ from shardckpt.state.keys.slots import (
     StateLayout,
     Survey,
     UnequalSteps,
-    copied,
-    cut_of,
-    kinds,
-    lengths,
-    packed,
+    ask_layout,
+    copy_value,
+    group_by_slot,
+    pack_survey,
     require_way_with_steps,
-    unpacked,
+    split_lengths,
+    unpack_survey,
     with_largest,
 )
 from shardckpt.state.keys.validation import StateMismatchError, check_form, digest, validate_input
@@ -94,7 +94,7 @@ def load_optim_state_dict(
         RankError: It does not fit on another rank.
     """
     if torch_fsdp1.is_foreign(model):
-        torch_fsdp1.refuse_local(kind_of(state_dict) if kind is None else StateKind.of(kind))
+        torch_fsdp1.refuse_local(detect_kind(state_dict) if kind is None else StateKind.of(kind))
         torch_fsdp1.put_optim_state(model, optim, state_dict)
         return
     fitted = fit(
@@ -149,13 +149,15 @@ def fit(
     told = b""
     with validate_input(found.ranks, "fit a state to the optimizer", given=_is_given(state_dict)) as agreed:
         of = map_optimizer_params(found, optim)
-        given = _IncomingOptimState.of(state_dict, kind, found, layout=state_layout, unequal_steps=unequal_steps)
-        rows: Survey = [{} for held in of.held for _ in held.adapter.entries]
+        given = _IncomingOptimState.from_state_dict(
+            state_dict, kind, found, layout=state_layout, unequal_steps=unequal_steps
+        )
+        rows: Survey = [{} for params in of.by_adapter for _ in params.adapter.entries]
         changes: list[dict[str, Any]] = []
         if agreed.has_to_check:
-            rows = given.checked(of, missing)
-            changes = wanted(of.groups, given.groups)
-            survey = packed(rows).decode()
+            rows = given.check(of, missing)
+            changes = match_settings(of.groups, given.groups)
+            survey = pack_survey(rows).decode()
             agreed.digest = digest([given.kind.name, missing, survey, given.cut, changes])
             agreed.broadcast_error, told = _alone(given, rows, survey, changes)
     if agreed.from_rank0:
@@ -165,7 +167,7 @@ def fit(
     setter = _StateSetter(given, agreed.from_rank0, optim.state if in_place else {})
     at = iter(rows)
     with torch.no_grad():
-        for each in of.held:
+        for each in of.by_adapter:
             state.update(setter.put(each, [next(at) for _ in each.adapter.entries]))
     return Fitted(state, changes)
 
@@ -209,7 +211,7 @@ def _packed(survey: str, changes: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _unpacked(told: bytes) -> tuple[Survey, list[dict[str, Any]]]:
     rows, text = json.loads(told)
-    return unpacked(rows.encode()), [{k: _rich(v) for k, v in each.items()} for each in json.loads(text)]
+    return unpack_survey(rows.encode()), [{k: _rich(v) for k, v in each.items()} for each in json.loads(text)]
 
 
 def _plain(value: Any) -> Any:
@@ -270,7 +272,7 @@ class _IncomingOptimState:
         return [isinstance(value, DTensor) for value in tensors(self.state)] if self.kind is StateKind.SHARDED else []
 
     @classmethod
-    def of(
+    def from_state_dict(
         cls,
         given: Mapping[str, Any],
         kind: StateKind | str | None,
@@ -282,10 +284,10 @@ class _IncomingOptimState:
         check_form(given)
         state, groups = dict(given.get("state", {})), [dict(group) for group in given.get("param_groups", [])]
         names = _names_of_ids(groups)
-        said = kind_of(given) if kind is None else StateKind.of(kind)
+        said = detect_kind(given) if kind is None else StateKind.of(kind)
         return cls(
             said,
-            note_of(given),
+            get_metadata(given),
             optimizer_rows({_first(names.get(key, key), found): value for key, value in state.items()}, found),
             [
                 {**group, "params": _members([names.get(key, key) for key in group["params"]], found)}
@@ -296,7 +298,7 @@ class _IncomingOptimState:
             unequal_steps,
         )
 
-    def checked(self, of: OptimizerParams, missing: Missing) -> Survey:
+    def check(self, of: OptimizerParams, missing: Missing) -> Survey:
         """Return what is given for every entry that the optimizer holds; refuse what does not fit."""
         problems = check_kind(self.note, self.kind)
         problems += [
@@ -306,7 +308,7 @@ class _IncomingOptimState:
         problems += [f"Unexpected key: {name}" for name in self._keys() if isinstance(name, str) and name not in known]
         if self.kind is StateKind.LOCAL:
             problems += check_rank(self.note) or check_units(self.note, self.found)
-        rows = [row for held in of.held for row in self._rows(held, missing, problems)]
+        rows = [row for params in of.by_adapter for row in self._rows(params, missing, problems)]
         if problems:
             raise StateMismatchError(
                 f"the state does not fit the optimizer in {len(problems)} places: {'; '.join(problems[:50])}",
@@ -317,15 +319,15 @@ class _IncomingOptimState:
     def _keys(self) -> list[Any]:
         return list(dict.fromkeys([*self.state, *(name for group in self.groups for name in group["params"])]))
 
-    def _rows(self, held: AdapterParams, missing: Missing, problems: list[str]) -> Survey:
+    def _rows(self, params: AdapterParams, missing: Missing, problems: list[str]) -> Survey:
         """Describe what is given for an adapter's entries, by what is missing too."""
-        adapter = held.adapter
+        adapter = params.adapter
         if self.kind is StateKind.LOCAL:
-            problems += self._find_local_misfits(held)
+            problems += self._find_local_misfits(params)
             return [{} for _ in adapter.entries]
-        mine = [held.is_flat or index in held.positions for index in range(len(adapter.entries))]
+        mine = [params.is_flat or index in params.positions for index in range(len(adapter.entries))]
         rows = [self._described(e) if on else {} for e, on in zip(adapter.entries, mine, strict=True)]
-        problems += self._misfits(held, rows)
+        problems += self._misfits(params, rows)
         slots = {name: slot for row in rows for name, slot in row.items()}
         lacking = [e.name for e, row, on in zip(adapter.entries, rows, mine, strict=True) if on and slots and not row]
         if missing == "error":
@@ -334,7 +336,7 @@ class _IncomingOptimState:
                 for e, row, on in zip(adapter.entries, rows, mine, strict=True)
                 if on and not row
             ]
-        if held.is_flat:
+        if params.is_flat:
             if self.unequal_steps == "largest":
                 rows = with_largest(rows)
             problems += _unequal(adapter.entries, rows)
@@ -346,35 +348,35 @@ class _IncomingOptimState:
             rows = [zeros if on and not row else row for row, on in zip(rows, mine, strict=True)]
         return rows
 
-    def get_local_slots(self, held: AdapterParams, position: int) -> Mapping[str, Any]:
+    def get_local_slots(self, params: AdapterParams, position: int) -> Mapping[str, Any]:
         """Return what a LOCAL state has of one exposed parameter."""
-        flat = held.adapter.flat_name if isinstance(held.adapter, EngineFlatAdapter) else None
-        return self.state.get(flat or held.names(position)[0], {})
+        flat = params.adapter.flat_name if isinstance(params.adapter, EngineFlatAdapter) else None
+        return self.state.get(flat or params.names(position)[0], {})
 
-    def _find_local_misfits(self, held: AdapterParams) -> list[str]:
+    def _find_local_misfits(self, params: AdapterParams) -> list[str]:
         """Compare values of a flat parameter with its lengths, padded and not: other wrapping makes other ones."""
-        if not held.is_flat or self.note:
+        if not params.is_flat or self.note:
             return []  # the note tells whether units are the same
-        assert isinstance(held.adapter, EngineFlatAdapter)
-        fitting = ((held.adapter.owned,), tuple(held.adapter.exposed[0].shape))
+        assert isinstance(params.adapter, EngineFlatAdapter)
+        fitting = ((params.adapter.owned,), tuple(params.adapter.exposed[0].shape))
         return [
-            f"size mismatch for {held.adapter.flat_name}/{slot}: found {tuple(value.shape)}, expected {fitting[0]}"
-            for slot, value in self.get_local_slots(held, 0).items()
+            f"size mismatch for {params.adapter.flat_name}/{slot}: found {tuple(value.shape)}, expected {fitting[0]}"
+            for slot, value in self.get_local_slots(params, 0).items()
             if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) not in fitting
         ]
 
-    def _misfits(self, held: AdapterParams, rows: Survey) -> list[str]:
+    def _misfits(self, params: AdapterParams, rows: Survey) -> list[str]:
         """Name values of shapes of their own of which nobody knows how they are cut."""
         found = []
-        for index, (entry, row) in enumerate(zip(held.adapter.entries, rows, strict=True)):
+        for index, (entry, row) in enumerate(zip(params.adapter.entries, rows, strict=True)):
             for slot, each in row.items():
                 value = self.state[entry.name][slot]
                 if each.form is not Form.OPAQUE or isinstance(value, DTensor):
                     continue
-                if not held.adapter.is_sharded and slot not in self._usually_shaped:
+                if not params.adapter.is_sharded and slot not in self._usually_shaped:
                     continue
                 shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-                if isinstance(value, torch.Tensor) and self.parts(held, index, slot, value) is not None:
+                if isinstance(value, torch.Tensor) and self.parts(params, index, slot, value) is not None:
                     continue
                 found.append(
                     f"size mismatch for {entry.name}/{slot}: found {shape}, expected {entry.shape}; "
@@ -382,24 +384,24 @@ class _IncomingOptimState:
                 )
         return found
 
-    def parts(self, held: AdapterParams, index: int, slot: str, value: torch.Tensor) -> list[torch.Tensor] | None:
+    def parts(self, params: AdapterParams, index: int, slot: str, value: torch.Tensor) -> list[torch.Tensor] | None:
         """Return each rank's part of a value of a shape of its own, one where all have the same; None if unknown.
 
         Args:
-            held: Who holds the parameter.
+            params: The parameters of an adapter.
             index: Which of its entries.
             slot: What is kept.
             value: The joined tensor.
         """
-        adapter, name = held.adapter, held.adapter.entries[index].name
-        answer = cut_of(self.layout, name, slot, value)
+        adapter, name = params.adapter, params.adapter.entries[index].name
+        answer = ask_layout(self.layout, name, slot, value)
         if answer == "replicated":
             return [value]
         if not isinstance(answer, int) or not -value.dim() <= answer < value.dim():
             return None
-        if adapter.shard_group is None or (held.is_flat and len(adapter.entries) > 1):
+        if adapter.shard_group is None or (params.is_flat and len(adapter.entries) > 1):
             return None
-        cut = lengths(value.shape[answer], adapter.shard_lengths(index))
+        cut = split_lengths(value.shape[answer], adapter.shard_lengths(index))
         return None if cut is None else list(torch.split(value, list(cut), dim=answer))
 
     def _described(self, entry: Entry) -> dict[str, Slot]:
@@ -470,39 +472,39 @@ class _StateSetter:
         self._taken = {_address(value) for value in tensors(given.state)} - {_NOWHERE} if own else set()
         self._staging = Staging()
 
-    def put(self, held: AdapterParams, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
+    def put(self, params: AdapterParams, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
         """Return what an optimizer is to keep of an adapter's parameters. Collective."""
         if self._given.kind is StateKind.LOCAL:
-            return self._get_local(held)
-        made: dict[int, dict[str, Any]] = {position: {} for position in held.positions}
-        for name, slot, having in kinds(rows):
+            return self._get_local(params)
+        made: dict[int, dict[str, Any]] = {position: {} for position in params.positions}
+        for name, slot, having in group_by_slot(rows):
             if slot.form is Form.SHAPED:
-                self._shaped(held, name, slot, having, made)
+                self._shaped(params, name, slot, having, made)
             elif slot.form is Form.SCALAR:
-                for position in held.positions:
-                    source = min(having) if held.is_flat else position
+                for position in params.positions:
+                    source = min(having) if params.is_flat else position
                     if source in having:
-                        made[position][name] = self._scalar(held, source, name, rows[source][name])
+                        made[position][name] = self._scalar(params, source, name, rows[source][name])
             else:
-                self._opaque(held, name, rows, having, made)
-        return {held.adapter.exposed[at]: state for at, state in made.items() if not _has_no_part(held.adapter, at)}
+                self._opaque(params, name, rows, having, made)
+        return {params.adapter.exposed[at]: state for at, state in made.items() if not _has_no_part(params.adapter, at)}
 
-    def _scalar(self, held: AdapterParams, index: int, name: str, slot: Slot) -> Any:
-        entry = held.adapter.entries[index]
+    def _scalar(self, params: AdapterParams, index: int, name: str, slot: Slot) -> Any:
+        entry = params.adapter.entries[index]
         value = self._given.state.get(entry.name, {}).get(name)
         if not isinstance(value, torch.Tensor):
             return slot.scalar()
         made = local(value.detach()).clone()
-        return made.fill_(slot.value) if held.is_flat and self._given.unequal_steps == "largest" else made
+        return made.fill_(slot.value) if params.is_flat and self._given.unequal_steps == "largest" else made
 
     def _shaped(
-        self, held: AdapterParams, name: str, slot: Slot, having: set[int], made: dict[int, dict[str, Any]]
+        self, params: AdapterParams, name: str, slot: Slot, having: set[int], made: dict[int, dict[str, Any]]
     ) -> None:
-        adapter, dtype = held.adapter, slot.torch_dtype
+        adapter, dtype = params.adapter, slot.torch_dtype
         places: list[torch.Tensor | None] = [None] * len(adapter.entries)
-        for position in held.positions if held.is_flat else sorted(having):
-            made[position][name] = whole = self._room(adapter, position, name, dtype)
-            if not held.is_flat:
+        for position in params.positions if params.is_flat else sorted(having):
+            made[position][name] = whole = self._get_target(adapter, position, name, dtype)
+            if not params.is_flat:
                 places[position] = local(whole.detach())
                 continue
             if len(having) < len(adapter.entries):
@@ -525,7 +527,7 @@ class _StateSetter:
         value = self._given.state.get(entry.name, {}).get(slot)
         return torch.zeros((), dtype=dtype).expand(entry.shape) if value is None else value.detach()
 
-    def _room(self, adapter: ShardingAdapter, position: int, slot: str, dtype: torch.dtype) -> torch.Tensor:
+    def _get_target(self, adapter: ShardingAdapter, position: int, slot: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor that an optimizer keeps where it is as it has to be, else new memory.
 
         Memory is written into once: what is given, or has been written, may lie there too.
@@ -540,37 +542,37 @@ class _StateSetter:
         return adapter.empty_like(position, dtype)
 
     def _opaque(
-        self, held: AdapterParams, name: str, rows: Survey, having: set[int], made: dict[int, dict[str, Any]]
+        self, params: AdapterParams, name: str, rows: Survey, having: set[int], made: dict[int, dict[str, Any]]
     ) -> None:
-        for position in held.positions:
-            value = self._given.state.get(held.adapter.entries[position].name, {}).get(name)
+        for position in params.positions:
+            value = self._given.state.get(params.adapter.entries[position].name, {}).get(name)
             if position not in having:
                 continue
             if self._from_rank0:
-                slot, ranks = rows[position][name], held.adapter.ranks
-                value = broadcast_from_rank0(ranks, slot.value, slot.torch_dtype, held.adapter.device, value)
-            made[position][name] = self._placed(held, position, name, value)
+                slot, ranks = rows[position][name], params.adapter.ranks
+                value = broadcast_from_rank0(ranks, slot.value, slot.torch_dtype, params.adapter.device, value)
+            made[position][name] = self._placed(params, position, name, value)
 
-    def _placed(self, held: AdapterParams, position: int, name: str, value: Any) -> Any:
+    def _placed(self, params: AdapterParams, position: int, name: str, value: Any) -> Any:
         """Return this rank's part of a value of a shape of its own."""
         if not isinstance(value, torch.Tensor):
-            return copied(value)
+            return copy_value(value)
         mine = value.detach()
-        if held.adapter.is_sharded and not isinstance(value, DTensor):
-            parts = self._given.parts(held, position, name, mine)
+        if params.adapter.is_sharded and not isinstance(value, DTensor):
+            parts = self._given.parts(params, position, name, mine)
             if parts is None:
                 raise OpaqueStateError("nobody knows how this is sharded", where=name, found=tuple(value.shape))
-            mine = parts[0] if len(parts) == 1 else parts[dist.get_rank(held.adapter.shard_group)]
+            mine = parts[0] if len(parts) == 1 else parts[dist.get_rank(params.adapter.shard_group)]
         made = mine.clone()
-        return made if isinstance(made, DTensor) else made.to(held.adapter.exposed[position].device)
+        return made if isinstance(made, DTensor) else made.to(params.adapter.exposed[position].device)
 
-    def _get_local(self, held: AdapterParams) -> dict[nn.Parameter, dict[str, Any]]:
+    def _get_local(self, params: AdapterParams) -> dict[nn.Parameter, dict[str, Any]]:
         found = {}
-        for position in held.positions:
-            parameter = held.adapter.exposed[position]
-            kept = self._given.get_local_slots(held, position)
+        for position in params.positions:
+            parameter = params.adapter.exposed[position]
+            kept = self._given.get_local_slots(params, position)
             scalars = self._given.scalars
-            owned = held.adapter.owned if isinstance(held.adapter, EngineFlatAdapter) and held.is_flat else -1
+            owned = params.adapter.owned if isinstance(params.adapter, EngineFlatAdapter) and params.is_flat else -1
             found[parameter] = {s: _to_local(value, parameter, s in scalars, owned) for s, value in kept.items()}
         return found
 
@@ -605,7 +607,7 @@ def _fits(own: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[to
 def _to_local(value: Any, parameter: nn.Parameter, is_scalar: bool, owned: int) -> Any:
     """Return a value of a LOCAL state as the optimizer keeps it: with the padding of a flat parameter, as a DTensor."""
     if not isinstance(value, torch.Tensor) or is_scalar:
-        return copied(value)
+        return copy_value(value)
     if isinstance(parameter, DTensor):
         if tuple(value.shape) != tuple(local(parameter).shape):
             return value.detach().clone()

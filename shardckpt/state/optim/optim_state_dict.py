@@ -27,13 +27,13 @@ from shardckpt.state.keys.slots import (
     Slot,
     StateLayout,
     Survey,
-    copied,
-    cut_of,
-    kinds,
-    merged,
-    packed,
-    survey,
-    unpacked,
+    ask_layout,
+    build_survey,
+    copy_value,
+    group_by_slot,
+    merge_surveys,
+    pack_survey,
+    unpack_survey,
 )
 from shardckpt.state.keys.validation import StateMismatchError, digest
 from shardckpt.state.model.model_state_dict import with_metadata
@@ -81,22 +81,22 @@ class OptimizerParams:
     """An optimizer's parameters by name.
 
     Attributes:
-        held: Their adapters.
+        by_adapter: Its parameters by their adapters.
         groups: The names in each group.
     """
 
-    held: tuple[AdapterParams, ...]
+    by_adapter: tuple[AdapterParams, ...]
     groups: tuple[tuple[str, ...], ...]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters, in an order that is the same on all ranks."""
-        return [each.adapter.exposed[position] for each in self.held for position in each.positions]
+        return [each.adapter.exposed[position] for each in self.by_adapter for position in each.positions]
 
     @property
     def shared(self) -> bytes:
         """What of this has to be equal on all ranks, in short: the parameters of which each rank has a part."""
-        cut = [each for each in self.held if each.adapter.is_sharded and each.adapter.is_everywhere]
+        cut = [each for each in self.by_adapter if each.adapter.is_sharded and each.adapter.is_everywhere]
         return digest([each.names(at) for each in cut for at in each.positions])
 
 
@@ -131,8 +131,8 @@ def map_optimizer_params(found: ModelIndex, optim: OptimizerLike) -> OptimizerPa
             positions.setdefault(id(adapter), set()).add(position)
             names += AdapterParams(adapter, ()).names(position)
         groups.append(tuple(names))
-    held = [AdapterParams(h, tuple(sorted(positions[id(h)]))) for h in found.adapters if id(h) in positions]
-    return OptimizerParams(tuple(held), tuple(groups))
+    params = [AdapterParams(h, tuple(sorted(positions[id(h)]))) for h in found.adapters if id(h) in positions]
+    return OptimizerParams(tuple(params), tuple(groups))
 
 
 def _check_same(group: Group, heard: Sequence[bytes]) -> None:
@@ -148,12 +148,12 @@ def _check_same(group: Group, heard: Sequence[bytes]) -> None:
 
 def gather_survey(of: OptimizerParams, optim: OptimizerLike, group: Group) -> Survey:
     """Return what the ranks' optimizers keep of each parameter. Collective where a rank may have no part of one."""
-    mine = survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
-    if all(each.is_flat or not each.adapter.is_sharded or each.adapter.has_parts_everywhere for each in of.held):
+    mine = build_survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
+    if all(each.is_flat or not each.adapter.is_sharded or each.adapter.has_parts_everywhere for each in of.by_adapter):
         return mine
-    tells = [each.adapter.is_reporting_rank(position) for each in of.held for position in each.positions]
-    told = packed([row if mine_to_tell else {} for row, mine_to_tell in zip(mine, tells, strict=True)])
-    return merged([*(unpacked(each) for each in group.all_gather(told)), mine])
+    tells = [each.adapter.is_reporting_rank(position) for each in of.by_adapter for position in each.positions]
+    told = pack_survey([row if mine_to_tell else {} for row, mine_to_tell in zip(mine, tells, strict=True)])
+    return merge_surveys([*(unpack_survey(each) for each in group.all_gather(told)), mine])
 
 
 def optim_state_dict(
@@ -192,7 +192,7 @@ def optim_state_dict(
         torch_fsdp1.refuse_local(kind)
         if kind is StateKind.SHARDED:
             return torch_fsdp1.sharded_optim_state(model, optim, offload=offload_to_cpu)
-        return torch_fsdp1.whole_optim_state(model, optim, offload=offload_to_cpu, first_only=rank0_only)
+        return torch_fsdp1.full_optim_state(model, optim, offload=offload_to_cpu, first_only=rank0_only)
     reshard_all(model)
     found = index_complete_model(model)
     with found.ranks.group.collective("find the parameters of the optimizer") as piggyback:
@@ -200,13 +200,13 @@ def optim_state_dict(
         piggyback.local = of.shared
     _check_same(found.ranks.group, piggyback.gathered)
     if kind is StateKind.LOCAL:
-        kept = survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
+        kept = build_survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
     else:
         kept = gather_survey(of, optim, found.ranks.group)
     getter = _StateGetter(optim, kind, rank0_only, offload_to_cpu, state_layout)
     state: dict[str, dict[str, Any]] = {}
     rows = iter(kept)
-    for each in of.held:
+    for each in of.by_adapter:
         getter.take(each, [next(rows) for _ in each.positions], state)
     if rank0_only and not found.ranks.is_first:
         return with_metadata(OrderedDict(state={}, param_groups=[]), kind, found)
@@ -235,59 +235,60 @@ class _StateGetter:
         self._offload = offload
         self._layout = layout
 
-    def take(self, held: AdapterParams, rows: Sequence[dict[str, Slot]], state: dict[str, dict[str, Any]]) -> None:
+    def take(self, params: AdapterParams, rows: Sequence[dict[str, Slot]], state: dict[str, dict[str, Any]]) -> None:
         """Add what the optimizers keep of an adapter's parameters. Collective."""
-        for name, slot, indices in kinds(rows):
-            having = [held.positions[index] for index in sorted(indices)]
+        for name, slot, indices in group_by_slot(rows):
+            having = [params.positions[index] for index in sorted(indices)]
             if slot.form is Form.SCALAR:
-                self._scalars(held, name, dict(zip(held.positions, rows, strict=True)), having, state)
+                self._scalars(params, name, dict(zip(params.positions, rows, strict=True)), having, state)
             elif slot.form is Form.SHAPED:
-                self._shaped(held, name, slot, having, state)
+                self._shaped(params, name, slot, having, state)
             else:
-                self._opaque(held, name, slot, having, state)
+                self._opaque(params, name, slot, having, state)
 
-    def _own(self, held: AdapterParams, position: int, slot: str) -> Any:
-        return self._optim.state.get(held.adapter.exposed[position], {}).get(slot)
+    def _own(self, params: AdapterParams, position: int, slot: str) -> Any:
+        return self._optim.state.get(params.adapter.exposed[position], {}).get(slot)
 
     def _scalars(
         self,
-        held: AdapterParams,
+        params: AdapterParams,
         slot: str,
         rows: dict[int, dict[str, Slot]],
         having: Sequence[int],
         state: dict[str, dict[str, Any]],
     ) -> None:
-        if self._first_only and not held.adapter.ranks.is_first:
+        if self._first_only and not params.adapter.ranks.is_first:
             return
         for position in having:
-            own = self._own(held, position, slot)
-            for name in self._names(held, position):
+            own = self._own(params, position, slot)
+            for name in self._names(params, position):
                 value = rows[position][slot].scalar()  # as told: ranks without a part may have counted otherwise
                 if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) and not self._offload:
                     value = value.to(own.device)
                 state.setdefault(name, {})[slot] = value
 
-    def _names(self, held: AdapterParams, position: int) -> list[str]:
-        if self._kind is StateKind.LOCAL and held.is_flat:
-            assert isinstance(held.adapter, EngineFlatAdapter) and held.adapter.flat_name is not None
-            return [held.adapter.flat_name]
-        return held.names(position)
+    def _names(self, params: AdapterParams, position: int) -> list[str]:
+        if self._kind is StateKind.LOCAL and params.is_flat:
+            assert isinstance(params.adapter, EngineFlatAdapter) and params.adapter.flat_name is not None
+            return [params.adapter.flat_name]
+        return params.names(position)
 
     def _shaped(
-        self, held: AdapterParams, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
+        self, params: AdapterParams, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
     ) -> None:
-        adapter = held.adapter
+        adapter = params.adapter
         parts = [
-            self._own(held, position, slot) if position in having else None for position in range(len(adapter.exposed))
+            self._own(params, position, slot) if position in having else None
+            for position in range(len(adapter.exposed))
         ]
         stays = self._kind is StateKind.LOCAL or (self._kind is StateKind.SHARDED and adapter.is_stored_as_sharded)
         if stays and all(parts[position] is not None for position in having):
-            self._get_local(held, slot, parts, state)
+            self._get_local(params, slot, parts, state)
             return
-        has = set(range(len(adapter.entries))) if held.is_flat else set(having)
+        has = set(range(len(adapter.entries))) if params.is_flat else set(having)
         for index, (entry, value) in enumerate(zip(adapter.entries, self._moved(adapter, parts, found), strict=False)):
             if index in has:
-                own = value.clone() if _lies_within(value, parts[0 if held.is_flat else index]) else value
+                own = value.clone() if _lies_within(value, parts[0 if params.is_flat else index]) else value
                 state.setdefault(entry.name, {})[slot] = own.cpu() if self._offload else own
 
     def _moved(
@@ -296,53 +297,53 @@ class _StateGetter:
         """Return each entry's value as it is asked for; nothing on the ranks that get none. Collective."""
         if self._kind is StateKind.SHARDED:
             return adapter.to_sharded(adapter.pack(parts, found.torch_dtype), self._staging)
-        laid = adapter.pack(parts, found.torch_dtype, self._staging)
-        return adapter.to_full(laid, self._staging, first_only=self._first_only) or ()
+        packed = adapter.pack(parts, found.torch_dtype, self._staging)
+        return adapter.to_full(packed, self._staging, first_only=self._first_only) or ()
 
     def _get_local(
-        self, held: AdapterParams, slot: str, parts: Sequence[torch.Tensor | None], state: dict[str, dict[str, Any]]
+        self, params: AdapterParams, slot: str, parts: Sequence[torch.Tensor | None], state: dict[str, dict[str, Any]]
     ) -> None:
         """Copy what is there: a flat parameter's without its padding."""
-        owned = held.adapter.owned if isinstance(held.adapter, EngineFlatAdapter) and held.is_flat else None
+        owned = params.adapter.owned if isinstance(params.adapter, EngineFlatAdapter) and params.is_flat else None
         with torch.no_grad():
             for position, part in enumerate(parts):
                 if part is not None:
                     whole = part if self._kind is StateKind.SHARDED else local(part)
                     own = (whole if owned is None else whole[:owned]).clone()
-                    name = self._names(held, position)[0]
+                    name = self._names(params, position)[0]
                     state.setdefault(name, {})[slot] = own.cpu() if self._offload else own
 
     def _opaque(
-        self, held: AdapterParams, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
+        self, params: AdapterParams, slot: str, found: Slot, having: Sequence[int], state: dict[str, dict[str, Any]]
     ) -> None:
-        gives = not self._first_only or held.adapter.ranks.is_first
+        gives = not self._first_only or params.adapter.ranks.is_first
         for position in having:
-            own = self._own(held, position, slot)
-            for name in self._names(held, position):
-                value = self._joined(held, name, slot, found, own)
+            own = self._own(params, position, slot)
+            for name in self._names(params, position):
+                value = self._joined(params, name, slot, found, own)
                 if gives:
                     moves = self._offload and isinstance(value, torch.Tensor)
                     state.setdefault(name, {})[slot] = value.cpu() if moves else value
 
-    def _joined(self, held: AdapterParams, name: str, slot: str, found: Slot, own: Any) -> Any:
+    def _joined(self, params: AdapterParams, name: str, slot: str, found: Slot, own: Any) -> Any:
         """Return a value of a shape of its own: as it is where that is whole, joined where it is known how."""
         if isinstance(own, DTensor):
             return own.full_tensor() if self._kind is StateKind.FULL else own.detach().clone()
-        if self._kind is StateKind.LOCAL or not held.adapter.is_sharded:
-            return copied(own)
-        if found.dtype and held.adapter.shard_group is not None:
+        if self._kind is StateKind.LOCAL or not params.adapter.is_sharded:
+            return copy_value(own)
+        if found.dtype and params.adapter.shard_group is not None:
             piece = torch.empty(0, dtype=found.torch_dtype) if own is None else own.detach()
-            answer = cut_of(self._layout, name, slot, piece)
-            several = held.is_flat and len(held.adapter.entries) > 1  # joined, it would be no single parameter's
+            answer = ask_layout(self._layout, name, slot, piece)
+            several = params.is_flat and len(params.adapter.entries) > 1  # joined, it would be no single parameter's
             if answer == "replicated" or (isinstance(answer, int) and not several):
-                pieces = gather_uneven(own, found.torch_dtype, held.adapter.shard_group)
+                pieces = gather_uneven(own, found.torch_dtype, params.adapter.shard_group)
                 return torch.cat(pieces, dim=answer) if isinstance(answer, int) else pieces[0]
         raise OpaqueStateError(
             "what the optimizer keeps is neither shaped like its parameter nor a number, and nobody said how it is "
             "sharded",
             where=f"{name}/{slot}",
             found=tuple(own.shape) if isinstance(own, torch.Tensor) else type(own).__name__,
-            expected=next((e.shape for e in held.adapter.entries if e.name == name), None),
+            expected=next((e.shape for e in params.adapter.entries if e.name == name), None),
             fix="Pass state_layout, or take the state as LOCAL, which restores on the same ranks.",
         )
 

@@ -40,8 +40,8 @@ class Rows:
     starts: tuple[int, ...]
 
     @classmethod
-    def of(cls, spec: ParamSpec, world: int) -> Rows:
-        """Cut a parameter.
+    def from_spec(cls, spec: ParamSpec, world: int) -> Rows:
+        """Split a parameter into rows.
 
         Args:
             spec: The parameter.
@@ -126,7 +126,7 @@ def plan_exchange(layout: FlatLayout, rank: int) -> Exchange:
         layout: The flat layout.
         rank: Whose part.
     """
-    rows = tuple(Rows.of(spec, layout.world) for spec in layout.specs)
+    rows = tuple(Rows.from_spec(spec, layout.world) for spec in layout.specs)
     ranks = range(layout.world)
     out = tuple(tuple(_spans(layout, rows, rank, getter)) for getter in ranks)
     into = tuple(tuple(_spans(layout, rows, giver, rank)) for giver in ranks)

@@ -27,8 +27,8 @@ class Ranks:
     guessed: bool = False
 
     @classmethod
-    def of(cls, groups: Iterable[dist.ProcessGroup | None]) -> Ranks:
-        """Join the groups that share the parts of a model.
+    def from_groups(cls, groups: Iterable[dist.ProcessGroup | None]) -> Ranks:
+        """Build the grid from the process groups of a model.
 
         Args:
             groups: They may be the same, or parts of each other; where there is none, the model is everywhere.

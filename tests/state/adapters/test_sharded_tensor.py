@@ -20,7 +20,7 @@ from shardckpt.state import (
     optim_state_dict,
     to_names,
 )
-from shardckpt.state.keys.kinds import is_sharded_tensor, kind_of, tensors
+from shardckpt.state.keys.kinds import detect_kind, is_sharded_tensor, tensors
 
 Theirs = theirs.FullyShardedDataParallel
 LOCAL, SHARDED = theirs.StateDictType.LOCAL_STATE_DICT, theirs.StateDictType.SHARDED_STATE_DICT
@@ -75,7 +75,7 @@ def test_local_states_of_torchs_wrapper_load_on_the_same_units(orig):
         weights, _ = old(model, optim, LOCAL)
         other, _ = trained(FACES["orig" if orig else "flat"], 1)
         load_model_state_dict(other, weights)
-        return kind_of(weights) is StateKind.LOCAL, differing(model_state_dict(other), model_state_dict(model))
+        return detect_kind(weights) is StateKind.LOCAL, differing(model_state_dict(other), model_state_dict(model))
 
     assert run(2, body) == [(True, [])] * 2
 

@@ -43,7 +43,7 @@ def test_every_element_travels_once_and_what_one_gives_the_other_takes(layout):
 @given(layouts())
 def test_rows_add_up_to_the_shape(layout):
     for spec in layout.specs:
-        rows = Rows.of(spec, layout.world)
+        rows = Rows.from_spec(spec, layout.world)
         shapes = [rows.shape(spec, rank) for rank in range(layout.world)]
         assert sum(prod(shape) for shape in shapes) == spec.numel
         if spec.shape:
