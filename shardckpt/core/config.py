@@ -150,7 +150,7 @@ class OptimStateKeyType(Enum):
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of one unit's computation, for either face; None keeps the original. Only floating types are changed.
+    """Dtypes of one unit's computation, for both front ends; None keeps the original. Only floating types are changed.
 
     Attributes:
         param_dtype: Type of the full parameters while the unit computes.
@@ -195,7 +195,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class UnitConfig:
-    """What one unit of either face is told.
+    """Settings of one unit, of either front end.
 
     Attributes:
         frees_after_forward: Full parameters go between forward and backward.

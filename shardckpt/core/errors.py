@@ -1,4 +1,4 @@
-"""Errors of the engine's faces; each is also the builtin that torch raises there."""
+"""Errors of the engine's front ends; each is also the builtin that torch raises there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State dicts of the wrapper: their settings, and the late call of their provider."""
+"""`state_dict_type` and the state dict methods of the wrapper, which `shardckpt.state` provides."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ from shardckpt.core.config import (
 from shardckpt.core.errors import SettingsDifferError, StateError
 from shardckpt.errors import ShardckptError
 
-PROVIDER = "shardckpt.state.interop.fsdp_api"
-"""The module that provides state dicts: this arrow of the house is bound late."""
+STATE_DICT_API = "shardckpt.state.interop.fsdp_api"
+"""The module that provides state dicts; imported late, since it is a higher layer."""
 
 
 class StateProviderMissing(ShardckptError, NotImplementedError):  # noqa: N818  (a name that users catch)
     """A state dict was asked for, and the part of the package that makes them is not there."""
 
 
-INTRODUCER = "shardckpt.state.interop.torch_dcp_api"
-"""The module that lets torch's own functions for state dicts know of wrappers."""
+TORCH_DCP_API = "shardckpt.state.interop.torch_dcp_api"
+"""The module that registers wrappers with torch's own functions for state dicts."""
 
 
-def announce_wrappers() -> None:
-    """Let those who may be asked for the state dict of a wrapper know that there are some."""
-    if _is_there(INTRODUCER):
-        import_module(INTRODUCER).introduce()
+def register_with_torch_dcp() -> None:
+    """Register the wrapper with `torch.distributed.checkpoint`, whose functions then take its state dicts."""
+    if _has_module(TORCH_DCP_API):
+        import_module(TORCH_DCP_API).register_with_torch_dcp()
 
 
-def _is_there(module: str) -> bool:
+def _has_module(module: str) -> bool:
     return find_spec(module.rpartition(".")[0]) is not None and find_spec(module) is not None
 
 
-def _call_provider(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of the provider.
+def _call_state_dict_api(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of the module that provides state dicts.
 
     Args:
-        name: The provider's function.
+        name: The function.
         args: Passed on.
         kwargs: Passed on.
 
     Raises:
         StateProviderMissing: There is no provider in this installation.
     """
-    if not _is_there(PROVIDER):
+    if not _has_module(STATE_DICT_API):
         raise StateProviderMissing(
-            f"{name} needs {PROVIDER}, which this version does not have yet",
+            f"{name} needs {STATE_DICT_API}, which this version does not have yet",
             fix="Train with this version; save with a later one.",
         )
-    return getattr(import_module(PROVIDER), name)(*args, **kwargs)
+    return getattr(import_module(STATE_DICT_API), name)(*args, **kwargs)
 
 
 class StateStatics(nn.Module):
@@ -100,14 +100,14 @@ class StateStatics(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state as the settings of `state_dict_type` say, from the provider of state dicts."""
-        return _call_provider("module_state_dict", self, *args, **kwargs)
+        return _call_state_dict_api("module_state_dict", self, *args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load a state as `torch.nn.Module` does, as the settings of `state_dict_type` say."""
         try:
             return super().load_state_dict(*args, **kwargs)
         except BaseException:
-            _call_provider("abandon_load", self)
+            _call_state_dict_api("abandon_load", self)
             raise
 
     @staticmethod
@@ -129,7 +129,7 @@ class StateStatics(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings | None:
-        """Tell the instances in a module what their state dicts hold.
+        """Set the kind of state dicts of the instances in a module.
 
         Args:
             module: Where the instances are.
@@ -185,14 +185,14 @@ class StateStatics(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return the whole optimizer state, by the provider of state dicts."""
-        return _call_provider("full_optim_state_dict", model, optim, optim_input, rank0_only, group)  # type: ignore[no-any-return]
+        return _call_state_dict_api("full_optim_state_dict", model, optim, optim_input, rank0_only, group)  # type: ignore[no-any-return]
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
         """Return this rank's part of the optimizer state, by the provider of state dicts."""
-        return _call_provider("sharded_optim_state_dict", model, optim, group)  # type: ignore[no-any-return]
+        return _call_state_dict_api("sharded_optim_state_dict", model, optim, group)  # type: ignore[no-any-return]
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -202,14 +202,14 @@ class StateStatics(nn.Module):
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """Return this rank's part of a whole optimizer state, by the provider of state dicts."""
-        return _call_provider("shard_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim)  # type: ignore[no-any-return]
+        return _call_state_dict_api("shard_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim)  # type: ignore[no-any-return]
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """Return a sharded optimizer state for flat parameters, by the provider of state dicts."""
-        return _call_provider("flatten_sharded_optim_state_dict", sharded_optim_state_dict, model, optim)  # type: ignore[no-any-return]
+        return _call_state_dict_api("flatten_sharded_optim_state_dict", sharded_optim_state_dict, model, optim)  # type: ignore[no-any-return]
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -220,7 +220,9 @@ class StateStatics(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return this rank's part of rank 0's optimizer state, by the provider of state dicts."""
-        return _call_provider("scatter_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, group)  # type: ignore[no-any-return]
+        return _call_state_dict_api(  # type: ignore[no-any-return]
+            "scatter_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, group
+        )
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -231,7 +233,7 @@ class StateStatics(nn.Module):
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """Return an optimizer state with other keys, by the provider of state dicts."""
-        return _call_provider(  # type: ignore[no-any-return]
+        return _call_state_dict_api(  # type: ignore[no-any-return]
             "rekey_optim_state_dict", optim_state_dict, optim_state_key_type, model, optim_input, optim
         )
 
@@ -243,7 +245,7 @@ class StateStatics(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return the optimizer state as the settings say, by the provider of state dicts."""
-        return _call_provider("optim_state_dict", model, optim, optim_state_dict, group)  # type: ignore[no-any-return]
+        return _call_state_dict_api("optim_state_dict", model, optim, optim_state_dict, group)  # type: ignore[no-any-return]
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -255,7 +257,7 @@ class StateStatics(nn.Module):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return what `optim.load_state_dict` takes, by the provider of state dicts."""
-        return _call_provider(  # type: ignore[no-any-return]
+        return _call_state_dict_api(  # type: ignore[no-any-return]
             "optim_state_dict_to_load", model, optim, optim_state_dict, is_named_optimizer, load_directly, group
         )
 
@@ -285,8 +287,8 @@ def _settings(
 
 
 def _before_load(module: StateStatics, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    _call_provider("before_load", module, state_dict, prefix)
+    _call_state_dict_api("before_load", module, state_dict, prefix)
 
 
 def _after_load(module: StateStatics, incompatible_keys: Any) -> None:
-    _call_provider("after_load", module, incompatible_keys)
+    _call_state_dict_api("after_load", module, incompatible_keys)

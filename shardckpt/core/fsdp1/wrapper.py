@@ -1,4 +1,4 @@
-"""The flat-parameter face of the engine: `FullyShardedDataParallel`."""
+"""The FSDP1 front end of the engine: `FullyShardedDataParallel`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardckpt.core.config import (
     UnitConfig,
 )
 from shardckpt.core.errors import ArgumentError, BusyError, SettingsDifferError, StateError
-from shardckpt.core.fsdp1.state_dict_api import StateStatics, announce_wrappers
+from shardckpt.core.fsdp1.state_dict_api import StateStatics, register_with_torch_dcp
 from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
 from shardckpt.core.modules.fqn_and_params import (
     WRAPPED,
@@ -115,9 +115,9 @@ class FullyShardedDataParallel(StateStatics):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        announce_wrappers()
+        register_with_torch_dcp()
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        _warn_of_containers(module)
+        _warn_about_containers(module)
         ignored = Ignored.of(module, ignored_modules, ignored_states, FullyShardedDataParallel)
         self._group = process_groups.resolve(strategy, process_group, device_mesh, by_hand=auto_wrap_policy is None)
         self._device_mesh = device_mesh
@@ -132,14 +132,14 @@ class FullyShardedDataParallel(StateStatics):
         self.forward_prefetch = forward_prefetch
         self.limit_all_gathers = limit_all_gathers
         self._use_orig_params = use_orig_params
-        self._ignored_params = ignored.parameters - _exposed(module)
+        self._ignored_params = ignored.parameters - _params_of_instances(module)
         self._root_state: RootState | None = None
         self._hook: CommHook | None = None
-        self._synchronised = sync_module_states
-        self._device = materialize.device_of(device_id, self.rank) or self._offloaded_from()
+        self._syncs_module_states = sync_module_states
+        self._device = materialize.device_of(device_id, self.rank) or self._default_compute_device()
         own = {"mixed_precision": mixed_precision, "param_init_fn": param_init_fn, "device_id": device_id}
-        self._buffer_types, managed = self._prepared(module, ignored, auto_wrap_policy, own)
-        self._unit = self._make_unit(module, managed)
+        self._buffer_types, managed = self._prepare_module(module, ignored, auto_wrap_policy, own)
+        self._unit = self._build_unit(module, managed)
         self._fsdp_wrapped_module = module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
@@ -155,41 +155,41 @@ class FullyShardedDataParallel(StateStatics):
 
     # ----------------------------------------------------------------------------------------- construction
 
-    def _prepared(
+    def _prepare_module(
         self, module: nn.Module, ignored: Ignored, policy: Policy | None, own: Mapping[str, Any]
     ) -> tuple[Buffers, list[ParamInfo]]:
-        """Wrap what is below, give states memory, values and a place; return those that are this unit's. Collective."""
+        """Wrap submodules, materialize and move states; return the parameters of this unit. Collective."""
         initializer = self._initializer(own["param_init_fn"])
-        initializer.run_early(self._scope(module, ignored))
-        reopened = self._reopen_ties(module)
+        initializer.run_early(self._build_scope(module, ignored))
+        reopened = self._restore_shared_units(module)
         with ties_below(module):
             for each in reopened:
-                each._remake()
+                each._rebuild_unit()
             if policy is not None:
                 self._wrap_children(module, policy, ignored, own)
-            scope = self._scope(module, ignored)
+            scope = self._build_scope(module, ignored)
             initializer.run(scope)
             materialize.move(scope, self._device)
-            managed = managed_parameters(module, self._exempt(module))
-        if self._synchronised:
+            managed = managed_parameters(module, self._excluded_params(module))
+        if self._syncs_module_states:
             self._broadcast(module, managed)
         return Buffers(scope.modules), managed
 
-    def _exempt(self, module: nn.Module) -> set[nn.Parameter]:
+    def _excluded_params(self, module: nn.Module) -> set[nn.Parameter]:
         """Return the parameters below a module that are not this unit's: ignored ones, and those of nested units."""
         nested = (each._ignored_params for each in _instances(module))
-        return self._ignored_params.union(_exposed(module), *nested)
+        return self._ignored_params.union(_params_of_instances(module), *nested)
 
-    def _scope(self, module: nn.Module, ignored: Ignored) -> materialize.ModuleScope:
+    def _build_scope(self, module: nn.Module, ignored: Ignored) -> materialize.ModuleScope:
         """Return the modules whose states this instance initialises and moves: down to ignored and sharded ones."""
 
         def left_alone(each: nn.Module) -> bool:
             return each in ignored.modules or isinstance(each, FullyShardedDataParallel) or is_incompatible(each)
 
-        return materialize.ModuleScope.collect(module, left_alone, self._exempt(module))
+        return materialize.ModuleScope.collect(module, left_alone, self._excluded_params(module))
 
-    def _offloaded_from(self) -> torch.device | None:
-        """Return where to compute with parameters that live on the CPU, when nobody said where."""
+    def _default_compute_device(self) -> torch.device | None:
+        """Return the device to compute on with offloaded parameters, if none was given."""
         assert self.process_group is not None
         return materialize.default_device(self.process_group) if self.cpu_offload.offload_params else None
 
@@ -199,12 +199,12 @@ class FullyShardedDataParallel(StateStatics):
         return materialize.Initializer(
             function,
             self._device or materialize.default_device(self.process_group),
-            values_matter=sends or not self._synchronised,
+            values_matter=sends or not self._syncs_module_states,
         )
 
     def _broadcast(self, module: nn.Module, managed: list[ParamInfo]) -> None:
         """Let all ranks begin with the first one's values, where a nested instance has not seen to that. Collective."""
-        done = {id(b) for each in _instances(module) if each._synchronised for b in each.buffers()}
+        done = {id(b) for each in _instances(module) if each._syncs_module_states for b in each.buffers()}
         buffers = [buffer for buffer in module.buffers() if id(buffer) not in done]
         materialize.broadcast([*(each.parameter for each in managed), *buffers], self._group)
 
@@ -217,7 +217,7 @@ class FullyShardedDataParallel(StateStatics):
             "sharding_strategy": self.sharding_strategy,
             "cpu_offload": self.cpu_offload,
             "backward_prefetch": self.backward_prefetch,
-            "sync_module_states": self._synchronised,
+            "sync_module_states": self._syncs_module_states,
             "forward_prefetch": self.forward_prefetch,
             "limit_all_gathers": self.limit_all_gathers,
             "use_orig_params": self._use_orig_params,
@@ -229,16 +229,16 @@ class FullyShardedDataParallel(StateStatics):
         auto_wrap(module, policy, type(self), settings, ignored.modules, ignored.parameters)
 
     @staticmethod
-    def _reopen_ties(module: nn.Module) -> list[FullyShardedDataParallel]:
-        """Return the instances below that have to be sharded again, since others use parameters of theirs too."""
+    def _restore_shared_units(module: nn.Module) -> list[FullyShardedDataParallel]:
+        """Restore the instances below whose parameters other instances use too, and return them."""
         owners = {each._unit: each for each in _instances(module)}
-        return [owners[unit] for unit in shared_params.reopen(module, list(owners))]
+        return [owners[unit] for unit in shared_params.restore_shared_units(module, list(owners))]
 
-    def _remake(self) -> None:
+    def _rebuild_unit(self) -> None:
         module = self._fsdp_wrapped_module
-        self._unit = self._make_unit(module, managed_parameters(module, self._exempt(module)))
+        self._unit = self._build_unit(module, managed_parameters(module, self._excluded_params(module)))
 
-    def _make_unit(self, module: nn.Module, managed: list[ParamInfo]) -> FSDPUnit:
+    def _build_unit(self, module: nn.Module, managed: list[ParamInfo]) -> FSDPUnit:
         strategy = self.sharding_strategy
         config = UnitConfig(
             frees_after_forward=strategy.frees_after_forward,
@@ -284,35 +284,35 @@ class FullyShardedDataParallel(StateStatics):
                     where=roots[0],
                     fix="Run the outermost FullyShardedDataParallel first.",
                 )
-            _agree(named)
-            self._leave_roots([each for _, each in named])
+            _check_same_settings(named)
+            self._forget_roots([each for _, each in named])
             units = [(clean(name) or type(self.module).__name__, each._unit) for name, each in named]
             root_state = RootState(self._unit, units)
             for _, each in named:
-                each._join(root_state)
+                each._set_root_state(root_state)
                 if each.mixed_precision.buffer_dtype is not None:
                     each._buffer_types.cast(each.mixed_precision.buffer_dtype)
         assert self._root_state is not None
         return self._root_state
 
-    def _leave_roots(self, instances: list[FullyShardedDataParallel]) -> None:
-        """Let instances that ran below a root of before, whose module was wrapped again, be as if they never had."""
+    def _forget_roots(self, instances: list[FullyShardedDataParallel]) -> None:
+        """Forget earlier roots of instances whose module was wrapped again."""
         if any(each._root_state is not None for each in instances):
             for each in instances:
                 each._unit.recover()
                 each._unit.reshard()
             self._reset_lazy_init()
 
-    def _join(self, root_state: RootState) -> None:
+    def _set_root_state(self, root_state: RootState) -> None:
         self._root_state = root_state
 
     @compiler_disabled_shallow
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its parameters gathered."""
+        """Run the wrapped module with its parameters unsharded."""
         return run_forward(self._ensure_root_state(), self._unit, self._fsdp_wrapped_module, args, kwargs)
 
-    def gathers_for(self, method_name: str) -> None:
-        """Let a method of the wrapped module run with its parameters gathered, when it is called on the wrapper.
+    def register_forward_method(self, method_name: str) -> None:
+        """Run a method of the wrapped module with its parameters unsharded, when it is called on the wrapper.
 
         Args:
             method_name: The method.
@@ -327,7 +327,7 @@ class FullyShardedDataParallel(StateStatics):
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Inside, gradients are held back unsharded instead of being reduced.
+        """Inside, gradients are kept unsharded and not yet reduced.
 
         Raises:
             StateError: This instance is not the root.
@@ -372,7 +372,7 @@ class FullyShardedDataParallel(StateStatics):
             raise StateError(
                 "`clip_grad_norm_()` should only be called on the root FSDP instance", where=self._unit.name
             )
-        return clip_grad_norm.clip(
+        return clip_grad_norm.clip_units(
             root_state.units,
             self._group,
             self.compute_device,
@@ -428,16 +428,16 @@ class FullyShardedDataParallel(StateStatics):
         if self._root_state is not None:
             self._root_state.recover()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield self._shown_name(name), parameter
+            yield self._visible_name(name), parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and buffers as `torch.nn.Module` does."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield self._shown_name(name), buffer
+            yield self._visible_name(name), buffer
 
-    def _shown_name(self, name: str) -> str:
+    def _visible_name(self, name: str) -> str:
         """Return a name without the wrapper's segment where full parameters were summoned, as torch does."""
         return name.replace(f"{WRAPPED}.", "") if self._unit.is_checked_out else name
 
@@ -470,7 +470,7 @@ class FullyShardedDataParallel(StateStatics):
             SummonShapeError: On exit: a parameter was replaced by one of another shape.
         """
         wanted = summon.SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-        with summon.summoned(module, wanted, recurse=recurse):
+        with summon.summon_full_params(module, wanted, recurse=recurse):
             yield
 
     @property
@@ -591,7 +591,9 @@ class FullyShardedDataParallel(StateStatics):
                 )
             each._assert_state(TrainingState.IDLE)
         self._ensure_root_state()
-        with flat_param_view.flat_instead([(each._fsdp_wrapped_module, each._unit) for each in found], FLAT_PARAM):
+        with flat_param_view.register_flat_params(
+            [(each._fsdp_wrapped_module, each._unit) for each in found], FLAT_PARAM
+        ):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
@@ -601,7 +603,7 @@ class FullyShardedDataParallel(StateStatics):
             BusyError: The unit computes at the moment, or its full parameters were summoned.
         """
         self._assert_state(TrainingState.IDLE)
-        with summon.summoned(self, summon.SummonOptions(), recurse=False):
+        with summon.summon_full_params(self, summon.SummonOptions(), recurse=False):
             super().apply(fn)
         return self
 
@@ -640,27 +642,27 @@ def _instances(module: nn.Module) -> list[FullyShardedDataParallel]:
     return [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
 
 
-def _exposed(module: nn.Module) -> set[nn.Parameter]:
+def _params_of_instances(module: nn.Module) -> set[nn.Parameter]:
     """Return the parameters of the instances in a module."""
     return {parameter for each in _instances(module) for parameter in each.params}
 
 
-def _agree(named: Iterable[tuple[str, FullyShardedDataParallel]]) -> None:
-    """Refuse a tree whose units were told different things where one iteration needs one answer."""
+def _check_same_settings(named: Iterable[tuple[str, FullyShardedDataParallel]]) -> None:
+    """Refuse units of one tree whose settings differ where they must agree."""
     named = list(named)
     for setting in ("_use_orig_params", "limit_all_gathers"):
-        told: dict[object, list[str]] = {}
+        values: dict[object, list[str]] = {}
         for name, each in named:
-            told.setdefault(getattr(each, setting), []).append(clean(name) or "the root")
-        if len(told) > 1:
+            values.setdefault(getattr(each, setting), []).append(clean(name) or "the root")
+        if len(values) > 1:
             raise ArgumentError(
                 f"Expects one homogeneous value for {setting} among all units of one tree",
-                found="; ".join(f"{value} in {', '.join(names)}" for value, names in told.items()),
+                found="; ".join(f"{value} in {', '.join(names)}" for value, names in values.items()),
                 fix="Give all of them the same.",
             )
 
 
-def _warn_of_containers(module: nn.Module) -> None:
+def _warn_about_containers(module: nn.Module) -> None:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         warnings.warn(
             f"FSDP will not all-gather parameters for containers that do not implement forward: {type(module)}",

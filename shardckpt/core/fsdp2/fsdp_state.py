@@ -88,13 +88,13 @@ class FSDPState:
         self._separate = False
         self._root_state: RootState | None = None
         self._is_last_backward = True
-        whole = self._whole
+        whole = self._one_module
         owners: dict[FSDPUnit, FSDPState] = {each.unit: each for each in fsdp_states_below(whole)}
-        reopened = [owners[unit] for unit in shared_params.reopen(whole, list(owners))]
+        reopened = [owners[unit] for unit in shared_params.restore_shared_units(whole, list(owners))]
         with ties_below(whole):
             for each in reopened:
-                each._make_again()
-            self.unit = self._made()
+                each._rebuild_unit()
+            self.unit = self._build_unit()
         for module in self.modules:
             module.__dict__[_STATE] = self
 
@@ -109,31 +109,31 @@ class FSDPState:
     # ------------------------------------------------------------------------------------------------- the unit
 
     @property
-    def _whole(self) -> nn.Module:
-        """The module; of several, something that has all of them."""
+    def _one_module(self) -> nn.Module:
+        """The module; several as one `ModuleList`."""
         return self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
 
     @property
-    def _exempt(self) -> set[nn.Parameter]:
+    def _excluded_params(self) -> set[nn.Parameter]:
         exempt = set(self._options.ignored)
-        for each in fsdp_states_below(self._whole):
+        for each in fsdp_states_below(self._one_module):
             if each is not self:
                 exempt |= {
                     p for registration in each.unit.registrations for p in registration.parameters
                 } | each._options.ignored
-        for instance in FullyShardedDataParallel.fsdp_modules(self._whole):
+        for instance in FullyShardedDataParallel.fsdp_modules(self._one_module):
             exempt.update(instance.parameters())
         return exempt
 
-    def _make_again(self) -> None:
-        self.unit = self._made()
+    def _rebuild_unit(self) -> None:
+        self.unit = self._build_unit()
         if self._comms != CustomCollectives():
             self.set_custom_collectives()
         if self._separate:
             self.set_separate_reduce_scatter_group(True)
 
-    def _made(self) -> FSDPUnit:
-        managed = managed_parameters(self._whole, self._exempt)
+    def _build_unit(self) -> FSDPUnit:
+        managed = managed_parameters(self._one_module, self._excluded_params)
         name = Name(", ".join(type(module).__name__ for module in self.modules))
         sets: dict[tuple[Any, ...], list[tuple[ParamInfo, Placed]]] = {}
         for each in managed:
@@ -150,12 +150,12 @@ class FSDPState:
 
     def _own_modules(self) -> list[nn.Module]:
         """Return the modules below that no nested unit has, each once."""
-        nested = {module for each in fsdp_states_below(self._whole) if each is not self for module in each.modules}
-        below = walk(self._whole, lambda module: module in nested or is_incompatible(module))
+        nested = {module for each in fsdp_states_below(self._one_module) if each is not self for module in each.modules}
+        below = walk(self._one_module, lambda module: module in nested or is_incompatible(module))
         return list(dict.fromkeys(module for _, module in below))
 
-    def with_stored_types(self, state: MutableMapping[str, Any], module: nn.Module, prefix: str) -> None:
-        """Give the buffers in a state dict the types that they had before they were cast.
+    def restore_stored_dtypes(self, state: MutableMapping[str, Any], module: nn.Module, prefix: str) -> None:
+        """Restore the dtypes that buffers in a state dict had before they were cast.
 
         Args:
             state: The state dict.
@@ -165,7 +165,7 @@ class FSDPState:
         for name, owner in module.named_modules():
             for attribute in owner._buffers:
                 key = prefix + (f"{name}.{attribute}" if name else attribute)
-                dtype = self.unit.buffers.original(owner, attribute)
+                dtype = self.unit.buffers.get_original_dtype(owner, attribute)
                 if dtype is not None and key in state:
                     state[key] = state[key].to(dtype)
 
@@ -180,9 +180,9 @@ class FSDPState:
         info, config = placed[0].info, self._options.config
         group = info.group
         if placed[0].dim is None:
-            group = ShardGroup(None, _everyone(info))
+            group = ShardGroup(None, _group_of_all_ranks(info))
         count = self._options.post_forward_ranks
-        neighbours = _neighbours(group, count) if count and group.shard else None
+        neighbours = _group_for_slices(group, count) if count and group.shard else None
         spec = ShardSpec(keeps_full=placed[0].dim is None, placed=placed, post_forward_group=neighbours)
         kind = ExtensionBucket if needs_extension(placed[0].local(members[0][0].parameter)) else Bucket
         bucket = kind([each for each, _ in members], group, name, spec, config.precision, config.offload)
@@ -198,7 +198,7 @@ class FSDPState:
 
     @property
     def groups(self) -> list[ShardGroup]:
-        """The different groups of its buckets; what is whole on every rank aside."""
+        """The different groups of its buckets, without replicated parameters."""
         return list(dict.fromkeys(bucket.group for bucket in self.unit.buckets if bucket.group.shard is not None))
 
     @property
@@ -213,7 +213,7 @@ class FSDPState:
 
     @property
     def comms(self) -> CustomCollectives:
-        """What the user put in place of collectives."""
+        """Collectives of the user's own."""
         return self._comms
 
     def set_custom_collectives(self, **changes: Any) -> None:
@@ -227,7 +227,7 @@ class FSDPState:
         self._separate = on
         for bucket in self.unit.buckets:
             if bucket.group.shard is not None:
-                scatter = _again(bucket.group.shard) if on else None
+                scatter = _group_for_reduce(bucket.group.shard) if on else None
                 bucket.set_collectives(group=replace(bucket.group, scatter=scatter))
 
     # ------------------------------------------------------------------------------------------------- running
@@ -268,12 +268,12 @@ class FSDPState:
                 where=ran[0],
                 fix="Run the outermost module that fully_shard was applied to before those below it.",
             )
-        self._refuse_strangers(names)
+        self._refuse_foreign_params(names)
         units = [
             (", ".join(filter(None, name)) or type(each.modules[0]).__name__, each) for each, name in names.items()
         ]
         for name, each in units:
-            each.check(name, names[each][0])
+            each.check_materialized(name, names[each][0])
         root_state = RootState(self.unit, [(name, each.unit) for name, each in units])
         root_state.set_is_last_backward(self._is_last_backward)
         for each in names:
@@ -298,8 +298,8 @@ class FSDPState:
         if self._root_state is not None:
             self._root_state.set_post_optim_event(event)
 
-    def _refuse_strangers(self, known: Iterable[FSDPState]) -> None:
-        """Refuse to compute with a parameter that a unit elsewhere has: it would be trained twice, differently."""
+    def _refuse_foreign_params(self, known: Iterable[FSDPState]) -> None:
+        """Refuse a parameter that a unit elsewhere has: it would be trained twice, differently."""
         units = [each.unit for each in known]
         units += [each.sharding_unit for each in FullyShardedDataParallel.fsdp_modules(self.modules[0])]
         ours = {member.identity for unit in units for member in unit.members}  # also of what is gathered already
@@ -313,7 +313,7 @@ class FSDPState:
                 fix="Apply fully_shard to a module above all that use them, and run that.",
             )
 
-    def check(self, name: str, below: str = "") -> None:
+    def check_materialized(self, name: str, below: str = "") -> None:
         """Refuse to train with what has no memory, or lies elsewhere than it was to.
 
         Args:
@@ -325,14 +325,14 @@ class FSDPState:
         """
         for registration in self.unit.registrations:
             if registration.bucket.compute_device.type == "meta":
-                _leave_meta(registration)
+                _set_compute_device(registration)
         self.unit.bind_extensions()
         exposed = [
             (member.fqn, parameter)
             for registration in self.unit.registrations
             for member, parameter in zip(registration.bucket.members, registration.parameters, strict=True)
         ]
-        scope = materialize.ModuleScope.collect(self._whole, self._is_elsewhere, self._options.ignored)
+        scope = materialize.ModuleScope.collect(self._one_module, self._is_elsewhere, self._options.ignored)
         materialize.refuse_meta(scope, name, below)
         away = [(fqn, parameter.device) for fqn, parameter in exposed if parameter.device.type != "cpu"]
         if away and self._options.config.offload.enabled:
@@ -378,12 +378,12 @@ class FSDPState:
         if (
             root_state.root is self.unit and not self.unit.registrations
         ):  # without parameters it does not know where it is
-            args, kwargs = mixed_precision.moved((args, dict(kwargs)), self.device)
+            args, kwargs = mixed_precision.move_tensors((args, dict(kwargs)), self.device)
         return run_forward(root_state, self.unit, function, args, kwargs)
 
 
 def _check_meshes(placed: Sequence[Placed]) -> None:
-    """Refuse two descriptions of the same ranks: one of them would be cut into a unit of its own by mistake."""
+    """Refuse two descriptions of the same ranks: they would make two buckets by mistake."""
     seen: dict[ShardGroup, DataParallelMeshInfo] = {}
     for each in placed:
         first = seen.setdefault(each.info.group, each.info)
@@ -409,8 +409,8 @@ def _group(purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return made[purpose, ranks]
 
 
-def _neighbours(group: ShardGroup, count: int) -> dist.ProcessGroup | None:
-    """Return the ranks among which a slice is gathered again; None where that is everyone."""
+def _group_for_slices(group: ShardGroup, count: int) -> dist.ProcessGroup | None:
+    """Return the process group to unshard from in backward; None where that is all ranks."""
     if group.shard is None or count in (0, group.size):
         return None
     ranks = dist.get_process_group_ranks(group.shard)
@@ -418,20 +418,20 @@ def _neighbours(group: ShardGroup, count: int) -> dist.ProcessGroup | None:
     return _group("slices", tuple(ranks[first : first + count]))
 
 
-def _again(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _group_for_reduce(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _group("reduce", tuple(dist.get_process_group_ranks(group)))
 
 
-def _everyone(info: DataParallelMeshInfo) -> dist.ProcessGroup | None:
-    """Return the ranks that a parameter which is whole on each of them is averaged over."""
+def _group_of_all_ranks(info: DataParallelMeshInfo) -> dist.ProcessGroup | None:
+    """Return the process group that a replicated parameter is averaged over."""
     group = info.group
     if group.shard is None or group.replicate is None:
         return group.shard or group.replicate
     return _group("everyone", tuple(info.mesh.mesh.flatten().tolist()))
 
 
-def _leave_meta(registration: ParamRegistration) -> None:
-    """Compute where this rank's parameters are, if a load that assigns brought them from the meta device."""
+def _set_compute_device(registration: ParamRegistration) -> None:
+    """Set the compute device of parameters that an assigning load brought from the meta device."""
     registration.pull_user_changes()  # what a load assigned is not registered yet
     bucket = registration.bucket
     if not bucket.shard.is_meta:

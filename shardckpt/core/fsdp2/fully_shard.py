@@ -1,4 +1,4 @@
-"""The face of the engine that shards in place: `fully_shard`, and what a module can do once it is sharded."""
+"""The FSDP2 front end of the engine: `fully_shard` and `FSDPModule`."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def fully_shard(
     modules = _outermost(module)
     _check_modules(modules)
     info = mesh_info(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
-    post_forward_ranks, kept = _kept(reshard_after_forward, info)
+    post_forward_ranks, kept = _resolve_reshard(reshard_after_forward, info)
     config = UnitConfig(
         precision=mp_policy.precision,
         offload=offload_policy.offload,
@@ -163,7 +163,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             raise ArgumentError(f"fully_shard does not support containers that do not implement forward: {each}")
 
 
-def _kept(answer: bool | int | None, info: DataParallelMeshInfo) -> tuple[int, dict[str, Any]]:
+def _resolve_reshard(answer: bool | int | None, info: DataParallelMeshInfo) -> tuple[int, dict[str, Any]]:
     """Return how many ranks to reshard to after forward, and settings of the unit."""
     if answer is None:
         return 0, {}
@@ -214,7 +214,7 @@ def _sharded_class(original: type) -> type:
 
 
 class FSDPModule:
-    """What a sharded module can do; its own class comes right behind this one."""
+    """Methods of a sharded module; its own class is the next base."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the original class: what a sharded container gives for a slice of it is not sharded."""
@@ -235,7 +235,7 @@ class FSDPModule:
 
     @compiler_disabled_shallow
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute with the parameters gathered."""
+        """Compute with the parameters unsharded."""
         return self._fsdp_state.run_forward(super().__call__, args, kwargs)  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -291,7 +291,7 @@ class FSDPModule:
         self.reshard()
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        self._fsdp_state.with_stored_types(state, self._as_module, prefix)
+        self._fsdp_state.restore_stored_dtypes(state, self._as_module, prefix)
         return state
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -318,7 +318,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Give up this module's full parameters, not those of sharded modules below it."""
+        """Reshard this module's parameters, not those of sharded modules below it."""
         self._fsdp_state.reshard()
 
     def reset_iter_state(self) -> None:
@@ -381,7 +381,7 @@ class FSDPModule:
         Raises:
             ArgumentError: One is not sharded.
         """
-        self._fsdp_state.unit.set_units_to_prefetch(forward=[each.unit for each in _all_of(modules)])
+        self._fsdp_state.unit.set_units_to_prefetch(forward=[each.unit for each in _fsdp_states(modules)])
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Say what is gathered while this module's gradients are computed, instead of what came before it in forward.
@@ -392,7 +392,7 @@ class FSDPModule:
         Raises:
             ArgumentError: One is not sharded.
         """
-        self._fsdp_state.unit.set_units_to_prefetch(backward=[each.unit for each in _all_of(modules)])
+        self._fsdp_state.unit.set_units_to_prefetch(backward=[each.unit for each in _fsdp_states(modules)])
 
     # ---------------------------------------------------------------------------------------------- gradients
 
@@ -515,7 +515,7 @@ class FSDPModule:
         state = self._one_group("set_all_reduce_hook")
         if stream is not None and any(group.replicas > 1 for group in state.groups):
             raise ArgumentError("stream cannot be set when using native HSDP")
-        state.set_custom_collectives(all_reduce_hook=hook if stream is None else _on(stream, hook))
+        state.set_custom_collectives(all_reduce_hook=hook if stream is None else _run_on_stream(stream, hook))
 
     def _one_group(self, called: str) -> FSDPState:
         state = self._fsdp_state
@@ -602,7 +602,7 @@ class FSDPModule:
 ShardedModule.register(FSDPModule)
 
 
-def _on(stream: torch.cuda.Stream, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+def _run_on_stream(stream: torch.cuda.Stream, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
     """Return a hook that runs on a stream."""
 
     def run(gradient: torch.Tensor) -> None:
@@ -615,7 +615,7 @@ def _on(stream: torch.cuda.Stream, hook: Callable[[torch.Tensor], None]) -> Call
     return run
 
 
-def _all_of(modules: Iterable[Any]) -> list[FSDPState]:
+def _fsdp_states(modules: Iterable[Any]) -> list[FSDPState]:
     found = []
     for each in modules:
         if not isinstance(each, FSDPModule):
@@ -625,7 +625,7 @@ def _all_of(modules: Iterable[Any]) -> list[FSDPState]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method be one that a unit's parameters are gathered for, as its forward is; on either face.
+    """Unshard the unit for a method as for its forward; with either front end.
 
     Args:
         module: The module; nothing is done where it is not sharded.
@@ -639,7 +639,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not hasattr(module, method_name):
         raise ArgumentError(f"{type(module)} does not have a method {method_name}")
     if isinstance(module, FullyShardedDataParallel):
-        module.gathers_for(method_name)
+        module.register_forward_method(method_name)
         return
     bound = getattr(module, method_name)
     method = getattr(bound, "__func__", None)

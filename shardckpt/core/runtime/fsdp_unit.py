@@ -479,7 +479,7 @@ class FSDPUnit:
 
     @property
     def _runs_in_full_precision(self) -> bool:
-        return mixed_precision.full_in_eval() and not self.module.training
+        return mixed_precision.has_full_precision_eval() and not self.module.training
 
     def _cast_buffers(self) -> None:
         dtype = self.config.precision.buffer_dtype
@@ -494,11 +494,11 @@ class FSDPUnit:
         """Return the arguments where the unit computes, and in the type it computes in."""
         config = self.config.precision
         if self._root.is_root(self) and self._active:
-            given = mixed_precision.moved(given, self._active[0].bucket.compute_device)
+            given = mixed_precision.move_tensors(given, self._active[0].bucket.compute_device)
         wanted = config.cast_inputs or (config.cast_root_inputs and self._root.is_root(self))
         if not wanted or config.param_dtype is None or self._runs_in_full_precision or self._checked_out:
             return given
-        return mixed_precision.cast(given, config.param_dtype)
+        return mixed_precision.cast_tensors(given, config.param_dtype)
 
     @compiler_disabled
     def post_forward(self, output: Any) -> Any:
@@ -513,7 +513,7 @@ class FSDPUnit:
         call = self._running_calls.pop()
         again = autograd_hooks.in_backward()
         if self.config.precision.output_dtype is not None:
-            output = mixed_precision.cast(output, self.config.precision.output_dtype)
+            output = mixed_precision.cast_tensors(output, self.config.precision.output_dtype)
         found = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
         for tensor in found:
             tensor.register_hook(lambda _: self.pre_backward_hook(call))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Casts of what goes into a unit, what comes out, and of its buffers; moves of inputs to where the unit computes."""
+"""Casts of inputs, outputs and buffers of units; moves of inputs to the compute device."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """Set to 1, this environment variable lets units that are in eval mode compute in the stored types."""
 
 
-def full_in_eval() -> bool:
-    """Tell whether units in eval mode compute in the stored types."""
+def has_full_precision_eval() -> bool:
+    """Return True if units in eval mode compute in the stored types."""
     return os.environ.get(FULL_IN_EVAL, "") == "1"
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return a value with its floating tensors, wherever they are in it, in another type."""
+def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating tensors anywhere in a value."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
@@ -31,8 +31,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return mapped(value, change)
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """Return a value with its tensors on a device; nothing changes where the device is the CPU."""
+def move_tensors(value: Any, device: torch.device) -> Any:
+    """Move the tensors anywhere in a value to a device; do nothing if that is the CPU."""
     if device.type in ("cpu", "meta"):
         return value
     return mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
@@ -50,7 +50,7 @@ class Buffers:
         self._original: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffers:
-        """Return those of the copied modules."""
+        """Return the buffers of the copied modules."""
         made = memo[id(self)] = Buffers(copy.deepcopy(self._modules, memo))
         for module, types in self._original.items():
             made._original[copy.deepcopy(module, memo)] = dict(types)
@@ -64,7 +64,7 @@ class Buffers:
                     self._original.setdefault(module, {}).setdefault(name, buffer.dtype)
                     module._buffers[name] = buffer.to(dtype)
 
-    def original(self, module: nn.Module, name: str) -> torch.dtype | None:
+    def get_original_dtype(self, module: nn.Module, name: str) -> torch.dtype | None:
         """Return the type a buffer had before it was cast; None where it never was."""
         return self._original.get(module, {}).get(name)
 

@@ -1,4 +1,4 @@
-"""What is sharded below a module: its units, their buckets, its roots, whichever face sharded them."""
+"""Find the units, buckets and roots below a module, of either front end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 
 
 class ShardedModule(ABC):
-    """What modules of both faces are: such a module has a unit of its own, or shares one.
+    """A module that has a unit of its own, or shares one; base of both front ends.
 
     Classes register for it rather than derive from it, since users look at their bases.
     """
@@ -26,7 +26,7 @@ class ShardedModule(ABC):
     @property
     @abstractmethod
     def is_sharding_root(self) -> bool:
-        """Tell whether the module ran first of all that is sharded around it; False while nothing has run."""
+        """Return True if the module is the root; False before the first forward."""
 
 
 def units_with_modules(module: nn.Module) -> tuple[list[FSDPUnit], list[nn.Module]]:

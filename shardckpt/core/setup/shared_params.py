@@ -1,4 +1,4 @@
-"""Parameters that units share with modules outside them: taken back, so that the unit above all users has them."""
+"""Shared parameters: restore units that share them with modules outside, so that a unit above has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 _Users = dict[Identity, set[tuple[int, str]]]
 
 
-def reopen(module: nn.Module, units: Sequence[FSDPUnit]) -> list[FSDPUnit]:
+def restore_shared_units(module: nn.Module, units: Sequence[FSDPUnit]) -> list[FSDPUnit]:
     """Undo the sharding of units below a module that hold a parameter which others below it use too. Collective.
 
     Args:

@@ -28,8 +28,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients of everything sharded in a module so that their norm over all ranks is at most `max_norm`.
 
-    The same for both faces of the engine, and beside parameters that are not sharded: gradients of those are neither
-    counted nor scaled. Collective.
+    The same for both front ends of the engine. Gradients of parameters that are not sharded are neither counted nor
+    scaled. Collective.
 
     Args:
         module: Where the sharded modules are, itself one or not.
@@ -50,13 +50,13 @@ def clip_grad_norm_(
     buckets = traversal.buckets(module)
     if not buckets:
         raise ArgumentError("nothing here is sharded", where=type(module).__name__, fix="Use torch.nn.utils.")
-    return clip(
+    return clip_units(
         units, buckets[0].group, buckets[0].compute_device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
     )
 
 
 @torch.no_grad()
-def clip(
+def clip_units(
     units: Sequence[FSDPUnit],
     around: ShardGroup,
     device: torch.device,
@@ -92,19 +92,22 @@ def clip(
     order = float(norm_type)
     if not order > 0:
         raise ArgumentError("the order of a norm is positive", where="clip_grad_norm_", found=norm_type)
-    told = [each for unit in units for registration in unit.registrations for each in _told(registration)]
-    _refuse_held([parameter for parameter, _ in told])
-    widest = max([_Ranks.of_group(around), *(ranks for _, ranks in told)], key=lambda ranks: ranks.count)
+    ranked = [each for unit in units for registration in unit.registrations for each in _optimizer_params(registration)]
+    _refuse_unsynced([parameter for parameter, _ in ranked])
+    widest = max([_Ranks.of_group(around), *(ranks for _, ranks in ranked)], key=lambda ranks: ranks.count)
     mesh = get_tp_mesh(bucket for unit in units for bucket in unit.buckets)
     if mesh is None:
-        parts = [_Part.of(parameter.grad, ranks.copies) for parameter, ranks in told if parameter.grad is not None]
+        parts = [_Part.of(parameter.grad, ranks.copies) for parameter, ranks in ranked if parameter.grad is not None]
     else:
         parts = [
-            part for unit in units for registration in unit.registrations for part in _over_mesh(registration, mesh)
+            part
+            for unit in units
+            for registration in unit.registrations
+            for part in _parts_over_mesh(registration, mesh)
         ]
         widest = widest.over(mesh)
-    _refuse_submesh(told, widest)
-    total = _over_ranks(_local(parts, order, device), widest, order)
+    _refuse_submesh(ranked, widest)
+    total = _reduce_over_ranks(_reduce_locally(parts, order, device), widest, order)
     norm = total if math.isinf(order) else total.pow(1.0 / order)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise StateError(
@@ -115,7 +118,7 @@ def clip(
     factor = (max_norm / (norm.float() + 1e-6)).clamp(max=1.0)
     for part in parts:
         part.grad.mul_(factor.to(part.grad.device))
-    return norm.to(_promoted([part.grad for part in parts]))
+    return norm.to(_promote_dtypes([part.grad for part in parts]))
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class _Part:
         return found
 
 
-def _told(registration: ParamRegistration) -> list[tuple[nn.Parameter, _Ranks]]:
+def _optimizer_params(registration: ParamRegistration) -> list[tuple[nn.Parameter, _Ranks]]:
     """Return the parameters that an optimizer gets, with their ranks."""
     parameters = registration.parameters
     if parameters and isinstance(parameters[0].data, DTensor):
@@ -185,14 +188,14 @@ def _told(registration: ParamRegistration) -> list[tuple[nn.Parameter, _Ranks]]:
     return [(each, ranks) for each in parameters]
 
 
-def _over_mesh(registration: ParamRegistration, mesh: DeviceMesh) -> list[_Part]:
+def _parts_over_mesh(registration: ParamRegistration, mesh: DeviceMesh) -> list[_Part]:
     """Return the gradients of a flat unit, one for each parameter, since tensor parallelism has cut some of them."""
     replicas = registration.bucket.group.replicas
     rows = zip(registration.gradients(), count_tp_replicas(registration.bucket, mesh), strict=True)
     return [_Part.of(grad, replicas * copies) for grad, copies in rows if grad is not None]
 
 
-def _local(parts: Sequence[_Part], order: float, device: torch.device) -> torch.Tensor:
+def _reduce_locally(parts: Sequence[_Part], order: float, device: torch.device) -> torch.Tensor:
     """Return what this rank adds to the sum of powers over all ranks, or takes the maximum with."""
     norms: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
     for part in parts:
@@ -203,10 +206,10 @@ def _local(parts: Sequence[_Part], order: float, device: torch.device) -> torch.
         together = torch.stack(found).double()
         share = together.max() if math.isinf(order) else together.pow(order).sum() / copies
         shares.append(share.view(1).to(device))
-    return _joined(shares, order, device)
+    return _combine_parts(shares, order, device)
 
 
-def _refuse_held(parameters: Sequence[nn.Parameter]) -> None:
+def _refuse_unsynced(parameters: Sequence[nn.Parameter]) -> None:
     """Refuse gradients that nobody has reduced: their norm over ranks says nothing."""
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.numel() != parameter.numel():
@@ -219,9 +222,9 @@ def _refuse_held(parameters: Sequence[nn.Parameter]) -> None:
             )
 
 
-def _refuse_submesh(told: Sequence[tuple[nn.Parameter, _Ranks]], widest: _Ranks) -> None:
+def _refuse_submesh(ranked: Sequence[tuple[nn.Parameter, _Ranks]], widest: _Ranks) -> None:
     """Refuse DTensors on a mesh that is smaller than that of others: outside it there may be copies, or anything."""
-    for parameter, ranks in told:
+    for parameter, ranks in ranked:
         if isinstance(parameter.data, DTensor) and ranks.count < widest.count:
             raise ArgumentError(
                 "whether the other ranks hold copies of a parameter cannot be known from its mesh",
@@ -232,22 +235,22 @@ def _refuse_submesh(told: Sequence[tuple[nn.Parameter, _Ranks]], widest: _Ranks)
             )
 
 
-def _joined(parts: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
+def _combine_parts(parts: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
     together = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *parts])
     return (together.max() if math.isinf(order) else together.sum()).view(1)
 
 
-def _over_ranks(local: torch.Tensor, ranks: _Ranks, order: float) -> torch.Tensor:
+def _reduce_over_ranks(local: torch.Tensor, ranks: _Ranks, order: float) -> torch.Tensor:
     """Return what all ranks have together."""
     for each in ranks.groups:
         group = ShardGroup(each)
         everyone = local.new_empty(group.size)
         group.all_gather(everyone, local, "clip gradients").wait()
-        local = _joined([everyone], order, local.device)
+        local = _combine_parts([everyone], order, local.device)
     return local.squeeze()
 
 
-def _promoted(grads: Sequence[torch.Tensor]) -> torch.dtype:
+def _promote_dtypes(grads: Sequence[torch.Tensor]) -> torch.dtype:
     if not grads:
         warnings.warn(
             f"Called FSDP.clip_grad_norm_() on rank {dist.get_rank()} with no gradients -- returning the total norm in "

@@ -1,4 +1,4 @@
-"""The shards of units with original parameters as the flat parameters that they would be without."""
+"""Flat parameters over the shards of units with `use_orig_params`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 
 
 @contextmanager
-def flat_instead(units: Sequence[tuple[nn.Module, FSDPUnit]], name: str) -> Generator[None, None, None]:
-    """Inside, modules have flat parameters over their units' shards, and the original ones are not registered.
+def register_flat_params(units: Sequence[tuple[nn.Module, FSDPUnit]], name: str) -> Generator[None, None, None]:
+    """Register flat parameters over the shards of units inside, in place of the original ones.
 
     What is written to a flat parameter is written to the shard, so that the original ones have it afterwards.
 

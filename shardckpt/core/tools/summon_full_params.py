@@ -1,4 +1,4 @@
-"""Full parameters for whoever is not the engine: all at once in a context, or one after the other."""
+"""Full parameters outside of forward and backward: all at once in a context, or one unit at a time."""
 
 from __future__ import annotations
 
@@ -44,10 +44,12 @@ class SummonOptions:
 
 
 @contextmanager
-def summoned(module: nn.Module, summons: SummonOptions, *, recurse: bool = True) -> Generator[None, None, None]:
-    """Let the modules have their full parameters, of the stored types, inside. Collective.
+def summon_full_params(
+    module: nn.Module, options: SummonOptions, *, recurse: bool = True
+) -> Generator[None, None, None]:
+    """Register full parameters, of the stored types, on the modules inside. Collective.
 
-    They are ordinary parameters: of a flat face with shapes and names of their own, of the others the user's own
+    They are ordinary parameters: of flat parameters with shapes and names of their own, of the others the user's own
     objects or new ones in place of DTensors. A unit computes inside as a plain module would; gradients of such a
     computation are this rank's own. Changes are kept on any exit, an exception's included, where `writeback` says so,
     those to parameters that were put in place of ours too; without it they are lost, unless nothing is sharded.
@@ -55,7 +57,7 @@ def summoned(module: nn.Module, summons: SummonOptions, *, recurse: bool = True)
 
     Args:
         module: The module, sharded itself or with sharded ones below.
-        summons: What they are wanted for.
+        options: What they are wanted for.
         recurse: Of the units below as well; all are gathered at once.
 
     Raises:
@@ -63,7 +65,7 @@ def summoned(module: nn.Module, summons: SummonOptions, *, recurse: bool = True)
         SummonShapeError: On exit: a parameter was replaced by one of another shape.
     """
     units = _units(module, recurse=recurse)
-    if summons.offload_to_cpu and not summons.rank0_only:
+    if options.offload_to_cpu and not options.rank0_only:
         warnings.warn(
             "offload_to_cpu=True and rank0_only=False may result in every rank of a machine having a copy of the "
             "full parameters in the same CPU memory; rank0_only=True makes one",
@@ -73,7 +75,7 @@ def summoned(module: nn.Module, summons: SummonOptions, *, recurse: bool = True)
         _check_idle(unit)
     with ExitStack() as stack:
         for unit in units:
-            stack.enter_context(_summoned_unit(unit, summons))
+            stack.enter_context(_summon_unit(unit, options))
         yield
 
 
@@ -100,18 +102,18 @@ def _check_idle(unit: FSDPUnit) -> None:
 
 
 @contextmanager
-def _summoned_unit(unit: FSDPUnit, summons: SummonOptions) -> Iterator[None]:
+def _summon_unit(unit: FSDPUnit, options: SummonOptions) -> Iterator[None]:
     with unit.check_out_params() as registrations, ExitStack() as stack:
         for registration in registrations:
-            opened = _Summoned(registration, summons, persists=unit.config.keeps_full)
+            opened = _SummonedBucket(registration, options, persists=unit.config.keeps_full)
             stack.callback(opened.close)
             opened.open()
-        _reorder(unit)
+        _restore_param_order(unit)
         yield
 
 
-def _reorder(unit: FSDPUnit) -> None:
-    """Let full parameters have the order in their modules that they had before they were sorted to buckets."""
+def _restore_param_order(unit: FSDPUnit) -> None:
+    """Restore the order of parameters in their modules to that before they were sorted to buckets."""
     places = [(member.order, place) for member in unit.members for place in member.places]
     for _, place in sorted(places, key=lambda each: each[0]):
         registered = place.module._parameters
@@ -119,19 +121,19 @@ def _reorder(unit: FSDPUnit) -> None:
             registered[place.attribute] = registered.pop(place.attribute)
 
 
-class _Summoned:
+class _SummonedBucket:
     """The full parameters of one bucket.
 
     Args:
         registration: The bucket as it is registered on the modules.
-        summons: What they are wanted for.
+        options: What they are wanted for.
         persists: Nothing of the unit is sharded: what is changed is what is stored, and stays changed.
     """
 
-    def __init__(self, registration: ParamRegistration, summons: SummonOptions, *, persists: bool) -> None:
+    def __init__(self, registration: ParamRegistration, options: SummonOptions, *, persists: bool) -> None:
         self._registration = registration
         self._bucket = registration.bucket
-        self._summons = summons
+        self._options = options
         self._persists = persists
         self._full: Full | None = None
         self._given: list[torch.Tensor] = []
@@ -139,11 +141,11 @@ class _Summoned:
 
     def open(self) -> None:
         """Gather and register. Collective."""
-        summons, bucket = self._summons, self._bucket
+        options, bucket = self._options, self._bucket
         bucket.reshard()
         full = gather(bucket, bucket.shard.data)
-        gradients = self._gradients() if summons.with_grads else None
-        if summons.rank0_only and not bucket.group.is_first:
+        gradients = self._gradients() if options.with_grads else None
+        if options.rank0_only and not bucket.group.is_first:
             return
         self._given = [self._own(value) for value in full.values]
         if self._given[0] is full.values[0]:
@@ -152,15 +154,15 @@ class _Summoned:
         self._parameters = self._registration.register_summoned(self._given, shown)
         for parameter in self._parameters:
             if parameter.requires_grad and not any(parameter is each for each in self._registration.parameters):
-                parameter.register_hook(self._refuse_late)  # type: ignore[no-untyped-call]
+                parameter.register_hook(self._refuse_late_backward)  # type: ignore[no-untyped-call]
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a full value where it is wanted; a copy of what is stored itself if changes are not to be kept."""
-        moved = tensor.cpu() if self._summons.offload_to_cpu else tensor
+        moved = tensor.cpu() if self._options.offload_to_cpu else tensor
         stored = self._bucket.keeps_full and moved is tensor
-        return moved.clone() if stored and not (self._persists or self._summons.writeback) else moved
+        return moved.clone() if stored and not (self._persists or self._options.writeback) else moved
 
-    def _refuse_late(self, _: torch.Tensor) -> None:
+    def _refuse_late_backward(self, _: torch.Tensor) -> None:
         if not self._parameters:
             raise StateError(
                 "a backward reached full parameters that were summoned for a forward, and are gone",
@@ -169,7 +171,7 @@ class _Summoned:
             )
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        """Return full gradients; those that are held back from reduction as they are on this rank. Collective."""
+        """Return full gradients; those not yet reduced (no_sync) as they are on this rank. Collective."""
         registration = self._registration
         own = registration.gradients()
         if not registration.has_unsharded_grads:
@@ -183,18 +185,18 @@ class _Summoned:
         Raises:
             SummonShapeError: A parameter was replaced by one of another shape; the others are kept.
         """
-        summons, bucket, shown = self._summons, self._bucket, bool(self._parameters)
+        options, bucket, shown = self._options, self._bucket, bool(self._parameters)
         values, wrong = self._values() if shown else ([], None)
         gradients = [None if each.grad is None else _local(each.grad) for each in self._registered()] if shown else []
         if shown:
             self._registration.unregister_summoned()
         self._parameters, self._given, self._full = [], [], None
         with torch.no_grad():
-            if summons.writeback and summons.rank0_only:
+            if options.writeback and options.rank0_only:
                 scatter(bucket, values if shown else None, bucket.shard.data)
-            elif shown and (summons.writeback or self._persists):
+            elif shown and (options.writeback or self._persists):
                 cut(bucket, values, bucket.shard.data)
-            if summons.writeback and summons.with_grads:
+            if options.writeback and options.with_grads:
                 self._write_gradients(gradients if shown else None)
         if wrong is not None:
             raise wrong
@@ -202,7 +204,7 @@ class _Summoned:
     def _registered(self) -> list[torch.Tensor]:
         """Return what is registered for each parameter: ours, or what somebody put in its place."""
         pairs = zip(self._bucket.members, self._parameters, strict=True)
-        return [next(_others(member, ours), ours) for member, ours in pairs]
+        return [next(_replaced_params(member, ours), ours) for member, ours in pairs]
 
     def _values(self) -> tuple[list[torch.Tensor], SummonShapeError | None]:
         """Return the values to keep; where one has another shape than it had, ours, and an error for the end."""
@@ -224,7 +226,7 @@ class _Summoned:
     def _write_gradients(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
         bucket, registration = self._bucket, self._registration
         out = torch.zeros(bucket.shard.shape, dtype=bucket.gradient_dtype, device=bucket.shard.device)
-        if self._summons.rank0_only:
+        if self._options.rank0_only:
             there = scatter(bucket, gradients, out)
         elif gradients is not None:
             there = [grad is not None for grad in gradients]
@@ -239,7 +241,7 @@ class _Summoned:
                     held.copy_(_or_zeros(grad, held.shape, held))
 
 
-def _others(member: ParamInfo, ours: nn.Parameter) -> Iterator[nn.Parameter]:
+def _replaced_params(member: ParamInfo, ours: nn.Parameter) -> Iterator[nn.Parameter]:
     """Yield what is registered for a parameter and is not ours."""
     for place in member.places:
         found = place.module._parameters.get(place.attribute)
@@ -261,11 +263,11 @@ def _or_zeros(tensor: torch.Tensor | None, shape: Sequence[int], like: torch.Ten
 def iter_full_params(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and full values of all parameters below a module. Collective: every rank goes through all of it.
 
-    One unit is gathered at a time, and gone before the next one, or when the loop is left. A parameter that has several
-    names comes once, under its first; parameters that no unit has come first, and are not copied.
+    One unit is gathered at a time, and freed before the next one, or when the loop is left. A shared parameter comes
+    once, under its first name; parameters that no unit has come first, and are not copied.
 
     Args:
-        module: The module, sharded itself or with sharded ones below, of either face.
+        module: The module, sharded itself or with sharded ones below, by either front end.
 
     Yields:
         The name as in the module that was not wrapped, and the value in its stored type, on the device of computation.
@@ -280,15 +282,15 @@ def iter_full_params(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         with unit.check_out_params():
             pass  # what a user put in the places of its parameters is its own now
     _refuse_parts(module, units)
-    yield from _unsharded(module, units)
+    yield from _unmanaged_params(module, units)
     names = {each: clean(name) for name, each in module.named_modules()}
     for unit in units:
         with unit.check_out_params() as registrations:
             for registration in registrations:
-                yield from _gathered(registration, names)
+                yield from _gather_params(registration, names)
 
 
-def _unsharded(module: nn.Module, units: Sequence[FSDPUnit]) -> Iterator[tuple[str, torch.Tensor]]:
+def _unmanaged_params(module: nn.Module, units: Sequence[FSDPUnit]) -> Iterator[tuple[str, torch.Tensor]]:
     ours = {parameter for unit in units for registration in unit.registrations for parameter in registration.parameters}
     members = {id(leaf) for unit in units for bucket in unit.buckets for leaf in bucket.unsharded_params}
     for name, parameter in module.named_parameters():
@@ -313,7 +315,9 @@ def _is_of_unit(value: object) -> bool:
     return isinstance(value, ShardedPlaceholder) or (isinstance(value, nn.Parameter) and is_held(value))
 
 
-def _gathered(registration: ParamRegistration, names: Mapping[nn.Module, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _gather_params(
+    registration: ParamRegistration, names: Mapping[nn.Module, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     bucket = registration.bucket
     bucket.reshard()
     full = gather(bucket, bucket.shard.data)

@@ -211,7 +211,7 @@ class _Walk:
         persistent = attribute not in module._non_persistent_buffers_set
         if persistent:
             self._names.append(name)
-        found = (unit.buffers.original(module, attribute) for unit in self._units)
+        found = (unit.buffers.get_original_dtype(module, attribute) for unit in self._units)
         dtype = next((dtype for dtype in found if dtype is not None), buffer.dtype)
         self._buffers[name] = Buffer(name, module, attribute, persistent, dtype)
 

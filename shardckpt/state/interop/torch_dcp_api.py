@@ -145,7 +145,7 @@ _KNOWN = {
 """What the functions look up in their module, and what they find from now on."""
 
 
-def introduce() -> None:
+def register_with_torch_dcp() -> None:
     """Let torch's functions find our wrapper, and its saver our LOCAL states; doing it again changes nothing."""
     if _torch_saved is not None:
         state_dict_saver._stateful_to_state_dict = _saved

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.fsdp1.state_dict_api import announce_wrappers
+from shardckpt.core.fsdp1.state_dict_api import register_with_torch_dcp
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import UsageError
 from shardckpt.groups import Group, LocalGroup, TorchGroup
@@ -183,7 +183,7 @@ def with_metadata(made: OrderedDict[str, Any], kind: StateKind, found: ModelInde
     """
     note: dict[str, Any] = {"version": VERSION, "kind": kind.name, "aliases": dict(found.aliases)}
     if kind is StateKind.LOCAL:
-        announce_wrappers()  # what saves states of all ranks together has to know LOCAL ones, whatever the face
+        register_with_torch_dcp()  # what saves states of all ranks together has to know LOCAL ones, whatever the face
         note |= {**local_metadata(), "names": list(found.names), "units": units_metadata(found)}
     made._metadata = OrderedDict({KEY: note})  # type: ignore[attr-defined]
     return made

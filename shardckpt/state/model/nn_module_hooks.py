@@ -181,7 +181,7 @@ def _finish_state(
 ) -> None:
     """Give buffers the types they had, and move everything where it is wanted."""
     for name, owner, attribute in _buffers(module):
-        dtype = unit.buffers.original(owner, attribute)
+        dtype = unit.buffers.get_original_dtype(owner, attribute)
         if dtype is not None and prefix + name in destination:
             destination[prefix + name] = destination[prefix + name].to(dtype)
     if settings.state_dict_config.offload_to_cpu:
