@@ -217,7 +217,7 @@ class KeyGuard:
         if known is None:
             if kind is int and 0 <= key <= count:  # type: ignore[operator]
                 return  # such numbers alone have a place each
-            known = self._tables[id(container)] = container, _table_of(container, type(container) is set)
+            known = self._tables[id(container)] = container, _build_table(container, type(container) is set)
         if key not in container:
             known[1].add(hash(key), count + 1)
 
@@ -250,7 +250,7 @@ class KeyGuard:
         return left
 
 
-def _table_of(keys: Iterable[Hashable], is_set: bool) -> _Table:
+def _build_table(keys: Iterable[Hashable], is_set: bool) -> _Table:
     table = _Table(is_set)
     for count, key in enumerate(keys, 1):
         if type(key) is not str:  # their hashes are salted
@@ -267,8 +267,8 @@ def check_hashes(keys: Sequence[Hashable], where: object = "") -> None:
     if len(keys) <= _FEW or all(type(key) is str or (type(key) is int and 0 <= key <= i) for i, key in enumerate(keys)):
         return
     try:
-        _table_of(keys, is_set=False)
-        _table_of(keys, is_set=True)
+        _build_table(keys, is_set=False)
+        _build_table(keys, is_set=True)
     except UnsafeError:
         raise _collision_error(where) from None
     hashes = sorted(hash(key) for key in keys if type(key) is not str)

@@ -192,12 +192,12 @@ def prune(
 def _sound_run(store: Store, *, verify: bool) -> RunDirectory:
     """Return a run whose newest complete step was looked at closely; one that is removed meanwhile is not faulty."""
 
-    def fault_of(step: StepFolder) -> str:
+    def find_fault(step: StepFolder) -> str:
         return manifest_fault(store, step) or (_damage(store, step) if verify else "")
 
     while True:
         run = read_run_to_remove(open_store(store.url))
-        sound = with_sound_newest(run, fault_of)
+        sound = with_sound_newest(run, find_fault)
         faulty = {step.save for step in run.complete} - {step.save for step in sound.complete}
         if not faulty or faulty <= {step.save for step in read_run(open_store(store.url)).complete}:
             return sound

@@ -102,7 +102,7 @@ def _mismatch(reader: Reader, checksum: Checksum, value: int, content: _Content)
     end = checksum.offset + checksum.nbytes
     error = ChecksumError(
         f"{checksum.label}bytes {checksum.offset} to {end} do not match their checksum"
-        f"{content.of(checksum.file, checksum.offset, end)}",
+        f"{content.describe(checksum.file, checksum.offset, end)}",
         where=f"{reader.store.url}/{checksum.file}",
         found=f"{value:0{digits}x}",
         expected=f"{checksum.value:0{digits}x}",
@@ -128,7 +128,7 @@ class _Content:
             ranges.sort()
         return found
 
-    def of(self, file: str, start: int, end: int) -> str:
+    def describe(self, file: str, start: int, end: int) -> str:
         """Return words for the tensors between two bytes; nothing where there are none."""
         names = list(
             dict.fromkeys(name for low, high, name in self._ranges.get(file, ()) if low < end and high > start)

@@ -163,7 +163,7 @@ def encode_metadata(files: Iterable[SliceFile], ties: Mapping[Path, Path], order
     for file in files:
         for what, _, offset, size in file.slices:
             for path in (what.path, *also.get(what.path, ())):
-                name = names.of(path)
+                name = names.flatten_path(path)
                 info = _instance(_FILE, {"relative_path": file.name, "offset": offset, "length": size})
                 if isinstance(what, SliceObject):
                     records[name] = _class("BytesStorageMetadata", {})
@@ -195,7 +195,7 @@ class _FlatNames:
         self.known: dict[Path, str] = {}
         self._taken: set[str] = set()
 
-    def of(self, path: Path) -> str:
+    def flatten_path(self, path: Path) -> str:
         name = self.known.get(path)
         if name is None:
             name = dotted(path)

@@ -158,12 +158,12 @@ class PartitionMerger:
         if len(set(names)) < len(names):
             raise FormatError("a parameter is in two groups", where=self._made.url)
         if self._is_split:
-            yield from self._split(shapes, numels)
+            yield from self._split_stage_3(shapes, numels)
         else:
             for unit, group in enumerate(shapes):
-                yield from self._partitioned(unit, group, list(numels[unit].values()))
+                yield from self._split_stage_1_2(unit, group, list(numels[unit].values()))
 
-    def _split(
+    def _split_stage_3(
         self, shapes: Sequence[Mapping[str, Shape]], numels: Sequence[Mapping[str, int]]
     ) -> Iterator[TrainedParam]:
         """Stage 3: each parameter by itself, through all flat tensors of a rank."""
@@ -184,7 +184,7 @@ class PartitionMerger:
                 yield TrainedParam(name, shape, runs[0].unit if runs else unit, runs)
                 offset += layout.part_elements(prod(shape), self.world)
 
-    def _partitioned(self, unit: int, group: Mapping[str, Shape], numels: Sequence[int]) -> Iterator[TrainedParam]:
+    def _split_stage_1_2(self, unit: int, group: Mapping[str, Shape], numels: Sequence[int]) -> Iterator[TrainedParam]:
         """Stages 1 and 2: one flat group, cut into equal parts for each team of ranks that shares it."""
         first = next(iter(self._optims.values()), None)
         paddings = first.paddings[unit] if first and first.paddings and unit < len(first.paddings) else None
@@ -194,16 +194,16 @@ class PartitionMerger:
         for rank, state in self._optims.items():
             if unit >= len(state.flats):
                 self._refuse(f"group {unit}", [rank], f"{len(state.flats)} flat tensors", len(self._shapes()))
-        for team in self._teams(unit):
-            partition = self._fitted(unit, team, offsets[-1], len(group))
+        for team in self._find_groups(unit):
+            partition = self._fit_partition(unit, team, offsets[-1], len(group))
             numel_of = dict(zip(group, numels, strict=True))
-            cuts = self._cuts(numel_of, offsets, partition, unit, team)
+            cuts = self._rank_runs(numel_of, offsets, partition, unit, team)
             self._check_starts(cuts, numel_of, partition, unit, team)
             for name, shape in group.items():
                 yield TrainedParam(team.name(name, self._local_experts), shape, unit, cuts[name])
 
     @staticmethod
-    def _cuts(
+    def _rank_runs(
         numels: Mapping[str, int], offsets: Sequence[int], partition: int, unit: int, team: PartitionGroup
     ) -> dict[str, tuple[PartitionRun, ...]]:
         """Return where the ranks of a team hold each parameter of a flat group."""
@@ -213,7 +213,7 @@ class PartitionMerger:
             found[name] = tuple(run._replace(rank=team.ranks[run.rank]) for run in cut)
         return found
 
-    def _fitted(self, unit: int, team: PartitionGroup, total: int, params: int) -> int:
+    def _fit_partition(self, unit: int, team: PartitionGroup, total: int, params: int) -> int:
         """Return the elements of each part of a flat group, which must explain how long the ranks' tensors are."""
         here = {place: rank for place, rank in enumerate(team.ranks) if rank in self._optims}
         lengths = {place: self._lengths(self._optims[rank])[unit] for place, rank in here.items()}
@@ -229,7 +229,7 @@ class PartitionMerger:
             self._lengths_of[unit, rank] = layout.possible_lengths(total, partition, len(team.ranks), place)
         return partition or 1
 
-    def _teams(self, unit: int) -> list[PartitionGroup]:
+    def _find_groups(self, unit: int) -> list[PartitionGroup]:
         """Return the teams of ranks that share a flat group: one, but for experts, whose teams hold one set each."""
         state = next(iter(self._optims.values()), None)
         count = state.counts[unit] if state else self.world
@@ -271,12 +271,12 @@ class PartitionMerger:
         With `round_robin_gradients` DeepSpeed lays parameters in another order, that of `param_shapes`, but counts
         their places in the order that they had before. `zero_to_fp32.py` goes by `param_shapes`, and so do we.
         """
-        wrong = self._wrong_start(cuts)
+        wrong = self._find_wrong_start(cuts)
         if wrong is None:
             return
         before = {name: numels[name] for name in layout.original_order(list(numels), len(team.ranks))}
         offsets = layout.offsets(list(before.values()))
-        if self._wrong_start(self._cuts(before, offsets, partition, unit, team)) is None:
+        if self._find_wrong_start(self._rank_runs(before, offsets, partition, unit, team)) is None:
             return
         name, run, (numel, start) = wrong
         self._refuse(
@@ -286,7 +286,7 @@ class PartitionMerger:
             f"from {run.at}, {run.stop - run.start} of them",
         )
 
-    def _wrong_start(
+    def _find_wrong_start(
         self, cuts: Mapping[str, tuple[PartitionRun, ...]]
     ) -> tuple[str, PartitionRun, tuple[int, int]] | None:
         """Return a run of a parameter that its rank tells otherwise, and what the rank says."""
@@ -315,7 +315,7 @@ class PartitionMerger:
 
     # ---------------------------------------------------------------------------------------------------- arrays
 
-    def _whole(
+    def _merge_tensor(
         self, path: Path, shape: Shape, runs: Iterable[PartitionRun], find: Find, absent: Callable[[int], str]
     ) -> TensorEntry:
         """Return an array from its runs; what a missing file holds is refused when it is read."""
@@ -345,16 +345,16 @@ class PartitionMerger:
     def _master(self, rank: int, unit: int) -> TensorEntry | None:
         return self._optims[rank].flats[unit] if rank in self._optims else None
 
-    def _absent_optim(self, rank: int) -> str:
+    def _missing_optim_file(self, rank: int) -> str:
         known = (name for place, name in self._files.optims.items() if place[1] == self._mp)
         folder = self._files.folder
         return optim_file_name([*known, f"{folder}/zero_pp_rank_0_mp_rank_00_optim_states.pt"], rank, self._mp)
 
-    def master(self, param: TrainedParam) -> TensorEntry:
+    def merge_master(self, param: TrainedParam) -> TensorEntry:
         """Return a parameter's master weights."""
-        return self._whole((MASTER, param.name), param.shape, param.runs, self._master, self._absent_optim)
+        return self._merge_tensor((MASTER, param.name), param.shape, param.runs, self._master, self._missing_optim_file)
 
-    def frozen(self, name: str, shape: Shape) -> TensorEntry:
+    def merge_frozen(self, name: str, shape: Shape) -> TensorEntry:
         """Return a frozen parameter that every rank holds a part of (stage 3)."""
         runs = layout.split_stage3_runs(0, prod(shape), self.world, (0, layout.part_elements(prod(shape), self.world)))
 
@@ -364,7 +364,7 @@ class PartitionMerger:
         def absent(rank: int) -> str:
             return part_file_name(self._files.folder, rank, self._mp)
 
-        return self._whole((MODEL, name), shape, runs, find, absent)
+        return self._merge_tensor((MODEL, name), shape, runs, find, absent)
 
     # ----------------------------------------------------------------------------------------------------- model
 
@@ -378,7 +378,7 @@ class PartitionMerger:
         else:
             self._join_module(states[0])
         for param in self.trained.values() if self._optims else ():
-            self._made.put((MASTER, param.name), self.master(param))
+            self._made.put((MASTER, param.name), self.merge_master(param))
         for state in states:
             for alias, name in state.shared.items():
                 for root in (MODEL, MASTER):
@@ -402,12 +402,12 @@ class PartitionMerger:
         waiting = dict.fromkeys([*self.trained, *frozen])
         for name, entry in state.module.items():
             if name in self.trained and entry.shape != self.trained[name].shape:
-                live = self.master(self.trained[name])
+                live = self.merge_master(self.trained[name])
                 self._made.put(
                     (MODEL, name), live._replace(delivered="" if entry.stored == live.stored else entry.stored)
                 )
             elif name in frozen and entry.shape != frozen[name]:
-                self._made.put((MODEL, name), self.frozen(name, frozen[name]))
+                self._made.put((MODEL, name), self.merge_frozen(name, frozen[name]))
             elif name in state.shared and not prod(entry.shape):
                 self._made.tensors.pop((MODEL, name), None)
                 continue
@@ -416,7 +416,7 @@ class PartitionMerger:
             waiting.pop(name, None)
         for name in waiting:
             param = self.trained.get(name)
-            self._made.put((MODEL, name), self.master(param) if param else self.frozen(name, frozen[name]))
+            self._made.put((MODEL, name), self.merge_master(param) if param else self.merge_frozen(name, frozen[name]))
 
     # ------------------------------------------------------------------------------------------------- optimizer
 
@@ -483,7 +483,9 @@ class PartitionMerger:
         elif any(isinstance(v, ObjectEntry) or len(v.shape) != 1 for v in values) or not self._is_flat(param, slot):
             odd.add(f"{slot} of flat tensor {param.unit}")
         else:
-            self._made.put(path, self._whole(path, param.shape, param.runs, self._finder(slot), self._absent_optim))
+            self._made.put(
+                path, self._merge_tensor(path, param.shape, param.runs, self._finder(slot), self._missing_optim_file)
+            )
 
     def _is_flat(self, param: TrainedParam, slot: str) -> bool:
         """Return True if a slot is as long as its flat tensor on every rank, each with its padding or without."""

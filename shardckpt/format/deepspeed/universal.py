@@ -183,7 +183,9 @@ class _UniversalMerger:
     def _live(self, state: ModelState, name: str, live: TensorEntry) -> TensorEntry:
         if name not in self.params:
             shape = state.frozen.get(name)
-            return live if shape is None or live.shape == shape or not self.ranks else self.ranks.frozen(name, shape)
+            return (
+                live if shape is None or live.shape == shape or not self.ranks else self.ranks.merge_frozen(name, shape)
+            )
         weights = self._weights(name)
         is_whole = live.shape == weights.shape or (not self.ranks and prod(live.shape) >= prod(weights.shape))
         if is_whole and len(self.models) == 1:  # a vocabulary may be longer: the conversion took its padding off
@@ -191,9 +193,9 @@ class _UniversalMerger:
         return weights._replace(delivered="" if live.stored == weights.stored else live.stored)
 
     def _weights(self, name: str) -> TensorEntry:
-        return self._shaped(name, self._whole(self.params[name][WEIGHTS][0]))
+        return self._reshape(name, self._read_tensor(self.params[name][WEIGHTS][0]))
 
-    def _shaped(self, name: str, entry: TensorEntry) -> TensorEntry:
+    def _reshape(self, name: str, entry: TensorEntry) -> TensorEntry:
         """Return an array in the shape of its parameter: stage 3 leaves it flat, perhaps with padding at its end."""
         shapes = (unit[name] for state in self.models for unit in state.shapes or () if name in unit)
         shape = next(shapes, entry.shape)
@@ -214,7 +216,7 @@ class _UniversalMerger:
         layout = narrow_layout(layout, 0, strides(shape) if is_spread else None)
         return entry._replace(shape=shape, pieces=(Piece(full_box(shape), piece.file, layout),))
 
-    def _whole(self, file: str) -> TensorEntry:
+    def _read_tensor(self, file: str) -> TensorEntry:
         """Return the one array of a file: bare, or under `param` beside how ranks cut it."""
         held = self.contents.tensors[file]
         for path in (("param",), ("tensor",)):
@@ -260,7 +262,7 @@ class _UniversalMerger:
         if value is not None:
             self.made.objects[path] = ObjectEntry(path, value)
         else:
-            self.made.put(path, self._shaped(name, self._whole(file)))
+            self.made.put(path, self._reshape(name, self._read_tensor(file)))
 
     def _put_steps(self, shared: str, unit: int, names: Mapping[str, None]) -> None:
         """Stage 3 counts the steps in what all parameters have in common, for each flat tensor."""

@@ -157,7 +157,7 @@ class _Writer:
             self.parts.append(pack("<cB", b"\x8a", nbytes) + value.to_bytes(nbytes, "little", signed=True))
 
     def _text(self, value: str, _path: Path) -> None:
-        if self._recalled(value):
+        if self._write_memo(value):
             return
         raw = value.encode("utf-8", "surrogatepass")
         self.parts.append(pack("<cI", b"X", len(raw)) + raw)
@@ -169,11 +169,11 @@ class _Writer:
         self._call(GlobalCall(GlobalName("_codecs", "encode"), (bytes(value).decode("latin-1"), "latin1")), path)
 
     def _global(self, value: GlobalName) -> None:
-        if not self._recalled(value):
+        if not self._write_memo(value):
             self.parts.append(f"c{value.module}\n{value.name}\n".encode())
             self._remember(value)
 
-    def _recalled(self, value: object) -> bool:
+    def _write_memo(self, value: object) -> bool:
         index = self._memo.get(value)
         if index is None:
             return False

@@ -235,7 +235,7 @@ class _Decoder:
                 raise FormatError("a tag has neighbours", where=self._where, found=", ".join(list(json)[:4]))
             return {key: self.value(v, depth + 1) for key, v in json.items()}
         try:
-            return self._tagged(tag, json[tag], depth)
+            return self._decode_tagged(tag, json[tag], depth)
         except CheckpointError:
             raise
         except (TypeError, ValueError, OverflowError, struct.error) as error:
@@ -243,7 +243,7 @@ class _Decoder:
                 f"a value tagged {tag} cannot be read", where=self._where, found=_shorten(json)
             ) from error
 
-    def _tagged(self, tag: str, inner: object, depth: int) -> object:
+    def _decode_tagged(self, tag: str, inner: object, depth: int) -> object:
         if tag in ("$dict", "$ordered"):
             pairs = [(self.value(k, depth + 1), self.value(v, depth + 1)) for k, v in _pairs(inner)]
             check_hashes([key for key, _ in pairs], self._where)

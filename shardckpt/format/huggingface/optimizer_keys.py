@@ -46,7 +46,7 @@ class OptimizerFile:
     told: object = None
 
     @classmethod
-    def of(cls, raw: Mapping[str, object], where: str) -> OptimizerFile:
+    def from_json(cls, raw: Mapping[str, object], where: str) -> OptimizerFile:
         """Return what the file says.
 
         Raises:

@@ -238,7 +238,7 @@ def _state_values(values: object) -> dict[Path, object]:
 
 def _param_groups(store: Store, name: str) -> OptimizerFile:
     raw = read_json(store, name) if any(entry.name == name for entry in store.list()) else {}
-    return OptimizerFile.of(raw, f"{store.url}/{name}")
+    return OptimizerFile.from_json(raw, f"{store.url}/{name}")
 
 
 FORMAT = Format(

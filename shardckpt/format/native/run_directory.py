@@ -559,15 +559,15 @@ def manifest_fault(store: Store, step: StepFolder) -> str:
     return ""
 
 
-def with_sound_newest(run: RunDirectory, fault_of: Callable[[StepFolder], str]) -> RunDirectory:
+def with_sound_newest(run: RunDirectory, find_fault: Callable[[StepFolder], str]) -> RunDirectory:
     """Return a run whose newest complete step was looked at more closely: what is faulty is no longer complete.
 
     Args:
         run: As read.
-        fault_of: Returns what is wrong with a step; asked of the newest ones until there is nothing.
+        find_fault: Returns what is wrong with a step; asked of the newest ones until there is nothing.
     """
     for step in reversed(run.complete):
-        fault = fault_of(step)
+        fault = find_fault(step)
         if not fault:
             break
         faulty = replace(step, fault=fault)

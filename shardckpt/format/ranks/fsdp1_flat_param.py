@@ -53,11 +53,11 @@ class FlatParamUnit:
         return -(-self.numel // self.parts)
 
     @property
-    def filled(self) -> int:
+    def filled_ranks(self) -> int:
         """Ranks that hold an element; those behind them have padding alone, or nothing."""
         return -(-self.numel // self.chunk) if self.chunk else 0
 
-    def lying_at(self, place: int) -> list[tuple[int, Box, int]]:
+    def entries_at(self, place: int) -> list[tuple[int, Box, int]]:
         """Return `(member, box, offset in the chunk)` of everything at a place."""
         if place not in self.boxes:
             self.boxes[place] = self.layout.boxes(place) if self.layout is not None else []
@@ -76,14 +76,14 @@ class FlatParamUnit:
             FormatError: Ranks do not hold equal chunks, in order.
         """
         listed = sum(1 for box in share.cut.boxes if box.volume) if isinstance(share.cut, Shards) else -1
-        if listed != self.filled:
+        if listed != self.filled_ranks:
             raise FormatError(
                 f"{self.name!r} is not cut into equal chunks",
                 where=f"{url}/{content.file}",
                 found=f"{listed} shards",
-                expected=f"{self.filled}, of {self.numel} elements over {self.parts} ranks",
+                expected=f"{self.filled_ranks}, of {self.numel} elements over {self.parts} ranks",
             )
-        held = self.held(share.place)
+        held = self.count_elements(share.place)
         expected = [Box((share.place * self.chunk,), (held,))] if held else []
         if [piece.box for piece in entry.pieces] != expected:
             raise FormatError(
@@ -94,11 +94,11 @@ class FlatParamUnit:
             )
         self.chunks.setdefault(share.place, (content, entry))
 
-    def held(self, place: int) -> int:
+    def count_elements(self, place: int) -> int:
         """Return how many elements of the unit a place holds, without padding."""
         return min(max(self.numel - place * self.chunk, 0), self.chunk)
 
-    def fitted(self, specs: tuple[ParamSpec, ...], fragments: Mapping[str, Fragments]) -> FlatLayout | None:
+    def fit_layout(self, specs: tuple[ParamSpec, ...], fragments: Mapping[str, Fragments]) -> FlatLayout | None:
         """Return how members lie so that they fill the unit, and fit the fragments; None for no such way.
 
         `use_orig_params=True` leaves fragments, puts each member at a multiple of 16 bytes of the type that is computed
@@ -127,7 +127,9 @@ class FlatParamUnit:
                     return False
         return True
 
-    def spread(self, made: ManifestBuilder, parts: Fragments, below: Path, tail: Path = ()) -> dict[str, TensorEntry]:
+    def split_members(
+        self, made: ManifestBuilder, parts: Fragments, below: Path, tail: Path = ()
+    ) -> dict[str, TensorEntry]:
         """Return the members out of the 1-D arrays that ranks hold.
 
         Args:
@@ -144,8 +146,8 @@ class FlatParamUnit:
         stored = next(iter(parts.values()))[1].stored
         pieces: dict[int, list[Piece]] = {}
         paths = [(*below, spec.name, *tail) for spec in self.members]
-        for place in range(self.filled):
-            boxes = self.lying_at(place)
+        for place in range(self.filled_ranks):
+            boxes = self.entries_at(place)
             if place not in parts:
                 for index, box, _ in boxes:
                     pieces.setdefault(index, []).append(made.lost(box, paths[index], self._label(place)))
@@ -177,8 +179,8 @@ class FlatParamUnit:
         index = next(i for i, spec in enumerate(self.members) if spec.name == name)
         stored = next(iter(parts.values()))[1].stored
         pieces: list[Piece] = []
-        for place in range(self.filled):
-            mine = [(box, at) for i, box, at in self.lying_at(place) if i == index]
+        for place in range(self.filled_ranks):
+            mine = [(box, at) for i, box, at in self.entries_at(place) if i == index]
             if mine and place not in parts:
                 pieces += [made.lost(box, path, self._label(place)) for box, _ in mine]
             elif mine:

@@ -94,7 +94,7 @@ class FlatModel:
             unit.add(self._made.url, content, content.tensors[path], share)
             self.places.setdefault(content.rank, share.place)
 
-    def unit_of(self, name: str) -> FlatParamUnit | None:
+    def find_unit(self, name: str) -> FlatParamUnit | None:
         """Return the innermost unit that a parameter's name lies in."""
         return next((unit for unit in self._prefixes if name.startswith(unit.prefix)), None)
 
@@ -103,14 +103,14 @@ class FlatModel:
         members: dict[str, list[str]] = {name: [] for name in self.units}
         owner = {name: flat for flat, names in known.units.items() for name in names}
         for name, shape in known.shapes.items():
-            unit = self.units.get(owner[name]) if name in owner else None if owner else self.unit_of(name)
+            unit = self.units.get(owner[name]) if name in owner else None if owner else self.find_unit(name)
             if unit is None or name in known.aliases:
                 continue
             if name in self._stored:
-                found = self._fragments_of(name, unit)
+                found = self._collect_fragments(name, unit)
                 if not are_fragments(found, shape, unit):
                     continue
-                if self._first_of(name) in self.fragments:
+                if self._first_name(name) in self.fragments:
                     continue
                 self.fragments[name] = found
             members[unit.name].append(name)
@@ -130,7 +130,7 @@ class FlatModel:
                 )
             self._lay_out(unit, names, known)
 
-    def _fragments_of(self, name: str, unit: FlatParamUnit) -> Fragments:
+    def _collect_fragments(self, name: str, unit: FlatParamUnit) -> Fragments:
         path = self._stored[name]
         found: Fragments = {}
         for content in self._paths[path]:
@@ -141,7 +141,7 @@ class FlatModel:
                 found.setdefault(place % unit.parts, (content, entry))
         return found
 
-    def _first_of(self, name: str) -> str:
+    def _first_name(self, name: str) -> str:
         """Return the first name in the files of the elements that a name has there; empty where it is its own."""
         path = self._stored[name]
         firsts = {content.aliases[path] for content in self.group.ranks if path in content.aliases}
@@ -150,7 +150,7 @@ class FlatModel:
     def _tie_stored(self, known: ParamShapes) -> None:
         """Note the names in the files that share their elements with a parameter."""
         for name in self._stored:
-            first = self._first_of(name)
+            first = self._first_name(name)
             if first in self.fragments and name not in self.fragments:
                 self.ties[name] = first
             elif name in self.fragments and first in self._stored and first not in known.shapes:
@@ -165,7 +165,7 @@ class FlatModel:
             if fragments and any(name not in fragments for name in kept):
                 return None
             specs = tuple(ParamSpec(n, known.shapes[n], dtype, (), self.aliases(n)) for n in kept)
-            return unit.fitted(specs, fragments)
+            return unit.fit_layout(specs, fragments)
 
         unit.layout = laid(names)
         if unit.layout is None:
@@ -200,11 +200,11 @@ class FlatModel:
                     self._put_unread(path, (self.units[name].numel,), holders)
             elif name in self.fragments or (name in self.ties and is_known):
                 taken.add(path)
-            elif not is_known and self._looks_cut(path, holders):
+            elif not is_known and self._looks_sharded(path, holders):
                 taken.add(path)
                 numel = sum(c.tensors[path].shape[0] for c in self._once(holders))
                 self._put_unread(path, (numel,), holders)
-        for name, entry in self._in_order(self._wholes()):
+        for name, entry in self._in_order(self._full_params()):
             self._made.put(entry)
             for alias in self.aliases(name):
                 tied = (*self.group.root, *self.base, alias)
@@ -217,7 +217,7 @@ class FlatModel:
         """Return the further names of a parameter."""
         return tuple(alias for alias, first in self.ties.items() if first == name)
 
-    def _wholes(self) -> dict[str, TensorEntry]:
+    def _full_params(self) -> dict[str, TensorEntry]:
         found: dict[str, TensorEntry] = {}
         below = (*self.group.root, *self.base)
         for unit in self.units.values():
@@ -227,7 +227,7 @@ class FlatModel:
                     for s in unit.members
                 }
             else:
-                found |= unit.spread(self._made, unit.chunks, below)
+                found |= unit.split_members(self._made, unit.chunks, below)
         return found
 
     def _in_order(self, wholes: Mapping[str, TensorEntry]) -> Iterator[tuple[str, TensorEntry]]:
@@ -237,10 +237,10 @@ class FlatModel:
         for name in sorted(wholes, key=lambda name: place.get(name, len(place))):
             yield name, wholes[name]
 
-    def _looks_cut(self, path: Path, holders: Sequence[RankContent]) -> bool:
+    def _looks_sharded(self, path: Path, holders: Sequence[RankContent]) -> bool:
         """Return True if an array looks like a fragment, where nothing tells: of its own length, or inside a chunk."""
         entries = [c.tensors[path] for c in holders if path in c.tensors and path not in c.shares]
-        unit = self.unit_of(strip_wrappers(str(path[-1])))
+        unit = self.find_unit(strip_wrappers(str(path[-1])))
         if unit is None or len(entries) < len(holders) or not all(len(entry.shape) == 1 for entry in entries):
             return False
         keys = {_storage(entry) for _, entry in unit.chunks.values()} - {None}

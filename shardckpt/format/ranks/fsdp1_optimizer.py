@@ -63,7 +63,7 @@ class FlatOptimizer:
         offered = self._model.candidates()
         known = {name for name, _ in offered}
         found: dict[str | int, str] = {k: strip_wrappers(k) for k in self._slots if isinstance(k, str)}
-        told = self._told(lists, known)
+        told = self._known_names(lists, known)
         if told:
             return {**found, **told}
         match = self._match(lists, offered)
@@ -118,7 +118,7 @@ class FlatOptimizer:
             elif path[-1] == "params" and isinstance(value.value, list | tuple):
                 yield path, value.value
 
-    def _told(self, lists: Sequence[Sequence[int]], known: set[str]) -> dict[str | int, str]:
+    def _known_names(self, lists: Sequence[Sequence[int]], known: set[str]) -> dict[str | int, str]:
         """Return the names that the caller, or the groups themselves, give the numbers."""
         given = dict(self._known.ids) if self._known else {}
         if not given:
@@ -155,14 +155,14 @@ class FlatOptimizer:
             for rank, place in self._model.places.items():
                 if rank in entries:
                     places.setdefault(place, entries[rank].shape[0])
-            return "flat", self._padded({place: places.get(place, 0) for place in self._model.places.values()})
+            return "flat", self._pad_lengths({place: places.get(place, 0) for place in self._model.places.values()})
         return None
 
-    def _padded(self, lengths: Mapping[int, int]) -> tuple[int, ...]:
+    def _pad_lengths(self, lengths: Mapping[int, int]) -> tuple[int, ...]:
         """Return how long the ranks' arrays are, with the padding that some writers leave out."""
         found = tuple(lengths[place] for place in sorted(lengths))
         for unit in self._model.units.values():
-            if found == tuple(unit.held(place) for place in sorted(lengths)):
+            if found == tuple(unit.count_elements(place) for place in sorted(lengths)):
                 return (unit.chunk,) * len(found)
         return found
 
@@ -179,7 +179,7 @@ class FlatOptimizer:
             for member in members:
                 self._made.put(first._replace(path=(*below, member, *slot)))
             return
-        home = unit or self._model.unit_of(name or "")
+        home = unit or self._model.find_unit(name or "")
         assert home is not None, "fragments lie in a unit"
         parts: Fragments = {}
         for rank, pair in entries.items():
@@ -187,7 +187,7 @@ class FlatOptimizer:
                 parts.setdefault(place, pair)
         for place, (owner, entry) in parts.items():
             expected = home.chunk if unit else self._model.fragments[str(name)][place][1].shape[0]
-            if entry.shape != (expected,) and not (unit and entry.shape == (unit.held(place),)):
+            if entry.shape != (expected,) and not (unit and entry.shape == (unit.count_elements(place),)):
                 raise FormatError(
                     f"what rank {owner.rank} holds of {dotted(path)!r} does not fit {name!r}",
                     where=f"{self._made.url}/{owner.file}",
@@ -195,7 +195,7 @@ class FlatOptimizer:
                     expected=(expected,),
                 )
         if unit:
-            for entry in unit.spread(self._made, parts, below, slot).values():
+            for entry in unit.split_members(self._made, parts, below, slot).values():
                 self._made.put(entry)
         else:
             self._made.put(home.member(self._made, str(name), parts, (*below, str(name), *slot)))
@@ -227,7 +227,7 @@ class FlatOptimizer:
         if len(path) == n and isinstance(value.value, list | tuple):
             made: object = [self._named(group, names) for group in value.value]
         elif path[-1] == "params" and isinstance(value.value, list | tuple):
-            made = self._expanded(value.value, names)
+            made = self._expand(value.value, names)
         else:
             return False
         whole = (*self._group.root, *path)
@@ -238,9 +238,9 @@ class FlatOptimizer:
         if not isinstance(group, dict) or not isinstance(group.get("params"), list | tuple):
             return group
         rest = {key: value for key, value in group.items() if key != "param_names"}
-        return {**rest, "params": self._expanded(group["params"], names)}
+        return {**rest, "params": self._expand(group["params"], names)}
 
-    def _expanded(self, params: Sequence[object], names: Mapping[str | int, str]) -> list[object]:
+    def _expand(self, params: Sequence[object], names: Mapping[str | int, str]) -> list[object]:
         found: list[object] = []
         for param in params:
             name = names.get(param, param) if isinstance(param, int | str) else param

@@ -41,7 +41,7 @@ class FlatStates:
             for base in sorted(bases, key=str):
                 self._models[group.root, base] = _fit_model(group, base, made, known)
 
-    def _model_of(self, root: Path) -> FlatModel | None:
+    def _find_model(self, root: Path) -> FlatModel | None:
         """Return the model that the optimizers in a group are of: the only one, or the one of the same number."""
         models = [model for (of, _), model in self._models.items() if of == root or _number(of) == _number(root)]
         every = list(self._models.values())
@@ -55,7 +55,7 @@ class FlatStates:
                 taken |= model.put()
                 self._made.warnings += model.warnings
                 taken.add(base)
-        mine = self._model_of(group.root)
+        mine = self._find_model(group.root)
         if mine is not None:
             for root in group.optimizers():
                 taken |= FlatOptimizer(group, root, mine, self._made, self._known).put()

@@ -119,9 +119,9 @@ class _GroupMerger:
             if path in taken:
                 continue
             if any(path in content.shares for content in holders):
-                self._made.put(self._shared(path, holders))
+                self._made.put(self._merge_shards(path, holders))
             elif path in holders[0].tensors:
-                self._made.put(self._plain(path, holders))
+                self._made.put(self._take_plain(path, holders))
             else:
                 whole = (*self._group.root, *path)
                 self._made.objects[whole] = replace(holders[0].objects[path], path=whole)
@@ -137,7 +137,7 @@ class _GroupMerger:
 
     # --------------------------------------------------------------------------------------------------- arrays
 
-    def _shared(self, path: Path, holders: Sequence[RankContent]) -> TensorEntry:
+    def _merge_shards(self, path: Path, holders: Sequence[RankContent]) -> TensorEntry:
         """Return an array from the shares of all ranks."""
         whole = (*self._group.root, *path)
         first = holders[0]
@@ -178,7 +178,7 @@ class _GroupMerger:
             )
         return share
 
-    def _plain(self, path: Path, holders: Sequence[RankContent]) -> TensorEntry:
+    def _take_plain(self, path: Path, holders: Sequence[RankContent]) -> TensorEntry:
         """Return an array that every rank has for itself: the lowest one's."""
         whole = (*self._group.root, *path)
         entry = holders[0].tensors[path]

@@ -101,13 +101,13 @@ class _LocalStateContents:
         self.tensors: dict[Path, dict[Path, TensorEntry]] = {root: {} for root in self._roots}
         self.objects: dict[Path, dict[Path, ObjectEntry]] = {root: {} for root in self._roots}
         for path, tensor in manifest.tensors.items():
-            if (root := self._root_of(path)) is not None:
+            if (root := self._find_root(path)) is not None:
                 self.tensors[root][path[len(root) :]] = tensor
         for path, value in manifest.objects.items():
-            if (root := self._root_of(path)) is not None:
+            if (root := self._find_root(path)) is not None:
                 self.objects[root][path[len(root) :]] = value
 
-    def _root_of(self, path: Path) -> Path | None:
+    def _find_root(self, path: Path) -> Path | None:
         return next((path[:n] for n in self._depths if path[:n] in self._roots), None)
 
     def is_optimizer(self, state: RankState) -> bool:
@@ -126,7 +126,7 @@ class _LocalStateContents:
         moved: dict[Path, Path] = {}
         left_out = False
         for path in (*self._manifest.tensors, *self._manifest.objects):
-            if self._root_of(path) is not None:
+            if self._find_root(path) is not None:
                 continue
             owner = prefixes.get(path[:1]) or prefixes.get(())
             if owner is None:
@@ -184,7 +184,7 @@ class _LocalManifestBuilder:
             self.tensors[name] = entry._replace(path=name)
             self.aliases[name] = first
 
-    def lacks(self, label: str) -> str:
+    def note_missing_file(self, label: str) -> str:
         """Note that a rank's file is not there; return its name."""
         self.absent[label] = -1
         return label
@@ -401,7 +401,7 @@ class _LocalStateMerger:
             label = f"the file of rank {place}" if unit.parts == world else f"a file with part {place} of {unit.parts}"
             for box, _ in self._boxes(unit, place, index):
                 layout = Lazy(0, 0, UnreadableTensor(path, f"partly in {label}, which is missing"))
-                yield Piece(box, self._made.lacks(label), layout)
+                yield Piece(box, self._made.note_missing_file(label), layout)
 
     # ----------------------------------------------------------------------------------------------------- rest
 

@@ -161,7 +161,7 @@ class ShardParser:
         self._meshes: dict[int, tuple[InstanceStub, Mesh]] = {}
         self._cuts: dict[object, Grid] = {}
 
-    def share(self, value: InstanceStub) -> ShardInfo:
+    def parse(self, value: InstanceStub) -> ShardInfo:
         """Return what a DTensor or a ShardedTensor says.
 
         Raises:

@@ -134,10 +134,10 @@ class _Plain:
             return value
         known = self._done.get(id(value))
         if known is None:
-            known = self._done[id(value)] = (value, self._replaced(value))
+            known = self._done[id(value)] = (value, self._replace_value(value))
         return known[1]
 
-    def _replaced(self, value: object) -> object:
+    def _replace_value(self, value: object) -> object:
         if isinstance(value, TensorStub):
             return self._number(value)
         if isinstance(value, InstanceStub):

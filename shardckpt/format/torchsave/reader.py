@@ -169,7 +169,7 @@ class TorchReader(Reader):
         """Find where the storages of the pieces lie, all in one batch of reads."""
         self._locate_entries(pieces)
         self._check_counts(pieces)
-        return [self._resolved(piece) for piece in pieces]
+        return [self._resolve_piece(piece) for piece in pieces]
 
     def checksums(self) -> Iterator[Checksum]:
         """Yield the CRC-32 of every storage that lies in a zip container as it is, where torch computed them."""
@@ -219,7 +219,7 @@ class TorchReader(Reader):
                 )
             self._starts[file, offset] = offset + 8
 
-    def _resolved(self, piece: Piece) -> Piece:
+    def _resolve_piece(self, piece: Piece) -> Piece:
         layout = piece.layout
         if not isinstance(layout, Lazy):
             return piece

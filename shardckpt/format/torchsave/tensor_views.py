@@ -312,7 +312,7 @@ class _TreeBuilder:
     def _put_share(self, value: InstanceStub, path: Path) -> None:
         """Put one rank's share of an array: the boxes that this file holds, and a note on the rest."""
         try:
-            share = self._shares.share(value)
+            share = self._shares.parse(value)
         except (FormatError, UnsupportedError) as error:
             what = f"{dotted(path)!r} is one rank's share of an array, and {error.what}"
             raise type(error)(

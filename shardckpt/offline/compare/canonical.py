@@ -103,10 +103,10 @@ class _Naming:
                 self._add_optimizer(root)
         if part == "all":
             self._add_others()
-        self._made.left_out = tuple(self._unasked(part))
+        self._made.left_out = tuple(self._list_unasked(part))
         return self._made
 
-    def _unasked(self, part: Part) -> list[str]:
+    def _list_unasked(self, part: Part) -> list[str]:
         found = self._found
         roots = [root for root in found.optimizers if part == "model"]
         if part == "optim" and self._model.tensors:
@@ -128,7 +128,7 @@ class _Naming:
     def _add_optimizer(self, root: Path) -> None:
         raw = optimizer_state.read_raw(self._manifest, root, load_values(self._reader, self._manifest, root))
         prefix = "" if len(self._found.optimizers) == 1 else f"{dotted(root)}:"
-        state, naming = self._named(raw, root)
+        state, naming = self._name_params(raw, root)
         tensors = {f"{prefix}{key}": entry for key, entry in state.tensors.items()}
         values: dict[Path, object] = {}
         for name, slots in state.scalars.items():
@@ -141,7 +141,7 @@ class _Naming:
             made.groups[prefix] = index_groups(state.groups, are_stored=state.has_groups)
         made.optimizers[prefix] = Optimizer(dotted(root), naming, frozenset(tensors), frozenset(values))
 
-    def _named(self, raw: RawOptimizer, root: Path) -> tuple[OptimizerState, Naming]:
+    def _name_params(self, raw: RawOptimizer, root: Path) -> tuple[OptimizerState, Naming]:
         """Return an optimizer by the names of its parameters, or by its ids where these have no certain names."""
         if self._by_ids and optimizer_state.has_ids(raw):
             return optimizer_state.key_by_id(raw), "ids"

@@ -195,7 +195,7 @@ def plan_ranks(content: Content, world_size: int, *, most_bytes: int, unique_suf
 
 def plan_as_stored(content: Content, *, most_bytes: int, unique_suffix: str = "") -> list[DcpFile]:
     """Cut tensors as the source has them: a rank for each of its files, a chunk for each piece."""
-    sources = dict.fromkeys(p.file for t in content.arrays.values() for m in t.written for p in m.entry.pieces)
+    sources = dict.fromkeys(p.file for t in content.arrays.values() for m in t.output_parts for p in m.entry.pieces)
     rank_of = {file: rank for rank, file in enumerate(sources)}
     boxes: list[list[tuple[Path, Box]]] = [[] for _ in sources or ("",)]
     for path, tensor in content.arrays.items():

@@ -53,7 +53,7 @@ class MemoryBudget:
     step_bytes: int
 
     @classmethod
-    def of(cls, max_memory: int, writers: int, *, is_local: bool) -> MemoryBudget:
+    def share(cls, max_memory: int, writers: int, *, is_local: bool) -> MemoryBudget:
         """Share a cap on added memory, in bytes, among writers that run side by side.
 
         Args:
@@ -161,7 +161,7 @@ def lay_out(file: PlannedFile, metadata: Mapping[str, str]) -> SafetensorsFile:
     tensors = {t.name: t for t in file.tensors}
     order = file_order(HeaderTensor(t.name, t.dtype, t.shape) for t in file.tensors)
     return SafetensorsFile(
-        file.name, encode_header(order, metadata), tuple(part for p in order for part in tensors[p.name].written)
+        file.name, encode_header(order, metadata), tuple(part for p in order for part in tensors[p.name].output_parts)
     )
 
 
@@ -196,7 +196,7 @@ def write_file(
 def iter_parts(tensors: Iterable[OutputTensor]) -> Iterator[TensorPart]:
     """Yield whole tensors as parts; one of several members is those."""
     for tensor in tensors:
-        for member in tensor.written:
+        for member in tensor.output_parts:
             yield TensorPart(member, full_box(member.shape))
 
 
@@ -320,13 +320,13 @@ def assemble(pieces: PieceReader, batch: Batch, out: memoryview, allow_overflow:
     """
     staged: Sequence[tuple[Take, memoryview]] = [
         (take, memoryview(bytearray(nbytes(take.tensor.entry.stored, take.box.volume))))
-        if take.tensor.is_made
+        if take.tensor.is_computed
         else (take, out[take.offset : take.offset + take.nbytes])
         for take in batch.takes
     ]
     pieces.fill([ReadItem(t.tensor.entry.pieces, t.box, t.tensor.entry.stored, target) for t, target in staged])
     for take, data in staged:
-        if take.tensor.is_made:
+        if take.tensor.is_computed:
             stored = take.tensor.entry.stored
             if take.tensor.change is not None:
                 data, stored = take.tensor.change(take.box, data, stored)

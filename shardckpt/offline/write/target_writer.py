@@ -86,7 +86,7 @@ class TargetWriter:
             StorageError: Reading or writing failed.
         """
         writers = max(min(self.jobs, len(files)), 1)
-        budget = MemoryBudget.of(self.max_memory, writers, is_local=self.reader.store.capabilities.is_local)
+        budget = MemoryBudget.share(self.max_memory, writers, is_local=self.reader.store.capabilities.is_local)
 
         def write(file: OutputFile) -> tuple[int, ...]:
             with publication.create(file.name) as writer:

@@ -135,7 +135,7 @@ def _runs(tensor: OutputTensor, batch_bytes: int) -> Iterator[_Run]:
     widest = max(bits(entry.stored), bits(tensor.dtype))
     most = max(batch_bytes * 8 // widest, 1)
     is_fine = len(pieces) > _FEW_PIECES and entry.nbytes < len(pieces) * _FINE_BYTES
-    if not tensor.is_made and not is_fine and all(_is_run(tensor, piece) for piece in pieces):
+    if not tensor.is_computed and not is_fine and all(_is_run(tensor, piece) for piece in pieces):
         for box, file, layout in pieces:
             copy = Copy(file, layout.offset, layout.nbytes)
             if layout.nbytes <= batch_bytes:

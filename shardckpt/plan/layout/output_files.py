@@ -58,8 +58,8 @@ class OutputTensor:
         return array_nbytes(self.dtype, self.entry.shape)
 
     @property
-    def written(self) -> tuple[OutputTensor, ...]:
-        """What is written for it, in order."""
+    def output_parts(self) -> tuple[OutputTensor, ...]:
+        """Tensors that are written for it, in order."""
         return self.members or (self,)
 
     @property
@@ -68,7 +68,7 @@ class OutputTensor:
         return self.dtype != self.entry.stored
 
     @property
-    def is_made(self) -> bool:
+    def is_computed(self) -> bool:
         """Whether its bytes are not those that are stored."""
         return self.is_cast or self.change is not None
 

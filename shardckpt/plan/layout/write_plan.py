@@ -79,7 +79,7 @@ class SavePlan:
     arrays: tuple[TensorSpec, ...]
     tasks: tuple[tuple[WriteItem, ...], ...]
 
-    def bytes_of(self, rank: int) -> int:
+    def count_rank_bytes(self, rank: int) -> int:
         """Return the bytes of data that a rank writes."""
         return sum(nbytes(self.arrays[task.array].dtype, task.box.volume) for task in self.tasks[rank])
 

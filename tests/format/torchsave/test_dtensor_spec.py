@@ -60,7 +60,7 @@ def dtensor(shape: tuple[int, ...], over: InstanceStub, placements: Any, local: 
 
 
 def shared(value: InstanceStub) -> ShardInfo:
-    return ShardParser().share(value)
+    return ShardParser().parse(value)
 
 
 @st.composite

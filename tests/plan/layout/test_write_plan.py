@@ -82,14 +82,14 @@ def test_replicas_share_the_work_by_bytes() -> None:
     mine = [held([full_box((n,))], (n,), ("m", i), "uint8") for i, n in enumerate(sizes)]
     plan = plan_save([mine, mine, mine])
     check(plan, [mine] * 3)
-    assert [plan.bytes_of(rank) for rank in range(3)] == [115, 120, 115]
+    assert [plan.count_rank_bytes(rank) for rank in range(3)] == [115, 120, 115]
 
 
 def test_what_only_one_rank_has_counts_in_the_balance() -> None:
     mine = [held([full_box((10,))], (10,), ("m", i), "uint8") for i in range(6)]
     alone = held([full_box((40,))], (40,), ("big",), "uint8")
     plan = plan_save([[alone, *mine], mine, mine])
-    assert [plan.bytes_of(rank) for rank in range(3)] == [40, 30, 30]
+    assert [plan.count_rank_bytes(rank) for rank in range(3)] == [40, 30, 30]
 
 
 def test_replicas_of_shards_are_balanced_over_each_other() -> None:
@@ -98,13 +98,13 @@ def test_replicas_of_shards_are_balanced_over_each_other() -> None:
     ranks = [[held(rows(s, 2, rank % 2), s, ("m", i)) for i, s in enumerate(shapes)] for rank in range(4)]
     plan = plan_save(ranks)
     check(plan, ranks)
-    assert max(map(plan.bytes_of, range(4))) <= 200
+    assert max(map(plan.count_rank_bytes, range(4))) <= 200
 
 
 def test_one_large_replicated_tensor_is_cut() -> None:
     n = 8 * LEAST_SHARE_BYTES
     ranks = [[held([full_box((n,))], (n,), dtype="uint8")]] * 4
-    assert [plan_save(ranks).bytes_of(rank) for rank in range(4)] == [n // 4] * 4
+    assert [plan_save(ranks).count_rank_bytes(rank) for rank in range(4)] == [n // 4] * 4
     small = [[held([full_box((100,))], (100,), dtype="uint8")]] * 4
     assert Counter(len(tasks) for tasks in plan_save(small).tasks) == {0: 3, 1: 1}
 
@@ -214,5 +214,5 @@ def test_many_arrays_on_many_ranks_are_planned_fast(kind: str) -> None:
     begun = time.process_time()
     plan = plan_save(ranks)
     assert time.process_time() - begun < 4
-    loads = [plan.bytes_of(rank) for rank in range(world)]
+    loads = [plan.count_rank_bytes(rank) for rank in range(world)]
     assert max(loads) <= 1.05 * sum(loads) / world + (1024 + arrays) * 64 * 4
