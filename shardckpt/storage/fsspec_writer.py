@@ -243,5 +243,5 @@ def _protocols(fs: Any) -> set[str]:
 
 
 def _puts_whole(fs: Any) -> bool:
-    """Tell whether a file system has a request of its own for small objects."""
+    """Return True if a file system has a request of its own for small objects."""
     return isinstance(fs, AsyncFileSystem) or type(fs).pipe_file is not fsspec.AbstractFileSystem.pipe_file

@@ -68,7 +68,7 @@ Kind = FolderKind | FileKind
 
 
 def is_ignored(name: str) -> bool:
-    """Tell whether a file counts for nothing: an operating system put it there, or it never was complete."""
+    """Return True if a file counts for nothing: an operating system put it there, or it never was complete."""
     return is_partial(name) or _OF_A_SYSTEM.fullmatch(name.rpartition("/")[2]) is not None
 
 

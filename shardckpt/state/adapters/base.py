@@ -70,16 +70,16 @@ class ShardingAdapter(ABC):
     @property
     @abstractmethod
     def is_sharded(self) -> bool:
-        """Tell whether ranks hold different parts."""
+        """Return True if ranks hold different parts."""
 
     @property
     def is_everywhere(self) -> bool:
-        """Tell whether each rank of the model has a part or a copy: not so of an expert that some ranks share."""
+        """Return True if each rank of the model has a part or a copy: not so of an expert that some ranks share."""
         return True
 
     @property
     def has_parts_everywhere(self) -> bool:
-        """Tell whether an optimizer keeps something of each parameter on every rank, if it does on one."""
+        """Return True if an optimizer keeps something of each parameter on every rank, if it does on one."""
         return True
 
     @property
@@ -94,7 +94,7 @@ class ShardingAdapter(ABC):
 
     @property
     def is_stored_as_sharded(self) -> bool:
-        """Tell whether what an optimizer keeps is what `to_sharded` makes of it, so that nothing has to travel."""
+        """Return True if what an optimizer keeps is what `to_sharded` makes of it, so that nothing has to travel."""
         return True
 
     @abstractmethod

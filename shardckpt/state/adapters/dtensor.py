@@ -52,17 +52,17 @@ class DTensorAdapter(ShardingAdapter):
 
     @property
     def is_everywhere(self) -> bool:
-        """Tell whether its mesh has all ranks of the model."""
+        """Return True if its mesh has all ranks of the model."""
         return self._kept.device_mesh.size() == self.ranks.size
 
     @property
     def is_sharded(self) -> bool:
-        """Tell whether it is cut."""
+        """Return True if it is cut."""
         return not all(placement.is_replicate() for placement in self._kept.placements)
 
     @property
     def has_parts_everywhere(self) -> bool:
-        """Tell whether no rank is without rows; of a mesh of several dimensions, whether that is certain."""
+        """Return True if no rank is without rows; of a mesh of several dimensions, if that is certain."""
         dims = [each.dim for each in self._kept.placements if isinstance(each, Shard)]
         return all(has_rows_everywhere(self._kept.shape[dim], self._kept.device_mesh.size()) for dim in dims)
 
@@ -186,7 +186,7 @@ class DTensorAdapter(ShardingAdapter):
         self.from_full([broadcast_from_rank0(self.ranks, self.entries[0].shape, dtype, self.device, value)], into)
 
     def _is_everywhere(self, mesh: DeviceMesh) -> bool:
-        """Tell whether a mesh has all ranks of the model, and begins with their first; the same on all of them."""
+        """Return True if a mesh has all ranks of the model, and begins with their first; the same on all of them."""
         ranks = mesh.mesh.flatten()
         return len(ranks) == self.ranks.size and int(ranks[0]) == int(ranks.min())
 

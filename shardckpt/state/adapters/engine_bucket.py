@@ -56,12 +56,12 @@ class EngineBucketAdapter(ShardingAdapter):
 
     @property
     def is_everywhere(self) -> bool:
-        """Tell whether each rank of the model has a part or a copy."""
+        """Return True if each rank of the model has a part or a copy."""
         return self.bucket.group.world == self.ranks.size
 
     @property
     def is_sharded(self) -> bool:
-        """Tell whether ranks hold different parts."""
+        """Return True if ranks hold different parts."""
         return not self.bucket.keeps_full and self.bucket.group.size > 1
 
     @property
@@ -71,7 +71,7 @@ class EngineBucketAdapter(ShardingAdapter):
 
     @property
     def is_parallel(self) -> bool:
-        """Tell whether tensor parallelism has cut parameters before the engine did."""
+        """Return True if tensor parallelism has cut parameters before the engine did."""
         return any(isinstance(leaf, DTensor) for leaf in self.bucket.unsharded_params)
 
     def layout_metadata(self) -> dict[str, Any]:
@@ -108,15 +108,15 @@ class EngineBucketAdapter(ShardingAdapter):
         found = copies(self.bucket, packed, staging, first_only=first_only)
         if found is None or not self.is_parallel:
             return found if not first_only or self.ranks.is_first else None
-        values = [self._whole(index, value) for index, value in enumerate(found)]
+        values = [self._to_full(index, value) for index, value in enumerate(found)]
         return values if not first_only or self.ranks.is_first else None
 
-    def _whole(self, index: int, value: torch.Tensor) -> torch.Tensor:
+    def _to_full(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Return a parameter of which this is all that the bucket has."""
         seen = self.bucket.wrap_unsharded(index, value)
         return seen.full_tensor() if isinstance(seen, DTensor) else value
 
-    def _own_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
+    def _take_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Return what the bucket has of a whole parameter."""
         leaf = self.bucket.unsharded_params[index]
         if not isinstance(leaf, DTensor):
@@ -126,16 +126,16 @@ class EngineBucketAdapter(ShardingAdapter):
 
     def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
         """Cut this rank's part."""
-        own = [None if value is None else self._own_of(index, value) for index, value in enumerate(values)]
+        own = [None if value is None else self._take_local(index, value) for index, value in enumerate(values)]
         self._take(own, into)
 
     def _take(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
         """Copy this rank's parts of all that the bucket has of some parameters."""
-        for place, part in zip(into, self._cut(values, self.bucket.rank), strict=True):
+        for place, part in zip(into, self._slice(values, self.bucket.rank), strict=True):
             if place is not None and part is not None:
                 place.copy_(part)
 
-    def _cut(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
+    def _slice(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
         """Return a rank's parts of all that the bucket has of some parameters, as views where they can be."""
         return list(values) if self.bucket.keeps_full else self.bucket.packing.cut(values, rank)
 
@@ -149,15 +149,15 @@ class EngineBucketAdapter(ShardingAdapter):
         """Scatter the parts; if parts of a mesh have their own rank 0, broadcast to all."""
         group = self.bucket.group
         if self.is_parallel or group.world != self.ranks.size:  # the first that share it may not be the first of all
-            self.from_full(self._told(values, into, dtype), into)
+            self.from_full(self._broadcast_full(values, into, dtype), into)
             return
         rows = None
         if values is not None and group.is_first:
-            rows = [self._cut(values, rank) for rank in range(group.size)]
+            rows = [self._slice(values, rank) for rank in range(group.size)]
         copies = Ranks(() if group.replicate is None else (group.replicate,))
         scatter_from_rank0(rows, into, group.shard, copies, dtype=dtype, device=self.device, staging=staging)
 
-    def _told(
+    def _broadcast_full(
         self, values: Sequence[torch.Tensor | None] | None, into: Sequence[torch.Tensor | None], dtype: torch.dtype
     ) -> list[torch.Tensor | None]:
         """Return whole values that the first rank has. Collective."""

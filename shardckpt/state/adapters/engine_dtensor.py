@@ -29,7 +29,7 @@ class EngineDTensorAdapter(EngineBucketAdapter):
 
     @property
     def has_parts_everywhere(self) -> bool:
-        """Tell whether no rank is without rows of a parameter."""
+        """Return True if no rank is without rows of a parameter."""
         rows = [
             spec.shape[placed.dim]
             for spec, placed in zip(self.bucket.layout.specs, self._placed, strict=True)

@@ -105,7 +105,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
     @property
     def has_parts_everywhere(self) -> bool:
-        """Tell whether no rank is without a part of a parameter: of the flat one all have some."""
+        """Return True if no rank is without a part of a parameter: of the flat one all have some."""
         return self._flat_name is not None or self.bucket.keeps_full
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:

@@ -65,7 +65,7 @@ class FlatShards:
         return frozenset(found - {0})
 
     def has_parameter(self, parameter: torch.Tensor) -> bool:
-        """Tell whether a registered parameter is a rank's shard of a flat parameter, or the flat parameter.
+        """Return True if a registered parameter is a rank's shard of a flat parameter, or the flat parameter.
 
         Args:
             parameter: The parameter; one that is managed by its own wrapper must not be asked about.
@@ -82,7 +82,7 @@ class FlatShards:
         return not parameter.numel() or _storage_of(parameter) in self._storages
 
     def has_tensor(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor lies in a rank's shard of a flat parameter: a parameter, or a detached one.
+        """Return True if a tensor lies in a rank's shard of a flat parameter: a parameter, or a detached one.
 
         Args:
             tensor: Any tensor.
@@ -122,7 +122,7 @@ _WHOLE: set[tuple[int, int]] = set()
 
 
 def has_peers() -> bool:
-    """Tell whether there are several ranks."""
+    """Return True if there are several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -39,7 +39,7 @@ def get_local_part(value: Any) -> torch.Tensor:
     return torch.empty((0, *value.shape[1:]), dtype=value.dtype)
 
 
-def parts(values: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
+def to_local_parts(values: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
     """Return a LOCAL state with this rank's parts for ShardedTensors.
 
     Args:
@@ -56,7 +56,7 @@ def parts(values: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
     }
 
 
-def rows(values: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
+def to_dtensors(values: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
     """Return values with DTensors for ShardedTensors, cut over the mesh of the model's own parameter where that fits.
 
     Args:
@@ -75,10 +75,10 @@ def rows(values: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
     }
 
 
-def optimizer_rows(state: Mapping[Any, Mapping[str, Any]], found: ModelIndex) -> dict[Any, Mapping[str, Any]]:
+def optim_state_to_dtensors(state: Mapping[Any, Mapping[str, Any]], found: ModelIndex) -> dict[Any, Mapping[str, Any]]:
     """Return what is kept of parameters with DTensors for ShardedTensors.
 
-    Arguments and errors are those of `rows`.
+    Arguments and errors are those of `to_dtensors`.
     """
     if not any(is_sharded_tensor(value) for slots in state.values() for value in slots.values()):
         return dict(state)

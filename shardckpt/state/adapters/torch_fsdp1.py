@@ -47,7 +47,7 @@ def find_torch_wrapper(kind: Any) -> Any:
     return next(found, None)
 
 
-def _wrapped(model: nn.Module) -> list[nn.Module]:
+def _find_wrappers(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that are torch's wrappers."""
     if _HOME not in sys.modules:
         return []
@@ -55,8 +55,8 @@ def _wrapped(model: nn.Module) -> list[nn.Module]:
 
 
 def is_foreign(model: nn.Module) -> bool:
-    """Tell whether torch's wrapper has sharded a part of a model."""
-    return bool(_wrapped(model))
+    """Return True if torch's wrapper has sharded a part of a model."""
+    return bool(_find_wrappers(model))
 
 
 def get_ranks(model: nn.Module) -> Ranks:
@@ -65,7 +65,7 @@ def get_ranks(model: nn.Module) -> Ranks:
     Args:
         model: The model.
     """
-    found: list[Any] = _wrapped(model)
+    found: list[Any] = _find_wrappers(model)
     is_hybrid = any("HYBRID" in each.sharding_strategy.name for each in found)  # its other group is private to it
     return Ranks.from_groups([dist.group.WORLD] if is_hybrid else [each.process_group for each in found])
 
@@ -96,10 +96,12 @@ def refuse_local(kind: StateKind) -> None:
 
 
 @contextmanager
-def _told(model: nn.Module, kind: StateKind, *, offload: bool = False, first_only: bool = False) -> Iterator[Any]:
-    """Let torch's state dicts be of a kind inside; on any exit its settings are what they were."""
+def _set_state_dict_type(
+    model: nn.Module, kind: StateKind, *, offload: bool = False, first_only: bool = False
+) -> Iterator[Any]:
+    """Set the kind of torch's state dicts inside the block; restore the settings on any exit."""
     fsdp = sys.modules["torch.distributed.fsdp.api"]  # which defines the settings that torch's wrapper looks for
-    wrapper = find_torch_wrapper(type(_wrapped(model)[0]))
+    wrapper = find_torch_wrapper(type(_find_wrappers(model)[0]))
     _require_wrappers(model, wrapper)
     is_there = all(parameter.device.type == "cpu" for parameter in model.parameters())
     config: dict[str, bool] = {"offload_to_cpu": offload and not is_there}  # or torch frees what it returns
@@ -141,7 +143,7 @@ def full_state(model: nn.Module, *, offload: bool, first_only: bool) -> dict[str
         offload: Give tensors on the CPU.
         first_only: Give them to the first rank alone.
     """
-    with _told(model, StateKind.FULL, offload=offload, first_only=first_only):
+    with _set_state_dict_type(model, StateKind.FULL, offload=offload, first_only=first_only):
         return {clean(name): value for name, value in model.state_dict().items()}
 
 
@@ -152,17 +154,17 @@ def sharded_state(model: nn.Module, *, offload: bool) -> dict[str, Any]:
         model: The model.
         offload: Give tensors on the CPU.
     """
-    with _told(model, StateKind.SHARDED, offload=offload):
-        return {clean(name): _cut(name, value) for name, value in model.state_dict().items()}
+    with _set_state_dict_type(model, StateKind.SHARDED, offload=offload):
+        return {clean(name): _to_dtensor(name, value) for name, value in model.state_dict().items()}
 
 
-def _cut(name: str, value: Any) -> Any:
+def _to_dtensor(name: str, value: Any) -> Any:
     return as_dtensor(clean(name), value, None) if is_sharded_tensor(value) else value
 
 
-def _joined(name: str, value: Any) -> Any:
-    """Return the whole of what is sharded. Collective."""
-    found = _cut(name, value)
+def _to_full(name: str, value: Any) -> Any:
+    """Return a sharded value unsharded. Collective."""
+    found = _to_dtensor(name, value)
     return found.full_tensor() if isinstance(found, DTensor) else found
 
 
@@ -174,8 +176,8 @@ def put_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tu
         state: It is not changed.
         strict: Names that differ are errors.
     """
-    with _told(model, StateKind.FULL):
-        told = model.load_state_dict({clean(name): _joined(name, v) for name, v in state.items()}, strict=strict)
+    with _set_state_dict_type(model, StateKind.FULL):
+        told = model.load_state_dict({clean(name): _to_full(name, v) for name, v in state.items()}, strict=strict)
     return [clean(name) for name in told.missing_keys], [clean(name) for name in told.unexpected_keys]
 
 
@@ -190,8 +192,8 @@ def full_optim_state(
         offload: Give tensors on the CPU.
         first_only: Give them to the first rank alone.
     """
-    with _told(model, StateKind.FULL, offload=offload, first_only=first_only) as wrapper:
-        return _named(wrapper.optim_state_dict(model, optim))
+    with _set_state_dict_type(model, StateKind.FULL, offload=offload, first_only=first_only) as wrapper:
+        return _clean_names(wrapper.optim_state_dict(model, optim))
 
 
 def sharded_optim_state(model: nn.Module, optim: torch.optim.Optimizer, *, offload: bool) -> dict[str, Any]:
@@ -202,15 +204,15 @@ def sharded_optim_state(model: nn.Module, optim: torch.optim.Optimizer, *, offlo
         optim: The optimizer.
         offload: Give tensors on the CPU.
     """
-    with _told(model, StateKind.SHARDED, offload=offload) as wrapper:
-        return _named(wrapper.optim_state_dict(model, optim))
+    with _set_state_dict_type(model, StateKind.SHARDED, offload=offload) as wrapper:
+        return _clean_names(wrapper.optim_state_dict(model, optim))
 
 
-def _named(found: Mapping[str, Any]) -> dict[str, Any]:
+def _clean_names(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state by the names that the model has unsharded, with values of its own."""
     return {
         "state": {
-            clean(name): {slot: copy_value(_cut(f"{name}/{slot}", value)) for slot, value in slots.items()}
+            clean(name): {slot: copy_value(_to_dtensor(f"{name}/{slot}", value)) for slot, value in slots.items()}
             for name, slots in found.get("state", {}).items()
         },
         "param_groups": [
@@ -271,9 +273,9 @@ def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mappi
     groups = [{**group, **settings} for group, settings in zip(live, changes, strict=True)]
     names = {name for group in groups for name in group["params"]}
     kept = {
-        clean(name): {slot: copy_value(_joined(f"{name}/{slot}", value)) for slot, value in slots.items()}
+        clean(name): {slot: copy_value(_to_full(f"{name}/{slot}", value)) for slot, value in slots.items()}
         for name, slots in state.get("state", {}).items()
         if clean(name) in names
     }
-    with _told(model, StateKind.FULL) as wrapper:
+    with _set_state_dict_type(model, StateKind.FULL) as wrapper:
         optim.load_state_dict(wrapper.optim_state_dict_to_load(model, optim, {"state": kept, "param_groups": groups}))

@@ -69,7 +69,7 @@ def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any
 def _take_sharded_tensors(module: nn.Module, state: MutableMapping[str, Any], prefix: str, kind: StateKind) -> None:
     """Replace what torch's wrapper gave without a mesh, in torch's own copy of what a user handed in."""
     below = {name: clean(name[len(prefix) :]) for name in state if name.startswith(prefix)}
-    taken = sharded_tensor.parts if kind is StateKind.LOCAL else sharded_tensor.rows
+    taken = sharded_tensor.to_local_parts if kind is StateKind.LOCAL else sharded_tensor.to_dtensors
     made = taken({plain: state[name] for name, plain in below.items()}, index_model(module))
     for name, plain in below.items():
         if plain in made:

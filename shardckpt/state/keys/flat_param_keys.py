@@ -153,7 +153,7 @@ def _with_local_metadata(made: dict[str, Any], units: Sequence[FlatUnit], rank: 
 # ---------------------------------------------------------------------------------------------------------- tensors
 
 
-def _laid(unit: FlatUnit, values: Mapping[str, torch.Tensor], rank: int | None) -> torch.Tensor:
+def _pack_flat(unit: FlatUnit, values: Mapping[str, torch.Tensor], rank: int | None) -> torch.Tensor:
     """Lay tensors out end to end, zeros where there is none, and cut a rank's part."""
     layout = unit.layout
     for spec in layout.specs:
@@ -182,7 +182,7 @@ def _check(spec: ParamSpec, value: torch.Tensor) -> None:
         raise UsageError("a tensor is not as its unit says", where=spec.name, found=value.shape, expected=spec.shape)
 
 
-def _whole(unit: FlatUnit, parts: Sequence[torch.Tensor], whole: bool, where: str) -> torch.Tensor:
+def _unpad(unit: FlatUnit, parts: Sequence[torch.Tensor], whole: bool, where: str) -> torch.Tensor:
     """Join the parts of a flat tensor without their padding."""
     layout = unit.layout
     lengths = [(layout.numel, layout.world * layout.chunk)] if whole else []
@@ -221,7 +221,7 @@ def _model_to_flat(state: Mapping[str, Any], units: Sequence[FlatUnit], rank: in
         if unit is None:
             made[name] = value
         elif unit.name not in made:
-            made[unit.name] = _laid(unit, {each: state[each] for each in unit.names}, rank)
+            made[unit.name] = _pack_flat(unit, {each: state[each] for each in unit.names}, rank)
     return made
 
 
@@ -236,7 +236,7 @@ def _model_to_originals(parts: Sequence[Mapping[str, Any]], units: Sequence[Flat
             made[name] = value
             continue
         unit = unit_of[name]
-        values = _members(unit, _whole(unit, [part[name] for part in parts], whole, name))
+        values = _members(unit, _unpad(unit, [part[name] for part in parts], whole, name))
         for spec in unit.layout.specs:
             made.update(dict.fromkeys((spec.name, *spec.aliases), values[spec.name]))
     return made
@@ -273,24 +273,24 @@ def _flat_slots(unit: FlatUnit, rows: Mapping[str, Mapping[str, Any]], rank: int
     for slot in dict.fromkeys(chain.from_iterable(rows.values())):
         values = {name: row[slot] for name, row in rows.items() if slot in row}
         if _are_scalars(unit, slot, values):
-            made[slot] = _agreed(values, f"{slot} differs among parameters of {unit.name}")
+            made[slot] = _require_equal(values, f"{slot} differs among parameters of {unit.name}")
         else:
             shapes = {spec.name: spec.shape for spec in unit.layout.specs}
             odd = [n for n, v in values.items() if not isinstance(v, torch.Tensor) or tuple(v.shape) != shapes[n]]
             if odd:
-                raise _opaque(f"{odd[0]}/{slot}", values[odd[0]], shapes[odd[0]])
-            made[slot] = _laid(unit, values, rank)
+                raise _opaque_error(f"{odd[0]}/{slot}", values[odd[0]], shapes[odd[0]])
+            made[slot] = _pack_flat(unit, values, rank)
     return made
 
 
 def _are_scalars(unit: FlatUnit, slot: str, values: Mapping[str, Any]) -> bool:
-    """Tell whether values are scalars: of a parameter without dimensions, its shape does not tell."""
+    """Return True if values are scalars: of a parameter without dimensions, its shape does not tell."""
     if slot == _STEP or not all(isinstance(value, torch.Tensor) for value in values.values()):
         return True
     return any(spec.shape and not values[spec.name].dim() for spec in unit.layout.specs if spec.name in values)
 
 
-def _opaque(where: str, value: Any, expected: object) -> OpaqueStateError:
+def _opaque_error(where: str, value: Any, expected: object) -> OpaqueStateError:
     return OpaqueStateError(
         "what the optimizer keeps is neither shaped like its parameter nor a scalar",
         where=where,
@@ -299,12 +299,12 @@ def _opaque(where: str, value: Any, expected: object) -> OpaqueStateError:
     )
 
 
-def _agreed(values: Mapping[str, Any], what: str) -> Any:
+def _require_equal(values: Mapping[str, Any], what: str) -> Any:
     """Return a copy of the scalar that several have; one flat parameter has one."""
     told: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.dim():
-            raise _opaque(name, value, ())
+            raise _opaque_error(name, value, ())
         told.setdefault(f"{value.dtype}: {value.item()}" if isinstance(value, torch.Tensor) else repr(value), name)
     if len(told) > 1:
         raise UsageError(what, found=", ".join(f"{value} of {name}" for value, name in told.items()))
@@ -339,7 +339,7 @@ def _optim_to_originals(
         else:
             state[name] = slots
     flats = [
-        {**group, "params": [each for name in group["params"] for each in _named(name, unit_of)]}
+        {**group, "params": [each for name in group["params"] for each in _expand_names(name, unit_of)]}
         for group in first["param_groups"]
     ]
     made = _original_groups(flats, groups, originals.get("groups"))
@@ -350,7 +350,7 @@ def _optim_to_originals(
     return {**rest, "state": state, "param_groups": made}
 
 
-def _named(name: str, unit_of: Mapping[str, FlatUnit]) -> list[str]:
+def _expand_names(name: str, unit_of: Mapping[str, FlatUnit]) -> list[str]:
     return unit_of[name].names if name in unit_of else [name]
 
 
@@ -376,9 +376,11 @@ def _original_slots(
             raise UsageError(f"rank {lacking[0]} keeps less of a flat parameter than the first", where=where)
         values = [row[slot] for row in rows]
         if isinstance(values[0], torch.Tensor) and values[0].dim():
-            members = _members(unit, _whole(unit, values, whole, where))
+            members = _members(unit, _unpad(unit, values, whole, where))
         else:
-            one = _agreed({f"rank {rank}": value for rank, value in enumerate(values)}, f"{where} differs among ranks")
+            one = _require_equal(
+                {f"rank {rank}": value for rank, value in enumerate(values)}, f"{where} differs among ranks"
+            )
             members = {name: copy_value(one) for name in unit.names}
         for name, value in members.items():
             if slot not in absent.get(name, ()):

@@ -98,7 +98,7 @@ def guess_kind(state: Mapping[str, Any]) -> StateKind:
 
 
 def is_sharded_tensor(value: Any) -> bool:
-    """Tell whether a value is torch's ShardedTensor, known by its public methods: the class is private to torch."""
+    """Return True if a value is torch's ShardedTensor, known by its public methods: the class is private to torch."""
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
@@ -108,7 +108,7 @@ def is_sharded_tensor(value: Any) -> bool:
 
 
 def is_flat_part(name: str, value: Any) -> bool:
-    """Tell whether a value is this rank's part of a flat parameter, as LOCAL states of torch's wrapper have it.
+    """Return True if a value is this rank's part of a flat parameter, as LOCAL states of torch's wrapper have it.
 
     Args:
         name: Under which it stands.

@@ -57,7 +57,7 @@ def to_names(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = 
                 fix="Pass the names in the order of the groups.",
             )
         names.update(zip(group["params"], told, strict=True))
-    return _renamed(state, names)
+    return _replace_keys(state, names)
 
 
 def to_ids(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = None) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def to_ids(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = No
     if unknown:
         raise UsageError("names of a state are in no group of the optimizer", found=", ".join(unknown[:10]))
     if groups is None:
-        return _renamed(state, numbers)
+        return _replace_keys(state, numbers)
     saved = state["param_groups"]
     empty = iter([settings(group) for group in saved if not group["params"]])
     changes = [
@@ -93,7 +93,7 @@ def to_ids(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = No
     return {**state, "state": {numbers[name]: slots for name, slots in state["state"].items()}, "param_groups": made}
 
 
-def _renamed(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
+def _replace_keys(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
     groups = [
         {**{k: v for k, v in group.items() if k != "param_names"}, "params": [keys[key] for key in group["params"]]}
         for group in state["param_groups"]
@@ -144,10 +144,10 @@ def nest(flat: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, 
             state.setdefault(name, {})[slot] = value
         else:
             settings[name][slot] = value
-    return {"state": state, "param_groups": [_joined(group, settings) for group in groups]}
+    return {"state": state, "param_groups": [_join_settings(group, settings) for group in groups]}
 
 
-def _joined(group: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _join_settings(group: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     first = settings[group[0]] if group else {}
     odd = [name for name in group if dict(settings[name]) != dict(first)]
     if odd:

@@ -112,7 +112,7 @@ def copy_value(value: Any) -> Any:
 
 
 def is_cut_alike(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    """Tell whether a value lies over ranks as its parameter does: both are plain, or DTensors of the same placements.
+    """Return True if a value lies over ranks as its parameter does: both are plain, or DTensors of the same placements.
 
     Args:
         parameter: As the optimizer holds it.

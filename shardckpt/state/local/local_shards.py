@@ -104,7 +104,7 @@ def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    box = _cut(tuple(tensor.shape), tuple(tensor.placements), _shape_of(mesh), tuple(coordinate))
+    box = _compute_box(tuple(tensor.shape), tuple(tensor.placements), _get_mesh_shape(mesh), tuple(coordinate))
     found = tuple((local(tensor) if own is None else own).shape)
     if found != box.size:
         raise UnsupportedError(
@@ -119,7 +119,7 @@ def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
 _SHAPES: WeakKeyDictionary[DeviceMesh, Shape] = WeakKeyDictionary()
 
 
-def _shape_of(mesh: DeviceMesh) -> Shape:
+def _get_mesh_shape(mesh: DeviceMesh) -> Shape:
     """Return the ranks along each dimension of a mesh, which puts them together anew whenever it is asked."""
     shape = _SHAPES.get(mesh)
     if shape is None:
@@ -128,7 +128,7 @@ def _shape_of(mesh: DeviceMesh) -> Shape:
 
 
 @lru_cache(maxsize=4096)  # a hundred thousand tensors have a few dozen shapes
-def _cut(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, coordinate: Shape) -> Box:
+def _compute_box(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, coordinate: Shape) -> Box:
     """Return the box that placements leave to one rank.
 
     Args:
@@ -138,7 +138,7 @@ def _cut(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, coordinat
         coordinate: Where the rank is.
     """
     offset, size = [0] * len(shape), list(shape)
-    for at, placement in _in_order_of_cutting(placements):
+    for at, placement in _sort_by_split_order(placements):
         if placement.is_partial():
             raise UnsupportedError("a DTensor with partial sums cannot be saved", fix="Redistribute it first.")
         dim = getattr(placement, "dim", None)
@@ -149,7 +149,7 @@ def _cut(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, coordinat
     return Box(tuple(offset), tuple(size))
 
 
-def _in_order_of_cutting(placements: Sequence[Placement]) -> list[tuple[int, Placement]]:
+def _sort_by_split_order(placements: Sequence[Placement]) -> list[tuple[int, Placement]]:
     """Return mesh dimensions in the order in which they cut.
 
     A strided one, which `fully_shard` makes of what tensor parallelism has cut along that dimension, cuts last.
@@ -179,7 +179,7 @@ def get_member_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tens
         part: This rank's part of it, as the bucket's `split_shard` gives it.
     """
     leaf = adapter.bucket.unsharded_params[index]
-    found = _of_bucket(adapter, index, part)
+    found = _iter_bucket_shards(adapter, index, part)
     if not isinstance(leaf, DTensor):
         return tuple(found)
     box = get_box(leaf)  # tensor parallelism cut first: what the bucket has is a part of a part
@@ -188,7 +188,7 @@ def get_member_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tens
     return tuple(LocalShard(shift(each.box, back), each.tensor) for each in found)
 
 
-def _of_bucket(adapter: EngineBucketAdapter, index: int, part: torch.Tensor) -> Iterator[LocalShard]:
+def _iter_bucket_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tensor) -> Iterator[LocalShard]:
     bucket = adapter.bucket
     layout = bucket.layout
     if bucket.keeps_full:
@@ -199,11 +199,11 @@ def _of_bucket(adapter: EngineBucketAdapter, index: int, part: torch.Tensor) -> 
             yield LocalShard(box, part.view(box.size))
     else:
         assert isinstance(layout, FlatLayout)
-        start, stop = _run(layout, index, bucket.rank)
+        start, stop = _get_run(layout, index, bucket.rank)
         yield from _boxes(layout.specs[index], part, start, stop)
 
 
-def _run(layout: FlatLayout, index: int, rank: int) -> tuple[int, int]:
+def _get_run(layout: FlatLayout, index: int, rank: int) -> tuple[int, int]:
     """Return which elements of a parameter, in its memory order, lie in a rank's shard."""
     first, numel = layout.offsets[index], layout.specs[index].numel
     low = rank * layout.chunk

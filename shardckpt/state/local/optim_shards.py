@@ -70,7 +70,7 @@ def local_optimizer(found: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
     groups = [
         {**settings(live), "params": list(names)} for live, names in zip(optim.param_groups, of.groups, strict=True)
     ]
-    return LocalOptimizer(arrays, values, groups, _names(of))
+    return LocalOptimizer(arrays, values, groups, _list_names(of))
 
 
 def parameter_names(found: ModelIndex, optim: OptimizerLike) -> list[list[str]]:
@@ -95,7 +95,7 @@ def parameter_names(found: ModelIndex, optim: OptimizerLike) -> list[list[str]]:
     return [sorted(names, key=places.__getitem__) if flat.issuperset(names) else list(names) for names in of.groups]
 
 
-def _names(of: OptimizerParams) -> tuple[str, ...]:
+def _list_names(of: OptimizerParams) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for names in of.groups for name in names))
 
 
@@ -140,13 +140,13 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def _is_dense(own: torch.Tensor) -> bool:
-    """Tell whether a tensor is nothing but its elements."""
+    """Return True if a tensor is nothing but its elements."""
     plain = type(own).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return plain and own.layout is torch.strided and not own.is_quantized
 
 
 def _is_shaped(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    """Tell whether a value is of its parameter's shape, and cut as that is."""
+    """Return True if a value is of its parameter's shape, and cut as that is."""
     cut = is_cut_alike(parameter, value)
     return value.shape == parameter.shape and cut and (isinstance(value, DTensor) or value.dim() > 0)
 
@@ -239,14 +239,14 @@ def plan_optim_targets(
     for index, names in enumerate(of.groups):
         flags = {**optim.param_groups[index], **made.changes[index]}
         on_device = bool(flags.get("capturable") or flags.get("fused"))
-        for params, position in _of_names(of, set(names)):
+        for params, position in _find_params(of, set(names)):
             _TargetBuilder(made, slots, values, scalars, on_device, keeps_rest, unequal_steps).add_targets(
                 params, position, optim
             )
     return made
 
 
-def _of_names(of: OptimizerParams, names: set[str]) -> Iterator[tuple[AdapterParams, int]]:
+def _find_params(of: OptimizerParams, names: set[str]) -> Iterator[tuple[AdapterParams, int]]:
     return ((params, p) for params in of.by_adapter for p in params.positions if params.names(p)[0] in names)
 
 

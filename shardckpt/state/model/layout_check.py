@@ -52,8 +52,8 @@ def check_units(note: Mapping[str, Any], found: ModelIndex) -> list[str]:
     mine = units_metadata(found)
     if theirs == mine:
         return []
-    ours = _cut(mine)
-    if any(ours == _cut(theirs, prefix) for prefix in ("", "module.")):
+    ours = _index_layouts(mine)
+    if any(ours == _index_layouts(theirs, prefix) for prefix in ("", "module.")):
         return []
     return [
         f"it was taken from {len(theirs)} units that hold {_names(theirs)}, here are {len(ours)} that hold "
@@ -61,7 +61,7 @@ def check_units(note: Mapping[str, Any], found: ModelIndex) -> list[str]:
     ]
 
 
-def _cut(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict[str, Mapping[str, Any]]:
+def _index_layouts(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict[str, Mapping[str, Any]]:
     """Return what lies over ranks, by its first name, under names of the unsharded model."""
 
     def plain(name: str) -> str:
@@ -75,12 +75,12 @@ def _cut(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict[str, Mapp
         ]
         if unit.get("layout") is not None:
             flat = unit.get("flat")
-            layout = {**unit["layout"], "params": [_unnamed(each) for each in unit["layout"]["params"]]}
+            layout = {**unit["layout"], "params": [_without_names(each) for each in unit["layout"]["params"]]}
             made[entries[0]["name"]] = {**unit, "layout": layout, "entries": entries, "flat": flat and plain(flat)}
     return made
 
 
-def _unnamed(param: Mapping[str, Any]) -> dict[str, Any]:
+def _without_names(param: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter of a layout without names: entries tell those of the model, a layout those of its unit."""
     return {key: value for key, value in param.items() if key not in ("name", "aliases")}
 

@@ -70,7 +70,7 @@ def load_model_state_dict(
             keys = given.check(strict)
             agreed.digest, agreed.broadcast_error = given.digest, given.broadcast_error()
     if agreed.from_rank0:
-        keys = _told(keys, group)
+        keys = _broadcast_keys(keys, group)
     absent = {found.aliases.get(name, name) for name in keys.missing}
     staging = Staging()
     with torch.no_grad():
@@ -111,10 +111,10 @@ def _check_foreign(values: Mapping[str, Any], expected: Mapping[str, Any], *, st
         problems += [f"Missing key: {name}" for name in expected if name not in values]
         problems += [f"Unexpected key: {name}" for name in values if name not in expected]
     if problems:
-        raise _mismatch(problems)
+        raise _mismatch_error(problems)
 
 
-def _mismatch(problems: Sequence[str]) -> StateMismatchError:
+def _mismatch_error(problems: Sequence[str]) -> StateMismatchError:
     return StateMismatchError(
         f"the state does not fit the model in {len(problems)} places: {'; '.join(problems[:50])}",
         fix="Nothing was changed. Names may be left out with strict=False.",
@@ -127,7 +127,7 @@ def _broadcast_extra(given: _IncomingModelState, group: Group) -> dict[str, Any]
     return given.extra if group.rank == 0 else dict(json.loads(told))
 
 
-def _told(keys: Keys, group: Group) -> Keys:
+def _broadcast_keys(keys: Keys, group: Group) -> Keys:
     """Return the names that the first rank found. Collective."""
     told = group.broadcast(json.dumps([keys.missing, keys.unexpected]).encode() if group.rank == 0 else None)
     missing, unexpected = json.loads(told)
@@ -147,11 +147,11 @@ class _IncomingModelState:
         self.kind = detect_kind(state) if kind is None else StateKind.of(kind)
         self.note = get_metadata(state)
         self._found = found
-        values = _renamed(state, found)
+        values = _clean_names(state, found)
         if self.kind is StateKind.LOCAL:
-            self.values = sharded_tensor.parts(values, found)
+            self.values = sharded_tensor.to_local_parts(values, found)
         else:
-            self.values = module_hooks.run_load_hooks(found, sharded_tensor.rows(values, found))
+            self.values = module_hooks.run_load_hooks(found, sharded_tensor.to_dtensors(values, found))
 
     def value(self, name: str, aliases: tuple[str, ...]) -> Any:
         """Return what is given under one of an entry's names; None where there is nothing."""
@@ -190,7 +190,7 @@ class _IncomingModelState:
             problems += [f"Missing key: {name}" for name in keys.missing]
             problems += [f"Unexpected key: {name}" for name in keys.unexpected]
         if problems:
-            raise _mismatch(problems)
+            raise _mismatch_error(problems)
         return keys
 
     @property
@@ -263,7 +263,7 @@ def refuse_other_layout(note: Mapping[str, Any], model: nn.Module) -> None:
         raise StateMismatchError(f"the state does not fit the model: {problems[0]}", fix="Nothing was changed.")
 
 
-def _renamed(state: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
+def _clean_names(state: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
     """Return a state by names of the unsharded model, whatever wrapped the one it was taken from."""
     cleaned = {clean(name): value for name, value in state.items()}
     if found.names and not any(name in cleaned for name in found.names):
@@ -316,7 +316,7 @@ def _load(
         if given.kind is StateKind.SHARDED and adapter.is_sharded_alike(values):
             adapter.from_sharded(values, places, staging)
         else:
-            adapter.from_full([None if value is None else _whole(value) for value in values], places)
+            adapter.from_full([None if value is None else _to_full(value) for value in values], places)
     adapter.mark_written()
 
 
@@ -329,7 +329,7 @@ def _values(
     ]
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
+def _to_full(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -342,7 +342,7 @@ def _load_buffer(buffer: Buffer, given: _IncomingModelState, absent: set[str], f
     if first_of is not None:
         value = broadcast_from_rank0(first_of, held.shape, buffer.dtype, held.device, value)
     assert value is not None
-    whole = _whole(value).to(held.device)
+    whole = _to_full(value).to(held.device)
     if isinstance(held, DTensor):
         whole = distribute_tensor(whole, held.device_mesh, held.placements, src_data_rank=None)
     held.copy_(whole)

@@ -44,10 +44,10 @@ def iter_full_state_dict(
         yield from torch_fsdp1.full_state(model, offload=offload_to_cpu, first_only=rank0_only).items()
         return
     reshard_all(model)
-    yield from _whole(index_complete_model(model), offload_to_cpu, rank0_only)
+    yield from _iter_full(index_complete_model(model), offload_to_cpu, rank0_only)
 
 
-def _whole(found: ModelIndex, offload: bool, first_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _iter_full(found: ModelIndex, offload: bool, first_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
     staging = Staging()
     for adapter in found.adapters:
         values = adapter.to_full(adapter.packed, staging, first_only=first_only)
@@ -63,11 +63,11 @@ def _whole(found: ModelIndex, offload: bool, first_only: bool) -> Iterator[tuple
 def _buffers(found: ModelIndex, kind: StateKind, offload: bool) -> Iterator[tuple[str, torch.Tensor]]:
     for buffer in found.buffers:
         if buffer.persistent:
-            value = _of_kind(buffer.value.detach().to(buffer.dtype), kind)
+            value = _to_kind(buffer.value.detach().to(buffer.dtype), kind)
             yield buffer.name, _on_cpu(value) if offload else value
 
 
-def _of_kind(value: torch.Tensor, kind: StateKind) -> torch.Tensor:
+def _to_kind(value: torch.Tensor, kind: StateKind) -> torch.Tensor:
     if not isinstance(value, DTensor) or kind is StateKind.SHARDED:
         return value
     return value.full_tensor() if kind is StateKind.FULL else local(value)
@@ -109,7 +109,7 @@ def model_state_dict(
     reshard_all(model)
     found = index_complete_model(model)
     if kind is StateKind.FULL:
-        tensors: dict[str, Any] = dict(_whole(found, offload_to_cpu, rank0_only))
+        tensors: dict[str, Any] = dict(_iter_full(found, offload_to_cpu, rank0_only))
         if rank0_only and not found.ranks.is_first:
             return with_metadata(OrderedDict(), kind, found)
     else:

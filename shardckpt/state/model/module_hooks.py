@@ -21,7 +21,7 @@ _BARE: ContextVar[bool] = ContextVar("bare", default=False)
 
 
 def is_bare() -> bool:
-    """Tell whether wrappers are to do nothing of their own, since tensors of a state are registered in modules."""
+    """Return True if wrappers are to do nothing of their own, since tensors of a state are registered in modules."""
     return _BARE.get()
 
 

@@ -20,7 +20,7 @@ from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import Entry, ShardingAdapter, broadcast_from_rank0, get_mesh_placements, local
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
-from shardckpt.state.adapters.sharded_tensor import optimizer_rows
+from shardckpt.state.adapters.sharded_tensor import optim_state_to_dtensors
 from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata, tensors
 from shardckpt.state.keys.param_groups import match_settings
 from shardckpt.state.keys.slots import (
@@ -288,7 +288,7 @@ class _IncomingOptimState:
         return cls(
             said,
             get_metadata(given),
-            optimizer_rows({_first(names.get(key, key), found): value for key, value in state.items()}, found),
+            optim_state_to_dtensors({_first(names.get(key, key), found): value for key, value in state.items()}, found),
             [
                 {**group, "params": _members([names.get(key, key) for key in group["params"]], found)}
                 for group in groups
@@ -578,7 +578,7 @@ class _StateSetter:
 
 
 def _has_no_part(adapter: ShardingAdapter, position: int) -> bool:
-    """Tell whether this rank has no part of a parameter, so that it keeps of it what its optimizer began with."""
+    """Return True if this rank has no part of a parameter, so that it keeps of it what its optimizer began with."""
     return (
         isinstance(adapter, EngineFlatAdapter) and adapter.is_sharded and local(adapter.exposed[position]).numel() == 0
     )
@@ -593,7 +593,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _fits(own: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
-    """Tell whether a value is a tensor that lies as a parameter does."""
+    """Return True if a value is a tensor that lies as a parameter does."""
     return (
         isinstance(own, torch.Tensor)
         and type(own) in (torch.Tensor, DTensor)

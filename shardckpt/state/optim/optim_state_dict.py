@@ -72,7 +72,7 @@ class AdapterParams:
 
     @property
     def is_flat(self) -> bool:
-        """Tell whether one exposed parameter stands for all entries."""
+        """Return True if one exposed parameter stands for all entries."""
         return isinstance(self.adapter, EngineFlatAdapter) and self.adapter.flat_name is not None
 
 
@@ -349,7 +349,7 @@ class _StateGetter:
 
 
 def _lies_within(value: torch.Tensor, part: torch.Tensor | None) -> bool:
-    """Tell whether a value begins in the memory of what the optimizer keeps."""
+    """Return True if a value begins in the memory of what the optimizer keeps."""
     if part is None:
         return False
     storage = local(part).untyped_storage()

@@ -77,7 +77,7 @@ def scatter_rows(
 
 
 def has_rows_everywhere(rows: int, ranks: int) -> bool:
-    """Tell whether every rank gets some of a parameter's rows; the last ones may get none.
+    """Return True if every rank gets some of a parameter's rows; the last ones may get none.
 
     Args:
         rows: How many there are.

@@ -206,7 +206,9 @@ def start_flat_to_rows(
         if pending is not None:
             pending.wait()
         parts = torch.split(taken, plan.held)
-        return [_shaped(part, shape, spec) for part, shape, spec in zip(parts, plan.shapes, layout.specs, strict=True)]
+        return [
+            _to_shape(part, shape, spec) for part, shape, spec in zip(parts, plan.shapes, layout.specs, strict=True)
+        ]
 
     return arrived
 
@@ -235,8 +237,8 @@ def rows_to_flat(
     rank = dist.get_rank(group) if group is not None else 0
     plan = plan_exchange(layout, rank)
     flats = [None if part is None else _flat(part, spec) for part, spec in zip(parts, layout.specs, strict=True)]
-    given = [_spans_of(flats, spans) for spans in plan.into]
-    arriving = [_places_of(into, parts, spans, plan.starts) for spans in plan.out]
+    given = [_slice_spans(flats, spans) for spans in plan.into]
+    arriving = [_slice_targets(into, parts, spans, plan.starts) for spans in plan.out]
     stay, given[rank] = given[rank], []
     own, arriving[rank] = arriving[rank], []
     gives, takes = ([sum(part.numel() for part in row) for row in side] for side in (given, arriving))
@@ -253,12 +255,12 @@ def rows_to_flat(
         unpack(taken, [place for row in arriving for place in row])
 
 
-def _spans_of(flats: Sequence[torch.Tensor | None], spans: Sequence[Span]) -> list[torch.Tensor]:
+def _slice_spans(flats: Sequence[torch.Tensor | None], spans: Sequence[Span]) -> list[torch.Tensor]:
     pairs = ((flats[span.index], span) for span in spans)
     return [flat[span.part : span.part + span.numel] for flat, span in pairs if flat is not None]
 
 
-def _places_of(
+def _slice_targets(
     into: Sequence[torch.Tensor | None],
     parts: Sequence[torch.Tensor | None],
     spans: Sequence[Span],
@@ -273,7 +275,7 @@ def _places_of(
     return found
 
 
-def _shaped(part: torch.Tensor, shape: tuple[int, ...], spec: ParamSpec) -> torch.Tensor:
+def _to_shape(part: torch.Tensor, shape: tuple[int, ...], spec: ParamSpec) -> torch.Tensor:
     """Return memory-ordered elements in their shape."""
     if not spec.order:
         return part.view(shape)

@@ -58,7 +58,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Tell whether this is the first of them."""
+        """Return True if this is the first of them."""
         return all(axis.rank() == 0 for axis in self.axes)
 
     @property
