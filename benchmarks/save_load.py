@@ -16,8 +16,8 @@ same files into the same memory.
 
 **reshard.** Saved by 2 ranks, loaded by 1 and by 4; the yardstick reads the same bytes by as many processes.
 
-**replicas.** As for load, of half the size, all of it on both ranks; with `fan_out=True` each reads half from the page
-cache and takes the other half from the other rank.
+**replicas.** As for load, of half the size, all of it on both ranks; with `broadcast_reads=True` each reads half from
+the page cache and takes the other half from the other rank.
 
 **async.** How long a save in the background keeps the loop, its buffers there from the save before; the copy is
 complete then. The yardstick is a copy of each tensor into memory that is there.
@@ -399,7 +399,7 @@ def reshard(sizes: Sizes, folder: Path) -> list[Way]:
 def replicas(sizes: Sizes, folder: Path) -> list[Way]:
     state = sharded(inputs.shapes("large", sizes.nbytes // 2), is_whole=True)
     ways = loads("replicas", state, folder, {})
-    shared = ours("shardckpt, fan_out=True", fan_out=True)
+    shared = ours("shardckpt, broadcast_reads=True", broadcast_reads=True)
     ways.insert(3, loading("replicas", shared, "shardckpt", state, folder / "shardckpt"))
     return [way for way in ways if way.by != "torch_checkpointing"]  # every rank's file is read whole by all
 

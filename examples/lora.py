@@ -83,7 +83,7 @@ def train(folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         state["step"] = step
-        shardckpt.save(state, folder / f"step-{step}", base=folder / "base", trainable_only=True, base_rules=NAMES)
+        shardckpt.save(state, folder / f"step-{step}", base=folder / "base", trainable_only=True, base_key_map=NAMES)
     say(f"the base: {size(folder / 'base')}; step 3 with its optimizer: {size(folder / 'step-3')}")
 
     other = adapted(seed=2)
@@ -96,7 +96,7 @@ def train(folder: Path) -> None:
     with torch.no_grad():
         model[0].base.weight.to_local()[0, 0] += 1.0  # somebody trains what should be frozen
     try:
-        shardckpt.save(state, folder / "step-4", base=folder / "base", trainable_only=True, base_rules=NAMES)
+        shardckpt.save(state, folder / "step-4", base=folder / "base", trainable_only=True, base_key_map=NAMES)
     except shardckpt.UsageError as error:
         say(f"refused: {str(error).partition(';')[0]}")
 

@@ -44,7 +44,7 @@ ALONE = Channels(Coordinator(None))
 """Of a process without others."""
 
 
-def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def resolve_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a process group, all ranks for None; None without `torch.distributed`, where this process is alone."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -60,7 +60,7 @@ def get_channels(group: dist.ProcessGroup | None, refusal: Exception | None = No
         group: The ranks; all where None.
         refusal: Raised where a rank is gone, since no other rank can receive it.
     """
-    key = process_group(group)
+    key = resolve_process_group(group)
     if key is None:
         return ALONE
     known = _CHANNELS.get(key)

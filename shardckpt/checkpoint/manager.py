@@ -23,7 +23,8 @@ from shardckpt.checkpoint.channels import get_channels
 from shardckpt.checkpoint.load.load import MIXED, load
 from shardckpt.checkpoint.save.async_save import async_save
 from shardckpt.checkpoint.save.handle import SaveEvent, SaveHandle
-from shardckpt.checkpoint.save.save import RunNotes, read_notes, save
+from shardckpt.checkpoint.save.save import EARLIER_NAMES, RunNotes, read_notes, save
+from shardckpt.deprecation import renamed_params
 from shardckpt.errors import (
     CheckpointError,
     MissingFileError,
@@ -96,7 +97,7 @@ class Checkpointer:
         save_every: `should_save` is true for steps that this divides.
         dedup: Write only tensors that have changed since the newest complete step, and refer to that, or to what it
             refers to, for the others. Removing a step leaves there what others refer to.
-        group: The ranks; all where None.
+        process_group: The ranks; all where None.
 
     Raises:
         UsageError: A rule that would mean nothing; a root that is no place.
@@ -113,6 +114,7 @@ class Checkpointer:
         ...         ck.save(step, state)
     """
 
+    @renamed_params(group="process_group")
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -125,7 +127,7 @@ class Checkpointer:
         keep_for: timedelta | float | str | None = None,
         save_every: int | None = None,
         dedup: bool = False,
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._rules = Retention(keep_last, keep_every, keep_best, mode, parse_seconds(keep_for), metric)
         if save_every is not None and (type(save_every) is not int or save_every < 1):
@@ -133,7 +135,7 @@ class Checkpointer:
         self.root = as_url(root).rstrip("/") or "/"
         if self.root.endswith(":") and as_url(root).startswith(f"{self.root}//"):
             raise UsageError("this URL names no place", where=as_url(root), fix="Name a bucket, or a folder in it.")
-        self._save_every, self._dedup, self._group = save_every, dedup, group
+        self._save_every, self._dedup, self._group = save_every, dedup, process_group
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._damaged: set[str] = set()
         self._held: int | None = None
@@ -223,6 +225,7 @@ class Checkpointer:
 
     # Saving
 
+    @renamed_params(**EARLIER_NAMES)
     def save(
         self,
         step: int,
@@ -261,6 +264,7 @@ class Checkpointer:
         if get_channels(self._group).main.rank == 0:
             self._tidy(number)
 
+    @renamed_params(**EARLIER_NAMES, budget="max_staging_bytes")
     def async_save(
         self,
         step: int,
@@ -316,13 +320,13 @@ class Checkpointer:
         options: Mapping[str, Any],
     ) -> _Begun:
         """Agree on what is saved."""
-        about, names = RunNotes(), list[str]()
+        notes, names = RunNotes(), list[str]()
         said: bytes | Exception
         try:
             _require_options(verb, options)
             numbers = _read_metrics(metrics)
-            about.update(read_notes(options.get("about")))
-            about.update({f"{METRIC}{name}": repr(value) for name, value in numbers.items()})
+            notes.update(read_notes(options.get("custom_metadata")))
+            notes.update({f"{METRIC}{name}": repr(value) for name, value in numbers.items()})
             names.extend(numbers)
             said = json.dumps([_number(step), self._signals.has_come]).encode()
         except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
@@ -334,11 +338,14 @@ class Checkpointer:
         replaces, is_asked, unranked, branch = json.loads(answer)
         self._signals.heed(is_asked)
         if branch:
-            about[BRANCH] = str(branch)
+            notes[BRANCH] = str(branch)
         if self._dedup:
-            options = {"base": lambda: self._newest_but(_number(step)), "digests": True, **options}
+            options = {"base": lambda: self._newest_but(_number(step)), "store_digests": True, **options}
         return _Begun(
-            _number(step), branch, unranked, {**options, "overwrite": replaces, "about": about, "group": self._group}
+            _number(step),
+            branch,
+            unranked,
+            {**options, "overwrite": replaces, "custom_metadata": notes, "process_group": self._group},
         )
 
     def _newest_but(self, number: int) -> str | None:
@@ -415,7 +422,7 @@ class Checkpointer:
             self._remove(saved)
             self._is_tidy = True
         except (StorageError, CheckpointError, UsageError) as error:
-            warnings.warn(f"step {saved} is saved, but old ones could not be removed: {error}", stacklevel=3)
+            warnings.warn(f"step {saved} is saved, but old ones could not be removed: {error}", stacklevel=4)
 
     def _remove(self, saved: int) -> None:
         store, now = self._store(), time.time()
@@ -432,7 +439,7 @@ class Checkpointer:
         stay = delete_steps(store, run, removed)
         if stay:
             shown = ", ".join(map(escape, stay[:_SHOWN])) + (", ..." if len(stay) > _SHOWN else "")
-            warnings.warn(f"removed steps hold content that no save wrote, which was left there: {shown}", stacklevel=4)
+            warnings.warn(f"removed steps hold content that no save wrote, which was left there: {shown}", stacklevel=5)
         kept = replace(run, steps=tuple(step for step in run.steps if step.name not in removed))
         for left in find_orphans(store, kept):
             if is_expired(left.changed_at, now):
@@ -448,6 +455,7 @@ class Checkpointer:
 
     # Restoring
 
+    @renamed_params(fan_out="broadcast_reads")
     def restore(self, state: Any, *, step: int | None = None, **options: Any) -> int | None:
         """Load the newest complete step; where that turns out to be damaged, the one before, and so on. Collective.
 
@@ -522,7 +530,7 @@ class Checkpointer:
     def _load(self, state: Any, name: str, options: Mapping[str, Any], *, is_last: bool) -> str:
         """Load a step; return what is wrong with it where some rank found it damaged, on all ranks."""
         try:
-            load(state, self._place(name), group=self._group, **options)
+            load(state, self._place(name), process_group=self._group, **options)
         except Exception as error:
             coordinator = get_channels(self._group).main
             if is_last or coordinator.has_lost_rank:

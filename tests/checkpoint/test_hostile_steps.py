@@ -54,9 +54,9 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile")
     shared = torch.ones(4, 3)
     state = {"a": shared, "b": {"c": shared}, "n": (1, {2.5: b"x"}, [None, "s"]), "d": torch.arange(9)}
-    shardckpt.save(state, folder / "base", digests=True)
+    shardckpt.save(state, folder / "base", store_digests=True)
     state["d"] = torch.arange(9) + 1
-    shardckpt.save(state, folder / "c", base=folder / "base", about={"by": "me"})
+    shardckpt.save(state, folder / "c", base=folder / "base", custom_metadata={"by": "me"})
     return folder / "c"
 
 

@@ -59,14 +59,14 @@ def bases(folder: Path) -> dict[str, int]:
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
     """A run of two steps, of which the second differs in `b`."""
-    shardckpt.save(state(1, 1, 1), tmp_path / "one", digests=True)
+    shardckpt.save(state(1, 1, 1), tmp_path / "one", store_digests=True)
     shardckpt.save(state(1, 2, 1), tmp_path / "two", base=tmp_path / "one")
     return tmp_path
 
 
 class TestWhatIsWritten:
     def test_of_an_unchanged_state_headers_and_a_manifest(self, tmp_path: Path) -> None:
-        shardckpt.save(state(), tmp_path / "one", digests=True)
+        shardckpt.save(state(), tmp_path / "one", store_digests=True)
         shardckpt.save(state(), tmp_path / "two", base=tmp_path / "one")
         assert payload_bytes(tmp_path / "one") == 4096 + 3 * EACH
         assert payload_bytes(tmp_path / "two") == 4096
@@ -79,7 +79,7 @@ class TestWhatIsWritten:
 
     def test_in_the_background_too_and_no_more_is_staged(self, two: Path) -> None:
         changing = state(1, 2, 3)
-        handle = shardckpt.async_save(changing, two / "three", base=two / "two", budget="1MiB")
+        handle = shardckpt.async_save(changing, two / "three", base=two / "two", max_staging_bytes="1MiB")
         for tensor in changing["t"].values():
             tensor.fill_(99)
         handle.result()
@@ -94,7 +94,9 @@ class TestWhatIsWritten:
 
     def test_a_tensor_of_another_type_or_shape_or_name_is_another(self, tmp_path: Path) -> None:
         zeros = torch.zeros(8, 8)
-        shardckpt.save({"a": zeros, "b": zeros + 0, "c": zeros.int(), "d": zeros - 0}, tmp_path / "one", digests=True)
+        shardckpt.save(
+            {"a": zeros, "b": zeros + 0, "c": zeros.int(), "d": zeros - 0}, tmp_path / "one", store_digests=True
+        )
         other = {"a": zeros.reshape(4, 16), "b": zeros.int(), "e": zeros + 1, "d": zeros.t().clone()}
         shardckpt.save(other, tmp_path / "two", base=tmp_path / "one")
         assert payload_bytes(tmp_path / "two") == 4096 + 3 * 256
@@ -105,7 +107,7 @@ class TestWhatIsWritten:
             torch.manual_seed(0)
             model = fully_shard(nn.Linear(64, 65, bias=False))
             state = {"model": model, "same": torch.arange(1000)}
-            shardckpt.save(state, tmp_path / "one", digests=True)
+            shardckpt.save(state, tmp_path / "one", store_digests=True)
             with torch.no_grad():
                 if rank == 1:
                     model.weight.to_local()[-1] += 1
@@ -348,7 +350,7 @@ class TestWhatOtherFoldersOfTheRunReferTo:
         Bucket.reset()
         root = {"disk": str(tmp_path), "memory": f"memory://{tmp_path.name}/{len(name)}", "bucket": "bucket://b/run"}
         ck = Checkpointer(root[store], keep_last=2)
-        ck.save(1, state(0, 1, 0), digests=True)
+        ck.save(1, state(0, 1, 0), store_digests=True)
         ck.save(2, state(5, 5, 5))
         shardckpt.save(state(9, 9, 9), f"{ck.root}/best")
         shardckpt.save(state(0, 1, 0), f"{ck.root}/{name}", base=ck.path(1))
@@ -496,7 +498,7 @@ class TestCheckpointer:
 
     def test_links_out_of_the_run_are_no_matter(self, tmp_path: Path, tmp_path_factory) -> None:
         away = tmp_path_factory.mktemp("away")
-        shardckpt.save(state(), away / "base", digests=True)
+        shardckpt.save(state(), away / "base", store_digests=True)
         (tmp_path / "base").symlink_to(away / "base")
         shardckpt.save(state(), tmp_path / step_name(1), base=tmp_path / "base")
         assert read_run(LocalStore(str(tmp_path))).steps[0].is_complete

@@ -110,7 +110,7 @@ class TestSaveAndRestore:
             ck.restore(state(), step=7)
 
     def test_options_reach_save_and_load(self, tmp_path):
-        ck = saved(Checkpointer(tmp_path), 1, checksums=False, about={"by": "me"})
+        ck = saved(Checkpointer(tmp_path), 1, checksums=False, custom_metadata={"by": "me"})
         store = LocalStore(ck.root)
         assert read_about(store, read_run(store).steps[0])["by"] == "me"
         flip(payload(ck.root, 1))
@@ -681,16 +681,19 @@ class TestArgumentsThatAreWrong:
         ck = saved(Checkpointer(tmp_path, keep_last=2), 1)
         with pytest.raises(UsageError, match=f"reserved for `Checkpointer`; found {name}"):
             if verb == "Checkpointer":
-                saved(ck, 2, about={name: "3"})
+                saved(ck, 2, custom_metadata={name: "3"})
             else:
-                getattr(shardckpt, verb)(state(), ck.path(2), about={name: "3"})
-        assert saved(ck, 2, 3, about={"runs": "a"}, metrics={"loss": 1.0}).steps() == (2, 3)
+                getattr(shardckpt, verb)(state(), ck.path(2), custom_metadata={name: "3"})
+        assert saved(ck, 2, 3, custom_metadata={"runs": "a"}, metrics={"loss": 1.0}).steps() == (2, 3)
 
     @pytest.mark.parametrize("about", [5, {"a": 3}, {4: "b"}, "ab"])
     def test_about_is_text_by_name(self, about, tmp_path):
         ck = Checkpointer(tmp_path)
-        for save in (lambda: saved(ck, 1, about=about), lambda: shardckpt.save(state(), ck.path(1), about=about)):
-            with pytest.raises(UsageError, match="`about` must be a mapping of text to text"):
+        for save in (
+            lambda: saved(ck, 1, custom_metadata=about),
+            lambda: shardckpt.save(state(), ck.path(1), custom_metadata=about),
+        ):
+            with pytest.raises(UsageError, match="`custom_metadata` must be a mapping of text to text"):
                 save()
         assert ck.steps() == ()
 
@@ -709,15 +712,15 @@ class TestArgumentsThatAreWrong:
         """Rank 1 gives a wrong argument; every rank hears of it in the first message, and the next call works."""
         ck = Checkpointer(tmp_path / "run", save_every=1)
         one, other = tmp_path / "run" / step_name(1), tmp_path / "other"
-        savings = [{"base": 5}, {"base_rules": 3}, {"trainable_only": True}, {"about": 5}]
-        backgrounds = [{"about": 5}, {"budget": "much"}, {"on_busy": "never"}]
+        savings = [{"base": 5}, {"base_key_map": 3}, {"trainable_only": True}, {"custom_metadata": 5}]
+        backgrounds = [{"custom_metadata": 5}, {"max_staging_bytes": "much"}, {"on_busy": "never"}]
         loads = [{"partial": 5}, {"verify": "x"}, {"rules": 3}, {"strict": "x"}, {"unequal_steps": 3}]
         metered = [{"metrics": {"a": 10**400}}, {"metrics": {"a": Unreadable()}}, {"bogus": 1}]
         calls = {
             shardckpt.save: [((state(), other), each) for each in savings],
             shardckpt.async_save: [((state(), other), each) for each in backgrounds],
             shardckpt.load: [((state(), one), each) for each in loads],
-            ck.save: [((2, state()), each) for each in [*metered, {"base": 5}, {"about": 5}]],
+            ck.save: [((2, state()), each) for each in [*metered, {"base": 5}, {"custom_metadata": 5}]],
             ck.async_save: [((2, state()), each) for each in [*backgrounds, *metered]],
             ck.restore: [((state(),), each) for each in [*loads[:2], {"bogus": 1}, {"step": Unreadable()}]],
         }

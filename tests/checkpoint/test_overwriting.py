@@ -124,7 +124,7 @@ def test_a_step_that_a_newer_version_wrote_is_refused(place: str) -> None:
 @pytest.mark.parametrize("name", ["step-00000001", "best"])
 def test_files_that_something_beside_it_refers_to_stay(place: str, name: str) -> None:
     shared = {"w": torch.arange(5000.0)}
-    shardckpt.save(shared, f"{place}/{name}", digests=True)
+    shardckpt.save(shared, f"{place}/{name}", store_digests=True)
     shardckpt.save(shared, f"{place}/step-00000002", base=f"{place}/{name}")
     for _ in range(2):
         shardckpt.save(STATE, f"{place}/{name}", overwrite=True)

@@ -111,7 +111,7 @@ def many_saves(rank: int, world: int, seed: int, folder: Path) -> tuple[list[tup
         phase, failing = rng.choice([*PHASES, *[""] * len(PHASES)]), rng.randrange(world)
         if phase in ("plan", "begin", "commit", "publish"):
             failing = 0  # the first rank alone does this
-        options = rng.choice([{}, {"digests": True}, {"base": folder / "base", "digests": True}])
+        options = rng.choice([{}, {"store_digests": True}, {"base": folder / "base", "store_digests": True}])
         state = changed(placed(KINDS[kind](version), mesh, is_sharded=is_sharded), phase, rank)
         path = folder / ("base" if phase == "target" else f"step-{version:08d}")
         try:
@@ -146,7 +146,7 @@ def differs(path: Path, expected: State) -> list[str]:
 
 @pytest.mark.parametrize(("world", "seed"), [(2, 0), (3, 2)])
 def test_every_save_between_refused_ones_holds_its_own_values(tmp_path: Path, world: int, seed: int) -> None:
-    run(world, lambda rank, world: shardckpt.save(KINDS["full"](0), tmp_path / "base", digests=True))
+    run(world, lambda rank, world: shardckpt.save(KINDS["full"](0), tmp_path / "base", store_digests=True))
     told = run(world, many_saves, seed, tmp_path, timeout=60.0)
     saved, refusals = told[0]
     assert all(each[0] == saved and len(each[1]) == len(refusals) for each in told), "ranks agree on what was saved"

@@ -625,7 +625,7 @@ class TestRefusals:
             ({"cast": "bf16"}, "`cast`.*'bf16'"),
             ({"cast": None}, "`cast`"),
             ({"strict": "no"}, "`strict`"),
-            ({"fan_out": 3}, "`fan_out`"),
+            ({"broadcast_reads": 3}, "`broadcast_reads`"),
             ({"verify": ["read"]}, "verify"),
             ({"verify": 1}, "verify"),
         ],

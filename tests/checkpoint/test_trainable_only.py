@@ -111,7 +111,9 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def keep(path: object, base: object, **options: object) -> None:
     model, optim = trained()
-    shardckpt.save({"model": model, "optim": optim}, path, base=base, trainable_only=True, base_rules=RULES, **options)
+    shardckpt.save(
+        {"model": model, "optim": optim}, path, base=base, trainable_only=True, base_key_map=RULES, **options
+    )
 
 
 def payload_names(path: Path) -> set[str]:
@@ -128,8 +130,8 @@ class TestOnRanks:
         def body(rank: int, world: int):
             model, optim = trained(face)
             state = {"model": model, "optim": optim, "step": 1}
-            shardckpt.save(state, tmp_path / "one", base=hf, trainable_only=True, base_rules=RULES)
-            again = {"base": tmp_path / "one", "trainable_only": True, "base_rules": RULES}
+            shardckpt.save(state, tmp_path / "one", base=hf, trainable_only=True, base_key_map=RULES)
+            again = {"base": tmp_path / "one", "trainable_only": True, "base_key_map": RULES}
             shardckpt.async_save(state, tmp_path / "two", **again).result()
             other, fresh = trained(face, seed=5)
             shardckpt.load({"model": other, "optim": fresh, "step": 0}, tmp_path / "two")
@@ -154,7 +156,7 @@ class TestOnRanks:
             with torch.no_grad():
                 if rank == 1:
                     model.layers[1].base.weight.to_local()[-1, -1] += 1e-6
-            shardckpt.save({"model": model}, tmp_path / "c", base=hf, trainable_only=True, base_rules=RULES)
+            shardckpt.save({"model": model}, tmp_path / "c", base=hf, trainable_only=True, base_key_map=RULES)
 
         found = raised_everywhere(2, body)
         assert found[1].is_a(UsageError)
@@ -247,7 +249,7 @@ class TestTheBase:
         with pytest.raises(UsageError, match=r"model\.layers\.0\.base\.weight: a frozen parameter is not in the base"):
             shardckpt.save({"model": model}, tmp_path / "c", base=hf, trainable_only=True)
         with pytest.raises(UsageError, match=r"found bfloat16 \[7, 33\]; expected float32 \[7, 33\]"):
-            options = {"trainable_only": True, "base_rules": RULES}
+            options = {"trainable_only": True, "base_key_map": RULES}
             shardckpt.save({"model": model.bfloat16()}, tmp_path / "c", base=hf, **options)
         assert sorted(os.listdir(tmp_path)) == ["hf"]
 

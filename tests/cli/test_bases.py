@@ -22,7 +22,7 @@ def moved(tmp_path: Path) -> Path:
     model(torch.ones(2, 4)).sum().backward()
     optim.step()
     state = {"model": model, "optim": optim}
-    shardckpt.save(state, tmp_path / "models" / "one", digests=True)
+    shardckpt.save(state, tmp_path / "models" / "one", store_digests=True)
     shardckpt.save(state, tmp_path / "run" / "step", base=tmp_path / "models" / "one")
     os.rename(tmp_path / "models", tmp_path / "moved")
     return tmp_path
@@ -73,7 +73,7 @@ def test_what_has_no_base_is_told_so(tmp_path: Path, verb: str) -> None:
 
 
 def test_several_are_named_one_by_one(moved: Path) -> None:
-    shardckpt.save({"a": torch.ones(3)}, moved / "two", digests=True)
+    shardckpt.save({"a": torch.ones(3)}, moved / "two", store_digests=True)
     shardckpt.save({"a": torch.ones(3), "b": torch.ones(1)}, moved / "run" / "next", base=moved / "two")
     os.rename(moved / "two", moved / "three")
     named = ["--base", as_told(moved), "--base", f"{moved}/two={moved}/three"]

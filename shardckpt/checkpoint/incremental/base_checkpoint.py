@@ -149,7 +149,7 @@ class BaseCheckpoint:
                 "a frozen parameter is not in the base",
                 where=dotted(path),
                 found=self.url,
-                fix="Pass base_rules from the model's names to the base's, or save without trainable_only.",
+                fix="Pass base_key_map from the model's names to the base's, or save without trainable_only.",
             )
         return found
 

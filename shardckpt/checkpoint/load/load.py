@@ -19,6 +19,7 @@ from shardckpt.checkpoint.load.source import CheckpointSource, Rules, Verify, co
 from shardckpt.checkpoint.load.tensor_loader import PendingRead, ReadRequest, as_pending_reads
 from shardckpt.checkpoint.stateful.flatten import Models
 from shardckpt.checkpoint.stateful.stateful import build_call_error
+from shardckpt.deprecation import renamed_params
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
 from shardckpt.format.reader import NamedBases
 from shardckpt.gc_pause import gc_paused
@@ -70,6 +71,7 @@ class MismatchError(StateMismatchError, UsageError):
         return f"{self.what}: {'; '.join(listed)}{more}. {self.fix}"
 
 
+@renamed_params(group="process_group", fan_out="broadcast_reads")
 def load(
     state: Any,
     path: Any = None,
@@ -80,9 +82,9 @@ def load(
     cast: bool = False,
     verify: Verify = "read",
     base: NamedBases | bool | None = None,
-    fan_out: bool | None = None,
+    broadcast_reads: bool | None = None,
     unequal_steps: UnequalSteps = "error",
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load a checkpoint: `load(state, path)` into what a job holds, `load(path)` as the tree that was saved.
 
@@ -107,13 +109,13 @@ def load(
         base: Where a folder lies that the checkpoint refers to, if it was moved, or lies on another store, where it is
             opened only if it is named here: a path or URL for the one that is not beside it, or a dict from what it
             calls them. False: leave alone what lies in other folders, since the state has it already.
-        fan_out: What several ranks hold alike is read by one of them and sent to the others: data-parallel replicas
-            then read every byte once, not once each. None: where the checkpoint is behind a URL. What lies in a folder
-            is kept in memory by the operating system, and read again from there faster than it is sent; True is for
-            folders on a network.
+        broadcast_reads: What several ranks hold alike is read by one of them and sent to the others: data-parallel
+            replicas then read every byte once, not once each. None: where the checkpoint is behind a URL. What lies in
+            a folder is kept in memory by the operating system, and read again from there faster than it is sent; True
+            is for folders on a network.
         unequal_steps: What becomes of an optimizer's steps that differ among parameters that are one flat parameter
             now, of which it keeps one: `"error"`, or the `"largest"`. Other targets keep each parameter's.
-        group: The ranks; all where None.
+        process_group: The ranks; all where None.
 
     Returns:
         The state that was given; without one the tree, with tensors on the CPU. Values that only another library can
@@ -130,7 +132,7 @@ def load(
     """
 
     def checked_globs() -> tuple[str, ...] | None:
-        _require_bools(strict=strict, cast=cast, fan_out=False if fan_out is None else fan_out)
+        _require_bools(strict=strict, cast=cast, broadcast_reads=False if broadcast_reads is None else broadcast_reads)
         require_way_to_verify(verify)
         require_way_with_steps(unequal_steps)
         compiled(rules)
@@ -150,15 +152,15 @@ def load(
             tree = saved.materialised(saved.tree, skipped)
         if skipped:
             names = ", ".join(map(dotted, skipped[:_SHOWN_NAMES])) + (", ..." if len(skipped) > _SHOWN_NAMES else "")
-            warnings.warn(f"left out, since they can only be read by what wrote them: {names}", stacklevel=2)
+            warnings.warn(f"left out, since they can only be read by what wrote them: {names}", stacklevel=3)
         return tree
     order: _Order | Exception
     try:
         options = LoadOptions(strict, checked_globs(), cast, is_own_only=base is False, unequal_steps=unequal_steps)
-        order = _Order(_Source(as_url(path), verify, rules, _named(base)), options, fan_out)
+        order = _Order(_Source(as_url(path), verify, rules, _named(base)), options, broadcast_reads)
     except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         order = error
-    coordinator = get_channels(group).main
+    coordinator = get_channels(process_group).main
     with gc_paused(), coordinator.in_step():
         _load_into(state, path, order, coordinator)
     return state
@@ -188,7 +190,7 @@ class _Order(NamedTuple):
 
     source: _Source
     options: LoadOptions
-    fan_out: bool | None
+    broadcast_reads: bool | None
 
 
 @dataclass
@@ -258,7 +260,7 @@ def _load_into(state: Any, path: Any, order: _Order | Exception, coordinator: Co
 
 def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSession:
     """Plan the load, and check that everything is there and fits; nothing is changed."""
-    source, options, fan_out = order
+    source, options, broadcast_reads = order
     models = cache(lambda: Models(state))
     saved = CheckpointSource(*source, get_shapes=lambda: shapes_of(models()))
     if options.partial is None:
@@ -268,7 +270,9 @@ def _open_session(state: Any, order: _Order, coordinator: Coordinator) -> LoadSe
     plan = plan_load(state, saved, options, coordinator.rank, coordinator.size, models())
     _require_fit(plan)
     wanted = saved.ready([(each.entry, each.array) for each in plan.arrays])
-    if coordinator.size == 1 or not (fan_out or (fan_out is None and not saved.store.capabilities.is_local)):
+    if coordinator.size == 1 or not (
+        broadcast_reads or (broadcast_reads is None and not saved.store.capabilities.is_local)
+    ):
         return LoadSession(saved, plan, wanted)
     pending_reads, rest = as_pending_reads(wanted)
     return LoadSession(saved, plan, rest, pending_reads)

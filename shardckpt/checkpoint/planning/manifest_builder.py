@@ -19,7 +19,11 @@ ABOUT = {"writer": "shardckpt"}
 
 
 def build_contents(
-    save: str, flattened: FlattenedState, plan: GlobalSavePlan, reports: Sequence[RankReport], about: Mapping[str, str]
+    save: str,
+    flattened: FlattenedState,
+    plan: GlobalSavePlan,
+    reports: Sequence[RankReport],
+    custom_metadata: Mapping[str, str],
 ) -> ManifestContents:
     """Return the manifest of a save, without its files and pieces.
 
@@ -28,7 +32,7 @@ def build_contents(
         flattened: Rank 0's state; its tree is changed.
         plan: Which rank writes which chunks.
         reports: One for each rank.
-        about: Free text.
+        custom_metadata: Free text by name.
 
     Raises:
         UsageError: Ranks have different values of one thing.
@@ -59,7 +63,7 @@ def build_contents(
         encoded(tree, lambda each: index[each.path]),
         ties,
         {"world_size": len(reports)},
-        {**ABOUT, **about},
+        {**ABOUT, **custom_metadata},
         variants=dict(flattened.variants),
     )
 

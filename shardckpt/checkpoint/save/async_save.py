@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, OnEvent, SaveHandle
-from shardckpt.checkpoint.save.save import GetBase, check_save_options, saver_for
+from shardckpt.checkpoint.save.save import EARLIER_NAMES, GetBase, check_save_options, saver_for
 from shardckpt.checkpoint.save.session import SaveSession, StagedWrites, capture_error
 from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, buffer_size, make_buffer
+from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError
 from shardckpt.gc_pause import gc_paused
 from shardckpt.plan.layout.sizes import parse_size
@@ -25,19 +26,20 @@ BUFFERS = BufferPool(make_buffer)
 os.register_at_fork(after_in_child=BUFFERS.forget)
 
 
+@renamed_params(**EARLIER_NAMES, budget="max_staging_bytes")
 def async_save(
     state: Any,
     path: str,
     *,
     overwrite: bool = False,
     checksums: bool = True,
-    group: dist.ProcessGroup | None = None,
-    about: Mapping[str, str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    custom_metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | GetBase | None = None,
-    digests: bool = False,
+    store_digests: bool = False,
     trainable_only: bool = False,
-    base_rules: Mapping[str, str] | None = None,
-    budget: int | str | None = None,
+    base_key_map: Mapping[str, str] | None = None,
+    max_staging_bytes: int | str | None = None,
     on_busy: OnBusy = "wait",
     on_event: OnEvent | None = None,
 ) -> SaveHandle:
@@ -55,15 +57,16 @@ def async_save(
         path: As `save` takes it.
         overwrite: As `save` takes it.
         checksums: As `save` takes it.
-        group: As `save` takes it.
-        about: As `save` takes it.
+        process_group: As `save` takes it.
+        custom_metadata: As `save` takes it.
         base: As `save` takes it; what may lie there is hashed before this returns, and not copied if it does.
-        digests: As `save` takes it.
+        store_digests: As `save` takes it.
         trainable_only: As `save` takes it.
-        base_rules: As `save` takes it.
-        budget: Bytes of memory that the copy on this rank may take, or a size such as `"8GB"`; 1 MiB at least. None for
-            as much as this rank writes. A state that does not fit is copied in rounds, each when the one before has
-            been written: the call returns when the last one is copied. The memory is kept for the next save.
+        base_key_map: As `save` takes it.
+        max_staging_bytes: Bytes of memory that the copy on this rank may take, or a size such as `"8GB"`; 1 MiB at
+            least. None for as much as this rank writes. A state that does not fit is copied in rounds, each when the
+            one before has been written: the call returns when the last one is copied. The memory is kept for the next
+            save.
         on_busy: What to do while another save is under way: wait for it, or raise. One rank's refusal is raised on all.
         on_event: Called with a `SaveEvent` when a phase has ended, on the thread that went through it.
 
@@ -77,10 +80,12 @@ def async_save(
         RankError: Another rank failed or is gone; the message names it.
         StorageError: The storage failed.
     """
-    options, fault = check_save_options(path, overwrite, checksums, about, base, digests, trainable_only, base_rules)
+    options, fault = check_save_options(
+        path, overwrite, checksums, custom_metadata, base, store_digests, trainable_only, base_key_map
+    )
     most = None
     try:
-        most = _most_staged(budget)
+        most = _parse_max_staging_bytes(max_staging_bytes)
         _require_way_when_busy(on_busy)
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         fault = fault or error
@@ -89,17 +94,17 @@ def async_save(
         with task.phase("waiting"):
             refusal = fault or _refusal(on_busy)
         with task.phase("capture"):
-            saver = saver_for(group, refusal)
-            copy = _Copy(task, SaveSession(saver, options, saver.channels.background(group)), most)
+            saver = saver_for(process_group, refusal)
+            copy = _Copy(task, SaveSession(saver, options, saver.channels.background(process_group)), most)
             PENDING_SAVE.begin(task, copy.abandon)
             copy.plan(state, refusal)
         copy.stage()
     return SaveHandle(task)
 
 
-def _most_staged(budget: int | str | None) -> int | None:
+def _parse_max_staging_bytes(max_staging_bytes: int | str | None) -> int | None:
     """Return how many bytes the copy may take, None for no limit. Raises UsageError."""
-    most = None if budget is None else parse_size(budget)
+    most = None if max_staging_bytes is None else parse_size(max_staging_bytes)
     buffer_size(most)
     return most
 

@@ -9,28 +9,38 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.channels import ALONE, get_channels, process_group
+from shardckpt.checkpoint.channels import ALONE, get_channels, resolve_process_group
 from shardckpt.checkpoint.load.source import compiled
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
+from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError
 from shardckpt.format.native.commit import BRANCH
 from shardckpt.format.native.run_directory import METRIC
 from shardckpt.storage.resolve_url import as_url
 
+EARLIER_NAMES = {
+    "group": "process_group",
+    "about": "custom_metadata",
+    "digests": "store_digests",
+    "base_rules": "base_key_map",
+}
+"""Earlier names of parameters of a save, which go with the next release."""
 
+
+@renamed_params(**EARLIER_NAMES)
 def save(
     state: Any,
     path: str,
     *,
     overwrite: bool = False,
     checksums: bool = True,
-    group: dist.ProcessGroup | None = None,
-    about: Mapping[str, str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    custom_metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | GetBase | None = None,
-    digests: bool = False,
+    store_digests: bool = False,
     trainable_only: bool = False,
-    base_rules: Mapping[str, str] | None = None,
+    base_key_map: Mapping[str, str] | None = None,
 ) -> None:
     """Save what a training run holds. Collective: every rank of the group calls it with its own state.
 
@@ -43,17 +53,17 @@ def save(
         path: The folder to become the checkpoint, or a URL that fsspec knows.
         overwrite: Replace a checkpoint that lies there.
         checksums: Store a hash of every 4 MiB block, and make sure that what several ranks hold is the same.
-        group: The ranks that save; all where None.
-        about: Free text by name, kept in the manifest. Reserved for `Checkpointer`: `run.branch` and names that begin
-            with `metric.`.
+        process_group: The ranks that save; all where None.
+        custom_metadata: Free text by name, kept in the manifest. Reserved for `Checkpointer`: `run.branch` and names
+            that begin with `metric.`.
         base: A checkpoint to refer to for what has not changed since, which is then not written again: one that was
-            saved with `digests` or a base of its own. It has to stay where it is. Or a function that returns it, called
-            on the first rank when the save begins.
-        digests: Store a hash of each tensor's bytes, so that a later save can have this one as its base; a save with a
-            base does so anyway.
+            saved with `store_digests` or a base of its own. It has to stay where it is. Or a function that returns it,
+            called on the first rank when the save begins.
+        store_digests: Store a hash of each tensor's bytes, so that a later save can have this one as its base; a save
+            with a base does so anyway.
         trainable_only: Refer to the base for every parameter that does not require gradients, and make sure that it is
             there bit for bit. The base may be in any readable format that stores tensors as they are in memory.
-        base_rules: Regular expressions to what stands for them, from the model's names to those of the base. What
+        base_key_map: Regular expressions to what stands for them, from the model's names to those of the base. What
             wrappers and adapters (PEFT) put around names is known.
 
     Raises:
@@ -63,11 +73,13 @@ def save(
         RankError: Another rank failed or is gone; the message names it.
         StorageError: The storage failed. Whatever was written is gone again.
     """
-    options, fault = check_save_options(path, overwrite, checksums, about, base, digests, trainable_only, base_rules)
+    options, fault = check_save_options(
+        path, overwrite, checksums, custom_metadata, base, store_digests, trainable_only, base_key_map
+    )
     with PENDING_SAVE.entry:
         PENDING_SAVE.wait()
         refusal = fault or PENDING_SAVE.unretrieved_error()
-        saver_for(group, refusal).save(state, options, refusal)
+        saver_for(process_group, refusal).save(state, options, refusal)
 
 
 GetBase = Callable[[], str | None]
@@ -78,11 +90,11 @@ def build_save_options(
     path: object,
     overwrite: bool,
     checksums: bool,
-    about: Mapping[str, str] | None,
+    custom_metadata: Mapping[str, str] | None,
     base: str | os.PathLike[str] | GetBase | None,
-    digests: bool,
+    store_digests: bool,
     trainable_only: bool,
-    base_rules: Mapping[str, str] | None,
+    base_key_map: Mapping[str, str] | None,
 ) -> SaveOptions:
     """Return the way to save that these arguments of `save` mean.
 
@@ -91,14 +103,16 @@ def build_save_options(
     """
     if trainable_only and base is None:
         raise UsageError("trainable_only needs a base", fix="Pass base=PATH of what holds the frozen parameters.")
-    if (digests or base is not None) and not checksums:
-        raise UsageError("a save with a base or digests needs checksums", found="checksums=False")
+    if (store_digests or base is not None) and not checksums:
+        raise UsageError("a save with a base or store_digests needs checksums", found="checksums=False")
     url = None if base is None or callable(base) else as_url(base)
     ask: GetBase = base if callable(base) else lambda: url
-    rules = _require_texts("base_rules", base_rules)
-    compiled(rules)
-    wants_digests = digests or base is not None
-    return SaveOptions(as_url(path), overwrite, checksums, read_notes(about), ask, wants_digests, trainable_only, rules)
+    key_map = _require_texts("base_key_map", base_key_map)
+    compiled(key_map)
+    wants_digests = store_digests or base is not None
+    return SaveOptions(
+        as_url(path), overwrite, checksums, read_notes(custom_metadata), ask, wants_digests, trainable_only, key_map
+    )
 
 
 def check_save_options(path: object, *arguments: Any) -> tuple[SaveOptions, Exception | None]:
@@ -112,27 +126,27 @@ def check_save_options(path: object, *arguments: Any) -> tuple[SaveOptions, Exce
         return build_save_options(path, *arguments), None
     except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
         shown = str(path) if isinstance(path, (str, os.PathLike)) else ""
-        return SaveOptions(shown, overwrite=False, checksums=False, about={}), error
+        return SaveOptions(shown, overwrite=False, checksums=False, custom_metadata={}), error
 
 
 class RunNotes(dict[str, str]):
-    """The `about` of a `Checkpointer`, which may have the reserved names."""
+    """The custom metadata of a `Checkpointer`, which may have the reserved names."""
 
 
-def read_notes(about: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a copy of what a caller gave as `about`.
+def read_notes(custom_metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """Return a copy of what a caller gave as `custom_metadata`.
 
     Args:
-        about: As given.
+        custom_metadata: As given.
 
     Raises:
         UsageError: It is not a mapping of names to text, or has a name that is reserved for `Checkpointer`.
     """
-    notes = _require_texts("about", about)
+    notes = _require_texts("custom_metadata", custom_metadata)
     reserved = [name for name in notes if name == BRANCH or name.startswith(METRIC)]
-    if reserved and not isinstance(about, RunNotes):
+    if reserved and not isinstance(custom_metadata, RunNotes):
         raise UsageError(
-            "`about` must not have names that are reserved for `Checkpointer`",
+            "`custom_metadata` must not have names that are reserved for `Checkpointer`",
             found=reserved[0],
             fix="Choose another name; give metrics with Checkpointer.save(..., metrics={...}).",
         )
@@ -163,7 +177,7 @@ def saver_for(group: dist.ProcessGroup | None, refusal: Exception | None = None)
         group: The ranks; all where None.
         refusal: Raised where a rank is gone, since nobody can be told.
     """
-    channels, key = get_channels(group, refusal), process_group(group)
+    channels, key = get_channels(group, refusal), resolve_process_group(group)
     if key is None:
         return _ALONE
     known = _SAVERS.get(key)

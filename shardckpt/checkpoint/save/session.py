@@ -66,22 +66,22 @@ class SaveOptions:
         path: The target.
         overwrite: Replace one checkpoint of shardckpt that lies there.
         checksums: Hash blocks, compare what several ranks hold.
-        about: Custom metadata for the manifest.
+        custom_metadata: Free text by name, for the manifest.
         base: Returns which checkpoint to refer to, when the save begins; None or an empty text for none. Called on
             rank 0.
-        digests: Hash chunks, so that a later save can refer to this one.
+        store_digests: Hash chunks, so that a later save can refer to this one.
         trainable_only: Refer to the base for all frozen parameters.
-        base_rules: Regular expressions to what stands for them, from a model's names to those of the base.
+        base_key_map: Regular expressions to what stands for them, from a model's names to those of the base.
     """
 
     path: str
     overwrite: bool
     checksums: bool
-    about: Mapping[str, str]
+    custom_metadata: Mapping[str, str]
     base: Callable[[], str | None] = lambda: None
-    digests: bool = False
+    store_digests: bool = False
     trainable_only: bool = False
-    base_rules: Mapping[str, str] = field(default_factory=dict)
+    base_key_map: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ class SaveSession:
         if self._publication is None:
             self._publication = JoinedPublication(self._place)
         carry = self._contents.carried() if self._contents is not None else None
-        self._frozen_params.compare(self._rank_plan.frozen, self._hints, self._flattened, self._options.base_rules)
+        self._frozen_params.compare(self._rank_plan.frozen, self._hints, self._flattened, self._options.base_key_map)
         unchanged = self._hints.unchanged(self._rank_plan.chunks, self.arrays)
         kept = set(unchanged)
         chunks = [chunk for at, chunk in enumerate(self._rank_plan.chunks) if at not in kept]
@@ -307,7 +307,7 @@ class SaveSession:
             source: Returns their contents.
         """
         assert self._publication is not None
-        options, digests = self._options, self._options.digests
+        options, digests = self._options, self._options.store_digests
         written = write_payloads(
             self._publication, staged.payloads, source, checksums=options.checksums, digests=digests
         )
@@ -396,7 +396,7 @@ class SaveSession:
         plan = planned.plan
         self._plan = planned if planned.save else replace(planned, save=save_id)
         self._base_dedup = self._open_base(plan)
-        self._contents = build_contents(save_id, self._flattened, plan, reports, self._options.about)
+        self._contents = build_contents(save_id, self._flattened, plan, reports, self._options.custom_metadata)
         kept = read_referred_files(self._options.path) if self._options.overwrite else ()
         self._publication = begin(
             self._options.path,
@@ -422,7 +422,7 @@ class SaveSession:
         while True:
             try:
                 return open_base_dedup(
-                    url, options.path, options.base_rules, plan, trainable_only=options.trainable_only
+                    url, options.path, options.base_key_map, plan, trainable_only=options.trainable_only
                 )
             except (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError):
                 now = options.base()

@@ -51,7 +51,9 @@ def buffer_size(budget: int | None) -> int:
     if budget is None:
         return BUFFER_BYTES
     if budget < LEAST_BUDGET_BYTES:
-        raise UsageError("`budget` is too small to stage a save", found=f"{budget} bytes", expected="1 MiB or more")
+        raise UsageError(
+            "`max_staging_bytes` is too small to stage a save", found=f"{budget} bytes", expected="1 MiB or more"
+        )
     return min(BUFFER_BYTES, budget // _LEAST_BUFFERS // _PAGE_BYTES * _PAGE_BYTES)
 
 

@@ -66,6 +66,6 @@ class RNGState(PerRank):
         warnings.warn(
             f"random number generators were saved by {len(states)} ranks and there are {world}: every rank begins a "
             "stream of its own",
-            stacklevel=6,  # the caller of `load`
+            stacklevel=7,  # the caller of `load`
         )
         return True

@@ -106,7 +106,7 @@ def test_replicas_together_read_the_checkpoint_once_each_its_share(step: Path, v
 def test_each_reads_for_itself_where_that_is_asked_for(step: Path) -> None:
     def body(rank: int, world: int):
         state = empty()
-        return load_and_count(state, step, fan_out=False), is_as_saved(state)
+        return load_and_count(state, step, broadcast_reads=False), is_as_saved(state)
 
     assert run(2, body) == [(payload_bytes(step), True)] * 2
 
@@ -118,7 +118,7 @@ def test_a_folder_is_read_by_each_unless_it_is_said_to_be_remote(step: Path, fan
         post = Coordinator.send
         Coordinator.send = lambda self, row, to: posted.append(row.numel()) or post(self, row, to)
         state = empty()
-        shardckpt.load(state, step, fan_out=fan_out_)
+        shardckpt.load(state, step, broadcast_reads=fan_out_)
         return max(posted, default=0) == SEGMENT, is_as_saved(state)
 
     assert run(2, body) == [(sends, True)] * 2
@@ -126,7 +126,7 @@ def test_a_folder_is_read_by_each_unless_it_is_said_to_be_remote(step: Path, fan
 
 def test_one_rank_alone_sends_nothing(step: Path) -> None:
     state = empty()
-    assert load_and_count(state, step, fan_out=True) == payload_bytes(step)
+    assert load_and_count(state, step, broadcast_reads=True) == payload_bytes(step)
     assert is_as_saved(state)
 
 

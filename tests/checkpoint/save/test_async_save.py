@@ -103,7 +103,7 @@ class TestSnapshot:
     def test_the_files_are_those_of_save(self, tmp_path: Path) -> None:
         state = {"model": nn.Linear(50, 40), "t": torch.rand(3000), "step": 3}
         shardckpt.save(state, tmp_path / "a")
-        shardckpt.async_save(state, tmp_path / "b", about={"note": "x"}).result()
+        shardckpt.async_save(state, tmp_path / "b", custom_metadata={"note": "x"}).result()
         names = [sorted(file.name[-12:] for file in (tmp_path / each).iterdir()) for each in "ab"]
         assert names[0] == names[1] and "index.json" in str(names)
         assert shardckpt.diff(str(tmp_path / "a"), str(tmp_path / "b")).equal
@@ -114,7 +114,7 @@ class TestSnapshot:
         handles = []
         with held_back() as go:
             call = threading.Thread(
-                target=lambda: handles.append(shardckpt.async_save(state, tmp_path / "c", budget="1MiB"))
+                target=lambda: handles.append(shardckpt.async_save(state, tmp_path / "c", max_staging_bytes="1MiB"))
             )
             call.start()
             call.join(0.3)
@@ -230,7 +230,7 @@ class TestOutcome:
     @pytest.mark.timeout(60)
     def test_a_writer_that_fails_ends_a_call_that_waits_for_buffers(self, tmp_path: Path) -> None:
         with writes(full):
-            handle = shardckpt.async_save({"t": torch.rand(1_000_000)}, tmp_path / "c", budget="1MiB")
+            handle = shardckpt.async_save({"t": torch.rand(1_000_000)}, tmp_path / "c", max_staging_bytes="1MiB")
             with pytest.raises(OSError, match="No space left"):
                 handle.result()
         assert os.listdir(tmp_path) == []
@@ -241,7 +241,7 @@ class TestOutcome:
             shardckpt.async_save({"t": torch.rand(3)}, tmp_path / "c")
         with pytest.raises(shardckpt.UnsupportedError, match=r"a\.b"):
             shardckpt.async_save({"a": {"b": object()}}, tmp_path / "d")
-        for wrong in ({"budget": "12 parsecs"}, {"budget": 5}, {"on_busy": "hope"}):
+        for wrong in ({"max_staging_bytes": "12 parsecs"}, {"max_staging_bytes": 5}, {"on_busy": "hope"}):
             with pytest.raises(shardckpt.UsageError):
                 shardckpt.async_save({"t": torch.rand(3)}, tmp_path / "d", **wrong)
         assert os.listdir(tmp_path) == ["c"]
@@ -435,7 +435,7 @@ shardckpt.async_save({"t": torch.rand(9000)}, sys.argv[1])
 
         def child(rank: int, world: int) -> tuple[int, int]:
             inherited = BUFFERS.nbytes
-            shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "b", budget="1MiB").result()
+            shardckpt.async_save({"t": torch.rand(9000)}, tmp_path / "b", max_staging_bytes="1MiB").result()
             return inherited, BUFFERS.nbytes
 
         assert run(1, child) == [(0, MIB // 4)]
@@ -506,7 +506,7 @@ class TestRanks:
             counts = []
             for number in range(2):
                 shardckpt.save(state, tmp_path / f"s{number}")
-                shardckpt.async_save(state, tmp_path / f"a{number}", budget="1MiB").result()
+                shardckpt.async_save(state, tmp_path / f"a{number}", max_staging_bytes="1MiB").result()
             for verb in (shardckpt.save, shardckpt.async_save):
                 start = mark()
                 handle = verb(state, tmp_path / verb.__name__)

@@ -157,7 +157,7 @@ def arrays(value: float) -> dict[str, torch.Tensor]:
 
 def based(folder: str, base: object) -> str:
     """Return a step that has `frozen` in a base, as its owner saves it."""
-    shardckpt.save(arrays(0), base, digests=True)
+    shardckpt.save(arrays(0), base, store_digests=True)
     shardckpt.save(arrays(7), f"{folder}/step", base=base)
     return f"{folder}/step"
 
@@ -246,7 +246,7 @@ def test_a_save_onto_a_step_writes_what_that_has_in_a_folder_nobody_named(bucket
 
 def test_bases_can_be_named_by_what_the_step_calls_them(tmp_path: Path) -> None:
     elsewhere = {name: str(tmp_path / name / "one") for name in "ab"}
-    shardckpt.save(arrays(0), elsewhere["a"], digests=True)
+    shardckpt.save(arrays(0), elsewhere["a"], store_digests=True)
     shardckpt.save(arrays(1), elsewhere["b"], base=elsewhere["a"])
     shardckpt.save({**arrays(1), "new": torch.ones(5)}, tmp_path / "step", base=elsewhere["b"])
     moved = {name: f"{shutil.move(tmp_path / name, tmp_path / f'{name}=moved')}/one" for name in "ab"}
@@ -261,7 +261,7 @@ def test_bases_can_be_named_by_what_the_step_calls_them(tmp_path: Path) -> None:
 
 
 def test_a_run_is_not_taken_for_damaged_since_nobody_named_its_base(bucket: str, tmp_path: Path) -> None:
-    shardckpt.save(arrays(0), tmp_path / "one", digests=True)
+    shardckpt.save(arrays(0), tmp_path / "one", store_digests=True)
     run = shardckpt.Checkpointer(f"{bucket}/run")
     for number in (1, 2):
         run.save(number, arrays(number), base=tmp_path / "one")
