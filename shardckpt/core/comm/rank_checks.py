@@ -167,10 +167,10 @@ class InitialChecksums:
     parts: tuple[int, ...]
 
     @staticmethod
-    def of(
+    def compute(
         names: Iterable[str], values: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
     ) -> InitialChecksums | None:
-        """Note what a bucket is made from; None outside debug mode.
+        """Compute the checksums of a bucket's parameters; None outside debug mode.
 
         Args:
             names: Names of its parameters below the unit.

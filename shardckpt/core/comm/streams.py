@@ -144,17 +144,17 @@ def pinned(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
 
 
 class RateLimiter:
-    """Holds gathers back while the computation is more than two freed units behind: the CPU must not run ahead.
+    """Limits all-gathers while the computation is more than two resharded units behind (`limit_all_gathers`).
 
     Attributes:
-        waits: How often a gather was held back.
+        waits: How often an all-gather had to wait.
     """
 
     def __init__(self) -> None:
         self.waits = 0
         self._freed: deque[Any] = deque()
 
-    def freed(self, device: torch.device) -> None:
+    def record_free_event(self, device: torch.device) -> None:
         """Note that a unit's memory is free once what is queued now has run."""
         event = None
         if device.type not in ("cpu", "meta"):
@@ -162,8 +162,8 @@ class RateLimiter:
             event.record()
         self._freed.append(event)
 
-    def admit(self) -> None:
-        """Return when another gather may begin."""
+    def wait(self) -> None:
+        """Wait until another all-gather may begin."""
         if len(self._freed) < 2:
             return
         self.waits += 1

@@ -153,7 +153,7 @@ class Bucket:
         self._is_unsharded = self.aliased
         self._comms = CustomCollectives()
         self._reducer = GradientReducer(self.packing, group, name, whole=spec.keeps_full)
-        self.beginning = InitialChecksums.of([member.fqn for member in members], values, self.local_shards)
+        self.beginning = InitialChecksums.compute([member.fqn for member in members], values, self.local_shards)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
         """Return a bucket of the copied parameters, over the same ranks, without gradients."""

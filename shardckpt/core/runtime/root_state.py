@@ -191,12 +191,12 @@ class RootState:
         if self._rank_checks is not None:
             self._rank_checks.order.gathers(self.units.index(unit))
         if unit.config.limit_gathers:
-            self.limiter.admit()
+            self.limiter.wait()
 
     def record_reshard_event(self, unit: FSDPUnit) -> None:
         """Record that the unit's memory is free once the queued computation has run."""
         if unit.config.limit_gathers and unit.registrations:
-            self.limiter.freed(unit.registrations[0].bucket.compute_device)
+            self.limiter.record_free_event(unit.registrations[0].bucket.compute_device)
 
     # ----------------------------------------------------------------------------------------------- backward
 
