@@ -10,7 +10,7 @@ from shardckpt.groups import Coordinator, new_coordinator
 
 
 class Channels:
-    """What the ranks of one process group send messages through: this process's calls, and threads in the background.
+    """Coordinators of one process group: one for this process's calls, one for threads in the background.
 
     Args:
         main: For calls of the training loop.
@@ -28,8 +28,8 @@ class Channels:
         """Whether a rank is gone: no more messages may be sent."""
         return self.main.has_lost_rank or (self._background is not None and self._background.has_lost_rank)
 
-    def background(self, group: dist.ProcessGroup | None) -> Coordinator:
-        """Return what threads behind the training loop send messages through. Collective at the first call.
+    def background_coordinator(self, group: dist.ProcessGroup | None) -> Coordinator:
+        """Return the coordinator of threads in the background. Collective at the first call.
 
         Args:
             group: The process group of these channels.

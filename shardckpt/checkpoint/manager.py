@@ -138,7 +138,7 @@ class Checkpointer:
         self._save_every, self._dedup, self._group = save_every, dedup, process_group
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._damaged: set[str] = set()
-        self._held: int | None = None
+        self._last_step: int | None = None
         self._restored: int | None = None
         self._branch: int | None = None
         self._is_tidy = False
@@ -171,13 +171,13 @@ class Checkpointer:
             UnknownFormatError: No step lies here, but another checkpoint; the message says which.
             StorageError: The storage failed; RankError on the other ranks.
         """
-        found, unreadable = self._asked("listing steps", self._listed)
+        found, unreadable = self._ask_rank0("listing steps", self._list_steps)
         if unreadable:
             raise self._unreadable(unreadable)
         return tuple(found)
 
-    def _listed(self) -> tuple[list[int], str]:
-        """Return the complete steps, and what is wrong with a newer one that another version wrote."""
+    def _list_steps(self) -> tuple[list[int], str]:
+        """Return the complete steps, and the fault of a newer one that another version wrote."""
         run = self._run()
         newest = run.complete[-1].number if run.complete else -1
         unreadable = [step.fault for step in run.steps if step.is_newer and step.number > newest]
@@ -214,12 +214,12 @@ class Checkpointer:
             raise UsageError("a file lies where the folder of a run would be", where=self.root, fix="Choose another.")
         return open_store(self.root)
 
-    def _asked(self, what: str, answer: Callable[[], Any], fault: Exception | None = None) -> Any:
-        """Return on every rank what the first one finds; or raise on every rank what is wrong with this one's call."""
+    def _ask_rank0(self, what: str, answer: Callable[[], Any], fault: Exception | None = None) -> Any:
+        """Return rank 0's answer on every rank; or raise on every rank the fault of this one's call."""
         coordinator = get_channels(self._group).main
         return json.loads(
             coordinator.coordinate(
-                f"{what} of {self.root}", fault or b"", lambda told: [json.dumps(answer()).encode()] * len(told)
+                f"{what} of {self.root}", fault or b"", lambda messages: [json.dumps(answer()).encode()] * len(messages)
             )
         )
 
@@ -256,13 +256,13 @@ class Checkpointer:
         Warns:
             UserWarning: The step is saved, but old ones could not be removed.
         """
-        number, branch, unranked, given = self._begun(save, step, metrics, overwrite, options)
+        number, branch, unranked, given = self._begin_save(save, step, metrics, overwrite, options)
         save(state, self.path(number), **given)
-        self._has_saved(number, branch)
+        self._record_save(number, branch)
         if unranked:
             raise UsageError(unranked)
         if get_channels(self._group).main.rank == 0:
-            self._tidy(number)
+            self._apply_retention(number)
 
     @renamed_params(**EARLIER_NAMES, budget="max_staging_bytes")
     def async_save(
@@ -293,55 +293,55 @@ class Checkpointer:
             UsageError: As for `save`; where no step has the metric, the save is waited for.
             ShardckptError: As for `shardckpt.async_save`.
         """
-        number, branch, unranked, given = self._begun(async_save, step, metrics, overwrite, options)
-        told, is_first = given.pop("on_event", None), get_channels(self._group).main.rank == 0
+        number, branch, unranked, given = self._begin_save(async_save, step, metrics, overwrite, options)
+        user_on_event, is_first = given.pop("on_event", None), get_channels(self._group).main.rank == 0
         background = _BackgroundSave()
 
         def on_event(event: SaveEvent) -> None:
             background.has_failed = event.phase == "failed"
             if event.phase == "done" and is_first and not unranked:
-                self._tidy(number)
-            if told is not None:
-                told(event)
+                self._apply_retention(number)
+            if user_on_event is not None:
+                user_on_event(event)
 
         handle = async_save(state, self.path(number), on_event=on_event, **given)
-        self._has_saved(number, branch, background)
+        self._record_save(number, branch, background)
         if unranked:
             handle.result()
             raise UsageError(unranked)
         return handle
 
-    def _begun(
+    def _begin_save(
         self,
         verb: Callable[..., Any],
         step: int,
         metrics: Mapping[str, SupportsFloat] | None,
         overwrite: bool,
         options: Mapping[str, Any],
-    ) -> _Begun:
+    ) -> _StepSave:
         """Agree on what is saved."""
         notes, names = RunNotes(), list[str]()
-        said: bytes | Exception
+        message: bytes | Exception
         try:
             _require_options(verb, options)
             numbers = _read_metrics(metrics)
             notes.update(read_notes(options.get("custom_metadata")))
             notes.update({f"{METRIC}{name}": repr(value) for name, value in numbers.items()})
             names.extend(numbers)
-            said = json.dumps([_number(step), self._signals.has_come]).encode()
-        except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
-            said = error
+            message = json.dumps([_number(step), self._signals.has_come]).encode()
+        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+            message = error
         what = f"preparing to save into {self.root}"
         answer = get_channels(self._group).main.coordinate(
-            what, said, lambda told: self._prepared(told, names, overwrite)
+            what, message, lambda messages: self._prepare_step(messages, names, overwrite)
         )
         replaces, is_asked, unranked, branch = json.loads(answer)
-        self._signals.heed(is_asked)
+        self._signals.set_requested(is_asked)
         if branch:
             notes[BRANCH] = str(branch)
         if self._dedup:
             options = {"base": lambda: self._newest_but(_number(step)), "store_digests": True, **options}
-        return _Begun(
+        return _StepSave(
             _number(step),
             branch,
             unranked,
@@ -356,19 +356,19 @@ class Checkpointer:
                 return self._place(step.name)
         return None
 
-    def _has_saved(self, number: int, branch: int, background: _BackgroundSave | None = None) -> None:
-        self._held, self._restored, self._branch = number, None, branch
+    def _record_save(self, number: int, branch: int, background: _BackgroundSave | None = None) -> None:
+        self._last_step, self._restored, self._branch = number, None, branch
         self._background = background
         self._signals.is_due = False
 
     def _forget_failed_save(self) -> None:
         """Take back that a step was saved, on every rank: its save in the background failed."""
-        self._held = self._background = None
+        self._last_step = self._background = None
         self._signals.is_due = self._signals.is_agreed
 
-    def _prepared(self, told: list[bytes], names: list[str], overwrite: bool) -> list[bytes]:
-        """Look at what lies where the step goes. On the first rank."""
-        numbers, signals = zip(*map(json.loads, told), strict=True)
+    def _prepare_step(self, messages: list[bytes], names: list[str], overwrite: bool) -> list[bytes]:
+        """Check the folder of the step. On rank 0."""
+        numbers, signals = zip(*map(json.loads, messages), strict=True)
         if len(set(numbers)) > 1:
             named = ", ".join(f"rank {rank} step {number}" for rank, number in list(enumerate(numbers))[:_SHOWN])
             raise UsageError("ranks save different steps", where=self.root, found=named)
@@ -380,10 +380,10 @@ class Checkpointer:
                 found=there.fault,
                 fix="Update shardckpt, or choose another folder.",
             )
-        is_worthless = bool(there.held) and there.is_ours and not self._is_good(there)
+        is_replaceable = bool(there.held) and there.is_ours and not self._is_good(there)
         unranked = self._ranking_fault(numbers[0], names)
         branch = self._branch_of(numbers[0])
-        return [json.dumps([overwrite or is_worthless, any(signals), unranked, branch]).encode()] * len(told)
+        return [json.dumps([overwrite or is_replaceable, any(signals), unranked, branch]).encode()] * len(messages)
 
     def _branch_of(self, number: int) -> int:
         """Return the branch of the run that a step belongs to: a new one behind the step that was restored."""
@@ -414,8 +414,8 @@ class Checkpointer:
 
     # Removing
 
-    def _tidy(self, saved: int) -> None:
-        """Remove what is no longer wanted. On the first rank; a failure is no failure of the save."""
+    def _apply_retention(self, saved: int) -> None:
+        """Delete the steps that no rule keeps. On rank 0; an error does not fail the save."""
         if self._is_tidy and not self._rules.is_needed:
             return
         try:
@@ -481,7 +481,7 @@ class Checkpointer:
         try:
             _require_options(load, options)
             wanted = None if step is None else _number(step)
-        except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+        except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
             fault = error
         damages: dict[str, str] = {}
         removed_meanwhile = 0
@@ -493,25 +493,25 @@ class Checkpointer:
                 break
             damage = self._load(state, found.name, options, is_last=wanted is not None)
             if not damage:
-                self._tell(found.number, [*found.faults, *damages.values()])
-                self._held = self._restored = found.number
+                self._warn_of_faults(found.number, [*found.faults, *damages.values()])
+                self._last_step = self._restored = found.number
                 self._branch = found.branch
                 return found.number
-            if found.save in self._asked("looking again for a step", self._complete_saves):
+            if found.save in self._ask_rank0("looking again for a step", self._complete_saves):
                 damages[found.save] = damage
                 self._damaged.add(found.save)
             else:
                 removed_meanwhile += 1
         if found.save is None and wanted is None and not found.faults and not damages:
             return None
-        raise self._nothing(wanted, [*damages.values(), *found.faults], is_mixed=bool(damages))
+        raise self._no_checkpoint_error(wanted, [*damages.values(), *found.faults], is_mixed=bool(damages))
 
-    def _find(self, wanted: int | None, passed: Collection[str], fault: Exception | None) -> _Found:
+    def _find(self, wanted: int | None, passed: Collection[str], fault: Exception | None) -> _FoundStep:
         """Return the step to load next, the same on every rank. Collective."""
-        return _Found(*self._asked("looking for a step", lambda: self._look(wanted, passed), fault))
+        return _FoundStep(*self._ask_rank0("looking for a step", lambda: self._find_on_rank0(wanted, passed), fault))
 
-    def _look(self, wanted: int | None, passed: Collection[str]) -> _Found:
-        """Return the newest step that may be loaded. On the first rank."""
+    def _find_on_rank0(self, wanted: int | None, passed: Collection[str]) -> _FoundStep:
+        """Return the newest step that may be loaded. On rank 0."""
         run = self._run()
         matching = [s for s in run.steps if wanted in (None, s.number) and s.save not in passed and not s.is_base]
         found = next((step for step in reversed(run.complete) if step in matching), None)
@@ -520,9 +520,9 @@ class Checkpointer:
         faults = [step.fault for step in newer if found is None or not step.is_foreign]
         unreadable = next((step.fault for step in newer if step.is_newer), "")
         if found is None or unreadable:
-            return _Found(faults, unreadable=unreadable)
+            return _FoundStep(faults, unreadable=unreadable)
         branch = found.branch if found == run.complete[-1] else run.complete[-1].branch + 1
-        return _Found(faults, found.number, found.name, found.save, branch)
+        return _FoundStep(faults, found.number, found.name, found.save, branch)
 
     def _complete_saves(self) -> list[str]:
         return [step.save for step in self._run().complete]
@@ -535,15 +535,15 @@ class Checkpointer:
             coordinator = get_channels(self._group).main
             if is_last or coordinator.has_lost_rank:
                 raise
-            return _agreed(coordinator, name, error)
+            return _agree_on_damage(coordinator, name, error)
         return ""
 
-    def _tell(self, restored: int, faults: list[str]) -> None:
+    def _warn_of_faults(self, restored: int, faults: list[str]) -> None:
         if faults and get_channels(self._group).main.rank == 0:
             shown = "; ".join(faults[:_SHOWN])
             warnings.warn(f"newer steps cannot be loaded, restored step {restored}: {shown}", stacklevel=4)
 
-    def _nothing(self, wanted: int | None, faults: list[str], *, is_mixed: bool) -> NoCompleteCheckpoint:
+    def _no_checkpoint_error(self, wanted: int | None, faults: list[str], *, is_mixed: bool) -> NoCompleteCheckpoint:
         what = "no step here is complete" if wanted is None else f"there is no complete step {wanted} here"
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         fix = "To begin anew, choose another folder or remove these steps." if faults else "Choose one that `ls` lists."
@@ -580,15 +580,15 @@ class Checkpointer:
         coordinator = get_channels(self._group).main
         if self._signals.is_watching or coordinator.size == 1:
             has_failed = self._background is not None and self._background.has_failed
-            said = bytes([(_SIGNAL if self._signals.has_come else 0) | (_FAILURE if has_failed else 0)])
-            (told,) = coordinator.coordinate("agreeing whether to save", fault or said, _any)
-            self._signals.heed(bool(told & _SIGNAL))
-            if told & _FAILURE:
+            message = bytes([(_SIGNAL if self._signals.has_come else 0) | (_FAILURE if has_failed else 0)])
+            (answer,) = coordinator.coordinate("agreeing whether to save", fault or message, _any)
+            self._signals.set_requested(bool(answer & _SIGNAL))
+            if answer & _FAILURE:
                 self._forget_failed_save()
         elif fault is not None:
             raise fault
         is_turn = self._save_every is not None and number > 0 and number % self._save_every == 0
-        return number != self._held and (is_turn or self._signals.is_due)
+        return number != self._last_step and (is_turn or self._signals.is_due)
 
     @contextmanager
     def save_on_signal(self, *numbers: int) -> Iterator[None]:
@@ -603,11 +603,11 @@ class Checkpointer:
         Raises:
             UsageError: Not in the main thread, where python takes signals.
         """
-        with self._signals.watched(numbers or (signal.SIGTERM,)):
+        with self._signals.watch(numbers or (signal.SIGTERM,)):
             yield
 
 
-class _Begun(NamedTuple):
+class _StepSave(NamedTuple):
     """A save that the ranks have agreed on.
 
     Attributes:
@@ -634,8 +634,8 @@ class _BackgroundSave:
     has_failed: bool = False
 
 
-class _Found(NamedTuple):
-    """What the first rank saw.
+class _FoundStep(NamedTuple):
+    """The step that rank 0 found.
 
     Attributes:
         faults: What is wrong with newer steps, or with all where none is complete.
@@ -667,18 +667,18 @@ class _Signals:
     def __init__(self) -> None:
         self.has_come = self.is_agreed = self.is_due = self.is_watching = False
 
-    def heed(self, has_come: bool) -> None:
-        """Take note of what ranks have agreed on."""
+    def set_requested(self, has_come: bool) -> None:
+        """Set whether the ranks have agreed that a stop was requested."""
         if has_come and not self.is_agreed:
             self.is_agreed = self.is_due = True
 
     @contextmanager
-    def watched(self, numbers: tuple[int, ...]) -> Iterator[None]:
-        """Note signals, and give them back to whoever had them."""
+    def watch(self, numbers: tuple[int, ...]) -> Iterator[None]:
+        """Note signals, and restore their handlers at the end."""
         before: dict[int, Any] = {}
         try:
             for number in numbers:
-                before[number] = _taken(number, self._note)
+                before[number] = _set_handler(number, self._note)
             self.is_watching = True
             yield
         finally:
@@ -690,7 +690,7 @@ class _Signals:
         self.has_come = True
 
 
-def _taken(number: int, handler: Callable[[int, FrameType | None], None]) -> Any:
+def _set_handler(number: int, handler: Callable[[int, FrameType | None], None]) -> Any:
     try:
         return signal.signal(number, handler)
     except (ValueError, OSError) as error:
@@ -731,9 +731,9 @@ def _read_metrics(metrics: Any) -> dict[str, float]:
 _SIGNAL, _FAILURE = 1, 2
 
 
-def _any(told: list[bytes]) -> list[bytes]:
-    """Return what some rank told: that a signal came, that a save in the background failed."""
-    return [bytes([reduce(operator.or_, (each[0] for each in told))])] * len(told)
+def _any(messages: list[bytes]) -> list[bytes]:
+    """Return the flags of all ranks: that a signal came, that a save in the background failed."""
+    return [bytes([reduce(operator.or_, (each[0] for each in messages))])] * len(messages)
 
 
 def _number(step: int) -> int:
@@ -751,18 +751,18 @@ def _number(step: int) -> int:
     return number
 
 
-def _agreed(coordinator: Coordinator, name: str, error: Exception) -> str:
-    """Return what some rank found wrong with a step; where none did, raise what kept this one from loading it."""
-    said: bytes | Exception = error
+def _agree_on_damage(coordinator: Coordinator, name: str, error: Exception) -> str:
+    """Return the fault that some rank found in a step; where none did, raise this rank's error."""
+    message: bytes | Exception = error
     if isinstance(error, _DAMAGE) and not isinstance(error, PrecisionError):
-        said = str(error).removesuffix(MIXED).rstrip().encode()
+        message = str(error).removesuffix(MIXED).rstrip().encode()
     elif isinstance(error, RankError):
-        said = b""
+        message = b""
 
-    def decide(told: list[bytes]) -> list[bytes]:
-        damage = next((text for text in told if text), None)
+    def decide(messages: list[bytes]) -> list[bytes]:
+        damage = next((text for text in messages if text), None)
         if damage is None:
             raise error
-        return [damage] * len(told)
+        return [damage] * len(messages)
 
-    return coordinator.coordinate(f"loading {name}", said, decide).decode()
+    return coordinator.coordinate(f"loading {name}", message, decide).decode()

@@ -95,7 +95,7 @@ def async_save(
             refusal = fault or _refusal(on_busy)
         with task.phase("capture"):
             saver = saver_for(process_group, refusal)
-            copy = _Copy(task, SaveSession(saver, options, saver.channels.background(process_group)), most)
+            copy = _Copy(task, SaveSession(saver, options, saver.channels.background_coordinator(process_group)), most)
             PENDING_SAVE.begin(task, copy.abandon)
             copy.plan(state, refusal)
         copy.stage()
