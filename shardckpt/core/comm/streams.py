@@ -91,7 +91,7 @@ class ResizableStorage:
 
 
 def in_use(tensor: torch.Tensor) -> None:
-    """Say, before it is given up, that a tensor from the gathering stream is in use by what is queued here."""
+    """Record, before it is freed, that the current stream uses a tensor of the all-gather stream."""
     if tensor.device.type not in ("cpu", "meta"):
         tensor.record_stream(_module(tensor.device).current_stream(tensor.device))
 

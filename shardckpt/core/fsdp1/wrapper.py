@@ -89,7 +89,7 @@ class FullyShardedDataParallel(StateStatics):
         device_id: Where to compute; the module is moved there.
         sync_module_states: Let all ranks begin with the parameters and buffers of rank 0.
         forward_prefetch: Gather the next unit while this one computes forward.
-        limit_all_gathers: Hold back gathers that computation is far behind of.
+        limit_all_gathers: Delay all-gathers that computation is far behind of.
         use_orig_params: Keep the module's own parameters registered, instead of one flat one.
         ignored_states: Parameters, or modules, that are left alone.
         device_mesh: The ranks as a mesh, instead of `process_group`.

@@ -1,4 +1,4 @@
-"""How parameters lie in the buffers that travel: values as shards, gathered shards as parameters, gradients as rows."""
+"""Layout of parameters in the buffers of all-gather and reduce-scatter."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return order if tensor.permute(order).is_contiguous() else ()
 
 
-def spec_of(name: str, tensor: torch.Tensor, aliases: tuple[str, ...], order: tuple[int, ...] = ()) -> ParamSpec:
+def build_param_spec(
+    name: str, tensor: torch.Tensor, aliases: tuple[str, ...], order: tuple[int, ...] = ()
+) -> ParamSpec:
     """Return the description of a full parameter."""
     return ParamSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), order, aliases)
 
 
-def apart(part: torch.Tensor) -> torch.Tensor:
+def isolate_storage(part: torch.Tensor) -> torch.Tensor:
     """Return a part of a buffer over a storage that holds nothing else; the memory is the same.
 
     A DTensor around a view from somewhere within a storage can be neither copied nor saved, and what is saved of a view
@@ -49,7 +51,7 @@ def apart(part: torch.Tensor) -> torch.Tensor:
     return made.set_(storage[start : start + extent * width], 0, part.shape, part.stride())
 
 
-def ordered(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ...]) -> torch.Tensor:
+def view_in_order(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ...]) -> torch.Tensor:
     """Return a 1-D tensor as one of a shape whose dimensions lie in memory in a given order; a view.
 
     Args:
@@ -63,7 +65,7 @@ def ordered(flat: torch.Tensor, shape: Sequence[int], order: tuple[int, ...]) ->
 
 
 class Packing(ABC):
-    """Where each parameter lies: in a rank's shard, in what was gathered, and in the buffer of full parameters."""
+    """Layout of a bucket: in a rank's shard, in the all-gather output, and in the buffer of full parameters."""
 
     @property
     @abstractmethod
@@ -71,7 +73,7 @@ class Packing(ABC):
         """Where each parameter lies in every rank's shard."""
 
     @property
-    def gathered(self) -> int:
+    def all_gather_numel(self) -> int:
         """Elements of everyone's shards end to end, padding included."""
         return self.layout.chunk * self.layout.world
 
@@ -81,29 +83,29 @@ class Packing(ABC):
 
     @property
     @abstractmethod
-    def whole(self) -> int:
+    def unsharded_numel(self) -> int:
         """Elements of the buffer of full parameters."""
 
     @property
     @abstractmethod
-    def direct(self) -> bool:
-        """Tell whether the buffer of full parameters is what is gathered."""
+    def is_direct(self) -> bool:
+        """Return True if the all-gather output is the buffer of full parameters."""
 
     @abstractmethod
     def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return each full parameter as a view of their buffer."""
 
     @abstractmethod
-    def parts(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Return each parameter's part of a rank's shard as a view, empty where it has none."""
+    def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Split a rank's shard into one view per parameter, empty for parameters without elements on it."""
 
     @abstractmethod
     def unpack(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
         """Copy gathered shards to where the full parameters are."""
 
     @abstractmethod
-    def copies(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield each full parameter of gathered shards in memory of its own, as it lies in the full buffer."""
+    def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield a copy of each full parameter from gathered shards, with its strides in the full buffer."""
 
     @abstractmethod
     def pack(self, values: Iterable[torch.Tensor | None], rows: torch.Tensor) -> None:
@@ -114,16 +116,16 @@ class Packing(ABC):
             rows: `(world, at least chunk)`; only the first `chunk` columns are written, all of them.
         """
 
-    def own(self, values: Sequence[torch.Tensor], rank: int, out: torch.Tensor) -> None:
-        """Copy a rank's parts of full values to its shard, zeros to its padding."""
+    def write_shard(self, values: Sequence[torch.Tensor], rank: int, out: torch.Tensor) -> None:
+        """Write a rank's shard of full values to `out`, with zeros in its padding."""
         out.zero_()
-        for part, value in zip(self.parts(out, rank), self.cut(values, rank), strict=True):
+        for part, value in zip(self.split_shard(out, rank), self.shard_values(values, rank), strict=True):
             if value is not None:
                 part.copy_(value)
 
     @abstractmethod
-    def cut(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
-        """Return a rank's parts of full values, views where they can be; None where there is no value."""
+    def shard_values(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
+        """Return a rank's shards of full values, views if possible; None for missing values."""
 
 
 class FlatPacking(Packing):
@@ -147,7 +149,7 @@ class FlatPacking(Packing):
         alignment: int,
     ) -> None:
         rows = zip(names, values, aliases, strict=True)
-        specs = tuple(spec_of(name, value, other, memory_order(value)) for name, value, other in rows)
+        specs = tuple(build_param_spec(name, value, other, memory_order(value)) for name, value, other in rows)
         self._layout = FlatLayout(specs, world, alignment)
 
     @property
@@ -156,28 +158,28 @@ class FlatPacking(Packing):
         return self._layout
 
     @property
-    def whole(self) -> int:
+    def unsharded_numel(self) -> int:
         """Elements of the buffer of full parameters."""
-        return self.gathered
+        return self.all_gather_numel
 
     @property
-    def direct(self) -> bool:
+    def is_direct(self) -> bool:
         """Nothing is copied after a gather."""
         return True
 
     def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return each full parameter as a view of their buffer."""
         places = zip(self._layout.specs, self._layout.offsets, strict=True)
-        return [ordered(whole[at : at + spec.numel], spec.shape, spec.order) for spec, at in places]
+        return [view_in_order(whole[at : at + spec.numel], spec.shape, spec.order) for spec, at in places]
 
-    def parts(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return each parameter's part of a rank's shard as a 1-D view."""
         found = [shard[0:0]] * len(self._layout.specs)
         for run in self._layout.runs(rank):
             found[run.index] = shard[run.offset : run.offset + run.numel]
         return found
 
-    def cut(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
+    def shard_values(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
         """Return a rank's parts of full values, 1-D."""
         nothing = next((value.new_empty(0) for value in values if value is not None), None)
         found = [None if value is None else nothing for value in values]
@@ -190,7 +192,7 @@ class FlatPacking(Packing):
     def unpack(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
         """Nothing to do: they are the same."""
 
-    def copies(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
+    def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield a copy of each full parameter."""
         return (view.clone() for view in self.views(gathered))
 
@@ -261,7 +263,7 @@ class DimPacking(Packing):
         dims: Sequence[int],
     ) -> None:
         rows = zip(names, values, aliases, strict=True)
-        self._layout = DimLayout(tuple(spec_of(*row) for row in rows), world, tuple(dims))
+        self._layout = DimLayout(tuple(build_param_spec(*row) for row in rows), world, tuple(dims))
         self._orders = tuple(memory_order(value) for value in values)
         self._sizes = [self._layout.box(i, 0).volume for i in range(len(values))]
         self._boxes = [[self._layout.box(i, rank) for rank in range(world)] for i in range(len(values))]
@@ -274,12 +276,12 @@ class DimPacking(Packing):
         return self._layout
 
     @property
-    def whole(self) -> int:
+    def unsharded_numel(self) -> int:
         """Elements of the buffer of full parameters, with the padding behind each."""
-        return self.gathered
+        return self.all_gather_numel
 
     @property
-    def direct(self) -> bool:
+    def is_direct(self) -> bool:
         """One rank's shard are the full parameters."""
         return self._layout.world == 1 and all(self._rowwise)
 
@@ -288,10 +290,10 @@ class DimPacking(Packing):
         found = []
         for spec, place, order in zip(self._layout.specs, self._layout.places, self._orders, strict=True):
             at = place * self._layout.world
-            found.append(ordered(whole[at : at + spec.numel], spec.shape, order))
+            found.append(view_in_order(whole[at : at + spec.numel], spec.shape, order))
         return found
 
-    def parts(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    def split_shard(self, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Return each parameter's part of a rank's shard, in its shape; with a zero in it where there is none."""
         found = []
         for boxes, place in zip(self._boxes, self._layout.places, strict=True):
@@ -299,14 +301,14 @@ class DimPacking(Packing):
             found.append(shard[place : place + boxes[rank].volume].view(size))
         return found
 
-    def cut(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
+    def shard_values(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
         """Return a rank's parts of full values, as views of them."""
         pairs = zip(values, self._boxes, strict=True)
         return [None if value is None else _inside(value, boxes[rank]) for value, boxes in pairs]
 
     def unpack(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
         """Copy gathered shards to where the full parameters are; nothing to do where that is the same."""
-        if self.direct:
+        if self.is_direct:
             return
         world, rows = self._layout.world, gathered.view(self._layout.world, -1)
         places = [whole[at * world : (at + n) * world] for at, n in zip(self._layout.places, self._sizes, strict=True)]
@@ -326,12 +328,12 @@ class DimPacking(Packing):
             for row, box in zip(rows, self._boxes[index], strict=True):
                 _inside(views[index], box).copy_(row[at : at + box.volume].view(box.size))
 
-    def copies(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
+    def copy_full_params(self, gathered: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield each full parameter, put together from the ranks' parts of it."""
         world, rows = self._layout.world, gathered.view(self._layout.world, -1)
         for index, (spec, at, n) in enumerate(zip(self._layout.specs, self._layout.places, self._sizes, strict=True)):
             flat = gathered.new_empty(spec.numel)
-            value = ordered(flat, spec.shape, self._orders[index])
+            value = view_in_order(flat, spec.shape, self._orders[index])
             if self._rowwise[index] and spec.numel == n * world:
                 flat.view(world, n).copy_(rows[:, at : at + n])
             else:

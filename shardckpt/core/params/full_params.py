@@ -1,4 +1,4 @@
-"""Full values of what lies as a shard does, parameters or gradients: gathered, cut again, sent by the first rank."""
+"""Full values of tensors with the layout of a shard: gathered, sharded again, scattered from rank 0."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shardckpt.core.params.param_bucket import Bucket
 
 
 @dataclass
-class Full:
-    """Full values in memory of their own, unless nothing is sharded: then they may be what is stored.
+class FullValues:
+    """Full values in separate memory, or views of the shard if nothing is sharded.
 
     Attributes:
         values: For each parameter of a bucket its value, where the unit computes.
@@ -24,13 +24,13 @@ class Full:
     buffer: ResizableStorage | None = None
 
     def free(self) -> None:
-        """Give up the memory of their own; the values cannot be read after that."""
+        """Free the memory; the values cannot be read after that."""
         if self.buffer is not None:
             self.buffer.free()
 
 
-def gather(bucket: Bucket, shard: torch.Tensor) -> Full:
-    """Gather the full values of something that lies as a bucket's shard does. Collective.
+def gather_full(bucket: Bucket, shard: torch.Tensor) -> FullValues:
+    """Gather the full values of a tensor with the layout of a bucket's shard. Collective.
 
     Args:
         bucket: The bucket.
@@ -38,14 +38,14 @@ def gather(bucket: Bucket, shard: torch.Tensor) -> Full:
     """
     own = shard.to(bucket.compute_device)
     if bucket.keeps_full:
-        return Full(bucket.packing.views(own))
-    incoming = ResizableStorage(bucket.packing.gathered, own.dtype, own.device)
+        return FullValues(bucket.packing.views(own))
+    incoming = ResizableStorage(bucket.packing.all_gather_numel, own.dtype, own.device)
     bucket.group.all_gather(incoming.tensor, own, f"gather {bucket.name}").wait()
     return _unpacked(bucket, incoming)
 
 
 class Staging:
-    """Memory that one unit after the other passes through: given once for the largest, and kept until this is gone."""
+    """Memory that units use one after the other: allocated once for the largest, freed with this object."""
 
     def __init__(self) -> None:
         self._held: ResizableStorage | None = None
@@ -67,16 +67,16 @@ class Staging:
         return held.tensor[:nbytes].view(dtype)
 
 
-def copies(
+def gather_copies(
     bucket: Bucket, shard: torch.Tensor, staging: Staging, *, first_only: bool = False
 ) -> Iterator[torch.Tensor] | None:
-    """Gather as `gather` does, into memory of each parameter's own. Collective.
+    """Gather as `gather_full` does, into separate memory for each parameter. Collective.
 
     Args:
         bucket: The bucket.
         shard: This rank's part, 1-D.
         staging: What was gathered lies there, and has to until all is taken.
-        first_only: Gather to the first rank of all that share the bucket or have copies.
+        first_only: Gather to rank 0 of all that share the bucket or have replicas.
 
     Returns:
         For each parameter the full value; with `first_only` None elsewhere than on the first rank, or on the first of
@@ -85,23 +85,23 @@ def copies(
     own, group, what = shard.to(bucket.compute_device), bucket.group, f"gather {bucket.name}"
     wanted = group.is_first or not first_only
     if group.size == 1 or bucket.keeps_full:
-        return bucket.packing.copies(own) if wanted else None
-    incoming = staging.place(bucket.packing.gathered, own.dtype, own.device) if wanted else None
+        return bucket.packing.copy_full_params(own) if wanted else None
+    incoming = staging.place(bucket.packing.all_gather_numel, own.dtype, own.device) if wanted else None
     if first_only:
         group.gather_to_rank0(incoming, own, what)
     elif incoming is not None:
         group.all_gather(incoming, own, what).wait()
-    return None if incoming is None else bucket.packing.copies(incoming)
+    return None if incoming is None else bucket.packing.copy_full_params(incoming)
 
 
-def _unpacked(bucket: Bucket, incoming: ResizableStorage) -> Full:
+def _unpacked(bucket: Bucket, incoming: ResizableStorage) -> FullValues:
     packing = bucket.packing
-    if packing.direct:
-        return Full(packing.views(incoming.tensor), incoming)
-    buffer = ResizableStorage(packing.whole, incoming.tensor.dtype, incoming.tensor.device)
+    if packing.is_direct:
+        return FullValues(packing.views(incoming.tensor), incoming)
+    buffer = ResizableStorage(packing.unsharded_numel, incoming.tensor.dtype, incoming.tensor.device)
     packing.unpack(incoming.tensor, buffer.tensor)
     incoming.free()
-    return Full(packing.views(buffer.tensor), buffer)
+    return FullValues(packing.views(buffer.tensor), buffer)
 
 
 def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
@@ -119,7 +119,7 @@ def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: tor
     flags = torch.tensor([float(part is not None) for part in parts]).to(dtype)
     if bucket.keeps_full:
         return list(parts)
-    row = torch.cat([join(bucket, parts, dtype), flags.to(bucket.compute_device)])
+    row = torch.cat([concat_shards(bucket, parts, dtype), flags.to(bucket.compute_device)])
     rows = row.new_empty(world * row.numel())
     bucket.group.all_gather(rows, row, f"gather gradients of {bucket.name}").wait()
     table = rows.view(world, -1)
@@ -130,23 +130,23 @@ def gather_some(bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: tor
     return [value if there else None for value, there in zip(values, has, strict=True)]
 
 
-def join(
+def concat_shards(
     bucket: Bucket, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
 ) -> torch.Tensor:
-    """Return parameters' parts as one tensor that lies as the shard does, zeros for what is missing.
+    """Concatenate parameters' shards in the layout of the bucket's shard, zeros for missing ones.
 
     Args:
         bucket: The bucket.
         parts: For each parameter this rank's part, None where there is none.
         dtype: Their type.
-        staging: Lay them out where `copies` gathers through the same staging, with any content in the padding; None for
-            new memory with zeros there.
+        staging: Write to where `gather_copies` gathers through the same staging, with any content in the padding; None
+            for new memory with zeros there.
     """
     size, device = bucket.packing.layout.chunk, bucket.compute_device
     if staging is None:
         made = torch.zeros(size, dtype=dtype, device=device)
     else:
-        made = staging.place(bucket.packing.gathered, dtype, device)[bucket.rank * size :][:size]
+        made = staging.place(bucket.packing.all_gather_numel, dtype, device)[bucket.rank * size :][:size]
     for place, part in zip(bucket.split_shard(made), parts, strict=True):
         if part is not None:
             place.copy_(part)
@@ -155,8 +155,8 @@ def join(
     return made
 
 
-def cut(bucket: Bucket, values: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Copy this rank's part of full values to where a shard lies; values may be views of `out` if nothing is sharded.
+def write_shard(bucket: Bucket, values: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Copy this rank's shard of full values to `out`; values may be views of `out` if nothing is sharded.
 
     Args:
         bucket: The bucket.
@@ -164,23 +164,23 @@ def cut(bucket: Bucket, values: Sequence[torch.Tensor], out: torch.Tensor) -> No
         out: 1-D, as long as the shard.
     """
     if not bucket.keeps_full:
-        bucket.packing.own(values, bucket.rank, out)
+        bucket.packing.write_shard(values, bucket.rank, out)
         return
     for place, value in zip(bucket.packing.views(out), values, strict=True):
         if place.data_ptr() != value.data_ptr():
             place.copy_(value)
 
 
-def scatter(bucket: Bucket, values: Sequence[torch.Tensor | None] | None, out: torch.Tensor) -> list[bool]:
-    """Give every rank its part of the first one's full values. Collective.
+def scatter_full(bucket: Bucket, values: Sequence[torch.Tensor | None] | None, out: torch.Tensor) -> list[bool]:
+    """Scatter rank 0's full values to the shards of all ranks. Collective.
 
     Args:
         bucket: The bucket.
-        values: For each parameter its full value on the first rank, None for one that is missing; None elsewhere.
+        values: For each parameter its full value on rank 0, None for one that is missing; None elsewhere.
         out: 1-D, as long as the shard: what is filled, missing values with zeros.
 
     Returns:
-        For each parameter whether the first rank had a value.
+        For each parameter whether rank 0 had a value.
     """
     chunk, count = bucket.packing.layout.chunk, len(bucket.members)
     row = torch.zeros(chunk + count, dtype=out.dtype, device=bucket.compute_device)

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardckpt.core.comm.collectives import ShardGroup
 from shardckpt.core.errors import ArgumentError
-from shardckpt.core.params.buffer_layout import apart
+from shardckpt.core.params.buffer_layout import isolate_storage
 from shardckpt.errors import ShardckptError
 
 
@@ -339,7 +339,12 @@ class Placed:
         """Return the DTensor of which `local`, this rank's box, is a part; it is aliased."""
         with torch.no_grad():
             return DTensor.from_local(
-                apart(local), self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+                isolate_storage(local),
+                self.mesh,
+                self.placements,
+                run_check=False,
+                shape=self.shape,
+                stride=self.stride,
             )
 
     def full(self, local: torch.Tensor) -> torch.Tensor:

@@ -139,7 +139,7 @@ class Bucket:
         self.compute_device = values[0].device
         self.packing = self._build_packing(values, spec)
         shard = self._allocate_shard(values[0], self.packing.layout.chunk)
-        self.packing.own(values, group.rank, shard)
+        self.packing.write_shard(values, group.rank, shard)
         self.shard = pinned(shard.cpu(), offload.pin) if offload.enabled and not shard.is_meta else shard
         self.watch = GradientWatch()
         self._full = self._build_unsharded([member.parameter.requires_grad for member in members])
@@ -193,7 +193,7 @@ class Bucket:
         return self._build_freed(self.compute_dtype, trains)
 
     def _build_freed(self, dtype: torch.dtype, trains: Sequence[bool]) -> _UnshardedParams:
-        buffer = ResizableStorage(self.packing.whole, dtype, self.compute_device)
+        buffer = ResizableStorage(self.packing.unsharded_numel, dtype, self.compute_device)
         made = _UnshardedParams(self.packing, self._placed, buffer, trains, self.watch)
         made.buffer.free()
         return made
@@ -296,7 +296,7 @@ class Bucket:
 
     def split_shard(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Split a tensor with the layout of the shard (a gradient, optimizer state) into views per parameter."""
-        return self.packing.views(shard) if self.keeps_full else self.packing.parts(shard, self.rank)
+        return self.packing.views(shard) if self.keeps_full else self.packing.split_shard(shard, self.rank)
 
     # ------------------------------------------------------------------------------------------------- the shard
 
@@ -355,7 +355,7 @@ class Bucket:
     def write_back(self) -> None:
         """Take this rank's part of the full parameters, changed by a user, as its shard."""
         if not self.aliased:
-            self.packing.own(self.unsharded_tensors, self.rank, self.shard.data)
+            self.packing.write_shard(self.unsharded_tensors, self.rank, self.shard.data)
 
     # ------------------------------------------------------------------------------------------------ parameters
 
@@ -383,7 +383,7 @@ class Bucket:
 
     def _launch_all_gather(self, buffer: ResizableStorage) -> Pending:
         what, dtype = f"gather {self.name}", buffer.tensor.dtype
-        if self.packing.direct:
+        if self.packing.is_direct:
             buffer.allocate()
             incoming = buffer.tensor
         else:
@@ -400,8 +400,8 @@ class Bucket:
     def _allocate_gather_output(self, dtype: torch.dtype) -> torch.Tensor:
         own = self._comms.all_gather
         if own is not None:
-            return own.allocate((self.packing.gathered,), dtype=dtype, device=self.compute_device)
-        return torch.empty(self.packing.gathered, dtype=dtype, device=self.compute_device)
+            return own.allocate((self.packing.all_gather_numel,), dtype=dtype, device=self.compute_device)
+        return torch.empty(self.packing.all_gather_numel, dtype=dtype, device=self.compute_device)
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> None:
         """Wait for the all-gather: then the full parameters can be read.

@@ -185,7 +185,7 @@ class ExtensionBucket(Bucket):
 
     @property
     def address(self) -> int:
-        """Where what was gathered lies; 0 while it is gone."""
+        """Address of the all-gather output; 0 while it is freed."""
         outputs = self._outputs
         return (
             outputs.gathered[0].tensor.untyped_storage().data_ptr() if outputs is not None and self._is_unsharded else 0

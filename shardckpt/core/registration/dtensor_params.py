@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardckpt.core.modules.fqn_and_params import Name, find_user_param, register
-from shardckpt.core.params.buffer_layout import apart
+from shardckpt.core.params.buffer_layout import isolate_storage
 from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket, Placed
@@ -222,7 +222,7 @@ class ExtensionRegistration(DTensorRegistration):
         local = _get_local_tensor(self._parameters[0])
         view = self._views[0]
         if _is_dense(local) and is_extended(local):
-            local.data = apart(view)
+            local.data = isolate_storage(view)
         else:
             super()._reset_data()
             move_functions(local, _get_local_tensor(self._parameters[0]))

@@ -112,7 +112,7 @@ class FlatParamRegistration(UnshardedGradMixin):
         if not self.bucket.keeps_full:
             nothing = given.new_zeros(())
             values = [given if i == index else nothing.expand(spec.shape) for i, spec in enumerate(specs)]
-            part = packing.cut(values, self.bucket.rank)[index]
+            part = packing.shard_values(values, self.bucket.rank)[index]
         if part is not None:
             self.bucket.local_shards[index].copy_(part)
         place.module._parameters.pop(place.attribute)
@@ -190,7 +190,7 @@ class FlatParamRegistration(UnshardedGradMixin):
         bucket = self.bucket
         if all(leaf.grad is None for leaf in bucket.unsharded_params):
             return []
-        whole = torch.zeros(bucket.packing.gathered, dtype=bucket.compute_dtype, device=bucket.compute_device)
+        whole = torch.zeros(bucket.packing.all_gather_numel, dtype=bucket.compute_dtype, device=bucket.compute_device)
         for index, (view, grad) in enumerate(zip(bucket.packing.views(whole), bucket.gradients, strict=True)):
             if grad is not None:
                 view.copy_(grad)

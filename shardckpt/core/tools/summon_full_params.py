@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.core.errors import BusyError, StateError
 from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.fqn_and_params import ParamInfo, clean, is_held
-from shardckpt.core.params.full_params import Full, cut, gather, gather_some, scatter
+from shardckpt.core.params.full_params import FullValues, gather_full, gather_some, scatter_full, write_shard
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.placeholders import ShardedPlaceholder
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase
@@ -135,7 +135,7 @@ class _SummonedBucket:
         self._bucket = registration.bucket
         self._options = options
         self._persists = persists
-        self._full: Full | None = None
+        self._full: FullValues | None = None
         self._given: list[torch.Tensor] = []
         self._parameters: list[nn.Parameter] = []
 
@@ -143,7 +143,7 @@ class _SummonedBucket:
         """Gather and register. Collective."""
         options, bucket = self._options, self._bucket
         bucket.reshard()
-        full = gather(bucket, bucket.shard.data)
+        full = gather_full(bucket, bucket.shard.data)
         gradients = self._gradients() if options.with_grads else None
         if options.rank0_only and not bucket.group.is_first:
             return
@@ -193,9 +193,9 @@ class _SummonedBucket:
         self._parameters, self._given, self._full = [], [], None
         with torch.no_grad():
             if options.writeback and options.rank0_only:
-                scatter(bucket, values if shown else None, bucket.shard.data)
+                scatter_full(bucket, values if shown else None, bucket.shard.data)
             elif shown and (options.writeback or self._persists):
-                cut(bucket, values, bucket.shard.data)
+                write_shard(bucket, values, bucket.shard.data)
             if options.writeback and options.with_grads:
                 self._write_gradients(gradients if shown else None)
         if wrong is not None:
@@ -227,11 +227,11 @@ class _SummonedBucket:
         bucket, registration = self._bucket, self._registration
         out = torch.zeros(bucket.shard.shape, dtype=bucket.gradient_dtype, device=bucket.shard.device)
         if self._options.rank0_only:
-            there = scatter(bucket, gradients, out)
+            there = scatter_full(bucket, gradients, out)
         elif gradients is not None:
             there = [grad is not None for grad in gradients]
             specs = bucket.packing.layout.specs
-            cut(bucket, [_or_zeros(g, s.shape, out) for g, s in zip(gradients, specs, strict=True)], out)
+            write_shard(bucket, [_or_zeros(g, s.shape, out) for g, s in zip(gradients, specs, strict=True)], out)
         if not registration.has_unsharded_grads:
             parts = bucket.split_shard(out)
             registration.set_gradients([part if has else None for part, has in zip(parts, there, strict=True)])
@@ -320,7 +320,7 @@ def _gather_params(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     bucket = registration.bucket
     bucket.reshard()
-    full = gather(bucket, bucket.shard.data)
+    full = gather_full(bucket, bucket.shard.data)
     try:
         for index, member in enumerate(bucket.members):
             value = registration.wrap_unsharded(index, full.values[index])

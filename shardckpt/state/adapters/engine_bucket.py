@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardckpt.core.params.full_params import Staging, copies, join
+from shardckpt.core.params.full_params import Staging, concat_shards, gather_copies
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.state.adapters.base import Entry, ShardingAdapter, broadcast_from_rank0, local
@@ -85,7 +85,7 @@ class EngineBucketAdapter(ShardingAdapter):
         return self.bucket.shard.detach()
 
     def mark_written(self) -> None:
-        """Give up full parameters that are there: they are stale."""
+        """Free unsharded parameters: they are stale."""
         self.bucket.reshard()
         self._registration.register_sharded()
 
@@ -101,11 +101,11 @@ class EngineBucketAdapter(ShardingAdapter):
         self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, staging: Staging | None = None
     ) -> torch.Tensor:
         """Pack parts."""
-        return join(self.bucket, [None if part is None else local(part) for part in parts], dtype, staging)
+        return concat_shards(self.bucket, [None if part is None else local(part) for part in parts], dtype, staging)
 
     def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
         """Gather the whole bucket; what tensor parallelism has cut is gathered once more, everywhere."""
-        found = copies(self.bucket, packed, staging, first_only=first_only)
+        found = gather_copies(self.bucket, packed, staging, first_only=first_only)
         if found is None or not self.is_parallel:
             return found if not first_only or self.ranks.is_first else None
         values = [self._to_full(index, value) for index, value in enumerate(found)]
@@ -137,7 +137,7 @@ class EngineBucketAdapter(ShardingAdapter):
 
     def _slice(self, values: Sequence[torch.Tensor | None], rank: int) -> list[torch.Tensor | None]:
         """Return a rank's parts of all that the bucket has of some parameters, as views where they can be."""
-        return list(values) if self.bucket.keeps_full else self.bucket.packing.cut(values, rank)
+        return list(values) if self.bucket.keeps_full else self.bucket.packing.shard_values(values, rank)
 
     def from_rank0(
         self,
@@ -154,8 +154,8 @@ class EngineBucketAdapter(ShardingAdapter):
         rows = None
         if values is not None and group.is_first:
             rows = [self._slice(values, rank) for rank in range(group.size)]
-        copies = Ranks(() if group.replicate is None else (group.replicate,))
-        scatter_from_rank0(rows, into, group.shard, copies, dtype=dtype, device=self.device, staging=staging)
+        replicas = Ranks(() if group.replicate is None else (group.replicate,))
+        scatter_from_rank0(rows, into, group.shard, replicas, dtype=dtype, device=self.device, staging=staging)
 
     def _broadcast_full(
         self, values: Sequence[torch.Tensor | None] | None, into: Sequence[torch.Tensor | None], dtype: torch.dtype

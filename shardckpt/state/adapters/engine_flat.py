@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardckpt.core.params.buffer_layout import apart
-from shardckpt.core.params.full_params import Staging, gather
+from shardckpt.core.params.buffer_layout import isolate_storage
+from shardckpt.core.params.full_params import Staging, gather_full
 from shardckpt.core.params.mesh_placement import cut_over_both
 from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
@@ -152,7 +152,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
     def _parallel(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return what tensor parallelism cut as it cut it, gathered over the ranks of data parallelism."""
-        values = gather(self.bucket, packed).values
+        values = gather_full(self.bucket, packed).values
         return [self.bucket.wrap_unsharded(index, value.clone()) for index, value in enumerate(values)]
 
     @cached_property
@@ -183,10 +183,12 @@ class EngineFlatAdapter(EngineBucketAdapter):
             both = self._both[index] if self._both is not None else None
             assert both is not None, "or it is gathered"
             leaf = self.bucket.unsharded_params[index]
-            return DTensor.from_local(apart(part), *both, run_check=False, shape=leaf.shape, stride=leaf.stride())
+            return DTensor.from_local(
+                isolate_storage(part), *both, run_check=False, shape=leaf.shape, stride=leaf.stride()
+            )
         stride = strides(spec.shape, spec.order)
         return DTensor.from_local(
-            apart(part),
+            isolate_storage(part),
             self._mesh,
             self._placements(spec),
             run_check=False,

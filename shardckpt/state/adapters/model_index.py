@@ -108,7 +108,7 @@ def below(model: nn.Module) -> set[str]:
 
 
 def index_model(model: nn.Module) -> ModelIndex:
-    """Index a model: sharded by either face, by torch's `fully_shard`, with DTensors, replicated or plain."""
+    """Index a model: sharded by either front end, by torch's `fully_shard`, with DTensors, replicated or plain."""
     return _Walk(model).build()
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardckpt.boxes import Box, Shape, full_box, shift
-from shardckpt.core.params.buffer_layout import ordered
+from shardckpt.core.params.buffer_layout import view_in_order
 from shardckpt.errors import UnsupportedError
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
 from shardckpt.state.adapters import torch_fsdp1
@@ -216,17 +216,18 @@ def _boxes(spec: ParamSpec, part: torch.Tensor, start: int, stop: int) -> Iterat
         return
     at = 0
     for box in spec.boxes(start, stop):
-        yield LocalShard(box, ordered(part[at : at + box.volume], box.size, spec.order))
+        yield LocalShard(box, view_in_order(part[at : at + box.volume], box.size, spec.order))
         at += box.volume
 
 
 def local_model(model: nn.Module) -> LocalModel:
-    """Return what of a model lies here. Full parameters that units still have are given up.
+    """Return what of a model lies here. Unsharded parameters of units are freed.
 
     Collective under torch's own wrapper alone, which gives its whole state only by a gather.
 
     Args:
-        model: Sharded by either face, by torch's `fully_shard` or wrapper, with DTensors, replicated, compiled, plain.
+        model: Sharded by either front end, by torch's `fully_shard` or wrapper, with DTensors, replicated, compiled,
+            plain.
 
     Raises:
         FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.

@@ -83,8 +83,8 @@ def model_state_dict(
     """Return the state of a model, by the names it has unsharded. Collective.
 
     Args:
-        model: Sharded by either face, by torch's `fully_shard`, with DTensors, replicated, compiled, plain; FULL and
-            SHARDED also under torch's FullyShardedDataParallel.
+        model: Sharded by either front end, by torch's `fully_shard`, with DTensors, replicated, compiled, plain; FULL
+            and SHARDED also under torch's FullyShardedDataParallel.
         kind: FULL: whole tensors. SHARDED: a DTensor for everything sharded. LOCAL: what this rank holds, as it lies,
             with the layouts in `_metadata["shardckpt"]`; it can be read without model or process group.
         offload_to_cpu: Give tensors on the CPU.
@@ -183,7 +183,7 @@ def with_metadata(made: OrderedDict[str, Any], kind: StateKind, found: ModelInde
     """
     note: dict[str, Any] = {"version": VERSION, "kind": kind.name, "aliases": dict(found.aliases)}
     if kind is StateKind.LOCAL:
-        register_with_torch_dcp()  # what saves states of all ranks together has to know LOCAL ones, whatever the face
+        register_with_torch_dcp()  # LOCAL states need it, with either front end
         note |= {**local_metadata(), "names": list(found.names), "units": units_metadata(found)}
     made._metadata = OrderedDict({KEY: note})  # type: ignore[attr-defined]
     return made

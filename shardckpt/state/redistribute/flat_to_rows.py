@@ -10,7 +10,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from shardckpt.core.params.buffer_layout import ordered
+from shardckpt.core.params.buffer_layout import view_in_order
 from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import FlatLayout, ParamSpec, ShardRun
 from shardckpt.state.redistribute.all_to_all import all_to_all, pack, unpack
@@ -24,7 +24,7 @@ def row_dim(spec: ParamSpec) -> int:
 @lru_cache(maxsize=4096)
 def strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a tensor whose dimensions lie in memory in a given order; empty for row-major."""
-    return ordered(torch.empty(prod(shape), device="meta"), shape, order).stride()
+    return view_in_order(torch.empty(prod(shape), device="meta"), shape, order).stride()
 
 
 @dataclass(frozen=True)

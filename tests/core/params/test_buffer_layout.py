@@ -37,7 +37,7 @@ def shards(packing: Packing, full: list[torch.Tensor]) -> list[torch.Tensor]:
     found = []
     for rank in range(packing.layout.world):
         shard = torch.full((packing.layout.chunk,), -1.0)
-        packing.own(full, rank, shard)
+        packing.write_shard(full, rank, shard)
         found.append(shard)
     return found
 
@@ -47,8 +47,8 @@ def shards(packing: Packing, full: list[torch.Tensor]) -> list[torch.Tensor]:
 def test_gathered_shards_are_the_full_parameters(case):
     packing, full = case
     gathered = torch.cat(shards(packing, full))
-    assert gathered.numel() == packing.gathered
-    whole = gathered if packing.direct else torch.full((packing.whole,), -2.0)
+    assert gathered.numel() == packing.all_gather_numel
+    whole = gathered if packing.is_direct else torch.full((packing.unsharded_numel,), -2.0)
     packing.unpack(gathered, whole)
     for view, value in zip(packing.views(whole), full, strict=True):
         assert torch.equal(view, value)
@@ -73,7 +73,7 @@ def test_parts_of_a_shard_are_what_was_cut_and_cover_everything(case):
     packing, full = case
     seen = 0
     for rank, shard in enumerate(shards(packing, full)):
-        for part, cut in zip(packing.parts(shard, rank), packing.cut(full, rank), strict=True):
+        for part, cut in zip(packing.split_shard(shard, rank), packing.shard_values(full, rank), strict=True):
             assert torch.equal(part, cut)
             seen += part.numel()
     assert seen == sum(value.numel() for value in full)
@@ -82,4 +82,4 @@ def test_parts_of_a_shard_are_what_was_cut_and_cover_everything(case):
 @pytest.mark.parametrize(("world", "direct"), [(1, True), (2, False)])
 def test_one_rank_copies_nothing_after_a_gather(world, direct):
     value = [torch.zeros(4, 2)]
-    assert DimPacking(["p"], value, [()], world, dims=[0]).direct is direct
+    assert DimPacking(["p"], value, [()], world, dims=[0]).is_direct is direct
