@@ -92,7 +92,7 @@ class BaseCheckpoint:
     def _rows(self) -> dict[Path, dict[Box, tuple[int, int, bytes]]]:
         return {}
 
-    def digest_of(self, chunk: PayloadChunk) -> bytes | None:
+    def get_digest(self, chunk: PayloadChunk) -> bytes | None:
         """Return the digest of the bytes that the base has of a chunk; None where it has no such chunk, or none of it.
 
         Args:
@@ -121,7 +121,7 @@ class BaseCheckpoint:
         """Return where the bytes of a chunk lie that the base has.
 
         Args:
-            chunk: One of which `digest_of` told the digest.
+            chunk: One whose digest `get_digest` returned.
         """
         found = self._row(chunk)
         assert found is not None and self._contents is not None, "only what the base has is not written"
@@ -130,7 +130,7 @@ class BaseCheckpoint:
 
     # Arrays that are frozen
 
-    def entry_of(self, path: Path, names: Sequence[str]) -> TensorEntry:
+    def find_entry(self, path: Path, names: Sequence[str]) -> TensorEntry:
         """Return what the base has of a frozen parameter.
 
         Args:
@@ -165,7 +165,7 @@ class BaseCheckpoint:
             yield name
             yield _replaced(name, _ADAPTED)
 
-    def located(self, frozen: Mapping[Path, Sequence[str]]) -> dict[Path, TensorEntry]:
+    def locate(self, frozen: Mapping[Path, Sequence[str]]) -> dict[Path, TensorEntry]:
         """Return where frozen parameters lie in the base, all of their elements.
 
         Args:
@@ -176,8 +176,8 @@ class BaseCheckpoint:
             CheckpointError: It lacks elements of one.
             UnsupportedError: They lie in a way that no step can refer to.
         """
-        wanted = {path: self.entry_of(path, names) for path, names in frozen.items()}
-        found = dict(zip(wanted, self._source.located(list(wanted.values())), strict=True))
+        wanted = {path: self.find_entry(path, names) for path, names in frozen.items()}
+        found = dict(zip(wanted, self._source.locate(list(wanted.values())), strict=True))
         for path, entry in found.items():
             odd = [piece for piece in entry.pieces if not isinstance(piece.layout, Span) or "/" in piece.file]
             if entry.delivered not in ("", entry.stored) or (odd and not self._source.is_native):
@@ -193,11 +193,11 @@ class BaseCheckpoint:
         """Yield where the pieces of a located array lie.
 
         Args:
-            entry: One that `located` returned.
+            entry: One that `locate` returned.
             hashes: Of the blocks of files that have none, by name.
         """
         for box, name, layout in entry.pieces:
-            assert isinstance(layout, Span), "as `located` made sure"
+            assert isinstance(layout, Span), "as `locate` made sure"
             file = self._file(name)
             file = file if file.hashes is not None else file._replace(hashes=hashes[name])
             yield box, BaseLocation(file, layout.offset, b"")
@@ -253,11 +253,11 @@ class BaseCheckpoint:
         here, file = self._reader.store.url, self._files.get(place)
         return resolve_base(here, file.base) if file is not None and file.base else here
 
-    def key_of(self, entries: Mapping[Path, TensorEntry]) -> str:
+    def build_location_key(self, entries: Mapping[Path, TensorEntry]) -> str:
         """Return a digest of where located arrays lie: while it is the same, their bytes are.
 
         Args:
-            entries: As `located` returned them.
+            entries: As `locate` returned them.
         """
         hasher = hashlib.blake2b(digest_size=16)
         sizes = self._source.manifest.files
@@ -266,10 +266,10 @@ class BaseCheckpoint:
             hasher.update(repr((path, entry.shape, entry.stored, rows, [sizes[p.file] for p in entry.pieces])).encode())
         if self._contents is None:  # a native step's files are never written into, and named by their save
             names = dict.fromkeys(piece.file for entry in entries.values() for piece in entry.pieces)
-            hasher.update(repr([self.version_of(name) for name in names]).encode())
+            hasher.update(repr([self.get_file_version(name) for name in names]).encode())
         return hasher.hexdigest()
 
-    def version_of(self, name: str) -> str:
+    def get_file_version(self, name: str) -> str:
         """Return a text that is another one once a file of the base is replaced.
 
         Where the store does not tell, it is another one each time: then nothing is taken to be what it was.
@@ -287,7 +287,7 @@ class BaseCheckpoint:
     def _files(self) -> Mapping[str, FileRecord]:
         return {} if self._contents is None else {file.place: file for file in self._contents.files}
 
-    def unhashed(self, entries: Iterable[TensorEntry]) -> dict[str, int]:
+    def find_unhashed_files(self, entries: Iterable[TensorEntry]) -> dict[str, int]:
         """Return name and size of the files of arrays of which the base tells no hashes."""
         names = dict.fromkeys(piece.file for entry in entries for piece in entry.pieces)
         return {

@@ -183,7 +183,7 @@ def _entries(base: BaseCheckpoint, specs: Iterable[TensorSpec], ties: Mapping[Pa
     for other, first in ties.items():
         if first in names and other[:-1] == first[:-1]:
             names[first].append(str(other[-1]))
-    entries = base.located(names)
+    entries = base.locate(names)
     for path, shape, dtype in wanted:
         entry = entries[path]
         if (entry.shape, entry.stored) != (shape, dtype):
@@ -208,10 +208,10 @@ class BaseDedup:
 
     def __init__(self, base: BaseCheckpoint, plan: GlobalSavePlan, entries: Mapping[Path, TensorEntry]) -> None:
         self._base, self._plan, self._entries = base, plan, entries
-        self._unhashed = base.unhashed(entries.values())
-        self._versions = {name: base.version_of(name) for name in self._unhashed}
+        self._unhashed = base.find_unhashed_files(entries.values())
+        self._versions = {name: base.get_file_version(name) for name in self._unhashed}
         self._asked: dict[str, int] = {}
-        self._key = base.key_of(entries) if entries else ""
+        self._key = base.build_location_key(entries) if entries else ""
 
     def ask_for_hashes(self, known: _Hashes) -> None:
         """Note which files' blocks ranks have to hash.
@@ -229,7 +229,7 @@ class BaseDedup:
         digests = {
             at: digest
             for at, chunk in enumerate(rank_plan.chunks)
-            if (digest := self._base.digest_of(chunk)) is not None
+            if (digest := self._base.get_digest(chunk)) is not None
         }
         return BaseHints(self._base.url, self._key, digests, self._asked)
 

@@ -154,7 +154,7 @@ class BroadcastReader:
         if not self._is_over:
             try:
                 row = ahead.popleft().result()
-            except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+            except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
                 self._stop(error)
         for member in group.members:
             if member == self._coordinator.rank or member in self._told_stopped:

@@ -83,7 +83,7 @@ class SavedTensor:
         picks = _picks(index if isinstance(index, tuple) else (index,), len(shape))
         box = Box(*map(tuple, zip(*map(_range, picks, shape), strict=True))) if shape else Box((), ())
         saved = self._source.saved
-        (entry,) = saved.located([self._entry])  # before memory is taken for it
+        (entry,) = saved.locate([self._entry])  # before memory is taken for it
         made = allocate(entry, box.size)
         saved.elements.read([(entry, TensorShards(shape, made.dtype, (LocalShard(box, made),)))])
         for dim in reversed(range(len(shape))):

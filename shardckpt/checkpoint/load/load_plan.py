@@ -379,7 +379,7 @@ class _LoadPlanner:
         for shard in array.shards:
             size, at = shard.tensor.shape, _once(shard.tensor)
             if not shard.tensor.is_meta:
-                (found,) = self._source.located([entry])  # before memory is taken for it
+                (found,) = self._source.locate([entry])  # before memory is taken for it
                 values = allocate(found, size)
                 self._source.elements.read([(found, array._replace(shards=(LocalShard(shard.box, values),)))])
                 if not _are_alike(values, values[at].expand(size)):
@@ -536,17 +536,17 @@ class _LoadPlanner:
 
     def _one_number(self, rows: Sequence[LoadItem], path: Path) -> Sequence[LoadItem]:
         """Return what is read into the one number that an optimizer keeps of all parameters of a flat one."""
-        told = [self._number(each.entry) for each in rows]
-        if all(value == told[0] for value in told):
+        values = [self._number(each.entry) for each in rows]
+        if all(value == values[0] for value in values):
             return rows[:1]
         if self._options.unequal_steps == "error":
             firsts: dict[Any, str] = {}
-            for row, value in zip(rows, told, strict=True):
+            for row, value in zip(rows, values, strict=True):
                 firsts.setdefault(value, f"{row.path[-2]}/{row.path[-1]}")
             text = ", ".join(f"{value} of {name}" for value, name in list(firsts.items())[:4])
             start = f"{dotted(path)}: differs among parameters of one flat parameter: "
             self._problem(path, f"{start}{text}{LARGEST_TOLD}")
-        return (rows[told.index(max(told))],)
+        return (rows[values.index(max(values))],)
 
     def _number(self, entry: TensorEntry) -> Any:
         made = torch.empty((), dtype=torch_dtype(entry))

@@ -15,11 +15,11 @@ def shapes_of(models: Iterable[LocalModel]) -> ParamShapes | None:
     Args:
         models: Those of a state, each once.
     """
-    told = [_told(model) for model in models]
-    return replace(told[0], others=tuple(told[1:])) if told else None
+    found = [_model_shapes(model) for model in models]
+    return replace(found[0], others=tuple(found[1:])) if found else None
 
 
-def _told(model: LocalModel) -> ParamShapes:
+def _model_shapes(model: LocalModel) -> ParamShapes:
     """Return a model's parameters, tied ones under each name; buffers lie in no flat parameter."""
     names = {name: model.aliases.get(name, name) for name in model.names}
     shapes = {

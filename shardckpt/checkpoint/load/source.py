@@ -186,7 +186,7 @@ class CheckpointSource:
             NoMemoryError: An array does not fit into memory.
         """
         paths = list(dict.fromkeys(at.path for at in arrays_in(tree)))
-        entries = self.located([self.arrays[path] for path in paths])  # before memory is taken for them
+        entries = self.locate([self.arrays[path] for path in paths])  # before memory is taken for them
         made: dict[Path, torch.Tensor] = {}
         wanted = []
         for path, entry in zip(paths, entries, strict=True):
@@ -217,7 +217,7 @@ class CheckpointSource:
         Raises:
             CheckpointError: Elements are missing or doubled, or a container is damaged.
         """
-        entries = self.located([entry for entry, _ in wanted])
+        entries = self.locate([entry for entry, _ in wanted])
         return [(entry, array) for entry, (_, array) in zip(entries, wanted, strict=True)]
 
     @cached_property
@@ -239,12 +239,12 @@ class CheckpointSource:
     def identity(self) -> bytes:
         """16 bytes that tell this checkpoint from another one that lay or will lie in its place."""
         if isinstance(self._reader, NativeReader):
-            told: object = self._reader.commit.manifest_sha256
+            content: object = self._reader.commit.manifest_sha256
         else:
-            told = sorted(self.manifest.files.items())
-        return hashlib.blake2b(repr(told).encode(), digest_size=16).digest()
+            content = sorted(self.manifest.files.items())
+        return hashlib.blake2b(repr(content).encode(), digest_size=16).digest()
 
-    def located(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+    def locate(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
         """Return arrays with every piece located, once it is sure that all of their elements are there.
 
         Raises:

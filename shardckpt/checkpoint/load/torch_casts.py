@@ -76,8 +76,8 @@ def _lost(values: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
 
 def _largest(dtype: torch.dtype) -> float:
     """Return up to where numbers are rounded to the largest of a type: some types saturate beyond."""
-    told = torch.finfo(dtype)
-    return told.max + told.eps / 2 * 2.0 ** (math.frexp(told.max)[1] - 1)
+    info = torch.finfo(dtype)
+    return info.max + info.eps / 2 * 2.0 ** (math.frexp(info.max)[1] - 1)
 
 
 def _name(tensor: torch.Tensor) -> str:

@@ -87,7 +87,7 @@ def async_save(
     try:
         most = _parse_max_staging_bytes(max_staging_bytes)
         _require_way_when_busy(on_busy)
-    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         fault = fault or error
     task = AsyncSaveTask(options.path, on_event)
     with PENDING_SAVE.entry, gc_paused():

@@ -124,7 +124,7 @@ def check_save_options(path: object, *arguments: Any) -> tuple[SaveOptions, Exce
     """
     try:
         return build_save_options(path, *arguments), None
-    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         shown = str(path) if isinstance(path, (str, os.PathLike)) else ""
         return SaveOptions(shown, overwrite=False, checksums=False, custom_metadata={}), error
 

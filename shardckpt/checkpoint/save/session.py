@@ -208,7 +208,7 @@ def capture_error(work: Callable[[], bytes]) -> bytes | Exception:
     """Return the result of some work, or its error, which is sent to all ranks."""
     try:
         return work()
-    except Exception as error:  # noqa: BLE001  (told to every rank, then raised)
+    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
         return error
 
 

@@ -41,9 +41,9 @@ class RNGState(PerRank):
         Args:
             state: As `state_dict` returned it.
         """
-        told = state["numpy"]
+        found = state["numpy"]
         random.setstate(state["python"])
-        np.random.set_state((told["kind"], told["keys"], told["at"], told["has_gauss"], told["gauss"]))
+        np.random.set_state((found["kind"], found["keys"], found["at"], found["has_gauss"], found["gauss"]))
         torch.set_rng_state(state["torch"].cpu())
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"].cpu())
