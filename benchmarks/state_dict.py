@@ -58,7 +58,7 @@ from torch.distributed.tensor import DTensor
 import shardckpt
 from shardckpt import core as ours
 from shardckpt.core.runtime.traversal import buckets
-from shardckpt.state.redistribute.flat_to_rows import exchange
+from shardckpt.state.redistribute.flat_to_rows import plan_exchange
 
 Act = Callable[[], Any]
 UNIT = 100
@@ -326,7 +326,7 @@ def exchanged(model: nn.Module, rank: int, into: Sequence[torch.Tensor] | None =
     """Exchange as many elements of each unit as flat shards and rows have in common; into new memory or other."""
     taken: list[torch.Tensor] = []
     for number, bucket in enumerate(buckets(model)):
-        plan = exchange(bucket.layout, rank)  # type: ignore[arg-type]
+        plan = plan_exchange(bucket.layout, rank)  # type: ignore[arg-type]
         sends, takes = ([sum(span.numel for span in spans) for spans in side] for side in (plan.out, plan.into))
         out = bucket.shard.new_empty(sum(takes)) if into is None else into[number]
         given = bucket.shard.detach()[: sum(sends)]
