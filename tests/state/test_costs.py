@@ -170,14 +170,14 @@ def test_an_optimizer_that_has_stepped_is_loaded_into_the_tensors_that_it_has():
     def body(rank, world, face):
         model, optim = trained(face)
         kept = {p: {s: v for s, v in state.items() if v.dim()} for p, state in optim.state.items()}
-        unit = max([4 * bucket.packing.gathered for bucket in buckets(model)] or [4 * 48])
+        unit = max([4 * bucket.packing.all_gather_numel for bucket in buckets(model)] or [4 * 48])
         wrong = []
         for kind, how in (("FULL", {}), ("FULL", {"rank0_only": True}), ("SHARDED", {})):
             given = optim_state_dict(model, optim, kind, **how)
             for state in kept.values():
                 for value in state.values():
                     value.zero_()
-            with AdapterParams() as held:
+            with PeakMemory() as held:
                 load_optim_state_dict(model, optim, given)
             again = optim_state_dict(model, optim, kind, **how)
             same = all(optim.state[p][slot] is value for p, state in kept.items() for slot, value in state.items())
@@ -211,7 +211,7 @@ def storages(values) -> list[torch.UntypedStorage]:
     return [tensor.untyped_storage() for tensor in found]
 
 
-class AdapterParams(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):
     """Adds up what storages that are made inside hold, after every operation."""
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ def test_a_whole_state_holds_itself_and_one_unit_and_elsewhere_one_unit_at_most(
         model = FACES[face](Large())
         optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         step(model, optim)
-        unit = max(4 * bucket.packing.gathered for bucket in buckets(model))
+        unit = max(4 * bucket.packing.all_gather_numel for bucket in buckets(model))
         shards = sum(bucket.shard.nbytes for bucket in buckets(model))
         whole = sum(value.nbytes for value in model_state_dict(model).values())
         slack = unit // 10  # rows that are padded, small things that are told
@@ -264,7 +264,7 @@ def test_a_whole_state_holds_itself_and_one_unit_and_elsewhere_one_unit_at_most(
             ("optimizer's", lambda: optim_state_dict(model, optim, "SHARDED"), shards + 2 * unit),
             ("LOCAL", lambda: model_state_dict(model, "LOCAL"), 0),
         ):
-            with AdapterParams() as held:
+            with PeakMemory() as held:
                 take()
             wrong += [] if held.peak <= most + slack else [f"{name}: {held.peak} of {most}, unit {unit}"]
         return wrong
@@ -275,7 +275,7 @@ def test_a_whole_state_holds_itself_and_one_unit_and_elsewhere_one_unit_at_most(
 def test_a_whole_state_is_gathered_one_unit_at_a_time():
     def body(rank, world, face):
         model = FACES[face](Even())
-        most = 4 * max(bucket.packing.gathered for bucket in buckets(model))
+        most = 4 * max(bucket.packing.all_gather_numel for bucket in buckets(model))
         before = FULL_BYTES.held
         FULL_BYTES.reset_peak()
         names = [name for name, _ in iter_full_state_dict(model)]
