@@ -1,4 +1,4 @@
-"""The house keeps its rooms: who imports whom, read from the sources, and what an import leaves in memory."""
+"""Imports go only where the tables allow: read from the sources, and from what an import leaves in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = {"shardckpt": ROOT / "shardckpt", "shardckpt_cli": ROOT / "cli" / "sh
 
 LEAVES = {"errors", "boxes", "dtypes", "manifest", "layout", "parameter_names", "gc_pause"}
 
-# A room, or one file of a room where a file may do more, and the rooms that it may import besides its own.
+# A package, or one file of a package where a file may do more, and the packages that it may import besides its own.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "boxes": {"errors"},
@@ -70,7 +70,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
     "offline": ({"write"}, {"select"}, {"targets", "compare"}),
 }
 
-# Third-party libraries and the rooms that may know of them.
+# Third-party libraries and the packages that may know of them.
 LIBRARIES: dict[str, set[str]] = {
     "torch": {"rendezvous", "groups", "core", "state", "checkpoint"},
     "fsspec": {"storage"},
@@ -110,7 +110,7 @@ class Import:
 
 
 def read_sources() -> dict[str, str]:
-    """Return the source of every module of the house by its dotted name; a package is named as itself."""
+    """Return the source of every module of the project by its dotted name; a package is named as itself."""
     found = {}
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
@@ -158,8 +158,8 @@ def _targets(node: ast.Import | ast.ImportFrom, by: str, is_package: bool, sourc
     return [f"{base}.{alias.name}" if f"{base}.{alias.name}" in sources else base for alias in node.names]
 
 
-def room(module: str) -> str:
-    """Return the room that a module of the house belongs to."""
+def get_package(module: str) -> str:
+    """Return the package that a module of the project belongs to."""
     parts = module.split(".")
     if parts[0] == "shardckpt_cli":
         return "cli"
@@ -183,12 +183,12 @@ def is_ours(module: str) -> bool:
 
 
 def forbidden_arrows(found: list[Import]) -> list[str]:
-    """Return the imports between rooms that the table does not list."""
+    """Return the imports between packages that the table does not list."""
     faults = []
     for each in found:
         if not is_ours(each.target):
             continue
-        here, there = room(each.by), room(each.target)
+        here, there = get_package(each.by), get_package(each.target)
         file = each.by.removeprefix("shardckpt.")
         if here != there and there not in ARROWS.get(file, ARROWS.get(here, set())):
             faults.append(f"{each}: {here} may not import {there}")
@@ -196,13 +196,13 @@ def forbidden_arrows(found: list[Import]) -> list[str]:
 
 
 def forbidden_libraries(found: list[Import]) -> list[str]:
-    """Return the imports of third-party libraries by rooms that should not know of them."""
+    """Return the imports of third-party libraries by packages that should not know of them."""
     known = [(each, each.target.split(".")[0]) for each in found]
-    return [str(each) for each, top in known if top in LIBRARIES and room(each.by) not in LIBRARIES[top]]
+    return [str(each) for each, top in known if top in LIBRARIES and get_package(each.by) not in LIBRARIES[top]]
 
 
 def private_names(sources: Mapping[str, str]) -> list[str]:
-    """Return the private names that a module imports from another module of the house."""
+    """Return the private names that a module imports from another module of the project."""
     faults = []
     for name, text in sources.items():
         for node, _, _ in _import_nodes_of(text):
@@ -236,7 +236,7 @@ def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
 
 def unlisted_late_imports(found: list[Import]) -> list[str]:
     """Return the function-level imports that nobody gave a reason for."""
-    late = [each for each in found if each.late and not (room(each.by) == "cli" and is_ours(each.target))]
+    late = [each for each in found if each.late and not (get_package(each.by) == "cli" and is_ours(each.target))]
     return [str(each) for each in late if (each.by, each.target) not in LATE_IMPORTS]
 
 
@@ -257,9 +257,9 @@ def all_imports() -> list[Import]:
     return imports(SOURCES)
 
 
-class TestRooms:
-    def test_every_module_stands_in_a_room_of_the_table(self) -> None:
-        assert {room(name) for name in SOURCES} <= set(ARROWS)
+class TestPackages:
+    def test_every_module_has_a_package_of_the_table(self) -> None:
+        assert {get_package(name) for name in SOURCES} <= set(ARROWS)
 
     def test_arrows_go_only_where_the_table_says(self) -> None:
         assert forbidden_arrows(all_imports()) == []
@@ -276,7 +276,7 @@ class TestRooms:
         assert inner - listed == set()
         assert listed - modules == set()
 
-    def test_third_party_libraries_are_known_to_their_rooms_only(self) -> None:
+    def test_third_party_libraries_are_known_to_their_packages_only(self) -> None:
         assert forbidden_libraries(all_imports()) == []
 
     def test_no_private_name_crosses_a_module(self) -> None:
@@ -336,7 +336,7 @@ class TestTheChecksCanFail:
         )
 
     @pytest.mark.parametrize("text", ["import torch", "from torch.distributed import checkpoint", "import rich.table"])
-    def test_a_library_in_the_wrong_room_is_found(self, text: str) -> None:
+    def test_a_library_in_the_wrong_package_is_found(self, text: str) -> None:
         assert len(forbidden_libraries(imports({"shardckpt.format.dcp.reader": text}))) == 1
 
     @pytest.mark.parametrize(
@@ -365,8 +365,8 @@ class TestTheChecksCanFail:
 
 class TestImportsStayLight:
     def test_no_format_plan_storage_convert_or_command_module_imports_torch(self) -> None:
-        rooms = {*TORCH_FREE, "cli"}
-        names = [n for n in SOURCES if room(n) in rooms and not n.endswith("__main__") and n != WITH_RANKS]
+        packages = {*TORCH_FREE, "cli"}
+        names = [n for n in SOURCES if get_package(n) in packages and not n.endswith("__main__") and n != WITH_RANKS]
         assert "torch" not in loaded_by("\n".join(f"import {name}" for name in names))
 
     def test_the_door_and_the_command_import_nothing_heavy(self) -> None:

@@ -41,12 +41,12 @@ BANNED: dict[str, int] = {
     "nests": 1,
     "ruled": 20,
     "said": 153,
-    "tell": 130,
+    "tell": 129,
     "telling": 1,
     "tells": 53,
     "template": 12,
-    "told": 271,
-    "whole": 459,
+    "told": 270,
+    "whole": 455,
 }
 """Words that the glossary replaces, with how often sources use them in names, texts and comments."""
 

@@ -25,7 +25,7 @@ class Channels:
 
     @property
     def has_lost_rank(self) -> bool:
-        """Whether a rank is gone: no more messages may be sent."""
+        """Whether a rank is lost: no more messages may be sent."""
         return self.main.has_lost_rank or (self._background is not None and self._background.has_lost_rank)
 
     def background_coordinator(self, group: dist.ProcessGroup | None) -> Coordinator:
@@ -41,7 +41,7 @@ class Channels:
 
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, Channels] = WeakKeyDictionary()
 ALONE = Channels(Coordinator(None))
-"""Of a process without others."""
+"""Channels of a process that is alone."""
 
 
 def resolve_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -54,11 +54,11 @@ def resolve_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup 
 
 
 def get_channels(group: dist.ProcessGroup | None, refusal: Exception | None = None) -> Channels:
-    """Return the channels of a process group: made by the first call, and anew where a rank is gone. Collective then.
+    """Return the channels of a process group: made by the first call, and again once a rank is lost. Collective then.
 
     Args:
-        group: The ranks; all where None.
-        refusal: Raised where a rank is gone, since no other rank can receive it.
+        group: The ranks; all if None.
+        refusal: Raised if a rank is lost, since no other rank can receive it.
     """
     key = resolve_process_group(group)
     if key is None:

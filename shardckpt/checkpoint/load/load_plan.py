@@ -428,15 +428,15 @@ class _LoadPlanner:
             return
         try:
             state = self._wanted_of(self._optim_state(root, description, optim), path)
-            room = self._plan_optim_targets(optim, description, state)
+            targets = self._plan_optim_targets(optim, description, state)
         except ShardckptError as error:
             self.plan.problems.append(f"{dotted(path)}: {error}")
             return
-        self._fill_optim_targets(room, state, path)
-        self.plan.problems += [f"{dotted(path)}.{text}" for text in room.problems]
+        self._fill_optim_targets(targets, state, path)
+        self.plan.problems += [f"{dotted(path)}.{text}" for text in targets.problems]
         if self._options.strict:
             self._compare_parameters(optim, description, state, path)
-        self.plan.after.append(lambda: room.put(optim))
+        self.plan.after.append(lambda: targets.put(optim))
 
     def _compare_parameters(
         self, optim: torch.optim.Optimizer, found: ModelIndex, state: optimizers.OptimizerState, path: Path
@@ -522,10 +522,10 @@ class _LoadPlanner:
             unequal_steps=self._options.unequal_steps,
         )
 
-    def _fill_optim_targets(self, room: OptimTargets, state: optimizers.OptimizerState, path: Path) -> None:
-        """Want what the room is for; numbers that several parameters share are compared first."""
+    def _fill_optim_targets(self, targets: OptimTargets, state: optimizers.OptimizerState, path: Path) -> None:
+        """Request the values of the targets; numbers that several parameters share are compared first."""
         shared: dict[int, list[LoadItem]] = {}
-        for name, slot, array in room.arrays:
+        for name, slot, array in targets.arrays:
             wanted = LoadItem((*path, "state", name, slot), state.tensors[f"{name}/{slot}"], array)
             if not array.shape and array.shards:
                 shared.setdefault(array.shards[0].tensor.data_ptr(), []).append(wanted)

@@ -1,4 +1,4 @@
-"""Files of `torch.save` that are one rank's each, put together to a checkpoint of whole tensors."""
+"""Merge rank files of `torch.save` into a checkpoint of full tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MergedTorchReader(TorchReader):
     Args:
         apart: The files as they are.
         files: Those that are one rank's.
-        known: Whole shapes, which flat parameters of FSDP1 need.
+        known: Full shapes, which flat parameters of FSDP1 need.
 
     Raises:
         CheckpointError: The files do not fit together.
@@ -40,11 +40,11 @@ class MergedTorchReader(TorchReader):
 
     @property
     def needs_param_shapes(self) -> bool:
-        """Whether there are flat parameters, and nothing told yet what they hold."""
+        """Whether there are flat parameters without known shapes."""
         return self.is_flat and self._known is None
 
     def with_param_shapes(self, known: ParamShapes) -> Reader:
-        """Return a reader that knows more; notes beside the files tell shapes better than anything else.
+        """Return a reader with these shapes; metadata beside the files takes precedence.
 
         Raises:
             UsageError: The shapes do not fit the flat parameters.
@@ -57,14 +57,14 @@ class MergedTorchReader(TorchReader):
 
 
 def merge_rank_files(reader: TorchReader, known: ParamShapes | None = None) -> TorchReader:
-    """Return a reader of the whole tensors that rank files hold together; the same where nothing is one rank's.
+    """Return a reader of the merged tensors; the same reader without rank files.
 
     Args:
         reader: Of the files as they are.
-        known: Whole shapes, which flat parameters of FSDP1 need.
+        known: Full shapes, which flat parameters of FSDP1 need.
 
     Raises:
-        CheckpointError: What the ranks say of themselves does not fit together, or to what they hold.
+        CheckpointError: The metadata of the ranks is inconsistent, or does not match their tensors.
         UsageError: The shapes do not fit.
     """
     if reader.notes:
