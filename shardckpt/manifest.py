@@ -7,13 +7,14 @@ a checkpoint may hold a million of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.dtypes import array_nbytes
+from shardckpt.errors import FormatError
 
 Path = tuple[str | int, ...]
 """Where a value sits in the nest that was saved."""
@@ -193,3 +194,51 @@ class Manifest:
 def dotted(path: Path) -> str:
     """Return a path as people write it: keys joined by dots."""
     return ".".join(map(str, path))
+
+
+def unflatten(values: Mapping[Path, Any], where: str | None = None, *, has_lists: bool = False) -> Any:
+    """Build nested dicts from values by path; a value at the empty path is returned as it is.
+
+    Args:
+        values: By path. An empty dict counts as a dict of the result.
+        where: The checkpoint, for the message. None: a value below another value is dropped.
+        has_lists: Turn dicts with the keys 0, 1, 2, ... into lists, except the `state` of an optimizer, whose keys are
+            numbers of parameters.
+
+    Raises:
+        FormatError: A value is below another value that is not a dict, and `where` is given.
+    """
+    root: dict[str | int, Any] = {}
+    nodes = {id(root)}  # the dicts of the result; a value may be a dict too
+    for path, value in values.items():
+        if not path:
+            return value
+        node = root
+        for key in path[:-1]:
+            if key not in node:
+                node[key] = {}
+                nodes.add(id(node[key]))
+            elif id(node[key]) not in nodes:
+                break
+            node = node[key]
+        else:
+            is_node = type(value) is dict and not value
+            if path[-1] not in node:
+                node[path[-1]] = {} if is_node else value
+                nodes.update((id(node[path[-1]]),) if is_node else ())
+                continue
+            if is_node:
+                continue
+        if where is not None:
+            raise FormatError("a value is inside another value", where=where, found=dotted(path))
+    return _restore_lists(root, nodes) if has_lists else root
+
+
+def _restore_lists(node: Any, nodes: Collection[int]) -> Any:
+    if id(node) not in nodes:
+        return node
+    restored = {key: _restore_lists(value, nodes) for key, value in node.items()}
+    if "param_groups" in node and id(node.get("state")) in nodes:
+        restored["state"] = {key: _restore_lists(slots, nodes) for key, slots in node["state"].items()}
+    is_list = bool(restored) and all(type(key) is int for key in restored) and {*restored} == {*range(len(restored))}
+    return [restored[i] for i in range(len(restored))] if is_list else restored

@@ -22,7 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "boxes": {"errors"},
     "dtypes": {"errors"},
-    "manifest": {"boxes", "dtypes"},
+    "manifest": {"boxes", "dtypes", "errors"},
     "parameter_names": set(),
     "gc_pause": set(),
     "layout": {"boxes", "dtypes", "errors"},

@@ -9,7 +9,20 @@ import sys
 import pytest
 
 from shardckpt.boxes import full_box
-from shardckpt.manifest import UNREAD, Encoded, Lazy, Manifest, ObjectEntry, Piece, Span, Strided, TensorEntry, dotted
+from shardckpt.errors import FormatError
+from shardckpt.manifest import (
+    UNREAD,
+    Encoded,
+    Lazy,
+    Manifest,
+    ObjectEntry,
+    Piece,
+    Span,
+    Strided,
+    TensorEntry,
+    dotted,
+    unflatten,
+)
 
 
 def entry(**changes: object) -> TensorEntry:
@@ -61,3 +74,30 @@ def test_leaves_import_neither_numpy_nor_torch() -> None:
         "print([m for m in ('numpy', 'torch', 'fsspec') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_values_by_path_become_nested_dicts() -> None:
+    """Also replaces the test of `unflatten` in `plan.optim.optimizer_state`, which is this function now."""
+    values = {(0, "lr"): 1, (0, "betas", 0): 2, (1,): 3}
+    assert unflatten(values, "here") == {0: {"lr": 1, "betas": {0: 2}}, 1: 3}
+    assert unflatten({(): 5}) == 5
+    assert unflatten({}) == {}
+
+
+def test_dicts_that_count_from_0_become_lists_but_not_the_state_of_an_optimizer() -> None:
+    state = {("state", 0, "step", 0): 7, ("param_groups", 1, "lr"): 2, ("param_groups", 0, "lr"): 1}
+    assert unflatten(state, has_lists=True) == {"state": {0: {"step": [7]}}, "param_groups": [{"lr": 1}, {"lr": 2}]}
+    assert unflatten({("state", 0): 7, ("x", 1): 8}, has_lists=True) == {"state": [7], "x": {1: 8}}
+    assert unflatten({("x",): {0: 7}}, has_lists=True) == {"x": {0: 7}}, "a value is not changed"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_value_below_another_is_an_error_or_dropped(order: int) -> None:
+    inner = {"x": 1}
+    values = dict([(("a",), inner), (("a", "b"), 2)][::order])
+    with pytest.raises(FormatError, match="a value is inside another value") as caught:
+        unflatten(values, "run/step-1")
+    assert "run/step-1" in str(caught.value)
+    assert unflatten(values) == {"a": inner if order == 1 else {"b": 2}}
+    assert inner == {"x": 1}
+    assert unflatten(dict([(("a",), {}), (("a", "b"), 2)][::order]), "run/step-1") == {"a": {"b": 2}}

@@ -38,7 +38,8 @@ from shardckpt.offline.select.param_shapes import load_param_shapes
 from shardckpt.offline.select.remap import read_rules
 from shardckpt.offline.write.numpy_casts import cast_into, numpy_dtype
 from shardckpt.offline.write.report import Comparison, TensorDifference, ValueDifference
-from shardckpt.offline.write.resolve import read_blocks, resolve
+from shardckpt.offline.write.resolve import read_blocks
+from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.rules.rules import Rule
 from shardckpt.storage.store import read_bytes
@@ -316,8 +317,8 @@ def _compare(name: str, a: _Side, b: _Side, tolerance: Tolerance) -> TensorDiffe
         return TensorDifference(name, kind, _words(left), _words(right))
     if left.shape != right.shape:
         return TensorDifference(name, "shape", _words(left), _words(right))
-    [left] = resolve(a.reader, a.reader.manifest, [left])
-    [right] = resolve(b.reader, b.reader.manifest, [right])
+    [left] = locate(a.reader, a.reader.manifest, [left])
+    [right] = locate(b.reader, b.reader.manifest, [right])
     return _values(name, a.reader, left, b.reader, right, tolerance)
 
 

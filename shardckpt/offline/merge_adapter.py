@@ -22,8 +22,8 @@ from shardckpt.offline.consolidate import by_size, export, parse_options
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.offline.write.report import OnProgress, Report
-from shardckpt.offline.write.resolve import resolve
 from shardckpt.plan.adapter import LowRank, plan_merge
+from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import Change
 
 _CONFIG = "adapter_config.json"
@@ -80,7 +80,7 @@ def _merge(selection: Selection, adapter: Reader, config: Mapping[str, Any]) -> 
     """Return the base's tensors with their changes."""
     manifest = adapter.manifest
     entries = {dotted(path): entry for path, entry in manifest.tensors.items()}
-    entries = dict(zip(entries, resolve(adapter, manifest, list(entries.values())), strict=True))
+    entries = dict(zip(entries, locate(adapter, manifest, list(entries.values())), strict=True))
     tensors = {tensor.name: tensor for tensor in selection.model}
     known = {**{n: t.shape for n, t in tensors.items()}, **{n: tensors[k].shape for n, k in selection.ties.items()}}
     merge = plan_merge(config, {name: e.shape for name, e in entries.items()}, known, adapter.store.url)

@@ -12,9 +12,9 @@ from shardckpt.errors import UsageError
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.huggingface.index_files import read_json
 from shardckpt.format.reader import Reader
-from shardckpt.manifest import UNREAD, Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
+from shardckpt.manifest import UNREAD, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
 from shardckpt.parameter_names import BY_ORDER
-from shardckpt.plan.layout.coverage import require_complete
+from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import NamedModel, name_model
 from shardckpt.plan.naming.sections import find_sections, split_flat_names
 from shardckpt.plan.optim import optimizer_state
@@ -80,7 +80,7 @@ def remap_reader(reader: Reader, place: str) -> RemappedReader:
         raise UsageError(
             "a load takes the types of what it loads into", where=place, fix="Pass cast=True, and no cast."
         )
-    entries = dict(zip(used, _located(reader, manifest, [model.tensors[name] for name in used]), strict=True))
+    entries = dict(zip(used, locate(reader, manifest, [model.tensors[name] for name in used]), strict=True))
     gone = {entry.path for entry in model.tensors.values()}
     tensors = {
         (*found.model, name): apply_recipe(each.recipe, name, entries)._replace(path=(*found.model, name))
@@ -117,7 +117,7 @@ def _state(reader: Reader, manifest: Manifest, root: Path, model: NamedModel) ->
     state = optimizer_state.key_by_name(optimizer_state.read_raw(manifest, root, values), shapes, clean=model.clean)
     if state.is_by_order:
         warnings.warn(f"{dotted(root)}: {BY_ORDER} to `shardckpt convert`, and load that", stacklevel=2)
-    located = _located(reader, manifest, list(state.tensors.values()))
+    located = locate(reader, manifest, list(state.tensors.values()))
     return replace(state, tensors=dict(zip(state.tensors, located, strict=True)))
 
 
@@ -129,13 +129,6 @@ def _values_of(root: Path, state: optimizer_state.OptimizerState) -> dict[Path, 
         empty: Path = (*root, "state")
         values[empty] = {}
     return {path: ObjectEntry(path, value) for path, value in values.items()}
-
-
-def _located(reader: Reader, manifest: Manifest, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    require_complete(manifest, entries, reader.store.url)
-    lazy = [piece for entry in entries for piece in entry.pieces if isinstance(piece.layout, Lazy)]
-    found = dict(zip(map(id, lazy), reader.resolve(lazy), strict=True))
-    return [entry._replace(pieces=tuple(found.get(id(p), p) for p in entry.pieces)) for entry in entries]
 
 
 def _same(reader: Reader, entries: Sequence[TensorEntry]) -> bool:

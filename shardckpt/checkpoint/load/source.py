@@ -15,7 +15,7 @@ import torch
 from shardckpt.boxes import full_box
 from shardckpt.checkpoint.load.remapped_reader import remap_reader
 from shardckpt.checkpoint.load.tensor_loader import BATCH_BYTES, ElementReader, ReadRequest
-from shardckpt.checkpoint.load.unflatten import ForeignValue, arrays_in, filled, find, put, with_lists
+from shardckpt.checkpoint.load.unflatten import ForeignValue, arrays_in, filled, find
 from shardckpt.checkpoint.stateful.flatten import TensorRef
 from shardckpt.checkpoint.stateful.stateful import revived
 from shardckpt.errors import NameCollisionError, NoMemoryError, UnsupportedError, UsageError
@@ -24,8 +24,8 @@ from shardckpt.format.native.payload import BLOCK_BYTES
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import NamedBases, ParamShapes, Reader
 from shardckpt.format.registry import open_checkpoint
-from shardckpt.manifest import UNREAD, Lazy, Path, TensorEntry, dotted
-from shardckpt.plan.layout.coverage import require_complete
+from shardckpt.manifest import UNREAD, Path, TensorEntry, dotted, unflatten
+from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.sections import split_flat_names
 from shardckpt.state.local.local_shards import LocalShard, TensorShards
 from shardckpt.storage.store import Read, Store
@@ -162,13 +162,11 @@ class CheckpointSource:
         return tree
 
     def _foreign_nest(self) -> Any:
-        root: dict[Any, Any] = {}
-        for path in self.arrays:
-            put(root, path, TensorRef(path))
+        values: dict[Path, Any] = {path: TensorRef(path) for path in self.arrays}
         for path, entry in self.manifest.objects.items():
             value = self._reader.load_object(entry) if entry.value is UNREAD else entry.value
-            put(root, tuple(map(self.renamed, path)), ForeignValue(value, path))
-        return with_lists(root)
+            values[tuple(map(self.renamed, path))] = ForeignValue(value, path)
+        return unflatten(values, has_lists=True)
 
     def find(self, path: Path) -> tuple[Any, bool]:
         """Return what was saved at a path, and whether anything was."""
@@ -250,12 +248,7 @@ class CheckpointSource:
         Raises:
             CheckpointError: Elements are missing or doubled, or a container is damaged.
         """
-        require_complete(self.manifest, entries, self.url)
-        lazy = [piece for entry in entries for piece in entry.pieces if isinstance(piece.layout, Lazy)]
-        if not lazy:
-            return list(entries)
-        known = dict(zip(map(id, lazy), self._reader.resolve(lazy), strict=True))
-        return [entry._replace(pieces=tuple(known.get(id(p), p) for p in entry.pieces)) for entry in entries]
+        return locate(self._reader, self.manifest, entries)
 
 
 def _with_shapes(reader: Reader, get_shapes: Callable[[], ParamShapes | None]) -> Reader:

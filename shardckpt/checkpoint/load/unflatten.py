@@ -33,28 +33,6 @@ class ForeignValue:
         return _plain(self.value, self.path, skipped)
 
 
-def put(root: dict[Any, Any], path: Path, value: Any) -> None:
-    """Put a value where its path says; nothing happens below another value."""
-    for key in path[:-1]:
-        root = root.setdefault(key, {})
-        if not isinstance(root, dict):
-            return  # a value lies above another: the one above holds it already
-    if path:
-        root[path[-1]] = value
-
-
-def with_lists(tree: Any) -> Any:
-    """Turn dicts that were lists into lists again; numbers of an optimizer's parameters stay what they are."""
-    if not isinstance(tree, dict):
-        return tree
-    made = {key: with_lists(value) for key, value in tree.items()}
-    if "param_groups" in tree and isinstance(tree.get("state"), dict):
-        made["state"] = {key: with_lists(slots) for key, slots in tree["state"].items()}
-    if made and all(type(key) is int for key in made) and sorted(made) == list(range(len(made))):
-        return [made[at] for at in range(len(made))]
-    return made
-
-
 def find(tree: Any, path: Path) -> tuple[Any, bool]:
     """Return what lies at a path of a tree, and whether anything does."""
     found = tree

@@ -9,7 +9,7 @@ from math import prod
 from shardckpt.boxes import Shape
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.encodings.pickle_reader import InstanceStub
-from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry
+from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, unflatten
 
 _MOST_ELEMENTS = 1 << 60
 _MOST_DIMS = 64
@@ -46,7 +46,8 @@ class StateFileContents:
     def value(self, file: str, *path: str | int) -> object:
         """Return a value without tensors; None where there is none."""
         n = len(path)
-        return _unflatten({p[n:]: entry.value for p, entry in self.objects[file].items() if p[:n] == path})
+        values = {p[n:]: entry.value for p, entry in self.objects[file].items() if p[:n] == path}
+        return unflatten(values) if values else None
 
     def children(self, file: str, *path: str | int) -> dict[str | int, TensorEntry]:
         """Return the tensors directly in a dict or list."""
@@ -206,16 +207,6 @@ def read_stage(contents: StateFileContents, file: str) -> int | None:
     if isinstance(said, InstanceStub) and said.args and type(said.args[0]) is int:
         return said.args[0]
     return said if type(said) is int else None
-
-
-def _unflatten(values: Mapping[Path, object]) -> object:
-    """Put values back into the dicts they came from."""
-    if () in values:
-        return values[()]
-    below: dict[str | int, dict[Path, object]] = {}
-    for path, value in values.items():
-        below.setdefault(path[0], {})[path[1:]] = value
-    return {key: _unflatten(inner) for key, inner in below.items()} or None
 
 
 def _in_order(found: Mapping[str | int, TensorEntry], where: str) -> tuple[TensorEntry, ...]:

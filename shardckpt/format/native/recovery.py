@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardckpt.format.native.json_fields import read_fields, read_path
 from shardckpt.format.native.manifest_json import ManifestContents, read_ties, read_variants
 from shardckpt.format.native.payload import KEY, VERSION, PayloadChunk
 from shardckpt.format.native.records import ArrayRecord, FileRecord
-from shardckpt.manifest import Path, dotted
+from shardckpt.manifest import Path, dotted, unflatten
 from shardckpt.storage.store import Store
 
 
@@ -123,7 +123,8 @@ def rebuild_manifest(save: str, files: Sequence[DescribedFile], where: str) -> t
     carry = next((file.carry for file in files if file.carry), None)
     if carry is None:
         note = "the file that carried the nest is gone: values that are no tensors and tied names are lost"
-        return ManifestContents(save, records, tuple(found.values()), _plain_nest(found)), (note,)
+        tree = tagged_json.encode(unflatten({path: ArrayRef(number) for number, path in enumerate(found)}, where))
+        return ManifestContents(save, records, tuple(found.values()), tree), (note,)
     told = read_fields(carry, {"arrays": list, "ties": list, "topology": dict, "about": dict}, where)
     order = [read_path(path, where) for path in told["arrays"]]
     check_paths(order, where)
@@ -148,18 +149,3 @@ def _require_all(order: Sequence[Path], found: Mapping[Path, object], where: str
         )
     if len(set(order)) != len(order) or len(found) != len(order):
         raise FormatError("the files hold arrays that their save did not know", where=where)
-
-
-def _plain_nest(paths: Iterable[Path]) -> object:
-    """Return a nest of dicts that refers to every array."""
-    nest: dict[str | int, Any] = {}
-    for number, path in enumerate(paths):
-        if not path:
-            return tagged_json.encode(ArrayRef(number))
-        inner = nest
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-            if not isinstance(inner, dict):
-                raise FormatError("an array lies inside another one", where=dotted(path))
-        inner[path[-1]] = ArrayRef(number)
-    return tagged_json.encode(nest)

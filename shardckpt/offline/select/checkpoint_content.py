@@ -9,7 +9,7 @@ from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import TYPES
 from shardckpt.manifest import UNREAD, Path, dotted
 from shardckpt.offline.select.lossiness import describe_lost, is_unsupported, require_allowed
-from shardckpt.offline.write.resolve import resolve
+from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor
 
 
@@ -65,7 +65,7 @@ def full_content(
     manifest = reader.manifest
     lost = [f"{dotted(path)}, of type {e.dtype}" for path, e in manifest.tensors.items() if e.dtype not in TYPES]
     paths = [path for path, e in manifest.tensors.items() if path not in manifest.aliases and e.dtype in TYPES]
-    entries = resolve(reader, manifest, [manifest.tensors[path] for path in paths])
+    entries = locate(reader, manifest, [manifest.tensors[path] for path in paths])
     values: dict[Path, object] = {}
     for path, entry in manifest.objects.items():
         value = reader.load_object(entry) if entry.value is UNREAD else entry.value

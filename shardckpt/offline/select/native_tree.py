@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from shardckpt.errors import FormatError, UnsupportedError
+from shardckpt.errors import UnsupportedError
 from shardckpt.format.encodings.tagged_json import ArrayRef, encode
 from shardckpt.format.native.manifest_json import KEEPS_ORDER
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import Reader
-from shardckpt.manifest import UNREAD, Path, dotted
+from shardckpt.manifest import UNREAD, Path, dotted, unflatten
 from shardckpt.offline.select.group_settings import by_path, plain_value
 from shardckpt.offline.select.lossiness import require_allowed
 from shardckpt.offline.select.selection import Selection
-from shardckpt.offline.write.resolve import resolve
+from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor
 
 
@@ -54,7 +53,7 @@ def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
     """
     manifest = reader.manifest
     paths = [path for path in manifest.tensors if path not in manifest.aliases]
-    entries = resolve(reader, manifest, [manifest.tensors[path] for path in paths])
+    entries = locate(reader, manifest, [manifest.tensors[path] for path in paths])
     arrays = {path: OutputTensor(dotted(path), e, e.dtype) for path, e in zip(paths, entries, strict=True)}
     if isinstance(reader, NativeReader):
         contents = reader.contents
@@ -102,24 +101,3 @@ def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
             continue
         found[path] = value
     return found, lost
-
-
-def unflatten(values: Mapping[Path, object], where: str) -> object:
-    """Turn values by path into nested dicts.
-
-    Raises:
-        FormatError: One lies inside another one that is no dict.
-    """
-    root: dict[str | int, Any] = {}
-    for path, value in values.items():
-        if not path:
-            return value
-        inner: Any = root
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-            if type(inner) is not dict:
-                raise FormatError("a value lies inside another one", where=where, found=dotted(path))
-        if path[-1] in inner and value != {}:
-            raise FormatError("two values have one place", where=where, found=dotted(path))
-        inner.setdefault(path[-1], value)
-    return root

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import Manifest, TensorEntry
-from shardckpt.offline.write.resolve import read_blocks, resolve
+from shardckpt.offline.write.resolve import read_blocks
+from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.optim.optimizer_state import OptimizerState
 from shardckpt.plan.rules import rules as planning
 from shardckpt.plan.rules.optimizer_rules import infer_shapes, remap_state
@@ -106,7 +107,7 @@ def locate_model(
     needed = list(
         dict.fromkeys(leaf.name for name in names for leaf in planning.iter_sources(ruled.model[name].recipe))
     )
-    found = dict(zip(needed, resolve(reader, manifest, [model[name] for name in needed]), strict=True))
+    found = dict(zip(needed, locate(reader, manifest, [model[name] for name in needed]), strict=True))
     made = {name: planning.apply_recipe(ruled.model[name].recipe, name, found) for name in names}
     return made, [model[name] for name in needed]
 
@@ -120,7 +121,7 @@ def locate_state(reader: Reader, manifest: Manifest, plan: RemapPlan, state: Opt
     """
     used = {leaf.name for made in plan.made.values() for leaf in planning.iter_sources(made.recipe)}
     kept = {key: entry for key, entry in state.tensors.items() if key.rpartition("/")[0] in used}
-    found = dict(zip(kept, resolve(reader, manifest, list(kept.values())), strict=True))
+    found = dict(zip(kept, locate(reader, manifest, list(kept.values())), strict=True))
 
     def same(entries: Sequence[TensorEntry]) -> bool:
         return len({(e.stored, b"".join(bytes(block) for block in read_blocks(reader, e))) for e in entries}) == 1

@@ -29,9 +29,9 @@ from shardckpt.offline.select.options import Options, parse_dtype
 from shardckpt.offline.select.remap import read_rules
 from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.offline.write.report import NO_SHAPES
-from shardckpt.offline.write.resolve import read_blocks, resolve, same_bits
+from shardckpt.offline.write.resolve import read_blocks, same_bits
 from shardckpt.parameter_names import BY_ORDER
-from shardckpt.plan.layout.coverage import faults
+from shardckpt.plan.layout.coverage import faults, locate
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming import fqn as names
 from shardckpt.plan.naming import sections, weights
@@ -98,7 +98,7 @@ def select(reader: Reader, options: Options, config: Mapping[str, object]) -> Se
     kept = [name for name in chosen.names if name not in chosen.ties] if options.part != "optim" else []
     state = chosen.state
     wanted = [chosen.tensors[n] for n in kept] + (list(state.tensors.values()) if state else [])
-    resolved = iter(resolve(reader, manifest, wanted))
+    resolved = iter(locate(reader, manifest, wanted))
     unasked = [r for r in (found.model, *found.optimizers) if _is_unasked(r, found, options)]
     return Selection(
         model=tuple(
@@ -326,7 +326,7 @@ def load_values(reader: Reader, manifest: Manifest, root: Path) -> dict[Path, ob
             values[path] = reader.load_object(entry) if entry.value is UNREAD else entry.value
     for path, tensor in manifest.tensors.items():
         if path[: n + 1] == (*root, "param_groups") and prod(tensor.shape) <= SMALL_ELEMENTS:
-            [located] = resolve(reader, manifest, [tensor])
+            [located] = locate(reader, manifest, [tensor])
             data = b"".join(read_blocks(reader, located))
             values[path] = np.frombuffer(data, numpy_dtype(tensor.stored)).reshape(tensor.shape).tolist()
     return values

@@ -11,14 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any
 
 from shardckpt.boxes import Shape, full_box, strides
-from shardckpt.errors import FormatError
 from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import ArchiveWriter, Storage, TensorValue, TorchArchive, lay_out
-from shardckpt.manifest import Path, dotted
+from shardckpt.manifest import Path, dotted, unflatten
 from shardckpt.offline.select.checkpoint_content import Content
 from shardckpt.offline.write.report import Meter
 from shardckpt.offline.write.resolve import row_shard
@@ -128,27 +126,8 @@ def _rank_file(content: Content, cut: Collection[Path], rank: int, world: int) -
         path: made[content.ties.get(path, path)] for path in content.order if content.ties.get(path, path) in made
     }
     ranks = b"".join(number.to_bytes(4, "little") for number in range(world))
-    archive = lay_out(_build_state({**leaves, **content.values}), storages)
+    archive = lay_out(unflatten({**leaves, **content.values}, "the checkpoint", has_lists=True), storages)
     return RankFileOutput(f"rank{rank}.pt", archive, ranks, tuple(parts))
-
-
-def _build_state(leaves: Mapping[Path, object]) -> object:
-    """Return leaves by path as dicts in one another; those whose keys count from 0 are lists, but not of a state."""
-    if () in leaves:
-        if len(leaves) > 1:
-            below = next(path for path in leaves if path)
-            raise FormatError("a value lies where others lie below it", where=dotted(below))
-        return leaves[()]
-    inner: dict[str | int, dict[Path, object]] = {}
-    for path, leaf in leaves.items():
-        inner.setdefault(path[0], {})[path[1:]] = leaf
-    made = {key: _build_state(each) for key, each in inner.items()}
-    return {k: _make_lists(v) if k != _STATE else v for k, v in made.items()}
-
-
-def _make_lists(value: Any) -> Any:
-    is_list = type(value) is dict and bool(value) and list(value) == list(range(len(value)))
-    return list(value.values()) if is_list else value
 
 
 def _instance(module: str, name: str, state: Mapping[str, object]) -> GlobalCall:

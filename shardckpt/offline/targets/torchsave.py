@@ -9,7 +9,7 @@ from typing import Any
 
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import ArchiveWriter, Storage, TensorValue, TorchArchive, lay_out
-from shardckpt.manifest import Path
+from shardckpt.manifest import Path, unflatten
 from shardckpt.offline.select.group_settings import by_path
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.report import Meter
@@ -134,15 +134,5 @@ def _optimizer(selection: Selection, first: int) -> dict[str | int, object]:
         path: TensorValue(first + number, tensor.dtype, tensor.shape)
         for number, (path, tensor) in enumerate(arrays.items())
     }
-    return unflatten_state({**leaves, **values})
-
-
-def unflatten_state(leaves: Mapping[Path, object]) -> dict[str | int, object]:
-    """Turn leaves by path into nested dicts."""
-    root: dict[str | int, Any] = {}
-    for path, leaf in leaves.items():
-        inner = root
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = leaf
-    return root
+    tree: dict[str | int, object] = unflatten({**leaves, **values})
+    return tree

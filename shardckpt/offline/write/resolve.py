@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
 
 from shardckpt.boxes import Box, Shape, contiguous_blocks, full_box
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.reader import Reader
-from shardckpt.manifest import Lazy, Manifest, TensorEntry
+from shardckpt.manifest import Manifest, TensorEntry
 from shardckpt.plan.layout.copy_plan import as_bytes
-from shardckpt.plan.layout.coverage import require_complete
-
-
-def resolve(reader: Reader, manifest: Manifest, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Return the entries with every piece located, once their coverage was proven, before and after.
-
-    Raises:
-        CheckpointError: Elements are missing or doubled, or a container is damaged.
-    """
-    require_complete(manifest, entries, reader.store.url)
-    lazy = [piece for entry in entries for piece in entry.pieces if isinstance(piece.layout, Lazy)]
-    if not lazy:
-        return list(entries)
-    located = dict(zip(map(id, lazy), reader.resolve(lazy), strict=True))
-    resolved = [entry._replace(pieces=tuple(located.get(id(p), p) for p in entry.pieces)) for entry in entries]
-    require_complete(manifest, resolved, reader.store.url)
-    return resolved
+from shardckpt.plan.layout.coverage import locate
 
 
 def row_shard(shape: Shape, ranks: int, rank: int) -> Box:
@@ -45,7 +29,7 @@ def row_shard(shape: Shape, ranks: int, rank: int) -> Box:
 
 def same_bits(reader: Reader, manifest: Manifest, a: TensorEntry, b: TensorEntry) -> bool:
     """Return True if two arrays of one checkpoint hold the same bits, block by block."""
-    from_a, from_b = resolve(reader, manifest, [a, b])
+    from_a, from_b = locate(reader, manifest, [a, b])
     return all(x == y for x, y in zip(read_blocks(reader, from_a), read_blocks(reader, from_b), strict=True))
 
 

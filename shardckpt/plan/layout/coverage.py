@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import mul
+from typing import Protocol
 
-from shardckpt.boxes import Box, Shape, cover, flat_index, full_box, is_contiguous, is_grid, strides
+from shardckpt.boxes import Box, Shape, cover, full_box, is_contiguous, is_grid, strides
 from shardckpt.dtypes import array_nbytes, bits, nbytes
 from shardckpt.errors import CheckpointError, FormatError, IncompleteError, OverlapError, TruncatedError
 from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry, dotted
@@ -16,6 +17,23 @@ _MAX_ELEMENTS = 1 << 62
 _MAX_BYTES = 1 << 62
 _NOT_WHOLE = "The save was interrupted or the copy is not whole: `shardckpt verify` lists every fault."
 _ONE_OF_SEVERAL = "This is one file of several: put them into one folder and point at that."
+
+
+class _Store(Protocol):
+    @property
+    def url(self) -> str:
+        """As the user typed it."""
+
+
+class PieceResolver(Protocol):
+    """An open checkpoint that resolves `Lazy` pieces, such as a `Reader`."""
+
+    @property
+    def store(self) -> _Store:
+        """Where its files are."""
+
+    def resolve(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """Return the pieces without `Lazy` layouts, in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +122,29 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
         where=f"{where}/{first.file}" if first.file else where,
         fix=_ONE_OF_SEVERAL if is_one_of_several else _NOT_WHOLE,
     )
+
+
+def locate(reader: PieceResolver, manifest: Manifest, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+    """Return the entries with every `Lazy` piece resolved; coverage is checked before and after.
+
+    Args:
+        reader: The open checkpoint.
+        manifest: Its manifest, or another one of the same files.
+        entries: Tensors that will be read.
+
+    Raises:
+        CheckpointError: Elements are missing or stored twice, or a container is damaged.
+        StorageError: The store failed.
+    """
+    where = reader.store.url
+    require_complete(manifest, entries, where)
+    lazy = [piece for entry in entries for piece in entry.pieces if isinstance(piece.layout, Lazy)]
+    if not lazy:
+        return list(entries)
+    resolved = dict(zip(map(id, lazy), reader.resolve(lazy), strict=True))
+    located = [entry._replace(pieces=tuple(resolved.get(id(p), p) for p in entry.pieces)) for entry in entries]
+    require_complete(manifest, located, where)
+    return located
 
 
 def _check_entry(manifest: Manifest, entry: TensorEntry, limit: int) -> list[Fault]:
@@ -200,8 +241,3 @@ def _wrong_extent(entry: TensorEntry, box: Box, layout: Span | Strided | Lazy) -
 def is_row_major(box: Box, layout: Strided) -> bool:
     """Return True if a view's elements lie back to back in row-major order."""
     return all(n <= 1 or s == r for n, s, r in zip(box.size, layout.strides, strides(box.size), strict=True))
-
-
-def first_element(entry: TensorEntry, box: Box) -> int:
-    """Return the row-major position of a box's first element in its array, in elements."""
-    return flat_index(entry.shape, box.offset)

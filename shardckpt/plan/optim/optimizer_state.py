@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from shardckpt.boxes import Shape
 from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, UsageError
 from shardckpt.layout import FlatLayout, from_json
-from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
+from shardckpt.manifest import Manifest, Path, TensorEntry, dotted, unflatten
 from shardckpt.parameter_names import GIVE_NAMES, has_match, match_by_kind, match_in_order
 
 _STATE, _GROUPS = "state", "param_groups"
@@ -213,11 +213,11 @@ def _read_nested(raw: RawOptimizer) -> _Keyed:
                 "not a place for optimizer state", where=dotted(entry.path), expected="state.<name>.<slot>"
             )
     state = unflatten({path[1:]: v for path, v in raw.values.items() if path[:1] == (_STATE,)})
-    for key, slots in (state or {}).items() if isinstance(state, dict) else ():
+    for key, slots in state.items() if isinstance(state, dict) else ():
         for slot, value in slots.items() if isinstance(slots, dict) else ():
             keyed.scalars[key, str(slot)] = value
     rest = {path[1:]: v for path, v in raw.values.items() if path[:1] == (_GROUPS,)}
-    groups = unflatten(rest, has_lists=raw.has_lists)
+    groups = unflatten(rest, has_lists=raw.has_lists) if rest else None
     if isinstance(groups, dict):
         _require_keys(groups, _GROUPS)
         groups = [groups[key] for key in sorted(groups, key=lambda k: (isinstance(k, str), k))]
@@ -235,26 +235,6 @@ def _parse_numbers(keyed: _Keyed) -> _Keyed:
     tensors: dict[tuple[Key, str], TensorEntry] = {(int(k), slot): v for (k, slot), v in keyed.tensors.items()}
     scalars: dict[tuple[Key, str], object] = {(int(k), slot): v for (k, slot), v in keyed.scalars.items()}
     return _Keyed(tensors, scalars, keyed.groups)
-
-
-def unflatten(values: Mapping[Path, object], *, has_lists: bool = False) -> object:
-    """Turn values by path into nested containers; None for no values.
-
-    Args:
-        values: By path.
-        has_lists: Numbers that count from 0 are places in lists; otherwise they stay keys of dicts.
-    """
-    if not values:
-        return None
-    if () in values:
-        return values[()]
-    nest: dict[Key, dict[Path, object]] = {}
-    for path, value in values.items():
-        nest.setdefault(path[0], {})[path[1:]] = value
-    made = {key: unflatten(inner, has_lists=has_lists) for key, inner in nest.items()}
-    if has_lists and sorted(made, key=str) == sorted(range(len(made)), key=str):
-        return [made[key] for key in range(len(made))]
-    return made
 
 
 def _read_flattened(raw: RawOptimizer, model: Mapping[str, Shape], clean: Callable[[str], str]) -> _Keyed:

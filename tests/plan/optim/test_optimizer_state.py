@@ -12,7 +12,7 @@ from shardckpt.boxes import full_box
 from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, UsageError
 from shardckpt.manifest import Path, Piece, Span, TensorEntry
 from shardckpt.plan.naming.fqn import make_cleaner
-from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer, key_by_name, unflatten
+from shardckpt.plan.optim.optimizer_state import OptimizerState, RawOptimizer, key_by_name
 
 MODEL: dict[str, tuple[int, ...]] = {"a.w": (2, 3), "a.b": (3,), "c": (5,)}
 
@@ -241,9 +241,3 @@ def test_tensors_in_odd_places_are_a_format_error(path: Path) -> None:
 def test_keys_that_are_neither_name_nor_id_are_a_format_error(key: object) -> None:
     with pytest.raises(FormatError):
         key_by_name(raw({("state", key, "m"): (1,)}, {("param_groups",): []}), MODEL)  # type: ignore[dict-item]
-
-
-def test_a_nest_is_put_back() -> None:
-    assert unflatten({(0, "lr"): 1, (0, "betas", 0): 2, (1,): 3}) == {0: {"lr": 1, "betas": {0: 2}}, 1: 3}
-    assert unflatten({(): 5}) == 5
-    assert unflatten({}) is None
