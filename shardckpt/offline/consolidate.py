@@ -52,7 +52,7 @@ from shardckpt.plan.layout.output_files import (
     split_by_size,
 )
 from shardckpt.plan.layout.sizes import parse_size
-from shardckpt.plan.optim.key_conversion import rekey_state
+from shardckpt.plan.optim.output_keys import rekey_state
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import begin, overlaps, publish
 from shardckpt.storage.replaceable import Kind

@@ -12,7 +12,7 @@ from shardckpt.format.huggingface.index_files import SUFFIX
 from shardckpt.offline.consolidate import by_size, export, parse_options
 from shardckpt.offline.select.selection import Selection, read_param_names
 from shardckpt.offline.write.report import OnProgress, Report
-from shardckpt.plan.optim.key_conversion import Keys, rekey_state
+from shardckpt.plan.optim.output_keys import Keys, rekey_state
 
 _KEYS: Mapping[str, Keys] = {
     "names": "names",

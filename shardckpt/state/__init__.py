@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from shardckpt.plan.optim.flat_params import FlatUnit
+from shardckpt.plan.optim.optim_keys import flatten, nest, to_ids, to_names
+from shardckpt.plan.optim.param_groups import ConflictError
 from shardckpt.state.adapters.torch_fsdp1 import ForeignShardingError
-from shardckpt.state.keys.flat_param_keys import FlatUnit, flat_units, to_flat_parameters, to_original_parameters
+from shardckpt.state.keys.flat_param_keys import flat_units, to_flat_parameters, to_original_parameters
 from shardckpt.state.keys.kinds import StateKind
-from shardckpt.state.keys.optim_keys import flatten, nest, to_ids, to_names
-from shardckpt.state.keys.param_groups import ConflictError
 from shardckpt.state.keys.slots import OpaqueStateError
 from shardckpt.state.keys.validation import StateMismatchError
 from shardckpt.state.model.load_model_state_dict import Keys, load_model_state_dict

@@ -20,8 +20,8 @@ import shardckpt
 from shardckpt.checkpoint.load.source import allocate
 from shardckpt.errors import IncompleteError, NoMemoryError
 from shardckpt.manifest import TensorEntry
+from shardckpt.plan.optim.optim_keys import flatten, to_names
 from shardckpt.state import model_state_dict, optim_state_dict
-from shardckpt.state.keys.optim_keys import flatten, to_names
 
 
 def trained(seed: int = 0, steps: int = 2):

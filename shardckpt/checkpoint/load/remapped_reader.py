@@ -18,6 +18,7 @@ from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.naming.fqn import NamedModel, name_model
 from shardckpt.plan.naming.sections import find_sections, split_flat_names
 from shardckpt.plan.optim import optimizer_state
+from shardckpt.plan.optim.optim_keys import GROUPS, STATE, to_paths
 from shardckpt.plan.rules.optimizer_rules import infer_shapes, remap_state
 from shardckpt.plan.rules.rule_files import parse_rules, rules_text
 from shardckpt.plan.rules.rules import apply_recipe, iter_sources, plan_remap
@@ -122,13 +123,10 @@ def _state(reader: Reader, manifest: Manifest, root: Path, model: NamedModel) ->
 
 
 def _values_of(root: Path, state: optimizer_state.OptimizerState) -> dict[Path, ObjectEntry]:
-    values: dict[Path, object] = {(*root, "param_groups"): [dict(group) for group in state.groups]}
-    for name, slots in state.scalars.items():
-        values |= {(*root, "state", name, slot): value for slot, value in slots.items()}
-    if not state.tensors and not state.scalars:
-        empty: Path = (*root, "state")
-        values[empty] = {}
-    return {path: ObjectEntry(path, value) for path, value in values.items()}
+    values = to_paths({STATE: state.scalars, GROUPS: [dict(group) for group in state.groups]})
+    if state.tensors:
+        values.pop((STATE,), None)
+    return {(*root, *path): ObjectEntry((*root, *path), value) for path, value in values.items()}
 
 
 def _same(reader: Reader, entries: Sequence[TensorEntry]) -> bool:

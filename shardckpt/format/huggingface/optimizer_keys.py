@@ -15,6 +15,7 @@ from shardckpt.format.encodings.safetensors import MAX_DIMS
 from shardckpt.format.encodings.tagged_json import decode
 from shardckpt.layout import FlatLayout, ParamSpec, from_json
 from shardckpt.manifest import Path, Piece, Span, Strided, TensorEntry
+from shardckpt.plan.optim.optim_keys import STATE, split_key
 
 EXACT = "exact"
 """Key of what plain JSON could not hold: pairs of a path in the file, and the value that belongs there, tagged."""
@@ -94,18 +95,9 @@ class OptimizerFile:
             FormatError: It has no number where it should.
         """
         if self.keys == "flat":
-            return self._split_flat(key.removeprefix("state."))
+            return split_key(key.removeprefix(f"{STATE}."), self.names.__contains__)
         name, _, slot = key.rpartition("/")
         return (_number(name) if self.keys == "ids" else name), slot
-
-    def _split_flat(self, key: str) -> tuple[str, str]:
-        """Split at the longest start that names a parameter; where none does, at the last dot."""
-        at = len(key)
-        while (at := key.rfind(".", 0, at)) > 0:
-            if key[:at] in self.names:
-                return key[:at], key[at + 1 :]
-        name, _, slot = key.rpartition(".")
-        return name, slot
 
 
 def _decode_exact(raw: Mapping[str, object], where: str) -> Mapping[str, object]:

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Any
 
-from shardckpt.errors import CheckpointError, UnsupportedError, UsageError
+from shardckpt.errors import CheckpointError, UnsupportedError
 from shardckpt.format.encodings.pickle_stubs import Dtype, Ordered
 from shardckpt.format.encodings.tagged_json import NamedValue, encode
 from shardckpt.format.huggingface.optimizer_keys import EXACT
 from shardckpt.manifest import Path
-from shardckpt.plan.layout.output_files import OutputTensor
-from shardckpt.plan.optim.key_conversion import KEYS
+from shardckpt.plan.optim.optim_keys import GROUPS
 from shardckpt.plan.optim.optimizer_state import OptimizerState
-
-GROUPS, VALUES = "param_groups", "non_tensor_state"
-STATE = "state"
-_FLATTENED = "flattened"
+from shardckpt.plan.optim.output_keys import VALUES
 
 
 def read_content(state: OptimizerState) -> dict[str, Any]:
@@ -113,42 +109,3 @@ def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     return str(value)
-
-
-def by_path(
-    tensors: Iterable[OutputTensor], content: Mapping[str, Any]
-) -> tuple[dict[Path, OutputTensor], dict[Path, object]]:
-    """Return tensors and values by their paths below the optimizer.
-
-    By names and by numbers: `("state", parameter, slot)` and `("param_groups",)`, a list of dicts. Flattened: one key
-    each, `("state.<parameter>.<slot>",)` and `("param_groups.<parameter>.<setting>",)`.
-
-    Args:
-        tensors: As selected, under the keys that `content` says.
-        content: Groups and values.
-
-    Raises:
-        UsageError: By flat parameters, which say elsewhere what lies in them.
-    """
-    keys = content.get(KEYS, "names")
-    if keys == "flat":
-        return {(tensor.name,): tensor for tensor in tensors}, {(k,): v for k, v in content[_FLATTENED].items()}
-    if keys == "flat-parameters":
-        raise UsageError("only safetensors folders say what lies in flat parameters", fix="Choose names or ids.")
-    arrays: dict[Path, OutputTensor] = {}
-    for tensor in tensors:
-        name, _, slot = tensor.name.rpartition("/")
-        arrays[STATE, _key(name, keys), slot] = tensor
-    values: dict[Path, object] = {
-        (STATE, _key(name, keys), slot): value
-        for name, slots in content[VALUES].items()
-        for slot, value in slots.items()
-    }
-    if not arrays and not values:
-        values[STATE,] = {}
-    values[GROUPS,] = content[GROUPS]
-    return arrays, values
-
-
-def _key(name: str, keys: str) -> str | int:
-    return int(name) if keys == "ids" else name

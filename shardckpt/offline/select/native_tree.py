@@ -11,11 +11,12 @@ from shardckpt.format.native.manifest_json import KEEPS_ORDER
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.reader import Reader
 from shardckpt.manifest import UNREAD, Path, dotted, unflatten
-from shardckpt.offline.select.group_settings import by_path, plain_value
+from shardckpt.offline.select.group_settings import plain_value
 from shardckpt.offline.select.lossiness import require_allowed
 from shardckpt.offline.select.selection import Selection
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.plan.optim.output_keys import to_state_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def build_selected_tree(selection: Selection) -> NativeTree:
     arrays: dict[Path, OutputTensor] = {("model", tensor.name): tensor for tensor in selection.model}
     values: dict[Path, object] = {}
     if selection.groups is not None:
-        state, rest = by_path(selection.optim, selection.groups)
+        state, rest = to_state_paths(selection.optim, selection.groups)
         arrays |= {("optim", *path): tensor for path, tensor in state.items()}
         values = {("optim", *path): plain_value(value) for path, value in rest.items()}
     numbers = {path: number for number, path in enumerate(arrays)}

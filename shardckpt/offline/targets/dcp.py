@@ -13,13 +13,14 @@ from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import ArchiveWriter
 from shardckpt.manifest import Path, dotted
 from shardckpt.offline.select.checkpoint_content import Content
-from shardckpt.offline.select.group_settings import STATE, by_path
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.report import Meter
 from shardckpt.offline.write.resolve import row_shard
 from shardckpt.offline.write.stream import MemoryBudget, TensorPart, write_parts
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
+from shardckpt.plan.optim.optim_keys import STATE
+from shardckpt.plan.optim.output_keys import to_state_paths
 from shardckpt.storage.store import Writer
 
 
@@ -133,7 +134,7 @@ def build_content(selection: Selection) -> Content:
     }
     values: dict[Path, object] = {}
     if selection.groups is not None:
-        state, rest = by_path(selection.optim, selection.groups)
+        state, rest = to_state_paths(selection.optim, selection.groups)
         arrays |= {_as_torch(("optim", *path)): tensor for path, tensor in state.items()}
         for path, value in rest.items():
             values |= flatten_value(value, _as_torch(("optim", *path)))

@@ -18,7 +18,6 @@ from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import TensorValue, encode_archive
 from shardckpt.manifest import UNREAD, unflatten
-from shardckpt.offline.select.group_settings import GROUPS, VALUES
 from shardckpt.offline.select.lossiness import is_unsupported, require_allowed
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.selection import Selection, select
@@ -26,6 +25,8 @@ from shardckpt.offline.targets.torchsave import TorchFile, state_dict, torch_fil
 from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.offline.write.resolve import read_blocks
 from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.plan.optim.optim_keys import GROUPS
+from shardckpt.plan.optim.output_keys import VALUES
 
 TARGET = "deepspeed-universal"
 LATEST = "latest_universal"

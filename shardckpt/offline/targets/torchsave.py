@@ -10,11 +10,11 @@ from typing import Any
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import ArchiveWriter, Storage, TensorValue, TorchArchive, lay_out
 from shardckpt.manifest import Path, unflatten
-from shardckpt.offline.select.group_settings import by_path
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.report import Meter
 from shardckpt.offline.write.stream import MemoryBudget, iter_parts, write_parts
 from shardckpt.plan.layout.output_files import OutputTensor, name_files
+from shardckpt.plan.optim.output_keys import to_state_paths
 from shardckpt.storage.store import Writer
 
 SUFFIX = ".bin"
@@ -129,7 +129,7 @@ def _optimizer(selection: Selection, first: int) -> dict[str | int, object]:
         first: Number of the storage of its first tensor.
     """
     content: Mapping[str, Any] = selection.groups or {}
-    arrays, values = by_path(selection.optim, content)
+    arrays, values = to_state_paths(selection.optim, content)
     leaves: dict[Path, object] = {
         path: TensorValue(first + number, tensor.dtype, tensor.shape)
         for number, (path, tensor) in enumerate(arrays.items())

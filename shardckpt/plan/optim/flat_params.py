@@ -1,131 +1,149 @@
-"""An optimizer's tensors laid end to end as its flat parameters have them, and what a file has to say to undo it."""
+"""Optimizer state by flat parameters: slots and groups of members become those of their flat parameter, and back.
+
+Generic over the values: the caller packs the members' values of a slot into one, or splits it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, TypeVar
 
-from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec
-from shardckpt.manifest import TensorEntry
-from shardckpt.plan.layout.output_files import OutputTensor
-from shardckpt.plan.layout.piece_views import permute
+from shardckpt.plan.optim.optim_keys import GROUPS, STATE, Nested
+from shardckpt.plan.optim.param_groups import match_settings, settings
 
-Units = Mapping[str, FlatLayout]
-"""Names of flat parameters to where in each its members lie, by the names of the unsharded model."""
+STEP = "step"
+V = TypeVar("V")
+W = TypeVar("W")
+Rows = Mapping[str, Mapping[str, V]]
+"""Name to slot to value."""
 
-_STEP = "step"
-_NAMES = frozenset({"params", "param_names"})
+
+@dataclass(frozen=True)
+class FlatUnit:
+    """The parameters of one flat parameter.
+
+    Attributes:
+        name: Of the flat parameter.
+        layout: Where each parameter is in it, by its name in the unsharded model, and the number of ranks.
+    """
+
+    name: str
+    layout: FlatLayout
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters' first names."""
+        return [spec.name for spec in self.layout.specs]
+
+    def note(self, rank: int) -> dict[str, Any]:
+        """Return the entry of the unit in the metadata of a rank's LOCAL state."""
+        entries = [
+            {"name": s.name, "aliases": list(s.aliases), "shape": list(s.shape), "dtype": s.dtype}
+            for s in self.layout.specs
+        ]
+        return {"entries": entries, "layout": self.layout.to_json(), "place": rank, "flat": self.name}
+
+    def resized(self, world: int) -> FlatUnit:
+        """Return the unit on another number of ranks."""
+        return replace(self, layout=self.layout.resized(world))
 
 
-def to_flat_params(
-    tensors: Sequence[OutputTensor], content: Mapping[str, Any], units: Units
-) -> tuple[tuple[OutputTensor, ...], dict[str, Any]]:
-    """Convert an optimizer's tensors and group file to flat parameters.
+def pack_state(
+    state: Mapping[str, Any], units: Sequence[FlatUnit], pack: Callable[[FlatUnit, str, dict[str, Any]], Any]
+) -> tuple[Nested, dict[str, list[str]]]:
+    """Convert a nested state by names to flat parameters; a flat parameter is in the first group of its members.
 
     Args:
-        tensors: Named `<parameter>/<slot>`.
-        content: What `param_groups.json` holds, by names.
-        units: The flat parameters; what is in none of them stays as it is.
+        state: By names.
+        units: The flat parameters; other parameters stay.
+        pack: Returns the value of a flat parameter's slot, from the values of the members that have the slot.
+
+    Returns:
+        The state, and the slots that a member does not have but its flat parameter does.
 
     Raises:
-        UsageError: A flat parameter would have holes, or its members differ in what one can have only once.
+        ConflictError: Members of one flat parameter are in groups with different settings.
     """
-    flat_of = {spec.name: flat for flat, layout in units.items() for spec in layout.specs}
-    rows: dict[str, dict[str, OutputTensor]] = {}
-    for tensor in tensors:
-        name, _, slot = tensor.name.rpartition("/")
-        rows.setdefault(name, {})[slot] = tensor
-    made: dict[str, OutputTensor] = {}
-    for name, row in rows.items():
-        flat = flat_of.get(name)
-        for slot, tensor in row.items():
-            if flat is None:
-                made[tensor.name] = tensor
-            elif f"{flat}/{slot}" not in made:
-                made[f"{flat}/{slot}"] = _flat_tensor(f"{flat}/{slot}", slot, units[flat], rows)
-    groups = content["param_groups"]
-    said = {
-        **content,
-        "param_groups": _flat_groups(groups, flat_of),
-        "non_tensor_state": _flat_values(content["non_tensor_state"], units, flat_of),
-        "units": [{"flat": flat, "layout": layout.to_json()} for flat, layout in units.items()],
-        "originals": [list(group["params"]) for group in groups],
-    }
-    return tuple(made.values()), said
+    match_settings([unit.names for unit in units], state[GROUPS])
+    slots, missing = pack_slots(state[STATE], units, pack)
+    return {**state, STATE: slots, GROUPS: _pack_groups(state[GROUPS], units)}, missing
 
 
-def _flat_tensor(
-    name: str, slot: str, layout: FlatLayout, rows: Mapping[str, Mapping[str, OutputTensor]]
-) -> OutputTensor:
-    found = [rows.get(spec.name, {}).get(slot) for spec in layout.specs]
-    lacking = [spec.name for spec, tensor in zip(layout.specs, found, strict=True) if tensor is None]
-    if lacking:
-        raise UsageError("a flat parameter would have holes", where=name, found=f"nothing of {', '.join(lacking[:5])}")
-    members = [tensor for tensor in found if tensor is not None]
-    first = members[0]
-    if slot == _STEP or any(spec.shape and not each.shape for spec, each in zip(layout.specs, members, strict=True)):
-        _same(name, {each.name: each.entry.pieces for each in members})
-        return replace(first, name=name)
-    for spec, tensor in zip(layout.specs, members, strict=True):
-        if tensor.shape != spec.shape:
-            raise UsageError("a value is not shaped like its parameter", where=tensor.name, found=tensor.shape)
-    _same(name, {each.name: each.dtype for each in members})
-    if layout.numel != sum(spec.numel for spec in layout.specs):
-        raise UsageError("a flat parameter would have holes", where=name, found=f"alignment {layout.alignment}")
-    whole = TensorEntry((name,), (layout.numel,), first.entry.stored, (), first.entry.delivered)
-    lying = [
-        replace(tensor, entry=_in_memory_order(tensor.entry, spec))
-        for spec, tensor in zip(layout.specs, members, strict=True)
-    ]
-    return OutputTensor(name, whole, first.dtype, tuple(lying))
+def pack_slots(
+    rows: Rows[V], units: Sequence[FlatUnit], pack: Callable[[FlatUnit, str, dict[str, V]], W]
+) -> tuple[dict[str, Mapping[str, V | W]], dict[str, list[str]]]:
+    """Pack the slots of members, as `pack_state` does."""
+    unit_of = {name: unit for unit in units for name in unit.names}
+    packed: dict[str, Mapping[str, V | W]] = {}
+    missing: dict[str, list[str]] = {}
+    for name, slots in rows.items():
+        unit = unit_of.get(name)
+        if unit is None:
+            packed[name] = slots
+        elif unit.name not in packed:
+            members = {member: rows.get(member, {}) for member in unit.names}
+            values = {slot: pick_slot(members, slot) for slot in dict.fromkeys(chain.from_iterable(members.values()))}
+            packed[unit.name] = {slot: pack(unit, slot, row) for slot, row in values.items()}
+            lacking = {member: [slot for slot in values if slot not in row] for member, row in members.items()}
+            missing |= {member: lost for member, lost in lacking.items() if lost}
+    return packed, missing
 
 
-def _same(name: str, values: Mapping[str, object]) -> None:
-    """Refuse what members of one flat parameter have to have in common."""
-    [first, *others] = values
-    odd = [each for each in others if values[each] != values[first]]
-    if odd:
-        raise UsageError("members of one flat parameter differ", where=name, found=f"{first} and {odd[0]}")
+def pick_slot(rows: Rows[V], slot: str) -> dict[str, V]:
+    """Return the values of one slot, by name."""
+    return {name: row[slot] for name, row in rows.items() if slot in row}
 
 
-def _in_memory_order(entry: TensorEntry, spec: ParamSpec) -> TensorEntry:
-    """Return an array with its dimensions from the slowest to the fastest of its parameter's memory."""
-    if not spec.order:
-        return entry
-    return entry._replace(shape=spec.memory_shape, pieces=tuple(permute(entry.pieces, spec.order)))
+def _pack_groups(groups: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit]) -> list[dict[str, Any]]:
+    flat_of = {name: unit.name for unit in units for name in unit.names}
+    seen: set[str] = set()
+    packed = []
+    for group in groups:
+        names = dict.fromkeys(flat_of.get(name, name) for name in group["params"])
+        packed.append({**settings(group), "params": [name for name in names if name not in seen]})
+        seen |= set(names)
+    return packed
 
 
-def _flat_groups(groups: Sequence[Mapping[str, Any]], flat_of: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return groups of flat parameters: each is in the first group that has one of its members."""
-    home: dict[str, int] = {}
-    made = []
-    for index, group in enumerate(groups):
-        mine = []
-        for name in group["params"]:
-            flat = flat_of.get(name, name)
-            other = groups[home.setdefault(flat, index)]
-            odd = [key for key in {**group, **other} if key not in _NAMES and group.get(key) != other.get(key)]
-            if odd:
-                found = f"{odd[0]}={other.get(odd[0])!r} and {odd[0]}={group.get(odd[0])!r}"
-                raise UsageError("members of one flat parameter are in groups that differ", where=flat, found=found)
-            if home[flat] == index and flat not in mine:
-                mine.append(flat)
-        made.append({**group, "params": mine})
-    return made
+def split_slots(
+    rows: Rows[V], units: Iterable[FlatUnit], split: Callable[[FlatUnit, str, V], Mapping[str, W]]
+) -> dict[str, dict[str, V | W]]:
+    """Convert the slots of flat parameters to those of their members; other parameters stay.
+
+    Args:
+        rows: By names of flat parameters.
+        units: The flat parameters.
+        split: Returns the values of the members that have a slot.
+    """
+    unit_of = {unit.name: unit for unit in units}
+    members: dict[str, dict[str, V | W]] = {}
+    for name, slots in rows.items():
+        if name not in unit_of:
+            members[name] = dict(slots)
+            continue
+        for slot, value in slots.items():
+            for member, part in split(unit_of[name], slot, value).items():
+                members.setdefault(member, {})[slot] = part
+    return members
 
 
-def _flat_values(
-    values: Mapping[str, Mapping[str, Any]], units: Units, flat_of: Mapping[str, str]
-) -> dict[str, dict[str, Any]]:
-    made: dict[str, dict[str, Any]] = {}
-    for name, slots in values.items():
-        if name not in flat_of:
-            made[name] = dict(slots)
-    for flat, layout in units.items():
-        rows = {spec.name: dict(values.get(spec.name, {})) for spec in layout.specs}
-        _same(flat, rows)
-        if rows[layout.specs[0].name]:
-            made[flat] = rows[layout.specs[0].name]
-    return made
+def split_groups(groups: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit]) -> list[dict[str, Any]]:
+    """Return groups with the members of each flat parameter in place of it."""
+    names = {unit.name: unit.names for unit in units}
+    return [{**g, "params": [member for name in g["params"] for member in names.get(name, [name])]} for g in groups]
+
+
+def has_scalars(specs: Sequence[ParamSpec], slot: str, shapes: Mapping[str, Sequence[int] | None]) -> bool:
+    """Return True if the values of a slot are scalars; the shape of a 0-dim parameter alone does not show it.
+
+    Args:
+        specs: The members.
+        slot: The slot.
+        shapes: Of the members' values; None for one that is not a tensor.
+    """
+    if slot == STEP or None in shapes.values():
+        return True
+    return any(spec.shape and not shapes[spec.name] for spec in specs if spec.name in shapes)

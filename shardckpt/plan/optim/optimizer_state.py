@@ -6,25 +6,33 @@ fits, or, where the files keep the order of the model's state dict, by that orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardckpt.boxes import Shape
-from shardckpt.errors import AmbiguousError, FormatError, NameCollisionError, UsageError
+from shardckpt.errors import AmbiguousError, UsageError
 from shardckpt.layout import FlatLayout, from_json
-from shardckpt.manifest import Manifest, Path, TensorEntry, dotted, unflatten
+from shardckpt.manifest import Manifest, Path, TensorEntry, dotted
 from shardckpt.parameter_names import GIVE_NAMES, has_match, match_by_kind, match_in_order
+from shardckpt.plan.optim.optim_keys import (
+    GROUPS,
+    STATE,
+    Key,
+    Nested,
+    from_paths,
+    is_flattened,
+    rename_params,
+    split_keys,
+)
+from shardckpt.plan.optim.param_groups import group_by_settings, read_param_names
 
-_STATE, _GROUPS = "state", "param_groups"
-_UNITS = "units"
+UNITS = "units"
 """Where a reader leaves what lies in flat parameters, below an optimizer: `[{"flat": name, "layout": JSON}, ...]`."""
 _ALIKE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 """Slots of torch's own optimizers that are shaped like their parameter."""
 
 _LISTING = frozenset({"dcp", "fabric"})
 """Formats whose paths have text for every key of a dict, as torch's planner writes them."""
-
-Key = str | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +78,12 @@ class _ParamNames:
     """What ids are called.
 
     Attributes:
-        of_ids: Id to name.
+        names: Id to name.
         is_by_order: Whether the order of the model's state dict decided.
     """
 
-    of_ids: Mapping[Key, str] = field(default_factory=dict)
+    names: Mapping[Key, str] = field(default_factory=dict)
     is_by_order: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Keyed:
-    tensors: dict[tuple[Key, str], TensorEntry]
-    scalars: dict[tuple[Key, str], object]
-    groups: list[dict[str, object]]
 
 
 def read_raw(manifest: Manifest, root: Path, values: Mapping[Path, object]) -> RawOptimizer:
@@ -122,190 +123,101 @@ def key_by_name(
         FormatError: The subtree is no optimizer state.
         NameCollisionError: Two keys become one name.
     """
-    is_flattened = _is_flattened(raw)
-    keyed = _read_flattened(raw, model, clean) if is_flattened else _read_nested(raw)
-    _require_keys({key for key, _ in (*keyed.tensors, *keyed.scalars)}, "state")
-    ids = _ids(keyed)
-    found = _name_ids(ids, keyed, model, param_names, keeps_order=raw.keeps_order) if ids else _ParamNames()
-    names = found.of_ids
+    flattened = _is_flattened(raw)
+    state = _read_flattened(raw, lambda name: clean(name) in model) if flattened else _read_nested(raw)
+    ids = _get_ids(state)
+    found = _name_ids(ids, state, model, param_names, keeps_order=raw.keeps_order) if ids else _ParamNames()
     if param_names and model:
-        _require_known({i: clean(names[i]) for i in ids}, keyed, model)
-
-    def name(key: Key) -> str:
-        return clean(names[key] if isinstance(key, int) else key)
-
+        _require_known({i: clean(found.names[i]) for i in ids}, state, model)
+    keys = dict.fromkeys([*state[STATE], *_list_params(state)])
+    named = rename_params(state, {key: clean(found.names[key] if isinstance(key, int) else key) for key in keys})
     tensors: dict[str, TensorEntry] = {}
-    for (key, slot), entry in keyed.tensors.items():
-        full = f"{name(key)}/{slot}"
-        if full in tensors:
-            raise NameCollisionError(f"two optimizer entries would both be named {full!r}", where=dotted(entry.path))
-        tensors[full] = entry
     scalars: dict[str, dict[str, object]] = {}
-    for (key, slot), value in keyed.scalars.items():
-        scalars.setdefault(name(key), {})[slot] = value
-    groups = [_named_group(group, name) for group in keyed.groups]
-    units = _units(raw, clean)
-    return OptimizerState(tensors, scalars, groups, units, has_groups=not is_flattened, is_by_order=found.is_by_order)
+    for name, slots in named[STATE].items():
+        for slot, value in slots.items():
+            if isinstance(value, TensorEntry):
+                tensors[f"{name}/{slot}"] = value
+            else:
+                scalars.setdefault(name, {})[slot] = value
+    stored_order = {id(entry): at for at, entry in enumerate(raw.tensors.values())}
+    tensors = dict(sorted(tensors.items(), key=lambda item: stored_order[id(item[1])]))
+    units = _read_units(raw, clean)
+    return OptimizerState(tensors, scalars, named[GROUPS], units, not flattened, found.is_by_order)
 
 
 def key_by_id(raw: RawOptimizer) -> OptimizerState:
     """Key an optimizer by its ids, as text, if their names are unknown.
 
     Raises:
-        FormatError: The subtree is no optimizer state.
+        FormatError: The subtree is not an optimizer's state.
         NameCollisionError: Two keys become one name.
     """
-    keyed = _Keyed({}, {}, []) if _is_flattened(raw) else _read_nested(raw)
-    return key_by_name(raw, {}, {number: str(number) for number in _ids(keyed)})
+    ids = [] if _is_flattened(raw) else _get_ids(_read_nested(raw))
+    return key_by_name(raw, {}, {number: str(number) for number in ids})
 
 
 def has_ids(raw: RawOptimizer) -> bool:
-    """Return True if an optimizer holds any of its parameters under an id."""
-    return not _is_flattened(raw) and bool(_ids(_read_nested(raw)))
+    """Return True if an optimizer has any of its parameters under an id."""
+    return not _is_flattened(raw) and bool(_get_ids(_read_nested(raw)))
 
 
-def _ids(keyed: _Keyed) -> list[int]:
-    return sorted(
-        {k for k, _ in (*keyed.tensors, *keyed.scalars) if isinstance(k, int)} | set(_group_ids(keyed.groups))
-    )
+def _list_params(state: Nested) -> list[Key]:
+    return [key for group in state[GROUPS] for key in group.get("params", ())]
 
 
-def _units(raw: RawOptimizer, clean: Callable[[str], str]) -> dict[str, FlatLayout]:
-    """Return the layouts that a reader left beside the state."""
-    told = raw.values.get((_UNITS,))
-    made: dict[str, FlatLayout] = {}
-    for unit in told if isinstance(told, list) else ():
+def _get_ids(state: Nested) -> list[int]:
+    return sorted({key for key in (*state[STATE], *_list_params(state)) if isinstance(key, int)})
+
+
+def _read_units(raw: RawOptimizer, clean: Callable[[str], str]) -> dict[str, FlatLayout]:
+    """Return the layouts that a reader keeps beside the state."""
+    stored = raw.values.get((UNITS,))
+    units: dict[str, FlatLayout] = {}
+    for unit in stored if isinstance(stored, list) else ():
         layout = from_json(unit["layout"])
-        assert isinstance(layout, FlatLayout), "readers leave layouts of flat parameters alone"
+        assert isinstance(layout, FlatLayout), "readers keep layouts of flat parameters alone"
         specs = tuple(replace(spec, name=clean(spec.name)) for spec in layout.specs)
-        made[clean(unit["flat"])] = replace(layout, specs=specs)
-    return made
-
-
-def _require_keys(keys: Iterable[object], place: str) -> None:
-    for key in keys:
-        if type(key) not in (int, str):
-            raise FormatError(f"a key of `{place}` is neither a name nor an id", found=key)
-
-
-def _named_group(group: Mapping[str, object], name: Callable[[Key], str]) -> dict[str, object]:
-    params = group.get("params", [])
-    if not isinstance(params, (list, tuple)) or not all(type(p) in (int, str) for p in params):
-        raise FormatError("a param group's `params` is no list of names or ids", found=params)
-    rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    return {**rest, "params": [name(p) for p in params]}
+        units[clean(unit["flat"])] = replace(layout, specs=specs)
+    return units
 
 
 def _is_flattened(raw: RawOptimizer) -> bool:
     paths = [*raw.tensors, *raw.values]
-    return bool(paths) and all(
-        len(path) == 1 and str(path[0]).startswith((f"{_STATE}.", f"{_GROUPS}.")) for path in paths
-    )
+    return all(len(path) == 1 for path in paths) and is_flattened(path[0] for path in paths)
 
 
-def _read_nested(raw: RawOptimizer) -> _Keyed:
-    keyed = _Keyed({}, {}, [])
-    for path, entry in raw.tensors.items():
-        if path[:1] == (_STATE,) and len(path) >= 3:
-            keyed.tensors[path[1], dotted(path[2:])] = entry
-        elif path[:1] != (_GROUPS,):
-            raise FormatError(
-                "not a place for optimizer state", where=dotted(entry.path), expected="state.<name>.<slot>"
-            )
-    state = unflatten({path[1:]: v for path, v in raw.values.items() if path[:1] == (_STATE,)})
-    for key, slots in state.items() if isinstance(state, dict) else ():
-        for slot, value in slots.items() if isinstance(slots, dict) else ():
-            keyed.scalars[key, str(slot)] = value
-    rest = {path[1:]: v for path, v in raw.values.items() if path[:1] == (_GROUPS,)}
-    groups = unflatten(rest, has_lists=raw.has_lists) if rest else None
-    if isinstance(groups, dict):
-        _require_keys(groups, _GROUPS)
-        groups = [groups[key] for key in sorted(groups, key=lambda k: (isinstance(k, str), k))]
-    if groups is not None and not (isinstance(groups, (list, tuple)) and all(isinstance(g, dict) for g in groups)):
-        raise FormatError("`param_groups` is no list of dicts", found=type(groups).__name__)
-    keyed.groups.extend(dict(g) for g in groups or ())
-    return _parse_numbers(keyed)
+def _read_flattened(raw: RawOptimizer, is_param: Callable[[str], bool]) -> Nested:
+    values: dict[str, object] = {str(path[0]): value for path, value in raw.values.items()}
+    tensors = {str(path[0]): entry for path, entry in raw.tensors.items() if str(path[0]).startswith(f"{STATE}.")}
+    slots, hypers = split_keys({**values, **tensors}, is_param)
+    return {STATE: slots, GROUPS: group_by_settings(hypers)}
 
 
-def _parse_numbers(keyed: _Keyed) -> _Keyed:
-    """Read keys of `state` that are digits as numbers, where the groups hold numbers: torch's planner writes text."""
-    keys = {key for key, _ in (*keyed.tensors, *keyed.scalars)}
-    if not _group_ids(keyed.groups) or not all(type(key) is str and key.isascii() and key.isdigit() for key in keys):
-        return keyed
-    tensors: dict[tuple[Key, str], TensorEntry] = {(int(k), slot): v for (k, slot), v in keyed.tensors.items()}
-    scalars: dict[tuple[Key, str], object] = {(int(k), slot): v for (k, slot), v in keyed.scalars.items()}
-    return _Keyed(tensors, scalars, keyed.groups)
-
-
-def _read_flattened(raw: RawOptimizer, model: Mapping[str, Shape], clean: Callable[[str], str]) -> _Keyed:
-    """Split `state.{fqn}.{slot}` and `param_groups.{fqn}.{hyper}`; FQNs and slots both contain dots."""
-    keyed = _Keyed({}, {}, [])
-    hypers: dict[str, dict[str, object]] = {}
-    for path, entry in raw.tensors.items():
-        kind, key = str(path[0]).split(".", 1)
-        if kind == _STATE:
-            fqn, slot = _split_fqn(key, model, clean)
-            keyed.tensors[fqn, slot] = entry
-    for path, value in raw.values.items():
-        kind, key = str(path[0]).split(".", 1)
-        fqn, slot = _split_fqn(key, model, clean)
-        if kind == _STATE:
-            keyed.scalars[fqn, slot] = value
-        else:
-            hypers.setdefault(fqn, {})[slot] = value
-    keyed.groups.extend(_group_by_hypers(hypers))
-    return keyed
-
-
-def _split_fqn(key: str, model: Mapping[str, Shape], clean: Callable[[str], str]) -> tuple[str, str]:
-    """Split at the longest start that names a parameter; where none does, at the last dot."""
-    at = len(key)
-    while (at := key.rfind(".", 0, at)) > 0:
-        if clean(key[:at]) in model:
-            return key[:at], key[at + 1 :]
-    fqn, _, slot = key.rpartition(".")
-    return fqn, slot
-
-
-def _group_by_hypers(hypers: Mapping[str, dict[str, object]]) -> list[dict[str, object]]:
-    """Join parameters with equal hyper-parameters into groups, in order of their first member."""
-    groups: dict[str, dict[str, object]] = {}
-    for fqn, values in hypers.items():
-        group = groups.setdefault(repr(sorted(values.items())), {**values, "params": []})
-        members = group["params"]
-        assert isinstance(members, list)
-        members.append(fqn)
-    return list(groups.values())
-
-
-def _group_ids(groups: Sequence[Mapping[str, object]]) -> list[int]:
-    lists = [group.get("params") for group in groups]
-    return [p for params in lists if isinstance(params, (list, tuple)) for p in params if type(p) is int]
+def _read_nested(raw: RawOptimizer) -> Nested:
+    return from_paths(raw.tensors, raw.values, has_lists=raw.has_lists)
 
 
 def _name_ids(
     ids: Sequence[int],
-    keyed: _Keyed,
+    state: Nested,
     model: Mapping[str, Shape],
     given: Mapping[int, str] | None,
     *,
     keeps_order: bool,
 ) -> _ParamNames:
-    names: dict[Key, str] = {}
-    names.update((given if given is not None else _names_in_groups(keyed.groups)).items())
-    found = _ParamNames(names) if names else _match_names(keyed, model, keeps_order=keeps_order)
-    names = dict(found.of_ids)
-    unnamed = [i for i in ids if i not in names]
+    names = given if given is not None else read_param_names(state[GROUPS])
+    found = _ParamNames(dict(names.items())) if names else _match_names(state, model, keeps_order=keeps_order)
+    unnamed = [i for i in ids if i not in found.names]
     if unnamed:
         raise UsageError(
             f"optimizer ids {unnamed[:6]} have no name",
-            found=f"{len(names)} names for {len(ids)} ids",
+            found=f"{len(found.names)} names for {len(ids)} ids",
             fix=GIVE_NAMES,
         )
     return found
 
 
-def _require_known(names: Mapping[Key, str], keyed: _Keyed, model: Mapping[str, Shape]) -> None:
+def _require_known(names: Mapping[Key, str], state: Nested, model: Mapping[str, Shape]) -> None:
     """Refuse names given by the caller that the model lacks, or whose moments have another shape than the parameter."""
     for key, name in names.items():
         if name not in model:
@@ -314,7 +226,7 @@ def _require_known(names: Mapping[Key, str], keyed: _Keyed, model: Mapping[str, 
                 found=f"{len(model)} names such as {', '.join(list(model)[:2])}",
                 fix="Give the names that `shardckpt inspect` shows for the model.",
             )
-    for (key, slot), entry in keyed.tensors.items():
+    for key, slot, entry in _iter_tensors(state):
         if slot in _ALIKE and key in names and entry.shape != model[names[key]]:
             raise UsageError(
                 f"--param-names calls id {key} {names[key]!r}, whose shape is another",
@@ -325,23 +237,14 @@ def _require_known(names: Mapping[Key, str], keyed: _Keyed, model: Mapping[str, 
             )
 
 
-def _names_in_groups(groups: Sequence[Mapping[str, object]]) -> dict[int, str]:
-    names: dict[int, str] = {}
-    for group in groups:
-        params, stored = group.get("params"), group.get("param_names")
-        if isinstance(params, (list, tuple)) and isinstance(stored, (list, tuple)) and len(params) == len(stored):
-            names |= {p: n for p, n in zip(params, stored, strict=True) if type(p) is int and isinstance(n, str)}
-    return names
-
-
-def _match_names(keyed: _Keyed, model: Mapping[str, Shape], *, keeps_order: bool) -> _ParamNames:
+def _match_names(state: Nested, model: Mapping[str, Shape], *, keeps_order: bool) -> _ParamNames:
     """Name ids by the only way in which their shapes match the model's, in any order, else in the model's order.
 
     Raises:
         AmbiguousError: There is no such way, or more than one.
     """
-    shapes = _parameter_shapes(keyed.tensors)
-    lists = [_members(group) for group in keyed.groups]
+    shapes = _infer_shapes(state)
+    lists = [list(group.get("params", ())) for group in state[GROUPS]]
     ids = [key for keys in lists for key in keys]
     wanted = [[shapes.get(key) for key in keys] for keys in lists]
     every = [shape for known in wanted for shape in known]
@@ -356,24 +259,21 @@ def _match_names(keyed: _Keyed, model: Mapping[str, Shape], *, keeps_order: bool
     return _ParamNames(names, is_by_order=True)
 
 
-def _parameter_shapes(tensors: Mapping[tuple[Key, str], TensorEntry]) -> dict[Key, Shape]:
-    """Return the shape of each id's parameter, where its slots tell: one of torch's own, or all of one shape."""
+def _iter_tensors(state: Nested) -> Iterator[tuple[Key, str, TensorEntry]]:
+    for key, slots in state[STATE].items():
+        yield from ((key, slot, value) for slot, value in slots.items() if isinstance(value, TensorEntry))
+
+
+def _infer_shapes(state: Nested) -> dict[Key, Shape]:
+    """Return the shape of each id's parameter: of a slot of torch's own, or the only shape among the slots."""
     alike: dict[Key, Shape] = {}
     others: dict[Key, set[Shape]] = {}
-    for (key, slot), entry in tensors.items():
+    for key, slot, entry in _iter_tensors(state):
         if slot in _ALIKE:
             alike.setdefault(key, entry.shape)
         elif entry.shape:
             others.setdefault(key, set()).add(entry.shape)
     return {key: next(iter(found)) for key, found in others.items() if len(found) == 1} | alike
-
-
-def _members(group: Mapping[str, object]) -> list[Key]:
-    params = group.get("params")
-    members = list(params) if isinstance(params, (list, tuple)) else []
-    if not all(type(p) in (int, str) for p in members):
-        raise FormatError("a param group's `params` is no list of names or ids", found=params)
-    return members
 
 
 def _no_match(wanted: Sequence[object], offered: Sequence[tuple[str, object]], *, keeps_order: bool) -> AmbiguousError:

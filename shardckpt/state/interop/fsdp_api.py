@@ -22,11 +22,11 @@ from shardckpt.core.fsdp1.state_dict_api import StateStatics
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.errors import ShardckptError
+from shardckpt.plan.optim import optim_keys
+from shardckpt.plan.optim.param_groups import settings
 from shardckpt.state.adapters import sharded_tensor
 from shardckpt.state.adapters.model_index import index_model
-from shardckpt.state.keys import optim_keys
 from shardckpt.state.keys.kinds import StateKind, get_metadata, is_sharded_tensor
-from shardckpt.state.keys.param_groups import settings
 from shardckpt.state.model import nn_module_hooks
 from shardckpt.state.model.load_model_state_dict import refuse_other_layout
 from shardckpt.state.optim import load_optim_state_dict

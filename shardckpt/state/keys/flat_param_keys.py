@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -13,46 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec, from_json
+from shardckpt.plan.optim.flat_params import FlatUnit, has_scalars, pack_state, split_groups, split_slots
+from shardckpt.plan.optim.optim_keys import to_names
+from shardckpt.plan.optim.param_groups import match_settings, settings
 from shardckpt.state.keys.kinds import KEY, VERSION, get_metadata
-from shardckpt.state.keys.optim_keys import to_names
-from shardckpt.state.keys.param_groups import match_settings, settings
 from shardckpt.state.keys.slots import OpaqueStateError, copy_value
 
 ORIGINALS = "originals"
 """Under this key of an optimizer's state stands what flat parameters cannot tell: how names were grouped, and of which
 names nothing was kept."""
-
-_STEP = "step"
-
-
-@dataclass(frozen=True)
-class FlatUnit:
-    """Parameters that lie in one flat parameter.
-
-    Attributes:
-        name: Of the flat parameter.
-        layout: Where each lies in it, by its name in the unsharded model, and in how many parts it is cut.
-    """
-
-    name: str
-    layout: FlatLayout
-
-    @property
-    def names(self) -> list[str]:
-        """The parameters' first names."""
-        return [spec.name for spec in self.layout.specs]
-
-    def note(self, rank: int) -> dict[str, Any]:
-        """Return what a LOCAL state of a rank says of the unit."""
-        entries = [
-            {"name": s.name, "aliases": list(s.aliases), "shape": list(s.shape), "dtype": s.dtype}
-            for s in self.layout.specs
-        ]
-        return {"entries": entries, "layout": self.layout.to_json(), "place": rank, "flat": self.name}
-
-    def resized(self, world: int) -> FlatUnit:
-        """Return the unit cut into another number of parts."""
-        return replace(self, layout=self.layout.resized(world))
 
 
 def flat_units(state: Mapping[str, Any]) -> tuple[FlatUnit, ...]:
@@ -246,48 +215,25 @@ def _model_to_originals(parts: Sequence[Mapping[str, Any]], units: Sequence[Flat
 
 
 def _optim_to_flat(given: Mapping[str, Any], units: Sequence[FlatUnit], rank: int | None) -> dict[str, Any]:
+    def pack(unit: FlatUnit, slot: str, values: dict[str, Any]) -> Any:
+        return _pack_slot(unit, slot, values, rank)
+
     state = to_names(given)
-    kept: Mapping[str, Mapping[str, Any]] = state["state"]
-    unit_of = {name: unit for unit in units for name in unit.names}
-    made: dict[str, Any] = {}
-    absent: dict[str, list[str]] = {}
-    for name, slots in kept.items():
-        unit = unit_of.get(name)
-        if unit is None:
-            made[name] = slots
-        elif unit.name not in made:
-            rows = {each: kept.get(each, {}) for each in unit.names}
-            made[unit.name] = _flat_slots(unit, rows, rank)
-            lacking = {each: [slot for slot in made[unit.name] if slot not in row] for each, row in rows.items()}
-            absent |= {each: slots for each, slots in lacking.items() if slots}
-    groups = state["param_groups"]
-    match_settings([unit.names for unit in units], groups)
+    packed, missing = pack_state(state, units, pack)
     if rank is not None:
-        return {**state, "state": made, ORIGINALS: {"absent": absent}}
-    originals = {"groups": [list(group["params"]) for group in groups], "absent": absent}
-    return {**state, "state": made, "param_groups": _flat_groups(groups, unit_of), ORIGINALS: originals}
+        return {**packed, "param_groups": state["param_groups"], ORIGINALS: {"absent": missing}}
+    originals = {"groups": [list(group["params"]) for group in state["param_groups"]], "absent": missing}
+    return {**packed, ORIGINALS: originals}
 
 
-def _flat_slots(unit: FlatUnit, rows: Mapping[str, Mapping[str, Any]], rank: int | None) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for slot in dict.fromkeys(chain.from_iterable(rows.values())):
-        values = {name: row[slot] for name, row in rows.items() if slot in row}
-        if _are_scalars(unit, slot, values):
-            made[slot] = _require_equal(values, f"{slot} differs among parameters of {unit.name}")
-        else:
-            shapes = {spec.name: spec.shape for spec in unit.layout.specs}
-            odd = [n for n, v in values.items() if not isinstance(v, torch.Tensor) or tuple(v.shape) != shapes[n]]
-            if odd:
-                raise _opaque_error(f"{odd[0]}/{slot}", values[odd[0]], shapes[odd[0]])
-            made[slot] = _pack_flat(unit, values, rank)
-    return made
-
-
-def _are_scalars(unit: FlatUnit, slot: str, values: Mapping[str, Any]) -> bool:
-    """Return True if values are scalars: of a parameter without dimensions, its shape does not tell."""
-    if slot == _STEP or not all(isinstance(value, torch.Tensor) for value in values.values()):
-        return True
-    return any(spec.shape and not values[spec.name].dim() for spec in unit.layout.specs if spec.name in values)
+def _pack_slot(unit: FlatUnit, slot: str, values: dict[str, Any], rank: int | None) -> Any:
+    shapes = {name: value.shape if isinstance(value, torch.Tensor) else None for name, value in values.items()}
+    if has_scalars(unit.layout.specs, slot, shapes):
+        return _require_equal(values, f"{slot} differs among parameters of {unit.name}")
+    for spec in unit.layout.specs:
+        if spec.name in values and shapes[spec.name] != spec.shape:
+            raise _opaque_error(f"{spec.name}/{slot}", values[spec.name], spec.shape)
+    return _pack_flat(unit, values, rank)
 
 
 def _opaque_error(where: str, value: Any, expected: object) -> OpaqueStateError:
@@ -311,17 +257,6 @@ def _require_equal(values: Mapping[str, Any], what: str) -> Any:
     return copy_value(next(iter(values.values())))
 
 
-def _flat_groups(groups: Sequence[Mapping[str, Any]], unit_of: Mapping[str, FlatUnit]) -> list[dict[str, Any]]:
-    """Return groups of flat parameters: each is in the first group that has one of its members."""
-    seen: set[str] = set()
-    made = []
-    for group in groups:
-        flats = dict.fromkeys(unit_of[name].name if name in unit_of else name for name in group["params"])
-        made.append({**settings(group), "params": [name for name in flats if name not in seen]})
-        seen |= set(flats)
-    return made
-
-
 def _optim_to_originals(
     parts: Sequence[Mapping[str, Any]],
     units: Sequence[FlatUnit],
@@ -330,28 +265,19 @@ def _optim_to_originals(
 ) -> dict[str, Any]:
     first = parts[0]
     originals = first.get(ORIGINALS, {})
-    unit_of = {unit.name: unit for unit in units}
-    state: dict[str, dict[str, Any]] = {}
-    for name, slots in first["state"].items():
-        if name in unit_of:
-            rows = [part["state"].get(name, {}) for part in parts]
-            state.update(_original_slots(unit_of[name], rows, whole, originals.get("absent", {})))
-        else:
-            state[name] = slots
-    flats = [
-        {**group, "params": [each for name in group["params"] for each in _expand_names(name, unit_of)]}
-        for group in first["param_groups"]
-    ]
-    made = _original_groups(flats, groups, originals.get("groups"))
+    missing = originals.get("absent", {})
+
+    def split(unit: FlatUnit, slot: str, _: Any) -> dict[str, Any]:
+        values = _split_slot(unit, slot, [part["state"].get(unit.name, {}) for part in parts], whole)
+        return {name: value for name, value in values.items() if slot not in missing.get(name, ())}
+
+    state = split_slots(first["state"], units, split)
+    made = _original_groups(split_groups(first["param_groups"], units), groups, originals.get("groups"))
     if groups is not None:
         chosen = set(chain.from_iterable(groups))
         state = {name: slots for name, slots in state.items() if name in chosen}
     rest = {key: value for key, value in first.items() if key not in ("state", "param_groups", ORIGINALS)}
     return {**rest, "state": state, "param_groups": made}
-
-
-def _expand_names(name: str, unit_of: Mapping[str, FlatUnit]) -> list[str]:
-    return unit_of[name].names if name in unit_of else [name]
 
 
 def _original_groups(
@@ -364,25 +290,15 @@ def _original_groups(
     return [{**settings(group), "params": list(names)} for group, names in zip(flats, told, strict=True)]
 
 
-def _original_slots(
-    unit: FlatUnit, rows: Sequence[Mapping[str, Any]], whole: bool, absent: Mapping[str, Sequence[str]]
-) -> dict[str, dict[str, Any]]:
-    """Return what is kept of each member, from what each rank keeps of the flat parameter."""
-    made: dict[str, dict[str, Any]] = {name: {} for name in unit.names}
-    for slot in rows[0]:
-        where = f"{unit.name}/{slot}"
-        lacking = [rank for rank, row in enumerate(rows) if slot not in row]
-        if lacking:
-            raise UsageError(f"rank {lacking[0]} keeps less of a flat parameter than the first", where=where)
-        values = [row[slot] for row in rows]
-        if isinstance(values[0], torch.Tensor) and values[0].dim():
-            members = _members(unit, _unpad(unit, values, whole, where))
-        else:
-            one = _require_equal(
-                {f"rank {rank}": value for rank, value in enumerate(values)}, f"{where} differs among ranks"
-            )
-            members = {name: copy_value(one) for name in unit.names}
-        for name, value in members.items():
-            if slot not in absent.get(name, ()):
-                made[name][slot] = value
-    return {name: slots for name, slots in made.items() if slots}
+def _split_slot(unit: FlatUnit, slot: str, rows: Sequence[Mapping[str, Any]], whole: bool) -> dict[str, Any]:
+    """Return each member's value of a slot, from the slots of the flat parameter on each rank."""
+    where = f"{unit.name}/{slot}"
+    lacking = [rank for rank, row in enumerate(rows) if slot not in row]
+    if lacking:
+        raise UsageError(f"rank {lacking[0]} has fewer slots of a flat parameter than rank 0", where=where)
+    values = [row[slot] for row in rows]
+    if isinstance(values[0], torch.Tensor) and values[0].dim():
+        return _members(unit, _unpad(unit, values, whole, where))
+    by_rank = {f"rank {rank}": value for rank, value in enumerate(values)}
+    scalar = _require_equal(by_rank, f"{where} differs among ranks")
+    return {name: copy_value(scalar) for name in unit.names}

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 
 from shardckpt.boxes import Box
 from shardckpt.errors import UnsupportedError
+from shardckpt.plan.optim.param_groups import match_settings, settings
 from shardckpt.state.adapters.base import local
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex
-from shardckpt.state.keys.param_groups import match_settings, settings
 from shardckpt.state.keys.slots import LARGEST_TOLD, OpaqueStateError, UnequalSteps, is_cut_alike, largest
 from shardckpt.state.local.local_shards import (
     LocalShard,

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, UsageError
+from shardckpt.plan.optim.param_groups import match_settings
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import Entry, ShardingAdapter, broadcast_from_rank0, get_mesh_placements, local
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
 from shardckpt.state.adapters.sharded_tensor import optim_state_to_dtensors
 from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata, tensors
-from shardckpt.state.keys.param_groups import match_settings
 from shardckpt.state.keys.slots import (
     LARGEST_TOLD,
     PLAIN,

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.groups import Group, TorchGroup
+from shardckpt.plan.optim.param_groups import settings
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import ShardingAdapter, local
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
 from shardckpt.state.keys.kinds import StateKind
-from shardckpt.state.keys.param_groups import settings
 from shardckpt.state.keys.slots import (
     Form,
     OpaqueStateError,

@@ -45,7 +45,7 @@ class TestByName:
         assert found.groups == [{"params": ["a.w"]}]
 
     def test_params_that_are_no_ids_are_refused(self) -> None:
-        with pytest.raises(FormatError, match="no list of names or ids"):
+        with pytest.raises(FormatError, match="must be a list of names or ids"):
             key_by_name(nested({0: (2, 3)}, [{"params": [0, {}]}]), MODEL)
 
     def test_a_tensor_in_place_of_the_optimizer_is_refused(self) -> None:

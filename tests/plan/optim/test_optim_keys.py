@@ -110,5 +110,5 @@ def test_names_that_do_not_match_the_groups_are_refused() -> None:
 def test_numbers_and_names_in_one_state_are_refused() -> None:
     state = {"state": {0: {}, "a": {}}, "param_groups": []}
     for turn in (to_names, to_ids, flatten):
-        with pytest.raises(ValueError, match="neither all numbers nor all names; found int, str"):
+        with pytest.raises(ValueError, match="must be all ids or all names; found int, str"):
             turn(state)

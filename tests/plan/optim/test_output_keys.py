@@ -11,7 +11,7 @@ from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
 from shardckpt.plan.layout.output_files import OutputTensor
-from shardckpt.plan.optim.flat_params import to_flat_params
+from shardckpt.plan.optim.output_keys import rekey_state
 
 SHAPES = {"a": (2, 3), "b": (3,), "other": (4,)}
 
@@ -33,7 +33,7 @@ def content(*groups: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 def test_members_are_written_back_to_back_in_the_order_of_the_layout() -> None:
     given = [tensor("other"), tensor("b"), tensor("a"), *(tensor(n, "step", ()) for n in ("a", "b"))]
-    made, said = to_flat_params(given, content(a={"k": 1}, b={"k": 1}, other={"k": 2}), units())
+    made, said = rekey_state(given, content(a={"k": 1}, b={"k": 1}, other={"k": 2}), "flat-parameters", units=units())
     assert [(t.name, t.shape, [m.name for m in t.members]) for t in made] == [
         ("other/m", (4,), []),
         ("flat/m", (9,), ["a/m", "b/m"]),
@@ -47,7 +47,7 @@ def test_members_are_written_back_to_back_in_the_order_of_the_layout() -> None:
 
 def test_a_flat_parameter_is_in_the_first_group_of_its_members() -> None:
     groups = ({"lr": 1, "params": ["b"]}, {"lr": 1, "params": []}, {"lr": 1, "params": ["a", "other"]})
-    _, said = to_flat_params([tensor("a"), tensor("b")], content(*groups), units())
+    _, said = rekey_state([tensor("a"), tensor("b")], content(*groups), "flat-parameters", units=units())
     assert [group["params"] for group in said["param_groups"]] == [["flat"], [], ["other"]]
 
 
@@ -56,7 +56,8 @@ def test_a_parameter_in_another_order_is_read_in_that_order(kind: str) -> None:
     inner = Span(8, 24) if kind == "span" else Strided(8, 24, 0, (3, 1))
     layout = Encoded("zstd", 5, 9, inner) if kind == "encoded" else inner
     entry = TensorEntry(("a",), (2, 3), "float32", (Piece(full_box((2, 3)), "f", layout),))
-    made, _ = to_flat_params([OutputTensor("a/m", entry, "float32"), tensor("b")], content(), units(order=(1, 0)))
+    tensors = [OutputTensor("a/m", entry, "float32"), tensor("b")]
+    made, _ = rekey_state(tensors, content(), "flat-parameters", units=units(order=(1, 0)))
     [piece] = made[0].members[0].entry.pieces
     assert made[0].members[0].shape == piece.box.size == (3, 2)
     found = piece.layout.inner if isinstance(piece.layout, Encoded) else piece.layout
@@ -73,23 +74,28 @@ def test_a_parameter_in_another_order_is_read_in_that_order(kind: str) -> None:
             units(4),
             "flat/m: a flat parameter would have holes; found alignment 4",
         ),
-        ([tensor("a"), tensor("b", shape=(2,))], content(), units(), r"b/m: a value is not shaped like its parameter"),
+        (
+            [tensor("a"), tensor("b", shape=(2,))],
+            content(),
+            units(),
+            "b/m: a value must have the shape",
+        ),
         ([tensor("a"), tensor("b", dtype="bfloat16")], content(), units(), "members of one flat parameter differ"),
         ([tensor("a", "step", ()), tensor("b", "s", ())], content(), units(), "flat/step: a flat parameter would"),
         (
             [tensor("a"), tensor("b")],
             content({"lr": 1, "params": ["a"]}, {"lr": 2, "params": ["b"]}),
             units(),
-            "flat: members of one flat parameter are in groups that differ; found lr=1 and lr=2",
+            "parameters of one group were saved with different settings; found lr=1 of a; lr=2 of b",
         ),
-        ([tensor("a"), tensor("b")], content(a={"k": 1}), units(), "flat: members of one flat parameter differ"),
+        ([tensor("a"), tensor("b")], content(a={"k": 1}), units(), "flat/k: members of one flat parameter differ"),
     ],
 )
 def test_what_cannot_lie_so_is_refused_by_name(
     given: list[OutputTensor], said: dict[str, Any], laid: dict[str, FlatLayout], text: str
 ) -> None:
     with pytest.raises(UsageError, match=text):
-        to_flat_params(given, said, laid)
+        rekey_state(given, said, "flat-parameters", units=laid)
 
 
 def test_steps_that_are_not_one_and_the_same_are_refused() -> None:
@@ -98,4 +104,4 @@ def test_steps_that_are_not_one_and_the_same_are_refused() -> None:
         "b/step", other.entry._replace(pieces=(Piece(full_box(()), "elsewhere", Span(0, 4)),)), "float32"
     )
     with pytest.raises(UsageError, match="flat/step: members of one flat parameter differ; found a/step and b/step"):
-        to_flat_params([tensor("a", "step", ()), moved], content(), units())
+        rekey_state([tensor("a", "step", ()), moved], content(), "flat-parameters", units=units())

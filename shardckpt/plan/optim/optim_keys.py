@@ -1,0 +1,287 @@
+"""Forms of optimizer state: by names, by ids, flattened, by paths. Generic over the values; nothing is copied.
+
+The nested form is torch's: `{"state": {key: {slot: value}}, "param_groups": [{..., "params": [key, ...]}, ...]}`. Its
+keys are FQNs or ids. Flattened, each value has one key: `state.{name}.{slot}` or `param_groups.{name}.{setting}`. By
+paths, each value has a path in the nested form. A value is anything: a tensor, the entry of one in a file, a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from shardckpt.errors import FormatError, NameCollisionError, ShardckptError, UsageError
+from shardckpt.manifest import Path, dotted, unflatten
+from shardckpt.plan.optim.param_groups import NAMES, match_settings, settings
+
+STATE, GROUPS = "state", "param_groups"
+
+Key = str | int
+Nested = dict[str, Any]
+"""The nested form; further entries of it are kept."""
+
+V = TypeVar("V")
+
+_MOST_DIGITS = 18
+
+
+class MixedKeysError(ShardckptError, ValueError):
+    """Keys are both ids and names."""
+
+
+def get_key_type(state: Mapping[str, Any]) -> type | None:
+    """Return the type of the keys: `int` for ids, `str` for names, None in an empty state.
+
+    Raises:
+        MixedKeysError: Keys are of both types.
+    """
+    kinds = {type(key) for key in (*state.get(STATE, {}), *_iter_params(state.get(GROUPS, ())))}
+    if len(kinds) > 1 or not kinds <= {int, str}:
+        raise MixedKeysError(
+            "keys of an optimizer state must be all ids or all names",
+            found=", ".join(sorted(kind.__name__ for kind in kinds)),
+        )
+    return next(iter(kinds), None)
+
+
+def to_names(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = None) -> Nested:
+    """Return an optimizer state by names.
+
+    Args:
+        state: By ids or by names.
+        groups: The names in each group; None if the groups have them as `param_names`.
+
+    Raises:
+        UsageError: Names are unknown, or there are more or fewer than parameters.
+    """
+    if get_key_type(state) is str:
+        return dict(state)
+    saved = state[GROUPS]
+    if groups is not None and len(groups) != len(saved):
+        raise UsageError("names are of another number of groups", found=len(groups), expected=len(saved))
+    names: dict[Key, str] = {}
+    for index, group in enumerate(saved):
+        group_names = groups[index] if groups is not None else group.get("param_names", ())
+        if len(group_names) != len(group["params"]):
+            raise UsageError(
+                "the names of a group's parameters are not known",
+                where=f"param_groups[{index}]",
+                found=f"{len(group_names)} names",
+                expected=f"{len(group['params'])}",
+                fix="Pass the names in the order of the groups.",
+            )
+        names.update(zip(group["params"], group_names, strict=True))
+    return rename_params(state, names)
+
+
+def to_ids(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = None) -> Nested:
+    """Return an optimizer state by ids, as `torch.optim.Optimizer.state_dict` returns it.
+
+    Args:
+        state: By names or by ids.
+        groups: The names in each group of the target optimizer; None to number them in the order of the state's
+            groups. Settings follow the names; a group without names gets those of a saved group without names.
+
+    Raises:
+        UsageError: A name of the state is in none of the groups.
+        ConflictError: Names of one group were saved with different settings.
+    """
+    if get_key_type(state) is int:
+        return dict(state)
+    saved = state[GROUPS]
+    numbers = number_names(name for group in groups or [g["params"] for g in saved] for name in group)
+    unknown = [name for name in state[STATE] if name not in numbers]
+    if unknown:
+        raise UsageError("names of a state are in no group of the optimizer", found=", ".join(unknown[:10]))
+    if groups is not None:
+        empty = iter([settings(group) for group in saved if not group["params"]])
+        changes = [
+            change if names else next(empty, {})
+            for change, names in zip(match_settings(groups, saved), groups, strict=True)
+        ]
+        saved = [{**change, "params": names} for change, names in zip(changes, groups, strict=True)]
+    return rename_params({**state, GROUPS: saved}, numbers)
+
+
+def rename_params(state: Mapping[str, Any], names: Mapping[Any, Key]) -> Nested:
+    """Replace every key of a nested state.
+
+    Args:
+        state: The nested state.
+        names: Each key of the state to the new one.
+
+    Raises:
+        NameCollisionError: Two keys with a value of the same slot become one.
+    """
+    slots: dict[Key, Mapping[str, Any]] = {}
+    for key, row in state[STATE].items():
+        name = names[key]
+        for slot in row.keys() & slots.get(name, {}).keys():
+            raise NameCollisionError(f"two optimizer entries would both be named {f'{name}/{slot}'!r}", where=key)
+        slots[name] = {**slots[name], **row} if name in slots else row
+    groups = [
+        {
+            **{k: v for k, v in group.items() if k not in NAMES},
+            "params": [names[key] for key in group.get("params", ())],
+        }
+        for group in state[GROUPS]
+    ]
+    return {**state, STATE: slots, GROUPS: groups}
+
+
+def number_names(names: Iterable[str]) -> dict[str, int]:
+    """Return an id for each name, in their order."""
+    return {name: number for number, name in enumerate(dict.fromkeys(names))}
+
+
+def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer state with one key a value: `state.{name}.{slot}` and `param_groups.{name}.{setting}`.
+
+    Args:
+        state: By names.
+
+    Raises:
+        UsageError: It is by ids.
+    """
+    if get_key_type(state) is int:
+        raise UsageError("a state with ids for keys cannot be flattened", fix="Call to_names first.")
+    flat = {f"{STATE}.{name}.{slot}": value for name, slots in state[STATE].items() for slot, value in slots.items()}
+    for group in state[GROUPS]:
+        hypers = {key: value for key, value in group.items() if key not in NAMES}
+        flat |= {f"{GROUPS}.{name}.{key}": value for name in group["params"] for key, value in hypers.items()}
+    return flat
+
+
+def nest(flat: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Nested:
+    """Return the optimizer state that `flatten` flattened.
+
+    Args:
+        flat: Its values.
+        groups: The names in each group.
+
+    Raises:
+        UsageError: A key is of another form, or a group's parameters have different settings.
+    """
+    names = {name for group in groups for name in group}
+    slots, hypers = split_keys(flat, names.__contains__)
+    unknown = [name for name in (*slots, *hypers) if name not in names]
+    if unknown:
+        raise UsageError("a key is not one of a flattened optimizer state", found=unknown[0])
+    return {STATE: slots, GROUPS: [_join_settings(group, hypers) for group in groups]}
+
+
+def _join_settings(group: Sequence[str], hypers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    first = hypers.get(group[0], {}) if group else {}
+    odd = [name for name in group if hypers.get(name, {}) != first]
+    if odd:
+        raise UsageError("parameters of one group have different settings", found=", ".join([group[0], *odd[:5]]))
+    return {**first, "params": list(group)}
+
+
+def is_flattened(keys: Iterable[Hashable]) -> bool:
+    """Return True if all keys, and at least one, are those of a flattened state."""
+    kinds = {str(key).partition(".")[:2] for key in keys}
+    return bool(kinds) and kinds <= {(STATE, "."), (GROUPS, ".")}
+
+
+def split_keys(
+    flat: Mapping[str, V], is_param: Callable[[str], bool]
+) -> tuple[dict[str, dict[str, V]], dict[str, dict[str, V]]]:
+    """Return the slots and the settings of a flattened state, by name.
+
+    Args:
+        flat: The values by flattened keys.
+        is_param: Whether a name is a parameter's; names and slots contain dots.
+
+    Raises:
+        UsageError: A key is of another form.
+    """
+    parts: dict[str, dict[str, dict[str, V]]] = {STATE: {}, GROUPS: {}}
+    for key, value in flat.items():
+        kind, _, rest = key.partition(".")
+        if kind not in parts:
+            raise UsageError("a key is not one of a flattened optimizer state", found=key)
+        name, slot = split_key(rest, is_param)
+        parts[kind].setdefault(name, {})[slot] = value
+    return parts[STATE], parts[GROUPS]
+
+
+def split_key(key: str, is_param: Callable[[str], bool]) -> tuple[str, str]:
+    """Split `{name}.{slot}` after the longest start that is a parameter's name; if none is, at the last dot."""
+    at = len(key)
+    while (at := key.rfind(".", 0, at)) > 0:
+        if is_param(key[:at]):
+            return key[:at], key[at + 1 :]
+    name, _, slot = key.rpartition(".")
+    return name, slot
+
+
+def to_paths(state: Mapping[str, Any]) -> dict[Path, Any]:
+    """Return a nested state by paths; the groups stay one list."""
+    paths: dict[Path, Any] = {(STATE, key, slot): v for key, row in state[STATE].items() for slot, v in row.items()}
+    return {**(paths or {(STATE,): {}}), (GROUPS,): state[GROUPS]}
+
+
+def from_paths(tensors: Mapping[Path, V], values: Mapping[Path, object], *, has_lists: bool = False) -> Nested:
+    """Return the nested state of values by paths.
+
+    A slot that holds nested tensors becomes one slot a tensor, with dots in its name. Keys in `state` that are digits
+    become ids if the groups have ids: torch's planner writes text.
+
+    Args:
+        tensors: Leaves that are not split further.
+        values: Other values; containers are put together from their items.
+        has_lists: Numbers in paths are places in lists, never keys of dicts.
+
+    Raises:
+        FormatError: The paths are not those of an optimizer's state.
+    """
+    slots: dict[Key, dict[str, Any]] = {}
+    nested = unflatten({path[1:]: value for path, value in values.items() if path[:1] == (STATE,)})
+    for key, row in nested.items() if isinstance(nested, dict) else ():
+        for slot, value in row.items() if isinstance(row, dict) else ():
+            slots.setdefault(key, {})[str(slot)] = value
+    for path, tensor in tensors.items():
+        if path[:1] == (STATE,) and len(path) >= 3:
+            slots.setdefault(path[1], {})[dotted(path[2:])] = tensor
+        elif path[:1] != (GROUPS,):
+            raise FormatError("not a place for optimizer state", where=dotted(path), expected="state.<name>.<slot>")
+    groups = _list_groups({path[1:]: v for path, v in values.items() if path[:1] == (GROUPS,)}, has_lists=has_lists)
+    params = list(_iter_params(groups))
+    require_keys(slots, STATE)
+    if any(type(key) is int for key in params) and all(map(_is_digits, slots)):
+        slots = {int(key): row for key, row in slots.items()}
+    return {STATE: slots, GROUPS: groups}
+
+
+def _list_groups(values: Mapping[Path, object], *, has_lists: bool) -> list[dict[str, Any]]:
+    groups = unflatten(values, has_lists=has_lists)
+    if isinstance(groups, dict):
+        require_keys(groups, GROUPS)
+        groups = [groups[key] for key in sorted(groups, key=lambda k: (isinstance(k, str), k))]
+    if groups is not None and not (isinstance(groups, (list, tuple)) and all(isinstance(g, dict) for g in groups)):
+        raise FormatError("`param_groups` must be a list of dicts", found=type(groups).__name__)
+    for group in groups or ():
+        params = group.get("params", [])
+        if not isinstance(params, (list, tuple)) or not all(type(p) in (int, str) for p in params):
+            raise FormatError("`params` of a param group must be a list of names or ids", found=params)
+    return [dict(group) for group in groups or ()]
+
+
+def require_keys(keys: Iterable[object], where: str) -> None:
+    """Raise unless every key is a name or an id.
+
+    Raises:
+        FormatError: One is not.
+    """
+    for key in keys:
+        if type(key) not in (int, str):
+            raise FormatError(f"a key of `{where}` is neither a name nor an id", found=key)
+
+
+def _iter_params(groups: Iterable[Mapping[str, Any]]) -> Iterable[Key]:
+    return (key for group in groups for key in group.get("params", ()))
+
+
+def _is_digits(key: Key) -> bool:
+    return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= _MOST_DIGITS

@@ -1,0 +1,92 @@
+"""Settings of param groups follow the names: a group gets those with which its parameters were saved."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardckpt.errors import UsageError
+
+NAMES = frozenset({"params", "param_names"})
+"""Entries of a param group that are not settings."""
+
+
+class ConflictError(UsageError):
+    """Parameters of one group were saved with different settings."""
+
+
+def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a group's settings."""
+    return {key: copy.deepcopy(value) for key, value in group.items() if key not in NAMES}
+
+
+def match_settings(live: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings with which the parameters of each live group were saved; empty if none was.
+
+    Args:
+        live: The names in each live group.
+        saved: Groups with `params` as names.
+
+    Raises:
+        ConflictError: Parameters of a live group were saved in groups with different settings.
+    """
+    group_of = {name: at for at, group in enumerate(saved) for name in group["params"]}
+    matches = []
+    for names in live:
+        sources: dict[int, list[str]] = {}
+        for name in names:
+            if name in group_of:
+                sources.setdefault(group_of[name], []).append(name)
+        _require_equal(sources, saved)
+        matches.append(settings(saved[next(iter(sources))]) if sources else {})
+    return matches
+
+
+def group_by_settings(hypers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups of parameters with equal settings, in the order of their first members.
+
+    Args:
+        hypers: The settings of each parameter.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for name, values in hypers.items():
+        groups.setdefault(repr(sorted(values.items())), {**values, "params": []})["params"].append(name)
+    return list(groups.values())
+
+
+def read_param_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Return the name of each id, from groups that list one name for each of their ids."""
+    names: dict[int, str] = {}
+    for group in groups:
+        params, stored = group.get("params"), group.get("param_names")
+        if isinstance(params, (list, tuple)) and isinstance(stored, (list, tuple)) and len(params) == len(stored):
+            names |= {p: n for p, n in zip(params, stored, strict=True) if type(p) is int and isinstance(n, str)}
+    return names
+
+
+def _require_equal(sources: Mapping[int, Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> None:
+    sides = [(names, settings(saved[at])) for at, names in sources.items()]
+    for names, theirs in sides[1:]:
+        first_names, first = sides[0]
+        keys = [key for key in dict.fromkeys([*first, *theirs]) if not _is_equal(first.get(key), theirs.get(key))]
+        if keys:
+            raise ConflictError(
+                "parameters of one group were saved with different settings",
+                found="; ".join(
+                    f"{key}={side.get(key)!r} of {_format_names(side_names)}"
+                    for key in keys
+                    for side_names, side in ((first_names, first), (names, theirs))
+                ),
+                fix="Group the optimizer's parameters as they were, or make the saved settings equal.",
+            )
+
+
+def _format_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Compare two settings; the learning rate may be a tensor."""
+    equal = one == other
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
