@@ -1,10 +1,10 @@
-"""Train on two ranks and save to S3 in the background; then go on from the newest step on one rank.
+"""Train on two ranks and save to S3 in the background; then resume from the newest step on one rank.
 
-    python examples/async_s3.py                                      # to a server of moto, started here
-    python examples/async_s3.py s3://bucket/run                      # keys and endpoint as boto3 finds them
+    python examples/async_s3.py                                      # to a moto server that this program starts
+    python examples/async_s3.py s3://bucket/run                      # credentials and endpoint as for boto3
 
-The loop waits for a copy in memory. A thread uploads it, while training goes on, and puts `COMMIT` last: whatever ends
-the process, a reader of the bucket finds whole steps and nothing else.
+Training waits for a copy in memory. A thread uploads it while training continues, and writes `COMMIT` last. So readers
+of the bucket find complete steps only, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.nn import functional
-from train_fsdp import Model, batch, be_rank, say
+from train_fsdp import Model, make_batch, print_rank0, run_rank
 
 import shardckpt
 from shardckpt.core import fully_shard
@@ -30,7 +30,7 @@ STEPS, EVERY = 12, 4
 
 
 def train(root: str, steps: int) -> None:
-    """Be one rank: restore the newest step if there is one, then train and save in the background."""
+    """Restore the newest step if there is one, then train on this rank and save in the background."""
     torch.manual_seed(0)
     model = Model()
     for block in model.blocks:
@@ -41,29 +41,30 @@ def train(root: str, steps: int) -> None:
 
     checkpoints = shardckpt.Checkpointer(root, keep_last=2, save_every=EVERY)
     start = checkpoints.restore(state) or 0
-    say(f"world size {dist.get_world_size()}, from step {start}")
+    print_rank0(f"world size {dist.get_world_size()}, from step {start}")
     handle = None
     for step in range(start + 1, start + steps + 1):
-        ids = batch(step)
+        ids = make_batch(step)
         loss = functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        under_way = " (uploading meanwhile)" if handle is not None and not handle.done() else ""
-        say(f"  step {step}: loss {loss.item():.3f}{under_way}")
+        suffix = " (uploading meanwhile)" if handle is not None and not handle.done() else ""
+        print_rank0(f"  step {step}: loss {loss.item():.3f}{suffix}")
         if checkpoints.should_save(step):
-            handle = checkpoints.async_save(step, state)  # waits for the save before, should that take so long
+            handle = checkpoints.async_save(step, state)  # waits if the previous save is still running
     if handle is not None:
-        handle.result()  # in place, on all ranks; what failed is raised here
+        handle.result()  # committed on all ranks; an error of the save is raised here
         times = handle.timings
-        say(f"  last save: the loop waited {times.stall:.2f} s, the upload took {times.write + times.publish:.2f} s")
+        upload = times.write + times.publish
+        print_rank0(f"  last save: training waited {times.stall:.2f} s, the upload took {upload:.2f} s")
 
 
-def job(world: int, work: Callable[[], None]) -> None:
-    """Fork ranks and wait for them."""
+def run_job(world: int, work: Callable[[], None]) -> None:
+    """Fork the ranks of a job and wait for them."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=be_rank, args=(work, r, world, f"{folder}/store")) for r in range(world)]
+        ranks = [context.Process(target=run_rank, args=(work, r, world, f"{folder}/store")) for r in range(world)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -73,12 +74,12 @@ def job(world: int, work: Callable[[], None]) -> None:
 
 
 @contextmanager
-def bucket() -> Iterator[str]:
-    """Run moto's S3 server in this process, and yield the URL of a folder in a bucket of it."""
-    import boto3  # noqa: PLC0415  (a bucket that is named needs neither)
+def serve_bucket() -> Iterator[str]:
+    """Run moto's S3 server in this process and yield the URL of a folder in a bucket."""
+    import boto3  # noqa: PLC0415  (not needed if a bucket is given)
     from moto.server import ThreadedMotoServer  # noqa: PLC0415
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # or every request is a line
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # otherwise every request is logged
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -96,23 +97,23 @@ def bucket() -> Iterator[str]:
         server.stop()
 
 
-def story(root: str) -> None:
-    """Run both jobs, and look at what they left."""
-    job(2, partial(train, root, STEPS))
-    job(1, partial(train, root, 2))
+def run_jobs(root: str) -> None:
+    """Run both jobs, then list the steps and read a part of a tensor."""
+    run_job(2, partial(train, root, STEPS))
+    run_job(1, partial(train, root, 2))
     checkpoints = shardckpt.Checkpointer(root)
     print(f"complete steps in {root}: {', '.join(map(str, checkpoints.steps()))}")
     weight = shardckpt.open(checkpoints.path(checkpoints.steps()[-1]))["model.head.weight"]
-    print(f"head.weight there: {weight}; of its first row, which alone was read, the norm is {weight[0].norm():.3f}")
+    print(f"head.weight: {weight}; norm of its first row, the only part that is read: {weight[0].norm():.3f}")
 
 
 def main() -> None:
-    """Use the bucket that is named, or one of our own."""
+    """Use the given bucket, or start a server."""
     if len(sys.argv) > 1:
-        story(sys.argv[1])
+        run_jobs(sys.argv[1])
         return
-    with bucket() as root:
-        story(root)
+    with serve_bucket() as root:
+        run_jobs(root)
 
 
 if __name__ == "__main__":

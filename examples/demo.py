@@ -1,15 +1,15 @@
-"""A training run that is killed while it saves, goes on with fewer ranks, and ends as a model for transformers.
+"""Kill a training run during a save, resume it on fewer ranks, and export the model for transformers.
 
-    python examples/demo.py             # or `make demo`; --keep leaves the folder behind
+    python examples/demo.py             # or `make demo`; --keep does not delete the folder
 
-Nothing is downloaded: the weights start random. Every number that is printed was measured on this run.
+Nothing is downloaded: the weights are random at first. All printed numbers are measured in this run.
 """
 
 from __future__ import annotations
 
 import os
 
-# Before torch: nothing may reach for a hub, and matrix products must not depend on where in memory a weight lies.
+# Set before torch is imported: no downloads, and matrix products that do not depend on the address of a weight.
 os.environ.update(HF_HUB_OFFLINE="1", MKL_CBWR="COMPATIBLE", TOKENIZERS_PARALLELISM="false")
 
 import argparse
@@ -36,13 +36,13 @@ from shardckpt.core import fully_shard
 
 STEPS, SAVE_EVERY, KILLED_AT = 40, 10, 30
 SEQUENCES, TOKENS, WORDS = 16, 16, 128
-STUCK_AFTER = 1_000_000
-"""Bytes that each rank writes of the fatal step."""
+BLOCK_AFTER = 1_000_000
+"""Bytes that each rank writes of the step before it is killed."""
 
-FORK = multiprocessing.get_context("fork")  # which spares each rank the seconds that importing torch takes
+FORK = multiprocessing.get_context("fork")  # ranks do not import torch again
 
 
-def small_llama() -> LlamaConfig:
+def build_config() -> LlamaConfig:
     """Return the config of a Llama with two layers and 0.4 million parameters."""
     return LlamaConfig(
         vocab_size=WORDS,
@@ -57,15 +57,15 @@ def small_llama() -> LlamaConfig:
     )
 
 
-def batch(step: int) -> torch.Tensor:
-    """Return this rank's share of a step's sequences, which count upwards: the same ones on any number of ranks."""
+def make_batch(step: int) -> torch.Tensor:
+    """Return this rank's part of the sequences of a step; they count upwards and are the same at any world size."""
     starts = torch.randint(WORDS, (SEQUENCES, 1), generator=torch.Generator().manual_seed(step))
     return ((starts + torch.arange(TOKENS)) % WORDS).chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def train(run: Path, config: LlamaConfig, last: int, before_save: Callable[[int], None]) -> LlamaForCausalLM:
-    """Be one rank: go on from the newest step that is whole, or begin."""
-    torch.manual_seed(dist.get_world_size())  # a resumed job begins with other weights, and loads
+    """Train on this rank, from the newest complete step if there is one."""
+    torch.manual_seed(dist.get_world_size())  # the resumed job starts with other weights, before it loads
     model = LlamaForCausalLM(config)
     for layer in model.model.layers:
         fully_shard(layer)
@@ -74,185 +74,185 @@ def train(run: Path, config: LlamaConfig, last: int, before_save: Callable[[int]
     steps = Checkpointer(run, save_every=SAVE_EVERY)
     state = {"model": model, "optim": optim}
     start = time.perf_counter()
-    found = steps.restore(state)
-    if found is not None:
-        taken = time.perf_counter() - start
-        say(f"restored step {found}, the newest that is whole, in {taken:.2f} s; each block agrees with its hash")
-    for step in range((found or 0) + 1, last + 1):
-        ids = batch(step)
+    restored = steps.restore(state)
+    if restored is not None:
+        seconds = time.perf_counter() - start
+        print_rank0(f"restored step {restored}, the newest complete one, in {seconds:.2f} s; all hashes match")
+    for step in range((restored or 0) + 1, last + 1):
+        ids = make_batch(step)
         loss = model(ids, labels=ids).loss
         loss.backward()
         optim.step()
         optim.zero_grad()
         dist.all_reduce(mean := loss.detach() / dist.get_world_size())
-        if step in (1, last) or steps.should_save(step) or step == (found or 0) + 1:
-            say(f"step {step:2}: loss {mean.item():.4f}")
+        if step in (1, last) or steps.should_save(step) or step == (restored or 0) + 1:
+            print_rank0(f"step {step:2}: loss {mean.item():.4f}")
         if steps.should_save(step):
             before_save(step)
             start = time.perf_counter()
             steps.save(step, state)
-            taken = time.perf_counter() - start
-            say(f"         saved in {taken:.2f} s: {sizes(Path(steps.path(step)))}")
+            seconds = time.perf_counter() - start
+            print_rank0(f"         saved in {seconds:.2f} s: {format_sizes(Path(steps.path(step)))}")
     return model
 
 
-def die_while_saving(rank: int, stuck: Event) -> Callable[[int], None]:
-    """Return what makes a disk stop in the middle of a file, once the fatal step is saved."""
+def block_while_saving(rank: int, blocked: Event) -> Callable[[int], None]:
+    """Return a hook that makes `os.write` block in the middle of a file when step `KILLED_AT` is saved."""
     write, written = os.write, 0
 
-    def halfway(file: int, data: memoryview) -> int:
+    def write_partly(file: int, data: memoryview) -> int:
         nonlocal written
-        if written < STUCK_AFTER:
+        if written < BLOCK_AFTER:
             written += (count := write(file, data))
             return count
         if rank == 1:
-            stuck.set()
+            blocked.set()
         time.sleep(60)
-        raise SystemExit("nobody killed this rank")
+        raise SystemExit("this rank was not killed")
 
     def before_save(step: int) -> None:
         if step == KILLED_AT:
-            os.write = halfway
+            os.write = write_partly
 
     return before_save
 
 
-def doomed_rank(rank: int, folder: Path, config: LlamaConfig, stuck: Event) -> None:
-    """Be a rank of the first job, which does not live to see its end."""
-    with joined(folder / "store-2", rank, 2):
-        train(folder / "run", config, STEPS, die_while_saving(rank, stuck))
+def run_first_job(rank: int, folder: Path, config: LlamaConfig, blocked: Event) -> None:
+    """Run a rank of the first job, which is killed during a save."""
+    with process_group(folder / "store-2", rank, 2):
+        train(folder / "run", config, STEPS, block_while_saving(rank, blocked))
 
 
-def lone_rank(folder: Path, config: LlamaConfig) -> None:
-    """Be the only rank of the second job; leave what the trained model says beside its steps."""
-    with joined(folder / "store-1", 0, 1):
+def run_second_job(folder: Path, config: LlamaConfig) -> None:
+    """Run the only rank of the second job, and store the outputs of the trained model."""
+    with process_group(folder / "store-1", 0, 1):
         model = train(folder / "run", config, STEPS, lambda _: None)
-        torch.save(answers(model), folder / "trained.pt")
+        torch.save(compute_outputs(model), folder / "trained.pt")
 
 
 @contextmanager
-def joined(store: Path, rank: int, world: int) -> Iterator[None]:
-    """Be a rank of a job inside."""
+def process_group(store: Path, rank: int, world: int) -> Iterator[None]:
+    """Run the body as a rank of a process group."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)
     yield
     dist.destroy_process_group()
 
 
-def answers(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
-    """Return a model's logits for four sequences, and how it goes on counting from a prompt."""
+def compute_outputs(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    """Return the logits of a model for four sequences, and the tokens that it generates for a prompt."""
     model.eval()
     with torch.no_grad():
         logits = model((torch.arange(4)[:, None] * 30 + torch.arange(32)) % WORDS).logits
         prompt = torch.arange(40, 48)[None]
-        told = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
-    return {"logits": logits, "told": told[0]}
+        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+    return {"logits": logits, "tokens": tokens[0]}
 
 
 def train_and_kill(folder: Path, config: LlamaConfig) -> None:
-    """Run the first job, and kill it in the middle of a save."""
-    stuck = FORK.Event()
-    ranks = [FORK.Process(target=doomed_rank, args=(rank, folder, config, stuck)) for rank in range(2)]
+    """Run the first job and kill it during a save."""
+    blocked = FORK.Event()
+    ranks = [FORK.Process(target=run_first_job, args=(rank, folder, config, blocked)) for rank in range(2)]
     for process in ranks:
         process.start()
-    while not stuck.wait(0.05) and all(process.is_alive() for process in ranks):
+    while not blocked.wait(0.05) and all(process.is_alive() for process in ranks):
         pass
-    if not stuck.is_set():
+    if not blocked.is_set():
         raise SystemExit("a rank failed before it was killed")
-    print(f"2. Both ranks are killed while step {KILLED_AT} is being written.")
+    print(f"2. Both ranks are killed while they write step {KILLED_AT}.")
     for process in ranks:
         process.kill()
         process.join()
-    ends = ", ".join(signal.Signals(-(process.exitcode or 0)).name for process in ranks)
-    (left,) = (folder / "run").glob(".*.partial-*")
-    print(f"   They ended by {ends} and left {left.name}: {sizes(left)}.")
-    print("   No COMMIT was written, so there is no such step:")
-    print(indented(command(folder, "ls", "run")))
+    signals = ", ".join(signal.Signals(-(process.exitcode or 0)).name for process in ranks)
+    (partial,) = (folder / "run").glob(".*.partial-*")
+    print(f"   They ended by {signals} and left {partial.name}: {format_sizes(partial)}.")
+    print("   COMMIT was not written, so the step does not exist:")
+    print(indent(run_command(folder, "ls", "run")))
 
 
 def resume(folder: Path, config: LlamaConfig) -> None:
-    """Run the second job to its end."""
-    process = FORK.Process(target=lone_rank, args=(folder, config))
+    """Run the second job until it ends."""
+    process = FORK.Process(target=run_second_job, args=(folder, config))
     process.start()
     process.join()
     if process.exitcode != 0:
         raise SystemExit(f"the resumed job failed with exit code {process.exitcode}")
-    print(f"   It has saved step {KILLED_AT} anew:")
-    print(indented(command(folder, "ls", "run")))
+    print(f"   It saved step {KILLED_AT} again:")
+    print(indent(run_command(folder, "ls", "run")))
 
 
 def export(folder: Path, config: LlamaConfig) -> None:
-    """Make the last step a folder for transformers, load it there, and compare."""
+    """Consolidate the last step, load it with transformers, and compare."""
     config.save_pretrained(folder / "config")
     start = time.perf_counter()
-    print("4. The last step becomes a folder that transformers loads:")
-    print(indented(command(folder, "consolidate", f"run/step-{STEPS:08}", "model", "--config-from", "config")))
-    print(f"   took {time.perf_counter() - start:.1f} s, start-up included: {sizes(folder / 'model')}")
+    print("4. Consolidate the last step for transformers:")
+    print(indent(run_command(folder, "consolidate", f"run/step-{STEPS:08}", "model", "--config-from", "config")))
+    print(f"   took {time.perf_counter() - start:.1f} s, start-up included: {format_sizes(folder / 'model')}")
 
     torch.set_num_threads(1)
     model, info = LlamaForCausalLM.from_pretrained(folder / "model", output_loading_info=True)
-    odd = {kind: names for kind, names in info.items() if names}
-    print(f"5. from_pretrained loaded {len(model.state_dict())} tensors; missing or unexpected: {odd or 'none'}")
-    trained, loaded = torch.load(folder / "trained.pt"), answers(model)
-    same = torch.equal(trained["logits"], loaded["logits"]) and torch.equal(trained["told"], loaded["told"])
+    unexpected = {kind: names for kind, names in info.items() if names}
+    print(f"5. from_pretrained loaded {len(model.state_dict())} tensors; missing or unexpected: {unexpected or 'none'}")
+    trained, loaded = torch.load(folder / "trained.pt"), compute_outputs(model)
+    same = torch.equal(trained["logits"], loaded["logits"]) and torch.equal(trained["tokens"], loaded["tokens"])
     shape = "x".join(map(str, loaded["logits"].shape))
-    given, told = loaded["told"][:8].tolist(), loaded["told"][8:].tolist()
-    print(f"   After {' '.join(map(str, given))} it says {' '.join(map(str, told))}.")
+    prompt, generated = loaded["tokens"][:8].tolist(), loaded["tokens"][8:].tolist()
+    print(f"   After {' '.join(map(str, prompt))} it generates {' '.join(map(str, generated))}.")
     print(f"   Its {shape} logits and those of the trained model: {'equal, bit for bit' if same else 'DIFFERENT'}")
-    if odd or not same:
+    if unexpected or not same:
         raise SystemExit(1)
 
 
-def command(folder: Path, *words: str) -> str:
-    """Run the command in a folder, show it as it would be typed, and return what it printed."""
+def run_command(folder: Path, *words: str) -> str:
+    """Run the command in a folder, print the command line, and return its output."""
     print("   $ shardckpt " + " ".join(words), flush=True)
     line = [sys.executable, "-m", "shardckpt_cli", *words]
-    done = subprocess.run(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(done.stdout)
-    return done.stdout
+    process = subprocess.run(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if process.returncode != 0:
+        raise SystemExit(process.stdout)
+    return process.stdout
 
 
-def sizes(folder: Path) -> str:
-    """Return how much a folder holds, in MB of a million bytes."""
-    found = [path.stat().st_size / 1e6 for path in folder.iterdir()]
-    return f"{sum(found):.1f} MB in {len(found)} files"
+def format_sizes(folder: Path) -> str:
+    """Return the size of a folder, in MB of a million bytes."""
+    file_sizes = [path.stat().st_size / 1e6 for path in folder.iterdir()]
+    return f"{sum(file_sizes):.1f} MB in {len(file_sizes)} files"
 
 
-def say(line: str) -> None:
-    """Print on the first rank."""
+def print_rank0(line: str) -> None:
+    """Print on rank 0."""
     if dist.get_rank() == 0:
         print("   " + line, flush=True)
 
 
-def indented(text: str) -> str:
-    """Return text shifted to the right."""
+def indent(text: str) -> str:
+    """Return text, indented."""
     return textwrap.indent(text.rstrip(), " " * 5)
 
 
-def tell(folder: Path) -> None:
-    """Tell the story."""
-    start, config = time.perf_counter(), small_llama()
+def run_demo(folder: Path) -> None:
+    """Run the two jobs and export the model."""
+    start, config = time.perf_counter(), build_config()
     print("1. Two ranks train a small Llama with shardckpt's fully_shard and AdamW.", flush=True)
     train_and_kill(folder, config)
-    print("3. One rank takes over.", flush=True)
+    print("3. One rank resumes.", flush=True)
     resume(folder, config)
     export(folder, config)
-    print(f"All of it took {time.perf_counter() - start:.1f} s.")
+    print(f"Everything took {time.perf_counter() - start:.1f} s.")
 
 
 def main() -> None:
-    """Do it all in a temporary folder."""
+    """Run all steps in a temporary folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep", action="store_true", help="leave the folder, to look into it")
+    parser.add_argument("--keep", action="store_true", help="do not delete the folder")
     keep = parser.parse_args().keep
     disable_progress_bar()
     folder = Path(tempfile.mkdtemp(prefix="shardckpt-demo-"))
     try:
-        tell(folder)
+        run_demo(folder)
     finally:
         if keep:
-            print(f"Everything lies in {folder}")
+            print(f"The files are in {folder}")
         else:
             shutil.rmtree(folder)
 

@@ -1,11 +1,11 @@
-"""Train on four ranks, go on on two, then on three, in the middle of an epoch: no sample twice, none left out.
+"""Resume in the middle of an epoch on four, two and three ranks: no sample is used twice.
 
     python examples/elastic_resume.py                                # forks gloo ranks on the CPU
 
-The rule for data is `Order`: the order of samples depends on the seed and the epoch alone, a step takes the next
-`BATCH` of them however many ranks there are, and each rank takes its share. So what a checkpoint has to keep of the
-data is how many samples were consumed, a number that is the same on every rank. At the end one process trains on the
-whole batches without any checkpoint, and the losses are compared.
+`ElasticBatchSampler` decides which samples a rank gets. The order of samples depends on the seed and the epoch only. A
+step takes the next `BATCH` samples at any world size, and each rank takes its part of them. So a checkpoint only needs
+the number of consumed samples, which is the same on every rank. At the end one process trains on the full batches
+without a checkpoint, and the losses are compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
-from train_fsdp import WORDS, Block, Model, say
+from train_fsdp import WORDS, Block, Model, print_rank0
 
 import shardckpt
 from shardckpt.core import FullyShardedDataParallel
@@ -30,19 +30,19 @@ from shardckpt.core.wrap import ModuleWrapPolicy
 
 SAMPLES, BATCH, SEED = 64, 12, 5
 JOBS = ((4, 4), (2, 7), (3, 12))
-"""Ranks of each job, and the step at which it saves and ends. An epoch has five steps."""
+"""World size of each job, and the step at which it saves and ends. An epoch has five steps."""
 
 
-class Order:
-    """The order of samples, as a batch sampler: each rank's share of each step, from where training stands.
+class ElasticBatchSampler:
+    """Yield this rank's part of each batch, starting at the current position of the training.
 
-    It does not advance by being iterated, since workers of a loader run ahead: training tells it what it has consumed.
+    Iterating does not change the position, because the workers of a loader run ahead. The training calls `advance`.
 
     Args:
-        samples: How many there are.
-        batch: How many all ranks together take a step; what does not fill one is left out of that epoch.
+        samples: Number of samples in an epoch.
+        batch: Samples per step of all ranks together. An incomplete last batch of an epoch is skipped.
         rank: This rank.
-        world: Ranks there are now.
+        world: Current world size.
     """
 
     def __init__(self, samples: int, batch: int, rank: int, world: int) -> None:
@@ -50,38 +50,38 @@ class Order:
         self.consumed = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's part of every batch that is left of this epoch."""
+        """Yield this rank's part of every remaining batch of this epoch."""
         steps = self.samples // self.batch
         epoch, done = divmod(self.consumed // self.batch, steps)
-        drawn = torch.randperm(self.samples, generator=torch.Generator().manual_seed(SEED + epoch))
+        permutation = torch.randperm(self.samples, generator=torch.Generator().manual_seed(SEED + epoch))
         for step in range(done, steps):
-            whole = drawn[step * self.batch : (step + 1) * self.batch]
-            yield whole.tensor_split(self.world)[self.rank].tolist()
+            batch = permutation[step * self.batch : (step + 1) * self.batch]
+            yield batch.tensor_split(self.world)[self.rank].tolist()
 
     def advance(self) -> None:
         """Count one step of all ranks."""
         self.consumed += self.batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return what every rank knows alike, so that any number of ranks can go on from it."""
+        """Return the position, which is the same on every rank and valid for any world size."""
         return {"samples": self.samples, "batch": self.batch, "consumed": self.consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there.
+        """Restore the position.
 
         Args:
-            state: As `state_dict` returned it.
+            state: The result of `state_dict`.
 
         Raises:
-            ValueError: Other samples, or batches of another size.
+            ValueError: The number of samples or the batch size differs.
         """
         if (state["samples"], state["batch"]) != (self.samples, self.batch):
-            raise ValueError(f"the order was of other samples or batches: {state}")
+            raise ValueError(f"samples and batch must be {self.samples} and {self.batch}, got {state}")
         self.consumed = state["consumed"]
 
 
-class Counting(Dataset):
-    """Sequences that count upwards; each tells its number, too."""
+class CountingSequences(Dataset):
+    """Sequences that count upwards, each with its index."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -91,92 +91,94 @@ class Counting(Dataset):
 
 
 def train(steps: shardckpt.Checkpointer | None, last: int) -> Iterator[tuple[int, float, list[int]]]:
-    """Be one rank; yield each step's number, the loss over all ranks and the samples they had."""
+    """Train on this rank; yield each step with the mean loss and the samples of all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0 if steps is None else steps.latest() or 0)  # a resumed job begins with other weights, and loads
+    # A resumed job starts with other weights, before it loads.
+    torch.manual_seed(0 if steps is None else steps.latest() or 0)
     model: nn.Module = Model()
     if steps is not None:
         model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    order = Order(SAMPLES, BATCH, rank, world)
-    loader = DataLoader(Counting(), batch_sampler=order)
+    order = ElasticBatchSampler(SAMPLES, BATCH, rank, world)
+    loader = DataLoader(CountingSequences(), batch_sampler=order)
     state: dict[str, Any] = {"model": model, "optim": optimizer, "order": order, "rng": shardckpt.RNGState()}
     step = (steps.restore(state) or 0) if steps is not None else 0
     while step < last:
         for numbers, ids in loader:
             loss = functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            # Gradients are averaged over ranks: a rank with more samples than others counts for more.
-            share = len(ids) * world / BATCH
-            (loss * share).backward()
+            # Gradients are averaged over ranks, so a rank with more samples needs a larger weight.
+            weight = len(ids) * world / BATCH
+            (loss * weight).backward()
             optimizer.step()
             optimizer.zero_grad()
             order.advance()
             step += 1
-            yield step, *over_all_ranks(loss.detach() * share, numbers)
+            yield step, *reduce_over_ranks(loss.detach() * weight, numbers)
             if step == last:
                 break
     if steps is not None:
         steps.save(step, state)
 
 
-def over_all_ranks(loss: torch.Tensor, numbers: torch.Tensor) -> tuple[float, list[int]]:
-    """Return the mean loss of the whole batch, and the numbers of its samples."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (loss.item(), numbers.tolist()))
-    return sum(each for each, _ in found) / len(found), [number for _, part in found for number in part]
+def reduce_over_ranks(loss: torch.Tensor, numbers: torch.Tensor) -> tuple[float, list[int]]:
+    """Return the mean loss of the full batch, and the indices of its samples."""
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, (loss.item(), numbers.tolist()))
+    return sum(loss for loss, _ in results) / len(results), [number for _, part in results for number in part]
 
 
-def be_rank(rank: int, world: int, folder: Path, last: int, is_reference: bool, told: Any) -> None:
-    """Be one of the forked ranks."""
+def run_rank(rank: int, world: int, folder: Path, last: int, is_reference: bool, sender: Any) -> None:
+    """Run one of the forked ranks."""
     torch.set_num_threads(1)
     store = str(folder / f"store-{world}-{is_reference}")
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    warnings.simplefilter("ignore")  # that random numbers begin anew on other ranks; this model draws none
-    found = []
+    warnings.simplefilter("ignore")  # about RNG states at another world size, which this model does not need
+    results = []
     for step, loss, numbers in train(None if is_reference else shardckpt.Checkpointer(folder / "run"), last):
-        found.append((loss, numbers))
+        results.append((loss, numbers))
         if not is_reference:
-            say(f"  step {step:2}: loss {loss:.4f}, samples {' '.join(map(str, sorted(numbers)))}")
+            print_rank0(f"  step {step:2}: loss {loss:.4f}, samples {' '.join(map(str, sorted(numbers)))}")
     if rank == 0:
-        told.send(found)
+        sender.send(results)
     dist.destroy_process_group()
 
 
-def job(world: int, folder: Path, last: int, *, is_reference: bool = False) -> list[tuple[float, list[int]]]:
-    """Run a job to its end; return what each step's loss was, and which samples it had."""
+def run_job(world: int, folder: Path, last: int, *, is_reference: bool = False) -> list[tuple[float, list[int]]]:
+    """Run a job until it ends; return the loss and the samples of each step."""
     context = multiprocessing.get_context("fork")
-    heard, told = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     ranks = [
-        context.Process(target=be_rank, args=(rank, world, folder, last, is_reference, told)) for rank in range(world)
+        context.Process(target=run_rank, args=(rank, world, folder, last, is_reference, sender))
+        for rank in range(world)
     ]
     for process in ranks:
         process.start()
-    told.close()
+    sender.close()
     try:
-        found = heard.recv()
+        results = receiver.recv()
     except EOFError:
         raise SystemExit("a rank failed") from None
     for process in ranks:
         process.join()
-    return found
+    return results
 
 
 def main() -> None:
-    """Run the jobs one after the other, and compare them with one that was never interrupted."""
+    """Run the jobs one after the other, and compare them with a job that is not interrupted."""
     with tempfile.TemporaryDirectory() as name:
-        folder, found = Path(name), []
+        folder, results = Path(name), []
         for world, last in JOBS:
-            print(f"{world} ranks, from step {len(found) + 1} to {last}", flush=True)
-            found += job(world, folder, last)
-        expected = job(1, folder, JOBS[-1][1], is_reference=True)
-    farthest = max(abs(loss - other) for (loss, _), (other, _) in zip(found, expected, strict=True))
-    same = [sorted(numbers) for _, numbers in found] == [sorted(numbers) for _, numbers in expected]
-    print(f"losses differ from those of one process without interruption by {farthest:.0e} at most")
+            print(f"{world} ranks, from step {len(results) + 1} to {last}", flush=True)
+            results += run_job(world, folder, last)
+        expected = run_job(1, folder, JOBS[-1][1], is_reference=True)
+    difference = max(abs(loss - other) for (loss, _), (other, _) in zip(results, expected, strict=True))
+    same = [sorted(numbers) for _, numbers in results] == [sorted(numbers) for _, numbers in expected]
+    print(f"maximum difference to the losses of one process without interruption: {difference:.0e}")
     for epoch in range(2):
-        seen = [number for _, numbers in found[5 * epoch : 5 * epoch + 5] for number in numbers]
-        print(f"epoch {epoch}: {len(seen)} samples, {len(set(seen))} different ones")
-    print(f"the samples of every step are {'the same' if same else 'OTHERS'}")
-    if farthest > 1e-5 or not same:
+        samples = [number for _, numbers in results[5 * epoch : 5 * epoch + 5] for number in numbers]
+        print(f"epoch {epoch}: {len(samples)} samples, {len(set(samples))} different ones")
+    print(f"the samples of every step are {'the same' if same else 'DIFFERENT'}")
+    if difference > 1e-5 or not same:
         raise SystemExit(1)
 
 

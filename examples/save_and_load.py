@@ -1,9 +1,9 @@
-"""Train on two ranks, save, and go on from there on three, under another sharding: the losses are the same.
+"""Save on two ranks and resume on three, with another kind of sharding: the losses are the same.
 
     python examples/save_and_load.py                                 # forks gloo ranks on the CPU
 
-The first job is sharded by the wrapper (flat parameters), the second by `fully_shard` (DTensors, rows). Neither knows
-of the other: a checkpoint holds named arrays, and every rank reads the boxes of them that it holds.
+The first job uses the wrapper (flat parameters), the second one `fully_shard` (DTensors, sharded by rows). The
+checkpoint does not depend on either: it stores named tensors, and every rank reads the boxes that it needs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-from train_fsdp import WORDS, Model, say
+from train_fsdp import WORDS, Model, print_rank0
 
 import shardckpt
 from shardckpt.core import FullyShardedDataParallel, fully_shard
@@ -24,15 +24,15 @@ from shardckpt.core import FullyShardedDataParallel, fully_shard
 STEPS, SAVED_AT, SEQUENCES = 8, 4, 12
 
 
-def share(step: int) -> torch.Tensor:
-    """Return this rank's share of a step's token ids, which are the same however many ranks there are."""
+def make_batch(step: int) -> torch.Tensor:
+    """Return this rank's part of the token ids of a step, which are the same at any world size."""
     starts = torch.randint(WORDS, (SEQUENCES, 1), generator=torch.Generator().manual_seed(step))
     return ((starts + torch.arange(16)) % WORDS).chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def build(style: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Return a sharded model, its optimizer, and a schedule for the learning rate."""
-    torch.manual_seed(dist.get_world_size())  # a resumed job begins with other weights, and loads
+def build_training(style: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Return a sharded model, its optimizer and a learning rate schedule."""
+    torch.manual_seed(dist.get_world_size())  # the resumed job starts with other weights, before it loads
     model: nn.Module = Model()
     if style == "flat":
         model = FullyShardedDataParallel(model, sync_module_states=True)
@@ -43,17 +43,17 @@ def build(style: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_
 
 
 def train(style: str, checkpoint: Path, *, resume: bool) -> None:
-    """Be one rank of a job."""
-    model, optimizer, schedule = build(style)
+    """Train on this rank."""
+    model, optimizer, schedule = build_training(style)
     state = {"model": model, "optim": optimizer, "schedule": schedule, "step": 0}
     if resume:
-        shardckpt.load(state, checkpoint)  # in place; plain values are replaced in the dict
-    say(f"{dist.get_world_size()} ranks, {style}, from step {state['step']}")
+        shardckpt.load(state, checkpoint)  # tensors are loaded in place, other values are replaced in the dict
+    print_rank0(f"{dist.get_world_size()} ranks, {style}, from step {state['step']}")
     for step in range(state["step"], STEPS):
         if step == SAVED_AT and not resume:
             state["step"] = step
             shardckpt.save(state, checkpoint)
-        ids = share(step)
+        ids = make_batch(step)
         loss = functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         optimizer.step()
@@ -61,23 +61,24 @@ def train(style: str, checkpoint: Path, *, resume: bool) -> None:
         schedule.step()
         mean = loss.detach()
         dist.all_reduce(mean)
-        say(f"  step {step}: loss {mean.item() / dist.get_world_size():.3f}, lr {schedule.get_last_lr()[0]:.5f}")
+        mean /= dist.get_world_size()
+        print_rank0(f"  step {step}: loss {mean.item():.3f}, lr {schedule.get_last_lr()[0]:.5f}")
 
 
-def be_rank(rank: int, world: int, store: str, style: str, checkpoint: Path, resume: bool) -> None:
-    """Be one of the forked ranks."""
+def run_rank(rank: int, world: int, store: str, style: str, checkpoint: Path, resume: bool) -> None:
+    """Run one of the forked ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     train(style, checkpoint, resume=resume)
     dist.destroy_process_group()
 
 
-def job(world: int, style: str, checkpoint: Path, *, resume: bool) -> None:
-    """Run a job to its end."""
+def run_job(world: int, style: str, checkpoint: Path, *, resume: bool) -> None:
+    """Fork the ranks of a job and wait for them."""
     context = multiprocessing.get_context("fork")
     store = str(checkpoint.parent / f"store-{world}")
     ranks = [
-        context.Process(target=be_rank, args=(rank, world, store, style, checkpoint, resume)) for rank in range(world)
+        context.Process(target=run_rank, args=(rank, world, store, style, checkpoint, resume)) for rank in range(world)
     ]
     for process in ranks:
         process.start()
@@ -88,11 +89,11 @@ def job(world: int, style: str, checkpoint: Path, *, resume: bool) -> None:
 
 
 def main() -> None:
-    """Run both jobs, and look into what the first one saved."""
+    """Run both jobs, then read a tensor of the checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "step-4"
-        job(2, "flat", checkpoint, resume=False)
-        job(3, "rows", checkpoint, resume=True)
+        run_job(2, "flat", checkpoint, resume=False)
+        run_job(3, "rows", checkpoint, resume=True)
         weight = shardckpt.open(checkpoint)["model.head.weight"]
         print(f"head.weight in the checkpoint: {weight}; its first elements: {weight[0, :3].tolist()}")
 

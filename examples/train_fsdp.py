@@ -1,9 +1,9 @@
 """Train a small language model with shardckpt's `FullyShardedDataParallel`, and print a table of losses.
 
     python examples/train_fsdp.py                                    # forks two gloo ranks on the CPU
-    torchrun --nproc-per-node 2 examples/train_fsdp.py               # or as many as you like
+    torchrun --nproc-per-node 2 examples/train_fsdp.py               # or any number of ranks
 
-Coming from torch, the two import lines are all that changes.
+Compared with torch's FSDP, only the two import lines differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS, WORDS, WIDTH, LAYERS = 20, 256, 64, 4
 
 
 class Block(nn.Module):
-    """One residual layer: attention over what came before, then a feed-forward part."""
+    """A residual layer: causal attention, then a feed-forward network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Token ids in, logits of the next token out."""
+    """A language model: token ids to logits of the next token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,16 +53,16 @@ class Model(nn.Module):
         return self.head(self.blocks(self.embedding(ids)))
 
 
-def batch(step: int) -> torch.Tensor:
-    """Return a rank's token ids of one step: sequences that count upwards, others on every rank."""
-    seeded = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
-    starts = torch.randint(WORDS, (16, 1), generator=seeded)
+def make_batch(step: int) -> torch.Tensor:
+    """Return this rank's token ids of a step: sequences that count upwards, different on each rank."""
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    starts = torch.randint(WORDS, (16, 1), generator=generator)
     return (starts + torch.arange(16)) % WORDS
 
 
 def train() -> None:
-    """Be one rank."""
-    torch.manual_seed(0)  # the same model everywhere; or let rank 0 hand its own out with sync_module_states=True
+    """Train on this rank."""
+    torch.manual_seed(0)  # the same model on all ranks; alternatively pass sync_module_states=True
     model = Model()
     total = sum(parameter.numel() for parameter in model.parameters())
     model = FSDP(
@@ -73,34 +73,34 @@ def train() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     stored = sum(parameter.numel() for parameter in model.parameters())
-    say(f"{dist.get_world_size()} ranks; rank 0 stores {stored:,} of {total:,} parameters")
-    say("step    loss  gradient norm")
+    print_rank0(f"{dist.get_world_size()} ranks; rank 0 stores {stored:,} of {total:,} parameters")
+    print_rank0("step    loss  gradient norm")
     for step in range(STEPS):
-        ids = batch(step)
+        ids = make_batch(step)
         logits = model(ids[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         norm = model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        report(step, loss.detach(), norm)
+        print_row(step, loss.detach(), norm)
 
 
-def report(step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
-    """Print a row of the table, with the mean of all ranks' losses."""
+def print_row(step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
+    """Print a row of the table, with the mean loss of all ranks."""
     dist.all_reduce(loss)
     if step % 4 == 0 or step == STEPS - 1:
-        say(f"{step:4}  {loss.item() / dist.get_world_size():6.3f}  {norm.item():13.3f}")
+        print_rank0(f"{step:4}  {loss.item() / dist.get_world_size():6.3f}  {norm.item():13.3f}")
 
 
-def say(line: str) -> None:
+def print_rank0(line: str) -> None:
     """Print on rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
-def be_rank(train: Callable[[], None], rank: int, world: int, store: str) -> None:
-    """Be one of the forked ranks."""
+def run_rank(train: Callable[[], None], rank: int, world: int, store: str) -> None:
+    """Run one of the forked ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     train()
@@ -116,7 +116,7 @@ def launch(train: Callable[[], None], world: int = 2) -> None:
         return
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=be_rank, args=(train, r, world, f"{folder}/store")) for r in range(world)]
+        ranks = [context.Process(target=run_rank, args=(train, r, world, f"{folder}/store")) for r in range(world)]
         for process in ranks:
             process.start()
         for process in ranks:

@@ -1,16 +1,17 @@
-"""Let transformers' Trainer save in the background and go on from the newest whole step: a callback, no subclass.
+"""Save and resume transformers' Trainer with a callback: saves run in the background.
 
     python examples/trainer_callback.py
 
-Three trainings of a small Llama: one to the end, one that is stopped after step 8 (its newest step is 6, in the middle
-of an epoch), and one that goes on from there. Losses and weights are those of the first, bit for bit, with dropout.
+A small Llama is trained three times. The first training runs to the end. The second stops after step 8; its newest
+checkpoint is step 6, in the middle of an epoch. The third resumes from it. Its losses and weights equal those of the
+first, bit for bit, with dropout.
 """
 
 from __future__ import annotations
 
 import os
 
-# Before torch: nothing may reach for a hub, and matrix products must not depend on where in memory a weight lies.
+# Set before torch is imported: no downloads, and matrix products that do not depend on the address of a weight.
 os.environ.update(HF_HUB_OFFLINE="1", MKL_CBWR="COMPATIBLE", TOKENIZERS_PARALLELISM="false")
 
 import dataclasses
@@ -39,28 +40,28 @@ STEPS, SAVE_EVERY, STOPPED_AT = 12, 3, 8
 
 
 class Checkpoints(TrainerCallback):
-    """Saves steps of a Trainer in the background, and restores the newest one.
+    """Save steps of a Trainer in the background, and restore the newest one.
 
     Args:
-        root: Folder of the run: a path, or a URL that fsspec knows.
-        save_every: Save each step that this divides.
-        keep_last: Keep so many of the newest steps.
+        root: Run directory: a path or an fsspec URL.
+        save_every: Save every step that is a multiple of this.
+        keep_last: Number of newest steps to keep.
     """
 
     def __init__(self, root: str | Path, *, save_every: int, keep_last: int = 2) -> None:
         self.steps = shardckpt.Checkpointer(root, save_every=save_every, keep_last=keep_last)
         self.restored: int | None = None
         self._generators: dict[str, Any] | None = None
-        self._under_way: shardckpt.SaveHandle | None = None
+        self._handle: shardckpt.SaveHandle | None = None
 
     def resume_from(self, folder: Path) -> str | None:
-        """Return what to hand to `train(resume_from_checkpoint=...)`, None where there is nothing to go on from.
+        """Return the folder for `train(resume_from_checkpoint=...)`, or None if there is no step.
 
-        The Trainer wants a folder that tells where it was, so that it passes over the batches of the epoch that it had,
-        and holds weights. All else is restored in `on_train_begin`.
+        The Trainer needs a folder with weights and with its position, so that it skips the batches that it has already
+        used. `on_train_begin` restores everything else.
 
         Args:
-            folder: Where to write it; it is not needed once training has begun.
+            folder: The folder to write. It can be deleted once training has begun.
         """
         saved: dict[str, Any] = {"trainer": ""}
         self.restored = self.steps.restore(saved, partial=["trainer"])
@@ -77,41 +78,41 @@ class Checkpoints(TrainerCallback):
         if self.restored is None:
             return
         generators = shardckpt.RNGState()
-        self.steps.restore({**held(kw), "trainer": "", "rng": generators}, step=self.restored)
-        # In the middle of an epoch the loader, begun anew, is about to draw from the generator what it drew before.
+        self.steps.restore({**build_state(kw), "trainer": "", "rng": generators}, step=self.restored)
+        # In the middle of an epoch the new loader will draw the same random numbers again.
         per_epoch = state.max_steps // state.num_train_epochs
         self._generators = generators.state_dict() if state.global_step % per_epoch else None
 
-    def on_step_begin(self, *_given: Any, **_kw: Any) -> None:
-        """Let the generators go on where they were, if the loader has drawn from them since."""
+    def on_step_begin(self, *_args: Any, **_kw: Any) -> None:
+        """Restore the RNG states again, if the loader has used the generators since `on_train_begin`."""
         if self._generators is not None:
             shardckpt.RNGState().load_state_dict(self._generators)
             self._generators = None
 
     def on_step_end(self, _args: TrainingArguments, state: TrainerState, _control: TrainerControl, **kw: Any) -> None:
-        """Save in the background where a step is due; what went wrong with the one before is raised here."""
+        """Save in the background if a step is due; an error of the previous save is raised here."""
         if self.steps.should_save(state.global_step):
-            told = json.dumps(dataclasses.asdict(state))
-            saved = {**held(kw), "trainer": told, "rng": shardckpt.RNGState()}
-            self._under_way = self.steps.async_save(state.global_step, saved)
+            trainer = json.dumps(dataclasses.asdict(state))
+            saved = {**build_state(kw), "trainer": trainer, "rng": shardckpt.RNGState()}
+            self._handle = self.steps.async_save(state.global_step, saved)
 
-    def on_train_end(self, *_given: Any, **_kw: Any) -> None:
-        """Wait for the save that is under way, and raise what went wrong with it."""
-        if self._under_way is not None:
-            self._under_way.result()
+    def on_train_end(self, *_args: Any, **_kw: Any) -> None:
+        """Wait for the last save, and raise its error if it failed."""
+        if self._handle is not None:
+            self._handle.result()
 
 
-def held(given: dict[str, Any]) -> dict[str, Any]:
-    """Return what a Trainer holds, of what it hands to a callback."""
-    optimizer = given["optimizer"]
+def build_state(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the objects to save, from the keyword arguments of a callback."""
+    optimizer = arguments["optimizer"]
     return {
-        "model": given["model"],
-        "optim": getattr(optimizer, "optimizer", optimizer),  # accelerate's wrapper has the one that we know
-        "schedule": given["lr_scheduler"],
+        "model": arguments["model"],
+        "optim": getattr(optimizer, "optimizer", optimizer),  # remove accelerate's wrapper
+        "schedule": arguments["lr_scheduler"],
     }
 
 
-class Counting(Dataset):
+class CountingSequences(Dataset):
     """Sequences that count upwards."""
 
     def __len__(self) -> int:
@@ -123,27 +124,27 @@ class Counting(Dataset):
 
 
 class StopAt(TrainerCallback):
-    """Ends training as if the job were over."""
+    """Stop training early, like the end of a job."""
 
     def on_step_end(self, _args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kw: Any) -> None:
-        """Stop."""
+        """Stop after `STOPPED_AT` steps."""
         control.should_training_stop = state.global_step == STOPPED_AT
 
 
 class Losses(TrainerCallback):
-    """Keeps the losses that are logged."""
+    """Record the logged losses."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, float] = {}
 
     def on_log(self, _args: TrainingArguments, state: TrainerState, _control: TrainerControl, **kw: Any) -> None:
-        """Keep one."""
+        """Record a loss."""
         if "loss" in kw["logs"]:
             self.by_step[state.global_step] = kw["logs"]["loss"]
 
 
 def train(folder: Path, seed: int, *callbacks: TrainerCallback, resume: str | None = None) -> tuple[Trainer, Losses]:
-    """Train from weights that a seed gives, or from what `resume` tells."""
+    """Train from random weights, or resume from a folder."""
     set_seed(seed)
     losses = Losses()
     arguments = TrainingArguments(
@@ -167,7 +168,7 @@ def train(folder: Path, seed: int, *callbacks: TrainerCallback, resume: str | No
         attention_dropout=0.2,
     )
     model = LlamaForCausalLM(config)
-    trainer = Trainer(model, arguments, train_dataset=Counting(), callbacks=[losses, *callbacks])
+    trainer = Trainer(model, arguments, train_dataset=CountingSequences(), callbacks=[losses, *callbacks])
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
     return trainer, losses
@@ -178,18 +179,18 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        whole, expected = train(folder, 1)
+        uninterrupted, expected = train(folder, 1)
         train(folder, 1, Checkpoints(folder / "run", save_every=SAVE_EVERY), StopAt())
 
         callback = Checkpoints(folder / "run", save_every=SAVE_EVERY)
-        resumed, found = train(folder, 2, callback, resume=callback.resume_from(folder / "resumed"))
+        resumed, losses = train(folder, 2, callback, resume=callback.resume_from(folder / "resumed"))
         print(f"stopped after step {STOPPED_AT}, resumed from step {callback.restored}")
         print(f"complete steps at the end: {callback.steps.steps()}")
-    for step, loss in found.by_step.items():
+    for step, loss in losses.by_step.items():
         print(f"  step {step:2}: loss {loss:.4f}, without interruption {expected.by_step[step]:.4f}")
-    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
-    same = all(torch.equal(one, other) for one, other in pairs)
-    same &= all(expected.by_step[step] == loss for step, loss in found.by_step.items())
+    pairs = zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True)
+    same = all(torch.equal(first, third) for first, third in pairs)
+    same &= all(expected.by_step[step] == loss for step, loss in losses.by_step.items())
     print(f"losses and weights: {'equal, bit for bit' if same else 'DIFFERENT'}")
     if not same or callback.restored != STOPPED_AT // SAVE_EVERY * SAVE_EVERY:
         raise SystemExit(1)

@@ -66,7 +66,7 @@ def main(folder: Path) -> None:
         warnings.simplefilter("ignore")
         rank_files(folder)
     demo = example()
-    config = demo.small_llama(tied=False)
+    config = demo.build_config(tied=False)
     work = folder / "work"
     work.mkdir(parents=True)
     demo.run_ranks(work, config)

@@ -23,7 +23,7 @@ RUNS = {
             [],
             (
                 "world size 2, from step 0",
-                "last save: the loop waited",
+                "last save: training waited",
                 "world size 1, from step 12",
                 "complete steps in s3://training/run: 8, 12",
             ),
@@ -38,8 +38,8 @@ RUNS = {
             [],
             (
                 "They ended by SIGKILL, SIGKILL and left .step-00000030.partial-",
-                "     10\n     20\n3. One rank takes over.\n   restored step 20, the newest that is whole",
-                "After 40 41 42 43 44 45 46 47 it says 48 49 50 51 52 53 54 55.",
+                "     10\n     20\n3. One rank resumes.\n   restored step 20, the newest complete one",
+                "After 40 41 42 43 44 45 46 47 it generates 48 49 50 51 52 53 54 55.",
                 EQUAL,
             ),
         )
@@ -57,17 +57,17 @@ RUNS = {
         )
     ],
     "ema.py": [
-        ([], ("3 ranks go on from step 20", "variants in the checkpoint: ema", "live: error 0.", "ema: error 0."))
+        ([], ("3 ranks resume from step 20", "variants in the checkpoint: ema", "live: error 0.", "ema: error 0."))
     ],
     "lightning_callback.py": [([], ("stopped after step 8, resumed from step 6", EQUAL))],
     "lora.py": [
         (
             [],
             (
-                "the outputs are equal, bit for bit: True",
-                "refused: model.0.base.weight: a frozen parameter is not what it is in the base",
-                "adapter: 8 tensors, 33 kB\nwhole: 16 tensors, 1,085 kB",
-                "the base was moved, and is found: True",
+                "are equal, bit for bit: True",
+                "rejected: model.0.base.weight: a frozen parameter is not what it is in the base",
+                "adapter: 8 tensors, 33 kB\nfull: 16 tensors, 1,085 kB",
+                "the moved base is found: True",
             ),
         )
     ],
