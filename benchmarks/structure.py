@@ -83,6 +83,8 @@ def trace_calls(folder: Path) -> list[tuple[str, Trace]]:
     rows = []
     state = {"model": make_model().state_dict(), "step": 3}
     shardckpt.save(state, folder / "warm")
+    shardckpt.load(state, folder / "warm")
+    shardckpt.consolidate(folder / "warm", folder / "warm_full")
     rows.append(("save(state, path)", trace(lambda: shardckpt.save(state, folder / "native"), OURS)))
     rows.append(("load(state, path)", trace(lambda: shardckpt.load(state, folder / "native"), OURS)))
     rows.append(("load(path)", trace(lambda: shardckpt.load(folder / "native"), OURS)))

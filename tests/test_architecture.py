@@ -28,13 +28,13 @@ ARROWS: dict[str, set[str]] = {
     "layout": {"boxes", "dtypes", "errors"},
     "rendezvous": {"errors"},
     "deprecation": {"errors"},
-    "groups": {"rendezvous", "errors"},
+    "groups": {"errors"},
     "core": {"boxes", "dtypes", "layout", "groups", "errors"},
     "state": {"core", "plan", "groups"} | LEAVES,
     "plan": set(LEAVES),
     "storage": {"errors"},
     "format": {"plan", "storage"} | LEAVES,
-    "checkpoint": {"state", "plan", "format", "storage", "groups", "deprecation"} | LEAVES,
+    "checkpoint": {"state", "plan", "format", "storage", "rendezvous", "deprecation"} | LEAVES,
     "offline": {"plan", "format", "storage"} | LEAVES,
     "offline.write.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
     # The door names everything for type checkers and resolves each name on first use.
@@ -66,7 +66,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"ranks", "dcp", "deepspeed", "huggingface"},
         {"frameworks"},
     ),
-    "checkpoint": ({"stateful"}, {"planning"}, {"channels"}, {"load"}, {"incremental"}, {"save"}),
+    "checkpoint": ({"stateful"}, {"planning"}, {"coordinator"}, {"load"}, {"incremental"}, {"save"}),
     "offline": ({"write"}, {"select"}, {"targets", "compare"}),
 }
 

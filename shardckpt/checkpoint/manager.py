@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.channels import get_channels
+from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.load import MIXED, load
 from shardckpt.checkpoint.save.async_save import async_save
 from shardckpt.checkpoint.save.handle import SaveEvent, SaveHandle
@@ -54,7 +54,6 @@ from shardckpt.format.native.run_directory import (
     step_name,
 )
 from shardckpt.format.run_start import require_start_of_run
-from shardckpt.groups import Coordinator
 from shardckpt.plan.retention import (
     Retention,
     SavedStep,

@@ -18,8 +18,7 @@ from shardckpt.format.native.run_directory import is_step_name
 from shardckpt.format.reader import Evidence, Format, NamedBases, Reader, Source
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.resolve_url import kind, open_store, split
-from shardckpt.storage.store import Listed, Store
-from shardckpt.storage.store_wrapper import SubfolderStore, WrappedStore
+from shardckpt.storage.store import Listed, Store, SubfolderStore, WrappedStore
 
 FORMATS: tuple[Format, ...] = (
     native.FORMAT,

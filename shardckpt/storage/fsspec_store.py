@@ -19,9 +19,8 @@ from shardckpt.errors import MissingFileError, StorageError, TruncatedError, Usa
 from shardckpt.storage.fsspec_writer import FsspecWriter, new_writer
 from shardckpt.storage.range_cache import MAX_REQUEST, BlockCache, Span, plan_requests
 from shardckpt.storage.retry import ShortBodyError, remote_error, retry
-from shardckpt.storage.safe_names import check_name
 from shardckpt.storage.sftp import SftpFiles, get_connection
-from shardckpt.storage.store import Capabilities, Listed, Read
+from shardckpt.storage.store import Capabilities, Listed, Read, check_name
 
 CACHE_BYTES = 32 << 20
 """Fetched bytes one store keeps, so that a small checkpoint is fetched once however it is read."""

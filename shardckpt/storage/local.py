@@ -14,9 +14,16 @@ from itertools import islice
 from shardckpt.errors import MissingFileError, TruncatedError, UnsafeError
 from shardckpt.storage.linux_syscalls import STEP_BYTES, start_writeback
 from shardckpt.storage.orphans import PARTIAL, close, hold, release, sibling_path
-from shardckpt.storage.os_errors import convert_os_errors, storage_error
-from shardckpt.storage.safe_names import check_name
-from shardckpt.storage.store import Capabilities, ClosingWriter, Listed, Read, Store
+from shardckpt.storage.store import (
+    Capabilities,
+    ClosingWriter,
+    Listed,
+    Read,
+    Store,
+    check_name,
+    convert_os_errors,
+    storage_error,
+)
 
 _OPEN_FILES = 64
 """File descriptors one store keeps open; a checkpoint may have thousands of files."""

@@ -23,10 +23,9 @@ from shardckpt.storage.orphans import (
     sweep,
     take,
 )
-from shardckpt.storage.os_errors import convert_os_errors, storage_error
 from shardckpt.storage.publication import REPLACE_IT, Publication
 from shardckpt.storage.replaceable import FileKind, Kind, find_replaceable_files, require_file
-from shardckpt.storage.store import Listed
+from shardckpt.storage.store import Listed, convert_os_errors, storage_error
 
 
 class LocalPublication(Publication):

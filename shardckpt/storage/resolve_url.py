@@ -8,10 +8,9 @@ import re
 import stat
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import UsageError
+from shardckpt.errors import MissingFileError, UsageError
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.os_errors import storage_error
-from shardckpt.storage.store import Store
+from shardckpt.storage.store import Store, convert_os_errors, storage_error
 
 if TYPE_CHECKING:
     from shardckpt.storage.fsspec_store import FsspecStore
@@ -105,3 +104,26 @@ def kind(url: str) -> str:
             return "missing"
         raise storage_error(error, "cannot look at it", path) from error
     return "folder" if stat.S_ISDIR(mode) else "file"
+
+
+def file_version(folder: str, name: str) -> str:
+    """Return a text that is another one once a file is replaced; empty where the store does not tell.
+
+    Args:
+        folder: Path or URL of the folder.
+        name: Of the file.
+
+    Raises:
+        MissingFileError: No such file.
+        StorageError: The store failed.
+    """
+    path = local_path(folder)
+    if path is None:
+        return open_remote(folder).version(name)
+    where = os.path.join(path, name)
+    with convert_os_errors("cannot look at it", where):
+        try:
+            found = os.stat(where)
+        except FileNotFoundError as error:
+            raise MissingFileError("no such file", where=where) from error
+    return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from shardckpt.errors import MissingFileError, ShardckptError, StorageError
-from shardckpt.storage.os_errors import storage_error
+from shardckpt.storage.store import storage_error
 
 ATTEMPTS = 4
 """Tries of one request, the first included."""

@@ -15,7 +15,7 @@ from disk import Disk, watched
 from harness import RanksError, raised_everywhere
 
 import shardckpt
-from shardckpt import groups
+from shardckpt.checkpoint import coordinator
 from shardckpt.errors import ShardckptError
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.storage import retry
@@ -151,7 +151,7 @@ def commit_comes_first(patch: pytest.MonkeyPatch) -> None:
 
 def errors_stay_at_home(patch: pytest.MonkeyPatch) -> None:
     """A rank that fails tells nobody."""
-    whole = groups.Coordinator.coordinate
+    whole = coordinator.Coordinator.coordinate
 
     def alone(self, what, say, decide):
         if not isinstance(say, Exception):
@@ -160,7 +160,7 @@ def errors_stay_at_home(patch: pytest.MonkeyPatch) -> None:
             whole(self, what, b"", decide)
         raise say
 
-    patch.setattr(groups.Coordinator, "coordinate", alone)
+    patch.setattr(coordinator.Coordinator, "coordinate", alone)
 
 
 Check = Callable[[Path], None]

@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardckpt
-from shardckpt.checkpoint.channels import get_channels
+from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.save import session
 from shardckpt.checkpoint.save.save import saver_for
-from shardckpt.groups import Coordinator
 from shardckpt.offline.verify import verify
 from shardckpt.storage.local_publication import LocalPublication
 

@@ -6,7 +6,7 @@ import pytest
 
 from shardckpt.errors import MissingFileError, StorageError, TruncatedError, UnsafeError
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.presence import missing_files
+from shardckpt.storage.publish import missing_files
 from shardckpt.storage.store import Listed, Read, Store, read_bytes
 
 CONTENT = bytes(range(256)) * 40

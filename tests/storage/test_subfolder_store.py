@@ -7,8 +7,7 @@ from store_suite import StoreSuite, put
 from shardckpt.errors import UnsafeError
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.store import Listed
-from shardckpt.storage.store_wrapper import SubfolderStore
+from shardckpt.storage.store import Listed, SubfolderStore
 
 
 class TestOnDisk(StoreSuite):

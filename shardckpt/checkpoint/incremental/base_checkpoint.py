@@ -26,8 +26,7 @@ from shardckpt.format.native.payload import BLOCK_BYTES, PayloadChunk
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.native.records import DIGEST_BYTES, ArrayRecord, FileRecord, group_files_by_base
 from shardckpt.manifest import Path, Span, TensorEntry, dotted
-from shardckpt.storage.presence import file_version
-from shardckpt.storage.resolve_url import open_store
+from shardckpt.storage.resolve_url import file_version, open_store
 from shardckpt.storage.store import Read
 
 _BATCH_BYTES = 64 << 20

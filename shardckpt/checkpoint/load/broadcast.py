@@ -10,9 +10,9 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from shardckpt.checkpoint.coordinator import Coordinator
 from shardckpt.checkpoint.load.tensor_loader import PendingRead, ReadRequest
 from shardckpt.errors import RankError
-from shardckpt.groups import Coordinator
 from shardckpt.plan.layout.read_sharing import BroadcastGroup, FileSegments
 from shardckpt.storage.store import Read, Store
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from shardckpt.checkpoint.channels import get_channels
+from shardckpt.checkpoint.coordinator import Coordinator, get_channels
 from shardckpt.checkpoint.load.broadcast import BroadcastReader
 from shardckpt.checkpoint.load.load_plan import LoadOptions, LoadPlan, Taker, plan_load
 from shardckpt.checkpoint.load.model_shapes import shapes_of
@@ -23,7 +23,6 @@ from shardckpt.deprecation import renamed_params
 from shardckpt.errors import RankError, ShardckptError, UsageError, escape
 from shardckpt.format.reader import NamedBases
 from shardckpt.gc_pause import gc_paused
-from shardckpt.groups import Coordinator
 from shardckpt.manifest import Path, dotted
 from shardckpt.plan.layout.read_sharing import (
     BroadcastGroup,
@@ -216,6 +215,8 @@ class LoadSession:
 
     def encode_request(self) -> bytes:
         """Return the message of this rank: the checkpoint's identity and the segments that it reads."""
+        if not self.pending_reads:
+            return self.saved.identity
         reads = (read for each in self.pending_reads for read in each.reads)
         ranges = ((name, offset, offset + len(buffer)) for name, offset, buffer in reads)
         return self.saved.identity + self.segments.wanted(ranges, self.saved.grain).tobytes()
@@ -228,6 +229,11 @@ class LoadSession:
             groups: The broadcast groups of this rank.
             failure: Why this rank cannot go on; the others receive it.
         """
+        if not self.pending_reads:
+            if failure is not None:
+                raise failure
+            self.saved.elements.read(self.wanted)
+            return
         sharing = BroadcastReader(coordinator, self.saved.store, self.segments, groups, self.pending_reads)
         failure = sharing.run(failure)
         if failure is not None:
@@ -250,7 +256,7 @@ def _load_into(state: Any, path: Any, order: _Order | Exception, coordinator: Co
         message = error
     answer = coordinator.coordinate(f"fitting {path}", message, _shared)
     assert session is not None, "what failed was raised by all"
-    message = _execute(session, coordinator, decode_groups(answer))
+    message = _execute(session, coordinator, decode_groups(answer) if answer else [])
     try:
         coordinator.coordinate(f"loading {path}", message, _silent)
     except Exception as error:
@@ -327,6 +333,8 @@ def _shared(messages: list[bytes]) -> list[bytes]:
             rank=odd,
             fix="Load again.",
         )
+    if not any(each[_IDENTITY_BYTES:] for each in messages):
+        return [b""] * len(messages)
     wanted = [np.frombuffer(each[_IDENTITY_BYTES:], np.int64) for each in messages]
     return [encode_groups(groups) for groups in assign_segments(wanted)]
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardckpt.checkpoint.channels import ALONE, get_channels, resolve_process_group
+from shardckpt.checkpoint.coordinator import ALONE, get_channels, resolve_process_group
 from shardckpt.checkpoint.load.source import compiled
 from shardckpt.checkpoint.save.handle import PENDING_SAVE
 from shardckpt.checkpoint.save.session import SaveOptions, Saver
@@ -108,7 +108,8 @@ def build_save_options(
     url = None if base is None or callable(base) else as_url(base)
     ask: GetBase = base if callable(base) else lambda: url
     key_map = _require_texts("base_key_map", base_key_map)
-    compiled(key_map)
+    if key_map:
+        compiled(key_map)
     wants_digests = store_digests or base is not None
     return SaveOptions(
         as_url(path), overwrite, checksums, read_notes(custom_metadata), ask, wants_digests, trainable_only, key_map

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from shardckpt.boxes import Box
-from shardckpt.checkpoint.channels import Channels
+from shardckpt.checkpoint.coordinator import Channels, Coordinator
 from shardckpt.checkpoint.incremental.base_checkpoint import BaseRemovedError
 from shardckpt.checkpoint.incremental.dedup import NO_BASE, BaseDedup, BaseHints, FrozenParamCache, open_base_dedup
 from shardckpt.checkpoint.planning.manifest_builder import build_contents
@@ -50,12 +50,10 @@ from shardckpt.format.native.payload import HF_INDEX, PayloadFile, hf_index, lay
 from shardckpt.format.native.records import FileRecord, make_record
 from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.gc_pause import gc_paused
-from shardckpt.groups import Coordinator
 from shardckpt.manifest import Path, dotted
 from shardckpt.state.local.local_shards import TensorShards
-from shardckpt.storage.presence import require_files
 from shardckpt.storage.publication import Publication
-from shardckpt.storage.publish import JoinedPublication, begin
+from shardckpt.storage.publish import JoinedPublication, begin, require_files
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ class _StateFlattener:
         kind = type(value)
         if kind is dict or kind is OrderedDict:
             self._check_depth(path)
-            if not self._is_per_rank and get_metadata(value).get("kind") and has_peers():
+            if not self._is_per_rank and has_peers() and get_metadata(value).get("kind"):
                 require_not_local(value, dotted(path))
             return kind((key, self._visit(each, (*path, path_key(key)))) for key, each in value.items())
         if kind is list or kind is tuple:

@@ -24,8 +24,7 @@ from shardckpt.format.reader import Checksum, Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.objects import read_object
 from shardckpt.gc_pause import gc_paused
 from shardckpt.manifest import UNREAD, Encoded, Lazy, Manifest, ObjectEntry, Path, Piece, Span, TensorEntry, dotted
-from shardckpt.storage.safe_names import check_name
-from shardckpt.storage.store import Store, read_bytes
+from shardckpt.storage.store import Store, check_name, read_bytes
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"

@@ -11,8 +11,7 @@ from shardckpt.format.native.base_refs import Base, may_open, resolve_base, sibl
 from shardckpt.format.native.commit import COMMIT, read_commit
 from shardckpt.format.reader import NamedBases, PathText
 from shardckpt.storage.resolve_url import open_store
-from shardckpt.storage.store import Capabilities, Read, Store
-from shardckpt.storage.store_wrapper import WrappedStore
+from shardckpt.storage.store import Capabilities, Read, Store, WrappedStore
 
 
 class FilePlace(NamedTuple):

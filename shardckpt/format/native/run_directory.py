@@ -25,8 +25,7 @@ from shardckpt.format.native.records import group_files_by_base
 from shardckpt.storage.orphans import PARTIAL, is_partial, remove_orphan
 from shardckpt.storage.replaceable import is_ignored
 from shardckpt.storage.resolve_url import local_path, open_store, split
-from shardckpt.storage.store import Listed, Store, read_bytes
-from shardckpt.storage.store_wrapper import SubfolderStore
+from shardckpt.storage.store import Listed, Store, SubfolderStore, read_bytes
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _PARTIAL = re.compile(rf"\.{_STEP.pattern}\.{PARTIAL}-[0-9a-f]{{12}}")

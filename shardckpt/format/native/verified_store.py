@@ -12,8 +12,7 @@ import xxhash
 
 from shardckpt.errors import ChecksumError
 from shardckpt.format.native.payload import BLOCK_BYTES
-from shardckpt.storage.store import Read, Store
-from shardckpt.storage.store_wrapper import WrappedStore
+from shardckpt.storage.store import Read, Store, WrappedStore
 
 _AT_ONCE = 4
 """Blocks that are wanted in part and held in memory at a time."""

@@ -10,9 +10,8 @@ from heapq import heapify, heapreplace
 from shardckpt.groups import Group, init_gloo_group
 from shardckpt.offline.write.stream import OutputFile
 from shardckpt.offline.write.target_writer import Hashes, Layout
-from shardckpt.storage.presence import require_files
 from shardckpt.storage.publication import Publication
-from shardckpt.storage.publish import JoinedPublication
+from shardckpt.storage.publish import JoinedPublication, require_files
 
 _SEPARATOR = "\0"
 

@@ -72,7 +72,7 @@ class FlatShards:
         """
         if isinstance(parameter, DTensor):
             return False
-        if isinstance(parameter, FlatParameter):
+        if isinstance(parameter, nn.Parameter) and isinstance(parameter, FlatParameter):
             return True
         flattened = getattr(parameter, "_fsdp_flattened", False) or (
             isinstance(parameter, nn.Parameter) and is_held(parameter)

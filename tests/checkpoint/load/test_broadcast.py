@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardckpt
+from shardckpt.checkpoint.coordinator import Coordinator, new_coordinator
 from shardckpt.checkpoint.load import load as loading
 from shardckpt.checkpoint.load import tensor_loader
-from shardckpt.groups import Coordinator, new_coordinator
 from shardckpt.plan.layout import read_sharing
 from shardckpt.storage.fsspec_store import FsspecStore
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardckpt.errors import MissingFileError, TruncatedError
-from shardckpt.storage.safe_names import check_name
-from shardckpt.storage.store import Capabilities, Listed, Read, Writer
+from shardckpt.storage.store import Capabilities, Listed, Read, Writer, check_name
 
 
 class MemoryStore:

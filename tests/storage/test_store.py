@@ -4,8 +4,7 @@ import pytest
 from store_suite import StoreSuite, put
 
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.store import read_bytes
-from shardckpt.storage.store_wrapper import WrappedStore
+from shardckpt.storage.store import WrappedStore, read_bytes
 
 
 class TestOnDisk(StoreSuite):

@@ -9,8 +9,7 @@ import pytest
 
 from shardckpt.errors import StorageError
 from shardckpt.storage.local import LocalStore
-from shardckpt.storage.presence import format_ranks, missing_files, require_files
-from shardckpt.storage.publish import JoinedPublication
+from shardckpt.storage.publish import JoinedPublication, format_ranks, missing_files, require_files
 
 
 def test_a_listing_that_lags_behind_is_no_loss(tmp_path: Path, monkeypatch) -> None:
