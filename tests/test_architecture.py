@@ -66,7 +66,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"ranks", "dcp", "deepspeed", "huggingface"},
         {"frameworks"},
     ),
-    "checkpoint": ({"stateful"}, {"planning"}, {"coordinator"}, {"load"}, {"incremental"}, {"save"}),
+    "checkpoint": ({"stateful"}, {"planning"}, {"coordinator"}, {"load"}, {"incremental"}, {"save"}, {"run"}),
     "offline": ({"write"}, {"select"}, {"targets", "compare"}),
 }
 

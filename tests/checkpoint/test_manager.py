@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 import shardckpt
 from shardckpt import Checkpointer
 from shardckpt.checkpoint import manager
+from shardckpt.checkpoint.run import step_finder, step_retention
 from shardckpt.errors import (
     NoCompleteCheckpoint,
     RankError,
@@ -125,9 +126,9 @@ class TestSaveAndRestore:
     @pytest.mark.parametrize("step", [-1, 1.0, "1", True, None, 10**18])
     def test_nothing_else_is_a_step(self, step, tmp_path):
         ck = Checkpointer(tmp_path)
-        with pytest.raises(UsageError, match="no number of a step"):
+        with pytest.raises(UsageError, match="number of a step must be an integer"):
             ck.save(step, state())
-        with pytest.raises(UsageError, match="no number of a step"):
+        with pytest.raises(UsageError, match="number of a step must be an integer"):
             ck.path(step)
 
     @pytest.mark.parametrize("metrics", [[1], {"loss": "high"}, {"loss": None}], ids=repr)
@@ -139,7 +140,7 @@ class TestSaveAndRestore:
         (tmp_path / "run").write_text("mine")
         ck = Checkpointer(tmp_path / "run")
         for call in (lambda: ck.restore(state()), ck.steps, lambda: ck.save(1, state())):
-            with pytest.raises(UsageError, match="a file lies where the folder of a run would be"):
+            with pytest.raises(UsageError, match="the folder of a run must not be a file"):
                 call()
 
     def test_a_run_is_never_replaced_by_a_step(self, tmp_path):
@@ -500,7 +501,7 @@ class TestBesideATrainer:
         ck = Checkpointer(tmp_path)
         assert restored(ck) == (turns + 1, turns + 1)
         assert len(loads) == turns + 1
-        assert not ck._damaged, "what was removed is not damaged"
+        assert not ck._finder.damaged, "what was removed is not damaged"
 
     def test_that_has_an_end(self, tmp_path, monkeypatch):
         monkeypatch.setattr(manager, "_LOOKS", 4)
@@ -573,7 +574,7 @@ class TestRetention:
         ck = saved(Checkpointer(tmp_path, keep_for=told), 1, 2)
         assert ck.steps() == (1, 2)
         now = time.time
-        monkeypatch.setattr(manager.time, "time", lambda: now() + 3601)
+        monkeypatch.setattr(time, "time", lambda: now() + 3601)
         ck.save(3, state(3.0))
         assert ck.steps() == (3,)
 
@@ -642,7 +643,7 @@ class TestRetention:
         def broken(*_: object) -> None:
             raise StorageError("no permission")
 
-        monkeypatch.setattr(manager, "delete_steps", broken)
+        monkeypatch.setattr(step_retention, "delete_steps", broken)
         with pytest.warns(UserWarning, match="step 2 is saved, but old ones could not be removed: no permission"):
             ck.save(2, state(2.0))
         monkeypatch.undo()
@@ -659,7 +660,7 @@ class TestRetention:
         assert folder(tmp_path, 1).exists()
         assert partial.exists()
         now = time.time
-        monkeypatch.setattr(manager.time, "time", lambda: now() + 1.1 * DAY)
+        monkeypatch.setattr(time, "time", lambda: now() + 1.1 * DAY)
         saved(Checkpointer(tmp_path), 4)
         assert sorted(os.listdir(tmp_path)) == [step_name(n) for n in (2, 3, 4)]
 
@@ -1105,7 +1106,7 @@ class TestRanks:
     def test_storage_that_fails_for_the_first_is_told_to_all(self, tmp_path):
         def body(rank: int, world: int) -> object:
             if rank == 0:
-                manager.read_run = lambda _: (_ for _ in ()).throw(StorageError("broken"))
+                step_finder.read_run = lambda _: (_ for _ in ()).throw(StorageError("broken"))
             return Checkpointer(tmp_path).restore(state())
 
         found = raised_everywhere(2, body)

@@ -67,7 +67,7 @@ class BaseHints:
     """What rank 0 knows of the base that one rank needs.
 
     Attributes:
-        url: Where the base lies; empty where there is none.
+        url: Where the base is; empty if frozen parameters have none.
         key: Changes with where frozen parameters lie in it; empty where there are none.
         digests: Positions of chunks in the rank's plan, with the xxh3-128 of what the base has of them.
         files: Name and size of files in the base, a share of whose blocks the rank is to hash.
@@ -99,7 +99,7 @@ class BaseHints:
         found = chunk_digests([chunks[at] for at in self.digests], arrays)
         return tuple(at for (at, digest), own in zip(self.digests.items(), found, strict=True) if own == digest)
 
-    def hashed_share(self, rank: int, world: int) -> list[int]:
+    def hash_blocks(self, rank: int, world: int) -> list[int]:
         """Hash this rank's share of the blocks of which the base stores no hash.
 
         Raises:
@@ -107,9 +107,6 @@ class BaseHints:
             StorageError: The store failed.
         """
         return BaseCheckpoint(self.url).hash_blocks(self.files, rank, world) if self.files else []
-
-
-NO_BASE = BaseHints()
 
 
 class FrozenParamCache:
@@ -224,7 +221,7 @@ class BaseDedup:
     def _file_key(self, name: str) -> tuple[str, str, str]:
         return self._base.url, name, self._versions[name]
 
-    def for_rank(self, rank_plan: RankSavePlan) -> BaseHints:
+    def hints_for(self, rank_plan: RankSavePlan) -> BaseHints:
         """Return the hints for a rank."""
         digests = {
             at: digest

@@ -1,19 +1,23 @@
-"""The report that a rank sends before anything is written: digests of plain values, and its per-rank values."""
+"""Reports that ranks send before anything is written, and the manifest that rank 0 builds from them."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardckpt.checkpoint.planning.save_plan import GlobalSavePlan
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, TensorRef, encoded
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings import tagged_json
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
+from shardckpt.format.native.manifest_json import ManifestContents
 from shardckpt.format.native.payload import encode_canonical
+from shardckpt.format.native.records import ArrayRecord
 from shardckpt.manifest import Path, dotted
+from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 
 SHOWN = 5
 """Names in an error; the rest is counted."""
@@ -77,17 +81,14 @@ class RankReport:
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        head = encode_canonical(
-            [self.cached, self.values, _rows(self.optional_values), _rows(self.per_rank_values), self.path]
-        )
-        return len(head).to_bytes(8, "little") + head + self.local_plan
+        head = [self.cached, self.values, _rows(self.optional_values), _rows(self.per_rank_values), self.path]
+        return pack_message(head, self.local_plan)
 
     @classmethod
     def decode(cls, data: bytes) -> RankReport:
         """Return what `encode` wrote."""
-        end = 8 + int.from_bytes(data[:8], "little")
-        cached, values, optional_values, per_rank_values, path = json.loads(data[8:end])
-        return cls(cached, data[end:], values, _parts(optional_values), _parts(per_rank_values), path)
+        (cached, values, optional_values, per_rank_values, path), local_plan = unpack_message(data)
+        return cls(cached, local_plan, values, _parts(optional_values), _parts(per_rank_values), path)
 
 
 def build_report(flattened: FlattenedState) -> RankReport:
@@ -124,116 +125,115 @@ def _parts(rows: Sequence[Any]) -> dict[Path, RankSubtree]:
     return {tuple(path): RankSubtree(tree, [tuple(p) for p in arrays]) for path, tree, arrays in rows}
 
 
-def values_digest(flattened: FlattenedState) -> str:
+def digest_values(flattened: FlattenedState) -> str:
     """Return a digest of the plain values that every rank has.
 
     Raises:
         UnsupportedError: One that cannot be saved.
     """
-    return _digest(encoded(flattened.tree, lambda _: 0))
+    return digest_tree(encoded(flattened.tree, lambda _: 0))
 
 
-def _digest(content: object) -> str:
-    return hashlib.blake2b(encode_canonical(sort_keys(content)), digest_size=16).hexdigest()
+def digest_tree(content: object) -> str:
+    """Return a digest of tagged JSON that does not depend on the order of dicts and sets."""
+    return hashlib.blake2b(encode_canonical(_sort_keys(content)), digest_size=16).hexdigest()
 
 
-def sort_keys(content: Any) -> Any:
+def _sort_keys(content: Any) -> Any:
     """Return tagged JSON with dicts and sets in one order: equal ones are in different orders on different ranks.
 
     Args:
         content: As `encoded` returned it.
     """
     if type(content) is list:
-        return [sort_keys(each) for each in content]
+        return [_sort_keys(each) for each in content]
     if type(content) is not dict:
         return content
     if len(content) == 1:
         ((key, value),) = content.items()
         if key in ("$dict", "$ordered"):
             return {
-                key: sorted(([each, sort_keys(its)] for each, its in value), key=lambda pair: encode_canonical(pair[0]))
+                key: sorted(
+                    ([each, _sort_keys(its)] for each, its in value), key=lambda pair: encode_canonical(pair[0])
+                )
             }
         if key in ("$set", "$frozenset"):
-            return {key: sorted(map(sort_keys, value), key=encode_canonical)}
-    return {key: sort_keys(content[key]) for key in sorted(content)}
+            return {key: sorted(map(_sort_keys, value), key=encode_canonical)}
+    return {key: _sort_keys(content[key]) for key in sorted(content)}
 
 
-def value_digests(flattened: FlattenedState) -> bytes:
-    """Return what tells each plain value, and each container, from another, for finding the one that differs."""
-    values: dict[str, ValueSummary] = {}
-    containers: dict[str, ValueSummary] = {}
-    _collect(flattened.tree, (), values, containers)
-    return json.dumps([values, containers]).encode()
+ABOUT = {"writer": "shardckpt"}
 
 
-ValueSummary = tuple[str, str, str]
-"""Digest, type and beginning of the text of a value."""
-
-_TEXT_CHARACTERS = 1 << 16
-"""Of a value's text that is sent where ranks differ; a difference behind that is reported without its position."""
-
-
-def _collect(tree: Any, path: Path, values: dict[str, ValueSummary], containers: dict[str, ValueSummary]) -> None:
-    if isinstance(tree, dict) and tree:
-        keys = ", ".join(sorted(map(repr, tree)))
-        containers[dotted(path)] = _digest([type(tree).__name__, keys]), type(tree).__name__, keys[:_KEYS_CHARACTERS]
-        for key, value in tree.items():
-            _collect(value, (*path, tagged_json.path_key(key)), values, containers)
-    elif type(tree) in (list, tuple) and tree:
-        containers[dotted(path)] = _digest([type(tree).__name__]), type(tree).__name__, ""
-        for at, value in enumerate(tree):
-            _collect(value, (*path, at), values, containers)
-    else:
-        digest = _digest(encoded(tree, lambda _: 0, path))
-        kind = "tensor" if isinstance(tree, TensorRef) else type(tree).__name__
-        text = tree if isinstance(tree, str) else repr(tree) if isinstance(tree, _SHOWN_TYPES) else ""
-        values[dotted(path)] = digest, kind, text[:_TEXT_CHARACTERS]
-
-
-_KEYS_CHARACTERS = 200
-_SHOWN_TYPES = (bool, int, float)
-
-
-def build_mismatch_error(
-    values: Sequence[Mapping[str, Sequence[str]]], containers: Sequence[Mapping[str, Sequence[str]]] = ()
-) -> UsageError:
-    """Return the error for values that claim to be the same on every rank and are not.
+def build_contents(
+    save: str,
+    flattened: FlattenedState,
+    plan: GlobalSavePlan,
+    reports: Sequence[RankReport],
+    custom_metadata: Mapping[str, str],
+) -> ManifestContents:
+    """Return the manifest of a save, without its files and pieces.
 
     Args:
-        values: For each rank, names to digest, type and text of the values.
-        containers: The same of what they are in: where all values are alike, these differ.
+        save: The save's id.
+        flattened: Rank 0's state; its tree is changed.
+        plan: Which rank writes which chunks.
+        reports: One for each rank.
+        custom_metadata: Free text by name.
+
+    Raises:
+        UsageError: Ranks have different values of one thing.
+        UnsupportedError: A value that cannot be saved.
     """
-    wrong = _differences(values) or _differences(containers) or ["what the ranks hold is put together in other ways"]
-    more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-    return UsageError(
-        "; ".join(wrong[:SHOWN]) + more,
-        fix="To keep rank 0's, broadcast it; to keep each rank's own, use shardckpt.PerRank.",
+    tree = flattened.tree
+    states = {root: _at(tree, root) for root in flattened.slots}
+    for root, names in flattened.slots.items():
+        states[root].update({name: {} for name in names})
+    for path in (*plan.order, *plan.ties):
+        if path[:-2] in states:
+            states[path[:-2]][path[-2]][path[-1]] = TensorRef(path)
+    for path, value in _merge_optional_values(reports).items():
+        states[path[:-2]][path[-2]][path[-1]] = value
+    for state in states.values():
+        for name in [name for name, slots in state.items() if not slots]:
+            del state[name]
+    for rank, report in enumerate(reports):
+        for path, each in report.per_rank_values.items():
+            _at(tree, path)[rank] = each.decode()
+    numbers = {path: at for at, path in enumerate(plan.order)}
+    ties = {path: numbers[first] for path, first in plan.ties.items()}
+    index = {**numbers, **ties}
+    return ManifestContents(
+        save,
+        (),
+        tuple(ArrayRecord(path, "", (), array("q")) for path in plan.order),
+        encoded(tree, lambda each: index[each.path]),
+        ties,
+        {"world_size": len(reports)},
+        {**ABOUT, **custom_metadata},
+        variants=dict(flattened.variants),
     )
 
 
-def _differences(summaries: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
-    names = dict.fromkeys(name for each in summaries for name in each)
-    return [text for name in names if (text := _difference(name, [each.get(name) for each in summaries]))]
+def _at(tree: Any, path: Path) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
-def _difference(name: str, summaries: Sequence[Sequence[str] | None]) -> str:
-    """Return how a value differs between the first rank and the first other one that has another; empty if none."""
-    odd = next((rank for rank, each in enumerate(summaries) if (each or [""])[0] != (summaries[0] or [""])[0]), None)
-    if odd is None:
-        return ""
-    one, other = summaries[0], summaries[odd]
-    name = name or "the state"
-    if one is None or other is None:
-        has, lacks = (odd, 0) if one is None else (0, odd)
-        return f"`{name}` is in the state of rank {has} and not in that of rank {lacks}"
-    if one[1] != other[1]:
-        return f"`{name}` is {one[1]} on rank 0 and {other[1]} on rank {odd}"
-    start = f"`{name}` ({one[1]}) differs between rank 0"
-    if one[1] != "str":
-        values = [f" ({text})" if text else "" for text in (one[2], other[2])]
-        return f"{start}{values[0]} and rank {odd}{values[1]}"
-    place = next((at for at, (a, b) in enumerate(zip(one[2], other[2], strict=False)) if a != b), None)
-    if place is None:
-        shorter = min(len(one[2]), len(other[2]))
-        place = shorter if shorter < _TEXT_CHARACTERS else None
-    return f"{start} and rank {odd}" + ("" if place is None else f" at character {place + 1}")
+def _merge_optional_values(reports: Iterable[RankReport]) -> dict[Path, Any]:
+    """Merge the values that a rank may lack; ranks that have one have the same."""
+    found: dict[Path, Any] = {}
+    seen: dict[Path, tuple[int, bytes]] = {}
+    for rank, report in enumerate(reports):
+        for path, each in report.optional_values.items():
+            data = encode_canonical([_sort_keys(each.json), [list(p) for p in each.arrays]])
+            first, known = seen.setdefault(path, (rank, data))
+            if known != data:
+                raise UsageError(
+                    f"`{dotted(path)}` differs between rank {first} and rank {rank}, which keep it of one parameter",
+                    fix="Let all ranks step their optimizers alike, or load the same checkpoint on all.",
+                )
+            if path not in found:
+                found[path] = each.decode()
+    return found

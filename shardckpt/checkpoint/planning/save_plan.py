@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
@@ -13,7 +12,7 @@ from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
 from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.manifest import Path, dotted
-from shardckpt.plan.layout.box_codec import BoxRow, decode_rows, encode_rows
+from shardckpt.plan.layout.box_codec import BoxRow, decode_rows, encode_rows, pack_message, unpack_message
 from shardckpt.plan.layout.write_plan import LocalTensor, TensorSpec, plan_save
 
 _BUFFER, _FROZEN = 1, 2
@@ -39,9 +38,8 @@ class LocalSavePlan:
         """Return it as bytes."""
         kinds = [[at, kind] for at, each in enumerate(self.arrays) if (kind := self._kind(each.path))]
         ties = [[list(path), list(first)] for path, first in self.ties.items()]
-        head = json.dumps([kinds, ties], separators=(",", ":")).encode()
         rows = encode_rows(BoxRow(a.path, a.shape, a.dtype, a.boxes) for a in self.arrays)
-        return len(head).to_bytes(8, "little") + head + rows
+        return pack_message([kinds, ties], rows)
 
     def _kind(self, path: Path) -> int:
         return _BUFFER if path in self.buffers else _FROZEN if path in self.frozen else 0
@@ -49,9 +47,8 @@ class LocalSavePlan:
     @classmethod
     def decode(cls, data: bytes) -> LocalSavePlan:
         """Return what `encode` wrote."""
-        end = 8 + int.from_bytes(data[:8], "little")
-        kinds, ties = json.loads(data[8:end])
-        arrays = tuple(LocalTensor(*row) for row in decode_rows(data[end:]))
+        (kinds, ties), rows = unpack_message(data)
+        arrays = tuple(LocalTensor(*row) for row in decode_rows(rows))
         return cls(
             arrays,
             frozenset(arrays[at].path for at, kind in kinds if kind == _BUFFER),
@@ -97,17 +94,15 @@ class RankSavePlan:
     def encode(self) -> bytes:
         """Return it as bytes."""
         replica_groups = [[number, [list(p) for p in positions]] for number, positions in self.replica_groups.items()]
-        head = json.dumps([len(self.chunks), replica_groups], separators=(",", ":")).encode()
         rows = encode_rows(BoxRow(c.path, c.shape, c.dtype, (c.box,)) for c in (*self.chunks, *self.frozen))
-        return len(head).to_bytes(8, "little") + head + rows
+        return pack_message([len(self.chunks), replica_groups], rows)
 
     @classmethod
     def decode(cls, data: bytes) -> RankSavePlan:
         """Return what `encode` wrote."""
-        end = 8 + int.from_bytes(data[:8], "little")
-        count, replica_groups = json.loads(data[8:end])
+        (count, replica_groups), rows = unpack_message(data)
         positions = {number: [(a, b) for a, b in each] for number, each in replica_groups}
-        chunks = [PayloadChunk(path, shape, dtype, box) for path, shape, dtype, (box,) in decode_rows(data[end:])]
+        chunks = [PayloadChunk(path, shape, dtype, box) for path, shape, dtype, (box,) in decode_rows(rows)]
         return cls(tuple(chunks[:count]), positions, tuple(chunks[count:]))
 
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from shardckpt.checkpoint.save.handle import PENDING_SAVE, AsyncSaveTask, OnEvent, SaveHandle
 from shardckpt.checkpoint.save.save import EARLIER_NAMES, GetBase, check_save_options, saver_for
-from shardckpt.checkpoint.save.session import SaveSession, StagedWrites, capture_error
+from shardckpt.checkpoint.save.session import PlannedSave, SaveSession, StagedSave, WrittenSave, capture_error
 from shardckpt.checkpoint.save.staging import BufferPool, StagingArea, buffer_size, make_buffer
+from shardckpt.checkpoint.stateful.flatten import FlattenedState
 from shardckpt.deprecation import renamed_params
 from shardckpt.errors import UsageError
 from shardckpt.gc_pause import gc_paused
@@ -53,16 +54,16 @@ def async_save(
     by the next `save` or `async_save` of the process, once, which saves nothing then.
 
     Args:
-        state: As `save` takes it.
-        path: As `save` takes it.
-        overwrite: As `save` takes it.
-        checksums: As `save` takes it.
-        process_group: As `save` takes it.
-        custom_metadata: As `save` takes it.
-        base: As `save` takes it; what may lie there is hashed before this returns, and not copied if it does.
-        store_digests: As `save` takes it.
-        trainable_only: As `save` takes it.
-        base_key_map: As `save` takes it.
+        state: As for `save`.
+        path: As for `save`.
+        overwrite: As for `save`.
+        checksums: As for `save`.
+        process_group: As for `save`.
+        custom_metadata: As for `save`.
+        base: As for `save`; tensors are hashed before this returns, and copied if they changed.
+        store_digests: As for `save`.
+        trainable_only: As for `save`.
+        base_key_map: As for `save`.
         max_staging_bytes: Bytes of memory that the copy on this rank may take, or a size such as `"8GB"`; 1 MiB at
             least. None for as much as this rank writes. A state that does not fit is copied in rounds, each when the
             one before has been written: the call returns when the last one is copied. The memory is kept for the next
@@ -97,8 +98,8 @@ def async_save(
             saver = saver_for(process_group, refusal)
             copy = _Copy(task, SaveSession(saver, options, saver.channels.background_coordinator(process_group)), most)
             PENDING_SAVE.begin(task, copy.abandon)
-            copy.plan(state, refusal)
-        copy.stage()
+            planned, flattened = copy.plan(state, refusal)
+        copy.stage(planned, flattened)
     return SaveHandle(task)
 
 
@@ -138,13 +139,13 @@ class _Copy:
     def __init__(self, task: AsyncSaveTask, session: SaveSession, budget: int | None) -> None:
         self._task, self._session = task, session
         self._staging = StagingArea(BUFFERS, budget)
-        self._staged: SimpleQueue[StagedWrites | Exception] = SimpleQueue()
+        self._staged: SimpleQueue[StagedSave | Exception] = SimpleQueue()
         self._is_whole = self._is_claimed = False
 
-    def plan(self, state: Any, refusal: Exception | None) -> None:
+    def plan(self, state: Any, refusal: Exception | None) -> tuple[PlannedSave, FlattenedState]:
         """Plan with the other ranks. Collective; a failure is raised on all."""
         try:
-            self._session.plan(state, refusal)
+            return self._session.plan(state, refusal)
         except Exception:
             self._claim()
             self._session.rollback()
@@ -153,14 +154,14 @@ class _Copy:
             self.abandon()
             raise
 
-    def stage(self) -> None:
-        """Start the thread, and copy the state for it; that the copy fails is the save's failure, which it tells."""
+    def stage(self, planned: PlannedSave, flattened: FlattenedState) -> None:
+        """Start the thread, and copy the state for it; an error of the copy fails the save."""
         try:
-            self._start()
+            self._start(planned)
             with self._task.phase("staging"):
-                staged = self._session.stage()
+                staged = self._session.stage(planned, flattened)
                 self._staged.put(staged)
-                self._staging.fill(staged.payloads, self._session.arrays)
+                self._staging.fill(staged.payloads, flattened.arrays)
             self._is_whole = True
         except Exception as error:
             self._fail(error)
@@ -169,8 +170,6 @@ class _Copy:
         except BaseException:
             self.abandon()
             raise
-        finally:
-            self._session.release_state()
 
     def abandon(self) -> None:
         """Give the save up unless all is copied: a signal has ended the call."""
@@ -185,31 +184,31 @@ class _Copy:
         self._is_claimed = self._is_claimed or self._task.claim()
         return self._is_claimed
 
-    def _start(self) -> None:
+    def _start(self, planned: PlannedSave) -> None:
         try:
-            self._task.start(self._write)
+            self._task.start(lambda: self._write(planned))
         except RuntimeError as error:  # no thread can be had; the others have to hear of it
             if self._claim():
                 with self._session.rollback_on_error():
-                    self._session.commit(error)
+                    self._session.commit(planned, error)
 
     def _fail(self, error: Exception) -> None:
         """Tell the thread that no more will come, and why."""
         self._staged.put(error)
         self._staging.fail(error)
 
-    def _write(self) -> None:
-        """Write what is copied, then publish it. On the saver's thread."""
+    def _write(self, planned: PlannedSave) -> None:
+        """Write the copy, then publish it. On the saver's thread."""
 
-        def transfer() -> bytes:
+        def transfer() -> WrittenSave:
             with self._task.phase("write"):
                 staged = self._staged.get()
                 if isinstance(staged, Exception):
                     raise staged
-                return self._session.write(staged, self._staging.blocks)
+                return self._session.write(planned, staged, self._staging.blocks)
 
         with self._session.rollback_on_error():
-            message = capture_error(transfer)
+            written = capture_error(transfer)
             self._staging.close()  # the call may be waiting for a buffer
             with self._task.phase("publish"):
-                self._session.commit(message)
+                self._session.commit(planned, written)

@@ -54,7 +54,7 @@ def write_payloads(
     return written
 
 
-def contents(payload: PayloadFile, arrays: Mapping[Path, TensorShards]) -> Iterator[memoryview]:
+def iter_contents(payload: PayloadFile, arrays: Mapping[Path, TensorShards]) -> Iterator[memoryview]:
     """Yield the bytes of a file, as they lie in memory now.
 
     Args:

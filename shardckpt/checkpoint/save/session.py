@@ -7,23 +7,21 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
 from shardckpt.boxes import Box
 from shardckpt.checkpoint.coordinator import Channels, Coordinator
 from shardckpt.checkpoint.incremental.base_checkpoint import BaseRemovedError
-from shardckpt.checkpoint.incremental.dedup import NO_BASE, BaseDedup, BaseHints, FrozenParamCache, open_base_dedup
-from shardckpt.checkpoint.planning.manifest_builder import build_contents
+from shardckpt.checkpoint.incremental.dedup import BaseDedup, BaseHints, FrozenParamCache, open_base_dedup
 from shardckpt.checkpoint.planning.plan_cache import PlanCache, RankPlanCache, collect_local_plans, is_cached
 from shardckpt.checkpoint.planning.rank_report import (
     RankReport,
-    build_mismatch_error,
+    build_contents,
     build_report,
+    digest_values,
     require_one_path,
-    value_digests,
-    values_digest,
 )
 from shardckpt.checkpoint.planning.save_plan import (
     GlobalSavePlan,
@@ -33,7 +31,8 @@ from shardckpt.checkpoint.planning.save_plan import (
     create_local_plan,
     create_single_rank_plan,
 )
-from shardckpt.checkpoint.save.payload_writer import Source, contents, write_payloads
+from shardckpt.checkpoint.planning.value_mismatch import build_mismatch_error, value_digests
+from shardckpt.checkpoint.save.payload_writer import Source, iter_contents, write_payloads
 from shardckpt.checkpoint.stateful.flatten import FlattenedState, flatten_state
 from shardckpt.checkpoint.stateful.tensor_bytes import tensor_bytes
 from shardckpt.errors import CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError
@@ -41,6 +40,7 @@ from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest
 from shardckpt.format.native.manifest_json import ManifestContents, encode_manifest
 from shardckpt.format.native.partial_manifest import (
     PartialManifest,
+    WrittenPayload,
     build_partial,
     decode_partial,
     encode_partial,
@@ -51,9 +51,12 @@ from shardckpt.format.native.records import FileRecord, make_record
 from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.gc_pause import gc_paused
 from shardckpt.manifest import Path, dotted
+from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 from shardckpt.state.local.local_shards import TensorShards
 from shardckpt.storage.publication import Publication
 from shardckpt.storage.publish import JoinedPublication, begin, require_files
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,25 +93,30 @@ class PlanResponse:
         save: The save's id.
         place: Where to write.
         rank_plan: The chunks to write; None for the cached plan.
-        hints: Which of them the base may have.
+        hints: Which of them the base may have; None without a base.
     """
 
     save: str
     place: str
     rank_plan: RankSavePlan | None
-    hints: BaseHints = NO_BASE
+    hints: BaseHints | None = None
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        head = json.dumps([self.save, self.place, self.rank_plan is not None, self.hints.to_json()]).encode()
-        return len(head).to_bytes(8, "little") + head + (self.rank_plan.encode() if self.rank_plan else b"")
+        hints = None if self.hints is None else self.hints.to_json()
+        rank_plan = b"" if self.rank_plan is None else self.rank_plan.encode()
+        return pack_message([self.save, self.place, self.rank_plan is not None, hints], rank_plan)
 
     @classmethod
     def decode(cls, data: bytes) -> PlanResponse:
         """Return what `encode` wrote."""
-        end = 8 + int.from_bytes(data[:8], "little")
-        save_id, place, has_plan, hints = json.loads(data[8:end])
-        return cls(save_id, place, RankSavePlan.decode(data[end:]) if has_plan else None, BaseHints.from_json(hints))
+        (save_id, place, has_plan, hints), rank_plan = unpack_message(data)
+        return cls(
+            save_id,
+            place,
+            RankSavePlan.decode(rank_plan) if has_plan else None,
+            None if hints is None else BaseHints.from_json(hints),
+        )
 
 
 class Saver:
@@ -148,8 +156,13 @@ class Saver:
     def _save(self, state: Any, options: SaveOptions, refusal: Exception | None) -> None:
         session = SaveSession(self, options, self.channels.main)
         with gc_paused(), self.channels.main.in_step(), session.rollback_on_error():
-            session.plan(state, refusal)
-            session.commit(capture_error(lambda: session.write(session.stage(), session.contents)))
+            planned, flattened = session.plan(state, refusal)
+
+            def source(payload: PayloadFile) -> Iterator[memoryview]:
+                return iter_contents(payload, flattened.arrays)
+
+            written = capture_error(lambda: session.write(planned, session.stage(planned, flattened), source))
+            session.commit(planned, written)
 
     def forget(self) -> None:
         """Drop what is kept of the last plan."""
@@ -175,8 +188,39 @@ class Replica(NamedTuple):
         return dotted(self.path) + ("" if self.box is None else str(self.box))
 
 
+def _digest(parts: Iterable[bytes]) -> str:
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+
+
+def capture_error(work: Callable[[], T]) -> T | Exception:
+    """Return the result of some work, or its error, which is sent to all ranks."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
+        return error
+
+
 @dataclass(frozen=True)
-class StagedWrites:
+class PlannedSave:
+    """A save that the ranks have agreed on, without the state.
+
+    Attributes:
+        response: Rank 0's answer to this rank.
+        rank_plan: The chunks that this rank writes.
+        local_plan: The arrays that this rank holds; None in a world of one, whose plan is not cached.
+        model: Where the model is, if the result is a Hugging Face folder as well.
+        frozen_params: Digests of frozen parameters in the base; None if no base is needed.
+    """
+
+    response: PlanResponse
+    rank_plan: RankSavePlan
+    local_plan: LocalSavePlan | None
+    model: Path | None
+    frozen_params: FrozenParamCache | None
+
+
+@dataclass(frozen=True)
+class StagedSave:
     """The files that a rank writes, and digests of its replicated data.
 
     Attributes:
@@ -185,57 +229,70 @@ class StagedWrites:
         unchanged: Positions of the chunks of its plan that the base has.
     """
 
-    payloads: tuple[PayloadFile, ...] = ()
-    replicas: Mapping[int, Sequence[Replica]] = field(default_factory=dict)
-    unchanged: tuple[int, ...] = ()
+    payloads: tuple[PayloadFile, ...]
+    replicas: Mapping[int, Sequence[Replica]]
+    unchanged: tuple[int, ...]
 
     def replica_group_digests(self) -> dict[str, str]:
         """Return one digest for each replica group."""
-        return {str(number): _digest(each.digest for each in held) for number, held in self.replicas.items()}
+        return {str(number): _digest(each.digest for each in boxes) for number, boxes in self.replicas.items()}
 
     def replica_digests(self) -> dict[str, str]:
-        """Return one digest for each box that others hold too, by its name."""
-        return {each.name: each.digest.hex() for held in self.replicas.values() for each in held}
+        """Return one digest for each box that other ranks hold too, by its name."""
+        return {each.name: each.digest.hex() for boxes in self.replicas.values() for each in boxes}
 
 
-def _digest(parts: Iterable[bytes]) -> str:
-    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+@dataclass(frozen=True)
+class WrittenSave:
+    """The files that a rank has written.
+
+    Attributes:
+        staged: What they were written from.
+        payloads: The payload files.
+        files: The other files.
+        block_hashes: Hashes of this rank's share of the blocks that the base stores no hash of.
+    """
+
+    staged: StagedSave
+    payloads: Sequence[WrittenPayload]
+    files: tuple[FileRecord, ...]
+    block_hashes: Sequence[int]
+
+    def outcome(self) -> tuple[dict[str, str], tuple[int, ...], Sequence[int]]:
+        """Return what rank 0 compares: digests of replica groups, unchanged chunks, hashes of blocks."""
+        return self.staged.replica_group_digests(), self.staged.unchanged, self.block_hashes
 
 
-def capture_error(work: Callable[[], bytes]) -> bytes | Exception:
-    """Return the result of some work, or its error, which is sent to all ranks."""
-    try:
-        return work()
-    except Exception as error:  # noqa: BLE001  (sent to every rank, then raised)
-        return error
+@dataclass(frozen=True)
+class _BegunSave:
+    """A save that rank 0 has begun.
+
+    Attributes:
+        cache: The plan of all ranks, as it is cached once they have committed it.
+        contents: The manifest without pieces.
+        base: The base; None for none.
+    """
+
+    cache: PlanCache
+    contents: ManifestContents
+    base: BaseDedup | None
 
 
 class SaveSession:
-    """One save on one rank: `plan`, `stage`, `write`, `commit`, the last two on whatever thread.
+    """One save on one rank: `plan`, `stage`, `write`, `commit`, each with the result of the one before.
+
+    The last two may run on another thread.
 
     Args:
-        saver: Whose.
-        options: Where to, and in which way.
+        saver: The saver of the group.
+        options: The options.
         last: The coordinator of the commit; nothing else uses it until this save is over.
     """
 
     def __init__(self, saver: Saver, options: SaveOptions, last: Coordinator) -> None:
         self._saver, self._coordinator, self._options, self._last = saver, saver.channels.main, options, last
-        self._frozen_params = saver.frozen_params.copy()
         self._publication: Publication | None = None
-        self._contents: ManifestContents | None = None
-        self._plan: PlanCache | None = None
-        self._local_plan: LocalSavePlan | None = None
-        self._new_rank_plan: RankSavePlan | None = None
-        self._place = ""
-        self._part = PartialManifest((), ())
-        self._flattened = FlattenedState()
-        self._model: Path | None = None
-        self._save_id = ""
-        self._rank_plan = RankSavePlan((), {})
-        self._staged = StagedWrites()
-        self._hints = NO_BASE
-        self._base_dedup: BaseDedup | None = None
+        self._begun: _BegunSave | None = None
 
     @contextmanager
     def rollback_on_error(self) -> Iterator[None]:
@@ -253,253 +310,291 @@ class SaveSession:
             publication.rollback()
 
     def leave(self) -> None:
-        """Remove the files of this rank, and count the other ranks as lost, which go on without it."""
+        """Remove the files of this rank, and count the other ranks as lost, since they go on without it."""
         self._coordinator.leave()
         self.rollback()
 
-    @property
-    def arrays(self) -> Mapping[Path, TensorShards]:
-        """What lies here: views, valid until the state changes or `release_state` is called."""
-        return self._flattened.arrays
-
-    def release_state(self) -> None:
-        """Forget the state: all that is saved of it has been copied."""
-        self._flattened = FlattenedState()
-
-    def plan(self, state: Any, refusal: Exception | None = None) -> None:
-        """Flatten the state, plan with the other ranks, start the publication. Collective.
+    def plan(self, state: Any, refusal: Exception | None = None) -> tuple[PlannedSave, FlattenedState]:
+        """Flatten the state, plan with the other ranks, begin the publication. Collective.
 
         Args:
             state: As `save` takes it.
             refusal: Why this rank does not save; it is sent to all.
+
+        Returns:
+            The plan, and views of the state that are valid until it changes.
         """
-        answer = self._exchange_plan(state, refusal)
-        self._save_id, self._model = answer.save, self._flattened.model if self._coordinator.size == 1 else None
-        self._new_rank_plan, self._place = answer.rank_plan, answer.place
-        self._hints = answer.hints
-        if self._hints.url:
-            self._model = None  # a folder that lacks tensors is none of Hugging Face
+        is_alone = self._coordinator.size == 1
+        flattened, local_plan, response = (
+            self._plan_alone(state, refusal) if is_alone else self._exchange_plan(state, refusal)
+        )
+        rank_plan, cache = response.rank_plan, self._saver.rank_plan_cache
+        if rank_plan is None:
+            assert cache is not None, "a rank that has no plan cached receives one"
+            rank_plan = cache.rank_plan
+        needs_base = response.hints is not None or bool(rank_plan.frozen)
+        model = flattened.model if is_alone and response.hints is None else None  # of Hugging Face if nothing is absent
+        frozen_params = self._saver.frozen_params.copy() if needs_base else None
+        return PlannedSave(response, rank_plan, local_plan, model, frozen_params), flattened
 
-    def stage(self) -> StagedWrites:
-        """Return the files that this rank writes, and digests of its replicated data, as it is now."""
-        self._rank_plan = self._get_rank_plan()
-        if self._publication is None:
-            self._publication = JoinedPublication(self._place)
-        carry = self._contents.carried() if self._contents is not None else None
-        self._frozen_params.compare(self._rank_plan.frozen, self._hints, self._flattened, self._options.base_key_map)
-        unchanged = self._hints.unchanged(self._rank_plan.chunks, self.arrays)
-        kept = set(unchanged)
-        chunks = [chunk for at, chunk in enumerate(self._rank_plan.chunks) if at not in kept]
-        payloads = lay_out(self._save_id, self._coordinator.rank, chunks, model=self._model, carry=carry)
-        return StagedWrites(payloads, self._replicas() if self._options.checksums else {}, unchanged)
-
-    def contents(self, payload: PayloadFile) -> Iterator[memoryview]:
-        """Yield the bytes of a file, as they lie in memory now."""
-        return contents(payload, self.arrays)
-
-    def write(self, staged: StagedWrites, source: Source) -> bytes:
-        """Write this rank's files, and return the message for `commit`.
+    def stage(self, planned: PlannedSave, flattened: FlattenedState) -> StagedSave:
+        """Lay out the files that this rank writes, and compare the state with the base.
 
         Args:
+            planned: The plan.
+            flattened: The state as it is now.
+        """
+        if self._publication is None:
+            self._publication = JoinedPublication(planned.response.place)
+        carry = self._begun.contents.carried() if self._begun is not None else None
+        rank_plan = planned.rank_plan
+        unchanged: tuple[int, ...] = ()
+        if planned.frozen_params is not None:
+            hints = planned.response.hints or BaseHints()
+            planned.frozen_params.compare(rank_plan.frozen, hints, flattened, self._options.base_key_map)
+            unchanged = hints.unchanged(rank_plan.chunks, flattened.arrays)
+        kept = set(unchanged)
+        chunks = [chunk for at, chunk in enumerate(rank_plan.chunks) if at not in kept]
+        payloads = lay_out(planned.response.save, self._coordinator.rank, chunks, model=planned.model, carry=carry)
+        replicas = _hash_replicas(rank_plan, flattened) if self._options.checksums else {}
+        return StagedSave(payloads, replicas, unchanged)
+
+    def write(self, planned: PlannedSave, staged: StagedSave, source: Source) -> WrittenSave:
+        """Write the files of this rank.
+
+        Args:
+            planned: The plan.
             staged: The files.
             source: Returns their contents.
         """
         assert self._publication is not None
-        options, digests = self._options, self._options.store_digests
-        written = write_payloads(
-            self._publication, staged.payloads, source, checksums=options.checksums, digests=digests
+        options = self._options
+        payloads = write_payloads(
+            self._publication, staged.payloads, source, checksums=options.checksums, digests=options.store_digests
         )
-        if (
-            self._model is not None and not self._publication.unique_suffix
-        ):  # an old index has to stay as long as its files
-            self._write_index(staged.payloads, self._model)
-        self._staged = staged
-        blocks = self._hints.hashed_share(self._coordinator.rank, self._coordinator.size)
-        head = json.dumps([staged.replica_group_digests(), staged.unchanged, blocks]).encode()
-        if self._coordinator.rank == 0:
-            self._part = build_partial(written)
-        return len(head).to_bytes(8, "little") + head + (encode_partial(written) if self._coordinator.rank else b"")
+        files: tuple[FileRecord, ...] = ()
+        # An old index has to stay as long as its files.
+        if planned.model is not None and not self._publication.unique_suffix:
+            index = hf_index(staged.payloads, planned.model)
+            self._write_file(HF_INDEX, index)
+            files = (make_record(HF_INDEX, index, checksums=options.checksums),)
+        hints = planned.response.hints
+        hashes = [] if hints is None else hints.hash_blocks(self._coordinator.rank, self._coordinator.size)
+        return WrittenSave(staged, payloads, files, hashes)
 
-    def commit(self, message: bytes | Exception) -> None:
+    def commit(self, planned: PlannedSave, written: WrittenSave | Exception) -> None:
         """Publish and commit the files of all ranks. Collective; an error on one rank is raised on all.
 
         Args:
-            message: As `write` returned it, or its error.
+            planned: The plan.
+            written: The result of `write`, or its error.
         """
+        if isinstance(written, Exception) and self._coordinator.size == 1:
+            raise written
         what = f"saving to {self._options.path}"
-        answer = self._last.coordinate(what, message, self._publish)
+        answer = self._exchange_outcome(what, planned, written)
+        assert not isinstance(written, Exception), "an error of this rank is raised by then"
         if answer == _EXPLAIN:
-            self._last.coordinate(what, json.dumps(self._staged.replica_digests()).encode(), _raise_replicas)
+            digests = json.dumps(written.staged.replica_digests()).encode()
+            self._last.coordinate(what, digests, _raise_replicas)
         if answer == _BASE_REMOVED:
             raise BaseRemovedError(
-                "the base was removed or replaced by another process during the save, which was taken back",
+                "the base was removed or replaced by another process during the save, which was rolled back",
                 where=self._options.path,
-                found=self._hints.url,
+                found=planned.response.hints.url if planned.response.hints is not None else "",
                 fix="Save again.",
             )
-        self._update_caches()
+        self._update_caches(planned)
 
-    def _exchange_plan(self, state: Any, refusal: Exception | None) -> PlanResponse:
-        """Flatten the state, send the report of it, and receive the plan of this rank."""
+    def _exchange_outcome(self, what: str, planned: PlannedSave, written: WrittenSave | Exception) -> bytes:
+        """Return rank 0's answer, after it has published the files of all ranks."""
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            assert not isinstance(written, Exception), "an error of this rank is raised before"
+            outcomes, blobs = zip(*map(unpack_message, messages), strict=True)
+            parts = [decode_partial(blob, where=f"rank {rank}") for rank, blob in enumerate(blobs) if rank]
+            return [self._publish(planned, written, outcomes, parts)] * len(messages)
+
+        if isinstance(written, Exception):
+            return self._last.coordinate(what, written, decide)
         if self._coordinator.size == 1:
-            _raise(refusal)
-            self._flattened = flatten_state(state, 0, 1)
-            plan = create_single_rank_plan(self._flattened, trainable_only=self._options.trainable_only)
-            return self._begin(PlanCache("", (), plan), [build_report(self._flattened)])[0]
+            return self._publish(planned, written, [written.outcome()], [])
+        part = encode_partial(written.payloads) if self._coordinator.rank else b""
+        return self._last.coordinate(what, pack_message(written.outcome(), part), decide)
+
+    def _plan_alone(self, state: Any, refusal: Exception | None) -> tuple[FlattenedState, None, PlanResponse]:
+        _raise(refusal)
+        flattened = flatten_state(state, 0, 1)
+        plan = create_single_rank_plan(flattened, trainable_only=self._options.trainable_only)
+        (response,) = self._begin(PlanCache("", (), plan), flattened, [build_report(flattened)])
+        return flattened, None, response
+
+    def _exchange_plan(
+        self, state: Any, refusal: Exception | None
+    ) -> tuple[FlattenedState, LocalSavePlan, PlanResponse]:
+        """Flatten the state, send the report of it, and receive the plan of this rank."""
         what = f"preparing to save to {self._options.path}"
 
-        def report() -> bytes:
+        def flatten() -> tuple[FlattenedState, LocalSavePlan]:
             _raise(refusal)
-            self._flattened = flatten_state(state, self._coordinator.rank, self._coordinator.size)
-            self._local_plan = create_local_plan(self._flattened, trainable_only=self._options.trainable_only)
-            return self._report().encode()
+            flattened = flatten_state(state, self._coordinator.rank, self._coordinator.size)
+            return flattened, create_local_plan(flattened, trainable_only=self._options.trainable_only)
 
-        answer = self._coordinator.coordinate(what, capture_error(report), self._decide)
+        local = capture_error(flatten)
+
+        def ask() -> bytes:
+            message = local if isinstance(local, Exception) else capture_error(lambda: self._report(*local).encode())
+            return self._coordinator.coordinate(what, message, decide)
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            assert not isinstance(local, Exception), "an error of this rank is raised before"
+            return self._decide(messages, local[0])
+
+        answer = ask()
+        assert not isinstance(local, Exception), "an error of this rank is raised by then"
         if answer == _LOCAL_PLANS_NEEDED:
             self._saver.forget()
-            answer = self._coordinator.coordinate(what, capture_error(lambda: self._report().encode()), self._decide)
+            answer = ask()
         if answer == _EXPLAIN:
-            self._coordinator.coordinate(what, value_digests(self._flattened), _raise_values)
-        return PlanResponse.decode(answer)
+            self._coordinator.coordinate(what, value_digests(local[0]), _raise_values)
+        return (*local, PlanResponse.decode(answer))
 
-    def _report(self) -> RankReport:
-        """Return the first message of this rank, with its local plan where that is not the cached one."""
-        assert self._local_plan is not None
-        report = replace(build_report(self._flattened), values=values_digest(self._flattened), path=self._options.path)
+    def _report(self, flattened: FlattenedState, local_plan: LocalSavePlan) -> RankReport:
+        """Return the first message of this rank, with its local plan unless that is the cached one."""
+        report = replace(build_report(flattened), values=digest_values(flattened), path=self._options.path)
         cache = self._saver.rank_plan_cache
-        if cache is not None and cache.local_plan == self._local_plan:
+        if cache is not None and cache.local_plan == local_plan:
             return replace(report, cached=cache.save)
-        return replace(report, local_plan=self._local_plan.encode())
+        return replace(report, local_plan=local_plan.encode())
 
-    def _decide(self, messages: list[bytes]) -> list[bytes]:
-        """Plan, and start the publication. On rank 0."""
+    def _decide(self, messages: list[bytes], flattened: FlattenedState) -> list[bytes]:
+        """Plan, and begin the publication. On rank 0."""
         reports = [RankReport.decode(each) for each in messages]
         require_one_path(reports)
         if len({report.values for report in reports}) > 1:
             return [_EXPLAIN] * len(messages)
         known = self._saver.plan_cache
         if known is not None and is_cached(reports, known):
-            return [replace(answer, rank_plan=None).encode() for answer in self._begin(known, reports)]
+            return [replace(each, rank_plan=None).encode() for each in self._begin(known, flattened, reports)]
         local_plans = collect_local_plans(reports, known)
         if local_plans is None:
             return [_LOCAL_PLANS_NEEDED] * len(messages)
-        return [
-            answer.encode()
-            for answer in self._begin(PlanCache("", local_plans, create_global_plan(local_plans)), reports)
-        ]
+        planned = PlanCache("", local_plans, create_global_plan(local_plans))
+        return [each.encode() for each in self._begin(planned, flattened, reports)]
 
-    def _begin(self, planned: PlanCache, reports: Sequence[RankReport]) -> list[PlanResponse]:
-        """Start the publication, and return the answer to each rank."""
-        save_id = new_save_id()
-        plan = planned.plan
-        self._plan = planned if planned.save else replace(planned, save=save_id)
-        self._base_dedup = self._open_base(plan)
-        self._contents = build_contents(save_id, self._flattened, plan, reports, self._options.custom_metadata)
-        kept = read_referred_files(self._options.path) if self._options.overwrite else ()
+    def _begin(
+        self, planned: PlanCache, flattened: FlattenedState, reports: Sequence[RankReport]
+    ) -> list[PlanResponse]:
+        """Begin the publication, and return the answer to each rank. On rank 0."""
+        save_id, plan, options = new_save_id(), planned.plan, self._options
+        base = _open_base(options, plan)
+        self._begun = _BegunSave(
+            planned if planned.save else replace(planned, save=save_id),
+            build_contents(save_id, flattened, plan, reports, options.custom_metadata),
+            base,
+        )
+        kept = read_referred_files(options.path) if options.overwrite else ()
         self._publication = begin(
-            self._options.path,
+            options.path,
             STEP,
-            overwrite=self._options.overwrite,
+            overwrite=options.overwrite,
             needed_bytes=plan.nbytes,
             last=COMMIT,
             prefix=save_id,
             keep=kept,
         )
-        place = self._publication.staging_url
-        if self._base_dedup is None:
-            return [PlanResponse(save_id, place, rank_plan) for rank_plan in plan.rank_plans]
-        self._base_dedup.ask_for_hashes(self._frozen_params.hashes)
+        if base is not None:
+            base.ask_for_hashes(self._saver.frozen_params.hashes)
         return [
-            PlanResponse(save_id, place, rank_plan, self._base_dedup.for_rank(rank_plan))
-            for rank_plan in plan.rank_plans
+            PlanResponse(save_id, self._publication.staging_url, each, None if base is None else base.hints_for(each))
+            for each in plan.rank_plans
         ]
 
-    def _open_base(self, plan: GlobalSavePlan) -> BaseDedup | None:
-        """Open the base; where it has gone since it was chosen, the one that is chosen now."""
-        options, url = self._options, self._options.base()
-        while True:
-            try:
-                return open_base_dedup(
-                    url, options.path, options.base_key_map, plan, trainable_only=options.trainable_only
-                )
-            except (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError):
-                now = options.base()
-                if now == url:
-                    raise
-                url = now
+    def _publish(
+        self,
+        planned: PlannedSave,
+        written: WrittenSave,
+        outcomes: Sequence[tuple[Any, Any, Any]],
+        others: Sequence[PartialManifest],
+    ) -> bytes:
+        """Compare replicas, commit, publish. On rank 0.
 
-    def _get_rank_plan(self) -> RankSavePlan:
-        """Return the plan of this rank: the one it received, or the one it has cached."""
-        if self._new_rank_plan is not None:
-            return self._new_rank_plan
-        assert self._saver.rank_plan_cache is not None, "a rank that has no plan cached receives one"
-        return self._saver.rank_plan_cache.rank_plan
+        Args:
+            planned: The plan.
+            written: The files of rank 0.
+            outcomes: Of each rank.
+            others: The parts of the manifest of the other ranks.
+        """
+        assert self._begun is not None and self._publication is not None
+        plan, base = self._begun.cache.plan, self._begun.base
+        digests, unchanged, hashes = zip(*outcomes, strict=True)
+        if _has_unequal_replicas(plan, digests):
+            return _EXPLAIN
+        parts = [build_partial(written.payloads), *others]
+        referred = []
+        if base is not None:
+            assert planned.frozen_params is not None
+            referred.append(base.part(unchanged, hashes, planned.frozen_params.hashes))
+        files, arrays = merge_partials([*parts, *referred], plan.order)
+        bases = base.bases(files) if base is not None else ()
+        contents = replace(self._begun.contents, files=(*files, *written.files), arrays=arrays, bases=bases)
+        manifest = encode_manifest(contents)
+        self._write_file(manifest_name(contents.save), manifest)
+        own = {**_sizes(written.files), manifest_name(contents.save): len(manifest)}
+        rank0_sizes, *other_sizes = [_sizes(part.files) for part in parts]
+        require_files(self._options.path, self._publication.staging_url, [{**rank0_sizes, **own}, *other_sizes])
+        # From here on whoever removes the base sees the manifest, and keeps the files that it refers to.
+        if base is not None and not base.is_kept(files):
+            return _BASE_REMOVED
+        self._write_file(COMMIT, encode_commit(contents.save, manifest, contents.files, read_branch(contents.about)))
+        self._publication.commit()
+        return b""
 
-    def _update_caches(self) -> None:
+    def _update_caches(self, planned: PlannedSave) -> None:
         """Cache the plan of this save: all ranks have committed it."""
-        self._saver.frozen_params = self._frozen_params
-        if self._local_plan is None or self._new_rank_plan is None:
-            return  # one rank alone, or a plan that is kept already
-        self._saver.rank_plan_cache = RankPlanCache(self._save_id, self._local_plan, self._new_rank_plan)
-        if self._coordinator.rank == 0:
-            self._saver.plan_cache = self._plan
-
-    def _write_index(self, payloads: Sequence[PayloadFile], model: Path) -> None:
-        """Let one writer's save be a Hugging Face folder too."""
-        assert self._publication is not None and self._contents is not None
-        index = hf_index(payloads, model)
-        self._write_file(HF_INDEX, index)
-        record = make_record(HF_INDEX, index, checksums=self._options.checksums)
-        self._contents = replace(self._contents, files=(record,))
+        if planned.frozen_params is not None:
+            self._saver.frozen_params = planned.frozen_params
+        rank_plan = planned.response.rank_plan
+        if planned.local_plan is None or rank_plan is None:
+            return  # a world of one, or a plan that is cached already
+        self._saver.rank_plan_cache = RankPlanCache(planned.response.save, planned.local_plan, rank_plan)
+        if self._begun is not None:
+            self._saver.plan_cache = self._begun.cache
 
     def _write_file(self, name: str, data: bytes) -> None:
         assert self._publication is not None
         with self._publication.create(name) as writer:
             writer.write(data)
 
-    def _publish(self, messages: list[bytes]) -> list[bytes]:
-        """Compare replicas, commit, publish. On rank 0."""
-        assert self._contents is not None and self._plan is not None and self._publication is not None
-        heads, parts = [], [self._part]
-        for rank, each in enumerate(messages):
-            end = 8 + int.from_bytes(each[:8], "little")
-            heads.append(json.loads(each[8:end]))
-            if rank:
-                parts.append(decode_partial(each[end:], where=f"rank {rank}"))
-        digests, unchanged, blocks = zip(*heads, strict=True)
-        if _has_unequal_replicas(self._plan.plan, digests):
-            return [_EXPLAIN] * len(messages)
-        if self._base_dedup is not None:
-            parts.append(self._base_dedup.part(unchanged, blocks, self._frozen_params.hashes))
-        files, arrays = merge_partials(parts, self._plan.plan.order)
-        bases = self._base_dedup.bases(files) if self._base_dedup is not None else ()
-        whole = replace(self._contents, files=(*files, *self._contents.files), arrays=arrays, bases=bases)
-        manifest = encode_manifest(whole)
-        self._write_file(manifest_name(whole.save), manifest)
-        own = {**_sizes(self._contents.files), manifest_name(whole.save): len(manifest)}
-        first, *others = [_sizes(part.files) for part in parts[: len(messages)]]
-        require_files(self._options.path, self._publication.staging_url, [{**first, **own}, *others])
-        # From here on whoever removes the base sees the manifest, and leaves what it refers to.
-        if self._base_dedup is not None and not self._base_dedup.is_kept(files):
-            return [_BASE_REMOVED] * len(messages)
-        self._write_file(COMMIT, encode_commit(whole.save, manifest, whole.files, read_branch(whole.about)))
-        self._publication.commit()
-        return [b""] * len(messages)
 
-    def _replicas(self) -> dict[int, tuple[Replica, ...]]:
-        """Return the boxes of each replica group that this rank is in, by its number."""
-        items = list(self.arrays.items())
-        return {
-            number: tuple(_replica(*items[at], which) for at, which in positions)
-            for number, positions in self._rank_plan.replica_groups.items()
-        }
+def _hash_replicas(rank_plan: RankSavePlan, flattened: FlattenedState) -> dict[int, tuple[Replica, ...]]:
+    """Hash the boxes of each replica group that this rank is in, by its number."""
+    items = list(flattened.arrays.items())
+    return {
+        number: tuple(_hash_replica(*items[at], which) for at, which in positions)
+        for number, positions in rank_plan.replica_groups.items()
+    }
+
+
+def _open_base(options: SaveOptions, plan: GlobalSavePlan) -> BaseDedup | None:
+    """Open the base; if it was removed since it was chosen, choose again."""
+    url = options.base()
+    while url or options.trainable_only:
+        try:
+            return open_base_dedup(url, options.path, options.base_key_map, plan, trainable_only=options.trainable_only)
+        except (CheckpointError, MissingFileError, SourceNotFoundError, UnknownFormatError):
+            now = options.base()
+            if now == url:
+                raise
+            url = now
+    return None
 
 
 def _sizes(files: Iterable[FileRecord]) -> dict[str, int]:
     return {each.name: each.nbytes for each in files}
 
 
-def _replica(path: Path, array: TensorShards, which: int) -> Replica:
+def _hash_replica(path: Path, array: TensorShards, which: int) -> Replica:
     box, tensor = array.shards[which]
     digest = xxhash.xxh3_128()
     for part in tensor_bytes(tensor):

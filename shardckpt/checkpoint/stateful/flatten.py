@@ -256,7 +256,8 @@ class _StateFlattener:
             raise UnsupportedError("nested too deep, or holds itself", where=dotted(path[:8]))
 
     def _tensor(self, value: torch.Tensor, path: Path, kind: str = "tensor") -> TensorRef:
-        if is_sharded_tensor(value):
+        is_plain = type(value) in (torch.Tensor, nn.Parameter)
+        if not is_plain and is_sharded_tensor(value):
             return self._sharded_tensor(value, path)
         check_tensor(value, path)
         if not self._is_per_rank:

@@ -1,4 +1,4 @@
-"""Boxes of named arrays as bytes, as ranks tell each other of them: names once, and numbers. Pure."""
+"""Messages between ranks as bytes: JSON and a block of bytes, or the boxes of named arrays. Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,26 @@ from typing import Any, NamedTuple
 
 from shardckpt.boxes import Box, Shape
 from shardckpt.manifest import Path
+
+
+def pack_message(head: object, blob: bytes = b"") -> bytes:
+    """Return JSON and a block of bytes as one message."""
+    return _join_message(json.dumps(head, separators=(",", ":")).encode(), blob)
+
+
+def unpack_message(data: bytes) -> tuple[Any, bytes]:
+    """Return what `pack_message` packed."""
+    head, blob = _split_message(data)
+    return json.loads(head), blob
+
+
+def _join_message(head: bytes, blob: bytes) -> bytes:
+    return len(head).to_bytes(8, "little") + head + blob
+
+
+def _split_message(data: bytes) -> tuple[bytes, bytes]:
+    end = 8 + int.from_bytes(data[:8], "little")
+    return data[8:end], data[end:]
 
 
 class BoxRow(NamedTuple):
@@ -45,18 +65,17 @@ def encode_rows(rows: Iterable[BoxRow]) -> bytes:
         for offset, size in boxes:
             numbers.extend(offset)
             numbers.extend(size)
-    head = _encode_names(tuple(names))
-    return len(head).to_bytes(8, "little") + head + numbers.tobytes()
+    return _join_message(_encode_names(tuple(names)), numbers.tobytes())
 
 
 def decode_rows(data: bytes) -> list[BoxRow]:
     """Return what `encode_rows` wrote."""
-    end = 8 + int.from_bytes(data[:8], "little")
+    head, blob = _split_message(data)
     packed = array("q")
-    packed.frombytes(data[end:])
+    packed.frombytes(blob)
     numbers, at = packed.tolist(), 0
     rows = []
-    for path, shape, dtype, count in _decode_names(data[8:end]):
+    for path, shape, dtype, count in _decode_names(head):
         dims, boxes = len(shape), []
         for _ in range(count):
             middle = at + dims

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 
 SEGMENT_BYTES = 16 << 20
 """Bytes of a file that one rank reads for others: a few requests of a store, and whole blocks of our own format."""
@@ -135,15 +136,14 @@ def assign_segments(wanted: Sequence[Ids]) -> list[list[BroadcastGroup]]:
 
 def encode_groups(groups: Sequence[BroadcastGroup]) -> bytes:
     """Return broadcast groups as bytes."""
-    head = json.dumps([[list(each.members), len(each.ids)] for each in groups]).encode()
-    return len(head).to_bytes(8, "little") + head + b"".join(each.ids.tobytes() for each in groups)
+    head = [[list(each.members), len(each.ids)] for each in groups]
+    return pack_message(head, b"".join(each.ids.tobytes() for each in groups))
 
 
 def decode_groups(data: bytes) -> list[BroadcastGroup]:
     """Return what `encode_groups` wrote."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    rows: list[Any] = json.loads(data[8:end])
-    ids = np.frombuffer(data[end:], np.int64)
+    rows, blob = unpack_message(data)
+    ids = np.frombuffer(blob, np.int64)
     ends = list(accumulate((count for _, count in rows), initial=0))
     return [
         BroadcastGroup(tuple(members), ids[at : at + count]) for (members, count), at in zip(rows, ends, strict=False)

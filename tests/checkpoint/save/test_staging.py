@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.boxes import full_box
-from shardckpt.checkpoint.save.payload_writer import contents
+from shardckpt.checkpoint.save.payload_writer import iter_contents
 from shardckpt.checkpoint.save.staging import BUFFER_BYTES, BufferPool, StagingArea, buffer_size, make_buffer
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
@@ -112,7 +112,7 @@ class TestStage:
     def test_what_fits_is_copied_at_once_and_is_what_lay_there(self, budget: int | None) -> None:
         tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
         payloads, arrays = planned(tensors)
-        expected = [b"".join(bytes(part) for part in contents(payload, arrays)) for payload in payloads]
+        expected = [b"".join(bytes(part) for part in iter_contents(payload, arrays)) for payload in payloads]
         stage = StagingArea(BufferPool(make_buffer), budget)
         stage.fill(payloads, arrays)
         for tensor in tensors.values():
@@ -123,7 +123,7 @@ class TestStage:
 
     def test_what_does_not_fit_goes_in_rounds_within_the_budget(self) -> None:
         payloads, arrays = planned(TENSORS)
-        expected = [b"".join(bytes(part) for part in contents(payload, arrays)) for payload in payloads]
+        expected = [b"".join(bytes(part) for part in iter_contents(payload, arrays)) for payload in payloads]
         pool = BufferPool(make_buffer)
         stage = StagingArea(pool, MIB)
         loop = threading.Thread(target=stage.fill, args=(payloads, arrays))

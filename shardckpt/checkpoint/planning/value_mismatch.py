@@ -1,0 +1,98 @@
+"""Find the values that claim to be the same on every rank and are not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardckpt.checkpoint.planning.rank_report import SHOWN, digest_tree
+from shardckpt.checkpoint.stateful.flatten import FlattenedState, TensorRef, encoded
+from shardckpt.errors import UsageError
+from shardckpt.format.encodings import tagged_json
+from shardckpt.manifest import Path, dotted
+
+
+def value_digests(flattened: FlattenedState) -> bytes:
+    """Return what tells each plain value, and each container, from another, for finding the one that differs."""
+    values: dict[str, ValueSummary] = {}
+    containers: dict[str, ValueSummary] = {}
+    _collect(flattened.tree, (), values, containers)
+    return json.dumps([values, containers]).encode()
+
+
+ValueSummary = tuple[str, str, str]
+"""Digest, type and beginning of the text of a value."""
+
+_TEXT_CHARACTERS = 1 << 16
+"""Of a value's text that is sent where ranks differ; a difference behind that is reported without its position."""
+
+
+def _collect(tree: Any, path: Path, values: dict[str, ValueSummary], containers: dict[str, ValueSummary]) -> None:
+    if isinstance(tree, dict) and tree:
+        keys = ", ".join(sorted(map(repr, tree)))
+        containers[dotted(path)] = (
+            digest_tree([type(tree).__name__, keys]),
+            type(tree).__name__,
+            keys[:_KEYS_CHARACTERS],
+        )
+        for key, value in tree.items():
+            _collect(value, (*path, tagged_json.path_key(key)), values, containers)
+    elif type(tree) in (list, tuple) and tree:
+        containers[dotted(path)] = digest_tree([type(tree).__name__]), type(tree).__name__, ""
+        for at, value in enumerate(tree):
+            _collect(value, (*path, at), values, containers)
+    else:
+        digest = digest_tree(encoded(tree, lambda _: 0, path))
+        kind = "tensor" if isinstance(tree, TensorRef) else type(tree).__name__
+        text = tree if isinstance(tree, str) else repr(tree) if isinstance(tree, _SHOWN_TYPES) else ""
+        values[dotted(path)] = digest, kind, text[:_TEXT_CHARACTERS]
+
+
+_KEYS_CHARACTERS = 200
+_SHOWN_TYPES = (bool, int, float)
+
+
+def build_mismatch_error(
+    values: Sequence[Mapping[str, Sequence[str]]], containers: Sequence[Mapping[str, Sequence[str]]] = ()
+) -> UsageError:
+    """Return the error for values that claim to be the same on every rank and are not.
+
+    Args:
+        values: For each rank, names to digest, type and text of the values.
+        containers: The same of what they are in: where all values are alike, these differ.
+    """
+    wrong = _differences(values) or _differences(containers) or ["what the ranks hold is put together in other ways"]
+    more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    return UsageError(
+        "; ".join(wrong[:SHOWN]) + more,
+        fix="To keep rank 0's, broadcast it; to keep each rank's own, use shardckpt.PerRank.",
+    )
+
+
+def _differences(summaries: Sequence[Mapping[str, Sequence[str]]]) -> list[str]:
+    names = dict.fromkeys(name for each in summaries for name in each)
+    return [text for name in names if (text := _difference(name, [each.get(name) for each in summaries]))]
+
+
+def _difference(name: str, summaries: Sequence[Sequence[str] | None]) -> str:
+    """Return how a value differs between the first rank and the first other one that has another; empty if none."""
+    odd = next((rank for rank, each in enumerate(summaries) if (each or [""])[0] != (summaries[0] or [""])[0]), None)
+    if odd is None:
+        return ""
+    one, other = summaries[0], summaries[odd]
+    name = name or "the state"
+    if one is None or other is None:
+        has, lacks = (odd, 0) if one is None else (0, odd)
+        return f"`{name}` is in the state of rank {has} and not in that of rank {lacks}"
+    if one[1] != other[1]:
+        return f"`{name}` is {one[1]} on rank 0 and {other[1]} on rank {odd}"
+    start = f"`{name}` ({one[1]}) differs between rank 0"
+    if one[1] != "str":
+        values = [f" ({text})" if text else "" for text in (one[2], other[2])]
+        return f"{start}{values[0]} and rank {odd}{values[1]}"
+    place = next((at for at, (a, b) in enumerate(zip(one[2], other[2], strict=False)) if a != b), None)
+    if place is None:
+        shorter = min(len(one[2]), len(other[2]))
+        place = shorter if shorter < _TEXT_CHARACTERS else None
+    return f"{start} and rank {odd}" + ("" if place is None else f" at character {place + 1}")

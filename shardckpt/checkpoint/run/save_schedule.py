@@ -1,0 +1,124 @@
+"""When to save the next step: every so many steps, and after a signal."""
+
+from __future__ import annotations
+
+import operator
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from types import FrameType
+from typing import Any
+
+from shardckpt.checkpoint.coordinator import Coordinator
+from shardckpt.checkpoint.run.step_finder import require_step_number
+from shardckpt.errors import UsageError
+
+_SIGNAL, _FAILURE = 1, 2
+
+
+@dataclass
+class BackgroundSave:
+    """The last save in the background.
+
+    Attributes:
+        has_failed: It is over, and nothing was saved.
+    """
+
+    has_failed: bool = False
+
+
+class SaveSchedule:
+    """Which steps to save.
+
+    Args:
+        save_every: Save the steps that this divides; None for none.
+
+    Raises:
+        UsageError: `save_every` is not a positive integer.
+
+    Attributes:
+        has_signal: A signal came to this process.
+        stop_requested: A signal came to some rank, and all know.
+    """
+
+    def __init__(self, save_every: int | None) -> None:
+        if save_every is not None and (type(save_every) is not int or save_every < 1):
+            raise UsageError("`save_every` must be a positive integer", found=repr(save_every))
+        self._save_every = save_every
+        self._last_step: int | None = None
+        self._background: BackgroundSave | None = None
+        self._is_due = self._is_watching = False
+        self.has_signal = self.stop_requested = False
+
+    def record_restore(self, number: int) -> None:
+        """Record that a step was restored: it is not saved again."""
+        self._last_step = number
+
+    def record_save(self, number: int, background: BackgroundSave | None) -> None:
+        """Record that a step was saved, perhaps because a signal asked for it."""
+        self._last_step, self._background, self._is_due = number, background, False
+
+    def set_requested(self, is_requested: bool) -> None:
+        """Record that the ranks agreed that a stop was requested, if they did."""
+        if is_requested and not self.stop_requested:
+            self.stop_requested = self._is_due = True
+
+    def should_save(self, step: Any, coordinator: Coordinator) -> bool:
+        """Return True if a step is to be saved. Collective while signals are watched.
+
+        Args:
+            step: Its number.
+            coordinator: Of the ranks.
+        """
+        number, fault = 0, None
+        try:
+            number = require_step_number(step)
+        except UsageError as error:
+            fault = error
+        if self._is_watching or coordinator.size == 1:
+            has_failed = self._background is not None and self._background.has_failed
+            flags = bytes([(_SIGNAL if self.has_signal else 0) | (_FAILURE if has_failed else 0)])
+            (answer,) = coordinator.coordinate("agreeing whether to save", fault or flags, _merge_flags)
+            self.set_requested(bool(answer & _SIGNAL))
+            if answer & _FAILURE:  # the step was not saved, on any rank
+                self._last_step = self._background = None
+                self._is_due = self.stop_requested
+        elif fault is not None:
+            raise fault
+        is_turn = self._save_every is not None and number > 0 and number % self._save_every == 0
+        return number != self._last_step and (is_turn or self._is_due)
+
+    @contextmanager
+    def watch(self, numbers: tuple[int, ...]) -> Iterator[None]:
+        """Note signals, and restore their handlers at the end.
+
+        Raises:
+            UsageError: Not in the main thread.
+        """
+        before: dict[int, Any] = {}
+        try:
+            for number in numbers:
+                before[number] = _set_handler(number, self._note)
+            self._is_watching = True
+            yield
+        finally:
+            self._is_watching = False
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self.has_signal = True
+
+
+def _set_handler(number: int, handler: Callable[[int, FrameType | None], None]) -> Any:
+    try:
+        return signal.signal(number, handler)
+    except (ValueError, OSError) as error:
+        raise UsageError("this signal cannot be handled here", found=error, expected="the main thread") from error
+
+
+def _merge_flags(messages: list[bytes]) -> list[bytes]:
+    """Return the flags of all ranks: that a signal came, that a save in the background failed."""
+    return [bytes([reduce(operator.or_, (flags for (flags,) in messages))])] * len(messages)

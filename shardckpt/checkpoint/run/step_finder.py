@@ -1,0 +1,217 @@
+"""Find the steps of a run: rank 0 reads the folder, every rank gets the answer."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from shardckpt.checkpoint.coordinator import get_channels
+from shardckpt.checkpoint.load.load import MIXED
+from shardckpt.errors import NoCompleteCheckpoint, TargetExistsError, UnsupportedError, UsageError
+from shardckpt.format.native.run_directory import (
+    RunDirectory,
+    StepFolder,
+    manifest_fault,
+    read_run,
+    read_step,
+    step_name,
+)
+from shardckpt.format.run_start import require_start_of_run
+from shardckpt.storage.resolve_url import as_url, local_path, open_store
+from shardckpt.storage.store import Store
+
+SHOWN = 5
+"""Steps or faults in a message; the rest is counted."""
+
+_MAX_STEP = 10**18
+
+
+class FoundStep(NamedTuple):
+    """The step that rank 0 found.
+
+    Attributes:
+        faults: What is wrong with newer steps, or with all if none is complete.
+        number: Of the newest complete step.
+        name: Of its folder.
+        save: Id of the save that wrote it; None if no step is complete.
+        branch: The branch of the run that steps belong to which are saved after this one is restored.
+        unreadable: Why this version cannot read a step that is newer than all complete ones.
+    """
+
+    faults: list[str]
+    number: int = 0
+    name: str = ""
+    save: str | None = None
+    branch: int = 0
+    unreadable: str = ""
+
+
+class StepFinder:
+    """Finds the steps of a run.
+
+    Args:
+        root: Folder of the run.
+        group: The ranks; all if None.
+
+    Raises:
+        UsageError: The root is not a folder's path or URL.
+
+    Attributes:
+        root: The folder, without a slash at its end.
+        damaged: Ids of saves whose steps turned out to be damaged.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
+        self.root = as_url(root).rstrip("/") or "/"
+        if self.root.endswith(":") and as_url(root).startswith(f"{self.root}//"):
+            raise UsageError("this URL names no place", where=as_url(root), fix="Name a bucket, or a folder in it.")
+        self._group = group
+        self.damaged: set[str] = set()
+
+    def path(self, name: str) -> str:
+        """Return the path or URL of a step folder."""
+        return f"{self.root.rstrip('/')}/{name}"
+
+    def open_store(self) -> Store:
+        """Return the store of the run. Raises UsageError if a file has its name."""
+        path = local_path(self.root)
+        if path is not None and os.path.isfile(path):
+            raise UsageError("the folder of a run must not be a file", where=self.root, fix="Choose another.")
+        return open_store(self.root)
+
+    def read(self) -> RunDirectory:
+        """Return the run; if it has no step, check that no other checkpoint is there. On rank 0."""
+        run = read_run(self.open_store())
+        if not run.steps:
+            require_start_of_run(self.root)
+        return run
+
+    def is_good(self, step: StepFolder) -> bool:
+        """Return True if a step is complete, and no load found it damaged."""
+        return step.is_complete and step.save not in self.damaged
+
+    def ask_rank0(self, what: str, answer: Callable[[], Any], fault: Exception | None = None) -> Any:
+        """Return rank 0's answer on every rank; or raise on every rank the fault of this one's call. Collective."""
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            return [json.dumps(answer()).encode()] * len(messages)
+
+        return json.loads(get_channels(self._group).main.coordinate(f"{what} of {self.root}", fault or b"", decide))
+
+    def list_complete(self) -> list[int]:
+        """Return the numbers of the complete steps, the oldest first. Collective.
+
+        Raises:
+            UnsupportedError: The newest step was written by a newer version of shardckpt.
+        """
+        numbers, unreadable = self.ask_rank0("listing steps", self._list_on_rank0)
+        self.require_readable(unreadable)
+        return list(numbers)
+
+    def _list_on_rank0(self) -> tuple[list[int], str]:
+        """Return the complete steps, and the fault of a newer one that another version wrote."""
+        run = self.read()
+        newest = run.complete[-1].number if run.complete else -1
+        unreadable = [step.fault for step in run.steps if step.is_newer and step.number > newest]
+        return [step.number for step in run.complete], unreadable[-1] if unreadable else ""
+
+    def require_readable(self, fault: str) -> None:
+        """Raise UnsupportedError if there is a reason why this version cannot read the newest step."""
+        if fault:
+            raise UnsupportedError(
+                "the newest step was written by a version of shardckpt that this one cannot read",
+                where=self.root,
+                found=fault,
+                fix="Update shardckpt, or choose another folder.",
+            )
+
+    def find_step(self, wanted: int | None, passed: Collection[str], fault: Exception | None) -> FoundStep:
+        """Return the newest step that may be loaded. Collective.
+
+        Args:
+            wanted: Its number; None for any.
+            passed: Ids of saves that were tried already.
+            fault: Why this rank does not load; it is sent to all.
+        """
+        return FoundStep(*self.ask_rank0("looking for a step", lambda: self._find_on_rank0(wanted, passed), fault))
+
+    def _find_on_rank0(self, wanted: int | None, passed: Collection[str]) -> FoundStep:
+        run = self.read()
+        matching = [s for s in run.steps if wanted in (None, s.number) and s.save not in passed and not s.is_base]
+        found = next((step for step in reversed(run.complete) if step in matching), None)
+        faulty = [step for step in reversed(matching) if not step.is_complete]
+        newer = [step for step in faulty if found is None or step.number > found.number]
+        faults = [step.fault for step in newer if found is None or not step.is_foreign]
+        unreadable = next((step.fault for step in newer if step.is_newer), "")
+        if found is None or unreadable:
+            return FoundStep(faults, unreadable=unreadable)
+        branch = found.branch if found == run.complete[-1] else run.complete[-1].branch + 1
+        return FoundStep(faults, found.number, found.name, found.save, branch)
+
+    def has_save(self, save: str) -> bool:
+        """Return True if the step that a save wrote is still complete. Collective."""
+        return save in self.ask_rank0("looking again for a step", lambda: [s.save for s in self.read().complete])
+
+    def find_base(self, number: int) -> str | None:
+        """Return the newest step that another one can refer to. On rank 0, while no other save is under way."""
+        store = self.open_store()
+        for step in reversed(read_run(store).complete):
+            if step.number != number and self.is_good(step) and not manifest_fault(store, step):
+                return self.path(step.name)
+        return None
+
+    def newest_branch(self) -> int:
+        """Return the branch of the newest complete step. On rank 0."""
+        complete = read_run(self.open_store()).complete
+        return complete[-1].branch if complete else 0
+
+    def is_replaceable(self, number: int) -> bool:
+        """Return True if a save may replace what is stored as a step. On rank 0.
+
+        Raises:
+            TargetExistsError: A newer version of shardckpt wrote the step.
+        """
+        step = read_step(self.open_store(), number)
+        if step.is_newer:
+            raise TargetExistsError(
+                "a version of shardckpt that this one cannot read wrote this step, so it is not replaced",
+                where=self.path(step_name(number)),
+                found=step.fault,
+                fix="Update shardckpt, or choose another folder.",
+            )
+        return bool(step.held) and step.is_ours and not self.is_good(step)
+
+    def build_no_checkpoint_error(self, wanted: int | None, damages: list[str], faults: list[str]) -> Exception:
+        """Return the error for a run without a step that can be loaded.
+
+        Args:
+            wanted: The step that was asked for; None for any.
+            damages: What is wrong with steps whose load failed.
+            faults: What is wrong with other steps.
+        """
+        what = "no step here is complete" if wanted is None else f"there is no complete step {wanted} here"
+        listed = [*damages, *faults]
+        more = f"; and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
+        fix = "To begin anew, choose another folder or remove these steps." if listed else "Choose one that `ls` lists."
+        shown = "; ".join(fault.rstrip(".") for fault in listed[:SHOWN])
+        return NoCompleteCheckpoint(what, where=self.root, found=shown + more, fix=f"{fix} {MIXED}" if damages else fix)
+
+
+def require_step_number(step: Any) -> int:
+    """Return the number of a step, whatever kind of integer it is.
+
+    Raises:
+        UsageError: It is not an integer from 0.
+    """
+    try:
+        number = operator.index(step)
+    except Exception:  # noqa: BLE001  (a value of any type, with an __index__ of its own)
+        number = -1
+    if isinstance(step, bool) or not 0 <= number < _MAX_STEP:
+        raise UsageError("the number of a step must be an integer from 0", found=repr(step))
+    return number

@@ -1,0 +1,108 @@
+"""Delete the steps of a run that no rule keeps, after a save."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder
+from shardckpt.errors import CheckpointError, StorageError, UsageError, escape
+from shardckpt.format.native.run_directory import (
+    StepFolder,
+    delete_orphan,
+    delete_steps,
+    find_orphans,
+    read_metrics,
+    read_run,
+)
+from shardckpt.plan.retention import (
+    Retention,
+    SavedStep,
+    is_expired,
+    require_metric,
+    steps_to_delete,
+    with_trusted_times,
+)
+from shardckpt.storage.store import Store
+
+
+class StepRetention:
+    """Retention of a run, on rank 0.
+
+    Args:
+        rules: Which steps are kept.
+        finder: The steps of the run.
+    """
+
+    def __init__(self, rules: Retention, finder: StepFinder) -> None:
+        self._rules, self._finder = rules, finder
+        self._metrics: dict[str, Mapping[str, float]] = {}
+        self._is_tidy = False
+
+    def apply(self, saved: int) -> None:
+        """Delete the steps that no rule keeps; an error is a warning, since the step is saved.
+
+        Args:
+            saved: The step that was just saved.
+        """
+        if self._is_tidy and not self._rules.is_needed:
+            return
+        try:
+            self._delete(saved)
+            self._is_tidy = True
+        except (StorageError, CheckpointError, UsageError) as error:
+            warnings.warn(f"step {saved} is saved, but old ones could not be removed: {error}", stacklevel=4)
+
+    def _delete(self, saved: int) -> None:
+        store, now = self._finder.open_store(), time.time()
+        run = read_run(store)
+        if any(step.is_newer for step in run.steps) and not self._rules.is_needed:
+            return
+        run.require_readable()
+        is_good = {step.name: self._finder.is_good(step) for step in run.steps}
+        facts = [
+            SavedStep(step.number, is_good[step.name], step.saved_at, self._read_metrics(store, step), step.branch)
+            for step in run.steps
+        ]
+        gone = set(steps_to_delete(with_trusted_times(facts, now), self._rules, now=now, protected={saved}))
+        removed = {step.name for step in run.steps if step.number in gone and (is_good[step.name] or step.is_double)}
+        stay = delete_steps(store, run, removed)
+        if stay:
+            shown = ", ".join(map(escape, stay[:SHOWN])) + (", ..." if len(stay) > SHOWN else "")
+            warnings.warn(f"removed steps hold content that no save wrote, which was left there: {shown}", stacklevel=5)
+        kept = replace(run, steps=tuple(step for step in run.steps if step.name not in removed))
+        for left in find_orphans(store, kept):
+            if is_expired(left.changed_at, now):
+                delete_orphan(store, left.name)
+
+    def _read_metrics(self, store: Store, step: StepFolder) -> Mapping[str, float]:
+        """Return the metrics of a step; those of a save never change, so each manifest is read once."""
+        if self._rules.keep_best is None or not self._finder.is_good(step):
+            return {}
+        if step.save not in self._metrics:
+            self._metrics[step.save] = read_metrics(store, step)
+        return self._metrics[step.save]
+
+    def find_ranking_fault(self, number: int, names: Sequence[str]) -> str:
+        """Return why no step has the metric that `keep_best` ranks by; empty if one has, or no metric is given.
+
+        Args:
+            number: The step that is saved.
+            names: Its metrics.
+        """
+        if self._rules.keep_best is None or not names or self._rules.metric in names:
+            return ""
+        store = self._finder.open_store()
+        saved = [SavedStep(number, metrics=dict.fromkeys(names, 0.0))]
+        saved += [
+            SavedStep(step.number, metrics=self._read_metrics(store, step))
+            for step in read_run(store).complete
+            if step.number != number
+        ]
+        try:
+            require_metric(saved, self._rules.metric)
+        except UsageError as error:
+            return f"step {number} is saved, but no step can be removed: {error}"
+        return ""
