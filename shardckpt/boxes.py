@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -156,6 +155,21 @@ def _with(box: Box, dim: int, offset: int, size: int) -> Box:
     )
 
 
+def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return the start and the length of one of `parts` chunks of `size`, as `torch.chunk` splits.
+
+    Every chunk has the length of the first; the last ones may be shorter or empty.
+    """
+    length = -(-size // parts)
+    start = min(index * length, size)
+    return start, min(length, size - start)
+
+
+def chunk_box(shape: Shape, dim: int, parts: int, index: int) -> Box:
+    """Return one of the chunks of an array of `shape` along a dimension, as `torch.chunk` splits."""
+    return _with(full_box(shape), dim, *chunk_range(shape[dim], parts, index))
+
+
 def flat_to_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
     """Return the boxes that hold the elements `[start, stop)` of an array in row-major order.
 
@@ -188,25 +202,6 @@ def flat_to_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
 
 def _prefix_box(index: int, box: Box) -> Box:
     return Box((index, *box.offset), (1, *box.size))
-
-
-def boxes_to_flat(shape: Shape, boxes: Sequence[Box]) -> tuple[int, int]:
-    """Return the flat range `[start, stop)` that `boxes` hold: the inverse of `flat_to_boxes`.
-
-    Raises:
-        ValueError: The boxes, in the order given, are not one contiguous range of an array of `shape`.
-    """
-    ranges = []
-    for box in boxes:
-        if not box.within(shape) or not is_contiguous(shape, box):
-            raise ValueError(f"box {box} is no contiguous range of an array of shape {shape}")
-        first = flat_index(shape, box.offset)
-        ranges.append((first, first + box.volume))
-    if not ranges:
-        return 0, 0
-    if any(a[1] != b[0] for a, b in pairwise(ranges)):
-        raise ValueError("the boxes do not follow one another without a hole")
-    return ranges[0][0], ranges[-1][1]
 
 
 def flat_index(shape: Shape, index: Shape) -> int:

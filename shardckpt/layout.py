@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from shardckpt import dtypes
-from shardckpt.boxes import Box, Shape, flat_to_boxes, intersect
+from shardckpt.boxes import Box, Shape, chunk_box, chunk_range, flat_to_boxes
 from shardckpt.errors import FormatError
 
 ALIGNMENT = 16
@@ -130,11 +130,11 @@ class FlatLayout:
     @cached_property
     def chunk(self) -> int:
         """Elements of every rank's shard, padding included."""
-        return -(-self.numel // self.world)
+        return chunk_range(self.numel, self.world, 0)[1]
 
-    def owned(self, rank: int) -> int:
+    def get_unpadded_size(self, rank: int) -> int:
         """Return how many elements of a rank's shard are not padding at the end."""
-        return max(0, min(self.numel - rank * self.chunk, self.chunk))
+        return chunk_range(self.numel, self.world, rank)[1]
 
     def runs(self, rank: int) -> list[ShardRun]:
         """Return what lies in a rank's shard, in order; parameters that have nothing there are left out."""
@@ -153,7 +153,7 @@ class FlatLayout:
         """
         return list(_boxes_of_runs(self.specs, self.runs(rank)))
 
-    def resized(self, world: int) -> FlatLayout:
+    def with_world(self, world: int) -> FlatLayout:
         """Return the same parameters on another number of ranks."""
         return FlatLayout(self.specs, world, self.alignment)
 
@@ -189,11 +189,7 @@ class DimLayout:
         spec, dim = self.specs[index], self.dims[index]
         if not spec.shape:
             return Box((), ()) if rank == 0 else Box((0,), (0,))
-        rows = -(-spec.shape[dim] // self.world)
-        first = min(rank * rows, spec.shape[dim])
-        held = min(rows, spec.shape[dim] - first)
-        offset = tuple(first if d == dim else 0 for d in range(len(spec.shape)))
-        return Box(offset, tuple(held if d == dim else n for d, n in enumerate(spec.shape)))
+        return chunk_box(spec.shape, dim, self.world, rank)
 
     @cached_property
     def places(self) -> tuple[int, ...]:
@@ -214,7 +210,7 @@ class DimLayout:
         found = [(index, self.box(index, rank), self.places[index]) for index in range(len(self.specs))]
         return [each for each in found if each[1].volume]
 
-    def resized(self, world: int) -> DimLayout:
+    def with_world(self, world: int) -> DimLayout:
         """Return the same parameters on another number of ranks."""
         return DimLayout(self.specs, world, self.dims)
 
@@ -224,40 +220,6 @@ class DimLayout:
 
 
 Layout = FlatLayout | DimLayout
-
-
-@dataclass(frozen=True)
-class Move:
-    """A box of a parameter that one rank of a layout gives and one rank of another takes."""
-
-    index: int
-    box: Box
-    giver: int
-    taker: int
-
-
-def moves(before: Layout, after: Layout) -> Iterator[Move]:
-    """Yield what goes where when parameters pass from one layout to another: every element once.
-
-    Args:
-        before: The layout that holds the values.
-        after: A layout of the same parameters on any number of ranks.
-
-    Raises:
-        FormatError: The layouts do not hold the same parameters.
-    """
-    if [(s.name, s.shape) for s in before.specs] != [(s.name, s.shape) for s in after.specs]:
-        raise FormatError("two layouts hold different parameters", fix="Match them by name first.")
-    held: dict[int, list[tuple[int, Box]]] = {}
-    for rank in range(before.world):
-        for index, box, _ in before.boxes(rank):
-            held.setdefault(index, []).append((rank, box))
-    for taker in range(after.world):
-        for index, wanted, _ in after.boxes(taker):
-            for giver, box in held.get(index, ()):
-                common = intersect(wanted, box)
-                if common is not None:
-                    yield Move(index, common, giver, taker)
 
 
 def from_json(value: object) -> Layout:

@@ -7,6 +7,7 @@ from math import prod
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,8 @@ from shardckpt import boxes
 from shardckpt.boxes import (
     Box,
     Shape,
-    boxes_to_flat,
+    chunk_box,
+    chunk_range,
     contiguous_blocks,
     cover,
     flat_index,
@@ -152,27 +154,22 @@ def test_a_flat_range_is_few_boxes_that_hold_exactly_its_elements(case: tuple[tu
     numbers = np.arange(prod(shape)).reshape(shape)
     flat = np.concatenate([numbers[at(p)].reshape(-1) for p in parts]) if parts else np.array([], int)
     assert flat.tolist() == list(range(start, stop)), "in row-major order, nothing twice"
-    if start < stop:
-        assert boxes_to_flat(shape, parts) == (start, stop)
 
 
 def test_a_range_of_a_huge_array_costs_nothing() -> None:
     shape = (1 << 40, 1 << 10, 1 << 9)
     parts = flat_to_boxes(shape, 1, prod(shape) - 1)
     assert len(parts) == 5
-    assert boxes_to_flat(shape, parts) == (1, prod(shape) - 1)
+    assert all(boxes.is_contiguous(shape, part) for part in parts)
+    starts = [flat_index(shape, part.offset) for part in parts]
+    assert starts == [1 + sum(part.volume for part in parts[:at]) for at in range(5)]
+    assert sum(part.volume for part in parts) == prod(shape) - 2
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
 def test_a_range_outside_its_array_is_refused(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match="does not lie in"):
         flat_to_boxes((2, 3), start, stop)
-
-
-@pytest.mark.parametrize("parts", [[Box((0, 0), (2, 1))], [Box((0, 0), (1, 3)), Box((1, 1), (1, 2))]])
-def test_boxes_that_are_no_range_have_no_flat_form(parts: list[Box]) -> None:
-    with pytest.raises(ValueError, match=r"contiguous|hole"):
-        boxes_to_flat((2, 3), parts)
 
 
 @given(st.data())
@@ -250,3 +247,25 @@ def test_the_cells_of_a_grid_are_known(shape: Shape, boxes: list[Box], expected:
     assert is_grid(shape, boxes) is expected
     if expected:
         assert cover(full_box(shape), boxes) == ([], [])
+
+
+@given(st.integers(0, 40), st.integers(1, 12))
+def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
+    """torch leaves out empty chunks, and gives one where there is nothing to split."""
+    expected = [len(chunk) for chunk in torch.arange(size).chunk(parts)]
+    ranges = [chunk_range(size, parts, index) for index in range(parts)]
+    assert [length for _, length in ranges] == expected + [0] * (parts - len(expected))
+    assert [start for start, _ in ranges] == [sum(expected[:index]) for index in range(parts)]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple), st.integers(1, 6), st.data())
+def test_chunk_boxes_are_those_of_torch(shape: Shape, parts: int, data: st.DataObject) -> None:
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    array = torch.arange(prod(shape)).reshape(shape)
+    chunks = array.chunk(parts, dim)
+    for index in range(parts):
+        box = chunk_box(shape, dim, parts, index)
+        values = array[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))]
+        expected = chunks[index] if index < len(chunks) else array.narrow(dim, 0, 0)
+        assert values.shape == expected.shape
+        assert torch.equal(values, expected)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from shardckpt.boxes import chunk_range
 from shardckpt.core.comm.collectives import Pending
 from shardckpt.core.comm.streams import ResizableStorage, await_gather, gathering
 from shardckpt.core.params.buffer_layout import Packing
@@ -263,7 +264,7 @@ class ExtensionBucket(Bucket):
     def _rows(self) -> int:
         """Rows that every rank sends: those of the first."""
         shape = self.layout.specs[0].shape
-        return -(-shape[0] // self.group.size)
+        return chunk_range(shape[0], self.group.size, 0)[1]
 
     def wait_all_gather(self, *, keep_partial_shard: bool = False) -> None:
         """Wait for the all-gather and make the full parameter by `fsdp_post_all_gather`."""

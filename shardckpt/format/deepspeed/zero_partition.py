@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from shardckpt.boxes import Box, Shape, flat_to_boxes
+from shardckpt.boxes import Box, Shape, chunk_range, flat_to_boxes
 
 _ALIGNMENTS = (2, 1)
 """Elements that each rank's part is a multiple of: two since collectives are aligned to four bytes, one before."""
@@ -127,7 +127,7 @@ def split_partition_runs(offset: int, numel: int, partition: int, unit: int = 0)
 
 def part_elements(numel: int, world: int) -> int:
     """Return the elements of each rank's part of one parameter (stage 3), padding included."""
-    return -(-numel // world)
+    return chunk_range(numel, world, 0)[1]
 
 
 def split_stage3_runs(offset: int, numel: int, world: int, bounds: Sequence[int]) -> list[PartitionRun]:

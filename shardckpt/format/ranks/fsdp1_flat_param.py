@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from shardckpt.boxes import Box, Shape
+from shardckpt.boxes import Box, Shape, chunk_range
 from shardckpt.dtypes import bits
 from shardckpt.errors import FormatError
 from shardckpt.format.ranks.rank_files import ManifestBuilder, RankContent
@@ -50,7 +50,7 @@ class FlatParamUnit:
     @property
     def chunk(self) -> int:
         """Elements of each rank's part, padding counted."""
-        return -(-self.numel // self.parts)
+        return chunk_range(self.numel, self.parts, 0)[1]
 
     @property
     def filled_ranks(self) -> int:

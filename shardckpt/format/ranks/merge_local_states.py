@@ -388,7 +388,7 @@ class _LocalStateMerger:
         if isinstance(layout, DimLayout):
             return (layout.box(index, unit.place).size,)
         if unit.flat:
-            return ((layout.owned(unit.place),),)
+            return ((layout.get_unpadded_size(unit.place),),)
         laid = (sum(box.volume for box, _ in self._boxes(unit, unit.place, index)),)
         return (laid, shape) if layout.world == 1 else (laid,)
 

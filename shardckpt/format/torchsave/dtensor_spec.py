@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
-from shardckpt.boxes import Box, Shape, full_box, shift
+from shardckpt.boxes import Box, Shape, chunk_range, full_box, shift
 from shardckpt.errors import FormatError, UnsupportedError, escape
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub, TensorStub
 
@@ -80,9 +80,8 @@ class Grid:
         for length, mesh_dims in zip(self.shape, self.cuts, strict=True):
             start, n = 0, length
             for mesh_dim in mesh_dims:
-                rows = -(-n // self.sizes[mesh_dim])
-                first = min(place[mesh_dim] * rows, n)
-                start, n = start + first, min(rows, n - first)
+                first, n = chunk_range(n, self.sizes[mesh_dim], place[mesh_dim])
+                start += first
             offset.append(start)
             size.append(n)
         return Box(tuple(offset), tuple(size))

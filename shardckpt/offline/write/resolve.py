@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from shardckpt.boxes import Box, Shape, contiguous_blocks, full_box
+from shardckpt.boxes import Box, Shape, chunk_box, contiguous_blocks, full_box
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
 from shardckpt.format.reader import Reader
@@ -22,9 +22,7 @@ def row_shard(shape: Shape, ranks: int, rank: int) -> Box:
         ranks: How many there are.
         rank: Which.
     """
-    step = -(-shape[0] // ranks)
-    low, high = min(rank * step, shape[0]), min((rank + 1) * step, shape[0])
-    return Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
+    return chunk_box(shape, 0, ranks, rank)
 
 
 def same_bits(reader: Reader, manifest: Manifest, a: TensorEntry, b: TensorEntry) -> bool:

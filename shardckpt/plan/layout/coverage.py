@@ -236,8 +236,3 @@ def _wrong_extent(entry: TensorEntry, box: Box, layout: Span | Strided | Lazy) -
         if box.volume and nbytes(entry.stored, last + 1) > layout.nbytes:
             return f"the view reaches beyond its storage of {layout.nbytes} bytes"
     return ""
-
-
-def is_row_major(box: Box, layout: Strided) -> bool:
-    """Return True if a view's elements lie back to back in row-major order."""
-    return all(n <= 1 or s == r for n, s, r in zip(box.size, layout.strides, strides(box.size), strict=True))

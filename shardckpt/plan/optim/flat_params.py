@@ -48,7 +48,7 @@ class FlatUnit:
 
     def resized(self, world: int) -> FlatUnit:
         """Return the unit on another number of ranks."""
-        return replace(self, layout=self.layout.resized(world))
+        return replace(self, layout=self.layout.with_world(world))
 
 
 def pack_state(

@@ -91,13 +91,13 @@ def shipped() -> dict[str, str]:
 def _rule(table: object, where: str, config: Mapping[str, object]) -> Rule:
     found: object = ", ".join(table) if isinstance(table, dict) else table
     kinds = [key for key in table if key != _OPTIONAL] if isinstance(table, dict) else []
-    if not isinstance(table, dict) or len(kinds) != 1 or kinds[0] not in _KINDS:
-        raise UsageError("a rule is one of several kinds", where=where, found=found, expected=", ".join(_KINDS))
+    if not isinstance(table, dict) or len(kinds) != 1 or kinds[0] not in KINDS:
+        raise UsageError("a rule is one of several kinds", where=where, found=found, expected=", ".join(KINDS))
     [kind], given = kinds, table[kinds[0]]
     may_miss = table.get(_OPTIONAL, False)
     if type(may_miss) is not bool:
         raise UsageError("`optional` is neither true nor false", where=where, found=may_miss)
-    make, needed, optional = _KINDS[kind]
+    make, needed, optional = KINDS[kind]
     where = f"{where} ({kind})"
     if not isinstance(given, dict) or not needed <= set(given) or not set(given) <= needed | optional:
         found = ", ".join(given) if isinstance(given, dict) else given
@@ -189,7 +189,7 @@ def _cast(given: Mapping[str, Any], where: str) -> Cast:
 
 
 _Make = Callable[[Mapping[str, Any], str], Rename | Drop | Stack | Unstack | Split | Fuse | Transpose | Cast]
-_KINDS: Mapping[str, tuple[_Make, frozenset[str], frozenset[str]]] = {
+KINDS: Mapping[str, tuple[_Make, frozenset[str], frozenset[str]]] = {
     "rename": (_rename, frozenset({"from", "to"}), frozenset()),
     "drop": (_drop, frozenset({"name"}), frozenset()),
     "stack": (_stack, frozenset({"from", "over", "to"}), frozenset({"dim"})),
@@ -199,9 +199,7 @@ _KINDS: Mapping[str, tuple[_Make, frozenset[str], frozenset[str]]] = {
     "transpose": (_transpose, frozenset({"name", "dims"}), frozenset()),
     "cast": (_cast, frozenset({"name", "dtype"}), frozenset()),
 }
-
-KINDS = tuple(_KINDS)
-"""Every kind of rule, as it is called in a file."""
+"""Every kind of rule by its name in a file: its reader, required keys, optional keys."""
 
 
 def _pattern(value: object, where: str) -> Pattern:

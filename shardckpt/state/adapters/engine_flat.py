@@ -99,9 +99,9 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return self._flat_name
 
     @property
-    def owned(self) -> int:
+    def unpadded_size(self) -> int:
         """Elements of this rank's shard without the padding at its end."""
-        return self.layout.owned(self.bucket.rank)
+        return self.layout.get_unpadded_size(self.bucket.rank)
 
     @property
     def has_parts_everywhere(self) -> bool:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardckpt.boxes import chunk_box
 from shardckpt.errors import ShardckptError
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, get_mesh
@@ -141,7 +142,5 @@ def _rows(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
     if coordinate is None or not whole or not shape:
         return None
     ranks = mesh.mesh[tuple(coordinate[:-1])].tolist()
-    step = -(-shape[0] // len(ranks))
-    rows = ((rank, min(at * step, shape[0])) for at, rank in enumerate(ranks))
-    rest, none = tuple(shape[1:]), (0,) * (len(shape) - 1)
-    return {rank: ((first, *none), (min(step, shape[0] - first), *rest)) for rank, first in rows if first < shape[0]}
+    boxes = {rank: chunk_box(tuple(shape), 0, len(ranks), at) for at, rank in enumerate(ranks)}
+    return {rank: box for rank, box in boxes.items() if box.size[0]}

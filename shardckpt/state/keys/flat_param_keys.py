@@ -141,7 +141,7 @@ def _pack_flat(unit: FlatUnit, values: Mapping[str, torch.Tensor], rank: int | N
     if rank is None:
         return flat
     low = rank * layout.chunk
-    return flat[low : low + layout.owned(rank)].clone()
+    return flat[low : low + layout.get_unpadded_size(rank)].clone()
 
 
 def _check(spec: ParamSpec, value: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ def _unpad(unit: FlatUnit, parts: Sequence[torch.Tensor], whole: bool, where: st
     """Join the parts of a flat tensor without their padding."""
     layout = unit.layout
     lengths = [(layout.numel, layout.world * layout.chunk)] if whole else []
-    lengths = lengths or [(layout.owned(rank), layout.chunk) for rank in range(layout.world)]
+    lengths = lengths or [(layout.get_unpadded_size(rank), layout.chunk) for rank in range(layout.world)]
     for rank, (part, fitting) in enumerate(zip(parts, lengths, strict=True)):
         if part.dim() != 1 or part.numel() not in fitting:
             what = (

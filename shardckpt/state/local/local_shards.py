@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from shardckpt.boxes import Box, Shape, full_box, shift
+from shardckpt.boxes import Box, Shape, chunk_range, full_box, shift
 from shardckpt.core.params.buffer_layout import view_in_order
 from shardckpt.errors import UnsupportedError
 from shardckpt.layout import DimLayout, FlatLayout, ParamSpec
@@ -143,9 +143,8 @@ def _compute_box(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, c
             raise UnsupportedError("a DTensor with partial sums cannot be saved", fix="Redistribute it first.")
         dim = getattr(placement, "dim", None)
         if dim is not None:
-            step = -(-size[dim] // mesh[at])
-            first = min(coordinate[at] * step, size[dim])
-            offset[dim], size[dim] = offset[dim] + first, min(step, size[dim] - first)
+            start, size[dim] = chunk_range(size[dim], mesh[at], coordinate[at])
+            offset[dim] += start
     return Box(tuple(offset), tuple(size))
 
 

@@ -286,7 +286,7 @@ def _misfit(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -
 def _local_values(adapter: ShardingAdapter, values: Mapping[str, Any]) -> list[tuple[str, Any, torch.Tensor]]:
     """Return, of what is given to an adapter, the name, the value, and what the model has in its place."""
     if isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None:
-        held = adapter.packed[: adapter.owned]
+        held = adapter.packed[: adapter.unpadded_size]
         return [(adapter.flat_name, values[adapter.flat_name], held)] if adapter.flat_name in values else []
     parts = adapter.local_parts(adapter.packed)
     return [

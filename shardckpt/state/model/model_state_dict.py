@@ -151,7 +151,7 @@ def _local(found: ModelIndex) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for adapter in found.adapters:
         if isinstance(adapter, EngineFlatAdapter) and adapter.flat_name is not None:
-            tensors[adapter.flat_name] = adapter.packed[: adapter.owned]
+            tensors[adapter.flat_name] = adapter.packed[: adapter.unpadded_size]
         else:
             parts = adapter.local_parts(adapter.packed)
             tensors.update({entry.name: part for entry, part in zip(adapter.entries, parts, strict=True)})

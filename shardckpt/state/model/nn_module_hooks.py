@@ -71,7 +71,7 @@ class _ShownTensors:
         if kind is StateKind.FULL:
             whole = adapter.to_full(packed, Staging(), first_only=first_only)
             return None if whole is None else list(whole)
-        return None if adapter.flat_name is None else [packed[: adapter.owned]]
+        return None if adapter.flat_name is None else [packed[: adapter.unpadded_size]]
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -232,7 +232,7 @@ class Loading:
                 elif self._kind is StateKind.SHARDED:
                     adapter.from_sharded(loaded, adapter.part_views(packed), Staging())
                 else:
-                    packed[: adapter.owned] = loaded[0]
+                    packed[: adapter.unpadded_size] = loaded[0]
             adapter.mark_written()
 
     def abandon(self) -> None:

@@ -358,7 +358,7 @@ class _IncomingOptimState:
         if not params.is_flat or self.note:
             return []  # the note tells whether units are the same
         assert isinstance(params.adapter, EngineFlatAdapter)
-        fitting = ((params.adapter.owned,), tuple(params.adapter.exposed[0].shape))
+        fitting = ((params.adapter.unpadded_size,), tuple(params.adapter.exposed[0].shape))
         return [
             f"size mismatch for {params.adapter.flat_name}/{slot}: found {tuple(value.shape)}, expected {fitting[0]}"
             for slot, value in self.get_local_slots(params, 0).items()
@@ -572,7 +572,9 @@ class _StateSetter:
             parameter = params.adapter.exposed[position]
             kept = self._given.get_local_slots(params, position)
             scalars = self._given.scalars
-            owned = params.adapter.owned if isinstance(params.adapter, EngineFlatAdapter) and params.is_flat else -1
+            owned = (
+                params.adapter.unpadded_size if isinstance(params.adapter, EngineFlatAdapter) and params.is_flat else -1
+            )
             found[parameter] = {s: _to_local(value, parameter, s in scalars, owned) for s, value in kept.items()}
         return found
 

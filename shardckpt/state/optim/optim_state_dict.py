@@ -304,7 +304,9 @@ class _StateGetter:
         self, params: AdapterParams, slot: str, parts: Sequence[torch.Tensor | None], state: dict[str, dict[str, Any]]
     ) -> None:
         """Copy what is there: a flat parameter's without its padding."""
-        owned = params.adapter.owned if isinstance(params.adapter, EngineFlatAdapter) and params.is_flat else None
+        owned = (
+            params.adapter.unpadded_size if isinstance(params.adapter, EngineFlatAdapter) and params.is_flat else None
+        )
         with torch.no_grad():
             for position, part in enumerate(parts):
                 if part is not None:

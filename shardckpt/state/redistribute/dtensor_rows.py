@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from shardckpt.boxes import chunk_range
 from shardckpt.core.params.full_params import Staging
 from shardckpt.state.redistribute.rank_grid import Ranks
 from shardckpt.state.redistribute.scatter_from_rank0 import scatter_from_rank0
@@ -18,8 +19,7 @@ def chunks(rows: int, ranks: int) -> tuple[int, ...]:
         rows: How many there are.
         ranks: Among how many ranks.
     """
-    most = -(-rows // ranks)
-    return tuple(max(0, min(rows, (rank + 1) * most) - rank * most) for rank in range(ranks))
+    return tuple(chunk_range(rows, ranks, rank)[1] for rank in range(ranks))
 
 
 def direction(kept: DTensor) -> int | None:
@@ -83,7 +83,7 @@ def has_rows_everywhere(rows: int, ranks: int) -> bool:
         rows: How many there are.
         ranks: Among how many ranks.
     """
-    return -(-rows // ranks) * (ranks - 1) < rows
+    return chunk_range(rows, ranks, ranks - 1)[1] > 0
 
 
 def _rows(kept: DTensor, at: int) -> tuple[int, tuple[int, ...]]:

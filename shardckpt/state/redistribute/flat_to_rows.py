@@ -10,6 +10,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from shardckpt.boxes import chunk_box, chunk_range
 from shardckpt.core.params.buffer_layout import view_in_order
 from shardckpt.core.params.full_params import Staging
 from shardckpt.layout import FlatLayout, ParamSpec, ShardRun
@@ -49,22 +50,13 @@ class Rows:
         """
         shape = spec.memory_shape or (1,)
         row = spec.numel // shape[0] if shape[0] else 0
-        step = -(-shape[0] // world)
-        return cls(row_dim(spec), tuple(min(r * step, shape[0]) * row for r in range(world + 1)))
+        return cls(row_dim(spec), tuple(chunk_range(shape[0], world, rank)[0] * row for rank in range(world + 1)))
 
     def shape(self, spec: ParamSpec, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part."""
         if not spec.shape:
             return () if rank == 0 else (0,)
-        row = spec.numel // spec.shape[self.dim] if spec.shape[self.dim] and spec.numel else 0
-        held = (self.starts[rank + 1] - self.starts[rank]) // row if row else self._empty_rows(spec, rank)
-        return tuple(held if d == self.dim else n for d, n in enumerate(spec.shape))
-
-    def _empty_rows(self, spec: ParamSpec, rank: int) -> int:
-        """Rows without elements are counted too: a DTensor's shape adds up."""
-        step = -(-spec.shape[self.dim] // (len(self.starts) - 1))
-        first = min(rank * step, spec.shape[self.dim])
-        return min(step, spec.shape[self.dim] - first)
+        return chunk_box(spec.shape, self.dim, len(self.starts) - 1, rank).size
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def rank_state(rank: int, world: int = WORLD, *, flat: str | None = "_flat") -> 
     rows = DimLayout(tuple(spec(n, v) for n, v in ROWS.items()), world, (0, 1))
     state: OrderedDict[str, Any] = OrderedDict()
     if flat:
-        state[flat] = shard[: laid.owned(rank)]
+        state[flat] = shard[: laid.get_unpadded_size(rank)]
     else:
         found = {run.index: shard[run.offset : run.offset + run.numel] for run in laid.runs(rank)}
         state.update({n: found.get(i, shard[:0]) for i, n in enumerate(FLAT)})
@@ -111,7 +111,7 @@ def test_a_parameter_in_another_memory_order_is_turned_back(tmp_path: Path) -> N
     layout = FlatLayout((spec("x", FLAT["b"]), spec("w", value, (0, 2, 3, 1))), WORLD)
     shards = torch.cat([FLAT["b"], value.permute(0, 2, 3, 1).reshape(-1), torch.zeros(9)]).split(layout.chunk)
     for rank in range(WORLD):
-        state = OrderedDict(flat=shards[rank][: layout.owned(rank)].clone())
+        state = OrderedDict(flat=shards[rank][: layout.get_unpadded_size(rank)].clone())
         unit = {"entries": entries({"x": FLAT["b"], "w": value}, {}), "layout": layout.to_json(), "place": rank}
         note = {"version": 1, "kind": "LOCAL", "rank": rank, "world": WORLD, "units": [{**unit, "flat": "flat"}]}
         state._metadata = {"shardckpt": note}  # type: ignore[attr-defined]

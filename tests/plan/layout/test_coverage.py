@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardckpt.boxes import Box, full_box
 from shardckpt.errors import FormatError, IncompleteError, OverlapError, TruncatedError
 from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, TensorEntry
-from shardckpt.plan.layout.coverage import faults, is_row_major, require_complete
+from shardckpt.plan.layout.coverage import faults, require_complete
 
 BIG = 1 << 80
 
@@ -111,12 +111,6 @@ def test_coverage_of_a_line_is_right_for_any_cuts(cuts: list[tuple[int, int]]) -
     found = set(kinds(manifest(*parts, shape=(10,))))
     assert ("gap" in found) == (0 in times)
     assert ("overlap" in found) == (max(times) > 1)
-
-
-def test_row_major_views_are_known() -> None:
-    assert is_row_major(full_box((2, 3)), Strided(0, 24, 0, (3, 1)))
-    assert is_row_major(full_box((1, 3)), Strided(0, 24, 0, (99, 1)))
-    assert not is_row_major(full_box((2, 3)), Strided(0, 24, 0, (1, 2)))
 
 
 def least_seconds(check: Callable[[], list[object]]) -> float:
