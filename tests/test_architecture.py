@@ -60,9 +60,10 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
     "state": ({"redistribute"}, {"keys"}, {"adapters"}, {"model"}, {"optim"}, {"local", "interop"}),
     "plan": ({"naming", "layout"}, {"optim"}, {"rules"}),
     "format": (
-        {"reader", "budget"},
+        {"reader", "budget", "value_checks"},
         {"encodings"},
         {"native", "torchsave", "chunk_reader"},
+        {"merge_shards"},
         {"ranks", "dcp", "deepspeed", "huggingface"},
         {"frameworks"},
     ),

@@ -6,47 +6,48 @@ from collections.abc import Mapping
 
 from shardckpt.boxes import Shape
 from shardckpt.errors import AmbiguousError
-from shardckpt.format.deepspeed.merge_partitions import MODEL, DeepSpeedManifestBuilder
+from shardckpt.format.deepspeed.merge_partitions import MODEL
 from shardckpt.format.deepspeed.state_files import StateFileContents
 from shardckpt.format.deepspeed.zero_files import StateFiles
+from shardckpt.format.merge_shards import ManifestBuilder
 from shardckpt.manifest import TensorEntry
 
 TIED = "tied_modules."
-"""What names of modules that several pipeline stages share start with; they have a name between this and the rest."""
+"""Start of the names of modules that several pipeline stages share; the name of the module follows."""
 
 
-def put_experts(made: DeepSpeedManifestBuilder, contents: StateFileContents, files: StateFiles) -> None:
-    """Add the weights of experts, which carry their names in the whole model."""
+def put_experts(builder: ManifestBuilder, contents: StateFileContents, files: StateFiles) -> None:
+    """Add the weights of experts, which have their names in the full model."""
     for _, file in sorted(files.experts.items()):
-        for path, entry in contents.tensors[file].items():
-            made.put((MODEL, str(path[-1])), entry)
+        for path, entry in contents.tensors(file).items():
+            builder.put((MODEL, str(path[-1])), entry)
 
 
 def put_layers(
-    made: DeepSpeedManifestBuilder, contents: StateFileContents, files: StateFiles, trained: Mapping[str, Shape]
+    builder: ManifestBuilder, contents: StateFileContents, files: StateFiles, trained: Mapping[str, Shape]
 ) -> None:
     """Add the weights of a pipeline's layers under the names of the module: the layer's number, or the shared module.
 
     Args:
-        made: Where they go.
-        contents: What the files hold.
-        files: Which files there are.
-        trained: Parameters that an optimizer has, to their shapes.
+        builder: Takes the tensors.
+        contents: The content of the files.
+        files: The files, by kind.
+        trained: Shapes of the parameters that an optimizer has.
 
     Raises:
         AmbiguousError: Several shared modules are alike, and nothing says which one a layer is.
     """
     shared = _shared_modules(trained)
     for (layer, _), file in sorted(files.layers.items()):
-        held = {str(path[0]): entry for path, entry in contents.tensors[file].items() if len(path) == 1}
-        start = _start(layer, held, trained, shared, contents.where(file))
-        for key, entry in held.items():
-            if (MODEL, start + key) not in made.tensors or not start.startswith(TIED):
-                made.put((MODEL, start + key), entry)
+        tensors = {str(path[0]): entry for path, entry in contents.tensors(file).items() if len(path) == 1}
+        start = _start(layer, tensors, trained, shared, contents.where(file))
+        for key, entry in tensors.items():
+            if (MODEL, start + key) not in builder.tensors or not start.startswith(TIED):
+                builder.put((MODEL, start + key), entry)
 
 
 def _shared_modules(trained: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
-    """Return what names of shared modules start with, to the rest of the name and the shape."""
+    """Return the shapes of shared modules: start of the names to the rest of the name and the shape."""
     found: dict[str, dict[str, Shape]] = {}
     for name, shape in trained.items():
         key, _, rest = name.removeprefix(TIED).partition(".")
@@ -57,22 +58,22 @@ def _shared_modules(trained: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]
 
 def _start(
     layer: int,
-    held: Mapping[str, TensorEntry],
+    tensors: Mapping[str, TensorEntry],
     trained: Mapping[str, Shape],
     shared: Mapping[str, Mapping[str, Shape]],
     where: str,
 ) -> str:
-    """Return what the names of a layer's parameters start with in the module."""
+    """Return the start of the names of a layer's parameters in the module."""
     own = f"{layer}."
-    if not shared or any(own + key in trained for key in held):
+    if not shared or any(own + key in trained for key in tensors):
         return own
-    shapes = {key: entry.shape for key, entry in held.items()}
-    alike = [start for start, params in shared.items() if params.items() <= shapes.items()]
-    if len(alike) > 1:
+    shapes = {key: entry.shape for key, entry in tensors.items()}
+    matches = [start for start, params in shared.items() if params.items() <= shapes.items()]
+    if len(matches) > 1:
         raise AmbiguousError(
             f"layer {layer} could be any of several shared modules",
             where=where,
-            found=", ".join(alike[:4]),
+            found=", ".join(matches[:4]),
             fix="Point at a universal checkpoint (ds_to_universal.py), or leave them out with --exclude.",
         )
-    return alike[0] if alike else own
+    return matches[0] if matches else own

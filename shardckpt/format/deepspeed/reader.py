@@ -1,14 +1,13 @@
 """Folders of DeepSpeed's `save_checkpoint`, ZeRO stages 0 to 3: the tag's folder, or the one with it and `latest`.
 
 Paths are `model` (the module's own weights), `master` (the optimizer's copies, mostly float32) and `optimizer`, then
-names; what else a model file holds keeps its key. In stage 3 nobody stores the module's own weights: they are the
-master weights rounded to the type of the module, as every step of training makes them.
+names; other values in a model file keep their keys. Stage 3 does not store the module's own weights: they are the
+master weights rounded to the dtype of the module, as every training step rounds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from shardckpt.boxes import Shape
 from shardckpt.dtypes import nbytes
@@ -20,13 +19,14 @@ from shardckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardckpt.format.deepspeed.merge_partitions import (
-    MASTER,
-    MODEL,
-    OPTIMIZER,
-    DeepSpeedManifestBuilder,
-    PartitionMerger,
+from shardckpt.format.deepspeed.locate_params import (
+    CONVERT,
+    KEEP_ONE_SAVE,
+    DataParallelRanks,
+    TrainedParam,
+    build_ranks,
 )
+from shardckpt.format.deepspeed.merge_partitions import MASTER, MODEL, OPTIMIZER, list_groups, put_model, put_optimizer
 from shardckpt.format.deepspeed.pipeline_layers import TIED, put_experts, put_layers
 from shardckpt.format.deepspeed.state_files import (
     ModelState,
@@ -39,9 +39,10 @@ from shardckpt.format.deepspeed.state_files import (
 )
 from shardckpt.format.deepspeed.zero_files import StateFiles, find_folder, is_part, sort_files
 from shardckpt.format.encodings.codecs import DecodedStream
+from shardckpt.format.merge_shards import ManifestBuilder
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import TorchReader, open_files
-from shardckpt.manifest import Encoded, ObjectEntry, Path, Piece, Span, TensorEntry
+from shardckpt.manifest import Encoded, ObjectEntry, Piece, Span, TensorEntry
 from shardckpt.storage.store import Read, Store
 
 _STEP, _GROUPS = "step", "param_groups"
@@ -61,8 +62,8 @@ def open_source(source: Source) -> Reader:
     """Open a recognized source.
 
     Raises:
-        AmbiguousError: Several steps lie there, and nothing says which one is meant.
-        UnsupportedError: It is cut in a way that is not read: tensor parallelism, versions before 0.3.17.
+        AmbiguousError: There are several steps, and nothing says which one is meant.
+        UnsupportedError: It is sharded in a way that is not read: tensor parallelism, versions before 0.3.17.
         UsageError: The source is one file of a folder.
         CheckpointError: Files are of different saves, or one is damaged, refused or missing.
         StorageError: The store failed.
@@ -82,48 +83,37 @@ def open_states(store: Store, files: StateFiles, warnings: tuple[str, ...] = ())
     """Open the state files of one checkpoint."""
     reader = open_files(store, files.sizes, {file: (file,) for file in files.sizes}, FORMAT.name)
     contents = StateFileContents(reader.manifest, store.url)
-    made = DeepSpeedManifestBuilder(store.url)
-    joiners = [_joiner(reader, contents, files, made, mp) for mp in files.model_ranks]
-    _settle(joiners, files, store.url)
-    trained = {param.name: param.shape for joiner in joiners for param in joiner.trained.values()}
-    for joiner in joiners:
-        joiner.join_model()
-    put_layers(made, contents, files, trained)
-    put_experts(made, contents, files)
-    _require_weights(made, trained)
-    for joiner in joiners:
-        joiner.join_optimizer()
-    _put_groups(made, joiners)
-    if files.expert_optims or (len(joiners) > 1 and not trained):
-        made.unread.append("optimizers of experts and of pipeline stages that ZeRO did not cut")
-        made.warnings.append(f"{made.unread[-1]} are not read")
-    put_loop(made, contents, next(iter([*files.models.values(), *files.parts.values()])))
-    manifest = replace(
-        reader.manifest,
-        files={**reader.manifest.files, **made.absent},
-        tensors=made.tensors,
-        objects=made.objects,
-        aliases=made.aliases,
-        warnings=(*reader.manifest.warnings, *warnings, *made.warnings),
-        unread=(*reader.manifest.unread, *made.unread),
-    )
-    return reader.with_manifest(manifest)
+    builder = ManifestBuilder(store.url, warnings=list(warnings))
+    all_ranks = [_read_ranks(reader, contents, files, mp) for mp in files.model_ranks]
+    parts = list(zip(all_ranks, _assign_params(all_ranks, files, store.url), strict=True))
+    trained = {param.name: param.shape for _, params in parts for param in params.values()}
+    for ranks, params in parts:
+        put_model(builder, ranks, params)
+    put_layers(builder, contents, files, trained)
+    put_experts(builder, contents, files)
+    _require_weights(builder, trained)
+    for ranks, params in parts:
+        put_optimizer(builder, ranks, params)
+    _put_groups(builder, [group for ranks, params in parts for group in enumerate(list_groups(ranks, params))])
+    if files.expert_optims or (len(parts) > 1 and not trained):
+        builder.unread.append("optimizers of experts and of pipeline stages that ZeRO did not shard")
+        builder.warnings.append(f"{builder.unread[-1]} are not read")
+    put_loop_state(builder, contents, next(iter([*files.models.values(), *files.parts.values()])))
+    return reader.with_manifest(builder.build_manifest(reader.manifest, FORMAT.name))
 
 
-def _joiner(
-    reader: TorchReader, contents: StateFileContents, files: StateFiles, made: DeepSpeedManifestBuilder, mp: int
-) -> PartitionMerger:
-    """Return what the ranks of one model-parallel rank say, checked against one another."""
+def _read_ranks(reader: TorchReader, contents: StateFileContents, files: StateFiles, mp: int) -> DataParallelRanks:
+    """Read the files of one model-parallel rank, and check that they are from one save."""
     models: dict[int, ModelState] = {
         rank: read_model_state(contents, file) for (rank, m), file in sorted(files.parts.items()) if m == mp
     }
     if mp in files.models:
         if models:
             raise FormatError(
-                "files of different ZeRO stages lie here",
+                "files of different ZeRO stages are here",
                 where=reader.store.url,
                 found=f"{files.models[mp]} and {next(iter(models.values())).file}",
-                fix="Keep the files of one save.",
+                fix=KEEP_ONE_SAVE,
             )
         models = {0: read_model_state(contents, files.models[mp])}
     optims = {
@@ -138,11 +128,11 @@ def _joiner(
             fix="Copy the missing file beside the others.",
         )
     _require_one_step(reader, optims)
-    return PartitionMerger(contents, files, made, mp, models, optims)
+    return build_ranks(contents, files, mp, models, optims)
 
 
 def _require_one_step(reader: TorchReader, optims: Mapping[int, PartitionOptimState]) -> None:
-    """Compare the steps that ranks' optimizers took: files of two saves may fit together in everything else."""
+    """Compare the steps of the ranks' optimizers: files of two saves may agree in everything else."""
     counts: list[tuple[PartitionOptimState, int, TensorEntry]] = []
     for state in optims.values():
         for unit, slots in enumerate(state.slots):
@@ -157,14 +147,14 @@ def _require_one_step(reader: TorchReader, optims: Mapping[int, PartitionOptimSt
             raise FormatError(
                 f"ranks {other.rank} and {state.rank} took different numbers of steps",
                 where=f"{reader.store.url}/{state.file}",
-                fix="Files of two saves lie in one folder: keep those of one.",
+                fix=KEEP_ONE_SAVE,
             )
 
 
 def _scalars(
     reader: TorchReader, located: Sequence[Piece], counts: Sequence[tuple[PartitionOptimState, int, TensorEntry]]
 ) -> list[bytes]:
-    """Return the bytes of arrays of one element, in one batch of reads; compressed ones are decoded one by one."""
+    """Return the bytes of tensors of one element, in one batch of reads; compressed ones are decoded one by one."""
     buffers = [bytearray(nbytes(value.stored, 1)) for _, _, value in counts]
     reads: list[Read] = []
     for piece, buffer in zip(located, buffers, strict=True):
@@ -177,89 +167,87 @@ def _scalars(
     return [bytes(buffer) for buffer in buffers]
 
 
-def _settle(joiners: Sequence[PartitionMerger], files: StateFiles, url: str) -> None:
-    """Leave what pipeline stages share to the first of them.
+def _assign_params(
+    all_ranks: Sequence[DataParallelRanks], files: StateFiles, url: str
+) -> list[Mapping[str, TrainedParam]]:
+    """Return the trained parameters of each model-parallel rank; those that pipeline stages share go to the first.
 
     Raises:
-        UnsupportedError: Parameters are cut by tensor parallelism: only the training code knows how.
+        UnsupportedError: Parameters are sharded by tensor parallelism: only the training code knows how.
     """
+    assigned: list[Mapping[str, TrainedParam]] = []
     seen: set[str] = set()
-    cut: list[str] = []
-    for joiner in joiners:
-        again = seen & joiner.trained.keys()
-        cut += sorted(name for name in again if not name.startswith(TIED))
-        joiner.leave(again)
-        seen |= joiner.trained.keys()
-    is_cut = max((joiner.tensor_ranks for joiner in joiners), default=1) > 1 or any(mp for _, mp in files.layers)
-    if is_cut or cut:
+    sharded: list[str] = []
+    for ranks in all_ranks:
+        sharded += sorted(name for name in ranks.params if name in seen and not name.startswith(TIED))
+        assigned.append({name: param for name, param in ranks.params.items() if name not in seen})
+        seen |= ranks.params.keys()
+    is_sharded = max((ranks.tensor_ranks for ranks in all_ranks), default=1) > 1 or any(mp for _, mp in files.layers)
+    if is_sharded or sharded:
         raise UnsupportedError(
-            "parameters are cut by tensor parallelism, and only the training code knows how",
+            "parameters are sharded by tensor parallelism, and only the training code knows how",
             where=url,
-            found=f"{len(joiners)} model-parallel ranks" + (f", {cut[0]!r} on several" if cut else ""),
-            fix="Convert it with DeepSpeed's ds_to_universal.py, and point at the result.",
+            found=f"{len(all_ranks)} model-parallel ranks" + (f", {sharded[0]!r} on several" if sharded else ""),
+            fix=CONVERT,
         )
+    return assigned
 
 
-def _require_weights(made: DeepSpeedManifestBuilder, trained: Mapping[str, Shape]) -> None:
-    """Refuse parameters whose own weights lie in no file, or have another shape than the optimizer's."""
+def _require_weights(builder: ManifestBuilder, trained: Mapping[str, Shape]) -> None:
+    """Refuse parameters whose own weights are in no file, or have another shape than the optimizer's."""
     for name, shape in trained.items():
-        entry = made.tensors.get((MODEL, name))
+        entry = builder.tensors.get((MODEL, name))
         if entry is None:
             raise IncompleteError(
-                f"the weights of {name!r} lie in no file",
-                where=made.url,
+                f"the weights of {name!r} are in no file",
+                where=builder.url,
                 expected="them in a model, layer or expert file",
                 fix="Copy the missing *_model_states.pt beside the others.",
             )
         if entry.shape != shape:
             raise FormatError(
                 f"{name!r} has another shape than param_shapes say",
-                where=f"{made.url}/{entry.pieces[0].file}" if entry.pieces else made.url,
+                where=f"{builder.url}/{entry.pieces[0].file}" if entry.pieces else builder.url,
                 found=entry.shape,
                 expected=shape,
             )
 
 
-def _put_groups(made: DeepSpeedManifestBuilder, joiners: Sequence[PartitionMerger]) -> None:
-    """Add the optimizer's groups; those of pipeline stages hold one another's names."""
-    united: list[tuple[Mapping[str, Slot], dict[str, None]]] = []
-    for joiner in joiners:
-        for i, (said, names) in enumerate(joiner.groups()):
-            if i == len(united):
-                united.append((said, {}))
-            united[i][1].update(dict.fromkeys(names))
-    groups: list[object] = []
-    for i, (said, params) in enumerate(united):
-        plain = {k: v.value for k, v in said.items() if isinstance(v, ObjectEntry) and k != "params"}
-        groups.append({**plain, "params": list(params)})
-        for key, value in said.items():
+def _put_groups(
+    builder: ManifestBuilder, groups: Sequence[tuple[int, tuple[Mapping[str, Slot], Sequence[str]]]]
+) -> None:
+    """Add the optimizer's numbered groups; groups of one number, from pipeline stages, are merged."""
+    merged: dict[int, tuple[Mapping[str, Slot], dict[str, None]]] = {}
+    for i, (options, names) in groups:
+        merged.setdefault(i, (options, {}))[1].update(dict.fromkeys(names))
+    values: list[dict[str, object]] = []
+    for i, (options, params) in merged.items():
+        plain = {k: v.value for k, v in options.items() if isinstance(v, ObjectEntry) and k != "params"}
+        values.append({**plain, "params": list(params)})
+        for key, value in options.items():
             if isinstance(value, TensorEntry):
-                made.put((OPTIMIZER, _GROUPS, i, key), value)
-    if groups and not any(path[:2] == (OPTIMIZER, _GROUPS) for path in made.tensors):
-        made.objects[OPTIMIZER, _GROUPS] = ObjectEntry((OPTIMIZER, _GROUPS), groups)
+                builder.put((OPTIMIZER, _GROUPS, i, key), value)
+    if values and not any(path[:2] == (OPTIMIZER, _GROUPS) for path in builder.tensors):
+        builder.put_value((OPTIMIZER, _GROUPS), values)
         return
-    for i, group in enumerate(groups):
-        assert isinstance(group, dict)
-        for key, value in group.items():
-            path: Path = (OPTIMIZER, _GROUPS, i, key)
-            made.objects[path] = ObjectEntry(path, value)
+    for i, group in enumerate(values):
+        for key, plain_value in group.items():
+            builder.put_value((OPTIMIZER, _GROUPS, i, key), plain_value)
 
 
-def put_loop(made: DeepSpeedManifestBuilder, contents: StateFileContents, file: str) -> None:
-    """Add what a model file holds beside the model: schedules, counters, and the user's own."""
+def put_loop_state(builder: ManifestBuilder, contents: StateFileContents, file: str) -> None:
+    """Add the state of the training loop from a model file: schedules, counters, and the user's own."""
     for path, entry in read_loop_state(contents, file):
-        if path[0] in (MODEL, MASTER) or (path[0] == OPTIMIZER and (OPTIMIZER, _GROUPS) in made.objects):
-            path = (f"{path[0]} of the client", *path[1:])
-        if isinstance(entry, TensorEntry):
-            made.put(path, entry)
+        if path[0] in (MODEL, MASTER) or (path[0] == OPTIMIZER and (OPTIMIZER, _GROUPS) in builder.objects):
+            builder.put((f"{path[0]} of the client", *path[1:]), entry)
         else:
-            made.objects[path] = replace(entry, path=path)
+            builder.put(path, entry)
 
 
 def _ignored_weights(source: Source) -> tuple[str, ...]:
-    """Say which weights lie beside the states and are not read: a Trainer leaves its model there."""
+    """Return a warning on weights beside the states, which are not read: a Trainer leaves its model there."""
     names = [name for name in source.files if name.endswith((".safetensors", ".safetensors.index.json"))]
-    return (f"{names[0]} lies beside the states and is not read",) if names else ()
+    return (f"{names[0]} is beside the states and is not read",) if names else ()
 
 
 FORMAT = Format(

@@ -1,18 +1,17 @@
-"""What DeepSpeed's state files say, checked: shapes by name, flat tensors, an optimizer's slots. No tensor is read."""
+"""Parse DeepSpeed's state files, checked: shapes by name, flat tensors, an optimizer's slots. No tensor is read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from shardckpt.boxes import Shape
 from shardckpt.errors import FormatError, UnsupportedError
 from shardckpt.format.encodings.pickle_reader import InstanceStub
+from shardckpt.format.merge_shards import split_content
+from shardckpt.format.value_checks import check_list, is_shape
 from shardckpt.manifest import Manifest, ObjectEntry, Path, TensorEntry, unflatten
 
-_MOST_ELEMENTS = 1 << 60
-_MOST_DIMS = 64
 _MOST_RANKS = 1 << 24
 _OPTIM = "optimizer_state_dict"
 _FLAT_KEYS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
@@ -20,7 +19,7 @@ _BASE_KEYS = ("base_optimizer_state", _OPTIM)
 _MODEL_KEYS = frozenset(
     ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments")
 )
-"""What of a model file describes the model; the rest is the training loop's."""
+"""Keys of a model file that describe the model; the others are the training loop's."""
 
 Slot = TensorEntry | ObjectEntry
 
@@ -29,33 +28,36 @@ class StateFileContents:
     """Values and tensors of state files, by path below each file.
 
     Args:
-        manifest: Of all files, paths starting with the file's name.
-        url: Of the store, for messages.
+        manifest: Manifest of all files; paths start with the name of the file.
+        url: URL of the store, for messages.
     """
 
     def __init__(self, manifest: Manifest, url: str) -> None:
         self.url = url
         self.aliases = manifest.aliases
-        self.tensors: dict[str, dict[Path, TensorEntry]] = {file: {} for file in manifest.files}
-        self.objects: dict[str, dict[Path, ObjectEntry]] = {file: {} for file in manifest.files}
-        for path, tensor in manifest.tensors.items():
-            self.tensors[str(path[0])][path[1:]] = tensor
-        for path, value in manifest.objects.items():
-            self.objects[str(path[0])][path[1:]] = value
+        self._files, _ = split_content(manifest, [(file,) for file in manifest.files])
+
+    def tensors(self, file: str) -> Mapping[Path, TensorEntry]:
+        """Return the tensors of a file."""
+        return self._files[file,].tensors
+
+    def objects(self, file: str) -> Mapping[Path, ObjectEntry]:
+        """Return the values of a file."""
+        return self._files[file,].objects
 
     def value(self, file: str, *path: str | int) -> object:
-        """Return a value without tensors; None where there is none."""
+        """Return a value without tensors; None if there is none."""
         n = len(path)
-        values = {p[n:]: entry.value for p, entry in self.objects[file].items() if p[:n] == path}
+        values = {p[n:]: entry.value for p, entry in self.objects(file).items() if p[:n] == path}
         return unflatten(values) if values else None
 
     def children(self, file: str, *path: str | int) -> dict[str | int, TensorEntry]:
         """Return the tensors directly in a dict or list."""
         n = len(path)
-        return {p[n]: entry for p, entry in self.tensors[file].items() if len(p) == n + 1 and p[:n] == path}
+        return {p[n]: entry for p, entry in self.tensors(file).items() if len(p) == n + 1 and p[:n] == path}
 
     def where(self, file: str) -> str:
-        """Return a file's place, for messages."""
+        """Return a file's URL, for messages."""
         return f"{self.url}/{file}"
 
 
@@ -64,15 +66,15 @@ class ModelState:
     """The fields of one model file.
 
     Attributes:
-        file: The file.
-        module: Name to array of the module's state dict; in stage 3 placeholders without elements, but for buffers.
-        shapes: For each flat tensor, name to shape of its parameters in order; None where no optimizer was split.
-        frozen: Name to shape of the parameters that no optimizer has.
-        fragments: Name to what this file holds of them.
+        file: Name of the file.
+        module: The module's state dict; in stage 3 placeholders without elements, except buffers.
+        shapes: For each flat tensor, the shapes of its parameters in order; None if no optimizer was split.
+        frozen: Shapes of the parameters that no optimizer has.
+        fragments: This file's parts of them.
         shared: Further name of a parameter to its first.
-        step: Optimizer steps taken; -1 where it is not said.
-        world: Data-parallel ranks; 0 where it is not said.
-        tensor_ranks: Ranks that tensor parallelism cuts parameters for; 0 where it is not said.
+        step: Optimizer steps; -1 if not stored.
+        world: Data-parallel ranks; 0 if not stored.
+        tensor_ranks: Ranks of tensor parallelism; 0 if not stored.
     """
 
     file: str
@@ -91,15 +93,15 @@ class PartitionOptimState:
     """The fields of one rank's optimizer file.
 
     Attributes:
-        file: The file.
+        file: Name of the file.
         rank: Data-parallel rank, by the file's name.
-        is_split: Whether each parameter is cut by itself (stage 3).
+        is_split: Whether each parameter is split by itself (stage 3).
         flats: The rank's flat tensors of master weights.
         counts: Ranks that share each of them.
-        slots: For each flat tensor, name to value of what the optimizer keeps.
+        slots: For each flat tensor, the optimizer's slots.
         base: Path of the inner optimizer's state in the file.
-        paddings: Elements behind each parameter of each flat tensor; None where they lie back to back.
-        starts: For each flat tensor, name to elements and first element of this rank's part, where the file says so.
+        paddings: Elements after each parameter of each flat tensor; None if there is no padding between them.
+        starts: For each flat tensor, name to elements and first element of this rank's part, if stored.
     """
 
     file: str
@@ -117,29 +119,29 @@ def read_model_state(contents: StateFileContents, file: str) -> ModelState:
     """Read the fields of a model file.
 
     Raises:
-        FormatError: It is not as DeepSpeed writes one.
+        FormatError: DeepSpeed does not write such a file.
     """
     where = contents.where(file)
-    said = contents.value(file, "param_shapes")
+    shapes = contents.value(file, "param_shapes")
     dims = contents.value(file, "checkpoint_parallel_dimensions")
     tensor_ranks = dims.get("tp_degree") if isinstance(dims, dict) else None
     return ModelState(
         file,
         {str(name): entry for name, entry in contents.children(file, "module").items()},
-        None if said is None else tuple(_shapes(group, where) for group in _groups(said, where)),
-        _shapes(contents.value(file, "frozen_param_shapes") or {}, where),
+        None if shapes is None else tuple(_parse_shapes(group, where) for group in _parse_groups(shapes, where)),
+        _parse_shapes(contents.value(file, "frozen_param_shapes") or {}, where),
         {str(name): entry for name, entry in contents.children(file, "frozen_param_fragments").items()},
-        _names(contents.value(file, "shared_params") or {}, where),
-        _count(contents.value(file, "global_steps"), -1),
-        _count(contents.value(file, "dp_world_size"), 0),
-        _count(tensor_ranks, 0),
+        _parse_ties(contents.value(file, "shared_params") or {}, where),
+        _count_or(contents.value(file, "global_steps"), -1),
+        _count_or(contents.value(file, "dp_world_size"), 0),
+        _count_or(tensor_ranks, 0),
     )
 
 
 def read_loop_state(contents: StateFileContents, file: str) -> Iterator[tuple[Path, Slot]]:
-    """Yield what a model file holds beside the model, by path."""
-    for held in (contents.tensors[file], contents.objects[file]):
-        for path, entry in held.items():
+    """Yield the values of a model file that are not of the model, by path."""
+    for entries in (contents.tensors(file), contents.objects(file)):
+        for path, entry in entries.items():
             if path and path[0] not in _MODEL_KEYS and not (isinstance(entry, ObjectEntry) and entry.value is None):
                 yield path, entry
 
@@ -148,8 +150,8 @@ def read_optim_state(contents: StateFileContents, file: str, rank: int) -> Parti
     """Read the fields of a rank's optimizer file.
 
     Raises:
-        FormatError: It is not as DeepSpeed writes one.
-        UnsupportedError: It is of a stage or version that is laid out in another way.
+        FormatError: DeepSpeed does not write such a file.
+        UnsupportedError: A stage or version of another layout.
     """
     where = contents.where(file)
     is_split = bool(contents.children(file, _OPTIM, _FLAT_KEYS[1]))
@@ -158,7 +160,7 @@ def read_optim_state(contents: StateFileContents, file: str, rank: int) -> Parti
         raise UnsupportedError(
             "the optimizer file holds no flat tensors of master weights",
             where=where,
-            found=", ".join(sorted({str(p[1]) for p in contents.tensors[file] if p[:1] == (_OPTIM,) and len(p) > 1})),
+            found=", ".join(sorted({str(p[1]) for p in contents.tensors(file) if p[:1] == (_OPTIM,) and len(p) > 1})),
             expected=" or ".join(_FLAT_KEYS),
             fix="Files of DeepSpeed before 0.3.17, and those of offloaded NVMe swapping, are not read.",
         )
@@ -168,7 +170,7 @@ def read_optim_state(contents: StateFileContents, file: str, rank: int) -> Parti
         )
     if contents.value(file, _OPTIM, "ds_zero_partition_groups") is not None:
         raise UnsupportedError(
-            "experts are cut over ranks of their own (AutoEP with ZeRO-3)",
+            "experts are sharded over separate ranks (AutoEP with ZeRO-3)",
             where=where,
             fix="Convert it with DeepSpeed's ds_to_universal.py, and point at the result.",
         )
@@ -178,128 +180,103 @@ def read_optim_state(contents: StateFileContents, file: str, rank: int) -> Parti
         rank,
         is_split,
         flats,
-        _partition_counts(contents.value(file, _OPTIM, "partition_count"), len(flats), where),
-        tuple(_slots(contents, file, base, unit) for unit in range(len(flats))),
+        _parse_counts(contents.value(file, _OPTIM, "partition_count"), len(flats), where),
+        tuple(_read_slots(contents, file, base, unit) for unit in range(len(flats))),
         base,
-        _paddings(contents.value(file, _OPTIM, "param_alignment_paddings"), where),
-        _starts(contents.value(file, _OPTIM, "param_slice_mappings")),
+        _parse_paddings(contents.value(file, _OPTIM, "param_alignment_paddings"), where),
+        _parse_starts(contents.value(file, _OPTIM, "param_slice_mappings")),
     )
 
 
 def read_groups(contents: StateFileContents, file: str, base: Path) -> list[dict[str, Slot]]:
-    """Return what the optimizer's groups say, by key; nothing for elastic checkpoints, which leave them out."""
+    """Return the options of the optimizer's groups; elastic checkpoints have none."""
     root = (*base, "param_groups")
-    said = contents.value(file, *root)
-    told: dict[int, dict[str, Slot]] = {}
-    listed = dict(enumerate(said)) if isinstance(said, list) else said if isinstance(said, dict) else {}
-    for i, group in listed.items():
+    value = contents.value(file, *root)
+    groups: dict[int, dict[str, Slot]] = {}
+    items = dict(enumerate(value)) if isinstance(value, list) else value if isinstance(value, dict) else {}
+    for i, group in items.items():
         if type(i) is int and isinstance(group, dict):
-            told[i] = {str(key): ObjectEntry((str(key),), value) for key, value in group.items()}
-    for path, tensor in contents.tensors[file].items():
+            groups[i] = {str(key): ObjectEntry((str(key),), option) for key, option in group.items()}
+    for path, tensor in contents.tensors(file).items():
         if path[: len(root)] == root and len(path) == len(root) + 2 and type(path[-2]) is int:
-            told.setdefault(path[-2], {})[str(path[-1])] = tensor
-    return [told[i] for i in sorted(told)]
-
-
-def read_stage(contents: StateFileContents, file: str) -> int | None:
-    """Return the ZeRO stage that an optimizer file names; None where it names none."""
-    said = contents.value(file, _OPTIM, "zero_stage")
-    if isinstance(said, InstanceStub) and said.args and type(said.args[0]) is int:
-        return said.args[0]
-    return said if type(said) is int else None
+            groups.setdefault(path[-2], {})[str(path[-1])] = tensor
+    return [groups[i] for i in sorted(groups)]
 
 
 def _in_order(found: Mapping[str | int, TensorEntry], where: str) -> tuple[TensorEntry, ...]:
     if sorted(found, key=str) != sorted(range(len(found)), key=str):
-        raise FormatError("the flat tensors are no list", where=where, found=list(found)[:8])
+        raise FormatError("the flat tensors must be a list", where=where, found=list(found)[:8])
     return tuple(found[i] for i in range(len(found)))
 
 
-def _slots(contents: StateFileContents, file: str, base: Path, unit: int) -> dict[str, Slot]:
-    """Return what the optimizer keeps of one flat tensor; elastic checkpoints leave `state` out."""
-    found: dict[str, Slot] = {}
+def _read_slots(contents: StateFileContents, file: str, base: Path, unit: int) -> dict[str, Slot]:
+    """Return the optimizer's slots of one flat tensor; elastic checkpoints leave `state` out."""
     for root in ((*base, "state", unit), (*base, unit)):
         n = len(root)
-        for path, tensor in contents.tensors[file].items():
-            if path[:n] == root and len(path) == n + 1:
-                found[str(path[n])] = tensor
-        for path, value in contents.objects[file].items():
-            if path[:n] == root and len(path) == n + 1:
-                found[str(path[n])] = value
-        if found:
-            break
-    return found
+        slots: dict[str, Slot] = {}
+        for entries in (contents.tensors(file), contents.objects(file)):
+            slots |= {str(p[n]): entry for p, entry in entries.items() if p[:n] == root and len(p) == n + 1}
+        if slots:
+            return slots
+    return {}
 
 
-def _partition_counts(said: object, flats: int, where: str) -> tuple[int, ...]:
-    counts = said if isinstance(said, list | tuple) else [said] * flats
+def _parse_counts(value: object, flats: int, where: str) -> tuple[int, ...]:
+    counts = value if isinstance(value, list | tuple) else [value] * flats
     if len(counts) != flats or not all(type(n) is int and 0 < n <= _MOST_RANKS for n in counts):
-        raise FormatError("the number of ranks is none", where=where, found=said, expected=f"{flats} counts")
+        raise FormatError("the number of ranks is malformed", where=where, found=value, expected=f"{flats} counts")
     return tuple(n for n in counts if isinstance(n, int))
 
 
-def _paddings(said: object, where: str) -> tuple[tuple[int, ...], ...] | None:
-    if said is None:
+def _parse_paddings(value: object, where: str) -> tuple[tuple[int, ...], ...] | None:
+    if value is None:
         return None
-    groups = said if isinstance(said, list | tuple) else ()
-    found = tuple(tuple(group) if isinstance(group, list | tuple) else () for group in groups)
-    if not all(type(n) is int and 0 <= n < 1 << 20 for group in found for n in group):
-        raise FormatError("the paddings between parameters are no numbers", where=where, found=said)
-    return found
+    groups = value if isinstance(value, list | tuple) else ()
+    paddings = tuple(tuple(group) if isinstance(group, list | tuple) else () for group in groups)
+    if not all(type(n) is int and 0 <= n < 1 << 20 for group in paddings for n in group):
+        raise FormatError("the paddings between parameters must be numbers", where=where, found=value)
+    return paddings
 
 
-def _starts(said: object) -> tuple[Mapping[str, tuple[int, int]], ...] | None:
-    """Return where the file says that parameters lie in its rank's flat tensors; None where it says nothing known."""
-    if not isinstance(said, list | tuple):
+def _parse_starts(value: object) -> tuple[Mapping[str, tuple[int, int]], ...] | None:
+    """Return the places of parameters in the rank's flat tensors; None if they are not stored in a known form."""
+    if not isinstance(value, list | tuple):
         return None
-    found: list[Mapping[str, tuple[int, int]]] = []
-    for group in said:
+    starts: list[Mapping[str, tuple[int, int]]] = []
+    for group in value:
         part: dict[str, tuple[int, int]] = {}
         for name, address in group.items() if isinstance(group, dict) else ():
-            told = address.state if isinstance(address, InstanceStub) else None
-            numel, start = (told.get("numel"), told.get("start")) if isinstance(told, dict) else (None, None)
+            fields = address.state if isinstance(address, InstanceStub) else None
+            numel, start = (fields.get("numel"), fields.get("start")) if isinstance(fields, dict) else (None, None)
             if type(numel) is not int or type(start) is not int:
                 return None
             part[str(name)] = (numel, start)
-        found.append(part)
-    return tuple(found)
+        starts.append(part)
+    return tuple(starts)
 
 
-def _groups(said: object, where: str) -> Sequence[object]:
-    """Return the groups of shapes; files of before 0.4 hold one group without a list around it."""
-    if isinstance(said, list | tuple):
-        return said
-    if isinstance(said, dict):
-        return [said]
-    raise FormatError("param_shapes is no list", where=where, found=type(said).__name__)
+def _parse_groups(value: object, where: str) -> Sequence[object]:
+    """Return the groups of shapes; files from before 0.4 hold one group without a list around it."""
+    return [value] if isinstance(value, dict) else check_list(value, where)
 
 
-def _shapes(said: object, where: str) -> dict[str, Shape]:
-    if not isinstance(said, dict):
-        raise FormatError("the shapes of parameters are no dict", where=where, found=type(said).__name__)
-    found: dict[str, Shape] = {}
-    for name, shape in said.items():
-        if not isinstance(name, str) or not _is_shape(shape):
+def _parse_shapes(value: object, where: str) -> dict[str, Shape]:
+    if not isinstance(value, dict):
+        raise FormatError("the shapes of parameters must be a dict", where=where, found=type(value).__name__)
+    shapes: dict[str, Shape] = {}
+    for name, shape in value.items():
+        if not isinstance(name, str) or not is_shape(shape):
             raise FormatError(f"parameter {str(name)[:80]!r} has no shape", where=where, found=shape)
-        found[name] = tuple(shape)
-    return found
+        shapes[name] = tuple(shape)
+    return shapes
 
 
-def _is_shape(value: object) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and len(value) <= _MOST_DIMS
-        and all(type(n) is int and 0 <= n < _MOST_ELEMENTS for n in value)
-        and prod(value) < _MOST_ELEMENTS
-    )
-
-
-def _names(said: object, where: str) -> dict[str, str]:
-    pairs = said.items() if isinstance(said, dict) else ()
-    if not isinstance(said, dict) or not all(isinstance(a, str) and isinstance(b, str) for a, b in pairs):
-        raise FormatError("shared_params are no names", where=where, found=said)
+def _parse_ties(value: object, where: str) -> dict[str, str]:
+    pairs = value.items() if isinstance(value, dict) else ()
+    if not isinstance(value, dict) or not all(isinstance(a, str) and isinstance(b, str) for a, b in pairs):
+        raise FormatError("shared_params must be names", where=where, found=value)
     return {str(a): str(b) for a, b in pairs}
 
 
-def _count(said: object, default: int) -> int:
-    return said if type(said) is int and 0 <= said <= 1 << 60 else default
+def _count_or(value: object, default: int) -> int:
+    return value if type(value) is int and 0 <= value <= 1 << 60 else default

@@ -1,32 +1,27 @@
-"""DeepSpeed's universal checkpoints: a folder for each parameter, `zero/<name>/fp32.pt, exp_avg.pt, ...`, each whole.
+"""DeepSpeed's universal checkpoints: a folder for each parameter, `zero/<name>/fp32.pt, exp_avg.pt, ...`, in full.
 
-They are what `ds_to_universal.py` makes of a `save_checkpoint` of any stage and topology. Beside `zero/` lie copies of
-the model files, which hold the order of names, the module's own types and weights, and buffers. Paths are as those of
+`ds_to_universal.py` makes them from a `save_checkpoint` of any stage and topology. Beside `zero/` are copies of the
+model files, which hold the order of names, the module's own dtypes and weights, and buffers. Paths are as in
 `shardckpt.format.deepspeed.reader`: `model`, `master`, `optimizer`, then names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
-from shardckpt.boxes import full_box, strides
+from shardckpt.boxes import full_box
 from shardckpt.errors import FormatError, IncompleteError
 from shardckpt.format.deepspeed import reader as deepspeed
-from shardckpt.format.deepspeed.merge_partitions import (
-    MASTER,
-    MODEL,
-    OPTIMIZER,
-    DeepSpeedManifestBuilder,
-    PartitionMerger,
-)
+from shardckpt.format.deepspeed.locate_params import DataParallelRanks, build_ranks
+from shardckpt.format.deepspeed.merge_partitions import MASTER, MODEL, OPTIMIZER, merge_frozen, tie_shared
 from shardckpt.format.deepspeed.state_files import ModelState, StateFileContents, read_groups, read_model_state
 from shardckpt.format.deepspeed.zero_files import find_folder, read_tag, sort_files
+from shardckpt.format.merge_shards import ManifestBuilder, slice_shard
 from shardckpt.format.reader import Evidence, Format, Reader, Source
 from shardckpt.format.torchsave.reader import open_files
-from shardckpt.format.torchsave.tensor_views import LegacyView, ZipView, narrow_layout
-from shardckpt.manifest import Lazy, ObjectEntry, Path, Piece, TensorEntry
+from shardckpt.manifest import ObjectEntry, Path, TensorEntry
 from shardckpt.storage.store import Store
 
 LATEST = "latest_universal"
@@ -65,32 +60,25 @@ def open_source(source: Source) -> Reader:
     files = list(wanted.values())
     if not files:
         raise IncompleteError(
-            "no model file lies beside zero/",
+            "no model file is beside zero/",
             where=f"{store.url}/{folder}".rstrip("/"),
             expected="mp_rank_00_model_states.pt, or zero_pp_rank_*_model_states.pt: buffers, ties and order are in it",
             fix="Copy the missing file beside zero/; DeepSpeed needs it too.",
         )
-    made = DeepSpeedManifestBuilder(store.url)
+    builder = ManifestBuilder(store.url)
     places = () if states.models else sorted(states.parts.items())
     parts = {rank: read_model_state(contents, file) for (rank, mp), file in places if mp == 0}
-    ranks = PartitionMerger(contents, states, made, 0, parts, {}) if parts else None
-    joiner = _UniversalMerger(contents, made, params, [read_model_state(contents, file) for file in files], ranks)
-    joiner.join_model()
-    joiner.join_optimizer(shared if shared in sizes else None)
-    deepspeed.put_loop(made, contents, files[0])
-    manifest = replace(
-        reader.manifest,
-        files={**reader.manifest.files, **made.absent},
-        tensors=made.tensors,
-        objects=made.objects,
-        aliases=made.aliases,
-        warnings=(*reader.manifest.warnings, *made.warnings),
-    )
-    return reader.with_manifest(manifest)
+    ranks = build_ranks(contents, states, 0, parts, {}) if parts else None
+    models = [read_model_state(contents, file) for file in files]
+    merger = _UniversalMerger(contents, builder, params, models, ranks)
+    merger.put_model()
+    merger.put_optimizer(shared if shared in sizes else None)
+    deepspeed.put_loop_state(builder, contents, files[0])
+    return reader.with_manifest(builder.build_manifest(reader.manifest, FORMAT.name))
 
 
 def _folder(source: Source) -> str | None:
-    """Return the folder that holds `zero/`, empty for the root; None where there is none."""
+    """Return the folder that holds `zero/`, empty for the root; None if there is none."""
     if source.file is not None:
         return None
     if ZERO in source.folders and _holds_params(source.store, ZERO):
@@ -102,7 +90,7 @@ def _folder(source: Source) -> str | None:
 
 
 def _holds_params(store: Store, zero: str) -> bool:
-    """Return True if the first folder in `zero/` is one of a parameter."""
+    """Return True if the first folder in `zero/` is that of a parameter."""
     first = next((entry.name for entry in store.list(zero) if entry.is_folder), None)
     return first is not None and any(e.name == f"{first}/{WEIGHTS}{_SUFFIX}" for e in store.list(first))
 
@@ -132,40 +120,37 @@ class _UniversalMerger:
     """Collects the files of parameters under their names.
 
     Attributes:
-        contents: What the files hold.
-        made: Where arrays go.
+        contents: The content of the files.
+        builder: Takes the tensors and values.
         params: Parameter to slot to file and its bytes.
-        models: What the model files say, of the first data-parallel rank of each model-parallel one.
-        ranks: What all ranks hold of frozen parameters, in stage 3.
+        models: The model files of data-parallel rank 0, one for each model-parallel rank.
+        ranks: In stage 3, the model files of all ranks, which hold frozen parameters.
     """
 
     contents: StateFileContents
-    made: DeepSpeedManifestBuilder
+    builder: ManifestBuilder
     params: Mapping[str, Mapping[str, tuple[str, int]]]
     models: list[ModelState]
-    ranks: PartitionMerger | None
+    ranks: DataParallelRanks | None
 
-    def join_model(self) -> None:
-        """Add the weights: the module's own where a file has them whole, else rounded from those of the parameter."""
+    def put_model(self) -> None:
+        """Add the weights: the module's own if a file has them in full, else rounded from those of the parameter."""
         trained = self._trained()
         shared = {alias: name for state in self.models for alias, name in state.shared.items()}
         for state in self.models:
             for name, live in state.module.items():
-                if (MODEL, name) in self.made.tensors or (name in shared and name not in trained):
+                if (MODEL, name) in self.builder.tensors or (name in shared and name not in trained):
                     continue
-                self.made.put((MODEL, name), self._live(state, name, live))
+                self.builder.put((MODEL, name), self._live(state, name, live))
         for name in self.params:
-            if (MODEL, name) not in self.made.tensors and name not in shared:
-                self.made.put((MODEL, name), self._weights(name))
+            if (MODEL, name) not in self.builder.tensors and name not in shared:
+                self.builder.put((MODEL, name), self._weights(name))
         for name in trained:
-            self.made.put((MASTER, name), self._weights(name))
-        for alias, name in shared.items():
-            for root in (MODEL, MASTER):
-                if (root, name) in self.made.tensors and alias not in trained:
-                    self.made.tie((root, alias), (root, name))
+            self.builder.put((MASTER, name), self._weights(name))
+        tie_shared(self.builder, self.models, trained)
 
     def _trained(self) -> dict[str, None]:
-        """Return the parameters that an optimizer has, once all of a flat tensor were found alike."""
+        """Return the parameters that an optimizer has; all of a flat tensor must have the same slots."""
         names: dict[str, None] = {}
         for unit in (unit for state in self.models for unit in state.shapes or ()):
             slots = {slot for name in unit for slot in self.params.get(name, ())}
@@ -183,12 +168,12 @@ class _UniversalMerger:
     def _live(self, state: ModelState, name: str, live: TensorEntry) -> TensorEntry:
         if name not in self.params:
             shape = state.frozen.get(name)
-            return (
-                live if shape is None or live.shape == shape or not self.ranks else self.ranks.merge_frozen(name, shape)
-            )
+            if shape is None or live.shape == shape or not self.ranks:
+                return live
+            return merge_frozen(self.builder, self.ranks, name, shape)
         weights = self._weights(name)
-        is_whole = live.shape == weights.shape or (not self.ranks and prod(live.shape) >= prod(weights.shape))
-        if is_whole and len(self.models) == 1:  # a vocabulary may be longer: the conversion took its padding off
+        is_full = live.shape == weights.shape or (not self.ranks and prod(live.shape) >= prod(weights.shape))
+        if is_full and len(self.models) == 1:  # a vocabulary may be longer: the conversion took its padding off
             return live
         return weights._replace(delivered="" if live.stored == weights.stored else live.stored)
 
@@ -196,7 +181,7 @@ class _UniversalMerger:
         return self._reshape(name, self._read_tensor(self.params[name][WEIGHTS][0]))
 
     def _reshape(self, name: str, entry: TensorEntry) -> TensorEntry:
-        """Return an array in the shape of its parameter: stage 3 leaves it flat, perhaps with padding at its end."""
+        """Return a tensor in the shape of its parameter: stage 3 leaves it flat, perhaps with padding at its end."""
         shapes = (unit[name] for state in self.models for unit in state.shapes or () if name in unit)
         shape = next(shapes, entry.shape)
         if len(entry.shape) != 1 or entry.shape == shape:
@@ -209,31 +194,26 @@ class _UniversalMerger:
                 found=f"{entry.shape[0]} elements",
                 expected=f"{prod(shape)} for the shape {shape}",
             )
-        [piece] = entry.pieces
-        layout = piece.layout
-        assert isinstance(layout, Lazy), "files of torch.save are opened lazily"
-        is_spread = isinstance(layout.detail, ZipView | LegacyView) and layout.detail.view.strides is not None
-        layout = narrow_layout(layout, 0, strides(shape) if is_spread else None)
-        return entry._replace(shape=shape, pieces=(Piece(full_box(shape), piece.file, layout),))
+        return entry._replace(shape=shape, pieces=tuple(slice_shard(entry, [(full_box(shape), 0)])))
 
     def _read_tensor(self, file: str) -> TensorEntry:
-        """Return the one array of a file: bare, or under `param` beside how ranks cut it."""
-        held = self.contents.tensors[file]
+        """Return the one tensor of a file: bare, or under `param` beside its layout."""
+        tensors = self.contents.tensors(file)
         for path in (("param",), ("tensor",)):
-            if path in held:
-                return held[path]
+            if path in tensors:
+                return tensors[path]
         raise FormatError(
-            "the file of a parameter holds no array",
+            "the file of a parameter holds no tensor",
             where=self.contents.where(file),
-            found=", ".join(".".join(map(str, path)) for path in list(held)[:4]) or "none",
+            found=", ".join(".".join(map(str, path)) for path in list(tensors)[:4]) or "none",
             expected="a tensor, or a dict with one under `param`",
         )
 
-    def join_optimizer(self, shared: str | None) -> None:
+    def put_optimizer(self, shared: str | None) -> None:
         """Add the optimizer's slots and groups.
 
         Args:
-            shared: File of what all parameters have in common; None where it is not there.
+            shared: File of the values that all parameters share; None if there is none.
         """
         for name, slots in self.params.items():
             for slot, (file, _) in slots.items():
@@ -247,35 +227,35 @@ class _UniversalMerger:
                 units += [{}] * (i == len(units))
                 units[i].update(dict.fromkeys(name for name in unit if name in self.params))
         groups: list[object] = []
-        for told in read_groups(self.contents, shared, ()):
-            plain = {k: v.value for k, v in told.items() if isinstance(v, ObjectEntry)}
+        for group in read_groups(self.contents, shared, ()):
+            plain = {k: v.value for k, v in group.items() if isinstance(v, ObjectEntry)}
             ids = plain.pop("params", None)
             known = [i for i in ids if type(i) is int and 0 <= i < len(units)] if isinstance(ids, list) else []
             groups.append({**plain, "params": [name for i in known for name in units[i]]})
             for i in known:
                 self._put_steps(shared, i, units[i])
-        self.made.objects[OPTIMIZER, _GROUPS] = ObjectEntry((OPTIMIZER, _GROUPS), groups)
+        self.builder.put_value((OPTIMIZER, _GROUPS), groups)
 
     def _put_slot(self, name: str, slot: str, file: str) -> None:
         path: Path = (OPTIMIZER, _STATE, name, slot)
         value = self.contents.value(file, "object")
         if value is not None:
-            self.made.objects[path] = ObjectEntry(path, value)
+            self.builder.put_value(path, value)
         else:
-            self.made.put(path, self._reshape(name, self._read_tensor(file)))
+            self.builder.put(path, self._reshape(name, self._read_tensor(file)))
 
     def _put_steps(self, shared: str, unit: int, names: Mapping[str, None]) -> None:
-        """Stage 3 counts the steps in what all parameters have in common, for each flat tensor."""
-        at: Path = ("optimizer_state_dict", _STATE, unit, STEP)
-        tensor, value = self.contents.tensors[shared].get(at), self.contents.value(shared, *at)
+        """Add the steps of parameters in stage 3, which counts them for each flat tensor."""
+        source: Path = ("optimizer_state_dict", _STATE, unit, STEP)
+        tensor, value = self.contents.tensors(shared).get(source), self.contents.value(shared, *source)
         for name in names:
             path: Path = (OPTIMIZER, _STATE, name, STEP)
-            if path in self.made.tensors or path in self.made.objects:
+            if path in self.builder.tensors or path in self.builder.objects:
                 continue
             if tensor is not None and not tensor.shape:
-                self.made.put(path, tensor)
+                self.builder.put(path, tensor)
             elif value is not None:
-                self.made.objects[path] = ObjectEntry(path, value)
+                self.builder.put_value(path, value)
 
 
 FORMAT = Format(

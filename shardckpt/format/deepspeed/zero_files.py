@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -175,8 +175,3 @@ def optim_file_name(known: Iterable[str], rank: int, mp: int) -> str:
 def part_file_name(folder: str, rank: int, mp: int) -> str:
     """Return the name that a missing file of a rank's part of the model would have."""
     return f"{folder}/zero_pp_rank_{rank}_mp_rank_{mp:02d}_model_states.pt".removeprefix("/")
-
-
-def missing_ranks(files: Mapping[Place, str], world: int, mp: int) -> list[int]:
-    """Return the data-parallel ranks whose file is not there."""
-    return [rank for rank in range(world) if (rank, mp) not in files]

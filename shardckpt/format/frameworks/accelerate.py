@@ -86,10 +86,10 @@ def _open_rank_files(source: Source, slots: Mapping[str, str], sizes: Mapping[st
     ]
     notes = read_metadata(source.store, {name: source.listing[name].size for name in source.files})
     prefixes: dict[str, Path] = {name: (name,) for name in sizes}
-    reader = open_files(source.store, sizes, prefixes, FORMAT.name, takes_shares=True)
+    reader = open_files(source.store, sizes, prefixes, FORMAT.name, allow_shards=True)
     if reader.notes:
         return merge_rank_files(reader)
-    shared = {path[0] for path in reader.shares}
+    shared = {path[0] for path in reader.shards}
     for slot in dict.fromkeys(slots[name] for name in sizes):
         names = [name for name in sizes if slots[name] == slot]
         if slot.startswith(_MODEL) and not shared & set(names):

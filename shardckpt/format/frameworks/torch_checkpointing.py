@@ -66,7 +66,7 @@ def open_source(source: Source) -> Reader:
     prefixes: dict[str, Path] = {file.name: file.prefix for file in ranked}
     prefixes |= {name: (item,) for name, item in alone.items()}
     sizes = {name: source.listing[name].size for name in prefixes}
-    reader = MergedTorchReader(open_files(source.store, sizes, prefixes, FORMAT.name, takes_shares=True), ranked)
+    reader = MergedTorchReader(open_files(source.store, sizes, prefixes, FORMAT.name, allow_shards=True), ranked)
     _check_shapes(reader.manifest, items, where)
     others = [name for name, match in beside.items() if match and int(match["rank"]) > 0]
     note = (f"{others[0]} and {len(others) - 1} more are other ranks' own and are not read",) if others else ()

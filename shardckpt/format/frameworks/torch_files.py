@@ -196,7 +196,7 @@ def open_loose(source: Source) -> Reader:
     sizes = {name: source.listing[name].size for name in names}
     prefixes: dict[str, Path] = {name: (name,) if len(names) > 1 else () for name in names}
     notes = read_metadata(source.store, {name: source.listing[name].size for name in source.files})
-    files = open_files(source.store, sizes, prefixes, LOOSE_FORMAT.name, takes_shares=True)
+    files = open_files(source.store, sizes, prefixes, LOOSE_FORMAT.name, allow_shards=True)
     reader = merge_rank_files(files, notes)
     skipped = sorted(CONFIGURATION & set(source.files))
     if skipped:
@@ -214,7 +214,7 @@ def open_file(source: Source) -> Reader:
     """
     assert source.file is not None, "only single files are recognized"
     sizes = {source.file: source.listing[source.file].size}
-    return merge_rank_files(open_files(source.store, sizes, {source.file: ()}, FILE_FORMAT.name, takes_shares=True))
+    return merge_rank_files(open_files(source.store, sizes, {source.file: ()}, FILE_FORMAT.name, allow_shards=True))
 
 
 HF_FORMAT = Format(

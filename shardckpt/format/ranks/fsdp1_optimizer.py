@@ -1,260 +1,261 @@
-"""An optimizer over flat parameters of torch's FSDP1: each rank's moments of flat shards, by name."""
+"""An optimizer over flat parameters of torch's FSDP1: rename its ids, merge the state of flat shards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from shardckpt.errors import FormatError
-from shardckpt.format.ranks.fsdp1_flat_param import Fragments
-from shardckpt.format.ranks.fsdp1_model import GIVE_SHAPES, FlatModel
-from shardckpt.format.ranks.rank_files import GROUPS, STATE, ManifestBuilder, RankContent, RankGroup
+from shardckpt.format.merge_shards import ManifestBuilder
+from shardckpt.format.ranks.fsdp1_flat_param import FlatParamUnit, Fragments
+from shardckpt.format.ranks.fsdp1_model import GIVE_SHAPES, FlatModel, list_candidates
+from shardckpt.format.ranks.rank_files import GROUPS, STATE, RankContent, RankGroup
 from shardckpt.format.reader import ParamShapes
-from shardckpt.format.torchsave.tensor_views import UnreadableTensor
-from shardckpt.manifest import Lazy, ObjectEntry, Path, dotted
+from shardckpt.manifest import Path, TensorEntry, dotted
 from shardckpt.parameter_names import BY_ORDER, GIVE_NAMES, match_by_kind, match_in_order, strip_wrappers
 
 UNITS = "units"
 
+Names = Mapping[str | int, str]
+"""Id or key of an optimizer's state to the name of a unit, a member or another parameter."""
 
-class FlatOptimizer:
-    """An optimizer whose ranks hold moments of flat shards, under numbers.
+
+def put_flat_optimizer(
+    builder: ManifestBuilder, group: RankGroup, root: Path, model: FlatModel, known: ParamShapes | None
+) -> set[Path]:
+    """Add an optimizer's state of every parameter by name, and the groups; return the paths that are done.
 
     Args:
-        group: Its files.
-        root: Where in them it is.
+        builder: Takes the tensors and values.
+        group: The files.
+        root: Path of the optimizer in them.
         model: The flat parameters.
-        made: Where whole arrays go.
-        known: Names of numbers, where they are told.
+        known: Names of ids, if the caller gives them.
     """
+    if any(path[: len(root)] == root for content in group.ranks for path in content.shards):
+        return set()  # SHARDED states store their own layouts
+    return _FlatOptimizer(builder, group, root, model, known).put()
 
+
+class _FlatOptimizer:
     def __init__(
-        self, group: RankGroup, root: Path, model: FlatModel, made: ManifestBuilder, known: ParamShapes | None
+        self, builder: ManifestBuilder, group: RankGroup, root: Path, model: FlatModel, known: ParamShapes | None
     ) -> None:
-        self._group, self._root, self._model, self._made, self._known = group, root, model, made, known
+        self._builder, self._group, self._root, self._model, self._known = builder, group, root, model, known
         self._state = (*root, STATE)
+        self._target = (*group.root, *root)
         self._slots: dict[str | int, dict[Path, list[RankContent]]] = {}
         n = len(self._state)
-        for path, holders in group.paths().items():
+        for path, contents in group.paths().items():
             if path[:n] == self._state and len(path) >= n + 2:
-                self._slots.setdefault(path[n], {})[path[n + 1 :]] = holders
+                self._slots.setdefault(path[n], {})[path[n + 1 :]] = contents
 
     def put(self) -> set[Path]:
-        """Add the state of every parameter by name, and the groups; return the paths that were taken care of."""
-        if any(path[: len(self._root)] == self._root for c in self._group.ranks for path in c.shares):
-            return set()  # sharded states tell their own layouts
-        names = self._names()
-        taken: set[Path] = set()
+        names = self._find_names()
+        done: set[Path] = set()
         for key, slots in self._slots.items():
-            for slot, holders in slots.items():
-                path = (*self._state, key, *slot)
-                taken.add(path)
-                self._put_slot(path, names.get(key), slot, holders)
-        groups = [path for path in self._group.paths() if path[: len(self._root) + 1] == (*self._root, GROUPS)]
-        for path in groups:
-            if self._put_groups(path, names):
-                taken.add(path)
-        self._put_units(names)
-        return taken
+            for slot, contents in slots.items():
+                done.add((*self._state, key, *slot))
+                self._put_slot((*self._state, key, *slot), names.get(key, ""), slot, contents)
+        if names:
+            for path, value in self._group.ranks[0].objects.items():
+                if path[: len(self._root) + 1] == (*self._root, GROUPS) and self._put_groups(path, value.value, names):
+                    done.add(path)
+        layouts: list[object] = []
+        for name in dict.fromkeys(names.values()):
+            unit = self._model.units.get(name)
+            if unit is not None and unit.layout is not None:
+                layouts.append({"flat": unit.name, "layout": unit.layout.to_json()})
+        if layouts:  # so that flat parameters can be built again
+            self._builder.put_value((*self._target, UNITS), layouts)
+        return done
 
-    def _names(self) -> dict[str | int, str]:
-        """Return what each key of the state, and of the groups, stands for: a unit, a member, another parameter."""
-        lists = self._id_lists()
-        offered = self._model.candidates()
-        known = {name for name, _ in offered}
-        found: dict[str | int, str] = {k: strip_wrappers(k) for k in self._slots if isinstance(k, str)}
-        told = self._known_names(lists, known)
-        if told:
-            return {**found, **told}
-        match = self._match(lists, offered)
+    # ---------------------------------------------------------------------------------------------------- names
+
+    def _find_names(self) -> Names:
+        """Return the name of each key of the state and of the groups."""
+        lists = [[param for param in params if type(param) is int] for params in self._list_params()]
+        candidates = list_candidates(self._model)
+        names: dict[str | int, str] = {key: strip_wrappers(key) for key in self._slots if isinstance(key, str)}
+        given = self._find_given_names(lists, {name for name, _ in candidates})
+        if given:
+            return {**names, **given}
+        match = self._match(lists, candidates)
         if match is None:
             if self._known is not None and any(lists):
-                self._made.warnings.append(
-                    f"the numbers of {self._title} fit the parameters in no way, or in several. {GIVE_NAMES}"
+                title = dotted(self._target) or "the optimizer"
+                self._builder.warnings.append(
+                    f"the ids of {title} fit the parameters in no way, or in several. {GIVE_NAMES}"
                 )
             return {}
-        numbers = [number for ids in lists for number in ids]
-        return {**found, **dict(zip(numbers, match, strict=True))}
+        return {**names, **dict(zip((number for ids in lists for number in ids), match, strict=True))}
 
-    @property
-    def _title(self) -> str:
-        return dotted((*self._group.root, *self._root)) or "the optimizer"
-
-    def _match(self, lists: Sequence[Sequence[int]], offered: Sequence[tuple[str, object]]) -> list[str] | None:
-        """Return a name for each number: by how its state lies where that decides, else in the order of the model."""
-        wanted = [[self._signature(number) for number in ids] for ids in lists]
-        every = [kind for kinds in wanted for kind in kinds]
-        match = match_by_kind(every, offered)
-        if match is not None:
-            return match
-        in_order = match_in_order(wanted, offered)
-        if in_order is None:
-            # A buffer as long as a chunk may look like a unit.
-            units = [(name, how) for name, how in offered if name in self._model.units]
-            in_order = match_in_order(wanted, units) if len(units) == len(every) else None
-        if in_order is None:
-            return None
-        self._made.warnings.append(f"{self._title}: {BY_ORDER}")
-        self._made.by_order.add((*self._group.root, *self._root))
-        return [name for names in in_order for name in names]
-
-    def _id_lists(self) -> list[list[int]]:
-        lists = []
-        for _, params in self._params():
-            lists.append([p for p in params if type(p) is int])
-        return lists
-
-    def _params(self) -> Iterator[tuple[Path, Sequence[object]]]:
-        """Yield the `params` of each group, and the path of the value they stand in."""
+    def _list_params(self) -> Iterator[Sequence[object]]:
+        """Yield the `params` of each group of the lowest rank."""
         n = len(self._root) + 1
-        lowest = self._group.ranks[0]
-        for path, value in lowest.objects.items():
-            if path[:n] != (*self._root, GROUPS):
+        for path, value in self._group.ranks[0].objects.items():
+            if path[:n] != (*self._root, GROUPS) or not isinstance(value.value, list | tuple):
                 continue
-            if len(path) == n and isinstance(value.value, list | tuple):
+            if len(path) == n:
                 for group in value.value:
                     params = group.get("params") if isinstance(group, dict) else None
-                    yield path, params if isinstance(params, list | tuple) else ()
-            elif path[-1] == "params" and isinstance(value.value, list | tuple):
-                yield path, value.value
+                    yield params if isinstance(params, list | tuple) else ()
+            elif path[-1] == "params":
+                yield value.value
 
-    def _known_names(self, lists: Sequence[Sequence[int]], known: set[str]) -> dict[str | int, str]:
-        """Return the names that the caller, or the groups themselves, give the numbers."""
+    def _find_given_names(self, lists: Sequence[Sequence[int]], candidates: set[str]) -> Names:
+        """Return the names that the caller, or the groups, give the ids; empty unless each has one."""
         given = dict(self._known.ids) if self._known else {}
         if not given:
-            for path, value in self._group.ranks[0].objects.items():
-                groups = value.value if path == (*self._root, GROUPS) else ()
-                for group in groups if isinstance(groups, list | tuple) else ():
-                    told = group if isinstance(group, dict) else {}
-                    params, stored = told.get("params"), told.get("param_names")
-                    if isinstance(params, list) and isinstance(stored, list) and len(params) == len(stored):
-                        pairs = zip(params, stored, strict=True)
-                        given |= {p: n for p, n in pairs if type(p) is int and isinstance(n, str)}
+            value = self._group.ranks[0].objects.get((*self._root, GROUPS))
+            groups = value.value if value is not None else ()
+            for group in groups if isinstance(groups, list | tuple) else ():
+                fields = group if isinstance(group, dict) else {}
+                params, stored = fields.get("params"), fields.get("param_names")
+                if isinstance(params, list) and isinstance(stored, list) and len(params) == len(stored):
+                    pairs = zip(params, stored, strict=True)
+                    given |= {p: name for p, name in pairs if type(p) is int and isinstance(name, str)}
         units = {spec.name: unit.name for unit in self._model.units.values() for spec in unit.members}
-        made: dict[str | int, str] = {}
+        names: dict[str | int, str] = {}
         for number in (number for ids in lists for number in ids):
             name = strip_wrappers(given.get(number, ""))
-            if name not in known:
-                name = units.get(name, "")
-            if name not in known:
+            names[number] = name if name in candidates else units.get(name, "")
+            if names[number] not in candidates:
                 return {}
-            made[number] = name
-        return made
+        return names
 
-    def _signature(self, key: int) -> object:
-        """Return how the state of a number lies over the places; None where it has no array that tells."""
-        for slot, holders in self._slots.get(key, {}).items():
+    def _match(self, lists: Sequence[Sequence[int]], candidates: Sequence[tuple[str, object]]) -> list[str] | None:
+        """Return a name for each id: by the layout of its state if that decides, else by the order of the model."""
+        layouts = [[self._describe_layout(number) for number in ids] for ids in lists]
+        flat = [layout for ids in layouts for layout in ids]
+        match = match_by_kind(flat, candidates)
+        if match is not None:
+            return match
+        in_order = match_in_order(layouts, candidates)
+        if in_order is None:  # a buffer as long as a chunk may look like a unit
+            units = [(name, layout) for name, layout in candidates if name in self._model.units]
+            in_order = match_in_order(layouts, units) if len(units) == len(flat) else None
+        if in_order is None:
+            return None
+        self._builder.warnings.append(f"{dotted(self._target) or 'the optimizer'}: {BY_ORDER}")
+        self._builder.by_order.add(self._target)
+        return [name for names in in_order for name in names]
+
+    def _describe_layout(self, key: int) -> object:
+        """Return how the state of an id is laid out over the ranks; None if it has no tensor with dimensions."""
+        places = self._model.places
+        for slot, contents in self._slots.get(key, {}).items():
             path = (*self._state, key, *slot)
-            entries = {c.rank: c.tensors[path] for c in holders if path in c.tensors}
+            entries = {c.rank: c.tensors[path] for c in contents if path in c.tensors}
             shapes = {entry.shape for entry in entries.values()}
             if not entries or () in shapes:
                 continue
             if any(len(shape) != 1 for shape in shapes):
-                return "whole", next(iter(shapes))
-            places: dict[int, int] = {}
-            for rank, place in self._model.places.items():
+                return "full", next(iter(shapes))
+            lengths = dict.fromkeys(places.values(), 0)
+            for rank, place in reversed(list(places.items())):
                 if rank in entries:
-                    places.setdefault(place, entries[rank].shape[0])
-            return "flat", self._pad_lengths({place: places.get(place, 0) for place in self._model.places.values()})
+                    lengths[place] = entries[rank].shape[0]
+            return "flat", self._pad_lengths(lengths)
         return None
 
     def _pad_lengths(self, lengths: Mapping[int, int]) -> tuple[int, ...]:
-        """Return how long the ranks' arrays are, with the padding that some writers leave out."""
+        """Return the lengths of the ranks' tensors, with the padding that some writers leave out."""
         found = tuple(lengths[place] for place in sorted(lengths))
         for unit in self._model.units.values():
             if found == tuple(unit.count_elements(place) for place in sorted(lengths)):
                 return (unit.chunk,) * len(found)
         return found
 
-    def _put_slot(self, path: Path, name: str | None, slot: Path, holders: Sequence[RankContent]) -> None:
-        below = (*self._group.root, *self._state)
-        unit = self._model.units.get(name or "")
+    # ---------------------------------------------------------------------------------------------------- state
+
+    def _put_slot(self, path: Path, name: str, slot: Path, contents: Sequence[RankContent]) -> None:
+        """Add a slot of a unit's members, of a member, or of another parameter."""
+        unit = self._model.units.get(name)
         members = [spec.name for spec in unit.members] if unit else [name] if name else []
-        entries = {c.rank: (c, c.tensors[path]) for c in holders if path in c.tensors}
-        if not members or not entries:
-            self._put_as_it_is(path, members, slot, holders)
+        entries = {c.rank: (c, c.tensors[path]) for c in contents if path in c.tensors}
+        if not entries:
+            targets = [self._slot_path(member, slot) for member in members] or [(*self._group.root, *path)]
+            for target in targets:
+                self._builder.put(target, contents[0].objects[path])
             return
         first = next(iter(entries.values()))[1]
-        if not first.shape or (unit is None and name not in self._model.fragments):
+        if not members:
+            self._put_unnamed(path, first)
+        elif not first.shape or (unit is None and name not in self._model.fragments):
             for member in members:
-                self._made.put(first._replace(path=(*below, member, *slot)))
+                self._builder.put(self._slot_path(member, slot), first)
+        else:
+            self._merge_slot(path, name, unit, slot, entries)
+
+    def _slot_path(self, member: str, slot: Path) -> Path:
+        return (*self._target, STATE, member, *slot)
+
+    def _put_unnamed(self, path: Path, entry: TensorEntry) -> None:
+        """Add a tensor of an id without a name; it can be read only if it is one number."""
+        target = (*self._group.root, *path)
+        if not entry.shape:
+            self._builder.put(target, entry)
             return
-        home = unit or self._model.find_unit(name or "")
-        assert home is not None, "fragments lie in a unit"
+        kind = "the state of flat shards, and nothing says of which parameter"
+        self._builder.put_unreadable(target, entry, kind, GIVE_NAMES if self._known is not None else GIVE_SHAPES)
+
+    def _merge_slot(
+        self,
+        path: Path,
+        name: str,
+        unit: FlatParamUnit | None,
+        slot: Path,
+        entries: Mapping[int, tuple[RankContent, TensorEntry]],
+    ) -> None:
         parts: Fragments = {}
         for rank, pair in entries.items():
             if (place := self._model.places.get(rank)) is not None:
                 parts.setdefault(place, pair)
-        for place, (owner, entry) in parts.items():
-            expected = home.chunk if unit else self._model.fragments[str(name)][place][1].shape[0]
-            if entry.shape != (expected,) and not (unit and entry.shape == (unit.count_elements(place),)):
+        for place, (content, entry) in parts.items():
+            lengths = (
+                {unit.chunk, unit.count_elements(place)} if unit else {self._model.fragments[name][place][1].shape[0]}
+            )
+            if len(entry.shape) != 1 or entry.shape[0] not in lengths:
                 raise FormatError(
-                    f"what rank {owner.rank} holds of {dotted(path)!r} does not fit {name!r}",
-                    where=f"{self._made.url}/{owner.file}",
+                    f"the shard of rank {content.rank} of {dotted(path)!r} does not fit {name!r}",
+                    where=f"{self._builder.url}/{content.file}",
                     found=entry.shape,
-                    expected=(expected,),
+                    expected=" or ".join(f"({n},)" for n in sorted(lengths, reverse=True)),
                 )
         if unit:
-            for entry in unit.split_members(self._made, parts, below, slot).values():
-                self._made.put(entry)
-        else:
-            self._made.put(home.member(self._made, str(name), parts, (*below, str(name), *slot)))
-
-    def _put_as_it_is(self, path: Path, members: Sequence[str], slot: Path, holders: Sequence[RankContent]) -> None:
-        """Add a value for every member, or an array that nothing gives a name to."""
-        below = (*self._group.root, *self._state)
-        entry, value = holders[0].tensors.get(path), holders[0].objects.get(path)
-        if value is not None:
-            targets = [(*below, member, *slot) for member in members] or [(*self._group.root, *path)]
-            self._made.objects |= {target: replace(value, path=target) for target in targets}
+            below = (*self._target, STATE)
+            for entry in unit.merge_members(self._builder, parts, below, slot).values():
+                self._builder.put(entry.path, entry)
             return
-        assert entry is not None, "a path holds an array or a value"
-        whole = (*self._group.root, *path)
-        if not entry.shape:
-            self._made.put(entry._replace(path=whole))
-            return
-        kind = "the state of flat shards, and nothing tells of which parameter"
-        fix = GIVE_NAMES if self._known is not None else GIVE_SHAPES
-        lost = entry.pieces[0]._replace(layout=Lazy(0, 0, UnreadableTensor(whole, kind, fix)))
-        self._made.put(entry._replace(path=whole, pieces=(lost,)))
+        owner = self._model.find_unit(name)
+        assert owner is not None, "fragments are members of a unit"
+        target = self._slot_path(name, slot)
+        self._builder.put(target, owner.merge_member(self._builder, name, parts, target))
 
-    def _put_groups(self, path: Path, names: Mapping[str | int, str]) -> bool:
-        """Add the groups with names for numbers; tell whether there was anything to replace."""
-        value = self._group.ranks[0].objects.get(path)
-        if value is None or not names:
-            return False
-        n = len(self._root) + 1
-        if len(path) == n and isinstance(value.value, list | tuple):
-            made: object = [self._named(group, names) for group in value.value]
-        elif path[-1] == "params" and isinstance(value.value, list | tuple):
-            made = self._expand(value.value, names)
-        else:
-            return False
-        whole = (*self._group.root, *path)
-        self._made.objects[whole] = ObjectEntry(whole, made)
-        return True
+    # --------------------------------------------------------------------------------------------------- groups
 
-    def _named(self, group: object, names: Mapping[str | int, str]) -> object:
+    def _put_groups(self, path: Path, value: object, names: Names) -> bool:
+        """Add the groups, or the `params` of one, with names instead of ids; return True if there were any."""
+        if not isinstance(value, list | tuple):
+            return False
+        if len(path) == len(self._root) + 1:
+            self._builder.put_value((*self._group.root, *path), [self._rename(group, names) for group in value])
+            return True
+        if path[-1] == "params":
+            self._builder.put_value((*self._group.root, *path), self._expand(value, names))
+            return True
+        return False
+
+    def _rename(self, group: object, names: Names) -> object:
         if not isinstance(group, dict) or not isinstance(group.get("params"), list | tuple):
             return group
         rest = {key: value for key, value in group.items() if key != "param_names"}
         return {**rest, "params": self._expand(group["params"], names)}
 
-    def _expand(self, params: Sequence[object], names: Mapping[str | int, str]) -> list[object]:
-        found: list[object] = []
+    def _expand(self, params: Sequence[object], names: Names) -> list[object]:
+        expanded: list[object] = []
         for param in params:
             name = names.get(param, param) if isinstance(param, int | str) else param
             unit = self._model.units.get(str(name))
-            found += [spec.name for spec in unit.members] if unit and unit.members else [name]
-        return found
-
-    def _put_units(self, names: Mapping[str | int, str]) -> None:
-        """Leave how flat parameters are laid out, so that they can be put together again."""
-        told: list[dict[str, object]] = []
-        for name in dict.fromkeys(names.values()):
-            unit = self._model.units.get(name)
-            if unit is not None and unit.layout is not None:
-                told.append({"flat": unit.name, "layout": unit.layout.to_json()})
-        if told:
-            whole = (*self._group.root, *self._root, UNITS)
-            self._made.objects[whole] = ObjectEntry(whole, told)
+            expanded += [spec.name for spec in unit.members] if unit and unit.members else [name]
+        return expanded

@@ -1,9 +1,9 @@
-"""Flat parameters of torch's FSDP1 taken apart: LOCAL states and the optimizers of flat shards, as ranks saved them.
+"""Flat parameters of torch's FSDP1: LOCAL states and the optimizers of flat shards, as ranks saved them.
 
 A file holds `{module}._flat_param`, this rank's chunk of the parameters of a unit laid end to end; with
-`use_orig_params=True` also each parameter by its name, as a fragment without its shape. Neither shapes nor, otherwise,
-names stand in the files: they come from a note beside them, from another checkpoint of the model, or from the model
-itself that they are loaded into.
+`use_orig_params=True` also each parameter by its name, as a fragment without its shape. The files store no shapes, and
+without fragments no names: these come from metadata beside them, from another checkpoint of the model, or from the
+model that they are loaded into.
 """
 
 from __future__ import annotations
@@ -13,68 +13,69 @@ from contextlib import suppress
 from dataclasses import replace
 
 from shardckpt.errors import UsageError
-from shardckpt.format.ranks.fsdp1_model import FlatModel, is_flat
-from shardckpt.format.ranks.fsdp1_optimizer import FlatOptimizer
-from shardckpt.format.ranks.rank_files import ManifestBuilder, RankGroup
+from shardckpt.format.merge_shards import ManifestBuilder
+from shardckpt.format.ranks.fsdp1_model import FlatModel, is_flat, put_flat_model, read_flat_model
+from shardckpt.format.ranks.fsdp1_optimizer import put_flat_optimizer
+from shardckpt.format.ranks.rank_files import RankGroup
 from shardckpt.format.reader import ParamShapes
 from shardckpt.manifest import Path
 
+FlatModels = Mapping[tuple[Path, Path], FlatModel]
+"""Root of a group and path of the model in it, to the model."""
 
-class FlatStates:
-    """The flat parameters in rank files, and the optimizers over them.
 
-    Args:
-        groups: All rank files.
-        made: Where whole arrays go.
-        known: Shapes and names of the parameters, where they are told.
+def read_flat_models(groups: Mapping[Path, RankGroup], url: str, known: ParamShapes | None) -> FlatModels:
+    """Read the models with flat parameters in all rank files.
 
     Raises:
-        FormatError: Files contradict one another.
+        FormatError: Files contradict each other.
         UsageError: The shapes do not fit.
     """
-
-    def __init__(self, groups: Mapping[Path, RankGroup], made: ManifestBuilder, known: ParamShapes | None) -> None:
-        self._made, self._known = made, known
-        self._models: dict[tuple[Path, Path], FlatModel] = {}
-        for group in groups.values():
-            bases = {path[:-1] for content in group.ranks for path in content.shares if is_flat(path, content)}
-            for base in sorted(bases, key=str):
-                self._models[group.root, base] = _fit_model(group, base, made, known)
-
-    def _find_model(self, root: Path) -> FlatModel | None:
-        """Return the model that the optimizers in a group are of: the only one, or the one of the same number."""
-        models = [model for (of, _), model in self._models.items() if of == root or _number(of) == _number(root)]
-        every = list(self._models.values())
-        return every[0] if len(every) == 1 else models[0] if len(models) == 1 else None
-
-    def put(self, group: RankGroup) -> set[Path]:
-        """Add what is flat in a group, and return the paths that were taken care of."""
-        taken: set[Path] = set()
-        for (root, base), model in self._models.items():
-            if root == group.root:
-                taken |= model.put()
-                self._made.warnings += model.warnings
-                taken.add(base)
-        mine = self._find_model(group.root)
-        if mine is not None:
-            for root in group.optimizers():
-                taken |= FlatOptimizer(group, root, mine, self._made, self._known).put()
-        return taken
+    models: dict[tuple[Path, Path], FlatModel] = {}
+    for group in groups.values():
+        bases = {path[:-1] for content in group.ranks for path in content.shards if is_flat(path, content)}
+        for base in sorted(bases, key=str):
+            models[group.root, base] = _read_model(group, base, url, known)
+    return models
 
 
-def _fit_model(group: RankGroup, base: Path, made: ManifestBuilder, known: ParamShapes | None) -> FlatModel:
-    """Return the flat parameters of a model, taken for the first of the known models that fits them."""
+def put_flat_states(
+    builder: ManifestBuilder, group: RankGroup, models: FlatModels, known: ParamShapes | None
+) -> set[Path]:
+    """Add the flat parameters of a group, and optimizers over them; return the paths that are done."""
+    done: set[Path] = set()
+    for (root, base), model in models.items():
+        if root == group.root:
+            done |= put_flat_model(builder, model) | {base}
+            builder.warnings += model.warnings
+    optimized = _find_model(models, group.root)
+    if optimized is not None:
+        for root in group.optimizers():
+            done |= put_flat_optimizer(builder, group, root, optimized, known)
+    return done
+
+
+def _find_model(models: FlatModels, root: Path) -> FlatModel | None:
+    """Return the model that the optimizers in a group are of: the only one, or the one of the same number."""
+    if len(models) == 1:
+        return next(iter(models.values()))
+    near = [model for (other, _), model in models.items() if other == root or _number(other) == _number(root)]
+    return near[0] if len(near) == 1 else None
+
+
+def _read_model(group: RankGroup, base: Path, url: str, known: ParamShapes | None) -> FlatModel:
+    """Return the flat parameters of a model, with the shapes of the first known model that fits them."""
     if known is None or not known.others:
-        return FlatModel(group, base, made, known)
+        return read_flat_model(group, base, url, known)
     try:
-        return FlatModel(group, base, made, replace(known, others=()))
+        return read_flat_model(group, base, url, replace(known, others=()))
     except UsageError:
         for other in known.others:
             with suppress(UsageError):
-                return FlatModel(group, base, made, other)
+                return read_flat_model(group, base, url, other)
         raise
 
 
 def _number(root: Path) -> str:
-    """Return which of several models or optimizers a group is, by the number at the end of its name."""
+    """Return the number at the end of a group's name: which of several models or optimizers it is."""
     return str(root[0]).rpartition("_")[2] if root and str(root[0])[-1:].isdigit() else ""

@@ -17,17 +17,17 @@ class MergedTorchReader(TorchReader):
     """A reader of merged rank files, which can merge again with known shapes.
 
     Args:
-        apart: The files as they are.
-        files: Those that are one rank's.
+        apart: Reader of the separate files.
+        files: The rank files.
         known: Full shapes, which flat parameters of FSDP1 need.
 
     Raises:
-        CheckpointError: The files do not fit together.
+        CheckpointError: The files contradict each other.
         UsageError: The shapes do not fit.
     """
 
     def __init__(self, apart: TorchReader, files: Sequence[RankFile], known: ParamShapes | None = None) -> None:
-        manifest = merge_dtensor_shards(apart.manifest, apart.shares, files, apart.store.url, known)
+        manifest = merge_dtensor_shards(apart.manifest, apart.shards, files, apart.store.url, known)
         super().__init__(apart.store, manifest, apart.archives)
         self._apart = apart
         self._files = files
@@ -36,7 +36,7 @@ class MergedTorchReader(TorchReader):
     @property
     def is_flat(self) -> bool:
         """Whether there are flat parameters in the files."""
-        return has_flat_parameters(self._apart.shares)
+        return has_flat_parameters(self._apart.shards)
 
     @property
     def needs_param_shapes(self) -> bool:
@@ -60,7 +60,7 @@ def merge_rank_files(reader: TorchReader, known: ParamShapes | None = None) -> T
     """Return a reader of the merged tensors; the same reader without rank files.
 
     Args:
-        reader: Of the files as they are.
+        reader: Reader of the separate files.
         known: Full shapes, which flat parameters of FSDP1 need.
 
     Raises:
@@ -69,9 +69,9 @@ def merge_rank_files(reader: TorchReader, known: ParamShapes | None = None) -> T
     """
     if reader.notes:
         return reader.with_manifest(merge_local_states(reader.manifest, reader.notes, reader.store.url))
-    if not reader.shares:
+    if not reader.shards:
         return reader
     names = list(reader.manifest.files)
     if len(names) == 1:
         return MergedTorchReader(reader, [RankFile(names[0], (), (), 0)], known)
-    return MergedTorchReader(reader, parse_rank_names(names, {str(path[0]) for path in reader.shares}), known)
+    return MergedTorchReader(reader, parse_rank_names(names, {str(path[0]) for path in reader.shards}), known)

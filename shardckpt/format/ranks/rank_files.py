@@ -1,17 +1,17 @@
-"""Files of `torch.save`, one of each rank: which belong together, whose each is, and what lies in it."""
+"""Files of `torch.save`, one of each rank: group them by name, find the rank of each, and split their content."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardckpt.boxes import Box
 from shardckpt.errors import FormatError
+from shardckpt.format.merge_shards import PathContent, RankOrigin, require_one_save, split_content
 from shardckpt.format.torchsave.dtensor_spec import ShardInfo
-from shardckpt.format.torchsave.tensor_views import UnreadableTensor, ZipView
-from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
+from shardckpt.format.torchsave.tensor_views import ZipView
+from shardckpt.manifest import Lazy, Manifest, Path, TensorEntry
 
 STATE, GROUPS = "state", "param_groups"
 
@@ -23,14 +23,14 @@ _SMALL_BYTES = 8
 
 
 class RankFile(NamedTuple):
-    """One rank's file, by its name.
+    """A rank file, by its name.
 
     Attributes:
         name: Relative to the store.
-        prefix: What the paths of the file start with in the manifest.
-        root: What they start with in the checkpoint that the files are together.
-        rank: Whose it is; -1 where the name does not tell.
-        world: Of how many ranks; 0 where the name does not tell.
+        prefix: Start of its paths in the manifest of all files.
+        root: Start of its paths in the merged checkpoint.
+        rank: -1 if the name does not say.
+        world: Number of ranks; 0 if the name does not say.
     """
 
     name: str
@@ -40,14 +40,14 @@ class RankFile(NamedTuple):
     world: int = 0
 
 
-def parse_rank_names(names: Iterable[str], sharing: Iterable[str]) -> list[RankFile]:
+def parse_rank_names(names: Iterable[str], sharded: Iterable[str]) -> list[RankFile]:
     """Find the rank files by their names: `model_rank3.pt` is a part of `model`.
 
     Args:
-        names: Of all files, which lie in one folder.
-        sharing: Of those that are known to hold shares; they count even if they are called otherwise.
+        names: Names of all files, which are in one folder.
+        sharded: Names of files that hold shards: rank files whatever their name.
     """
-    known = set(sharing)
+    known = set(sharded)
     found: dict[str, tuple[str, int, int]] = {}
     for name in names:
         matches = list(_RANK.finditer(name))
@@ -66,47 +66,36 @@ def parse_rank_names(names: Iterable[str], sharing: Iterable[str]) -> list[RankF
 
 
 @dataclass(slots=True)
-class RankContent:
-    """What one rank's file holds, by paths below its prefix.
+class RankContent(PathContent):
+    """The content of one rank's file, by paths below its prefix.
 
     Attributes:
-        file: Its name.
-        rank: Whose it is.
-        tensors: Arrays, and shares of arrays.
-        objects: Other values.
-        shares: What is known of the shares.
-        aliases: Tied arrays to the first of the same elements in this file.
+        file: Name of the file.
+        rank: Number of the rank.
+        shards: Layouts of the tensors that are shards.
     """
 
-    file: str
-    rank: int
-    tensors: dict[Path, TensorEntry] = field(default_factory=dict)
-    objects: dict[Path, ObjectEntry] = field(default_factory=dict)
-    shares: dict[Path, ShardInfo] = field(default_factory=dict)
-    aliases: dict[Path, Path] = field(default_factory=dict)
-
-    def paths(self) -> Iterator[Path]:
-        """Yield every path."""
-        yield from self.tensors
-        yield from self.objects
+    file: str = ""
+    rank: int = -1
+    shards: dict[Path, ShardInfo] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RankGroup:
     """The files that are one state together.
 
     Attributes:
-        root: What its paths start with in the whole checkpoint.
-        ranks: The files, in the order of ranks.
-        world: How many there should be; 0 where nothing tells.
+        root: Start of its paths in the merged checkpoint.
+        ranks: The content of the files, in the order of ranks.
+        world: Number of ranks; 0 if nothing says.
     """
 
     root: Path
-    ranks: list[RankContent]
+    ranks: Sequence[RankContent]
     world: int
 
     def paths(self) -> dict[Path, list[RankContent]]:
-        """Return every path with the files that hold it; those of the lowest rank first, in saved order."""
+        """Return every path with the files that hold it, in saved order; paths of the lowest rank come first."""
         found: dict[Path, list[RankContent]] = {}
         for content in self.ranks:
             for path in content.paths():
@@ -114,7 +103,7 @@ class RankGroup:
         return found
 
     def optimizers(self) -> list[Path]:
-        """Return the paths below which both `state` and `param_groups` lie."""
+        """Return the paths that have both `state` and `param_groups` below them."""
         seen: dict[Path, set[str]] = {}
         for content in self.ranks:
             for path in content.paths():
@@ -124,130 +113,68 @@ class RankGroup:
         return [root for root, kinds in seen.items() if len(kinds) == 2]
 
 
-@dataclass(slots=True)
-class ManifestBuilder:
-    """Collects the merged tensors and values.
-
-    Attributes:
-        url: Of the store, for messages.
-        tensors: Arrays by path.
-        objects: Values by path.
-        aliases: Tied arrays to the first with the same elements.
-        absent: Names for files that should be there, as in `Manifest.files`.
-        warnings: What is odd.
-        missing: Files that are gone, and with them nobody knows what.
-        by_order: Optimizers whose ids got names by the order of the model's state dict.
-    """
-
-    url: str
-    tensors: dict[Path, TensorEntry] = field(default_factory=dict)
-    objects: dict[Path, ObjectEntry] = field(default_factory=dict)
-    aliases: dict[Path, Path] = field(default_factory=dict)
-    absent: dict[str, int] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    by_order: set[Path] = field(default_factory=set)
-
-    def put(self, entry: TensorEntry) -> None:
-        """Add an array.
-
-        Raises:
-            FormatError: There is one of this path.
-        """
-        if entry.path in self.tensors:
-            raise FormatError(f"{dotted(entry.path)!r} is in two places", where=self.url)
-        self.tensors[entry.path] = entry
-
-    def lost(self, box: Box, path: Path, label: str) -> Piece:
-        """Return a piece that no file holds: reading it says whose is missing."""
-        self.absent[label] = -1
-        return Piece(box, label, Lazy(0, 0, UnreadableTensor(path, f"partly in {label}, which is missing")))
-
-
 def group_rank_files(
-    manifest: Manifest, shares: Mapping[Path, ShardInfo], files: Sequence[RankFile], url: str
-) -> dict[Path, RankGroup]:
-    """Group the content of rank files by the state that they share.
+    manifest: Manifest, shards: Mapping[Path, ShardInfo], files: Sequence[RankFile], url: str
+) -> tuple[dict[Path, RankGroup], PathContent]:
+    """Group the content of rank files by the state that they are parts of; return other content too.
 
     Args:
-        manifest: The files as they are.
-        shares: Path in it to the share that lies there.
-        files: Those that are one rank's.
-        url: Of the store, for messages.
+        manifest: Manifest of all files.
+        shards: Path in it to the layout of the shard there.
+        files: The rank files.
+        url: URL of the store, for messages.
 
     Raises:
-        FormatError: A file is of two ranks or of none, two files are of one rank, or files are of different worlds.
+        FormatError: The rank of a file is ambiguous or unknown, or the files are not from one save.
     """
-    mine = {file.prefix: RankContent(file.name, file.rank) for file in files}
+    contents, rest = split_content(manifest, [file.prefix for file in files])
     depth = len(files[0].prefix)
-    for path, tensor in manifest.tensors.items():
-        if (content := mine.get(path[:depth])) is not None:
-            content.tensors[path[depth:]] = tensor
-    for path, value in manifest.objects.items():
-        if (content := mine.get(path[:depth])) is not None:
-            content.objects[path[depth:]] = value
-    for path, share in shares.items():
-        if (content := mine.get(path[:depth])) is not None:
-            content.shares[path[depth:]] = share
-    for path, first in manifest.aliases.items():
-        if (content := mine.get(path[:depth])) is not None and first[:depth] == path[:depth]:
-            content.aliases[path[depth:]] = first[depth:]
-    groups: dict[Path, RankGroup] = {}
-    worlds: dict[Path, tuple[int, str]] = {}
+    shards_by_file: dict[Path, dict[Path, ShardInfo]] = {file.prefix: {} for file in files}
+    for path, shard in shards.items():
+        if path[:depth] in shards_by_file:
+            shards_by_file[path[:depth]][path[depth:]] = shard
+    ranks: dict[Path, list[RankContent]] = {}
+    origins: dict[Path, list[RankOrigin]] = {}
     for file in files:
-        content = mine[file.prefix]
-        content.rank = _rank(file, content, url)
-        group = groups.setdefault(file.root, RankGroup(file.root, [], 0))
-        group.ranks.append(content)
-        for world in {file.world, *(s.world for s in content.shares.values() if s.mesh is None)} - {0}:
-            known = worlds.setdefault(file.root, (world, file.name))
-            if known[0] != world:
-                raise _mixed_error(f"{known[0]} ranks in {known[1]} and {world} in {file.name}", url)
-    for root, group in groups.items():
-        group.ranks.sort(key=lambda content: content.rank)
-        meshes = {id(s.mesh): s.mesh for c in group.ranks for s in c.shares.values() if s.mesh is not None}
-        told = worlds.get(root, (0, ""))[0]
-        group.world = told or max((len(mesh.ranks) for mesh in meshes.values()), default=0)
-        _require_once(group, told, url)
-    return groups
+        content, mine = contents[file.prefix], shards_by_file[file.prefix]
+        rank = _find_rank(file, mine.values(), url)
+        ranks.setdefault(file.root, []).append(
+            RankContent(content.tensors, content.objects, content.aliases, file.name, rank, mine)
+        )
+        worlds = {file.world, *(shard.world for shard in mine.values() if shard.mesh is None)}
+        origins.setdefault(file.root, []).extend(RankOrigin(file.name, rank, world) for world in sorted(worlds))
+    groups: dict[Path, RankGroup] = {}
+    for root, members in ranks.items():
+        require_one_save(origins[root], url)
+        members.sort(key=lambda content: content.rank)
+        world = max(origin.world for origin in origins[root])
+        groups[root] = RankGroup(root, members, world or _largest_mesh(members))
+    return groups, rest
 
 
-def _rank(file: RankFile, content: RankContent, url: str) -> int:
-    """Return whose a file is, by what it holds, else by its name."""
-    told = {share.rank for share in content.shares.values()} - {-1}
-    if len(told) > 1:
-        raise FormatError("a file holds shares of several ranks", where=f"{url}/{file.name}", found=sorted(told))
-    rank = told.pop() if told else file.rank
+def _largest_mesh(ranks: Iterable[RankContent]) -> int:
+    meshes = {id(shard.mesh): shard.mesh for content in ranks for shard in content.shards.values()}
+    return max((len(mesh.ranks) for mesh in meshes.values() if mesh is not None), default=0)
+
+
+def _find_rank(file: RankFile, shards: Iterable[ShardInfo], url: str) -> int:
+    """Return the rank of a file: from its shards, else from its name."""
+    ranks = {shard.rank for shard in shards} - {-1}
+    if len(ranks) > 1:
+        raise FormatError("a file holds shards of several ranks", where=f"{url}/{file.name}", found=sorted(ranks))
+    rank = ranks.pop() if ranks else file.rank
     if rank < 0:
         raise FormatError(
-            "nothing tells which rank this file is of",
+            "nothing says which rank wrote this file",
             where=f"{url}/{file.name}",
             expected="a name with rank0, rank1, ...",
-            fix="Call each file by its rank, such as model_rank0.pt.",
+            fix="Name each file by its rank, such as model_rank0.pt.",
         )
     return rank
 
 
-def _require_once(group: RankGroup, world: int, url: str) -> None:
-    for one, other in zip(group.ranks, group.ranks[1:], strict=False):
-        if one.rank == other.rank:
-            raise _mixed_error(f"rank {one.rank} in {one.file} and in {other.file}", url)
-    last = group.ranks[-1]
-    if world and last.rank >= world:
-        raise _mixed_error(f"rank {last.rank} in {last.file}, of {world} ranks", url)
-
-
-def _mixed_error(found: str, url: str) -> FormatError:
-    return FormatError(
-        "rank files of different saves lie in one folder",
-        where=url,
-        found=found,
-        fix="Keep the files of one save, and nothing else, in a folder of their own.",
-    )
-
-
 def checksum(entry: TensorEntry) -> tuple[int, int] | None:
-    """Return the checksum and the bytes of the storage that an array fills; None where that is not known."""
+    """Return the checksum and size of the storage that a tensor fills; None if it is not known."""
     if len(entry.pieces) != 1 or not isinstance(entry.pieces[0].layout, Lazy):
         return None
     detail = entry.pieces[0].layout.detail
@@ -259,5 +186,5 @@ def checksum(entry: TensorEntry) -> tuple[int, int] | None:
 
 
 def is_small(entry: TensorEntry) -> bool:
-    """Return True if an array is one number."""
+    """Return True if a tensor is one number."""
     return not entry.shape and entry.nbytes <= _SMALL_BYTES

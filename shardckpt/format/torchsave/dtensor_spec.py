@@ -1,6 +1,6 @@
-"""What a DTensor or a ShardedTensor in a pickle says of itself, checked: which boxes of the whole array one rank holds.
+"""Parse DTensors and ShardedTensors in a pickle, checked: which boxes of the full tensor one rank holds.
 
-Placements and meshes decide, or the list of shards; never what values are equal. Nothing that a pickle says is trusted.
+Placements and meshes decide, or the list of shards; equal values do not. Nothing in a pickle is trusted.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ from math import prod
 from shardckpt.boxes import Box, Shape, chunk_range, full_box, shift
 from shardckpt.errors import FormatError, UnsupportedError, escape
 from shardckpt.format.encodings.pickle_reader import Dtype, InstanceStub, TensorStub
+from shardckpt.format.value_checks import (
+    MOST_DIMENSIONS,
+    check_count,
+    check_counts,
+    check_list,
+    check_shape,
+)
 
 DTENSOR, SHARDED_TENSOR = "DTensor", "ShardedTensor"
 
-_MOST_DIMENSIONS = 64
 _MOST_RANKS = 1 << 24
-_MOST_ELEMENTS = 1 << 60
 _DEEPEST = 4
 _SHARDED_STATE = 5
-"""Shards, metadata, the process group, the sharding spec, and whether remote references were made."""
+"""ShardList, metadata, the process group, the sharding spec, and whether remote references were made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +35,11 @@ class Mesh:
 
     Attributes:
         sizes: Ranks in each dimension.
-        place: This rank's coordinates; None where it is not in the mesh.
-        rank: This rank's number; -1 where the mesh does not tell.
-        ranks: Every rank of the root mesh; empty where it does not tell.
-        steps: For each dimension the sizes and steps, in `ranks`, that a coordinate is made of.
-        at: Where in `ranks` this rank stands; -1 where it does not.
+        place: This rank's coordinates; None if it is not in the mesh.
+        rank: This rank's number; -1 if the mesh does not say.
+        ranks: Every rank of the root mesh; empty if it does not say.
+        steps: For each dimension the sizes and steps, in `ranks`, that a coordinate consists of.
+        at: Index of this rank in `ranks`; -1 if it is not there.
     """
 
     sizes: Shape
@@ -45,7 +50,7 @@ class Mesh:
     at: int
 
     def rank_at(self, place: Sequence[int]) -> int:
-        """Return which rank has some coordinates; -1 where the mesh does not tell."""
+        """Return the rank at coordinates; -1 if the mesh does not say."""
         if self.place is None or not self.steps or self.at < 0:
             return -1
         at = self.at + sum(_step(s, c) - _step(s, own) for s, c, own in zip(self.steps, place, self.place, strict=True))
@@ -62,22 +67,22 @@ def _step(parts: Sequence[tuple[int, int]], coordinate: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How a mesh cuts an array.
+    """How a mesh shards a tensor.
 
     Attributes:
-        shape: Of the array.
-        sizes: Of the mesh.
-        cuts: For each dimension of the array, the mesh dimensions that cut it, in the order in which they do.
+        shape: Shape of the tensor.
+        sizes: Sizes of the mesh.
+        mesh_dims: For each dimension of the tensor, the mesh dimensions that split it, the first to split first.
     """
 
     shape: Shape
     sizes: Shape
-    cuts: tuple[tuple[int, ...], ...]
+    mesh_dims: tuple[tuple[int, ...], ...]
 
     def box(self, place: Sequence[int]) -> Box:
-        """Return what the rank at some coordinates holds: equal rows, fewer or none on the last ranks."""
+        """Return the box of the rank at coordinates: equal rows, fewer or none on the last ranks."""
         offset, size = [], []
-        for length, mesh_dims in zip(self.shape, self.cuts, strict=True):
+        for length, mesh_dims in zip(self.shape, self.mesh_dims, strict=True):
             start, n = 0, length
             for mesh_dim in mesh_dims:
                 first, n = chunk_range(n, self.sizes[mesh_dim], place[mesh_dim])
@@ -87,23 +92,24 @@ class Grid:
         return Box(tuple(offset), tuple(size))
 
     def places(self) -> Iterator[Shape]:
-        """Yield coordinates such that each part is met once: replicas count as the first of them."""
-        cutting = {mesh_dim for mesh_dims in self.cuts for mesh_dim in mesh_dims}
-        yield from product(*(range(n) if dim in cutting else range(1) for dim, n in enumerate(self.sizes)))
+        """Yield the coordinates of each part once: of replicas, the first."""
+        splitting = {mesh_dim for mesh_dims in self.mesh_dims for mesh_dim in mesh_dims}
+        yield from product(*(range(n) if dim in splitting else range(1) for dim, n in enumerate(self.sizes)))
 
     def __str__(self) -> str:
-        cut = [f"dim {d} by {'x'.join(str(self.sizes[m]) for m in dims)}" for d, dims in enumerate(self.cuts) if dims]
-        return f"{self.shape} over {'x'.join(map(str, self.sizes))} ranks, {', '.join(cut) or 'whole on each'}"
+        splits = [(dim, "x".join(str(self.sizes[m]) for m in dims)) for dim, dims in enumerate(self.mesh_dims) if dims]
+        text = ", ".join(f"dim {dim} by {sizes}" for dim, sizes in splits) or "full on each"
+        return f"{self.shape} over {'x'.join(map(str, self.sizes))} ranks, {text}"
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
+class ShardList:
     """The list of all shards of a ShardedTensor.
 
     Attributes:
-        shape: Of the array.
-        boxes: Of the shards.
-        owners: The rank of each; -1 where it is not told.
+        shape: Shape of the tensor.
+        boxes: Boxes of the shards.
+        owners: The rank of each; -1 if it is not stored.
     """
 
     shape: Shape
@@ -116,41 +122,41 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """How one rank's shard lies in the full tensor.
+    """The layout of one rank's shard in the full tensor.
 
     Attributes:
         kind: `DTensor` or `ShardedTensor`.
-        shape: Of the whole array.
-        dtype: Type of its elements; empty where only other ranks' files tell.
-        held: Boxes of it, each with the local array that holds it.
-        cut: How the whole is cut; None for nested shards, of which no list is complete.
-        mesh: Of a DTensor.
-        rank: This rank's number among all; -1 where it is not told.
-        world: Ranks in all; 0 where it is not told.
-        place: This rank's number in the group that shares the array, of a ShardedTensor.
+        shape: Full shape.
+        dtype: Stored dtype; empty if only other ranks' files store it.
+        local: Boxes that this rank holds, each with its local tensor.
+        sharding: How the tensor is sharded; None for nested shards, which have no complete list.
+        mesh: The mesh of a DTensor.
+        rank: This rank's number among all; -1 if it is not stored.
+        world: Ranks in all; 0 if it is not stored.
+        place: This rank's number in the group that shares a ShardedTensor.
         parts: Ranks of that group.
-        refused: What makes it unreadable; empty for most.
+        refusal: Why it cannot be read; empty for most.
     """
 
     kind: str
     shape: Shape
     dtype: str
-    held: tuple[tuple[Box, TensorStub], ...]
-    cut: Grid | Shards | None
+    local: tuple[tuple[Box, TensorStub], ...]
+    sharding: Grid | ShardList | None
     mesh: Mesh | None = None
     rank: int = -1
     world: int = 0
     place: int = 0
     parts: int = 1
-    refused: str = ""
+    refusal: str = ""
 
-    def elsewhere(self) -> Iterator[tuple[Box, int]]:
-        """Yield every part of the whole, and the rank that holds it, -1 where it is not told."""
-        if isinstance(self.cut, Grid):
-            for place in self.cut.places():
-                yield self.cut.box(place), self.mesh.rank_at(place) if self.mesh else -1
-        elif isinstance(self.cut, Shards):
-            yield from zip(self.cut.boxes, self.cut.owners, strict=True)
+    def list_parts(self) -> Iterator[tuple[Box, int]]:
+        """Yield every part of the tensor, and the rank that holds it; -1 if it is not stored."""
+        if isinstance(self.sharding, Grid):
+            for place in self.sharding.places():
+                yield self.sharding.box(place), self.mesh.rank_at(place) if self.mesh else -1
+        elif isinstance(self.sharding, ShardList):
+            yield from zip(self.sharding.boxes, self.sharding.owners, strict=True)
 
 
 class ShardParser:
@@ -158,13 +164,13 @@ class ShardParser:
 
     def __init__(self) -> None:
         self._meshes: dict[int, tuple[InstanceStub, Mesh]] = {}
-        self._cuts: dict[object, Grid] = {}
+        self._grids: dict[object, Grid] = {}
 
     def parse(self, value: InstanceStub) -> ShardInfo:
-        """Return what a DTensor or a ShardedTensor says.
+        """Parse a DTensor or a ShardedTensor.
 
         Raises:
-            FormatError: It contradicts itself, or is of a form that no writer gives it.
+            FormatError: It contradicts itself, or has a form that no writer gives it.
             UnsupportedError: A form that is not read.
         """
         try:
@@ -174,98 +180,100 @@ class ShardParser:
         except (FormatError, UnsupportedError):
             raise
         except (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowError, RecursionError) as error:
-            what = f"what it says of its layout cannot be read: {type(error).__name__} {escape(error)}"
+            what = f"its layout cannot be read: {type(error).__name__} {escape(error)}"
             raise FormatError(what) from None
 
     # --------------------------------------------------------------------------------------------------- DTensors
 
     def _dtensor(self, value: InstanceStub) -> ShardInfo:
-        told = _fields(value)
-        spec = _fields(told["_spec"])
+        fields = _fields(value)
+        spec = _fields(fields["_spec"])
         mesh = self._mesh(spec["mesh"])
-        placements = _sequence(spec["placements"])
+        placements = check_list(spec["placements"])
         shape, dtype = _meta(spec.get("tensor_meta"), value)
         if len(placements) != len(mesh.sizes):
-            raise FormatError("it has not one placement for each dimension of its mesh", found=len(placements))
+            raise FormatError("it must have one placement for each dimension of its mesh", found=len(placements))
         common = {"mesh": mesh, "rank": mesh.rank, "world": len(mesh.ranks)}
         partial = next((name for p in placements if "Partial" in (name := _class(p))), "")
         if partial:
-            kind = f"a DTensor of partial sums ({partial}), whose whole values lie in no file"
-            return ShardInfo(DTENSOR, shape, dtype, (), None, refused=kind, **common)  # type: ignore[arg-type]
+            kind = f"a DTensor of partial sums ({partial}), whose full values are in no file"
+            return ShardInfo(DTENSOR, shape, dtype, (), None, refusal=kind, **common)  # type: ignore[arg-type]
         grid = self._grid(shape, mesh.sizes, placements, spec.get("shard_order"))
-        local = told["_local_tensor"]
+        local = fields["_local_tensor"]
         if mesh.place is None:
             return ShardInfo(DTENSOR, shape, dtype, (), grid, **common)  # type: ignore[arg-type]
         if not isinstance(local, TensorStub):
             kind = f"a DTensor over {getattr(local, 'name', type(local).__name__)}"
-            return ShardInfo(DTENSOR, shape, dtype, (), grid, refused=kind, **common)  # type: ignore[arg-type]
+            return ShardInfo(DTENSOR, shape, dtype, (), grid, refusal=kind, **common)  # type: ignore[arg-type]
         box = grid.box(mesh.place)
         if local.shape != box.size and (box.volume or prod(local.shape)):
             raise FormatError(
-                f"what the rank at {mesh.place} holds does not fit its placements ({grid})",
+                f"the local tensor of the rank at {mesh.place} does not fit its placements ({grid})",
                 found=local.shape,
                 expected=box.size,
             )
-        held = ((box, local),) if box.volume or not shape else ()
-        return ShardInfo(DTENSOR, shape, dtype, held, grid, **common)  # type: ignore[arg-type]
+        parts = ((box, local),) if box.volume or not shape else ()
+        return ShardInfo(DTENSOR, shape, dtype, parts, grid, **common)  # type: ignore[arg-type]
 
     def _mesh(self, value: object) -> Mesh:
         if not isinstance(value, InstanceStub):
-            raise FormatError("it lies on no mesh", found=type(value).__name__)
+            raise FormatError("it has no mesh", found=type(value).__name__)
         if id(value) not in self._meshes:
-            self._meshes[id(value)] = (value, _mesh(_fields(value)))
+            self._meshes[id(value)] = (value, _parse_mesh(_fields(value)))
         return self._meshes[id(value)][1]
 
     def _grid(self, shape: Shape, sizes: Shape, placements: Sequence[object], order: object) -> Grid:
-        told = tuple((_class(p), *_parse_placement(p)) for p in placements)
-        orders = _orders(order, len(shape), len(sizes))
-        key = (shape, sizes, told, orders)
-        if key not in self._cuts:
-            self._cuts[key] = Grid(shape, sizes, _mesh_dims_by_dim(len(shape), sizes, told, orders))
-        return self._cuts[key]
+        parsed = tuple((_class(p), *_parse_placement(p)) for p in placements)
+        orders = _parse_orders(order, len(shape), len(sizes))
+        key = (shape, sizes, parsed, orders)
+        if key not in self._grids:
+            self._grids[key] = Grid(shape, sizes, _mesh_dims_by_dim(len(shape), sizes, parsed, orders))
+        return self._grids[key]
 
 
-def _mesh(told: dict[str, object]) -> Mesh:
-    ranks = _numbers(told.get("_flatten_rank_map", ()), _MOST_RANKS)
-    layout = told.get("_layout")
+def _parse_mesh(fields: dict[str, object]) -> Mesh:
+    ranks = check_counts(fields.get("_flatten_rank_map", ()), _MOST_RANKS)
+    layout = fields.get("_layout")
     steps: tuple[tuple[tuple[int, int], ...], ...] = ()
     if layout is not None:
-        steps = _steps(_fields(layout))
+        steps = _parse_steps(_fields(layout))
         sizes = tuple(prod(size for size, _ in axis) for axis in steps)
     else:
-        mesh = told["mesh"]
+        mesh = fields["mesh"]
         if not isinstance(mesh, TensorStub):
-            raise FormatError("a mesh is no tensor of ranks", found=type(mesh).__name__)
+            raise FormatError("a mesh must be a tensor of ranks", found=type(mesh).__name__)
         sizes = mesh.shape
-    if not sizes or len(sizes) > _MOST_DIMENSIONS or not 0 < prod(sizes) <= _MOST_RANKS:
+    if not sizes or len(sizes) > MOST_DIMENSIONS or not 0 < prod(sizes) <= _MOST_RANKS:
         raise FormatError("a mesh has impossible sizes", found=sizes)
-    place = told["_coordinate_on_dim"]
-    coordinates = None if place is None else _numbers(place, _MOST_RANKS)
+    place = fields["_coordinate_on_dim"]
+    coordinates = None if place is None else check_counts(place, _MOST_RANKS)
     if coordinates is not None and (
         len(coordinates) != len(sizes) or any(c >= n for c, n in zip(coordinates, sizes, strict=True))
     ):
-        raise FormatError("a rank lies outside of its mesh", found=coordinates, expected=f"below {sizes}")
-    rank = told.get("_rank", -1)
+        raise FormatError("a rank is outside of its mesh", found=coordinates, expected=f"below {sizes}")
+    rank = fields.get("_rank", -1)
     if type(rank) is not int or not -1 <= rank < _MOST_RANKS:
         raise FormatError("a mesh has an impossible rank", found=rank)
     return Mesh(sizes, coordinates, rank, ranks, steps, ranks.index(rank) if rank in ranks else -1)
 
 
-def _steps(layout: dict[str, object]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return, for each dimension of a mesh, the sizes and steps in the list of ranks: in one of two forms."""
+def _parse_steps(layout: dict[str, object]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return, for each dimension of a mesh, the sizes and steps in the list of ranks."""
     if "axes" in layout:
-        axes = [_fields(axis) for axis in _sequence(layout["axes"])]
+        axes = [_fields(axis) for axis in check_list(layout["axes"])]
     else:
         shape, stride = layout["shape"], layout["stride"]
-        pairs = zip(_sequence(shape), _sequence(stride), strict=True) if isinstance(shape, tuple) else [(shape, stride)]
+        pairs = (
+            zip(check_list(shape), check_list(stride), strict=True) if isinstance(shape, tuple) else [(shape, stride)]
+        )
         axes = [{"shape": size, "stride": step} for size, step in pairs]
     found = []
     for axis in axes:
         sizes, steps = (
-            _numbers(each if isinstance(each, tuple) else (each,), _MOST_RANKS)
-            for each in (axis["shape"], axis["stride"])
+            check_counts(value if isinstance(value, tuple) else (value,), _MOST_RANKS)
+            for value in (axis["shape"], axis["stride"])
         )
-        if len(sizes) > _MOST_DIMENSIONS or not all(sizes):
+        if len(sizes) > MOST_DIMENSIONS or not all(sizes):
             raise FormatError("a mesh has impossible sizes", found=sizes)
         found.append(tuple(zip(sizes, steps, strict=True)))
     return tuple(found)
@@ -278,30 +286,30 @@ def _class(placement: object) -> str:
 
 
 def _parse_placement(placement: object) -> tuple[int, int]:
-    """Return the dimension that a placement cuts, -1 for none, and how many parts of it are cut before."""
+    """Return the dimension that a placement splits, -1 for none, and into how many parts it is split before."""
     assert isinstance(placement, InstanceStub)
-    told = _fields(placement)
-    if "dim" not in told:
+    fields = _fields(placement)
+    if "dim" not in fields:
         return -1, 1
-    dim, before = told["dim"], told.get("split_factor", 1)
+    dim, before = fields["dim"], fields.get("split_factor", 1)
     if type(dim) is not int or type(before) is not int or not 0 < before < _MOST_RANKS or not -64 <= dim < 64:
         raise FormatError("a placement is malformed", found=(_class(placement), dim, before))
     return dim, before
 
 
-def _orders(told: object, ndim: int, mesh_ndim: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return the dimensions whose order of cuts is spelt out, and the order."""
-    if told is None:
+def _parse_orders(value: object, ndim: int, mesh_ndim: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the dimensions whose order of mesh dimensions is stored, and the order."""
+    if value is None:
         return ()
     found = []
-    for entry in _sequence(told):
+    for entry in check_list(value):
         values = entry.args if isinstance(entry, InstanceStub) else entry
         if not isinstance(values, tuple) or len(values) != 2:
-            raise FormatError("an order of cuts is malformed")
+            raise FormatError("a shard order is malformed")
         dim, mesh_dims = values
-        numbers = _numbers(mesh_dims, mesh_ndim - 1)
+        numbers = check_counts(mesh_dims, mesh_ndim - 1)
         if type(dim) is not int or not 0 <= dim < ndim or len(set(numbers)) < len(numbers):
-            raise FormatError("an order of cuts is malformed", found=dim)
+            raise FormatError("a shard order is malformed", found=dim)
         found.append((dim, numbers))
     return tuple(found)
 
@@ -312,10 +320,10 @@ def _mesh_dims_by_dim(
     placements: Sequence[tuple[str, int, int]],
     orders: tuple[tuple[int, tuple[int, ...]], ...],
 ) -> tuple[tuple[int, ...], ...]:
-    """Return, for each dimension, the mesh dimensions that cut it, first to last.
+    """Return, for each dimension, the mesh dimensions that split it, first to last.
 
-    They cut from left to right, unless one is strided: it cuts after as many parts as its factor says, which mesh
-    dimensions to its right have made (FSDP over tensor parallel).
+    They split from left to right. A strided one splits after mesh dimensions to its right, which made as many parts as
+    its factor says (FSDP over tensor parallelism).
     """
     found: list[list[int]] = [[] for _ in range(ndim)]
     for mesh_dim in reversed(range(len(placements))):
@@ -324,34 +332,34 @@ def _mesh_dims_by_dim(
             continue
         dim = dim + ndim if dim < 0 and name != "Replicate" else dim
         if name not in ("Shard", "_StridedShard") or not 0 <= dim < ndim:
-            raise UnsupportedError(f"its placement {name} is not one that is read", found=f"dim {dim} of {ndim}")
+            raise UnsupportedError(f"its placement {name} is not supported", found=f"dim {dim} of {ndim}")
         made, at = 1, 0
         while made < before and at < len(found[dim]):
             made *= sizes[found[dim][at]]
             at += 1
         if made != before:
             raise UnsupportedError(
-                "its strided placement follows no cut of the mesh", found=f"{name}(dim={dim}, split_factor={before})"
+                "its strided placement follows no split of the mesh", found=f"{name}(dim={dim}, split_factor={before})"
             )
         found[dim].insert(at, mesh_dim)
     for dim, order in orders:
         if sorted(order) != sorted(found[dim]):
-            raise FormatError("its order of cuts is not that of its placements", found=order, expected=found[dim])
+            raise FormatError("its shard order is not that of its placements", found=order, expected=found[dim])
         found[dim] = list(order)
     return tuple(map(tuple, found))
 
 
 def _meta(meta: object, value: InstanceStub) -> tuple[Shape, str]:
-    """Return the whole shape and the type of a DTensor, from its spec or from how it is rebuilt."""
+    """Return the full shape and the dtype of a DTensor, from its spec or from the call that rebuilds it."""
     parts = meta.args if isinstance(meta, InstanceStub) and meta.args else ()
     if not parts and isinstance(meta, InstanceStub) and meta.state is not None:
-        told = _fields(meta)
-        parts = (told.get("shape"), told.get("stride"), told.get("dtype"))
+        fields = _fields(meta)
+        parts = (fields.get("shape"), fields.get("stride"), fields.get("dtype"))
     values = parts or (value.args[1], value.args[2], value.args[0])
     dtype = values[2]
     if not isinstance(dtype, Dtype):
-        raise FormatError("it has no type", found=type(dtype).__name__)
-    return _shape(values[0]), dtype.name
+        raise FormatError("it has no dtype", found=type(dtype).__name__)
+    return check_shape(values[0]), dtype.name
 
 
 # -------------------------------------------------------------------------------------------------- ShardedTensors
@@ -362,55 +370,56 @@ def _sharded_tensor(value: InstanceStub, depth: int) -> ShardInfo:
     if not isinstance(state, tuple) or len(state) != _SHARDED_STATE or not depth:
         raise FormatError("a ShardedTensor is malformed")
     metadata = _fields(state[1])
-    shape = _shape(metadata["size"])
-    told = _fields(state[2])
+    shape = check_shape(metadata["size"])
+    group = _fields(state[2])
     rank, world, place, parts = (
-        _number(told[key]) for key in ("global_rank", "global_world_size", "local_rank", "local_world_size")
+        check_count(group[key], _MOST_RANKS)
+        for key in ("global_rank", "global_world_size", "local_rank", "local_world_size")
     )
     if rank >= world or place >= parts:
-        raise FormatError("a ShardedTensor is of a rank that cannot be", found=f"{rank} of {world}, {place} of {parts}")
+        raise FormatError("the rank of a ShardedTensor is impossible", found=f"{rank} of {world}, {place} of {parts}")
     boxes, owners = _read_shards(metadata["shards_metadata"], shape)
-    held: list[tuple[Box, TensorStub]] = []
+    local: list[tuple[Box, TensorStub]] = []
     dtype, is_nested = _read_dtype(metadata.get("tensor_properties"), value), False
-    for shard in _sequence(state[0]):
+    for shard in check_list(state[0]):
         fields = _fields(shard)
         box, _ = _shard_box(fields["metadata"], shape)
         inner = fields["tensor"]
         if isinstance(inner, InstanceStub) and inner.name.rpartition(".")[2] == SHARDED_TENSOR:
             share = _sharded_tensor(inner, depth - 1)
             origin = tuple(-o for o in box.offset)
-            held += [(_inside(shift(part, origin), shape), stub) for part, stub in share.held]
+            local += [(_inside(shift(part, origin), shape), stub) for part, stub in share.local]
             is_nested, dtype = True, dtype or share.dtype
         elif isinstance(inner, TensorStub):
             if inner.shape != box.size:
-                raise FormatError("a shard is not as large as it says", found=inner.shape, expected=box.size)
-            held.append((box, inner))
+                raise FormatError(
+                    "the size of a shard is not that in its metadata", found=inner.shape, expected=box.size
+                )
+            local.append((box, inner))
         else:
             kind = f"a ShardedTensor of {getattr(inner, 'name', type(inner).__name__)}"
             return ShardInfo(SHARDED_TENSOR, shape, dtype, (), None, None, rank, world, place, parts, kind)
-    cut = None if is_nested else Shards(shape, boxes, owners)
-    kept = tuple((box, stub) for box, stub in held if box.volume)
-    return ShardInfo(SHARDED_TENSOR, shape, dtype, kept, cut, None, rank, world, place, parts)
+    sharding = None if is_nested else ShardList(shape, boxes, owners)
+    kept = tuple((box, stub) for box, stub in local if box.volume)
+    return ShardInfo(SHARDED_TENSOR, shape, dtype, kept, sharding, None, rank, world, place, parts)
 
 
 def _read_shards(shards: object, shape: Shape) -> tuple[tuple[Box, ...], tuple[int, ...]]:
-    pairs = [_shard_box(each, shape) for each in _sequence(shards)]
+    pairs = [_shard_box(shard, shape) for shard in check_list(shards)]
     return tuple(box for box, _ in pairs), tuple(owner for _, owner in pairs)
 
 
 def _shard_box(value: object, shape: Shape) -> tuple[Box, int]:
-    told = _fields(value)
-    box = Box(_numbers(told["shard_offsets"], _MOST_ELEMENTS), _numbers(told["shard_sizes"], _MOST_ELEMENTS))
-    placement = told.get("placement")
+    fields = _fields(value)
+    box = Box(check_counts(fields["shard_offsets"]), check_counts(fields["shard_sizes"]))
+    placement = fields.get("placement")
     rank = _fields(placement).get("_rank") if isinstance(placement, InstanceStub) else None
     return _inside(box, shape), rank if type(rank) is int and rank >= 0 else -1
 
 
 def _inside(box: Box, shape: Shape) -> Box:
     if not box.within(shape):
-        raise FormatError(
-            "a shard lies outside of its array", found=str(box)[:80], expected=f"inside {full_box(shape)}"
-        )
+        raise FormatError("a shard is outside of its tensor", found=str(box)[:80], expected=f"inside {full_box(shape)}")
     return box
 
 
@@ -431,7 +440,7 @@ def _any(state: object) -> tuple[object, ...]:
 
 
 def _fields(value: object) -> dict[str, object]:
-    """Return the attributes of an instance: of its dict, of its slots, or of both."""
+    """Return the attributes of an instance, from its dict and its slots."""
     if not isinstance(value, InstanceStub):
         raise FormatError("an instance was expected", found=type(value).__name__)
     found: dict[str, object] = {}
@@ -439,27 +448,3 @@ def _fields(value: object) -> dict[str, object]:
         if isinstance(part, dict):
             found.update(part)
     return found
-
-
-def _sequence(value: object) -> Sequence[object]:
-    if not isinstance(value, list | tuple):
-        raise FormatError("a list was expected", found=type(value).__name__)
-    return value
-
-
-def _number(value: object) -> int:
-    return _numbers((value,), _MOST_RANKS)[0]
-
-
-def _numbers(value: object, most: int) -> Shape:
-    numbers = _sequence(value)
-    if not all(type(n) is int and 0 <= n <= most for n in numbers):
-        raise FormatError("a number is not whole, negative or too large", found=value)
-    return tuple(n for n in numbers if isinstance(n, int))
-
-
-def _shape(value: object) -> Shape:
-    shape = _numbers(value, _MOST_ELEMENTS)
-    if len(shape) > _MOST_DIMENSIONS or prod(shape) > _MOST_ELEMENTS:
-        raise FormatError("an array is larger than any machine holds", found=shape)
-    return shape

@@ -129,7 +129,7 @@ class TorchReader(Reader):
         manifest: What they hold.
         archives: File to its open archive, for those that are zip containers.
         notes: States in them that are one rank's.
-        shares: Path of the manifest to the rank's share that lies there.
+        shards: Path of the manifest to the rank's shard that lies there.
     """
 
     def __init__(
@@ -138,12 +138,12 @@ class TorchReader(Reader):
         manifest: Manifest,
         archives: Mapping[str, ZipArchive],
         notes: Sequence[RankNote] = (),
-        shares: Mapping[Path, ShardInfo] | None = None,
+        shards: Mapping[Path, ShardInfo] | None = None,
     ) -> None:
         super().__init__(store, manifest)
         self._archives = archives
         self._notes = tuple(notes)
-        self._shares = shares or {}
+        self._shards = shards or {}
         self._starts: dict[tuple[str, int], int] = {}
 
     @property
@@ -152,9 +152,9 @@ class TorchReader(Reader):
         return self._notes
 
     @property
-    def shares(self) -> Mapping[Path, ShardInfo]:
-        """Paths at which one rank's share of an array lies."""
-        return self._shares
+    def shards(self) -> Mapping[Path, ShardInfo]:
+        """Paths at which one rank's shard of an array lies."""
+        return self._shards
 
     @property
     def archives(self) -> Mapping[str, ZipArchive]:
@@ -273,7 +273,7 @@ def open_files(
     prefixes: Mapping[str, Path],
     format_name: str,
     *,
-    takes_shares: bool = False,
+    allow_shards: bool = False,
 ) -> TorchReader:
     """Open files of `torch.save` as one checkpoint; directories and pickles are read in batches.
 
@@ -282,7 +282,7 @@ def open_files(
         sizes: File to size in bytes.
         prefixes: File to what the paths in it start with.
         format_name: Name of the format, for the manifest.
-        takes_shares: Whether arrays of which a file holds one rank's share will be joined, or refused.
+        allow_shards: Whether arrays of which a file holds one rank's shard will be joined, or refused.
 
     Raises:
         CheckpointError: A file is damaged, refused, or of a kind that is not read.
@@ -307,7 +307,7 @@ def open_files(
             else:
                 _add_pickles(store, file, size, prefixes[file], opened.tree)
     tree = opened.tree
-    if tree.shares and (tree.notes or not takes_shares):
+    if tree.shards and (tree.notes or not allow_shards):
         raise _single_rank_error(store, tree)
     manifest = Manifest(
         format_name,
@@ -318,13 +318,13 @@ def open_files(
         warnings=tuple(tree.warnings),
         keeps_order=True,
     )
-    return TorchReader(store, manifest, opened.archives, tree.notes, tree.shares)
+    return TorchReader(store, manifest, opened.archives, tree.notes, tree.shards)
 
 
 def _single_rank_error(store: Store, tree: StateTree) -> UnsupportedError:
-    path, share = next(iter(tree.shares.items()))
+    path, shard = next(iter(tree.shards.items()))
     return UnsupportedError(
-        f"{dotted(path)!r} is a {share.kind}: this is one rank's share, where whole arrays belong",
+        f"{dotted(path)!r} is a {shard.kind}: this is one rank's shard, where whole arrays belong",
         where=store.url,
         fix="Keep the files of ranks, and nothing else, in a folder of their own, and name that.",
     )

@@ -37,7 +37,7 @@ _KEY_CHARACTERS = 4
 
 _NO_STORAGE = "a tensor whose storage lies nowhere in the file"
 _SHARDED = frozenset({DTENSOR, SHARDED_TENSOR})
-_LEAVE_OUT = "Leave it out with --exclude, or save it dense."
+LEAVE_OUT = "Leave it out with --exclude, or save it dense."
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +92,27 @@ class LegacyView(NamedTuple):
     view: View
 
 
-def narrow_layout(layout: Lazy, first: int, steps: Shape | None) -> Lazy:
-    """Return the layout of some elements of a 1-D array; what cannot be read stays so.
+def slice_layout(layout: Lazy, first: int, size: Shape, order: Sequence[int] = ()) -> Lazy:
+    """Return the layout of a box of elements of a 1-D tensor; an unreadable one stays so.
 
     Args:
-        layout: Of the array.
-        first: Which of its elements comes first.
-        steps: Elements of the array between neighbours in each dimension; None for row-major, back to back.
+        layout: Layout of the tensor.
+        first: Index of the first element.
+        size: Size of the box.
+        order: Dimensions of the box from the slowest to the fastest in memory; empty means row-major.
     """
     detail = layout.detail
     if not isinstance(detail, ZipView | LegacyView):
         return layout
     view = detail.view
     step = view.strides[0] if view.strides else 1
-    moved = View(view.start + first * step, steps and tuple(s * step for s in steps), view.width)
-    return layout._replace(detail=detail._replace(view=moved))
+    steps: Shape | None = None
+    if order and prod(size) > 1:
+        inner = dict(zip(order, strides(tuple(size[dim] for dim in order)), strict=True))
+        steps = tuple(inner[dim] * step for dim in range(len(order)))
+    elif view.strides is not None:
+        steps = tuple(n * step for n in strides(size))
+    return layout._replace(detail=detail._replace(view=View(view.start + first * step, steps, view.width)))
 
 
 class RankNote(NamedTuple):
@@ -116,13 +122,13 @@ class RankNote(NamedTuple):
         file: The file it stands in, relative to the store.
         prefix: What the paths of that file start with.
         root: Path of the state, from the top.
-        said: Its content, unchecked.
+        fields: Its content, unchecked.
     """
 
     file: str
     prefix: Path
     root: Path
-    said: Mapping[object, object]
+    fields: Mapping[object, object]
 
 
 class UnreadableTensor(NamedTuple):
@@ -136,7 +142,7 @@ class UnreadableTensor(NamedTuple):
 
     path: Path
     kind: str
-    fix: str = _LEAVE_OUT
+    fix: str = LEAVE_OUT
 
     def error(self, where: str) -> UnsupportedError:
         """Return the error for asking for it."""
@@ -168,7 +174,7 @@ class StateTree:
         aliases: Tied arrays to the first with the same elements.
         warnings: What is odd.
         notes: States that are one rank's.
-        shares: Arrays of which a file holds one rank's share: what that is, without what it holds.
+        shards: Arrays of which a file holds one rank's shard: what that is, without what it holds.
     """
 
     tensors: dict[Path, TensorEntry] = field(default_factory=dict)
@@ -176,7 +182,7 @@ class StateTree:
     aliases: dict[Path, Path] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     notes: list[RankNote] = field(default_factory=list)
-    shares: dict[Path, ShardInfo] = field(default_factory=dict)
+    shards: dict[Path, ShardInfo] = field(default_factory=dict)
 
     def add(
         self, value: object, file: str, prefix: Path, container: Container | None, where: str, budget: ReadBudget
@@ -192,13 +198,13 @@ class StateTree:
             budget: What reading the file may cost.
 
         Raises:
-            FormatError: A view reaches beyond its storage, two keys are spelt alike, or a share contradicts itself.
+            FormatError: A view reaches beyond its storage, two keys are spelt alike, or a shard contradicts itself.
             UnsafeError: It costs more than a file of its size may.
-            UnsupportedError: A share is of a form that is not read.
+            UnsupportedError: A shard is of a form that is not read.
         """
         if not isinstance(value, dict | list | tuple):
             prefix = (*prefix, "tensor" if _is_tensor(value) else "object")
-        self.notes += [RankNote(file, prefix, root, said) for root, said in _local_states(value, prefix)]
+        self.notes += [RankNote(file, prefix, root, fields) for root, fields in _local_states(value, prefix)]
         _TreeBuilder(self, file, container, where, budget).visit(value, prefix, sum(len(str(key)) for key in prefix))
 
 
@@ -218,7 +224,7 @@ class _TreeBuilder:
         self._budget = budget
         self._holding: dict[int, bool] = {}
         self._first: dict[tuple[object, ...], Path] = {}
-        self._shares = ShardParser()
+        self._shards = ShardParser()
 
     def visit(self, value: object, path: Path, length: int) -> None:
         """Put a value, and everything in it, under a path of so many characters. The pickle machine bounded its depth.
@@ -269,7 +275,7 @@ class _TreeBuilder:
         else:
             assert isinstance(value, InstanceStub)
             if value.name.rpartition(".")[2] in _SHARDED:
-                self._put_share(value, path)
+                self._put_shard(value, path)
                 return
             kind = _TENSOR_LIKE.get(value.name, f"a {value.name}")
             shape, dtype = _read_declared(value)
@@ -309,32 +315,32 @@ class _TreeBuilder:
                 self._tree.aliases[path] = first
         return self._container.layout(ref, View(ref.base + stub.offset, steps, width))
 
-    def _put_share(self, value: InstanceStub, path: Path) -> None:
-        """Put one rank's share of an array: the boxes that this file holds, and a note on the rest."""
+    def _put_shard(self, value: InstanceStub, path: Path) -> None:
+        """Put one rank's shard of an array: the boxes that this file holds, and a note on the rest."""
         try:
-            share = self._shares.parse(value)
+            shard = self._shards.parse(value)
         except (FormatError, UnsupportedError) as error:
-            what = f"{dotted(path)!r} is one rank's share of an array, and {error.what}"
+            what = f"{dotted(path)!r} is one rank's shard of an array, and {error.what}"
             raise type(error)(
                 what, where=self._where, found=error.found, expected=error.expected, fix=error.fix
             ) from None
-        kinds = (_refusal(stub) if self._container else _NO_STORAGE for _, stub in share.held)
-        kind = share.refused or next(filter(None, kinds), "")
-        stored = {stub.dtype or _storage_dtype(stub) for _, stub in share.held} | ({share.dtype} - {""})
+        kinds = (_refusal(stub) if self._container else _NO_STORAGE for _, stub in shard.local)
+        kind = shard.refusal or next(filter(None, kinds), "")
+        stored = {stub.dtype or _storage_dtype(stub) for _, stub in shard.local} | ({shard.dtype} - {""})
         if kind:
             self._tree.warnings.append(f"{dotted(path)} is {kind} and cannot be read")
-            lost = Piece(full_box(share.shape), self._file, Lazy(0, 0, UnreadableTensor(path, kind)))
-            dtype = share.dtype if is_known(share.dtype) else "uint8"
-            self._tree.tensors[path] = TensorEntry(path, share.shape, dtype, (lost,))
-            self._tree.shares[path] = replace(share, held=(), refused=kind)
+            lost = Piece(full_box(shard.shape), self._file, Lazy(0, 0, UnreadableTensor(path, kind)))
+            dtype = shard.dtype if is_known(shard.dtype) else "uint8"
+            self._tree.tensors[path] = TensorEntry(path, shard.shape, dtype, (lost,))
+            self._tree.shards[path] = replace(shard, local=(), refusal=kind)
             return
         if len(stored) != 1 or not is_known(dtype := stored.pop()) or bits(dtype) % 8:
             raise FormatError(
                 f"{dotted(path)!r} has no one type that is known", where=self._where, found=sorted(stored)
             )
-        pieces = tuple(Piece(box, self._file, self._layout(stub, dtype, path)) for box, stub in share.held)
-        self._tree.tensors[path] = TensorEntry(path, share.shape, dtype, pieces)
-        self._tree.shares[path] = replace(share, held=())
+        pieces = tuple(Piece(box, self._file, self._layout(stub, dtype, path)) for box, stub in shard.local)
+        self._tree.tensors[path] = TensorEntry(path, shard.shape, dtype, pieces)
+        self._tree.shards[path] = replace(shard, local=())
 
 
 def _local_states(value: object, path: Path) -> Iterator[tuple[Path, Mapping[object, object]]]:
@@ -343,9 +349,9 @@ def _local_states(value: object, path: Path) -> Iterator[tuple[Path, Mapping[obj
         return
     attributes = value.attributes if isinstance(value, Ordered) else None
     metadata = attributes.get("_metadata") if isinstance(attributes, dict) else None
-    said = metadata.get(_NOTE) if isinstance(metadata, dict) else None
-    if isinstance(said, dict) and said.get("kind") == _LOCAL:
-        yield path, said
+    fields = metadata.get(_NOTE) if isinstance(metadata, dict) else None
+    if isinstance(fields, dict) and fields.get("kind") == _LOCAL:
+        yield path, fields
         return
     for key, inner in value.items():
         if isinstance(key, str) and isinstance(inner, dict):

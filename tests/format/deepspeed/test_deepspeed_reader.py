@@ -319,7 +319,7 @@ class TestBadInput:
 
     def test_weights_that_lie_beside_are_said_to_be_left(self, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"")
-        assert any("model.safetensors lies beside" in text for text in opened(folder).manifest.warnings)
+        assert any("model.safetensors is beside" in text for text in opened(folder).manifest.warnings)
 
 
 def test_a_model_is_loaded_from_any_stage_by_one_call(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_every_expert_has_its_own_number(world: int, ep: int, is_data_first: boo
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     write_experts(tmp_path / "step", 2, 2)
     (tmp_path / "step/layer_0_expert_3_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(IncompleteError, match=r"deepspeed_experts\.3\.w' lie in no file"):
+    with pytest.raises(IncompleteError, match=r"deepspeed_experts\.3\.w' are in no file"):
         open_checkpoint(str(tmp_path / "step"))
 
 
@@ -143,7 +143,7 @@ def test_a_missing_layer_and_one_of_another_shape_are_named(tmp_path: Path) -> N
     with pytest.raises(FormatError, match=r"layer_02.*'2.weight' has another shape.*found \(5,\)"):
         open_checkpoint(str(tmp_path / "step"))
     layer.unlink()
-    with pytest.raises(IncompleteError, match=r"'2\.weight' lie in no file"):
+    with pytest.raises(IncompleteError, match=r"'2\.weight' are in no file"):
         open_checkpoint(str(tmp_path / "step"))
 
 

@@ -182,7 +182,7 @@ def test_rank_folders_of_sharded_wrappers_are_one_checkpoint(fixtures: Path) -> 
 def test_a_share_where_whole_tensors_belong_is_refused(fixtures: Path, tmp_path: Path) -> None:
     raw = (fixtures / "fsdp2_dtensor_torchsave_llama_w2" / "ckpt" / "checkpoint_rank0.pt").read_bytes()
     (tmp_path / "pytorch_model.bin").write_bytes(raw)
-    with pytest.raises(UnsupportedError, match="is a DTensor: this is one rank's share"):
+    with pytest.raises(UnsupportedError, match="is a DTensor: this is one rank's shard"):
         open_checkpoint(str(tmp_path))
 
 

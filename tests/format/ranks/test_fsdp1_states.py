@@ -21,7 +21,7 @@ from shardckpt.format.ranks.merge_dtensors import merge_dtensor_shards
 from shardckpt.format.ranks.rank_files import RankFile
 from shardckpt.format.reader import ParamShapes, Reader
 from shardckpt.format.registry import open_checkpoint
-from shardckpt.format.torchsave.dtensor_spec import SHARDED_TENSOR, ShardInfo, Shards
+from shardckpt.format.torchsave.dtensor_spec import SHARDED_TENSOR, ShardInfo, ShardList
 from shardckpt.manifest import Lazy, Manifest, Piece, TensorEntry
 from shardckpt.plan.layout.coverage import require_complete
 
@@ -185,7 +185,7 @@ def test_chunks_of_other_lengths_are_refused(tmp_path: Path) -> None:
         share.local_shards()[0].metadata.shard_offsets = [10]
         state = {"a._flat_param": share, "_flat_param": sharded(torch.zeros(23), 1, 2), "buffer": torch.arange(3.0)}
         torch.save(state, tmp_path / "src" / "model_rank1.pt")
-    with pytest.raises(FormatError, match=r"what rank 1 holds of 'a._flat_param' is not its chunk"):
+    with pytest.raises(FormatError, match=r"the shard of rank 1 of 'a._flat_param' is not its chunk"):
         open_checkpoint(str(tmp_path / "src"))
 
 
@@ -195,7 +195,7 @@ def test_moments_of_other_lengths_are_refused(tmp_path: Path) -> None:
     state = torch.load(file)
     state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:-2].clone()
     torch.save(state, file)
-    with pytest.raises(FormatError, match=r"what rank 1 holds of .* does not fit '_flat_param'"):
+    with pytest.raises(FormatError, match=r"the shard of rank 1 of .* does not fit '_flat_param'"):
         opened(tmp_path / "src", shapes_of(SMALL, ids={0: "_flat_param", 1: "a._flat_param"}))
 
 
@@ -203,9 +203,9 @@ def test_a_claim_of_many_ranks_is_refused(tmp_path: Path) -> None:
     """Shards of an unheard-of number of ranks, of which two are listed: not counted through."""
     listed = (Box((0,), (4,)), Box((4,), (4,)))
     held = ((listed[0], TensorStub(None, 0, (4,), (1,))),)
-    cut = Shards((8,), listed, (0, 1))
+    cut = ShardList((8,), listed, (0, 1))
     share = ShardInfo(SHARDED_TENSOR, (8,), "float32", held, cut, None, 0, 1 << 24, 0, 1 << 24)
     entry = TensorEntry(("f", "_flat_param"), (8,), "float32", (Piece(listed[0], "f", Lazy(0, 0)),))
     manifest = Manifest("x", {"f": 1}, {entry.path: entry})
-    with pytest.raises(FormatError, match="not cut into equal chunks"):
+    with pytest.raises(FormatError, match="not split into equal chunks"):
         merge_dtensor_shards(manifest, {entry.path: share}, [RankFile("f", ("f",), (), 0)], "here", shapes_of(SMALL))

@@ -72,7 +72,7 @@ def test_fragments_have_names_and_an_order_of_their_own(name: str, written: Path
 
 
 def test_a_flat_parameter_needs_the_order_of_the_model(written: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"in which order parameters lie in 'first._flat_param'"):
+    with pytest.raises(UsageError, match=r"in which order parameters are in 'first._flat_param'"):
         consolidated(written / "local-flat", tmp_path / "out", shapes_from=str(written / "sorted.safetensors"))
     assert not (tmp_path / "out").exists()
 
@@ -137,7 +137,7 @@ def test_a_note_beside_the_files_tells_shapes(copied: Callable[[str], Path], tmp
     assert report.warnings == ()
     handles[1]["shapes"][0] = [1, 1, 1]  # type: ignore[index]
     (source / "flat_param_metadata_rank1.json").write_text(json.dumps({"handles": handles}))
-    with pytest.raises(FormatError, match="tell different layouts"):
+    with pytest.raises(FormatError, match="store different layouts"):
         open_checkpoint(str(source))
 
 

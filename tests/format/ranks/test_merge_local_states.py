@@ -229,9 +229,9 @@ def beyond_the_unit(states: dict[int, Any]) -> None:
     [
         (mixed_worlds, "different saves .* found 3 ranks in rank0.pt and 2 in rank1.pt"),
         (twice, "different saves .* found rank 1 in rank1.pt and in rank7.pt"),
-        (short, "what rank 1 holds of 'a' does not fit its layout"),
-        (other_rows, "what rank 0 holds of 'r' does not fit its layout"),
-        (other_type, "type of its own on rank 1"),
+        (short, "the shard of rank 1 of 'a' does not fit its layout"),
+        (other_rows, "the shard of rank 0 of 'r' does not fit its layout"),
+        (other_type, "several dtypes; .*rank1|rank1.*several dtypes"),
         (other_layout, "the unit of 'a' in different ways"),
         (without_layout, "nothing says how"),
         (beyond_the_world, "found rank 3"),
@@ -251,7 +251,7 @@ def test_a_shard_of_a_shard_is_refused_by_name(tmp_path: Path) -> None:
     for state in states.values():
         said(state)["units"][1]["entries"][0]["shape"] = [8, 5]
     write(tmp_path, states)
-    with pytest.raises(UnsupportedError, match="'r' is cut by more than one kind of sharding"):
+    with pytest.raises(UnsupportedError, match="'r' is sharded in more than one way"):
         open_checkpoint(str(tmp_path))
 
 

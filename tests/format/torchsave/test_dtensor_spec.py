@@ -109,7 +109,7 @@ def test_each_rank_holds_what_cutting_the_array_gives(given_cut: Any, spelt: boo
                 local = parts[place[mesh_dim]] if place[mesh_dim] < len(parts) else local.narrow(dim, 0, 0)
         over = old_mesh(sizes, place) if old else mesh(sizes, place)
         share = shared(dtensor(shape, over, placements, stub(tuple(local.shape)), order))
-        held = [box for box, _ in share.held]
+        held = [box for box, _ in share.local]
         assert share.shape == shape
         if local.numel():
             [box] = held
@@ -118,7 +118,7 @@ def test_each_rank_holds_what_cutting_the_array_gives(given_cut: Any, spelt: boo
         else:
             assert held == []
         boxes += held
-        told = dict(share.elsewhere())
+        told = dict(share.list_parts())
         assert set(boxes) <= set(told)
         replicas = [m for m in range(len(sizes)) if not any(m in o for o in orders)]
         if not old and held and not any(place[m] for m in replicas):
@@ -138,30 +138,30 @@ def test_a_submesh_knows_the_ranks_of_its_own_column() -> None:
     }
     over = InstanceStub("torch.distributed.device_mesh.DeviceMesh", (), state)
     share = shared(dtensor((4,), over, (placement("Shard", dim=0),), stub((2,))))
-    assert list(share.elsewhere()) == [(Box((0,), (2,)), 1), (Box((2,), (2,)), 3)]
+    assert list(share.list_parts()) == [(Box((0,), (2,)), 1), (Box((2,), (2,)), 3)]
 
 
 def test_partial_sums_are_refused_by_name() -> None:
     value = dtensor((4,), mesh((2,), (0,)), (placement("Partial", reduce_op="sum"),), stub((4,)))
-    assert "partial sums (Partial)" in shared(value).refused
+    assert "partial sums (Partial)" in shared(value).refusal
 
 
 def test_a_rank_outside_of_the_mesh_holds_nothing() -> None:
     over = mesh((2,), (0,))
     assert isinstance(over.state, dict)
     over.state["_coordinate_on_dim"] = None
-    assert shared(dtensor((4,), over, (placement("Shard", dim=0),), stub((0,)))).held == ()
+    assert shared(dtensor((4,), over, (placement("Shard", dim=0),), stub((0,)))).local == ()
 
 
 @pytest.mark.parametrize(
     ("placements", "local", "error"),
     [
         ((placement("Shard", dim=0),), (4, 4), "does not fit its placements"),
-        ((placement("Shard", dim=2),), (2, 4), "is not one that is read"),
-        ((placement("_StridedShard", dim=0, split_factor=2),), (2, 4), "follows no cut of the mesh"),
+        ((placement("Shard", dim=2),), (2, 4), "is not supported"),
+        ((placement("_StridedShard", dim=0, split_factor=2),), (2, 4), "follows no split of the mesh"),
         ((placement("Shard", dim=0), placement("Shard", dim=0)), (2, 4), "one placement for each dimension"),
         ((placement("Shard", dim="x"),), (2, 4), "malformed"),
-        ((placement("RaggedShard", dim=0),), (2, 4), "is not one that is read"),
+        ((placement("RaggedShard", dim=0),), (2, 4), "is not supported"),
     ],
 )
 def test_what_cannot_be_is_refused(placements: Any, local: tuple[int, ...], error: str) -> None:
@@ -204,8 +204,8 @@ def sharded_tensor(shape: tuple[int, ...], boxes: list[Box], rank: int, locals_:
 def test_a_sharded_tensor_lists_who_holds_what() -> None:
     boxes = [Box((0, 0), (2, 3)), Box((2, 0), (1, 3))]
     share = shared(sharded_tensor((3, 3), boxes, 1, [stub((1, 3))]))
-    assert [box for box, _ in share.held] == boxes[1:]
-    assert list(share.elsewhere()) == [(boxes[0], 0), (boxes[1], 1)]
+    assert [box for box, _ in share.local] == boxes[1:]
+    assert list(share.list_parts()) == [(boxes[0], 0), (boxes[1], 1)]
     assert (share.rank, share.world, share.place, share.parts) == (1, 2, 1, 2)
 
 
@@ -213,16 +213,16 @@ def test_shards_of_shards_lie_where_both_say() -> None:
     inner = sharded_tensor((2, 4), [Box((0, 0), (2, 2)), Box((0, 2), (2, 2))], 1, [stub((2, 2))])
     outer = sharded_tensor((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))], 1, [inner])
     share = shared(outer)
-    assert [box for box, _ in share.held] == [Box((2, 2), (2, 2))]
-    assert share.cut is None
+    assert [box for box, _ in share.local] == [Box((2, 2), (2, 2))]
+    assert share.sharding is None
 
 
 @pytest.mark.parametrize(
     ("boxes", "local", "error"),
     [
-        ([Box((0,), (2,)), Box((2,), (2,))], (3,), "not as large as it says"),
-        ([Box((0,), (2,)), Box((2,), (9,))], (9,), "outside of its array"),
-        ([Box((0,), (2,)), Box((2, 0), (2, 1))], (2, 1), "outside of its array"),
+        ([Box((0,), (2,)), Box((2,), (2,))], (3,), "size of a shard is not that in its metadata"),
+        ([Box((0,), (2,)), Box((2,), (9,))], (9,), "outside of its tensor"),
+        ([Box((0,), (2,)), Box((2, 0), (2, 1))], (2, 1), "outside of its tensor"),
     ],
 )
 def test_shards_that_cannot_be_are_refused(boxes: list[Box], local: tuple[int, ...], error: str) -> None:
@@ -277,7 +277,7 @@ def test_hostile_values_are_typed_errors_or_read(kind: str) -> None:
                 assert "\n" not in str(error), path
                 refused += 1
             else:
-                assert all(box.within(share.shape) for box, _ in share.held)
+                assert all(box.within(share.shape) for box, _ in share.local)
     assert refused > 50
 
 

@@ -1,0 +1,277 @@
+"""Merge the shards that ranks wrote into full tensors.
+
+Parsers of formats say which box of which tensor a file holds, as `Shard`. Here replicas are dropped, dtypes compared,
+and elements that no file holds are named with the file that should hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
+from math import prod
+from typing import NamedTuple
+
+from shardckpt.boxes import Box, Shape
+from shardckpt.errors import FormatError
+from shardckpt.format.torchsave.tensor_views import LEAVE_OUT, UnreadableTensor, slice_layout
+from shardckpt.manifest import Lazy, Manifest, ObjectEntry, Path, Piece, TensorEntry, dotted
+
+KEEP_ONE_SAVE = "Keep the files of one save, and nothing else, in a folder of their own."
+OTHER_SAVE = "The files are from different saves (keep those of one in a folder of their own), or one is damaged."
+
+MOST_MISSING = 64
+"""Missing boxes of a tensor that are named one by one."""
+
+_MOST_SEARCHED = 1 << 16
+"""Boxes of a tensor that are searched for missing ones."""
+
+
+class Shard(NamedTuple):
+    """A part of one tensor in one file.
+
+    Attributes:
+        file: For messages.
+        dtype: Stored dtype.
+        pieces: Boxes of the tensor, and where their bytes are.
+    """
+
+    file: str
+    dtype: str
+    pieces: Sequence[Piece]
+
+
+class RankOrigin(NamedTuple):
+    """A file, the rank that wrote it, and the number of ranks; 0 if nothing says."""
+
+    file: str
+    rank: int
+    world: int
+
+
+@dataclass(slots=True)
+class PathContent:
+    """Tensors and values below one path of a manifest, by the rest of their path."""
+
+    tensors: dict[Path, TensorEntry] = field(default_factory=dict)
+    objects: dict[Path, ObjectEntry] = field(default_factory=dict)
+    aliases: dict[Path, Path] = field(default_factory=dict)
+
+    def paths(self) -> Iterator[Path]:
+        """Yield every path."""
+        yield from self.tensors
+        yield from self.objects
+
+
+@dataclass(slots=True)
+class ManifestBuilder:
+    """Collects merged tensors and values.
+
+    Attributes:
+        url: URL of the store, for messages.
+        content: Tensors, values and shared tensors by path.
+        missing_files: Labels of files that should be there.
+        warnings: One sentence each.
+        unread: Values that are passed over.
+        missing: Files that are missing, if nobody knows what they held.
+        by_order: Optimizers whose ids were named by the order of the model.
+    """
+
+    url: str
+    content: PathContent = field(default_factory=PathContent)
+    missing_files: dict[str, None] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    by_order: set[Path] = field(default_factory=set)
+
+    @property
+    def tensors(self) -> dict[Path, TensorEntry]:
+        """Tensors by path."""
+        return self.content.tensors
+
+    @property
+    def objects(self) -> dict[Path, ObjectEntry]:
+        """Values by path."""
+        return self.content.objects
+
+    def put(self, path: Path, entry: TensorEntry | ObjectEntry) -> None:
+        """Add a tensor or a value.
+
+        Raises:
+            FormatError: There is a tensor at this path.
+        """
+        if isinstance(entry, ObjectEntry):
+            self.objects[path] = replace(entry, path=path)
+            return
+        if path in self.tensors:
+            raise FormatError(f"{dotted(path)!r} is in two places", where=self.url)
+        self.tensors[path] = entry._replace(path=path)
+
+    def put_value(self, path: Path, value: object) -> None:
+        """Add a value."""
+        self.objects[path] = ObjectEntry(path, value)
+
+    def put_unreadable(self, path: Path, entry: TensorEntry, kind: str, fix: str = LEAVE_OUT) -> None:
+        """Add a tensor that is listed and raises an error if it is read."""
+        lost = entry.pieces[0]._replace(layout=Lazy(0, 0, UnreadableTensor(path, kind, fix)))
+        self.put(path, entry._replace(pieces=(lost,)))
+
+    def tie(self, alias: Path, first: Path) -> None:
+        """Add another name of a tensor, unless the name is taken."""
+        if alias not in self.tensors:
+            self.put(alias, self.tensors[first])
+            self.content.aliases[alias] = first
+
+    def add(self, content: PathContent) -> None:
+        """Add tensors and values under their own paths."""
+        for path, entry in content.tensors.items():
+            self.put(path, entry)
+        self.content.objects |= content.objects
+        self.content.aliases |= content.aliases
+
+    def build_manifest(self, source: Manifest, format_name: str) -> Manifest:
+        """Return the manifest of the merged checkpoint; files and warnings of the source are kept."""
+        return replace(
+            source,
+            format=format_name,
+            files={**source.files, **dict.fromkeys(self.missing_files, -1)},
+            tensors=self.content.tensors,
+            objects=self.content.objects,
+            aliases=self.content.aliases,
+            warnings=(*source.warnings, *self.warnings),
+            missing=(*source.missing, *self.missing),
+            unread=(*source.unread, *self.unread),
+            by_order=frozenset(self.by_order),
+        )
+
+
+def merge_shards(
+    builder: ManifestBuilder,
+    path: Path,
+    shape: Shape,
+    shards: Iterable[Shard],
+    missing: Iterable[tuple[Box, str]] = (),
+    dtype: str = "",
+) -> TensorEntry:
+    """Merge the shards of one tensor; of replicas the first is taken.
+
+    Args:
+        builder: Records missing files.
+        path: Path of the tensor.
+        shape: Full shape.
+        shards: In the order of ranks.
+        missing: Boxes with a label of the file that holds each, searched if elements are missing.
+        dtype: Stored dtype, if it is known without shards.
+
+    Raises:
+        FormatError: Shards have different dtypes.
+    """
+    pieces: dict[Box, Piece] = {}
+    first: Shard | None = None
+    for shard in shards:
+        expected = first.dtype if first else dtype or shard.dtype
+        if shard.dtype != expected:
+            raise FormatError(
+                f"{dotted(path)!r} has several dtypes",
+                where=f"{builder.url}/{shard.file}",
+                found=shard.dtype,
+                expected=f"{expected}, as in {first.file}" if first else expected,
+                fix=OTHER_SAVE,
+            )
+        first = first or shard
+        for piece in shard.pieces:
+            pieces.setdefault(piece.box, piece)
+    if sum(box.volume for box in pieces) < prod(shape):
+        lost = ((box, file) for box, file in islice(missing, _MOST_SEARCHED) if box not in pieces)
+        for box, file in islice(lost, MOST_MISSING):
+            builder.missing_files[file] = None
+            kind = f"partly in {file}, which is missing"
+            pieces[box] = Piece(box, file, Lazy(0, 0, UnreadableTensor(path, kind)))
+    stored = dtype or (first.dtype if first else "float32")
+    return TensorEntry(path, shape, stored, tuple(pieces.values()))
+
+
+def slice_shard(entry: TensorEntry, boxes: Iterable[tuple[Box, int]], order: Sequence[int] = ()) -> list[Piece]:
+    """Return the pieces for parts of a rank's 1-D tensor.
+
+    Args:
+        entry: The tensor, of one piece.
+        boxes: Boxes of the full tensor, each with the first of its elements in the 1-D tensor.
+        order: Dimensions of the full tensor from the slowest to the fastest in memory; empty means row-major.
+    """
+    [piece] = entry.pieces
+    assert isinstance(piece.layout, Lazy), "files of torch.save are opened lazily"
+    return [piece._replace(box=box, layout=slice_layout(piece.layout, first, box.size, order)) for box, first in boxes]
+
+
+def label_rank_file(place: int, parts: int, world: int) -> str:
+    """Return how messages call the file that holds part `place` of `parts`."""
+    return f"the file of rank {place}" if parts == world else f"a file with part {place} of {parts}"
+
+
+def split_content(manifest: Manifest, roots: Collection[Path]) -> tuple[dict[Path, PathContent], PathContent]:
+    """Split a manifest by the paths that it is below; return the rest under full paths."""
+    lengths = sorted({len(root) for root in roots})
+    contents, rest = {root: PathContent() for root in roots}, PathContent()
+
+    def find(path: Path) -> tuple[PathContent, int]:
+        root = next((path[:n] for n in lengths if path[:n] in contents), None)
+        return (rest, 0) if root is None else (contents[root], len(root))
+
+    for path, tensor in manifest.tensors.items():
+        content, n = find(path)
+        content.tensors[path[n:]] = tensor
+    for path, value in manifest.objects.items():
+        content, n = find(path)
+        content.objects[path[n:]] = value
+    for path, first in manifest.aliases.items():
+        content, n = find(path)
+        if find(first)[0] is content:
+            content.aliases[path[n:]] = first[n:]
+    return contents, rest
+
+
+def require_one_save(origins: Iterable[RankOrigin], url: str) -> None:
+    """Check that files are from one save: one number of ranks, each rank once.
+
+    Raises:
+        FormatError: They are not.
+    """
+    ordered = sorted(origins, key=lambda origin: origin.rank)
+    worlds = [origin for origin in ordered if origin.world]
+    odd = [
+        f"{worlds[0].world} ranks in {worlds[0].file} and {origin.world} in {origin.file}"
+        for origin in worlds
+        if origin.world != worlds[0].world
+    ]
+    odd += [
+        f"rank {one.rank} in {one.file} and in {other.file}"
+        for one, other in pairwise(ordered)
+        if one.rank == other.rank and one.file != other.file
+    ]
+    odd += [
+        f"rank {origin.rank} in {origin.file}, of {worlds[0].world} ranks"
+        for origin in ordered
+        if worlds and origin.rank >= worlds[0].world
+    ]
+    if odd:
+        raise FormatError("rank files of different saves are in one folder", where=url, found=odd[0], fix=KEEP_ONE_SAVE)
+
+
+def note_missing_ranks(builder: ManifestBuilder, world: int, names: Mapping[int, Collection[object]]) -> None:
+    """Warn about ranks without a file; if ranks hold different names, nobody knows what those held.
+
+    Args:
+        builder: Takes the warning.
+        world: Number of ranks.
+        names: Names of the tensors of each rank that has a file.
+    """
+    missing = world - len(names)
+    if missing <= 0:
+        return
+    rank = next(rank for rank in range(world) if rank not in names)
+    more = f" and {missing - 1} more" if missing > 1 else ""
+    builder.warnings.append(f"of {world} ranks, rank {rank}{more} left no file here")
+    if len({frozenset(each) for each in names.values()}) > 1:
+        builder.missing.append(f"that of rank {rank} of {world}")

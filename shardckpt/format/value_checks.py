@@ -1,0 +1,79 @@
+"""Check values from files that nobody vouches for: lists, names, counts and shapes, within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from shardckpt.boxes import Shape
+from shardckpt.errors import FormatError
+
+MOST_DIMENSIONS = 64
+MOST_ELEMENTS = 1 << 60
+
+
+def check_list(value: object, where: str = "") -> Sequence[object]:
+    """Return a list or tuple.
+
+    Raises:
+        FormatError: It is something else.
+    """
+    if not isinstance(value, list | tuple):
+        raise FormatError("a value must be a list", where=where, found=type(value).__name__)
+    return value
+
+
+def check_text(value: object, where: str = "") -> str:
+    """Return a string.
+
+    Raises:
+        FormatError: It is something else.
+    """
+    if not isinstance(value, str):
+        raise FormatError("a name must be text", where=where, found=type(value).__name__)
+    return value
+
+
+def check_count(value: object, most: int = MOST_ELEMENTS, where: str = "") -> int:
+    """Return an integer from 0 to `most`.
+
+    Raises:
+        FormatError: It is something else.
+    """
+    if type(value) is not int or not 0 <= value <= most:
+        raise FormatError("a number is not an integer, negative or too large", where=where, found=value)
+    return value
+
+
+def check_counts(value: object, most: int = MOST_ELEMENTS, where: str = "") -> Shape:
+    """Return a list of integers from 0 to `most`.
+
+    Raises:
+        FormatError: It is something else.
+    """
+    numbers = check_list(value, where)
+    if not all(type(n) is int and 0 <= n <= most for n in numbers):
+        raise FormatError("a number is not an integer, negative or too large", where=where, found=value)
+    return tuple(n for n in numbers if isinstance(n, int))
+
+
+def is_shape(value: object) -> bool:
+    """Return True if a value is a shape of at most 64 dimensions and `MOST_ELEMENTS` elements."""
+    return (
+        isinstance(value, list | tuple)
+        and len(value) <= MOST_DIMENSIONS
+        and all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in value)
+        and prod(value) <= MOST_ELEMENTS
+    )
+
+
+def check_shape(value: object, where: str = "") -> Shape:
+    """Return a shape.
+
+    Raises:
+        FormatError: It is something else, or has more elements than any machine holds.
+    """
+    shape = check_counts(value, where=where)
+    if not is_shape(shape):
+        raise FormatError("a tensor has more elements than any machine holds", where=where, found=shape)
+    return shape
