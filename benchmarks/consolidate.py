@@ -1,11 +1,11 @@
-"""Merging a sharded checkpoint, each case beside its peers in one run, with `cp` as the yardstick.
+"""Compare the consolidation of sharded checkpoints with other tools, and with `cp` as the baseline.
 
     python benchmarks/consolidate.py [--size 4GB] [--cases dcp,hf,...] [--rounds 5] [--fsync both|neither] [--record]
 
-What is measured is the whole process, from its start to its end, and (with `--fsync both`) until its output is on the
-disk: seconds, CPU, and the peak of resident memory. Every tool is warmed up once, and that output is compared with the
-truth; then come the rounds, in alternating order, each with nothing left to be written back. Start-up is printed apart.
-This process imports nothing large, since a child's peak of memory counts what it inherits before it execs.
+Each measurement covers a process from start to end and, with `--fsync both`, until its output is on the disk: seconds,
+CPU, and peak resident memory. Every tool has one warm-up run, whose output is compared with the expected tensors. Then
+the tools run in alternating order, each after a `sync`. Start-up is printed separately. This process imports no large
+modules, because the peak memory of a child includes the memory that it inherits before exec.
 
 torch_checkpointing is an optional peer: install it, or put it on PYTHONPATH.
 """
@@ -64,22 +64,22 @@ consolidate_hf_safetensors_checkpoint(sys.argv[1], output_dir=sys.argv[2], stora
 
 @dataclass(frozen=True)
 class Tool:
-    """A program that merges.
+    """A program that consolidates.
 
     Attributes:
-        name: As printed.
-        command: Makes the command line from source and target.
+        name: Printed name.
+        command: Builds the command line from source and target.
         startup: A command line that only starts it.
-        source: Kind of input it needs, where that is not the case's own.
-        checked: Whether its output is compared with the truth; a copy is not.
-        needs: Module without which it does not take part.
+        source: Kind of its input, if it differs from the case's.
+        is_checked: Whether its output is compared with the expected tensors; a copy is not.
+        needs: Module that has to be installed for it.
     """
 
     name: str
     command: Callable[[str, str], list[str]]
     startup: list[str]
     source: str = ""
-    checked: bool = True
+    is_checked: bool = True
     needs: str = ""
 
 
@@ -88,10 +88,10 @@ class Case:
     """One comparison.
 
     Attributes:
-        title: As printed.
-        source: Kind of input, as `inputs.py` knows it.
-        tools: Who takes part, the yardstick first, ours second.
-        dtype: Of the output.
+        title: Printed title.
+        source: Kind of input, one of those of `inputs.py`.
+        tools: The compared tools: first the baseline, then shardckpt.
+        dtype: Dtype of the output.
     """
 
     title: str
@@ -102,12 +102,12 @@ class Case:
 
 @dataclass
 class Runs:
-    """What a tool needed, one number a round.
+    """Measurements of a tool, one number for each round.
 
     Attributes:
-        seconds: From start to end, and to the disk where asked for.
-        cpu: Seconds of CPU.
-        peak: Bytes of resident memory at the peak.
+        seconds: Wall time, with fsync if requested.
+        cpu: CPU seconds.
+        peak: Peak of resident memory in bytes.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -127,18 +127,18 @@ def ours(*options: str) -> Tool:
 
 
 class Fsync:
-    """Whether outputs are left to the page cache: by ours too, which otherwise always syncs."""
+    """Whether fsync is off for all tools; shardckpt otherwise always calls it."""
 
     off = False
 
 
 def script(name: str, code: str, *, source: str = "", needs: str = "") -> Tool:
-    """Return a peer that is a function of a library: `code` run on a source and a target."""
+    """Return a tool that runs the Python code of a library on a source and a target."""
     imports = "\n".join(line for line in code.splitlines() if line.startswith(("import", "from")))
     return Tool(name, lambda src, dst: [PYTHON, "-c", code, src, dst], [PYTHON, "-c", imports], source, needs=needs)
 
 
-CP = Tool("cp", lambda src, dst: ["cp", "-r", "--reflink=never", src, dst], ["cp", "--version"], checked=False)
+CP = Tool("cp", lambda src, dst: ["cp", "-r", "--reflink=never", src, dst], ["cp", "--version"], is_checked=False)
 ACCELERATE = Tool(
     "accelerate merge-weights",
     lambda src, dst: [PYTHON, "-m", "accelerate.commands.accelerate_cli", "merge-weights", src, dst],
@@ -163,7 +163,7 @@ def run(command: Sequence[str], log: Path) -> tuple[float, float, int]:
     """Run a process.
 
     Returns:
-        Seconds, CPU seconds, and the peak of resident memory in bytes.
+        Seconds, CPU seconds, and peak of resident memory in bytes.
     """
     with log.open("ab") as out:
         start = time.perf_counter()
@@ -177,7 +177,7 @@ def run(command: Sequence[str], log: Path) -> tuple[float, float, int]:
 
 
 def bring_to_disk(folder: Path) -> float:
-    """Fsync every file and folder below a folder; return the seconds it took."""
+    """Fsync every file and folder below a folder, and return the seconds."""
     start = time.perf_counter()
     for path in [folder, *folder.rglob("*")]:
         fd = os.open(path, os.O_RDONLY)
@@ -189,13 +189,13 @@ def bring_to_disk(folder: Path) -> float:
 
 
 class Bench:
-    """One session: where it works, and how.
+    """Run cases and print their tables.
 
     Args:
         folder: Scratch space.
         nbytes: Size of the large inputs.
         rounds: Measured runs of each tool.
-        fsync: Whether every output is brought to the disk within its time.
+        fsync: Whether the time includes an fsync of the output.
     """
 
     def __init__(self, folder: Path, nbytes: int, rounds: int, *, fsync: bool) -> None:
@@ -204,29 +204,29 @@ class Bench:
         self.lines: list[str] = []
 
     def say(self, line: str = "") -> None:
-        """Print a line and keep it for the record."""
+        """Print a line and keep it for RESULTS.md."""
         print(line, flush=True)
         self.lines.append(line)
 
     def note(self, line: str) -> None:
-        """Tell on stderr what is going on."""
+        """Print progress on stderr."""
         print(f"  {line}", file=sys.stderr, flush=True)
 
     def source(self, kind: str) -> Path:
-        """Return the input of a kind, written on first use."""
-        made = self.folder / "src" / kind
-        if not made.exists():
+        """Return the input of a kind; it is written at first use."""
+        folder = self.folder / "src" / kind
+        if not folder.exists():
             self.note(f"writing {kind}")
-            made.parent.mkdir(exist_ok=True)
-            self.inputs("make", kind, made)
-        return made
+            folder.parent.mkdir(exist_ok=True)
+            self.inputs("make", kind, folder)
+        return folder
 
     def inputs(self, verb: str, kind: str, folder: Path, *more: str) -> None:
         """Run `inputs.py`."""
         subprocess.run([PYTHON, str(INPUTS), verb, kind, str(folder), str(self.nbytes), *more], check=True)
 
     def merge(self, tool: Tool, case: Case) -> tuple[float, float, int]:
-        """Run a tool once, into an empty place, from clean buffers."""
+        """Run a tool once, into a new folder, after a `sync`."""
         target = self.folder / "out"
         shutil.rmtree(target, ignore_errors=True)
         source = self.source(tool.source or case.source)
@@ -240,7 +240,7 @@ class Bench:
         for tool in tools:
             self.note(f"warming up {tool.name}")
             self.merge(tool, case)
-            if tool.checked:
+            if tool.is_checked:
                 self.inputs("check", case.source, self.folder / "out", case.dtype)
         runs = {tool.name: Runs() for tool in tools}
         for number in range(self.rounds):
@@ -255,57 +255,59 @@ class Bench:
         shutil.rmtree(self.folder / "out", ignore_errors=True)
 
     def table(self, case: Case, runs: dict[str, Runs], starts: dict[str, float]) -> None:
-        """Print what was measured, as a Markdown table; ratios are medians of the rounds' own ratios."""
+        """Print a Markdown table; ratios are medians of the ratios of the rounds."""
         written = sum(path.stat().st_size for path in self.source(case.source).rglob("*") if path.is_file())
-        yardstick, mine = (runs[tool.name].seconds for tool in case.tools[:2])
-        self.say(f"\n### {case.title}\n\nSource {written / 1e9:.3f} GB; output equal to the truth, bit for bit.\n")
+        baseline, shardckpt = (runs[tool.name].seconds for tool in case.tools[:2])
         self.say(
-            "| | seconds (least - most) | start-up | CPU s | peak MB | x cp | shardckpt is faster | start-up aside |"
+            f"\n### {case.title}\n\nSource {written / 1e9:.3f} GB; output equal to the expected tensors, bit for bit.\n"
+        )
+        self.say(
+            "| | seconds (least - most) | start-up | CPU s | peak MB | x cp | shardckpt is faster | without start-up |"
         )
         self.say("|---|---|---|---|---|---|---|---|")
-        for name, each in runs.items():
-            to_cp = median(a / b for a, b in zip(each.seconds, yardstick, strict=True))
-            to_us = median(a / b for a, b in zip(each.seconds, mine, strict=True))
-            aside = (median(each.seconds) - starts[name]) / (median(mine) - starts[case.tools[1].name])
-            faster = "| |" if each.seconds is mine else f"| {to_us:.1f} x | {aside:.1f} x |"
-            spread = f"{median(each.seconds):.2f} ({min(each.seconds):.2f} - {max(each.seconds):.2f})"
+        for name, times in runs.items():
+            to_cp = median(a / b for a, b in zip(times.seconds, baseline, strict=True))
+            to_us = median(a / b for a, b in zip(times.seconds, shardckpt, strict=True))
+            without_start = (median(times.seconds) - starts[name]) / (median(shardckpt) - starts[case.tools[1].name])
+            faster = "| |" if times.seconds is shardckpt else f"| {to_us:.1f} x | {without_start:.1f} x |"
+            spread = f"{median(times.seconds):.2f} ({min(times.seconds):.2f} - {max(times.seconds):.2f})"
             self.say(
-                f"| {name} | {spread} | {starts[name]:.2f} | {median(each.cpu):.2f} | {max(each.peak) / 1e6:.0f} "
+                f"| {name} | {spread} | {starts[name]:.2f} | {median(times.cpu):.2f} | {max(times.peak) / 1e6:.0f} "
                 f"| {to_cp:.2f} {faster}"
             )
 
     def figures(self, names: Sequence[str]) -> None:
-        """Measure what has no peer: how long help takes, and looking at very many tensors."""
+        """Measure commands without a peer: `--help`, and `inspect` of very many tensors."""
         commands = {"help": ["--help"], "inspect": ["inspect"]}
         rows = []
         for name in names:
             more = [str(self.source("listed"))] if name == "inspect" else []
             command = [PYTHON, "-m", "shardckpt_cli", *commands[name], *more]
-            found = [run(command, self.log) for _ in range(self.rounds + 1)][1:]
-            what = "`shardckpt --help`" if name == "help" else "`shardckpt inspect` of 100,000 tensors in 8 files"
-            seconds, cpu, peak = (median(column) for column in zip(*found, strict=True))
-            rows.append(f"| {what} | {seconds:.2f} | {cpu:.2f} | {peak / 1e6:.0f} |")
+            runs = [run(command, self.log) for _ in range(self.rounds + 1)][1:]
+            title = "`shardckpt --help`" if name == "help" else "`shardckpt inspect` of 100,000 tensors in 8 files"
+            seconds, cpu, peak = (median(column) for column in zip(*runs, strict=True))
+            rows.append(f"| {title} | {seconds:.2f} | {cpu:.2f} | {peak / 1e6:.0f} |")
         if rows:
             self.say("\n### Start-up\n\n| | seconds | CPU s | peak MB |\n|---|---|---|---|\n" + "\n".join(rows))
 
 
 def parse_size(text: str) -> int:
-    """Return bytes: `4GB` is decimal, `4GiB` binary."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", text.strip())
-    if not found or found[2].upper() not in UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; 4GB and 4GiB are")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    """Return a number of bytes: `4GB` is decimal, `4GiB` is binary."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", text.strip())
+    if not match or match[2].upper() not in UNITS:
+        raise argparse.ArgumentTypeError(f"a size must be like 4GB or 4GiB, got {text!r}")
+    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of the file system that a folder lies in."""
-    done = subprocess.run(["df", "--output=fstype", str(folder)], capture_output=True, text=True, check=True)
-    return done.stdout.split()[-1]
+    """Return the type of the file system of a folder."""
+    df = subprocess.run(["df", "--output=fstype", str(folder)], capture_output=True, text=True, check=True)
+    return df.stdout.split()[-1]
 
 
 @contextlib.contextmanager
 def scratch(parent: str | None, nbytes: int) -> Iterator[Path]:
-    """Yield an empty folder, removed afterwards; stop where three times the size does not fit."""
+    """Yield a temporary folder; exit if the disk has too little space for the inputs and outputs."""
     with tempfile.TemporaryDirectory(prefix="shardckpt-bench-", dir=parent) as name:
         free = shutil.disk_usage(name).free
         if free < 3.2 * nbytes:
@@ -314,33 +316,33 @@ def scratch(parent: str | None, nbytes: int) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Run the cases asked for."""
+    """Run the selected cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=parse_size, default=parse_size("4GB"), help="bytes of the large inputs")
-    parser.add_argument("--cases", default=",".join([*CASES, *FIGURES]), help="some of: %(default)s")
+    parser.add_argument("--cases", default=",".join([*CASES, *FIGURES]), help="comma-separated, of: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="measured runs of each tool")
-    parser.add_argument("--fsync", choices=("both", "neither"), default="both", help="for every tool, or for none")
-    parser.add_argument("--folder", help="where inputs and outputs go, instead of the temporary folder")
+    parser.add_argument("--fsync", choices=("both", "neither"), default="both", help="fsync for all tools or for none")
+    parser.add_argument("--folder", help="folder for inputs and outputs, instead of the temporary folder")
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")
-    given = parser.parse_args()
-    names = given.cases.split(",")
+    options = parser.parse_args()
+    names = options.cases.split(",")
     if unknown := set(names) - {*CASES, *FIGURES}:
-        parser.error(f"no such case: {', '.join(sorted(unknown))}")
-    Fsync.off = given.fsync == "neither"
-    with scratch(given.folder, given.size) as folder:
-        bench = Bench(folder, given.size, given.rounds, fsync=not Fsync.off)
+        parser.error(f"unknown case: {', '.join(sorted(unknown))}")
+    Fsync.off = options.fsync == "neither"
+    with scratch(options.folder, options.size) as folder:
+        bench = Bench(folder, options.size, options.rounds, fsync=not Fsync.off)
         today = datetime.datetime.now(tz=datetime.timezone.utc).date()
-        bench.say(f"{today}, {machine()}, {file_system(folder)}; {given.rounds} rounds, fsync: {given.fsync}.")
+        bench.say(f"{today}, {machine()}, {file_system(folder)}; {options.rounds} rounds, fsync: {options.fsync}.")
         for name in names:
             if name in CASES:
                 bench.compare(CASES[name])
                 keep = {CASES[later].source for later in names[names.index(name) + 1 :] if later in CASES}
-                for made in (folder / "src").iterdir():
-                    if made.name not in keep:
-                        shutil.rmtree(made)
+                for source in (folder / "src").iterdir():
+                    if source.name not in keep:
+                        shutil.rmtree(source)
         bench.figures([name for name in names if name in FIGURES])
-        if given.record:
-            record(f"{given.size / 1e9:g} GB, fsync {given.fsync}", bench.lines)
+        if options.record:
+            record(f"{options.size / 1e9:g} GB, fsync {options.fsync}", bench.lines)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ import torch
 import torch._dynamo  # optimizers import it at their first step: once here, not in every rank
 import torch.distributed as dist
 from llama import Block, Llama, Shape
-from ranks import LIBC, RANKS, give_back_freed_memory, in_ranks, ratio, resident
+from ranks import LIBC, RANKS, median_ratio, read_status, return_freed_memory, run_ranks
 from results import RESULTS, machine, record
 from torch import nn
 from torch.distributed import fsdp as theirs
@@ -195,7 +195,7 @@ def take_turns(engines: Sequence[Engine], given: Given, rank: int) -> list[list[
 
 def measure_steps(engines: Sequence[Engine], given: Given) -> dict[str, list[Step]]:
     """Return the steps of every engine."""
-    found = in_ranks(partial(take_turns, engines, given))
+    found = run_ranks(partial(take_turns, engines, given))
     return {
         engine.name: [
             Step(max(rank[index][i][0] for rank in found), sum(rank[index][i][1] for rank in found))
@@ -210,11 +210,11 @@ def measure_steps(engines: Sequence[Engine], given: Given) -> dict[str, list[Ste
 
 def peak_of(engine: Engine, given: Given, rank: int) -> tuple[int, int]:
     """Return the bytes that three steps need at their peak, and those held after them."""
-    give_back_freed_memory()
+    return_freed_memory()
     dist.barrier()
     gc.collect()
     LIBC.malloc_trim(0)
-    before = resident("VmRSS")
+    before = read_status("VmRSS")
     _, step = trained(engine, given)
     for number in range(2):
         step(batch(given, rank, number))
@@ -224,15 +224,15 @@ def peak_of(engine: Engine, given: Given, rank: int) -> tuple[int, int]:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     for number in range(3):
         step(batch(given, rank, number))
-    peak = resident("VmHWM") - before
+    peak = read_status("VmHWM") - before
     gc.collect()
     LIBC.malloc_trim(0)
-    return peak, resident("VmRSS") - before
+    return peak, read_status("VmRSS") - before
 
 
 def measure_memory(engines: Sequence[Engine], given: Given) -> dict[str, tuple[int, int]]:
     """Return the bytes of every engine: peak and at rest, of the rank that needs most."""
-    found = {engine.name: in_ranks(partial(peak_of, engine, given)) for engine in engines}
+    found = {engine.name: run_ranks(partial(peak_of, engine, given)) for engine in engines}
     return {name: (max(p for p, _ in each), max(r for _, r in each)) for name, each in found.items()}
 
 
@@ -295,7 +295,7 @@ def tiny_units(engines: Sequence[Engine], rounds: int, rank: int) -> list[list[t
 
 def measure_units(engines: Sequence[Engine], rounds: int) -> dict[str, tuple[float, float]]:
     """Return microseconds a unit, wall and CPU of one rank, without those of the bare module."""
-    first = in_ranks(partial(tiny_units, engines, rounds))[0]
+    first = run_ranks(partial(tiny_units, engines, rounds))[0]
     medians = [[median(column) for column in zip(*each, strict=True)] for each in first]
     names = ["bare collectives", *(engine.name for engine in engines)]
     bare = medians[0]
@@ -329,13 +329,13 @@ class Report:
         for engine in engines:
             wall, cpu = ([getattr(step, what) for step in found[engine.name]] for what in ("seconds", "cpu"))
             row = f"| {engine.name} | {median(wall) * 1e3:.0f} ({min(wall) * 1e3:.0f} - {max(wall) * 1e3:.0f}) "
-            row += f"| {median(cpu) * 1e3:.0f} | {ratio(wall, yardstick):.3f} "
+            row += f"| {median(cpu) * 1e3:.0f} | {median_ratio(wall, yardstick):.3f} "
             if not engine.beside:
                 self.say(row + "| | |")
                 continue
             beside = found[engine.beside]
-            measured = ratio(wall, [step.seconds for step in beside])
-            self.say(row + f"| **{measured:.3f}** | {ratio(cpu, [step.cpu for step in beside]):.3f} |")
+            measured = median_ratio(wall, [step.seconds for step in beside])
+            self.say(row + f"| **{measured:.3f}** | {median_ratio(cpu, [step.cpu for step in beside]):.3f} |")
             if measured > LIMIT:
                 self.failed.append(f"a step of {engine.name} takes {measured:.3f} times that of {engine.beside}")
 

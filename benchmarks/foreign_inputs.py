@@ -1,9 +1,9 @@
-"""Writes what other frameworks leave of a training run, for `formats.py`, without running them; checks what came out.
+"""Write checkpoints as other frameworks do, without these frameworks, for `formats.py`; check outputs.
 
     python benchmarks/foreign_inputs.py make KIND FOLDER BYTES
     python benchmarks/foreign_inputs.py check KIND FOLDER BYTES DTYPE
 
-Model, ranks and elements are those of `inputs.py`.
+Model, world size and elements are those of `inputs.py`.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ State = dict[str, DTensor]
 
 
 def layers(state: dict[str, object]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each layer's module and the names of its parameters in it."""
+    """Yield the module of each layer and the names of its parameters."""
     for module, names in groupby(state, key=lambda name: ".".join(name.split(".")[:3])):
         yield module, [name.removeprefix(f"{module}.") for name in names]
 
 
 def save_rank_file(state: State, folder: Path) -> None:
-    """Save as jobs do that call torch.save on every rank."""
+    """Save with torch.save on every rank."""
     folder.mkdir(exist_ok=True)
     torch.save({"model": state, "step": 3}, folder / f"rank{dist.get_rank()}.pt")
 
 
 def save_local(state: State, folder: Path) -> None:
-    """Save FSDP1's LOCAL state: a flat parameter for each layer, and on rank 0 the note that tells its members.
+    """Save FSDP1's LOCAL state: a flat parameter for each layer, and on rank 0 the metadata of its members.
 
-    A rank's part of a flat parameter is another than its rows of each tensor, so it is cut from the truth.
+    A rank's shard of a flat parameter differs from its rows of each tensor, so it is taken from the full tensor.
     """
     folder.mkdir(exist_ok=True)
     rank = dist.get_rank()
-    held, handles = {}, []
+    tensors, handles = {}, []
     for module, names in layers(state):
-        wanted = {name: tuple(state[f"{module}.{name}"].shape) for name in names}
-        flat = torch.cat([truth(f"{module}.{name}", shape).reshape(-1) for name, shape in wanted.items()])
-        each = flat.numel() // RANKS
-        mine = Shard.from_tensor_and_offsets(flat[rank * each :][:each].clone(), [rank * each], rank)
-        held[f"{module}._flat_param"] = init_from_local_shards([mine], flat.numel())
-        handles.append({"module": module, "fqns": names, "shapes": list(wanted.values())})
+        shapes_by_name = {name: tuple(state[f"{module}.{name}"].shape) for name in names}
+        flat = torch.cat([truth(f"{module}.{name}", shape).reshape(-1) for name, shape in shapes_by_name.items()])
+        numel = flat.numel() // RANKS
+        shard = Shard.from_tensor_and_offsets(flat[rank * numel :][:numel].clone(), [rank * numel], rank)
+        tensors[f"{module}._flat_param"] = init_from_local_shards([shard], flat.numel())
+        handles.append({"module": module, "fqns": names, "shapes": list(shapes_by_name.values())})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch would have DTensors instead
-        torch.save(held, folder / f"model_rank{rank}.pt")
+        warnings.simplefilter("ignore", FutureWarning)  # torch recommends DTensors
+        torch.save(tensors, folder / f"model_rank{rank}.pt")
     if rank == 0:
-        note = {"world_size": RANKS, "rank": 0, "handles": handles}
-        (folder / "flat_param_metadata_rank0.json").write_text(json.dumps(note))
+        metadata = {"world_size": RANKS, "rank": 0, "handles": handles}
+        (folder / "flat_param_metadata_rank0.json").write_text(json.dumps(metadata))
 
 
 def save_accelerate(state: State, folder: Path) -> None:
@@ -76,18 +76,18 @@ def save_fabric(state: State, folder: Path) -> None:
 
 
 def make_zero3(folder: Path, nbytes: int) -> None:
-    """Write what DeepSpeed's `save_checkpoint` leaves of ZeRO stage 3: of each rank its part, flat."""
+    """Write a ZeRO-3 checkpoint as DeepSpeed's `save_checkpoint` does: the flat partition of each rank."""
     step = folder / "global_step3"
     step.mkdir(parents=True)
     (folder / "latest").write_text(step.name)
-    wanted = shapes("large", nbytes)
-    told = OrderedDict((name, torch.Size(shape)) for name, shape in wanted.items())
-    module = OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in wanted)
-    model = {"module": module, "buffer_names": [], "optimizer": None, "param_shapes": [told]}
+    tensors = shapes("large", nbytes)
+    param_shapes = OrderedDict((name, torch.Size(shape)) for name, shape in tensors.items())
+    module = OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in tensors)
+    model = {"module": module, "buffer_names": [], "optimizer": None, "param_shapes": [param_shapes]}
     model |= {"frozen_param_shapes": None, "frozen_param_fragments": None, "shared_params": {}, "ds_version": "0.19.8"}
     model |= {"dp_world_size": RANKS, "mp_world_size": 1, "global_steps": 3}
     for rank in range(RANKS):
-        masters = torch.cat([truth(name, shape).view(RANKS, -1)[rank] for name, shape in wanted.items()])
+        masters = torch.cat([truth(name, shape).view(RANKS, -1)[rank] for name, shape in tensors.items()])
         slots = {"step": torch.tensor(3.0), "exp_avg": masters * 0.1, "exp_avg_sq": masters * 0.01}
         base = {"state": {0: slots}, "param_groups": [{"lr": 0.1, "params": [0]}]}
         zero = {"zero_stage": 3, "partition_count": RANKS, "ds_version": "0.19.8"}
@@ -97,7 +97,7 @@ def make_zero3(folder: Path, nbytes: int) -> None:
 
 
 def make_plain(folder: Path, nbytes: int) -> None:
-    """Write the weights alone, the bytes that any merged checkpoint has."""
+    """Write the weights only, as large as a consolidated checkpoint."""
     folder.mkdir()
     save_file({n: truth(n, shape) for n, shape in shapes("large", nbytes).items()}, folder / "model.safetensors")
 

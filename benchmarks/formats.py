@@ -1,11 +1,10 @@
-"""Merging what other frameworks leave, each case beside the framework's own tool, with `cp` as the yardstick.
+"""Compare the consolidation of other frameworks' checkpoints with the tools of these frameworks, and with `cp`.
 
     python benchmarks/formats.py [--size 1GB] [--cases zero3,local,...] [--rounds 5] [--fsync both|neither] [--record]
 
-Measured as in `consolidate.py`: whole processes, outputs brought to the disk, in alternating order. A case ends with
-what is asked of it: how many times the time of `cp` it may take (start-up counts, so larger sizes tell more); how many
-times faster than the framework's tool it must be; and how much memory it may hold. DeepSpeed and Lightning take part
-where they are installed.
+The measurements are those of `consolidate.py`: processes from start to end, with fsync, in alternating order. Each case
+ends with its limits: the time relative to `cp` (with start-up, so larger sizes are more significant), the least
+speed-up over the framework's tool, and the most memory. DeepSpeed and Lightning are compared if they are installed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from results import RESULTS, machine, record
 INPUTS = Path(__file__).resolve().parent / "foreign_inputs.py"
 MOST_BYTES = 200e6
 SPACE = 2
-"""Times as much as `consolidate.py` needs: DeepSpeed's files hold the optimizer too, and lie beside the weights."""
+"""Disk space relative to `consolidate.py`: DeepSpeed's files contain the optimizer too."""
 
 DEEPSPEED = """
 import sys
@@ -46,17 +45,17 @@ merge_fsdp_weights(sys.argv[1] + "/pytorch_model_fsdp_0", sys.argv[2])
 
 
 def cp(source: str) -> Tool:
-    """Return the yardstick where a case's own files hold more than what is merged."""
-    return Tool(CP.name, CP.command, CP.startup, source, checked=False)
+    """Return the baseline for a case whose files contain more than the consolidated tensors."""
+    return Tool(CP.name, CP.command, CP.startup, source, is_checked=False)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is asked of a case.
+class Limits:
+    """The limits of a case.
 
     Attributes:
-        to_cp: Most times the seconds of `cp`; 0 for no such promise.
-        faster: Least times faster than every peer; 0 for no such promise.
+        to_cp: Largest time relative to `cp`; 0 for no limit.
+        faster: Least speed-up over every peer; 0 for no limit.
     """
 
     to_cp: float = 0
@@ -88,84 +87,83 @@ CASES = {
         (CP, ours(*_FILES), ours(*_FILES, "--jobs", "2")),
     ),
 }
-ASKED = {
-    "zero3": Asked(to_cp=1.2),
-    "local": Asked(to_cp=1.3),
-    "dtensors": Asked(to_cp=1.2),
-    "accelerate": Asked(faster=4),
-    "fabric": Asked(faster=4),
-    "jobs": Asked(),
+LIMITS = {
+    "zero3": Limits(to_cp=1.2),
+    "local": Limits(to_cp=1.3),
+    "dtensors": Limits(to_cp=1.2),
+    "accelerate": Limits(faster=4),
+    "fabric": Limits(faster=4),
+    "jobs": Limits(),
 }
 
 
 class FormatsBench(Bench):
-    """One session with the files of other frameworks."""
+    """Run cases with the files of other frameworks."""
 
     def inputs(self, verb: str, kind: str, folder: Path, *more: str) -> None:
         """Run `foreign_inputs.py`."""
         subprocess.run([PYTHON, str(INPUTS), verb, kind, str(folder), str(self.nbytes), *more], check=True)
 
     def table(self, case: Case, runs: dict[str, Runs], starts: dict[str, float]) -> None:
-        """Print what was measured, then what was asked."""
+        """Print the table, then the limits."""
         super().table(case, runs, starts)
-        asked = next(ASKED[name] for name, each in CASES.items() if each is case)
-        yardstick, mine, *peers = runs.items()
-        peak = max(mine[1].peak)
-        found = [f"peak {peak / 1e6:.0f} of at most {MOST_BYTES / 1e6:.0f} MB: {verdict(peak <= MOST_BYTES)}"]
-        if asked.to_cp:
-            times = ratio(mine[1], yardstick[1])
-            aside = (median(mine[1].seconds) - starts[mine[0]]) / median(yardstick[1].seconds)
-            told = f"{times:.2f} of at most {asked.to_cp} x cp, {aside:.2f} start-up aside"
-            found.append(f"{told}: {verdict(times <= asked.to_cp)}")
-        for name, each in peers if asked.faster else ():
-            times = ratio(each, mine[1])
-            found.append(
-                f"{times:.1f} of at least {asked.faster} x faster than {name}: {verdict(times >= asked.faster)}"
-            )
-        if asked.faster and not peers:
-            found.append("the framework's own tool is not installed")
-        for name, each in peers:
+        limits = next(LIMITS[name] for name, other in CASES.items() if other is case)
+        (_, baseline), (tool, own), *peers = runs.items()
+        peak = max(own.peak)
+        results = [f"peak {peak / 1e6:.0f} of at most {MOST_BYTES / 1e6:.0f} MB: {verdict(peak <= MOST_BYTES)}"]
+        if limits.to_cp:
+            to_cp = ratio(own, baseline)
+            without_start = (median(own.seconds) - starts[tool]) / median(baseline.seconds)
+            text = f"{to_cp:.2f} of at most {limits.to_cp} x cp, {without_start:.2f} without start-up"
+            results.append(f"{text}: {verdict(to_cp <= limits.to_cp)}")
+        for name, times in peers if limits.faster else ():
+            faster = ratio(times, own)
+            text = f"{faster:.1f} of at least {limits.faster} x faster than {name}"
+            results.append(f"{text}: {verdict(faster >= limits.faster)}")
+        if limits.faster and not peers:
+            results.append("the framework's own tool is not installed")
+        for name, times in peers:
             if "--jobs" in name:
-                found.append(f"--jobs is {1 / ratio(each, mine[1]):.2f} x as fast")
-        self.say(f"\nAsked: {'; '.join(found)}.")
+                results.append(f"--jobs is {1 / ratio(times, own):.2f} x as fast")
+        self.say(f"\nLimits: {'; '.join(results)}.")
 
 
 def ratio(a: Runs, b: Runs) -> float:
-    """Return the median of the rounds' own ratios of seconds."""
+    """Return the median of the ratios of the rounds."""
     return median(x / y for x, y in zip(a.seconds, b.seconds, strict=True))
 
 
 def verdict(is_met: bool) -> str:
-    """Return words for a promise that is kept, or not."""
+    """Return the word for a limit that is met or missed."""
     return "met" if is_met else "MISSED"
 
 
 def main() -> None:
-    """Run the cases asked for."""
+    """Run the selected cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=parse_size, default=parse_size("1GB"), help="bytes of the weights")
-    parser.add_argument("--cases", default=",".join(CASES), help="some of: %(default)s")
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="measured runs of each tool")
-    parser.add_argument("--fsync", choices=("both", "neither"), default="both", help="for every tool, or for none")
-    parser.add_argument("--folder", help="where inputs and outputs go, instead of the temporary folder")
+    parser.add_argument("--fsync", choices=("both", "neither"), default="both", help="fsync for all tools or for none")
+    parser.add_argument("--folder", help="folder for inputs and outputs, instead of the temporary folder")
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")
-    given = parser.parse_args()
-    names = given.cases.split(",")
+    options = parser.parse_args()
+    names = options.cases.split(",")
     if unknown := set(names) - set(CASES):
-        parser.error(f"no such case: {', '.join(sorted(unknown))}")
-    Fsync.off = given.fsync == "neither"
-    with scratch(given.folder, SPACE * given.size) as folder:
-        bench = FormatsBench(folder, given.size, given.rounds, fsync=not Fsync.off)
+        parser.error(f"unknown case: {', '.join(sorted(unknown))}")
+    Fsync.off = options.fsync == "neither"
+    with scratch(options.folder, SPACE * options.size) as folder:
+        bench = FormatsBench(folder, options.size, options.rounds, fsync=not Fsync.off)
         today = datetime.datetime.now(tz=datetime.timezone.utc).date()
-        bench.say(f"{today}, {machine()}, {file_system(folder)}; {given.rounds} rounds, fsync: {given.fsync}.")
+        bench.say(f"{today}, {machine()}, {file_system(folder)}; {options.rounds} rounds, fsync: {options.fsync}.")
         for i, name in enumerate(names):
             bench.compare(CASES[name])
             keep = {tool.source or CASES[n].source for n in names[i + 1 :] for tool in CASES[n].tools}
-            for made in (folder / "src").iterdir():
-                if made.name not in keep:
-                    shutil.rmtree(made)
-        if given.record:
-            record(f"Formats, {given.size / 1e9:g} GB, fsync {given.fsync}", bench.lines)
+            for source in (folder / "src").iterdir():
+                if source.name not in keep:
+                    shutil.rmtree(source)
+        if options.record:
+            record(f"Formats, {options.size / 1e9:g} GB, fsync {options.fsync}", bench.lines)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Writes the checkpoints that the benchmarks read, and checks what came out; the only part that imports torch.
+"""Write the inputs of the consolidation benchmarks and check their outputs; only this script imports torch.
 
     python benchmarks/inputs.py make KIND FOLDER BYTES
     python benchmarks/inputs.py check KIND FOLDER BYTES DTYPE
 
-Every tensor's elements follow from its name, so that an output is compared with the truth and not with another tool.
+The elements of a tensor follow from its name, so outputs are compared with expected tensors instead of the outputs of
+other tools.
 """
 
 from __future__ import annotations
@@ -49,53 +50,53 @@ def shapes(kind: str, nbytes: int) -> dict[str, tuple[int, ...]]:
     if kind == "tiny":
         return {f"layers.{i // 10}.part_{i % 10}.bias": (TINY_ELEMENTS,) for i in range(TINY_TENSORS)}
     rows = max(nbytes // (4 * COLUMNS * LAYERS * len(MATRICES)) // RANKS, 1) * RANKS
-    found: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, tuple[int, ...]] = {}
     for layer in range(LAYERS):
-        found.update({f"model.layers.{layer}.{name}.weight": (rows, COLUMNS) for name in MATRICES})
-        found[f"model.layers.{layer}.norm.weight"] = (COLUMNS,)
-    return found
+        tensors.update({f"model.layers.{layer}.{name}.weight": (rows, COLUMNS) for name in MATRICES})
+        tensors[f"model.layers.{layer}.norm.weight"] = (COLUMNS,)
+    return tensors
 
 
 def truth(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the elements of a tensor: uniform in [-1, 1), seeded by its name."""
-    seeded = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.empty(shape).uniform_(-1, 1, generator=seeded)
+    """Return the elements of a tensor: uniform in [-1, 1), generator by its name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(shape).uniform_(-1, 1, generator=generator)
 
 
 def shards(rank: int, nbytes: int, dim: int) -> dict[str, DTensor]:
-    """Return a rank's part of every tensor, cut along `dim` (vectors along their only dimension)."""
+    """Return a rank's shard of every tensor, along `dim` (vectors along their only dimension)."""
     mesh = DeviceMesh("cpu", list(range(RANKS)))
-    found = {}
+    tensors = {}
     for name, shape in shapes("large", nbytes).items():
         full = truth(name, shape)
         along = min(dim, full.ndim - 1)
-        # a copy: a view would keep the whole tensor in the memory of every rank
+        # copy, because a view would keep the full tensor in the memory of every rank
         local = full.chunk(RANKS, along)[rank].clone(memory_format=torch.contiguous_format)
-        found[name] = DTensor.from_local(local, mesh, [Shard(along)], shape=full.size(), stride=full.stride())
-    return found
+        tensors[name] = DTensor.from_local(local, mesh, [Shard(along)], shape=full.size(), stride=full.stride())
+    return tensors
 
 
 def save_dcp(state: dict[str, DTensor], folder: Path) -> None:
-    """Save as FSDP jobs do."""
+    """Save with DCP, as FSDP jobs do."""
     dcp.save({"model": state}, checkpoint_id=folder)
 
 
 def save_hf(state: dict[str, DTensor], folder: Path) -> None:
-    """Save with torch's Hugging Face writer, one file a rank."""
+    """Save with torch's Hugging Face writer, one file for each rank."""
     dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
 def torch_checkpointing(**layout: object) -> CheckpointManager:
-    """Return a manager of torch_checkpointing, whose own gather of metadata works on CUDA alone and is replaced.
+    """Return a manager of torch_checkpointing; its gather of metadata is replaced, because it needs CUDA.
 
     Args:
-        layout: As `ItemSpec` takes it.
+        layout: Arguments of `ItemSpec`.
     """
 
     def gather(_self: object, data: object, process_group: dist.ProcessGroup | None = None) -> dict[int, object]:
-        found: list[object] = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(found, data, group=process_group)
-        return dict(enumerate(found))
+        results: list[object] = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(results, data, group=process_group)
+        return dict(enumerate(results))
 
     DefaultMetadataManager._all_gather_pickled_data = gather
     config = CheckpointManager.Config(
@@ -148,16 +149,16 @@ def make_listed(folder: Path) -> None:
     """Write a safetensors folder of `LISTED_TENSORS` one-element tensors, as an index and `LISTED_FILES` files."""
     folder.mkdir(parents=True)
     weight_map = {}
-    each = LISTED_TENSORS // LISTED_FILES
+    count = LISTED_TENSORS // LISTED_FILES
     for number in range(1, LISTED_FILES + 1):
         file = f"model-{number:05}-of-{LISTED_FILES:05}.safetensors"
-        names = [f"model.layers.{number}.experts.{i}.weight" for i in range(each)]
+        names = [f"model.layers.{number}.experts.{i}.weight" for i in range(count)]
         entries = {
             name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)
         }
         header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
         header += b" " * (-len(header) % 8)
-        (folder / file).write_bytes(len(header).to_bytes(8, "little") + header + os.urandom(4 * each))
+        (folder / file).write_bytes(len(header).to_bytes(8, "little") + header + os.urandom(4 * count))
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {"total_size": 4 * LISTED_TENSORS}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
@@ -184,14 +185,14 @@ def outputs(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check(kind: str, folder: Path, nbytes: int, dtype: str) -> None:
-    """Compare an output with the truth, bit for bit; stop with a message where they differ."""
+    """Compare an output with the expected tensors, bit for bit; exit with a message if they differ."""
     wanted = shapes("tiny" if kind == "tiny" else "large", nbytes)
     seen = set()
     for name, tensor in outputs(folder):
         expected = truth(name, wanted[name]).to(getattr(torch, dtype))
         same = tensor.dtype == expected.dtype and torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
         if not same or name in seen:
-            raise SystemExit(f"{folder}: {name} differs from the truth")
+            raise SystemExit(f"{folder}: {name} differs from the expected tensor")
         seen.add(name)
     if seen != set(wanted):
         raise SystemExit(f"{folder}: {len(wanted) - len(seen)} tensors are missing")

@@ -1,4 +1,4 @@
-"""A small Llama in plain torch: what the engine's benchmark trains."""
+"""A small Llama in plain torch, for the benchmarks of the engine and of states."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Shape:
     """Sizes of a model.
 
     Attributes:
-        layers: Blocks.
+        layers: Number of blocks.
         hidden: Width of the residual stream.
-        inner: Width within the feed-forward part.
-        heads: Attention heads; half as many for keys and values.
+        inner: Width of the feed-forward layers.
+        heads: Number of attention heads; keys and values have half as many.
         words: Size of the vocabulary.
     """
 
@@ -39,18 +39,18 @@ class Attention(nn.Module):
         self.value = nn.Linear(shape.hidden, shape.hidden // 2, bias=False)
         self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         query, key, value = (
-            each(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for each in (self.query, self.key, self.value)
+            linear(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for linear in (self.query, self.key, self.value)
         )
         mixed = functional.scaled_dot_product_attention(
-            turned(query, turns), turned(key, turns), value, is_causal=True, enable_gqa=True
+            rotate(query, positions), rotate(key, positions), value, is_causal=True, enable_gqa=True
         )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
-    """The gated feed-forward part."""
+    """A gated feed-forward network."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: what becomes a unit."""
+    """One layer; it becomes an FSDP unit."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -72,13 +72,13 @@ class Block(nn.Module):
         self.before_inner = nn.RMSNorm(shape.hidden)
         self.inner = FeedForward(shape)
 
-    def forward(self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x = x + self.attention(self.before_attention(x), turns)
+    def forward(self, x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x = x + self.attention(self.before_attention(x), positions)
         return x + self.inner(self.before_inner(x))
 
 
 class Llama(nn.Module):
-    """Token ids in, loss of the next token out."""
+    """A language model: token ids to the loss of the next token."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -89,21 +89,21 @@ class Llama(nn.Module):
         self.head = nn.Linear(shape.hidden, shape.words, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x, turns = self.embedding(ids), turns_of(ids.shape[1], self.width)
+        x, positions = self.embedding(ids), rotary_positions(ids.shape[1], self.width)
         for block in self.blocks:
-            x = block(x, turns)
+            x = block(x, positions)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def turns_of(length: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_positions(length: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines of the rotary positions, each of shape (length, width)."""
     speed = 10000.0 ** (-torch.arange(0, width, 2) / width)
     angle = (torch.arange(length)[:, None] * speed).repeat(1, 2)
     return angle.cos(), angle.sin()
 
 
-def turned(x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return queries or keys turned by their positions."""
+def rotate(x: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Apply rotary positions to queries or keys."""
     left, right = x.chunk(2, dim=-1)
-    return x * turns[0] + torch.cat((-right, left), dim=-1) * turns[1]
+    return x * positions[0] + torch.cat((-right, left), dim=-1) * positions[1]

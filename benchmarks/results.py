@@ -1,4 +1,4 @@
-"""What benchmarks share: a line on the machine, and sections of RESULTS.md that a new run replaces."""
+"""Describe the machine, and write the sections of RESULTS.md."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
-HEAD = "# Results\n\nWritten by the scripts beside this file with `--record`; see there for what is measured and how.\n"
+HEAD = """# Results
+
+The scripts in this folder write this file with `--record`. Their docstrings describe the measurements.
+"""
 
 
 def machine() -> str:
-    """Return a line on what this ran on."""
+    """Return a line about the machine and the Python version."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     model = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -22,7 +25,7 @@ def machine() -> str:
 
 
 def record(title: str, lines: Sequence[str]) -> None:
-    """Put the section of this run into RESULTS.md, in place of an older one of the same title."""
+    """Write a section of RESULTS.md, replacing the older one with the same title."""
     text = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else HEAD
     sections = [part for part in re.split(r"(?m)^(?=## )", text) if not part.startswith(f"## {title}\n")]
     sections.append(f"## {title}\n\n" + "\n".join(lines).strip() + "\n")

@@ -57,7 +57,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from consolidate import file_system, parse_size
-from ranks import LIBC, RANKS, give_back_freed_memory, in_ranks, ratio, resident
+from ranks import LIBC, RANKS, median_ratio, read_status, return_freed_memory, run_ranks
 from results import RESULTS, machine, record
 from safetensors.torch import save_file
 from state_dict import number
@@ -549,7 +549,7 @@ def turn(way: Way, *, first: bool) -> tuple[float, float]:
 def measure(case: Case, sizes: Sizes, folder: Path, world: int = RANKS) -> list[Measured]:
     """Compare in ranks of their own."""
     found = []
-    for ranks in zip(*in_ranks(partial(take_turns, case, sizes, folder), world), strict=True):
+    for ranks in zip(*run_ranks(partial(take_turns, case, sizes, folder), world), strict=True):
         way = ranks[0][0]
         turns = [
             (max(t[0] for t in each), sum(t[1] for t in each)) for each in zip(*(r[1] for r in ranks), strict=True)
@@ -565,14 +565,14 @@ def peak_of(act: Callable[[State, Path], Any], sizes: Sizes, folder: Path, rank:
     state = sharded(inputs.shapes("large", sizes.nbytes))
     small = sharded({"warm": SMALL})
     act(small, folder / "warm")  # imports and groups are made
-    give_back_freed_memory()
+    return_freed_memory()
     gc.collect()
     LIBC.malloc_trim(0)
     dist.barrier()
-    before = resident("VmRSS")
+    before = read_status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     act(state, folder / "out")
-    peak = resident("VmHWM") - before
+    peak = read_status("VmHWM") - before
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder / "out")
@@ -678,7 +678,7 @@ def ratios(over: Measured, under: Measured) -> tuple[float, float]:
     fastest = min(over.seconds) / min(under.seconds)
     if len(over.seconds) != len(under.seconds):
         return median(over.seconds) / median(under.seconds), fastest
-    return ratio(over.seconds, under.seconds), fastest
+    return median_ratio(over.seconds, under.seconds), fastest
 
 
 def gb(sizes: Sizes) -> str:
@@ -690,18 +690,18 @@ def run_save(report: Report, sizes: Sizes, folder: Path) -> None:
 
 
 def run_load(report: Report, sizes: Sizes, folder: Path) -> None:
-    in_ranks(partial(written, sizes, folder))
+    run_ranks(partial(written, sizes, folder))
     report.table(f"Loading {gb(sizes)}, {RANKS} ranks", measure(load, sizes, folder))
 
 
 def run_reshard(report: Report, sizes: Sizes, folder: Path) -> None:
-    in_ranks(partial(written, sizes, folder))
+    run_ranks(partial(written, sizes, folder))
     for world in (1, 2 * RANKS):
         report.table(f"Loading {gb(sizes)} of {RANKS} ranks on {world}", measure(reshard, sizes, folder, world))
 
 
 def run_replicas(report: Report, sizes: Sizes, folder: Path) -> None:
-    in_ranks(partial(written, replace(sizes, nbytes=sizes.nbytes // 2), folder))
+    run_ranks(partial(written, replace(sizes, nbytes=sizes.nbytes // 2), folder))
     report.table(f"Loading all of {sizes.nbytes / 2e9:g} GB on each of {RANKS} ranks", measure(replicas, sizes, folder))
 
 
@@ -724,7 +724,7 @@ def run_very_many(report: Report, sizes: Sizes, folder: Path) -> None:
 def run_memory(report: Report, sizes: Sizes, folder: Path) -> None:
     report.say(f"\n### Peak of memory beside the state, {gb(sizes)}, {RANKS} ranks\n\n| | x state |\n|---|---|")
     for name, act, limit in PEAKS:
-        share = max(in_ranks(partial(peak_of, act, sizes, folder)))
+        share = max(run_ranks(partial(peak_of, act, sizes, folder)))
         report.say(f"| {name} | {share:.2f} |")
         shutil.rmtree(folder / "warm")
         if limit is not None and share > limit:

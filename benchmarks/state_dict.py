@@ -47,7 +47,7 @@ import torch
 import torch._dynamo  # optimizers import it when they are made: once here, not in every rank
 import torch.distributed as dist
 from llama import Block, Llama, Shape
-from ranks import LIBC, RANKS, give_back_freed_memory, in_ranks, ratio, resident
+from ranks import LIBC, RANKS, median_ratio, read_status, return_freed_memory, run_ranks
 from results import RESULTS, machine, record
 from torch import nn
 from torch.distributed import fsdp as theirs
@@ -453,7 +453,7 @@ def take_turns(case: str, row: str, sizes: Sizes, rank: int) -> list[Measured]:
             dist.barrier()
             taken[index].append((ended[0] - begun[0], ended[1] - begun[1]))
             del made
-    give_back_freed_memory()
+    return_freed_memory()
     rows = zip(ways, taken, strict=True)
     return [
         Measured(replace(way, act=done), *(tuple(each) for each in zip(*found, strict=True)), (peak_of(way.act),))
@@ -470,10 +470,10 @@ def peak_of(act: Act) -> int:
     gc.collect()
     LIBC.malloc_trim(0)
     dist.barrier()
-    before = resident("VmRSS")
+    before = read_status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     made = act()
-    peak = resident("VmHWM") - before
+    peak = read_status("VmHWM") - before
     del made
     return peak
 
@@ -544,7 +544,7 @@ def measure(case: str, row: str, sizes: Sizes) -> list[Measured]:
             tuple(sum(turn) for turn in zip(*(each.cpu for each in ranks), strict=True)),
             tuple(each.peaks[0] for each in ranks),
         )
-        for ranks in zip(*in_ranks(partial(take_turns, case, row, sizes)), strict=True)
+        for ranks in zip(*run_ranks(partial(take_turns, case, row, sizes)), strict=True)
     ]
 
 
@@ -582,7 +582,7 @@ class Report:
         for each in sorted(found, key=lambda each: [other.way.what for other in found].index(each.way.what)):
             way, ms = each.way, [turn * 1e3 for turn in each.seconds]
             ratios = {
-                role: ratio(each.seconds, of[way.what, role].seconds)
+                role: median_ratio(each.seconds, of[way.what, role].seconds)
                 for role in ("bare", "torch")
                 if way.role not in ("bare", role) and (way.what, role) in of
             }

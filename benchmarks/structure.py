@@ -1,10 +1,10 @@
-"""Count the files and functions that a call passes, the sizes of classes and folders, and words to be replaced.
+"""Count the files and functions that a call enters, the sizes of classes and folders, and banned words.
 
     python benchmarks/structure.py [--record]
 
-A call is traced with a profile hook, on a small model and a world of one process: distinct files and functions of the
-package that it passes, and how often it goes from one file to another. torch's own DCP and `fully_shard` are traced in
-the same way. The other rows are read from the sources.
+A profile hook traces each call, with a small model and a world size of one. It counts the distinct files and functions
+of the package, and the moves from one file to another. torch's DCP and `fully_shard` are traced in the same way. The
+other rows are counted in the sources.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LARGE_CLASS_METHODS = 25
 
 @dataclass(frozen=True)
 class Trace:
-    """The way of one call through a package: distinct files and functions, and moves between files."""
+    """The trace of a call in a package: distinct files and functions, and moves between files."""
 
     files: int
     functions: int
@@ -74,12 +74,12 @@ def trace(call: Callable[[], object], package: str) -> Trace:
 
 
 def make_model() -> nn.Module:
-    """Return a model of three layers, of which the middle one is a unit of its own once sharded."""
+    """Return a model of three layers; the middle one becomes an FSDP unit of its own."""
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 4))
 
 
 def trace_calls(folder: Path) -> list[tuple[str, Trace]]:
-    """Trace the verbs and one iteration, each once it has run before, and what torch offers for the same."""
+    """Trace saves, loads and one iteration of shardckpt and of torch, each after a warm-up."""
     rows = []
     state = {"model": make_model().state_dict(), "step": 3}
     shardckpt.save(state, folder / "warm")
@@ -111,13 +111,13 @@ def measure_classes() -> list[tuple[int, int, str]]:
     for path in sorted(Path(OURS).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                methods = sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
+                methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
                 sizes.append(((node.end_lineno or node.lineno) - node.lineno + 1, methods, node.name))
     return sorted(sizes, reverse=True)
 
 
 def count_sources() -> list[str]:
-    """Return rows on words, names, folders, classes and lines."""
+    """Return table rows about words, names, folders, classes and lines."""
     vocabulary = runpy.run_path(str(ROOT / "tests" / "test_vocabulary.py"))
     texts = vocabulary["read_sources"]()
     folders = Counter(str(Path(path).parent) for path in texts if Path(path).stem != "__init__")
@@ -126,10 +126,14 @@ def count_sources() -> list[str]:
     sizes = measure_classes()
     words = sum(vocabulary["count_words"](texts, vocabulary["BANNED"]).values())
     phrases = sum(vocabulary["count_phrases"](texts, vocabulary["PHRASES"]).values())
+    prose = vocabulary["read_prose"]()
+    in_docs = sum(vocabulary["count_words"](prose, vocabulary["DOCS_BANNED"]).values())
+    in_docs += sum(vocabulary["count_phrases"](prose, vocabulary["DOCS_PHRASES"]).values())
     large = [size for size in sizes if size[0] > LARGE_CLASS_LINES or size[1] > LARGE_CLASS_METHODS]
     return [
         f"| words that the glossary replaces | {words:,} |",
         f"| phrases that plain English replaces | {phrases:,} |",
+        f"| the same words and phrases in documents, examples and benchmarks | {in_docs:,} |",
         f"| names of classes that several modules define | {len(vocabulary['count_classes_twice'](texts))} |",
         f"| names of modules that several packages have | {len(vocabulary['count_modules_twice'](texts))} |",
         f"| modules in the fullest folder | {modules} ({folder}) |",
@@ -150,7 +154,7 @@ def main() -> None:
         traces = trace_calls(Path(folder))
         dist.destroy_process_group()
     lines = ["| call | files | functions | moves between files |", "|---|---|---|---|"]
-    lines += [f"| {name} | {found.files} | {found.functions} | {found.moves} |" for name, found in traces]
+    lines += [f"| {name} | {counts.files} | {counts.functions} | {counts.moves} |" for name, counts in traces]
     lines += ["", "| of the sources | |", "|---|---|", *count_sources()]
     print("\n".join(lines))
     if options.record:

@@ -60,4 +60,4 @@ def test_a_step_may_not_need_more_memory_than_torchs(step, peak, failures):
 
 
 def test_ratios_are_medians_of_the_rounds_own(step):
-    assert step.ratio([1.0, 9.0, 3.0], [1.0, 9.0, 2.0]) == 1.0
+    assert step.median_ratio([1.0, 9.0, 3.0], [1.0, 9.0, 2.0]) == 1.0
