@@ -1,36 +1,36 @@
-"""Saving and loading in a job, beside raw I/O, torch's DCP, torch_checkpointing, safetensors and torch.save.
+"""Compare saves and loads with raw I/O, torch's DCP, torch_checkpointing, safetensors and torch.save.
 
     python benchmarks/save_load.py [--cases save,load,...] [--size 4GB] [--rounds 3] [--fsync both|neither] [--record]
 
-On gloo ranks of one thread each, forked; what is compared takes turns in the same ranks, in alternating order, so that
-whatever else the machine does hits neighbours alike. A turn takes as long as its slowest rank. Ratios are medians of
-the rounds' own ratios, beside them that of the fastest turns; CPU is that of all ranks, all threads. Every way is
-warmed up once; then what it read is compared with the truth. Inputs that are read lie in the page cache: the worst case
-for whoever computes anything.
+The benchmark uses forked gloo ranks with one thread each. All compared methods run in the same ranks, in alternating
+order, so other work on the machine affects all of them. The time of a turn is that of its slowest rank. Ratios are
+medians of the ratios of the rounds, and a second column has the ratio of the fastest turns. CPU is the sum of all ranks
+and threads. Every method has one warm-up turn, and the tensors that it loads are compared with the expected ones.
+Inputs are in the page cache, which is the worst case for methods that compute something.
 
-**save.** DTensors of 2 ranks, a file system's fsync within everybody's time, or in nobody's. The yardstick is `write`
-of every tensor as it lies, a file a rank.
+**save.** DTensors on 2 ranks. The time of all methods includes fsync, or the time of none does. The baseline is `write`
+of every local tensor, one file for each rank.
 
-**load.** Into the memory of the same tensors at the same world size. The yardstick is `preadv` of the same bytes of the
+**load.** Into the memory of the same tensors, at the same world size. The baseline is `preadv` of the same bytes of the
 same files into the same memory.
 
-**reshard.** Saved by 2 ranks, loaded by 1 and by 4; the yardstick reads the same bytes by as many processes.
+**reshard.** Saved by 2 ranks, loaded by 1 and by 4. The baseline reads the same bytes with as many processes.
 
-**replicas.** As for load, of half the size, all of it on both ranks; with `broadcast_reads=True` each reads half from
-the page cache and takes the other half from the other rank.
+**replicas.** Like load, with half the size, and full tensors on both ranks. With `broadcast_reads=True` each rank reads
+half from the page cache and receives the other half from the other rank.
 
-**async.** How long a save in the background keeps the loop, its buffers there from the save before; the copy is
-complete then. The yardstick is a copy of each tensor into memory that is there.
+**async.** The time that an asynchronous save blocks training, with staging buffers from the previous save. The baseline
+is a copy of each tensor into preallocated memory.
 
-**many, very-many.** Very many small DTensors, on 2 ranks. The first save is told apart, since plans are kept. The slow
-ones have one turn, without a warm-up.
+**many, very-many.** Very many small DTensors on 2 ranks. The first save has its own column, because plans are
+cached. Slow methods have one turn and no warm-up.
 
-**memory.** The peak of resident memory above what the job held, in ranks of their own, of the larger rank, as a share
-of the state it holds.
+**memory.** The peak of resident memory of the larger rank, minus the memory of the job, relative to its state. Each
+method runs in new ranks.
 
-**planning.** What the first rank does before a save that no plan is known for, with so many simulated ranks.
+**planning.** The work of rank 0 before a save without a cached plan, for many simulated ranks.
 
-torch_checkpointing is an optional peer: install it, or put it on PYTHONPATH.
+torch_checkpointing is optional: install it, or put it on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -75,19 +75,19 @@ State = dict[str, DTensor]
 SLICE = 4 << 20
 HAS_PEER = importlib.util.find_spec("torch_checkpointing") is not None
 SMALL = (16, 16)
-"""Shape of one of many tensors."""
+"""Shape of a small tensor."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large things are.
+    """Sizes and rounds.
 
     Attributes:
-        nbytes: Of the state.
+        nbytes: Bytes of the state.
         many: Number of small tensors.
-        very_many: Number of them where peers are slow.
-        rounds: Measured turns of each way.
-        fsync: Whether what is written is brought to the disk within everybody's time.
+        very_many: Number of small tensors for the case with slow peers.
+        rounds: Measured turns of each method.
+        fsync: Whether the time of all methods includes fsync.
     """
 
     nbytes: int
@@ -101,7 +101,7 @@ class Sizes:
 
 
 def truth(name: str, start: int, stop: int, shape: Sequence[int]) -> torch.Tensor:
-    """Return rows of a tensor: every element follows from its name and place."""
+    """Return rows of a tensor; every element follows from the name and the position."""
     seed = zlib.crc32(name.encode()) % 1009
     rows = torch.arange(start, stop, dtype=torch.float32)
     if len(shape) == 1:
@@ -113,23 +113,23 @@ def local(tensor: DTensor) -> torch.Tensor:
     return tensor.to_local().detach()
 
 
-def sharded(shapes: Mapping[str, tuple[int, ...]], *, is_whole: bool = False) -> State:
-    """Return this rank's rows of every tensor, or all of them."""
+def sharded(shapes: Mapping[str, tuple[int, ...]], *, is_replicated: bool = False) -> State:
+    """Return DTensors with this rank's rows, or with all rows."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = DeviceMesh("cpu", list(range(world)))
-    placement = Replicate() if is_whole else Shard(0)
-    made = {}
+    placement = Replicate() if is_replicated else Shard(0)
+    state = {}
     for name, shape in shapes.items():
-        each = shape[0] if is_whole else shape[0] // world
-        first = 0 if is_whole else rank * each
-        rows = truth(name, first, first + each, shape)
+        count = shape[0] if is_replicated else shape[0] // world
+        first = 0 if is_replicated else rank * count
+        rows = truth(name, first, first + count, shape)
         stride = (shape[1], 1) if len(shape) > 1 else (1,)
-        made[name] = DTensor.from_local(rows, mesh, [placement], shape=torch.Size(shape), stride=stride)
-    return made
+        state[name] = DTensor.from_local(rows, mesh, [placement], shape=torch.Size(shape), stride=stride)
+    return state
 
 
-def rows_of(tensor: DTensor) -> tuple[int, int]:
-    """Return the first of the rows that lie here, and how many there are."""
+def local_rows(tensor: DTensor) -> tuple[int, int]:
+    """Return the first row of this rank and its number of rows."""
     count = local(tensor).shape[0]
     return (0 if count == tensor.shape[0] else dist.get_rank() * count), count
 
@@ -144,11 +144,11 @@ def spoil(state: State) -> None:
 
 
 def check(state: State, by: str) -> None:
-    """Stop where what was loaded is not the truth."""
+    """Exit if a loaded tensor differs from the expected one."""
     for name, tensor in state.items():
-        first, count = rows_of(tensor)
+        first, count = local_rows(tensor)
         if not torch.equal(local(tensor), truth(name, first, first + count, tensor.shape)):
-            raise SystemExit(f"{by} loaded another {name} than was saved")
+            raise SystemExit(f"{name} loaded by {by} differs from the saved tensor")
 
 
 # ------------------------------------------------------------------------------------------------------------- tools
@@ -156,13 +156,13 @@ def check(state: State, by: str) -> None:
 
 @dataclass
 class Tool:
-    """What saves and loads a state.
+    """A library that saves and loads a state.
 
     Attributes:
-        name: As printed.
-        save: Saves this rank's part of a state into a folder that is not there.
-        load: Fills a state.
-        syncs: Whether its saves end on the disk.
+        name: Printed name.
+        save: Saves this rank's shards into a new folder.
+        load: Loads into the tensors of a state.
+        syncs: Whether its saves call fsync.
     """
 
     name: str
@@ -177,7 +177,7 @@ def own_file(folder: Path, end: str) -> Path:
 
 
 def write_raw(state: State, folder: Path) -> None:
-    """Write every tensor as it lies into a file."""
+    """Write the bytes of every local tensor to a file."""
     fd = os.open(own_file(folder, "bin"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for tensor in state.values():
         view = memoryview(local(tensor).view(-1).view(torch.uint8).numpy())
@@ -195,9 +195,9 @@ def save_safetensors(state: State, folder: Path) -> None:
     save_file({name: local(tensor) for name, tensor in state.items()}, own_file(folder, "safetensors"))
 
 
-def copy_in(state: State, found: Mapping[str, torch.Tensor]) -> None:
+def copy_in(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in state.items():
-        local(tensor).copy_(found[name])
+        local(tensor).copy_(tensors[name])
 
 
 def load_torch(state: State, folder: Path) -> None:
@@ -205,7 +205,7 @@ def load_torch(state: State, folder: Path) -> None:
 
 
 def load_safetensors(state: State, folder: Path) -> None:
-    from safetensors.torch import load_file  # noqa: PLC0415  (beside its twin above)
+    from safetensors.torch import load_file  # noqa: PLC0415  (only this tool needs it)
 
     copy_in(state, load_file(own_file(folder, "safetensors")))
 
@@ -218,7 +218,7 @@ def ours(name: str, *, checksums: bool = True, **how: Any) -> Tool:
     )
 
 
-def with_dcp() -> Tool:
+def dcp_tool() -> Tool:
     return Tool(
         "DCP",
         lambda state, folder: dcp.save({"model": state}, checkpoint_id=folder),
@@ -226,8 +226,8 @@ def with_dcp() -> Tool:
     )
 
 
-def with_torch_checkpointing() -> Tool:
-    """Return the peer, with one manager as in a job: its second save is faster than its first."""
+def torch_checkpointing_tool() -> Tool:
+    """Return the peer, with one manager as in a job, because its second save is faster than its first."""
     manager = inputs.torch_checkpointing()
     return Tool(
         "torch_checkpointing",
@@ -243,42 +243,42 @@ SAFETENSORS = Tool("safetensors", save_safetensors, load_safetensors, syncs=Fals
 
 
 def peers() -> list[Tool]:
-    """Return those that save sharded tensors."""
-    return [with_dcp(), *([with_torch_checkpointing()] if HAS_PEER else [])]
+    """Return the peers that save sharded tensors."""
+    return [dcp_tool(), *([torch_checkpointing_tool()] if HAS_PEER else [])]
 
 
 def bring_to_disk(folder: Path) -> None:
-    """Fsync this rank's share of the files in a folder."""
+    """Fsync this rank's part of the files in a folder."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file())[dist.get_rank() :: dist.get_world_size()]:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
 
 
-# -------------------------------------------------------------------------------------------------- what is compared
+# ----------------------------------------------------------------------------------------------------- compared methods
 
 
-def nothing(*_told: Any) -> None:
-    """Stand for what is not needed."""
+def nothing(*_args: Any) -> None:
+    """Do nothing; the default of optional functions."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to do something.
+class Method:
+    """One implementation of an operation.
 
     Attributes:
-        what: What is done; ways of one name are compared.
-        by: Who does it, as printed.
-        role: "bare" for the yardstick, "shardckpt", or "peer".
-        act: Does it.
-        before: Prepares a turn, outside of its time; given whether this is the first.
-        after: Tidies up, outside of its time; given whether this is the first, and what `act` returned.
-        limits: By printed name: how many times as long as that one it may take.
-        is_slow: One turn is enough, without a warm-up.
+        operation: Methods of the same operation are compared.
+        name: Printed name.
+        role: "bare" for the baseline, "shardckpt", or "peer".
+        act: Runs the operation.
+        before: Prepares a turn, before its time starts. Gets whether it is the first.
+        after: Cleans up, after its time ended. Gets whether it is the first, and the result of `act`.
+        limits: Largest time relative to another method, by its printed name.
+        is_slow: Run one turn, without a warm-up.
     """
 
-    what: str
-    by: str
+    operation: str
+    name: str
     role: str
     act: Act
     before: Callable[[bool], Any] = nothing
@@ -287,7 +287,7 @@ class Way:
     is_slow: bool = False
 
 
-def saving(what: str, tool: Tool, role: str, state: State, folder: Path, sizes: Sizes, **more: Any) -> Way:
+def saving(operation: str, tool: Tool, role: str, state: State, folder: Path, sizes: Sizes, **more: Any) -> Method:
     """Return a save into a folder that is removed after each turn."""
 
     def act() -> None:
@@ -296,23 +296,23 @@ def saving(what: str, tool: Tool, role: str, state: State, folder: Path, sizes: 
             dist.barrier()
             bring_to_disk(folder)
 
-    def remove(_first: bool, _made: Any) -> None:
+    def remove(_first: bool, _result: Any) -> None:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
 
-    return Way(what, tool.name, role, act, settle, remove, **more)
+    return Method(operation, tool.name, role, act, settle, remove, **more)
 
 
 def settle(_first: bool) -> None:
-    """Leave nothing to be written back by whoever comes next."""
+    """Write back dirty pages, so that they do not slow the next method."""
     if dist.get_rank() == 0:
         os.sync()
     dist.barrier()
 
 
-def loading(what: str, tool: Tool, role: str, state: State, folder: Path, **more: Any) -> Way:
-    """Return a load of what lies in a folder, where it is saved first if need be; checked once."""
+def loading(operation: str, tool: Tool, role: str, state: State, folder: Path, **more: Any) -> Method:
+    """Return a load from a folder, which is saved first if it is missing; the first load is checked."""
 
     def prepare(first: bool) -> None:
         if first and not folder.exists():
@@ -322,149 +322,159 @@ def loading(what: str, tool: Tool, role: str, state: State, folder: Path, **more
         if first:
             spoil(state)
 
-    def checked(first: bool, _made: Any) -> None:
+    def check_first(first: bool, _result: Any) -> None:
         if first:
             check(state, tool.name)
 
-    return Way(what, tool.name, role, lambda: tool.load(state, folder), prepare, checked, **more)
+    return Method(operation, tool.name, role, lambda: tool.load(state, folder), prepare, check_first, **more)
 
 
 def raw_reads(state: State, folder: Path) -> Callable[[State, Path], None]:
-    """Return what reads the bytes of a state from the files that a save of ours left, planned beforehand."""
+    """Return a function that reads the bytes of a state from the files of a checkpoint; it is planned in advance."""
     plan = []
     tensors = open_checkpoint(str(folder)).manifest.tensors
     for name, tensor in state.items():
-        first, each = rows_of(tensor)
-        wanted = Box((first, *[0] * (tensor.dim() - 1)), (each, *tensor.shape[1:]))
+        first, count = local_rows(tensor)
+        box = Box((first, *[0] * (tensor.dim() - 1)), (count, *tensor.shape[1:]))
         memory = memoryview(local(tensor).view(-1).view(torch.uint8).numpy())
-        row = len(memory) // each
+        row = len(memory) // count
         for piece in tensors["model", name].pieces:
-            inner = intersect(piece.box, wanted)
+            inner = intersect(piece.box, box)
             if inner is not None:
-                at, start = inner.offset[0] - wanted.offset[0], inner.offset[0] - piece.box.offset[0]
-                place = memory[at * row : (at + inner.size[0]) * row]
-                plan.append((piece.file, piece.layout.offset + start * row, place))  # type: ignore[union-attr]
+                row_offset, start = inner.offset[0] - box.offset[0], inner.offset[0] - piece.box.offset[0]
+                view = memory[row_offset * row : (row_offset + inner.size[0]) * row]
+                plan.append((piece.file, piece.layout.offset + start * row, view))  # type: ignore[union-attr]
 
     def read(_state: State, folder: Path) -> None:
         open_files: dict[str, int] = {}
-        for file, offset, place in plan:
+        for file, offset, view in plan:
             fd = open_files.get(file)
             if fd is None:
                 fd = open_files[file] = os.open(folder / file, os.O_RDONLY)
-            while place:
-                count = os.preadv(fd, [place[:SLICE]], offset)
-                place, offset = place[count:], offset + count
+            while view:
+                count = os.preadv(fd, [view[:SLICE]], offset)
+                view, offset = view[count:], offset + count
         for fd in open_files.values():
             os.close(fd)
 
     return read
 
 
-def save(sizes: Sizes, folder: Path) -> list[Way]:
+def save(sizes: Sizes, folder: Path) -> list[Method]:
     state = sharded(inputs.shapes("large", sizes.nbytes))
-    given = (state, folder / "out", sizes)
+    arguments = (state, folder / "out", sizes)
     return [
-        saving("save", RAW_WRITE, "bare", *given),
-        saving("save", ours("shardckpt"), "shardckpt", *given, limits={"raw write": 1.25}),
+        saving("save", RAW_WRITE, "bare", *arguments),
+        saving("save", ours("shardckpt"), "shardckpt", *arguments, limits={"raw write": 1.25}),
         saving(
-            "save", ours("shardckpt, checksums=False", checksums=False), "shardckpt", *given, limits={"raw write": 1.15}
+            "save",
+            ours("shardckpt, checksums=False", checksums=False),
+            "shardckpt",
+            *arguments,
+            limits={"raw write": 1.15},
         ),
-        *(saving("save", tool, "peer", *given) for tool in (*peers(), SAFETENSORS, TORCH_SAVE)),
+        *(saving("save", tool, "peer", *arguments) for tool in (*peers(), SAFETENSORS, TORCH_SAVE)),
     ]
 
 
-def load(sizes: Sizes, folder: Path) -> list[Way]:
+def load(sizes: Sizes, folder: Path) -> list[Method]:
     state = sharded(inputs.shapes("large", sizes.nbytes))
     return loads("load", state, folder, {False: 1.1, "read": 1.5})
 
 
-def loads(what: str, state: State, folder: Path, limits: Mapping[Any, float]) -> list[Way]:
-    """Return loads of a checkpoint of ours and, where they are there, of the peers'."""
+def loads(operation: str, state: State, folder: Path, limits: Mapping[Any, float]) -> list[Method]:
+    """Return loads of our checkpoint and of the checkpoints of the peers."""
     raw = Tool("raw read", write_raw, raw_reads(state, folder / "shardckpt"))
-    ways = [loading(what, raw, "bare", state, folder / "shardckpt")]
+    methods = [loading(operation, raw, "bare", state, folder / "shardckpt")]
     for verify in (False, "read"):
         tool = ours("shardckpt" if verify else "shardckpt, verify=False", verify=verify)
         more = {"limits": {"raw read": limits[verify]}} if verify in limits else {}
-        ways.append(loading(what, tool, "shardckpt", state, folder / "shardckpt", **more))
-    return ways + [loading(what, tool, "peer", state, folder / tool.name) for tool in peers()]
+        methods.append(loading(operation, tool, "shardckpt", state, folder / "shardckpt", **more))
+    return methods + [loading(operation, tool, "peer", state, folder / tool.name) for tool in peers()]
 
 
-def reshard(sizes: Sizes, folder: Path) -> list[Way]:
+def reshard(sizes: Sizes, folder: Path) -> list[Method]:
     state = sharded(inputs.shapes("large", sizes.nbytes))
-    ways = loads(f"{RANKS} ranks to {dist.get_world_size()}", state, folder, {"read": 1.5})
-    by_peers = {way.by: 1.0 for way in ways if way.role == "peer"}
-    return [replace(way, limits={**way.limits, **by_peers}) if way.by == "shardckpt" else way for way in ways]
+    methods = loads(f"{RANKS} ranks to {dist.get_world_size()}", state, folder, {"read": 1.5})
+    peer_limits = {method.name: 1.0 for method in methods if method.role == "peer"}
+    return [
+        replace(method, limits={**method.limits, **peer_limits}) if method.name == "shardckpt" else method
+        for method in methods
+    ]
 
 
-def replicas(sizes: Sizes, folder: Path) -> list[Way]:
-    state = sharded(inputs.shapes("large", sizes.nbytes // 2), is_whole=True)
-    ways = loads("replicas", state, folder, {})
+def replicas(sizes: Sizes, folder: Path) -> list[Method]:
+    state = sharded(inputs.shapes("large", sizes.nbytes // 2), is_replicated=True)
+    methods = loads("replicas", state, folder, {})
     shared = ours("shardckpt, broadcast_reads=True", broadcast_reads=True)
-    ways.insert(3, loading("replicas", shared, "shardckpt", state, folder / "shardckpt"))
-    return [way for way in ways if way.by != "torch_checkpointing"]  # every rank's file is read whole by all
+    methods.insert(3, loading("replicas", shared, "shardckpt", state, folder / "shardckpt"))
+    # In torch_checkpointing every rank reads the files of all ranks completely.
+    return [method for method in methods if method.name != "torch_checkpointing"]
 
 
-def written(sizes: Sizes, folder: Path, rank: int) -> None:  # noqa: ARG001
-    """Write what loads read, by every tool that writes sharded checkpoints."""
-    stay_off_the_disk(sizes.fsync)
+def write_checkpoints(sizes: Sizes, folder: Path, rank: int) -> None:  # noqa: ARG001
+    """Write the inputs of the loads, with every tool that saves sharded tensors."""
+    disable_fsync(sizes.fsync)
     state = sharded(inputs.shapes("large", sizes.nbytes))
     for tool in (ours("shardckpt"), *peers()):
         tool.save(state, folder / tool.name)
 
 
-def stalls(sizes: Sizes, folder: Path) -> list[Way]:
-    """Return how long saves in the background keep the loop."""
+def stalls(sizes: Sizes, folder: Path) -> list[Method]:
+    """Return asynchronous saves; the time is the one that they block training."""
     state = sharded(inputs.shapes("large", sizes.nbytes))
-    places = [torch.ones_like(local(tensor)) for tensor in state.values()]
+    buffers = [torch.ones_like(local(tensor)) for tensor in state.values()]
 
     def copy() -> None:
-        for place, tensor in zip(places, state.values(), strict=True):
-            place.copy_(local(tensor))
+        for buffer, tensor in zip(buffers, state.values(), strict=True):
+            buffer.copy_(local(tensor))
 
     def begin() -> Any:
         return shardckpt.async_save({"model": state}, str(folder / "out"))
 
     return [
-        Way("stall", "memcpy", "bare", copy),
-        Way("stall", "shardckpt", "shardckpt", begin, settle, partial(ended, folder), limits={"memcpy": 1.3}),
+        Method("stall", "memcpy", "bare", copy),
+        Method("stall", "shardckpt", "shardckpt", begin, settle, partial(finish, folder), limits={"memcpy": 1.3}),
     ]
 
 
-def stalls_of_dcp(sizes: Sizes, folder: Path) -> list[Way]:
-    """Return the same of DCP, apart, since buffers of all of them do not fit."""
-    ways = stalls(sizes, folder)[:1]
+def stalls_of_dcp(sizes: Sizes, folder: Path) -> list[Method]:
+    """Return the asynchronous save of DCP; it runs separately, because all buffers together do not fit."""
+    methods = stalls(sizes, folder)[:1]
     state = sharded(inputs.shapes("large", sizes.nbytes))
 
     def begin() -> Any:
         return dcp.async_save({"model": state}, checkpoint_id=folder / "out")
 
-    return [*ways, Way("stall", "DCP", "peer", begin, settle, partial(ended, folder))]
+    return [*methods, Method("stall", "DCP", "peer", begin, settle, partial(finish, folder))]
 
 
-def ended(folder: Path, _first: bool, handle: Any) -> None:
-    """Wait for a save in the background, and remove what it wrote."""
+def finish(folder: Path, _first: bool, handle: Any) -> None:
+    """Wait for an asynchronous save, and remove its files."""
     handle.result()
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder / "out")
 
 
-def many(sizes: Sizes, folder: Path) -> list[Way]:
+def many(sizes: Sizes, folder: Path) -> list[Method]:
     """Return saves and loads of many small tensors."""
     title = f"{sizes.many:,} tensors"
     limits = {"torch_checkpointing": 0.5} if HAS_PEER else {}
-    ways = of_many(title, sizes.many, sizes, folder, [SAFETENSORS, *peers()], limits)
-    return [replace(way, is_slow=way.by == "DCP") for way in ways]
+    methods = save_and_load_many(title, sizes.many, sizes, folder, [SAFETENSORS, *peers()], limits)
+    return [replace(method, is_slow=method.name == "DCP") for method in methods]
 
 
-def very_many(sizes: Sizes, folder: Path) -> list[Way]:
-    """Return the same of more of them, beside DCP alone."""
+def very_many(sizes: Sizes, folder: Path) -> list[Method]:
+    """Return saves and loads of very many small tensors, with DCP as the only peer."""
     title = f"{sizes.very_many:,} tensors"
-    slow = of_many(title, sizes.very_many, sizes, folder, [SAFETENSORS, with_dcp()], {"DCP": 0.1}, {"DCP": 0.1})
-    return [replace(way, is_slow=way.by == "DCP") for way in slow]
+    slow = save_and_load_many(
+        title, sizes.very_many, sizes, folder, [SAFETENSORS, dcp_tool()], {"DCP": 0.1}, {"DCP": 0.1}
+    )
+    return [replace(method, is_slow=method.name == "DCP") for method in slow]
 
 
-def of_many(
+def save_and_load_many(
     title: str,
     count: int,
     sizes: Sizes,
@@ -472,23 +482,23 @@ def of_many(
     tools: Sequence[Tool],
     save_limits: Mapping[str, float],
     load_limits: Mapping[str, float] | None = None,
-) -> list[Way]:
+) -> list[Method]:
     state = sharded(small_shapes(count))
     mine, roles = ours("shardckpt"), {"safetensors": "bare"}
-    ways = []
+    methods = []
     for tool in (mine, *tools):
         role = "shardckpt" if tool is mine else roles.get(tool.name, "peer")
         more = {"limits": save_limits} if tool is mine else {}
-        ways.append(saving(f"save {title}", tool, role, state, folder / "out", sizes, **more))
+        methods.append(saving(f"save {title}", tool, role, state, folder / "out", sizes, **more))
     for tool in (mine, *tools):
         role = "shardckpt" if tool is mine else roles.get(tool.name, "peer")
         more = {"limits": load_limits or {}} if tool is mine else {}
-        ways.append(loading(f"load {title}", tool, role, state, folder / tool.name, **more))
-    return ways
+        methods.append(loading(f"load {title}", tool, role, state, folder / tool.name, **more))
+    return methods
 
 
-def stay_off_the_disk(fsync: bool) -> None:
-    """Let nobody sync, where that is asked for."""
+def disable_fsync(fsync: bool) -> None:
+    """Disable fsync of all tools if `fsync` is False."""
     if not fsync:
         os.fsync = os.fdatasync = lambda _fd: None
 
@@ -497,74 +507,74 @@ def stay_off_the_disk(fsync: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a way took.
+class Measurement:
+    """Measurements of a method.
 
     Attributes:
-        way: The way, without what does it.
-        first: Seconds of the first turn, the warm-up where there was one.
-        seconds: Of each turn, of the slowest rank.
-        cpu: Seconds of the same, of all ranks.
+        method: The method, without its functions.
+        first: Seconds of the first turn, which is the warm-up if there is one.
+        seconds: Seconds of each turn on the slowest rank.
+        cpu: CPU seconds of each turn, of all ranks.
     """
 
-    way: Way
+    method: Method
     first: float
     seconds: tuple[float, ...]
     cpu: tuple[float, ...]
 
 
-Case = Callable[[Sizes, Path], list[Way]]
+Case = Callable[[Sizes, Path], list[Method]]
 
 
-def take_turns(case: Case, sizes: Sizes, folder: Path, rank: int) -> list[tuple[Way, list[tuple[float, float]]]]:
-    """Do everything that a case compares, in turn; the first turn of each is its warm-up."""
-    stay_off_the_disk(sizes.fsync)
-    ways = case(sizes, folder)
-    taken: list[list[tuple[float, float]]] = [[] for _ in ways]
+def take_turns(case: Case, sizes: Sizes, folder: Path, rank: int) -> list[tuple[Method, list[tuple[float, float]]]]:
+    """Run the methods of a case in turn; the first turn of each is its warm-up."""
+    disable_fsync(sizes.fsync)
+    methods = case(sizes, folder)
+    times: list[list[tuple[float, float]]] = [[] for _ in methods]
     for round_number in range(sizes.rounds + 1):
-        order = range(len(ways)) if round_number % 2 else range(len(ways) - 1, -1, -1)
-        for at in order:
-            if round_number and ways[at].is_slow:
+        order = range(len(methods)) if round_number % 2 else range(len(methods) - 1, -1, -1)
+        for index in order:
+            if round_number and methods[index].is_slow:
                 continue
-            taken[at].append(turn(ways[at], first=not round_number))
+            times[index].append(run_turn(methods[index], first=not round_number))
             if rank == 0:
-                note = f"round {round_number} of {sizes.rounds}: {ways[at].what} by {ways[at].by}"
-                print(f"  {note}, {taken[at][-1][0]:.2f} s", file=sys.stderr, flush=True)
-    told = [replace(way, act=nothing, before=nothing, after=nothing) for way in ways]
-    return list(zip(told, taken, strict=True))
+                note = f"round {round_number} of {sizes.rounds}: {methods[index].operation} by {methods[index].name}"
+                print(f"  {note}, {times[index][-1][0]:.2f} s", file=sys.stderr, flush=True)
+    stripped = [replace(method, act=nothing, before=nothing, after=nothing) for method in methods]
+    return list(zip(stripped, times, strict=True))
 
 
-def turn(way: Way, *, first: bool) -> tuple[float, float]:
-    way.before(first)
+def run_turn(method: Method, *, first: bool) -> tuple[float, float]:
+    method.before(first)
     gc.collect()
     dist.barrier()
-    begun = time.perf_counter(), time.process_time()
-    made = way.act()
-    ended_at = time.perf_counter(), time.process_time()
+    start = time.perf_counter(), time.process_time()
+    result = method.act()
+    end = time.perf_counter(), time.process_time()
     dist.barrier()
-    way.after(first, made)
-    return ended_at[0] - begun[0], ended_at[1] - begun[1]
+    method.after(first, result)
+    return end[0] - start[0], end[1] - start[1]
 
 
-def measure(case: Case, sizes: Sizes, folder: Path, world: int = RANKS) -> list[Measured]:
-    """Compare in ranks of their own."""
-    found = []
+def measure(case: Case, sizes: Sizes, folder: Path, world: int = RANKS) -> list[Measurement]:
+    """Run a case on new ranks and combine their measurements."""
+    measurements = []
     for ranks in zip(*run_ranks(partial(take_turns, case, sizes, folder), world), strict=True):
-        way = ranks[0][0]
+        method = ranks[0][0]
         turns = [
-            (max(t[0] for t in each), sum(t[1] for t in each)) for each in zip(*(r[1] for r in ranks), strict=True)
+            (max(t[0] for t in times), sum(t[1] for t in times)) for times in zip(*(r[1] for r in ranks), strict=True)
         ]
-        kept = turns if way.is_slow else turns[1:]
-        found.append(Measured(way, turns[0][0], tuple(t[0] for t in kept), tuple(t[1] for t in kept)))
-    return found
+        kept = turns if method.is_slow else turns[1:]
+        measurements.append(Measurement(method, turns[0][0], tuple(t[0] for t in kept), tuple(t[1] for t in kept)))
+    return measurements
 
 
-def peak_of(act: Callable[[State, Path], Any], sizes: Sizes, folder: Path, rank: int) -> float:  # noqa: ARG001
-    """Return the peak of memory above what the job held, as a share of this rank's state."""
-    stay_off_the_disk(sizes.fsync)
+def measure_peak(act: Callable[[State, Path], Any], sizes: Sizes, folder: Path, rank: int) -> float:  # noqa: ARG001
+    """Return the peak memory of a save, relative to this rank's state, without the memory of the job."""
+    disable_fsync(sizes.fsync)
     state = sharded(inputs.shapes("large", sizes.nbytes))
     small = sharded({"warm": SMALL})
-    act(small, folder / "warm")  # imports and groups are made
+    act(small, folder / "warm")  # imports modules and creates groups
     return_freed_memory()
     gc.collect()
     LIBC.malloc_trim(0)
@@ -579,49 +589,48 @@ def peak_of(act: Callable[[State, Path], Any], sizes: Sizes, folder: Path, rank:
     return peak / sum(local(tensor).nbytes for tensor in state.values())
 
 
-def in_background(state: State, folder: Path) -> None:
+def async_save(state: State, folder: Path) -> None:
     shardckpt.async_save({"model": state}, str(folder)).result()
 
 
-def in_background_of_dcp(state: State, folder: Path) -> None:
+def dcp_async_save(state: State, folder: Path) -> None:
     dcp.async_save({"model": state}, checkpoint_id=folder).result()  # type: ignore[union-attr]
 
 
 PEAKS: list[tuple[str, Callable[[State, Path], Any], float | None]] = [
     ("shardckpt.save", ours("").save, 0.1),
-    ("shardckpt.async_save", in_background, 1.1),
-    ("DCP save", with_dcp().save, None),
-    ("DCP async_save", in_background_of_dcp, None),
+    ("shardckpt.async_save", async_save, 1.1),
+    ("DCP save", dcp_tool().save, None),
+    ("DCP async_save", dcp_async_save, None),
 ]
 
 
-def draft(rank: int, world: int, arrays: int, flat: bool) -> bytes:
-    """Return what one of many ranks tells of its state: rows of every array, or a flat range of all of them."""
+def encode_local_plan(rank: int, world: int, arrays: int, flat: bool) -> bytes:
+    """Return the local plan of one of many ranks: rows of every array, or its flat range of each."""
     if flat:
-        held = ((3, 4099, world), arrays)
-        return LocalSavePlan(tuple(_flat(rank, world, *held)), frozenset(), {}).encode()
+        return LocalSavePlan(tuple(_flat(rank, world, (3, 4099, world), arrays)), frozenset(), {}).encode()
     rows = tuple(
-        LocalTensor(("model", f"layer.{at}"), (world, 4096), "float32", (Box((rank, 0), (1, 4096)),))
-        for at in range(arrays)
+        LocalTensor(("model", f"layer.{index}"), (world, 4096), "float32", (Box((rank, 0), (1, 4096)),))
+        for index in range(arrays)
     )
     return LocalSavePlan(rows, frozenset(), {}).encode()
 
 
 def _flat(rank: int, world: int, shape: tuple[int, ...], arrays: int) -> Iterator[LocalTensor]:
     total = shape[0] * shape[1] * shape[2]
-    share = -(-total // world)
-    for at in range(arrays):
-        boxes = flat_to_boxes(shape, min(rank * share, total), min((rank + 1) * share, total))
-        yield LocalTensor(("model", f"layer.{at}"), shape, "float32", tuple(boxes))
+    numel = -(-total // world)
+    for index in range(arrays):
+        boxes = flat_to_boxes(shape, min(rank * numel, total), min((rank + 1) * numel, total))
+        yield LocalTensor(("model", f"layer.{index}"), shape, "float32", tuple(boxes))
 
 
-def planned(world: int, arrays: int, *, flat: bool) -> tuple[float, int]:
-    """Return the seconds from what ranks tell to what they are told, and the boxes that were planned."""
-    told = [draft(rank, world, arrays, flat) for rank in range(world)]
+def time_planning(world: int, arrays: int, *, flat: bool) -> tuple[float, int]:
+    """Return the seconds from encoded local plans to encoded rank plans, and the number of planned boxes."""
+    messages = [encode_local_plan(rank, world, arrays, flat) for rank in range(world)]
     gc.collect()
     gc.disable()
     start = time.perf_counter()
-    plan = create_global_plan([LocalSavePlan.decode(each) for each in told])
+    plan = create_global_plan([LocalSavePlan.decode(message) for message in messages])
     for rank_plan in plan.rank_plans:
         rank_plan.encode()
     seconds = time.perf_counter() - start
@@ -633,48 +642,49 @@ def planned(world: int, arrays: int, *, flat: bool) -> tuple[float, int]:
 
 
 class Report:
-    """What is printed, kept for the record, and failed."""
+    """The printed lines, and the limits that were exceeded."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.failed: list[str] = []
 
     def say(self, line: str = "") -> None:
-        """Print a line and keep it."""
+        """Print a line and keep it for RESULTS.md."""
         print(line, flush=True)
         self.lines.append(line)
 
-    def table(self, title: str, found: Sequence[Measured]) -> None:
-        """Print what was compared: the yardstick of each kind first."""
-        bare = {each.way.what: each for each in found if each.way.role == "bare"}
-        mine = {each.way.what: each for each in reversed(found) if each.way.role == "shardckpt"}
+    def table(self, title: str, measurements: Sequence[Measurement]) -> None:
+        """Print the table of an operation, its baseline first."""
+        baselines = {row.method.operation: row for row in measurements if row.method.role == "bare"}
+        ours = {row.method.operation: row for row in reversed(measurements) if row.method.role == "shardckpt"}
         self.say(f"\n### {title}\n")
-        self.say("| | | ms (least - most) | first | CPU ms | x yardstick | of the fastest | shardckpt is faster |")
+        self.say("| | | ms (least - most) | first | CPU ms | x baseline | of the fastest | shardckpt is faster |")
         self.say("|---|---|---|---|---|---|---|---|")
-        for each in sorted(found, key=lambda each: ("bare", "shardckpt", "peer").index(each.way.role)):
-            ms, way = [turn_ * 1e3 for turn_ in each.seconds], each.way
-            stick, own = bare.get(way.what), mine.get(way.what)
-            of_bare = ["", ""] if stick in (None, each) else [f"{r:.2f}" for r in ratios(each, stick)]
-            of_mine = "" if own is None or way.role != "peer" else f"{ratios(each, own)[0]:.1f} x"
+        for row in sorted(measurements, key=lambda row: ("bare", "shardckpt", "peer").index(row.method.role)):
+            ms, method = [turn * 1e3 for turn in row.seconds], row.method
+            baseline, own = baselines.get(method.operation), ours.get(method.operation)
+            to_baseline = ["", ""] if baseline in (None, row) else [f"{r:.2f}" for r in ratios(row, baseline)]
+            to_own = "" if own is None or method.role != "peer" else f"{ratios(row, own)[0]:.1f} x"
             self.say(
-                f"| {way.what} | {way.by} | {median(ms):.0f} ({min(ms):.0f} - {max(ms):.0f}) | {each.first * 1e3:.0f} "
-                f"| {median(each.cpu) * 1e3:.0f} | {of_bare[0]} | {of_bare[1]} | {of_mine} |"
+                f"| {method.operation} | {method.name} | {median(ms):.0f} ({min(ms):.0f} - {max(ms):.0f}) "
+                f"| {row.first * 1e3:.0f} | {median(row.cpu) * 1e3:.0f} "
+                f"| {to_baseline[0]} | {to_baseline[1]} | {to_own} |"
             )
-        self.judge(found)
+        self.check_limits(measurements)
 
-    def judge(self, found: Sequence[Measured]) -> None:
-        """Note what takes longer than it may."""
-        of = {(each.way.what, each.way.by): each for each in found}
-        for each in found:
-            for by, limit in each.way.limits.items():
-                other = of.get((each.way.what, by))
-                if other is not None and (measured := ratios(each, other)[0]) > limit:
-                    said = f"{each.way.what} by {each.way.by} takes {measured:.2f} times that of {by}"
-                    self.failed.append(f"{said}; {limit:g} is the limit")
+    def check_limits(self, measurements: Sequence[Measurement]) -> None:
+        """Record the methods that exceed a limit."""
+        by_name = {(row.method.operation, row.method.name): row for row in measurements}
+        for row in measurements:
+            for name, limit in row.method.limits.items():
+                peer = by_name.get((row.method.operation, name))
+                if peer is not None and (to_peer := ratios(row, peer)[0]) > limit:
+                    text = f"{row.method.operation} by {row.method.name} takes {to_peer:.2f} times the time of {name}"
+                    self.failed.append(f"{text}; the limit is {limit:g}")
 
 
-def ratios(over: Measured, under: Measured) -> tuple[float, float]:
-    """Return the median of the rounds' own ratios, and the ratio of the fastest turns."""
+def ratios(over: Measurement, under: Measurement) -> tuple[float, float]:
+    """Return the median of the ratios of the rounds, and the ratio of the fastest turns."""
     fastest = min(over.seconds) / min(under.seconds)
     if len(over.seconds) != len(under.seconds):
         return median(over.seconds) / median(under.seconds), fastest
@@ -690,26 +700,28 @@ def run_save(report: Report, sizes: Sizes, folder: Path) -> None:
 
 
 def run_load(report: Report, sizes: Sizes, folder: Path) -> None:
-    run_ranks(partial(written, sizes, folder))
+    run_ranks(partial(write_checkpoints, sizes, folder))
     report.table(f"Loading {gb(sizes)}, {RANKS} ranks", measure(load, sizes, folder))
 
 
 def run_reshard(report: Report, sizes: Sizes, folder: Path) -> None:
-    run_ranks(partial(written, sizes, folder))
+    run_ranks(partial(write_checkpoints, sizes, folder))
     for world in (1, 2 * RANKS):
         report.table(f"Loading {gb(sizes)} of {RANKS} ranks on {world}", measure(reshard, sizes, folder, world))
 
 
 def run_replicas(report: Report, sizes: Sizes, folder: Path) -> None:
-    run_ranks(partial(written, replace(sizes, nbytes=sizes.nbytes // 2), folder))
-    report.table(f"Loading all of {sizes.nbytes / 2e9:g} GB on each of {RANKS} ranks", measure(replicas, sizes, folder))
+    run_ranks(partial(write_checkpoints, replace(sizes, nbytes=sizes.nbytes // 2), folder))
+    report.table(
+        f"Loading {sizes.nbytes / 2e9:g} GB of full tensors on each of {RANKS} ranks", measure(replicas, sizes, folder)
+    )
 
 
 def run_async(report: Report, sizes: Sizes, folder: Path) -> None:
-    found = measure(stalls, sizes, folder)
-    report.table(f"Stall of a save of {gb(sizes)} in the background, {RANKS} ranks", found)
-    found = measure(stalls_of_dcp, replace(sizes, rounds=min(sizes.rounds, 2)), folder)
-    report.table("The same of DCP", found)
+    measurements = measure(stalls, sizes, folder)
+    report.table(f"Stall of an asynchronous save of {gb(sizes)}, {RANKS} ranks", measurements)
+    measurements = measure(stalls_of_dcp, replace(sizes, rounds=min(sizes.rounds, 2)), folder)
+    report.table(f"Stall of DCP's async_save of {gb(sizes)}, {RANKS} ranks", measurements)
 
 
 def run_many(report: Report, sizes: Sizes, folder: Path) -> None:
@@ -722,13 +734,13 @@ def run_very_many(report: Report, sizes: Sizes, folder: Path) -> None:
 
 
 def run_memory(report: Report, sizes: Sizes, folder: Path) -> None:
-    report.say(f"\n### Peak of memory beside the state, {gb(sizes)}, {RANKS} ranks\n\n| | x state |\n|---|---|")
+    report.say(f"\n### Peak of memory without the state, {gb(sizes)}, {RANKS} ranks\n\n| | x state |\n|---|---|")
     for name, act, limit in PEAKS:
-        share = max(run_ranks(partial(peak_of, act, sizes, folder)))
-        report.say(f"| {name} | {share:.2f} |")
+        relative = max(run_ranks(partial(measure_peak, act, sizes, folder)))
+        report.say(f"| {name} | {relative:.2f} |")
         shutil.rmtree(folder / "warm")
-        if limit is not None and share > limit:
-            report.failed.append(f"{name} needs {share:.2f} times its state in memory; {limit:g} is the limit")
+        if limit is not None and relative > limit:
+            report.failed.append(f"{name} needs {relative:.2f} times its state in memory; the limit is {limit:g}")
 
 
 PLANS = (
@@ -741,23 +753,23 @@ PLANS = (
 )
 PLAN_SECONDS = 10.0
 FLAT = 2.0
-"""How many times as long a rank's part may take among 4,096 as among 8."""
+"""Largest time for each rank's part of 4,096, relative to that of 8."""
 
 
 def run_planning(report: Report, sizes: Sizes, folder: Path) -> None:  # noqa: ARG001
-    head = "| ranks | arrays | boxes | seconds | us a rank and array |\n|---|---|---|---|---|"
+    head = "| ranks | arrays | boxes | seconds | us per rank and array |\n|---|---|---|---|---|"
     report.say(f"\n### Planning a first save\n\n{head}")
-    each = {}
+    micros = {}
     for world, arrays, flat in PLANS:
-        seconds, boxes = planned(world, arrays, flat=flat)
-        each[world, arrays] = micro = seconds / world / arrays * 1e6
+        seconds, boxes = time_planning(world, arrays, flat=flat)
+        micros[world, arrays] = micro = seconds / world / arrays * 1e6
         kind = "flat ranges" if flat else "rows"
         report.say(f"| {world:,} | {arrays:,}, {kind} | {boxes:,} | {seconds:.2f} | {micro:.1f} |")
         if seconds > PLAN_SECONDS and world <= 1024:
-            report.failed.append(f"planning {boxes:,} boxes takes {seconds:.1f} s; {PLAN_SECONDS:g} is the limit")
-    if each[4096, 500] > FLAT * each[8, 500]:
+            report.failed.append(f"planning {boxes:,} boxes takes {seconds:.1f} s; the limit is {PLAN_SECONDS:g} s")
+    if micros[4096, 500] > FLAT * micros[8, 500]:
         report.failed.append(
-            f"a rank's plan takes {each[4096, 500] / each[8, 500]:.1f} times as long among 4,096 as of 8"
+            f"the plan of a rank takes {micros[4096, 500] / micros[8, 500]:.1f} times as long for 4,096 ranks as for 8"
         )
 
 
@@ -775,7 +787,7 @@ CASES: dict[str, Callable[[Report, Sizes, Path], None]] = {
 
 
 def run(case: str, sizes: Sizes, parent: str | None) -> Report:
-    """Measure and print one case."""
+    """Run a case and print its tables."""
     report = Report()
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
     with tempfile.TemporaryDirectory(prefix="shardckpt-bench-", dir=parent) as name:
@@ -783,32 +795,34 @@ def run(case: str, sizes: Sizes, parent: str | None) -> Report:
         report.say(f"{today}, {where}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}.")
         report.say(f"{sizes.rounds} rounds, fsync: {'both' if sizes.fsync else 'neither'}.")
         if not HAS_PEER:
-            report.say("torch_checkpointing is not installed, and left out.")
+            report.say("torch_checkpointing is not installed.")
         CASES[case](report, sizes, Path(name))
     return report
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Run the selected cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES), help="some of: %(default)s")
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
     parser.add_argument("--size", type=parse_size, default=parse_size("4GB"), help="bytes of the large state")
     parser.add_argument("--many", type=number, default=number("10K"), help="small tensors")
-    parser.add_argument("--very-many", type=number, default=number("50K"), help="small tensors where peers are slow")
-    parser.add_argument("--rounds", type=int, default=3, help="measured turns of each way")
-    parser.add_argument("--fsync", choices=("both", "neither"), default="both", help="for every tool, or for none")
-    parser.add_argument("--folder", help="where checkpoints go, instead of the temporary folder")
+    parser.add_argument(
+        "--very-many", type=number, default=number("50K"), help="small tensors of the case with slow peers"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="measured turns of each method")
+    parser.add_argument("--fsync", choices=("both", "neither"), default="both", help="fsync for all tools or for none")
+    parser.add_argument("--folder", help="folder for checkpoints, instead of the temporary folder")
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")
-    given = parser.parse_args()
-    cases = given.cases.split(",")
+    arguments = parser.parse_args()
+    cases = arguments.cases.split(",")
     if unknown := set(cases) - set(CASES):
-        parser.error(f"no such case: {', '.join(sorted(unknown))}")
-    sizes = Sizes(given.size, given.many, given.very_many, given.rounds, given.fsync == "both")
+        parser.error(f"unknown case: {', '.join(sorted(unknown))}")
+    sizes = Sizes(arguments.size, arguments.many, arguments.very_many, arguments.rounds, arguments.fsync == "both")
     failed = []
     for case in cases:
-        report = run(case, sizes, given.folder)
+        report = run(case, sizes, arguments.folder)
         failed += report.failed
-        if given.record:
+        if arguments.record:
             record(f"Save and load, {case}", report.lines)
     for line in failed:
         print(f"FAILED: {line}", file=sys.stderr)

@@ -1,30 +1,28 @@
-"""Taking and putting back the state of sharded models and optimizers, beside torch and beside the bare collectives.
+"""Compare getting and setting the state of sharded models and optimizers with torch and with bare collectives.
 
     python benchmarks/state_dict.py [--cases full,sharded,optimizer,many] [--rows flat,originals,composable] [--record]
 
-On two gloo ranks of one thread each. What is compared lives in one pair of forked processes and takes turns, in
-alternating order, so that whatever else the machine does hits neighbours alike; a turn takes as long as its slower
-rank. Ratios are medians of the rounds' own ratios. CPU is that of both ranks, all threads. Before the first round every
-way is checked: shardckpt and torch have to give the same names, shapes and values.
+The benchmark uses two gloo ranks with one thread each. All compared methods run in the same two forked processes, in
+alternating order, so other work on the machine affects all of them. The time of a turn is that of its slower rank.
+Ratios are medians of the ratios of the rounds. CPU is the sum of both ranks and all threads. Before the first round
+every method is checked: shardckpt and torch have to return the same names, shapes and values.
 
-**full.** The whole state of a bfloat16 Llama for the first rank. The yardstick is `dist.gather` of the same bytes, a
-unit at a time, into memory that stays: 1.5 times its time is the limit.
+**full.** The FULL state of a bfloat16 Llama on rank 0. The baseline is `dist.gather` of as many bytes, unit by unit,
+into memory that is kept. The limit is 1.5 times its time.
 
-**sharded.** DTensors of the same model. The yardstick of the wrapper is `dist.all_to_all_single` of the same bytes, a
-unit at a time, from the shard as it lies (as many bytes, not the right ones) into new memory that stays, which is
-what a state is made of. 1.3 times its time is the limit, and half of torch's (on two ranks the bare exchange takes a
-fifth of that itself). The same into memory that is there already, which no state can be, stands beside it.
-`fully_shard` may take no longer than torch's.
+**sharded.** DTensors of the same model. The baseline of the wrapper is `dist.all_to_all_single` of as many bytes, unit
+by unit, from the flat shard into new memory that is kept, as a state needs. The limits are 1.3 times its time, and half
+of torch's time (on two ranks the bare collective takes a fifth of that). The same collective into preallocated memory,
+which a state cannot use, is another row. `fully_shard` may take at most as long as torch's.
 
-**optimizer.** Adam's whole state for the first rank, and back from there, beside torch's functions for the same.
+**optimizer.** Get Adam's FULL state on rank 0 and load it from there, compared with torch's functions.
 
-**many.** Very many small parameters: every kind of state of model and optimizer, taken and put back. There is no limit
-for a SHARDED state of Adam beside torch's fully_shard, which hands out and takes over live tensors where we copy, and
-none for loading a LOCAL one, where torch copies a flat tensor a unit and looks at no names.
+**many.** Very many small parameters: get and load every kind of state of model and optimizer. Two methods have no
+limit. For a SHARDED state of Adam, torch's fully_shard returns and takes live tensors, and we copy them. For loading a
+LOCAL state, torch copies one flat tensor for each unit and does not check names.
 
-Memory is the kernel's own peak of resident memory in one more turn of each way, less what the process had before it,
-with a malloc that gives freed blocks back at once: results are in it, and what gloo takes for itself. The first rank's
-stands before the other's.
+Memory is the kernel's peak of resident memory in one more turn of each method, minus the memory before it. malloc
+returns freed blocks immediately. The figure includes the result and the buffers of gloo. Rank 0 is listed first.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it when they are made: once here, not in every rank
+import torch._dynamo  # optimizers import it when they are created; import it once, before the fork
 import torch.distributed as dist
 from llama import Block, Llama, Shape
 from ranks import LIBC, RANKS, median_ratio, read_status, return_freed_memory, run_ranks
@@ -62,7 +60,7 @@ from shardckpt.state.redistribute.flat_to_rows import plan_exchange
 
 Act = Callable[[], Any]
 UNIT = 100
-"""Small parameters of a unit."""
+"""Number of small parameters in a unit."""
 
 PATTERN = torch.randn((1 << 20) + 7, generator=torch.Generator().manual_seed(0))
 
@@ -72,13 +70,13 @@ PATTERN = torch.randn((1 << 20) + 7, generator=torch.Generator().manual_seed(0))
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large things are.
+    """Sizes and rounds.
 
     Attributes:
-        model: Parameters of the bfloat16 model.
-        trained: Parameters of the float32 model that has an optimizer.
+        model: Number of parameters of the bfloat16 model.
+        trained: Number of parameters of the float32 model with an optimizer.
         many: Number of small parameters.
-        rounds: Measured turns of each way.
+        rounds: Measured turns of each method.
     """
 
     model: int
@@ -88,54 +86,56 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Face:
-    """A way to shard.
+class FrontEnd:
+    """A way to shard a module.
 
     Attributes:
-        name: As printed.
-        shard: Makes a unit of a module.
+        name: Printed name.
+        shard: Makes a module an FSDP unit.
     """
 
     name: str
     shard: Callable[[nn.Module], nn.Module]
 
 
-def wrapped(package: Any, originals: bool, module: nn.Module) -> nn.Module:
-    made: nn.Module = package.FullyShardedDataParallel(module, use_orig_params=originals, device_id=torch.device("cpu"))
-    return made
+def wrap_module(package: Any, originals: bool, module: nn.Module) -> nn.Module:
+    wrapper: nn.Module = package.FullyShardedDataParallel(
+        module, use_orig_params=originals, device_id=torch.device("cpu")
+    )
+    return wrapper
 
 
-def in_place(package: Any, module: nn.Module) -> nn.Module:
-    made: nn.Module = package.fully_shard(module)
-    return made
+def shard_in_place(package: Any, module: nn.Module) -> nn.Module:
+    unit: nn.Module = package.fully_shard(module)
+    return unit
 
 
 ROWS = {
     "flat": (
-        Face("shardckpt wrapper, flat", partial(wrapped, ours, False)),
-        Face("torch FSDP1", partial(wrapped, theirs, False)),
+        FrontEnd("shardckpt wrapper, flat", partial(wrap_module, ours, False)),
+        FrontEnd("torch FSDP1", partial(wrap_module, theirs, False)),
     ),
     "originals": (
-        Face("shardckpt wrapper, use_orig_params", partial(wrapped, ours, True)),
-        Face("torch FSDP1, use_orig_params", partial(wrapped, theirs, True)),
+        FrontEnd("shardckpt wrapper, use_orig_params", partial(wrap_module, ours, True)),
+        FrontEnd("torch FSDP1, use_orig_params", partial(wrap_module, theirs, True)),
     ),
     "composable": (
-        Face("shardckpt fully_shard", partial(in_place, ours)),
-        Face("torch FSDP2", partial(in_place, theirs)),
+        FrontEnd("shardckpt fully_shard", partial(shard_in_place, ours)),
+        FrontEnd("torch FSDP2", partial(shard_in_place, theirs)),
     ),
 }
 
 
-def shape_of(numel: int) -> Shape:
-    """Return the shape of a Llama of about so many parameters; a quarter and less are the embedding and the head."""
+def choose_shape(numel: int) -> Shape:
+    """Return the shape of a Llama with about `numel` parameters, at most a quarter of them in embedding and head."""
     hidden = 2048 if numel >= 10**9 else 1024 if numel >= 10**8 else 256 if numel >= 10**7 else 32
-    each = 45 * hidden**2 // 4
-    layers = max(1, -(-(numel - 32 * hidden**2) // each))
+    block = 45 * hidden**2 // 4
+    layers = max(1, -(-(numel - 32 * hidden**2) // block))
     return Shape(layers=layers, hidden=hidden, inner=hidden * 11 // 4, heads=hidden // 16, words=16 * hidden)
 
 
-def filled(module: nn.Module) -> nn.Module:
-    """Give a module of the meta device values, the same ones each time."""
+def materialize(module: nn.Module) -> nn.Module:
+    """Allocate a module of the meta device and fill it with fixed values."""
     module.to_empty(device="cpu")
     for parameter in module.parameters():
         fill(parameter.detach().view(-1))
@@ -143,29 +143,29 @@ def filled(module: nn.Module) -> nn.Module:
 
 
 def fill(values: torch.Tensor) -> None:
-    for at in range(0, values.numel(), PATTERN.numel()):
-        place = values[at : at + PATTERN.numel()]
-        place.copy_(PATTERN[: place.numel()])
+    for start in range(0, values.numel(), PATTERN.numel()):
+        part = values[start : start + PATTERN.numel()]
+        part.copy_(PATTERN[: part.numel()])
 
 
-def llama(face: Face, shape: Shape, dtype: torch.dtype) -> nn.Module:
-    """Return a sharded Llama, a unit a block and one for the rest; one unit at a time is whole meanwhile."""
+def llama(front_end: FrontEnd, shape: Shape, dtype: torch.dtype) -> nn.Module:
+    """Return a Llama with one FSDP unit for each block and one for the rest; only one unit is full at a time."""
     with torch.device("meta"):
         model, blocks = Llama(replace(shape, layers=0)).to(dtype), [Block(shape).to(dtype) for _ in range(shape.layers)]
-    filled(model)
+    materialize(model)
     for block in blocks:
-        model.blocks.append(face.shard(filled(block)))
-    return face.shard(model)
+        model.blocks.append(front_end.shard(materialize(block)))
+    return front_end.shard(model)
 
 
-def small_parameters(face: Face, number: int) -> nn.Module:
-    """Return so many small parameters, sharded in units."""
+def small_parameters(front_end: FrontEnd, number: int) -> nn.Module:
+    """Return a model with `number` small parameters, sharded in units."""
     units = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(UNIT // 2))) for _ in range(number // UNIT)]
-    return face.shard(nn.Sequential(*(face.shard(filled(unit)) for unit in units)))
+    return front_end.shard(nn.Sequential(*(front_end.shard(materialize(unit)) for unit in units)))
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer with the state it would have after a step."""
+    """Return an Adam optimizer with the state that it has after a step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     for parameter in model.parameters():
         if parameter.numel():
@@ -174,28 +174,28 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def units_of(shape: Shape) -> list[int]:
-    """Return the parameters of each unit."""
+def count_unit_params(shape: Shape) -> list[int]:
+    """Return the number of parameters of each unit."""
     with torch.device("meta"):
         block = sum(p.numel() for p in Block(shape).parameters())
         rest = sum(p.numel() for p in Llama(replace(shape, layers=0)).parameters())
     return [rest] + [block] * shape.layers
 
 
-# ------------------------------------------------------------------------------------------------- states of torch's
+# ------------------------------------------------------------------------------------------------- states of torch
 
 
 def torch_state(model: nn.Module, kind: str) -> Mapping[str, Any]:
-    """Return the state of a model that torch sharded; the whole one for the first rank."""
+    """Return the state of a model that torch sharded; the FULL one on rank 0 only."""
     if not isinstance(model, theirs.FullyShardedDataParallel):
         return dcp.get_model_state_dict(model, options=options(kind))
-    with typed(model, kind):
+    with state_dict_type(model, kind):
         return model.state_dict()
 
 
-def put_torch_state(model: nn.Module, state: Mapping[str, Any], kind: str) -> None:
+def load_torch_state(model: nn.Module, state: Mapping[str, Any], kind: str) -> None:
     if isinstance(model, theirs.FullyShardedDataParallel):
-        with typed(model, kind, rank0_only=False):
+        with state_dict_type(model, kind, rank0_only=False):
             model.load_state_dict(dict(state))
     else:
         dcp.set_model_state_dict(model, dict(state), options=options(kind, loads=True))
@@ -204,22 +204,22 @@ def put_torch_state(model: nn.Module, state: Mapping[str, Any], kind: str) -> No
 def torch_optim_state(model: nn.Module, optim: torch.optim.Optimizer, kind: str) -> Mapping[str, Any]:
     if not isinstance(model, theirs.FullyShardedDataParallel):
         return dcp.get_optimizer_state_dict(model, optim, options=options(kind))
-    with typed(model, kind):
-        found: Mapping[str, Any] = model.optim_state_dict(model, optim)
-    return found
+    with state_dict_type(model, kind):
+        state: Mapping[str, Any] = model.optim_state_dict(model, optim)
+    return state
 
 
-def put_torch_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any], kind: str) -> None:
-    given = copied(state)
+def load_torch_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any], kind: str) -> None:
+    state = copy_containers(state)
     if not isinstance(model, theirs.FullyShardedDataParallel):
-        dcp.set_optimizer_state_dict(model, optim, given, options=options(kind, loads=True))
+        dcp.set_optimizer_state_dict(model, optim, state, options=options(kind, loads=True))
         return
-    with typed(model, kind):
-        optim.load_state_dict(model.optim_state_dict_to_load(model, optim, given))
+    with state_dict_type(model, kind):
+        optim.load_state_dict(model.optim_state_dict_to_load(model, optim, state))
 
 
-def copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state around the same tensors: torch's functions change what they are given."""
+def copy_containers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the dicts and lists of a state, because torch's functions change their arguments."""
     return (
         {
             "state": {name: dict(slots) for name, slots in state["state"].items()},
@@ -231,14 +231,14 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options(kind: str, loads: bool = False) -> dcp.StateDictOptions:
-    whole = kind == "FULL"
+    is_full = kind == "FULL"
     return dcp.StateDictOptions(
-        full_state_dict=whole, cpu_offload=whole and not loads, broadcast_from_rank0=whole and loads
+        full_state_dict=is_full, cpu_offload=is_full and not loads, broadcast_from_rank0=is_full and loads
     )
 
 
-def typed(model: nn.Module, kind: str, rank0_only: bool = True) -> Any:
-    """Return torch's context in which states are of a kind."""
+def state_dict_type(model: nn.Module, kind: str, rank0_only: bool = True) -> Any:
+    """Return torch's context manager for a kind of state."""
     model_kinds = {
         "FULL": theirs.FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
         "SHARDED": theirs.ShardedStateDictConfig(),
@@ -254,144 +254,148 @@ def typed(model: nn.Module, kind: str, rank0_only: bool = True) -> Any:
     )
 
 
-# ------------------------------------------------------------------------------------------------ what is compared
+# --------------------------------------------------------------------------------------------------- compared methods
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to do something.
+class Method:
+    """One implementation of an operation.
 
     Attributes:
-        what: What is done; ways of one name are compared.
-        by: Who does it, as printed.
-        role: "shardckpt", "torch", "bare" for the yardstick, or "floor" for what stands beside it.
-        act: Does it, and returns the state: what was taken, or what there is afterwards.
-        limits: How many times as long it may take as the way of a role.
+        operation: Methods of the same operation are compared.
+        name: Printed name.
+        role: "shardckpt", "torch", "bare" for the baseline, or "floor" for a lower bound.
+        act: Runs the operation and returns the state.
+        limits: Largest time relative to the method of a role.
     """
 
-    what: str
-    by: str
+    operation: str
+    name: str
     role: str
     act: Act
     limits: Mapping[str, float] = field(default_factory=dict)
 
 
-def full(row: str, sizes: Sizes, rank: int) -> list[Way]:
-    """The whole model for the first rank."""
+def full(row: str, sizes: Sizes, rank: int) -> list[Method]:
+    """The FULL state of the model on rank 0."""
     mine, its = ROWS[row]
-    shape = shape_of(sizes.model)
-    model, other = (llama(face, shape, torch.bfloat16) for face in (mine, its))
-    what = "model FULL"
+    shape = choose_shape(sizes.model)
+    model, other = (llama(front_end, shape, torch.bfloat16) for front_end in (mine, its))
+    operation = "model FULL"
     return [
-        Way(what, "bare gather", "bare", partial(gathered, units_of(shape), rank)),
-        Way(what, mine.name, "shardckpt", partial(our_state, model, "FULL"), {"bare": 1.5, "torch": 1.0}),
-        Way(what, its.name, "torch", partial(torch_state, other, "FULL")),
+        Method(operation, "bare gather", "bare", partial(gather, count_unit_params(shape), rank)),
+        Method(operation, mine.name, "shardckpt", partial(our_state, model, "FULL"), {"bare": 1.5, "torch": 1.0}),
+        Method(operation, its.name, "torch", partial(torch_state, other, "FULL")),
     ]
 
 
-def gathered(units: Sequence[int], rank: int) -> list[torch.Tensor]:
-    """Gather so many elements of each unit to the first rank, from shards that are there."""
+def gather(units: Sequence[int], rank: int) -> list[torch.Tensor]:
+    """Gather the elements of each unit to rank 0, from preallocated shards."""
     shard = torch.zeros(-(-max(units) // RANKS), dtype=torch.bfloat16)
-    kept = []
+    gathered = []
     for numel in units:
         part = shard[: -(-numel // RANKS)]
         rows = torch.empty(RANKS, part.numel(), dtype=part.dtype) if rank == 0 else None
         dist.gather(part, None if rows is None else list(rows), dst=0)
-        kept += [] if rows is None else [rows]
-    return kept
+        gathered += [] if rows is None else [rows]
+    return gathered
 
 
-def sharded(row: str, sizes: Sizes, rank: int) -> list[Way]:
-    """DTensors of the model."""
+def sharded(row: str, sizes: Sizes, rank: int) -> list[Method]:
+    """The SHARDED state of the model."""
     mine, its = ROWS[row]
-    shape = shape_of(sizes.model)
-    model, other = (llama(face, shape, torch.bfloat16) for face in (mine, its))
-    what = "model SHARDED"
+    shape = choose_shape(sizes.model)
+    model, other = (llama(front_end, shape, torch.bfloat16) for front_end in (mine, its))
+    operation = "model SHARDED"
     limits = {"torch": 1.0} if row == "composable" else {"bare": 1.3, "torch": 0.5}
-    ways = [
-        Way(what, mine.name, "shardckpt", partial(our_state, model, "SHARDED"), limits),
-        Way(what, its.name, "torch", partial(torch_state, other, "SHARDED")),
+    methods = [
+        Method(operation, mine.name, "shardckpt", partial(our_state, model, "SHARDED"), limits),
+        Method(operation, its.name, "torch", partial(torch_state, other, "SHARDED")),
     ]
     if row == "composable":
-        return ways
-    kept = exchanged(model, rank)
+        return methods
+    kept = exchange(model, rank)
     return [
-        Way(what, "bare all-to-all", "bare", partial(exchanged, model, rank)),
-        Way(what, "bare all-to-all, memory that is there", "floor", partial(exchanged, model, rank, kept)),
-        *ways,
+        Method(operation, "bare all-to-all", "bare", partial(exchange, model, rank)),
+        Method(operation, "bare all-to-all, preallocated", "floor", partial(exchange, model, rank, kept)),
+        *methods,
     ]
 
 
-def exchanged(model: nn.Module, rank: int, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-    """Exchange as many elements of each unit as flat shards and rows have in common; into new memory or other."""
-    taken: list[torch.Tensor] = []
+def exchange(model: nn.Module, rank: int, into: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    """Exchange the elements of each unit between flat shards and rows, into new memory or into given buffers."""
+    outputs: list[torch.Tensor] = []
     for number, bucket in enumerate(buckets(model)):
         plan = plan_exchange(bucket.layout, rank)  # type: ignore[arg-type]
-        sends, takes = ([sum(span.numel for span in spans) for spans in side] for side in (plan.out, plan.into))
-        out = bucket.shard.new_empty(sum(takes)) if into is None else into[number]
-        given = bucket.shard.detach()[: sum(sends)]
-        dist.all_to_all_single(out, given, takes, sends)
-        taken.append(out)
-    return taken
+        send_sizes, receive_sizes = (
+            [sum(span.numel for span in spans) for spans in side] for side in (plan.out, plan.into)
+        )
+        out = bucket.shard.new_empty(sum(receive_sizes)) if into is None else into[number]
+        shard = bucket.shard.detach()[: sum(send_sizes)]
+        dist.all_to_all_single(out, shard, receive_sizes, send_sizes)
+        outputs.append(out)
+    return outputs
 
 
-def optimizer(row: str, sizes: Sizes, rank: int) -> list[Way]:  # noqa: ARG001
-    """Adam's whole state for the first rank, and back."""
+def optimizer(row: str, sizes: Sizes, rank: int) -> list[Method]:  # noqa: ARG001
+    """Adam's FULL state on rank 0, and loading it from there."""
     mine, its = ROWS[row]
-    shape = shape_of(sizes.trained)
-    model, other = (llama(face, shape, torch.float32) for face in (mine, its))
-    return optimizer_ways(mine, its, (model, other), ("FULL",))
+    shape = choose_shape(sizes.trained)
+    model, other = (llama(front_end, shape, torch.float32) for front_end in (mine, its))
+    return optimizer_methods(mine, its, (model, other), ("FULL",))
 
 
-def optimizer_ways(mine: Face, its: Face, models: tuple[nn.Module, nn.Module], kinds: Sequence[str]) -> list[Way]:
-    (model, other), (own, others) = models, (adam(each) for each in models)
-    ways = []
+def optimizer_methods(
+    mine: FrontEnd, its: FrontEnd, models: tuple[nn.Module, nn.Module], kinds: Sequence[str]
+) -> list[Method]:
+    (model, other), (our_optim, other_optim) = models, map(adam, models)
+    methods = []
     for kind in kinds:
-        take, put = f"Adam {kind}", f"Adam {kind}, loaded"
-        kept = our_optim_state(model, own, kind)
+        get, load = f"Adam {kind}", f"Adam {kind}, loaded"
+        kept = our_optim_state(model, our_optim, kind)
         limits = {} if kind == "SHARDED" and its.name == "torch FSDP2" else {"torch": 1.0}
-        ways += [
-            Way(take, mine.name, "shardckpt", partial(our_optim_state, model, own, kind), limits),
-            Way(put, mine.name, "shardckpt", partial(put_our_optim_state, model, own, kept), limits),
+        methods += [
+            Method(get, mine.name, "shardckpt", partial(our_optim_state, model, our_optim, kind), limits),
+            Method(load, mine.name, "shardckpt", partial(load_our_optim_state, model, our_optim, kept), limits),
         ]
-        if has(its, kind, optimizer=True):
-            given = kept if kind == "FULL" else torch_optim_state(other, others, kind)
-            ways += [
-                Way(take, its.name, "torch", partial(torch_optim_state, other, others, kind)),
-                Way(put, its.name, "torch", partial(put_torch_optim_state, other, others, given, kind)),
+        if supports(its, kind, optimizer=True):
+            initial = kept if kind == "FULL" else torch_optim_state(other, other_optim, kind)
+            methods += [
+                Method(get, its.name, "torch", partial(torch_optim_state, other, other_optim, kind)),
+                Method(load, its.name, "torch", partial(load_torch_optim_state, other, other_optim, initial, kind)),
             ]
-    return ways
+    return methods
 
 
-def many(row: str, sizes: Sizes, rank: int) -> list[Way]:  # noqa: ARG001
-    """Every kind of state of very many small parameters, taken and put back."""
+def many(row: str, sizes: Sizes, rank: int) -> list[Method]:  # noqa: ARG001
+    """Get and load every kind of state of very many small parameters."""
     mine, its = ROWS[row]
-    model, other = (small_parameters(face, sizes.many) for face in (mine, its))
-    ways = []
+    model, other = (small_parameters(front_end, sizes.many) for front_end in (mine, its))
+    methods = []
     for kind in ("FULL", "SHARDED", "LOCAL"):
-        take, put = f"model {kind}", f"model {kind}, loaded"
-        everywhere = kind == "FULL" and row != "composable"  # torch's wrapper loads nothing else
+        get, load = f"model {kind}", f"model {kind}, loaded"
+        on_all_ranks = kind == "FULL" and row != "composable"  # torch's wrapper needs it on all ranks
         loaded = {} if kind == "LOCAL" else {"torch": 1.0}
-        kept = shardckpt.model_state_dict(model, kind, rank0_only=kind == "FULL" and not everywhere)
-        ways += [
-            Way(take, mine.name, "shardckpt", partial(our_state, model, kind), {"torch": 1.0}),
-            Way(put, mine.name, "shardckpt", partial(put_our_state, model, kept), loaded),
+        kept = shardckpt.model_state_dict(model, kind, rank0_only=kind == "FULL" and not on_all_ranks)
+        methods += [
+            Method(get, mine.name, "shardckpt", partial(our_state, model, kind), {"torch": 1.0}),
+            Method(load, mine.name, "shardckpt", partial(load_our_state, model, kept), loaded),
         ]
-        if has(its, kind, optimizer=False):
-            given = kept if kind == "FULL" else torch_state(other, kind)
-            ways += [
-                Way(take, its.name, "torch", partial(torch_state, other, kind)),
-                Way(put, its.name, "torch", partial(put_torch_state, other, given, kind)),
+        if supports(its, kind, optimizer=False):
+            initial = kept if kind == "FULL" else torch_state(other, kind)
+            methods += [
+                Method(get, its.name, "torch", partial(torch_state, other, kind)),
+                Method(load, its.name, "torch", partial(load_torch_state, other, initial, kind)),
             ]
-    return ways + optimizer_ways(mine, its, (model, other), ("FULL", "SHARDED", "LOCAL"))
+    return methods + optimizer_methods(mine, its, (model, other), ("FULL", "SHARDED", "LOCAL"))
 
 
-def has(face: Face, kind: str, *, optimizer: bool) -> bool:
-    """Tell whether torch knows a kind of state."""
-    return kind != "LOCAL" or (face.name == "torch FSDP1" and not optimizer)
+def supports(front_end: FrontEnd, kind: str, *, optimizer: bool) -> bool:
+    """Return True if torch supports a kind of state."""
+    return kind != "LOCAL" or (front_end.name == "torch FSDP1" and not optimizer)
 
 
-CASES: dict[str, Callable[[str, Sizes, int], list[Way]]] = {
+CASES: dict[str, Callable[[str, Sizes, int], list[Method]]] = {
     "full": full,
     "sharded": sharded,
     "optimizer": optimizer,
@@ -400,20 +404,20 @@ CASES: dict[str, Callable[[str, Sizes, int], list[Way]]] = {
 
 
 def our_state(model: nn.Module, kind: str) -> Mapping[str, Any]:
-    whole = kind == "FULL"
-    return shardckpt.model_state_dict(model, kind, rank0_only=whole, offload_to_cpu=whole)
+    is_full = kind == "FULL"
+    return shardckpt.model_state_dict(model, kind, rank0_only=is_full, offload_to_cpu=is_full)
 
 
-def put_our_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+def load_our_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     shardckpt.load_model_state_dict(model, state)
 
 
 def our_optim_state(model: nn.Module, optim: torch.optim.Optimizer, kind: str) -> Mapping[str, Any]:
-    whole = kind == "FULL"
-    return shardckpt.optim_state_dict(model, optim, kind, rank0_only=whole, offload_to_cpu=whole)
+    is_full = kind == "FULL"
+    return shardckpt.optim_state_dict(model, optim, kind, rank0_only=is_full, offload_to_cpu=is_full)
 
 
-def put_our_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def load_our_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     shardckpt.load_optim_state_dict(model, optim, state)
 
 
@@ -421,108 +425,113 @@ def put_our_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: M
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one rank, or the slower one, found of a way.
+class Measurement:
+    """Measurements of a method on one rank, or combined for all ranks.
 
     Attributes:
-        way: The way, without what does it.
-        seconds: Of each turn.
-        cpu: Seconds of the same.
-        peaks: Bytes that one more turn needed, of each rank.
+        method: The method, without its function.
+        seconds: Seconds of each turn.
+        cpu: CPU seconds of each turn.
+        peaks: Peak memory of one more turn in bytes, of each rank.
     """
 
-    way: Way
+    method: Method
     seconds: tuple[float, ...]
     cpu: tuple[float, ...]
     peaks: tuple[int, ...]
 
 
-def take_turns(case: str, row: str, sizes: Sizes, rank: int) -> list[Measured]:
-    """Do everything that a case compares, in turn."""
-    ways = CASES[case](row, sizes, rank)
-    check(ways)
-    taken: list[list[tuple[float, float]]] = [[] for _ in ways]
+def take_turns(case: str, row: str, sizes: Sizes, rank: int) -> list[Measurement]:
+    """Run the methods of a case in turn."""
+    methods = CASES[case](row, sizes, rank)
+    check(methods)
+    times: list[list[tuple[float, float]]] = [[] for _ in methods]
     for number in range(sizes.rounds):
-        order = range(len(ways)) if number % 2 else range(len(ways) - 1, -1, -1)
+        order = range(len(methods)) if number % 2 else range(len(methods) - 1, -1, -1)
         for index in order:
             gc.collect()
             dist.barrier()
-            begun = time.perf_counter(), time.process_time()
-            made = ways[index].act()
-            ended = time.perf_counter(), time.process_time()
+            start = time.perf_counter(), time.process_time()
+            result = methods[index].act()
+            end = time.perf_counter(), time.process_time()
             dist.barrier()
-            taken[index].append((ended[0] - begun[0], ended[1] - begun[1]))
-            del made
+            times[index].append((end[0] - start[0], end[1] - start[1]))
+            del result
     return_freed_memory()
-    rows = zip(ways, taken, strict=True)
     return [
-        Measured(replace(way, act=done), *(tuple(each) for each in zip(*found, strict=True)), (peak_of(way.act),))
-        for way, found in rows
+        Measurement(
+            replace(method, act=placeholder),
+            tuple(seconds for seconds, _ in turns),
+            tuple(cpu for _, cpu in turns),
+            (measure_peak(method.act),),
+        )
+        for method, turns in zip(methods, times, strict=True)
     ]
 
 
-def done() -> None:
-    """Stand for what was done, where it is told to another process."""
+def placeholder() -> None:
+    """Replace a method's function, so that the method can be sent to another process."""
 
 
-def peak_of(act: Act) -> int:
-    """Return the bytes that are needed to do something, its result among them."""
+def measure_peak(act: Act) -> int:
+    """Return the peak memory of a function in bytes, with its result."""
     gc.collect()
     LIBC.malloc_trim(0)
     dist.barrier()
     before = read_status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    made = act()
+    result = act()
     peak = read_status("VmHWM") - before
-    del made
+    del result
     return peak
 
 
-def check(ways: Sequence[Way]) -> None:
-    """Do everything once.
+def check(methods: Sequence[Method]) -> None:
+    """Run each method once.
 
     Raises:
-        SystemExit: shardckpt and torch took different states.
+        SystemExit: shardckpt and torch returned different states.
     """
-    seen: dict[str, dict[str, Any]] = {}
-    for way in ways:
-        found = way.act()
-        if way.role in ("shardckpt", "torch") and found is not None:
-            seen.setdefault(way.what, {})[way.by] = told(found)
-        del found
-    for what, each in seen.items():
-        first, *others = each.values()
-        if what.endswith("LOCAL"):
-            continue  # lies differently
+    summaries: dict[str, dict[str, Any]] = {}
+    for method in methods:
+        state = method.act()
+        if method.role in ("shardckpt", "torch") and state is not None:
+            summaries.setdefault(method.operation, {})[method.name] = summarize(state)
+        del state
+    for operation, by_name in summaries.items():
+        first, *others = by_name.values()
+        if operation.endswith("LOCAL"):
+            continue  # the layouts differ
         if any(other != first for other in others):
-            raise SystemExit(f"{what} is not the same for {' and '.join(each)}: {differences(first, others[0])}")
+            raise SystemExit(f"{operation} differs for {' and '.join(by_name)}: {differences(first, others[0])}")
 
 
-def told(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return names with whole shapes and types, and the sum of what all ranks have, bit for bit."""
-    tensors = dict(flattened(state))
+def summarize(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return names with global shapes and dtypes, and the sum of the bits of all ranks."""
+    tensors = dict(iterate_tensors(state))
     total = sum(
-        (sum_of(part) for value in tensors.values() for part in parts(value)), torch.zeros((), dtype=torch.int64)
+        (sum_bits(part) for value in tensors.values() for part in local_parts(value)),
+        torch.zeros((), dtype=torch.int64),
     )
     dist.all_reduce(total)
     return {**{name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}, "sum": total.item()}
 
 
-def flattened(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what has dimensions."""
+def iterate_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a state that are not scalars."""
     for name, value in state.get("state", state).items():
-        for slot, each in value.items() if isinstance(value, Mapping) else [("", value)]:
-            if isinstance(each, ShardedTensor) or each.dim():
-                yield f"{name} {slot}".strip(), each
+        for slot, tensor in value.items() if isinstance(value, Mapping) else [("", value)]:
+            if isinstance(tensor, ShardedTensor) or tensor.dim():
+                yield f"{name} {slot}".strip(), tensor
 
 
-def parts(value: Any) -> list[torch.Tensor]:
+def local_parts(value: Any) -> list[torch.Tensor]:
     if isinstance(value, ShardedTensor):
         return [shard.tensor for shard in value.local_shards()]
     return [value.to_local() if isinstance(value, DTensor) else value]
 
 
-def sum_of(part: torch.Tensor) -> torch.Tensor:
+def sum_bits(part: torch.Tensor) -> torch.Tensor:
     words = torch.int16 if part.element_size() == 2 else torch.int32
     return part.detach().contiguous().view(words).sum(dtype=torch.int64)
 
@@ -535,14 +544,14 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     )[:500]
 
 
-def measure(case: str, row: str, sizes: Sizes) -> list[Measured]:
-    """Compare in ranks of their own."""
+def measure(case: str, row: str, sizes: Sizes) -> list[Measurement]:
+    """Run a case on new ranks and combine their measurements."""
     return [
-        Measured(
-            ranks[0].way,
-            tuple(max(turn) for turn in zip(*(each.seconds for each in ranks), strict=True)),
-            tuple(sum(turn) for turn in zip(*(each.cpu for each in ranks), strict=True)),
-            tuple(each.peaks[0] for each in ranks),
+        Measurement(
+            ranks[0].method,
+            tuple(max(turn) for turn in zip(*(rank.seconds for rank in ranks), strict=True)),
+            tuple(sum(turn) for turn in zip(*(rank.cpu for rank in ranks), strict=True)),
+            tuple(rank.peaks[0] for rank in ranks),
         )
         for ranks in zip(*run_ranks(partial(take_turns, case, row, sizes)), strict=True)
     ]
@@ -552,59 +561,60 @@ def measure(case: str, row: str, sizes: Sizes) -> list[Measured]:
 
 
 TITLES = {
-    "full": "FULL state of {model:.3g} billion bfloat16 parameters, for the first rank",
+    "full": "FULL state of {model:.3g} billion bfloat16 parameters, on rank 0",
     "sharded": "SHARDED state of {model:.3g} billion bfloat16 parameters",
-    "optimizer": "Adam of {trained:.0f} million float32 parameters, for the first rank and back",
+    "optimizer": "Adam of {trained:.0f} million float32 parameters, to rank 0 and back",
     "many": "{many:,} small parameters",
 }
 
 
 class Report:
-    """What is printed, kept for the record, and failed."""
+    """The printed lines, and the limits that were exceeded."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.failed: list[str] = []
 
     def say(self, line: str = "") -> None:
-        """Print a line and keep it."""
+        """Print a line and keep it for RESULTS.md."""
         print(line, flush=True)
         self.lines.append(line)
 
     def head(self, title: str) -> None:
-        """Begin a table."""
+        """Print the head of a table."""
         self.say(f"\n### {title}\n\n| | | ms (least - most) | CPU ms | x bare | x torch | peak MB |")
         self.say("|---|---|---|---|---|---|---|")
 
-    def add(self, found: Sequence[Measured]) -> None:
-        """Print what was compared."""
-        of = {(each.way.what, each.way.role): each for each in found}
-        for each in sorted(found, key=lambda each: [other.way.what for other in found].index(each.way.what)):
-            way, ms = each.way, [turn * 1e3 for turn in each.seconds]
+    def add(self, measurements: Sequence[Measurement]) -> None:
+        """Print the rows of the methods."""
+        by_role = {(row.method.operation, row.method.role): row for row in measurements}
+        operations = [row.method.operation for row in measurements]
+        for row in sorted(measurements, key=lambda row: operations.index(row.method.operation)):
+            method, ms = row.method, [turn * 1e3 for turn in row.seconds]
             ratios = {
-                role: median_ratio(each.seconds, of[way.what, role].seconds)
+                role: median_ratio(row.seconds, by_role[method.operation, role].seconds)
                 for role in ("bare", "torch")
-                if way.role not in ("bare", role) and (way.what, role) in of
+                if method.role not in ("bare", role) and (method.operation, role) in by_role
             }
             columns = [f"{ratios[role]:.3f}" if role in ratios else "" for role in ("bare", "torch")]
             self.say(
-                f"| {way.what} | {way.by} | {median(ms):.1f} ({min(ms):.1f} - {max(ms):.1f}) "
-                f"| {median(each.cpu) * 1e3:.1f} | {' | '.join(columns)} "
-                f"| {', '.join(f'{peak / 1e6:.0f}' for peak in each.peaks)} |"
+                f"| {method.operation} | {method.name} | {median(ms):.1f} ({min(ms):.1f} - {max(ms):.1f}) "
+                f"| {median(row.cpu) * 1e3:.1f} | {' | '.join(columns)} "
+                f"| {', '.join(f'{peak / 1e6:.0f}' for peak in row.peaks)} |"
             )
-            for role, measured in ratios.items():
-                if measured > way.limits.get(role, measured):
+            for role, to_peer in ratios.items():
+                if to_peer > method.limits.get(role, to_peer):
                     self.failed.append(
-                        f"{way.what} of {way.by} takes {measured:.3f} times that of {of[way.what, role].way.by}; "
-                        f"{way.limits[role]:g} is the limit"
+                        f"{method.operation} of {method.name} takes {to_peer:.3f} times the time of "
+                        f"{by_role[method.operation, role].method.name}; the limit is {method.limits[role]:g}"
                     )
 
 
 def run(case: str, rows: Sequence[str], sizes: Sizes) -> Report:
-    """Measure and print one case."""
+    """Run a case and print its table."""
     report = Report()
-    numels = {"model": sum(units_of(shape_of(sizes.model))) / 1e9, "many": sizes.many // UNIT * UNIT}
-    numels["trained"] = sum(units_of(shape_of(sizes.trained))) / 1e6
+    numels = {"model": sum(count_unit_params(choose_shape(sizes.model))) / 1e9, "many": sizes.many // UNIT * UNIT}
+    numels["trained"] = sum(count_unit_params(choose_shape(sizes.trained))) / 1e6
     today = datetime.datetime.now(tz=datetime.timezone.utc).date()
     report.say(f"{today}, {machine()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}.")
     report.say(f"{RANKS} gloo ranks, {sizes.rounds} rounds.")
@@ -615,32 +625,32 @@ def run(case: str, rows: Sequence[str], sizes: Sizes) -> Report:
 
 
 def number(text: str) -> int:
-    """Return a number: `300M` are 300 million, `1.1B` 1.1 billion."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip().upper())
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; 300M and 1.1B are")
-    return int(float(found[1]) * {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[found[2]])
+    """Return a number: `300M` is 300 million, `1.1B` is 1.1 billion."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip().upper())
+    if not match:
+        raise argparse.ArgumentTypeError(f"a number must be like 300M or 1.1B, got {text!r}")
+    return int(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[match[2]])
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Run the selected cases and rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES), help="some of: %(default)s")
-    parser.add_argument("--rows", default=",".join(ROWS), help="some of: %(default)s")
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
+    parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated, of: %(default)s")
     parser.add_argument("--size", type=number, default=number("1.1B"), help="parameters of the bfloat16 model")
     parser.add_argument("--trained", type=number, default=number("300M"), help="parameters under Adam")
     parser.add_argument("--many", type=number, default=number("10K"), help="small parameters")
-    parser.add_argument("--rounds", type=int, default=5, help="measured turns of each way")
+    parser.add_argument("--rounds", type=int, default=5, help="measured turns of each method")
     parser.add_argument("--record", action="store_true", help=f"write the tables into {RESULTS.name}")
-    given = parser.parse_args()
-    cases, rows = given.cases.split(","), given.rows.split(",")
+    arguments = parser.parse_args()
+    cases, rows = arguments.cases.split(","), arguments.rows.split(",")
     if unknown := (set(cases) - set(CASES)) | (set(rows) - set(ROWS)):
-        parser.error(f"no such case or row: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown case or row: {', '.join(sorted(unknown))}")
     failed = []
     for case in cases:
-        report = run(case, rows, Sizes(given.size, given.trained, given.many, given.rounds))
+        report = run(case, rows, Sizes(arguments.size, arguments.trained, arguments.many, arguments.rounds))
         failed += report.failed
-        if given.record:
+        if arguments.record:
             record(f"States, {case}", report.lines)
     for line in failed:
         print(f"FAILED: {line}", file=sys.stderr)

@@ -40,8 +40,8 @@ def test_a_small_run_prints_every_case_beside_its_peers(tmp_path):
 
 
 def test_plans_of_few_ranks_are_made_for_rows_and_flat_ranges(module):
-    assert module.planned(8, 3, flat=False)[1] == 24
-    assert module.planned(8, 3, flat=True)[1] > 24  # a flat range is several boxes
+    assert module.time_planning(8, 3, flat=False)[1] == 24
+    assert module.time_planning(8, 3, flat=True)[1] > 24  # a flat range is several boxes
 
 
 @pytest.mark.parametrize("arguments", [("--cases", "no-such-case"), ("--size", "big"), ("--fsync", "one")])
@@ -53,8 +53,8 @@ def test_what_cannot_be_run_is_refused(module, monkeypatch, arguments):
 
 
 def measured(module, by, role, seconds, limits=()):
-    way = module.Way("save", by, role, module.nothing, limits=dict(limits))
-    return module.Measured(way, seconds, (seconds,) * 3, (seconds,) * 3)
+    method = module.Method("save", by, role, module.nothing, limits=dict(limits))
+    return module.Measurement(method, seconds, (seconds,) * 3, (seconds,) * 3)
 
 
 @pytest.mark.parametrize(("seconds", "failures"), [(1.0, 0), (1.24, 0), (1.26, 1), (4.1, 2)])
@@ -67,9 +67,9 @@ def test_a_save_may_take_so_many_times_as_long_as_what_stands_beside_it(module, 
 
 def test_a_peer_that_takes_one_turn_is_compared_with_the_median(module):
     report = module.Report()
-    slow = module.Measured(module.Way("save", "DCP", "peer", module.nothing, is_slow=True), 9.0, (9.0,), (9.0,))
+    slow = module.Measurement(module.Method("save", "DCP", "peer", module.nothing, is_slow=True), 9.0, (9.0,), (9.0,))
     report.table("Saving", [measured(module, "shardckpt", "shardckpt", 1.0, {"DCP": 0.1}), slow])
-    assert report.failed == ["save by shardckpt takes 0.11 times that of DCP; 0.1 is the limit"]
+    assert report.failed == ["save by shardckpt takes 0.11 times the time of DCP; the limit is 0.1"]
 
 
 def test_a_tensor_that_is_not_the_truth_stops_the_benchmark(module, monkeypatch):
@@ -79,5 +79,5 @@ def test_a_tensor_that_is_not_the_truth_stops_the_benchmark(module, monkeypatch)
     state = {"weight": module.truth("weight", 0, 4, (4, 8))}
     module.check(state, "anybody")
     state["weight"][3, 7] += 1
-    with pytest.raises(SystemExit, match="anybody loaded another weight"):
+    with pytest.raises(SystemExit, match="weight loaded by anybody differs"):
         module.check(state, "anybody")

@@ -39,7 +39,7 @@ FACES = {
             "flat",
             "full,sharded",
             ["model FULL", "model SHARDED"],
-            ["bare gather", "bare all-to-all", "bare all-to-all, memory that is there"],
+            ["bare gather", "bare all-to-all", "bare all-to-all, preallocated"],
         ),
         (
             "composable",
@@ -67,8 +67,8 @@ def test_what_cannot_be_run_is_refused(states, monkeypatch, arguments):
 
 
 def measured(states, role, seconds, limits=()):
-    way = states.Way("model FULL", role, role, states.done, dict(limits))
-    return states.Measured(way, (seconds,) * 3, (seconds,) * 3, (1, 1))
+    method = states.Method("model FULL", role, role, states.placeholder, dict(limits))
+    return states.Measurement(method, (seconds,) * 3, (seconds,) * 3, (1, 1))
 
 
 @pytest.mark.parametrize(("seconds", "failures"), [(1.0, 0), (1.49, 0), (1.51, 1), (4.1, 2)])
@@ -92,17 +92,17 @@ def test_sizes_are_numbers_of_parameters(states, text, number):
 
 @pytest.mark.parametrize("size", ["50K", "20M", "300M", "1.1B"])
 def test_models_have_about_the_size_asked_for(states, size):
-    numel = sum(states.units_of(states.shape_of(states.number(size))))
+    numel = sum(states.count_unit_params(states.choose_shape(states.number(size))))
     assert 0.9 < numel / states.number(size) < 1.3
 
 
 def test_states_that_differ_stop_the_benchmark(states):
     one, other = ({"weight": states.torch.full((2,), value)} for value in (1.0, 2.0))
-    ways = [
-        states.Way("model FULL", by, "torch", lambda state=state: state) for by, state in (("a", one), ("b", other))
+    methods = [
+        states.Method("model FULL", by, "torch", lambda state=state: state) for by, state in (("a", one), ("b", other))
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(states.dist, "all_reduce", lambda total: None)
         with pytest.raises(SystemExit, match="sum"):
-            states.check(ways)
-        states.check(ways[:1] * 2)
+            states.check(methods)
+        states.check(methods[:1] * 2)
