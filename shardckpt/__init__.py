@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from shardckpt.offline.repair import Repair, repair
     from shardckpt.offline.reshard import reshard
     from shardckpt.offline.select.options import Options
+    from shardckpt.offline.targets.target_registry import list_targets
     from shardckpt.offline.verify import verify
     from shardckpt.offline.write.report import (
         Comparison,
@@ -86,6 +87,7 @@ _HOMES = {
     "shardckpt.offline.inspect": ("inspect",),
     "shardckpt.offline.merge_adapter": ("merge_adapter",),
     "shardckpt.offline.select.options": ("Options",),
+    "shardckpt.offline.targets.target_registry": ("list_targets",),
     "shardckpt.offline.rekey": ("rekey",),
     "shardckpt.offline.repair": ("Repair", "repair"),
     "shardckpt.offline.write.report": (
@@ -193,6 +195,7 @@ __all__ = [
     "diff",
     "inspect",
     "iter_full_state_dict",
+    "list_targets",
     "load",
     "load_model_state_dict",
     "load_optim_state_dict",

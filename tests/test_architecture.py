@@ -28,14 +28,15 @@ ARROWS: dict[str, set[str]] = {
     "layout": {"boxes", "dtypes", "errors"},
     "rendezvous": {"errors"},
     "deprecation": {"errors"},
+    "plugins": {"errors"},
     "groups": {"errors"},
     "core": {"boxes", "dtypes", "layout", "groups", "errors"},
     "state": {"core", "plan", "groups"} | LEAVES,
     "plan": set(LEAVES),
     "storage": {"errors"},
-    "format": {"plan", "storage"} | LEAVES,
+    "format": {"plan", "storage", "plugins"} | LEAVES,
     "checkpoint": {"state", "plan", "format", "storage", "rendezvous", "deprecation"} | LEAVES,
-    "offline": {"plan", "format", "storage"} | LEAVES,
+    "offline": {"plan", "format", "storage", "plugins"} | LEAVES,
     "offline.write.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
     # The door names everything for type checkers and resolves each name on first use.
     "door": {"core", "state", "checkpoint", "offline", "format", "plan", "storage", "groups"} | LEAVES,
@@ -86,9 +87,10 @@ LIBRARIES: dict[str, set[str]] = {
 # Function-level imports; besides these the command imports the door inside its functions, so that --help is quick.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
     (
-        "shardckpt.offline.consolidate",
+        "shardckpt.offline.write.conversion",
         "shardckpt.offline.write.parallel",
     ): "ranks speak through torch; one process needs none",
+    ("shardckpt.plugins", "importlib.metadata"): "0.03 s, which most commands can do without",
     ("shardckpt.storage.resolve_url", "shardckpt.storage.fsspec_store"): "local paths do without fsspec's 0.1 s",
 }
 

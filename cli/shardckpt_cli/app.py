@@ -9,6 +9,7 @@ import typer
 
 from shardckpt_cli import compare, consolidate, inspect, ls, merge, prune, rekey, repair, reshard, verify
 from shardckpt_cli.exits import run_main, wrap_command
+from shardckpt_cli.options import CommandWithTargets
 
 app = typer.Typer(
     name="shardckpt",
@@ -17,11 +18,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("consolidate")(wrap_command(consolidate.consolidate))
-app.command("convert")(wrap_command(consolidate.convert))
+_consolidate = wrap_command(consolidate.consolidate)
+app.command("consolidate", cls=CommandWithTargets)(_consolidate)
+app.command("convert", cls=CommandWithTargets, help=consolidate.CONVERT_HELP)(_consolidate)
 app.command("rekey")(wrap_command(rekey.rekey))
-app.command("reshard")(wrap_command(reshard.reshard))
-app.command("merge-adapter")(wrap_command(merge.merge_adapter))
+app.command("reshard", cls=CommandWithTargets)(wrap_command(reshard.reshard))
+app.command("merge-adapter", cls=CommandWithTargets)(wrap_command(merge.merge_adapter))
 app.command("inspect")(wrap_command(inspect.inspect))
 app.command("repair")(wrap_command(repair.repair))
 app.command("verify")(wrap_command(verify.verify))

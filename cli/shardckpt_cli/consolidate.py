@@ -1,9 +1,11 @@
-"""`shardckpt consolidate` and `shardckpt convert`."""
+"""`shardckpt consolidate` and `shardckpt convert`: one function, registered under both names."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from shardckpt_cli import options, output
 
@@ -14,7 +16,11 @@ _MOST_FILES = 40
 """Lines of the report: a universal checkpoint has files for each parameter."""
 
 
+CONVERT_HELP = "Convert a checkpoint, keeping how its tensors are split over files."
+
+
 def consolidate(
+    context: typer.Context,
     src: options.Src,
     dst: options.Dst,
     to: options.To = "",
@@ -44,39 +50,8 @@ def consolidate(
     as_json: options.AsJson = False,
 ) -> None:
     """Merge a sharded checkpoint into full tensors, in constant memory; the result loads in transformers as it is."""
-    run("consolidate", locals())
-
-
-def convert(
-    src: options.Src,
-    dst: options.Dst,
-    to: options.To = "",
-    part: options.Part = "model",
-    weights: options.Weights = "live",
-    model_key: options.ModelKey = "",
-    optim_key: options.OptimKey = "",
-    optim_keys: options.OptimKeys = "names",
-    param_names: options.ParamNames = "",
-    shapes_from: options.ShapesFrom = "",
-    base: options.Base = None,
-    dtype: options.Dtype = "",
-    keep_fp32: options.KeepFp32 = None,
-    allow_overflow: options.AllowOverflow = False,
-    allow_loss: options.AllowLoss = False,
-    max_memory: options.MaxMemory = "256MiB",
-    include: options.Include = None,
-    exclude: options.Exclude = None,
-    rename: options.Rename = None,
-    rules: options.Rules = "",
-    config_from: options.ConfigFrom = "",
-    dry_run: options.DryRun = False,
-    overwrite: options.Overwrite = False,
-    jobs: options.Jobs = 1,
-    quiet: options.Quiet = False,
-    as_json: options.AsJson = False,
-) -> None:
-    """Convert a checkpoint, keeping how its tensors are split over files."""
-    run("convert", locals())
+    given = locals()
+    run(str(given.pop("context").command.name), given)
 
 
 def run(verb: str, given: dict[str, Any]) -> None:

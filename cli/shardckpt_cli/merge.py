@@ -14,7 +14,7 @@ def merge_adapter(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Checkpoint of the model: folder or file, path or URL.")],
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Folder of a LoRA adapter, as peft saves it.")],
     dst: options.Dst,
-    to: Annotated[str, typer.Option("--to", help="Format to write: safetensors, torch, dcp, native.")] = "",
+    to: options.To = "",
     model_key: Annotated[str, typer.Option("--model-key", help="Where the model is in BASE.")] = "",
     rename: Annotated[list[str] | None, typer.Option("--rename", help="FROM=TO for names of BASE; repeatable.")] = None,
     allow_overflow: Annotated[bool, typer.Option("--allow-overflow", help="Let sums become infinite.")] = False,

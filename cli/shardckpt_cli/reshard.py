@@ -14,7 +14,7 @@ def reshard(
     src: options.Src,
     dst: Annotated[str, typer.Argument(metavar="DST", help="Folder to write.")],
     world_size: Annotated[int, typer.Option("--world-size", help="For how many ranks tensors are cut.")],
-    to: Annotated[str, typer.Option("--to", help="Format to write: native, dcp or torch (rank files).")] = "native",
+    to: options.ToForRanks = "native",
     max_shard_size: options.ShortMaxShardSize = "5GB",
     max_memory: options.ShortMaxMemory = "256MiB",
     shapes_from: options.FlatShapesFrom = "",

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from itertools import zip_longest
 
-from shardckpt.errors import CheckpointError, SourceNotFoundError, StorageError, UnknownFormatError, UsageError, escape
+from shardckpt.errors import (
+    CheckpointError,
+    FormatError,
+    ShardckptError,
+    SourceNotFoundError,
+    StorageError,
+    UnknownFormatError,
+    UsageError,
+    escape,
+)
 from shardckpt.format.dcp import reader as dcp
 from shardckpt.format.deepspeed import reader as deepspeed
 from shardckpt.format.deepspeed import universal
@@ -16,6 +28,7 @@ from shardckpt.format.native import reader as native
 from shardckpt.format.native.commit import COMMIT, MANIFEST_SUFFIX
 from shardckpt.format.native.run_directory import is_step_name
 from shardckpt.format.reader import Evidence, Format, NamedBases, Reader, Source
+from shardckpt.plugins import Plugin, find_plugins, load_plugin, warn_of_plugin
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.resolve_url import kind, open_store, split
 from shardckpt.storage.store import Listed, Store, SubfolderStore, WrappedStore
@@ -35,7 +48,10 @@ FORMATS: tuple[Format, ...] = (
     torch_files.LOOSE_FORMAT,
     torch_files.FILE_FORMAT,
 )
-"""Every format that can be read. Those that contain others stand before them."""
+"""Every built-in format. Those that contain others stand before them."""
+
+_FIRST, _LAST = "shardckpt.formats.first", "shardckpt.formats"
+"""Groups of entry points: formats of other distributions that are asked before the built-in ones, and behind them."""
 
 _HOLDER = "Point at the folder or file that holds the checkpoint."
 _FOREIGN = (
@@ -72,6 +88,50 @@ _FOLDERS = {True: 500, False: 64}
 """How many folders are looked into, on this machine and elsewhere."""
 _NAMES = 100_000
 """How many names in these folders are looked at."""
+
+
+def iter_formats() -> Iterator[Format]:
+    """Yield every format in the order in which they are asked; those of plugins are loaded when their turn comes."""
+    yield from _load_formats(_FIRST, tuple(sys.path))
+    yield from FORMATS
+    yield from _load_formats(_LAST, tuple(sys.path))
+
+
+@cache
+def _load_formats(group: str, _path: tuple[str, ...]) -> tuple[Format, ...]:
+    """Return the formats of plugins; one that cannot be loaded is left out, with a warning."""
+    formats = []
+    for plugin in find_plugins((_FIRST, _LAST), tuple(form.name for form in FORMATS)):
+        try:
+            if plugin.group == group:
+                formats.append(_guard(load_plugin(plugin, Format), plugin))
+        except UsageError as error:
+            warn_of_plugin(str(error))
+    return tuple(formats)
+
+
+def _guard(form: Format, plugin: Plugin) -> Format:
+    """Return a format of a plugin whose faults do not reach the caller, or name the plugin."""
+
+    def recognize(source: Source) -> Evidence:
+        try:
+            return form.recognize(source)
+        except StorageError:
+            raise
+        except Exception as error:  # noqa: BLE001  (whatever it is, other formats must be asked)
+            warn_of_plugin(f"the plugin {plugin} failed to look at {source.url}: {type(error).__name__}: {error}")
+            return Evidence.NONE
+
+    def open_(source: Source) -> Reader:
+        try:
+            return form.open(source)
+        except ShardckptError:
+            raise
+        except Exception as error:
+            what = f"the plugin {plugin} failed to open this"
+            raise FormatError(what, where=source.url, found=f"{type(error).__name__}: {error}") from error
+
+    return replace(form, recognize=recognize, open=open_)
 
 
 def open_source(url: str, bases: NamedBases = "") -> Source:
@@ -121,7 +181,7 @@ def _require_format(source: Source) -> Format:
 def _probe(source: Source, least: Evidence = Evidence.NAME) -> Format | None:
     """Return the format that recognizes a source, by structure if any does, else None."""
     named: Format | None = None
-    for candidate in FORMATS:
+    for candidate in iter_formats():
         evidence = candidate.recognize(source)
         if evidence is Evidence.STRUCTURE:
             return candidate
@@ -255,7 +315,7 @@ def _shorten(shown: list[str]) -> str:
 
 
 def _unknown_error(source: Source, what: str, fix: str) -> UnknownFormatError:
-    looked_for = "one of: " + "; ".join(f.looks_for for f in FORMATS)
+    looked_for = "one of: " + "; ".join(f.looks_for for f in iter_formats())
     return UnknownFormatError(
         f"no reader recognizes this{what}",
         where=source.url,

@@ -18,7 +18,7 @@ from shardckpt.format.huggingface.index_files import read_json
 from shardckpt.format.reader import Reader
 from shardckpt.format.registry import open_checkpoint
 from shardckpt.manifest import TensorEntry, dotted
-from shardckpt.offline.consolidate import by_size, export, parse_options
+from shardckpt.offline.consolidate import export, parse_options
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.offline.write.report import OnProgress, Report
@@ -73,7 +73,7 @@ def merge_adapter(
     def change(selection: Selection) -> Selection:
         return _merge(selection, opened, config)
 
-    return export(os.fspath(base), os.fspath(dst), chosen, by_size(chosen), on_progress, change)
+    return export(os.fspath(base), os.fspath(dst), chosen, on_progress, change=change)
 
 
 def _merge(selection: Selection, adapter: Reader, config: Mapping[str, Any]) -> Selection:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardckpt.errors import UsageError
 from shardckpt.format.huggingface.index_files import SUFFIX
-from shardckpt.offline.consolidate import by_size, export, parse_options
+from shardckpt.offline.consolidate import export, parse_options
 from shardckpt.offline.select.selection import Selection, read_param_names
 from shardckpt.offline.write.report import OnProgress, Report
 from shardckpt.plan.optim.output_keys import Keys, rekey_state
@@ -77,4 +77,4 @@ def rekey(
         optim, groups = rekey_state(selection.optim, selection.groups, _KEYS[to], numbers, selection.units)
         return replace(selection, optim=optim, groups=groups)
 
-    return export(src, dst, chosen, by_size(chosen), on_progress, change)
+    return export(src, dst, chosen, on_progress, change=change)

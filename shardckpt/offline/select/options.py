@@ -14,7 +14,6 @@ from shardckpt.plan.naming.weights import Weights
 Part = Literal["model", "optim", "all"]
 OptimKeys = Literal["names", "ids", "flat"]
 PARTS: tuple[Part, ...] = ("model", "optim", "all")
-TARGETS = ("safetensors", "torch", "dcp", "native", "deepspeed-universal")
 OPTIM_KEYS: tuple[OptimKeys, ...] = ("names", "ids", "flat")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 DEFAULT_MEMORY_BYTES = 256 * 2**20
@@ -101,8 +100,6 @@ class Options:
         Raises:
             UsageError: A value that cannot be.
         """
-        if self.to not in ("", *TARGETS):
-            raise UsageError(f"--to {self.to!r} is no format this release writes", expected=", ".join(TARGETS))
         if self.part not in PARTS:
             raise UsageError(f"--part {self.part!r} is no part", expected=", ".join(PARTS))
         if self.optim_keys not in OPTIM_KEYS:

@@ -2,69 +2,83 @@
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from shardckpt.boxes import Box, full_box
 from shardckpt.errors import NameCollisionError
-from shardckpt.format.dcp.writer import SliceChunk, SliceFile, encode_metadata, make_object, slice_files
+from shardckpt.format.dcp.writer import METADATA, SliceChunk, SliceFile, encode_metadata, make_object, slice_files
+from shardckpt.format.encodings.pickle_stubs import Ordered
 from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.writer import ArchiveWriter
+from shardckpt.format.torchsave.writer import TYPES, ArchiveWriter
 from shardckpt.manifest import Path, dotted
-from shardckpt.offline.select.checkpoint_content import Content
 from shardckpt.offline.select.selection import Selection
-from shardckpt.offline.write.report import Meter
+from shardckpt.offline.targets.base import FRESH, Conversion, PlannedRanks, RankOptions, Target
+from shardckpt.offline.targets.checkpoint_content import Content, full_content
+from shardckpt.offline.targets.torch_archive import can_pickle
+from shardckpt.offline.write.conversion import PlannedFiles
 from shardckpt.offline.write.resolve import row_shard
-from shardckpt.offline.write.stream import MemoryBudget, TensorPart, write_parts
+from shardckpt.offline.write.stream import OutputFile, TensorPart, TensorStream
+from shardckpt.offline.write.target_writer import Layout
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
 from shardckpt.plan.optim.optim_keys import STATE
 from shardckpt.plan.optim.output_keys import to_state_paths
+from shardckpt.storage.replaceable import FolderKind
 from shardckpt.storage.store import Writer
 
 
-@dataclass(frozen=True, slots=True)
-class DcpFile:
-    """A `.distcp` file, decided.
+def plan(conversion: Conversion) -> PlannedFiles:
+    """Plan `.distcp` files and `.metadata`; `convert` splits tensors as the source has them."""
+    content = build_content(conversion.selection)
 
-    Attributes:
-        file: Where its bytes go.
-        arrays: Where they come from, by path.
+    def lay_out(unique_suffix: str, _: str) -> Layout:
+        boxes = split_boxes_as_stored(content) if conversion.keeps_split else split_boxes(content, 1)
+        layout = _lay_out(content, boxes, conversion.max_file_bytes, unique_suffix)
+        return replace(layout, small={**conversion.encode_config(), **layout.small})
+
+    return PlannedFiles(_KIND, METADATA, lay_out, conversion.nbytes)
+
+
+def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
+    """Plan all of a checkpoint as a number of ranks would save it.
+
+    Raises:
+        UsageError: There are values that torch would not read back, and they may not be left out.
+        CheckpointError: Elements are missing or stored twice, or a container is damaged.
     """
+    content = full_content(
+        reader,
+        TARGET.title,
+        allow_loss=options.allow_loss,
+        holds_value=_holds_value,
+        placed=to_torch_path,
+        leaves=flatten_value,
+    )
+    boxes = split_boxes(content, options.world_size)
+    files = PlannedFiles(
+        _KIND,
+        METADATA,
+        lambda unique_suffix, _: _lay_out(content, boxes, options.max_file_bytes, unique_suffix),
+        sum(tensor.nbytes for tensor in content.arrays.values()),
+    )
+    return PlannedRanks(files, content.arrays, content.ties, (*reader.manifest.warnings, *content.left_out))
 
-    file: SliceFile
-    arrays: Mapping[Path, OutputTensor]
 
-    @property
-    def name(self) -> str:
-        """In the target."""
-        return self.file.name
+def _holds_value(value: object) -> bool:
+    return can_pickle(value) and not _holds_open_ordered_dict(value)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.file.nbytes
 
-    @property
-    def count(self) -> int:
-        """Chunks of tensors in it."""
-        return sum(each.archive is not None for each in self.file.slices)
-
-    def write(
-        self, reader: Reader, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
-    ) -> tuple[int, ...]:
-        """Write it from start to end; the caller closes the writer.
-
-        Raises:
-            CheckpointError: The source's bytes cannot be read, or a cast overflows.
-            StorageError: Reading or writing failed.
-        """
-        sink = _Slices(self.file, writer)
-        parts = _parts(self.arrays, (each.what for each in self.file.slices if isinstance(each.what, SliceChunk)))
-        write_parts(reader, parts, sink, budget=budget, allow_overflow=allow_overflow, meter=meter)
-        sink.close()
-        return ()
+def _holds_open_ordered_dict(value: object) -> bool:
+    """Return True if a value holds an `OrderedDict` that torch's planner opens: it would come back as a dict."""
+    if isinstance(value, (OrderedDict, Ordered)):
+        return bool(value)
+    if isinstance(value, dict):
+        return any(map(_holds_open_ordered_dict, value.values()))
+    return isinstance(value, list) and any(map(_holds_open_ordered_dict, value))
 
 
 def _parts(arrays: Mapping[Path, OutputTensor], chunks: Iterable[SliceChunk]) -> Iterable[TensorPart]:
@@ -173,56 +187,60 @@ def _is_opened(value: list[Any]) -> bool:
     return any(isinstance(each, dict) or (isinstance(each, list) and _is_opened(each)) for each in value)
 
 
-def plan_ranks(content: Content, world_size: int, *, most_bytes: int, unique_suffix: str = "") -> list[DcpFile]:
-    """Cut tensors as `torch.chunk` does, in their first dimension; each rank gets a file at least.
+Boxes = Sequence[Sequence[tuple[Path, Box]]]
+"""For each rank, the boxes that it writes."""
 
-    Args:
-        content: What is saved.
-        world_size: For how many ranks.
-        most_bytes: Bytes of a file after which another begins.
-        unique_suffix: Put into every name, where the usual ones may still be read by somebody.
 
-    Raises:
-        UnsupportedError: A value or a type that torch would not read back.
-    """
-    held = [
+def split_boxes(content: Content, world_size: int) -> Boxes:
+    """Split tensors as `torch.chunk` does, in their first dimension."""
+    local_tensors = [
         [LocalTensor(path, t.shape, t.dtype, tuple(_rows(t, world_size, rank))) for path, t in content.arrays.items()]
         for rank in range(world_size)
     ]
-    plan = plan_save(held)
-    boxes = [[(plan.arrays[task.array].path, task.box) for task in tasks] for tasks in plan.tasks]
-    return _files(content, boxes, most_bytes, unique_suffix)
+    plan = plan_save(local_tensors)
+    return [[(plan.arrays[task.array].path, task.box) for task in tasks] for tasks in plan.tasks]
 
 
-def plan_as_stored(content: Content, *, most_bytes: int, unique_suffix: str = "") -> list[DcpFile]:
-    """Cut tensors as the source has them: a rank for each of its files, a chunk for each piece."""
+def split_boxes_as_stored(content: Content) -> Boxes:
+    """Split tensors as the source has them: a rank for each of its files, a chunk for each piece."""
     sources = dict.fromkeys(p.file for t in content.arrays.values() for m in t.output_parts for p in m.entry.pieces)
-    rank_of = {file: rank for rank, file in enumerate(sources)}
+    ranks = {file: rank for rank, file in enumerate(sources)}
     boxes: list[list[tuple[Path, Box]]] = [[] for _ in sources or ("",)]
     for path, tensor in content.arrays.items():
         pieces = [p for p in tensor.entry.pieces if p.box.volume]
         if not pieces or not tensor.shape:
-            boxes[rank_of[pieces[0].file] if pieces else 0].append((path, full_box(tensor.shape)))
+            boxes[ranks[pieces[0].file] if pieces else 0].append((path, full_box(tensor.shape)))
         for piece in pieces if tensor.shape else ():
-            boxes[rank_of[piece.file]].append((path, piece.box))
-    return _files(content, boxes, most_bytes, unique_suffix)
+            boxes[ranks[piece.file]].append((path, piece.box))
+    return boxes
 
 
-def encode_content_metadata(files: Sequence[DcpFile], content: Content) -> bytes:
-    """Return the content of `.metadata`."""
-    return encode_metadata((each.file for each in files), content.ties, content.order or tuple(content.arrays))
+def _lay_out(content: Content, boxes: Boxes, max_file_bytes: int, unique_suffix: str) -> Layout:
+    """Return the files; each rank gets one at least.
 
-
-def _files(
-    content: Content, boxes: Sequence[Sequence[tuple[Path, Box]]], most_bytes: int, unique_suffix: str
-) -> list[DcpFile]:
+    Raises:
+        UnsupportedError: A value or a dtype that torch would not read back.
+    """
     items = [make_object(path, value) for path, value in content.values.items()]
-    files: list[DcpFile] = []
-    for rank, mine in enumerate(boxes):
-        chunks = [SliceChunk(path, content.arrays[path].shape, content.arrays[path].dtype, box) for path, box in mine]
-        made = slice_files(rank, chunks, items if rank == 0 else (), most_bytes=most_bytes, unique_suffix=unique_suffix)
-        files += [DcpFile(file, content.arrays) for file in made]
-    return files
+    files: list[SliceFile] = []
+    for rank, own_boxes in enumerate(boxes):
+        chunks = [SliceChunk(path, content.arrays[path].shape, content.arrays[path].dtype, b) for path, b in own_boxes]
+        own_items = items if rank == 0 else ()
+        files += slice_files(rank, chunks, own_items, most_bytes=max_file_bytes, unique_suffix=unique_suffix)
+    metadata = encode_metadata(files, content.ties, content.order or tuple(content.arrays))
+    return Layout(tuple(_dcp_file(file, content.arrays) for file in files), {METADATA: metadata})
+
+
+def _dcp_file(file: SliceFile, arrays: Mapping[Path, OutputTensor]) -> OutputFile:
+    chunks = [piece.what for piece in file.slices if isinstance(piece.what, SliceChunk)]
+
+    def encode(stream: TensorStream, writer: Writer) -> tuple[int, ...]:
+        sink = _Slices(file, writer)
+        stream.write_parts(_parts(arrays, chunks), sink)
+        sink.close()
+        return ()
+
+    return OutputFile(file.name, file.nbytes, len(chunks), encode)
 
 
 def _rows(tensor: OutputTensor, world_size: int, rank: int) -> Iterable[Box]:
@@ -232,3 +250,20 @@ def _rows(tensor: OutputTensor, world_size: int, rank: int) -> Iterable[Box]:
         return (full_box(shape),)
     rows = row_shard(shape, world_size, rank)
     return (rows,) if rows.volume else ()
+
+
+_KIND = FolderKind(
+    "one DCP checkpoint",
+    payload=re.compile(rf"__\d+_\d+{FRESH}\.distcp"),
+    beside=re.compile(re.escape(METADATA)),
+)
+TARGET = Target(
+    name="dcp",
+    title="a DCP checkpoint",
+    files="`__{rank}_{n}.distcp` and `.metadata`, which comes last",
+    read_by="`torch.distributed.checkpoint`, `dcp_to_torch_save`",
+    plan=plan,
+    holds_dtype=TYPES.__contains__,
+    holds_value=_holds_value,
+    plan_ranks=plan_ranks,
+)

@@ -6,6 +6,7 @@ under `zero/`, what all parameters share beside them, and model files with the l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,19 +17,24 @@ import numpy as np
 from shardckpt.errors import UsageError
 from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.writer import TensorValue, encode_archive
+from shardckpt.format.torchsave.writer import TYPES, TensorValue, encode_archive
 from shardckpt.manifest import UNREAD, unflatten
-from shardckpt.offline.select.lossiness import is_unsupported, require_allowed
 from shardckpt.offline.select.options import Options
 from shardckpt.offline.select.selection import Selection, select
-from shardckpt.offline.targets.torchsave import TorchFile, state_dict, torch_file
+from shardckpt.offline.targets.base import Conversion, Target
+from shardckpt.offline.targets.lossiness import require_allowed
+from shardckpt.offline.targets.torch_archive import can_pickle
+from shardckpt.offline.targets.torchsave import state_dict, torch_file
+from shardckpt.offline.write.conversion import PlannedFiles
 from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.offline.write.resolve import read_blocks
+from shardckpt.offline.write.stream import OutputFile
+from shardckpt.offline.write.target_writer import Layout
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.optim.optim_keys import GROUPS
 from shardckpt.plan.optim.output_keys import VALUES
+from shardckpt.storage.replaceable import FolderKind
 
-TARGET = "deepspeed-universal"
 LATEST = "latest_universal"
 _ZERO, _WEIGHTS, _STEP = "zero", "fp32", "step"
 _MASTER = "master"
@@ -52,6 +58,21 @@ class _Param:
     weights: OutputTensor
     slots: Mapping[str, OutputTensor]
     step: OutputTensor | object
+
+
+def plan(conversion: Conversion) -> PlannedFiles:
+    """Plan the folder of a conversion.
+
+    Raises:
+        UsageError: DeepSpeed would not load this; the message says why.
+        CheckpointError: Master weights are missing, or the count of steps cannot be read.
+    """
+    reader, selection, options = conversion.reader, conversion.selection, conversion.options
+    weights = master_weights(reader, options, conversion.config.config, selection)
+    files, small = lay_out(reader, selection, weights, allow_loss=options.allow_loss)
+    layout = Layout(tuple(files), small)
+    nbytes = conversion.nbytes + sum(tensor.nbytes for tensor in weights)
+    return PlannedFiles(_KIND, LATEST, lambda *_: layout, nbytes)
 
 
 def check(options: Options) -> None:
@@ -101,7 +122,7 @@ def master_weights(
 
 def lay_out(
     reader: Reader, selection: Selection, weights: Sequence[OutputTensor], *, allow_loss: bool
-) -> tuple[list[TorchFile], dict[str, bytes]]:
+) -> tuple[list[OutputFile], dict[str, bytes]]:
     """Return the files of the target: those with tensors, and the content of the small ones.
 
     Args:
@@ -115,7 +136,7 @@ def lay_out(
         CheckpointError: The count of steps cannot be read.
     """
     params, lost = _params(selection, weights)
-    require_allowed(lost, TARGET, allow_loss=allow_loss)
+    require_allowed(lost, TARGET.title, allow_loss=allow_loss)
     steps = _steps(reader, params)
     folder = f"global_step{steps}_universal"
     files = [
@@ -190,7 +211,7 @@ def _folder_name(name: str) -> str:
     return name
 
 
-def _param_files(folder: str, param: _Param) -> Iterator[TorchFile]:
+def _param_files(folder: str, param: _Param) -> Iterator[OutputFile]:
     for slot, tensor in {_WEIGHTS: param.weights, **param.slots}.items():
         value = {"cat_dim": 0, "param": TensorValue(0, tensor.dtype, tensor.shape)}
         yield torch_file(f"{folder}/{slot}.pt", value, [tensor])
@@ -198,7 +219,7 @@ def _param_files(folder: str, param: _Param) -> Iterator[TorchFile]:
         yield torch_file(f"{folder}/{_STEP}.pt", TensorValue(0, param.step.dtype, ()), [param.step])
 
 
-def _optimizer_state(name: str, reader: Reader, selection: Selection, params: Mapping[str, _Param]) -> TorchFile:
+def _optimizer_state(name: str, reader: Reader, selection: Selection, params: Mapping[str, _Param]) -> OutputFile:
     """Return the file of what all parameters share; stage 3 reads its groups and its steps there once more."""
     steps = [param.step for param in params.values() if isinstance(param.step, OutputTensor)][:1]
     step = TensorValue(0, steps[0].dtype, ()) if steps else next((p.step for p in params.values()), None)
@@ -245,7 +266,7 @@ def _loop(reader: Reader) -> dict[str, object]:
     for key in _LOOP if reader.manifest.format.startswith("deepspeed") else ():
         below = {p[1:]: e.value for p, e in reader.manifest.objects.items() if p[0] == key}
         value = unflatten(below) if below and UNREAD not in below.values() else None
-        if value is not None and not is_unsupported("torch", value):
+        if value is not None and can_pickle(value):
             found[key] = value
     return found
 
@@ -267,3 +288,20 @@ def _steps(reader: Reader, params: Mapping[str, _Param]) -> int:
         if isinstance(param.step, int | float):
             return int(param.step)
     return 0
+
+
+_KIND = FolderKind(
+    "one universal checkpoint of DeepSpeed",
+    payload=re.compile(r"global_step\d+_universal/(zero/([^/]+/)?[^/]+|[^/]+_model_states)\.pt"),
+    beside=re.compile(re.escape(LATEST)),
+)
+TARGET = Target(
+    name="deepspeed-universal",
+    title="a universal checkpoint",
+    files="`zero/<parameter>/*.pt`, a model file and `latest_universal` ([from DeepSpeed](from-deepspeed.md))",
+    read_by="DeepSpeed's `load_checkpoint`, at any stage and world size",
+    plan=plan,
+    holds_dtype=TYPES.__contains__,
+    holds_value=can_pickle,
+    check=check,
+)

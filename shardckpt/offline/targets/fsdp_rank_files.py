@@ -7,69 +7,54 @@ shows: what has several rows and lies there in one piece. Where a source has not
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
 from shardckpt.boxes import Shape, full_box, strides
 from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName
 from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.writer import ArchiveWriter, Storage, TensorValue, TorchArchive, lay_out
+from shardckpt.format.torchsave.writer import Storage, TensorValue, lay_out
 from shardckpt.manifest import Path, dotted, unflatten
-from shardckpt.offline.select.checkpoint_content import Content
-from shardckpt.offline.write.report import Meter
+from shardckpt.offline.targets.base import PlannedRanks, RankOptions
+from shardckpt.offline.targets.checkpoint_content import Content, full_content
+from shardckpt.offline.targets.torch_archive import archive_file
+from shardckpt.offline.write.conversion import PlannedFiles
 from shardckpt.offline.write.resolve import row_shard
-from shardckpt.offline.write.stream import MemoryBudget, TensorPart, write_parts
+from shardckpt.offline.write.stream import OutputFile, TensorPart
+from shardckpt.offline.write.target_writer import Layout
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.naming.fqn import require_matches
-from shardckpt.storage.store import Writer
+from shardckpt.storage.replaceable import FolderKind
 
 _STATE = "state"
 _TENSOR = "torch.distributed.tensor"
 _LAYOUT = "torch.distributed._mesh_layout"
 
 
-@dataclass(frozen=True, slots=True)
-class RankFileOutput:
-    """One planned rank file.
+_KIND = FolderKind("one checkpoint of a torch file for each rank", payload=re.compile(r"rank\d+\.pt"))
 
-    Attributes:
-        name: In the target.
-        archive: Where its bytes go.
-        ranks: Content of the storage that lists the mesh's ranks.
-        parts: What its other storages hold, in order.
+
+def plan_rank_files(reader: Reader, options: RankOptions, title: str) -> PlannedRanks:
+    """Plan a file for each rank, `rank0.pt` first.
+
+    Args:
+        reader: The open checkpoint.
+        options: The number of ranks, and tensors that are not split.
+        title: The target, for messages.
+
+    Raises:
+        UsageError: A glob matches nothing, or there is a value that torch would not read back.
+        CheckpointError: Elements are missing or stored twice, or a container is damaged.
+        UnsupportedError: A value or a dtype that torch would not read back.
     """
-
-    name: str
-    archive: TorchArchive
-    ranks: bytes
-    parts: tuple[TensorPart, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.archive.nbytes
-
-    @property
-    def count(self) -> int:
-        """Tensors in it."""
-        return len(self.parts)
-
-    def write(
-        self, reader: Reader, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
-    ) -> tuple[int, ...]:
-        """Write it from start to end; the caller closes the writer.
-
-        Raises:
-            CheckpointError: The source's bytes cannot be read.
-            StorageError: Reading or writing failed.
-        """
-        archive = ArchiveWriter(self.archive, writer.write)
-        archive.write(self.ranks)
-        write_parts(reader, self.parts, archive, budget=budget, allow_overflow=allow_overflow, meter=meter)
-        archive.close()
-        return ()
+    content = full_content(reader, title, allow_loss=options.allow_loss)
+    split = sharded_paths(content, options.keep_whole)
+    payload = tuple(_rank_file(content, split, rank, options.world_size) for rank in range(options.world_size))
+    layout = Layout(payload, {})
+    files = PlannedFiles(_KIND, payload[-1].name, lambda *_: layout, sum(file.nbytes for file in payload))
+    return PlannedRanks(files, content.arrays, content.ties, (*reader.manifest.warnings, *content.left_out))
 
 
 def sharded_paths(content: Content, keep_whole: Sequence[str]) -> frozenset[Path]:
@@ -97,21 +82,7 @@ def _sharded_in_source(arrays: Mapping[Path, OutputTensor]) -> set[Path]:
     return {path for path, tensor in rows.items() if pieces[path] > 1 or tensor.shape[0] == 1}
 
 
-def plan_rank_files(content: Content, cut: Collection[Path], world_size: int) -> list[RankFileOutput]:
-    """Return a file for each rank, `rank0.pt` first.
-
-    Args:
-        content: What is saved.
-        cut: Paths in it of what is cut.
-        world_size: How many ranks.
-
-    Raises:
-        UnsupportedError: A value or a type that torch would not read back.
-    """
-    return [_rank_file(content, cut, rank, world_size) for rank in range(world_size)]
-
-
-def _rank_file(content: Content, cut: Collection[Path], rank: int, world: int) -> RankFileOutput:
+def _rank_file(content: Content, cut: Collection[Path], rank: int, world: int) -> OutputFile:
     parts: list[TensorPart] = []
     storages = [Storage("int32", world)]
     mesh = _mesh(rank, world)
@@ -127,7 +98,7 @@ def _rank_file(content: Content, cut: Collection[Path], rank: int, world: int) -
     }
     ranks = b"".join(number.to_bytes(4, "little") for number in range(world))
     archive = lay_out(unflatten({**leaves, **content.values}, "the checkpoint", has_lists=True), storages)
-    return RankFileOutput(f"rank{rank}.pt", archive, ranks, tuple(parts))
+    return archive_file(f"rank{rank}.pt", archive, parts, len(parts), head=ranks)
 
 
 def _instance(module: str, name: str, state: Mapping[str, object]) -> GlobalCall:

@@ -4,71 +4,158 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardckpt.boxes import Box, Shape, full_box
-from shardckpt.dtypes import bits
-from shardckpt.format.native.commit import COMMIT, encode_commit, manifest_name
-from shardckpt.format.native.manifest_json import ManifestContents, encode_manifest
+from shardckpt.dtypes import bits, is_known
+from shardckpt.errors import UnsupportedError
+from shardckpt.format.encodings.tagged_json import ArrayRef, encode
+from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name
+from shardckpt.format.native.manifest_json import KEEPS_ORDER, ManifestContents, encode_manifest
 from shardckpt.format.native.partial_manifest import WrittenPayload, build_partial, merge_partials
 from shardckpt.format.native.payload import HF_INDEX, BlockHasher, PayloadChunk, PayloadFile, hf_index, lay_out
+from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.native.records import ArrayRecord, make_record
+from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.format.reader import Reader
-from shardckpt.manifest import Path
-from shardckpt.offline.select.native_tree import NativeTree
-from shardckpt.offline.write.report import Meter
+from shardckpt.manifest import UNREAD, Path, dotted, unflatten
+from shardckpt.offline.select.group_settings import plain_value
+from shardckpt.offline.select.selection import Selection
+from shardckpt.offline.targets.base import Conversion, PlannedRanks, RankOptions, Target
+from shardckpt.offline.targets.lossiness import require_allowed
+from shardckpt.offline.write.conversion import PlannedFiles
 from shardckpt.offline.write.resolve import row_shard
-from shardckpt.offline.write.stream import MemoryBudget, TensorPart, write_parts
+from shardckpt.offline.write.stream import OutputFile, TensorPart, TensorStream
 from shardckpt.offline.write.target_writer import FinalFiles, Hashes, Layout
+from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.layout.write_plan import LocalTensor, plan_save
+from shardckpt.plan.optim.output_keys import to_state_paths
 from shardckpt.storage.store import Writer
 
 
+def plan(conversion: Conversion) -> PlannedFiles:
+    """Plan a native step of one writer; if it holds a model, it is a Hugging Face folder too."""
+    model = ("model",) if conversion.options.part != "optim" else None
+    tree = build_selected_tree(conversion.selection)
+
+    def lay_out(_: str, save: str) -> Layout:
+        step = plan_step(tree, 1, most_bytes=conversion.max_file_bytes, save=save, model=model)
+        return step.layout(conversion.encode_config())
+
+    return PlannedFiles(STEP, COMMIT, lay_out, conversion.nbytes, read_referred_files)
+
+
+def plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
+    """Plan a native step of several writers that holds all of a checkpoint.
+
+    Raises:
+        UsageError: There are values that a step cannot hold, and they may not be left out.
+        CheckpointError: Elements are missing or stored twice, or a container is damaged.
+    """
+    tree = build_full_tree(reader, allow_loss=options.allow_loss)
+
+    def lay_out(_: str, save: str) -> Layout:
+        return plan_step(tree, options.world_size, most_bytes=options.max_file_bytes, save=save).layout({})
+
+    nbytes, paths = sum(tensor.nbytes for tensor in tree.arrays.values()), list(tree.arrays)
+    files = PlannedFiles(STEP, COMMIT, lay_out, nbytes, read_referred_files)
+    return PlannedRanks(files, tree.arrays, {path: paths[at] for path, at in tree.ties.items()}, tree.warnings)
+
+
 @dataclass(frozen=True, slots=True)
-class StepFile:
-    """A payload file of a step, decided.
+class NativeTree:
+    """A state to save: arrays and tagged JSON.
 
     Attributes:
-        payload: Its layout.
-        arrays: Where the elements come from.
+        arrays: By path, each once, in the order that `json` counts them in; their pieces are located.
+        json: The nest, as tagged JSON.
+        ties: Further path of an array to its index.
+        topology: Free JSON.
+        warnings: What is odd or was left out, one sentence each.
+        variants: Where further weights of a model are, with where that is.
     """
 
-    payload: PayloadFile
     arrays: Mapping[Path, OutputTensor]
+    json: object
+    ties: Mapping[Path, int] = field(default_factory=dict)
+    topology: Mapping[str, object] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    variants: Mapping[Path, Path | None] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        """In the target."""
-        return self.payload.name
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.payload.nbytes
+def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
+    """Build the state of a full checkpoint, proven complete.
 
-    @property
-    def count(self) -> int:
-        """Parts of arrays in it."""
-        return len(self.payload.chunks)
+    Args:
+        reader: The open checkpoint.
+        allow_loss: Leave out values that a step cannot hold.
 
-    def write(
-        self, reader: Reader, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
-    ) -> tuple[int, ...]:
-        """Write it from start to end; the caller closes the writer.
+    Raises:
+        UsageError: There are such, and they may not be left out.
+        CheckpointError: Elements are missing or doubled, or a container is damaged.
+        StorageError: The store failed.
+    """
+    manifest = reader.manifest
+    paths = [path for path in manifest.tensors if path not in manifest.aliases]
+    entries = locate(reader, manifest, [manifest.tensors[path] for path in paths])
+    arrays = {path: OutputTensor(dotted(path), e, e.dtype) for path, e in zip(paths, entries, strict=True)}
+    if isinstance(reader, NativeReader):
+        contents = reader.contents
+        return NativeTree(arrays, contents.nest, contents.ties, contents.topology, manifest.warnings, contents.variants)
+    numbers = {path: number for number, path in enumerate(paths)}
+    ties = {path: numbers[kept] for path, kept in manifest.aliases.items()}
+    refs = {path: ArrayRef(numbers[manifest.aliases.get(path, path)]) for path in manifest.tensors}
+    values, lost = _values(reader)
+    require_allowed(lost, TARGET.title, allow_loss=allow_loss)
+    notes = [f"left out: {what}" for what in lost]
+    nest = encode(unflatten({**refs, **values}, reader.store.url))
+    topology: dict[str, object] = {"source": manifest.format}
+    if not manifest.keeps_order:
+        topology[KEEPS_ORDER] = False
+    return NativeTree(arrays, nest, ties, topology, (*manifest.warnings, *notes))
 
-        Returns:
-            Hashes of its blocks.
 
-        Raises:
-            CheckpointError: The source's bytes cannot be read, or a cast overflows.
-            StorageError: Reading or writing failed.
-        """
+def build_selected_tree(selection: Selection) -> NativeTree:
+    """Return what a conversion selected: `{"model": {name: ...}, "optim": {"state": {name: {slot: ...}}, ...}}`."""
+    arrays: dict[Path, OutputTensor] = {("model", tensor.name): tensor for tensor in selection.model}
+    values: dict[Path, object] = {}
+    if selection.groups is not None:
+        state, rest = to_state_paths(selection.optim, selection.groups)
+        arrays |= {("optim", *path): tensor for path, tensor in state.items()}
+        values = {("optim", *path): plain_value(value) for path, value in rest.items()}
+    numbers = {path: number for number, path in enumerate(arrays)}
+    ties: dict[Path, int] = {
+        ("model", name): numbers["model", kept] for name, kept in selection.ties.items() if ("model", kept) in arrays
+    }
+    refs = {path: ArrayRef(number) for path, number in (*numbers.items(), *ties.items())}
+    nest = encode(unflatten({**refs, **values}, "the selection"))
+    return NativeTree(arrays, nest, ties)
+
+
+def _values(reader: Reader) -> tuple[dict[Path, object], list[str]]:
+    """Return the values that are no arrays, and what the format cannot hold of them."""
+    found: dict[Path, object] = {}
+    lost = []
+    for path, entry in reader.manifest.objects.items():
+        value = plain_value(reader.load_object(entry) if entry.value is UNREAD else entry.value)
+        try:
+            encode(value, path)
+        except UnsupportedError as error:
+            lost.append(str(error))
+            continue
+        found[path] = value
+    return found, lost
+
+
+def _step_file(payload: PayloadFile, arrays: Mapping[Path, OutputTensor]) -> OutputFile:
+    def encode(stream: TensorStream, writer: Writer) -> tuple[int, ...]:
         sink = _Hashed(writer)
-        sink.write(self.payload.header)
-        parts = (TensorPart(self.arrays[chunk.path], chunk.box) for chunk in self.payload.chunks)
-        write_parts(reader, parts, sink, budget=budget, allow_overflow=allow_overflow, meter=meter)
+        sink.write(payload.header)
+        stream.write_parts((TensorPart(arrays[chunk.path], chunk.box) for chunk in payload.chunks), sink)
         return sink.hasher.digests()
+
+    return OutputFile(payload.name, payload.nbytes, len(payload.chunks), encode)
 
 
 class _Hashed:
@@ -107,7 +194,7 @@ class PlannedStep:
     def layout(self, small: Mapping[str, bytes]) -> Layout:
         """Return its files, and others that lie beside them; `COMMIT` is the last of all."""
         names = (*((HF_INDEX,) if self.model else ()), manifest_name(self.contents.save), COMMIT)
-        files = tuple(StepFile(payload, self.arrays) for mine in self.payloads for payload in mine)
+        files = tuple(_step_file(payload, self.arrays) for mine in self.payloads for payload in mine)
         return Layout(files, small, FinalFiles(names, self._ending))
 
     def _ending(self, hashes: Hashes) -> dict[str, bytes]:
@@ -169,3 +256,14 @@ def _rows(tensor: OutputTensor, writers: int, writer: int) -> Iterator[Box]:
     rows = row_shard(shape, writers, writer)
     if rows.volume:
         yield rows
+
+
+TARGET = Target(
+    name="native",
+    title="a step",
+    files="a [step](format.md) with checksums",
+    read_by="`shardckpt.load`",
+    plan=plan,
+    holds_dtype=is_known,
+    plan_ranks=plan_ranks,
+)

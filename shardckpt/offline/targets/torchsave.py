@@ -2,68 +2,68 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.writer import ArchiveWriter, Storage, TensorValue, TorchArchive, lay_out
+from shardckpt.format.torchsave.reader import looks_like_torch
+from shardckpt.format.torchsave.writer import TYPES, Storage, TensorValue, lay_out
 from shardckpt.manifest import Path, unflatten
 from shardckpt.offline.select.selection import Selection
-from shardckpt.offline.write.report import Meter
-from shardckpt.offline.write.stream import MemoryBudget, iter_parts, write_parts
+from shardckpt.offline.targets.base import (
+    CONFIG_FILES,
+    SHARD,
+    Conversion,
+    PlannedRanks,
+    RankOptions,
+    Target,
+    encode_json,
+)
+from shardckpt.offline.targets.fsdp_rank_files import plan_rank_files
+from shardckpt.offline.targets.torch_archive import archive_file, can_pickle
+from shardckpt.offline.write.conversion import PlannedFiles
+from shardckpt.offline.write.stream import OutputFile, iter_parts
+from shardckpt.offline.write.target_writer import Layout
 from shardckpt.plan.layout.output_files import OutputTensor, name_files
 from shardckpt.plan.optim.output_keys import to_state_paths
-from shardckpt.storage.store import Writer
+from shardckpt.storage.replaceable import FileKind, FolderKind
 
 SUFFIX = ".bin"
 OPTIMIZER_FILE = "optimizer.bin"
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFile:
-    """A file of `torch.save`, decided.
+def plan(conversion: Conversion) -> PlannedFiles:
+    """Plan `pytorch_model*.bin` with its index and `optimizer.bin`, or one file."""
+    if conversion.is_file:
+        layout = Layout((_single_file(conversion),), {})
+        return PlannedFiles(_FILE, "", lambda *_: layout, conversion.nbytes)
+    stem = "adapter_model" if conversion.is_adapter else "pytorch_model"
+    index = f"{stem}.bin.index.json"
+    return PlannedFiles(
+        _folder_kind(stem), index, lambda suffix, _: _lay_out_folder(conversion, stem, index, suffix), conversion.nbytes
+    )
 
-    Attributes:
-        name: In the target.
-        archive: Where its bytes go.
-        tensors: What its storages hold, in order.
-    """
 
-    name: str
-    archive: TorchArchive
-    tensors: tuple[OutputTensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.archive.nbytes
-
-    @property
-    def count(self) -> int:
-        """Tensors in it; of tied ones, one."""
-        return len(self.tensors)
-
-    def write(
-        self, reader: Reader, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
-    ) -> tuple[int, ...]:
-        """Write it from start to end; the caller closes the writer.
-
-        Raises:
-            CheckpointError: The source's bytes cannot be read, or a cast overflows.
-            StorageError: Reading or writing failed.
-        """
-        archive = ArchiveWriter(self.archive, writer.write)
-        parts = iter_parts(self.tensors)
-        write_parts(reader, parts, archive, budget=budget, allow_overflow=allow_overflow, meter=meter)
-        archive.close()
-        return ()
+def _lay_out_folder(conversion: Conversion, stem: str, index: str, unique_suffix: str) -> Layout:
+    selection = conversion.selection
+    payload: list[OutputFile] = []
+    small = conversion.encode_config()
+    if conversion.options.part != "optim":
+        groups = conversion.split_tensors(selection.model)
+        files, content = model_files(selection, groups, stem, unique_suffix)
+        payload += files
+        if len(files) > 1 or not conversion.is_local:
+            small[index] = encode_json(content)
+    if selection.groups is not None:
+        payload.append(torch_file(OPTIMIZER_FILE, _optimizer(selection, 0), selection.optim))
+    return Layout(tuple(payload), small)
 
 
 def model_files(
     selection: Selection, groups: Sequence[tuple[OutputTensor, ...]], stem: str, unique_suffix: str
-) -> tuple[list[TorchFile], dict[str, object]]:
+) -> tuple[list[OutputFile], dict[str, object]]:
     """Return the files of a model, and the content of its index.
 
     Args:
@@ -81,14 +81,10 @@ def model_files(
     return files, {"metadata": metadata, "weight_map": dict(sorted(weights.items()))}
 
 
-def optimizer_file(selection: Selection) -> TorchFile:
-    """Return `optimizer.bin`: `{"state": {parameter: {slot: tensor}}, "param_groups": [...]}`."""
-    return torch_file(OPTIMIZER_FILE, _optimizer(selection, 0), selection.optim)
-
-
-def single_file(selection: Selection, part: str, name: str) -> TorchFile:
-    """Return the one file that holds a part: the model's state dict, the optimizer's, or both under their keys."""
-    if part == "optim":
+def _single_file(conversion: Conversion) -> OutputFile:
+    """Return the one file of a part: the state dict of the model, or of the optimizer, or both under their keys."""
+    selection, name = conversion.selection, conversion.file_name
+    if conversion.options.part == "optim":
         return torch_file(name, _optimizer(selection, 0), selection.optim)
     model: dict[str, object] = dict(state_dict(selection, selection.model))
     if selection.groups is None:
@@ -97,7 +93,7 @@ def single_file(selection: Selection, part: str, name: str) -> TorchFile:
     return torch_file(name, value, (*selection.model, *selection.optim))
 
 
-def torch_file(name: str, value: object, tensors: Sequence[OutputTensor]) -> TorchFile:
+def torch_file(name: str, value: object, tensors: Sequence[OutputTensor]) -> OutputFile:
     """Return a file that holds a value.
 
     Args:
@@ -105,8 +101,8 @@ def torch_file(name: str, value: object, tensors: Sequence[OutputTensor]) -> Tor
         value: What is saved, with a `TensorValue` for each tensor.
         tensors: What its storages hold, in the order of their numbers.
     """
-    storages = [Storage(t.dtype, prod(t.shape)) for t in tensors]
-    return TorchFile(name, lay_out(value, storages), tuple(tensors))
+    archive = lay_out(value, [Storage(t.dtype, prod(t.shape)) for t in tensors])
+    return archive_file(name, archive, list(iter_parts(tensors)), len(tensors))
 
 
 def state_dict(selection: Selection, tensors: Sequence[OutputTensor]) -> dict[str, TensorValue]:
@@ -122,12 +118,7 @@ def state_dict(selection: Selection, tensors: Sequence[OutputTensor]) -> dict[st
 
 
 def _optimizer(selection: Selection, first: int) -> dict[str | int, object]:
-    """Return the optimizer's nest.
-
-    Args:
-        selection: What is written.
-        first: Number of the storage of its first tensor.
-    """
+    """Return `{"state": {parameter: {slot: tensor}}, "param_groups": [...]}`; storages are numbered from `first`."""
     content: Mapping[str, Any] = selection.groups or {}
     arrays, values = to_state_paths(selection.optim, content)
     leaves: dict[Path, object] = {
@@ -136,3 +127,31 @@ def _optimizer(selection: Selection, first: int) -> dict[str | int, object]:
     }
     tree: dict[str | int, object] = unflatten({**leaves, **values})
     return tree
+
+
+def _plan_ranks(reader: Reader, options: RankOptions) -> PlannedRanks:
+    return plan_rank_files(reader, options, TARGET.title)
+
+
+def _folder_kind(stem: str) -> FolderKind:
+    return FolderKind(
+        "one checkpoint of torch files",
+        payload=re.compile(rf"{stem}{SHARD}\.bin|optimizer\.bin"),
+        beside=re.compile(rf"{stem}\.bin\.index\.json|{CONFIG_FILES.pattern}"),
+        is_one=looks_like_torch,
+    )
+
+
+_FILE = FileKind("a file of torch.save", looks_like_torch)
+TARGET = Target(
+    name="torch",
+    title="a torch file",
+    files="`pytorch_model*.bin` with an index, `optimizer.bin`; or one file if `DST` ends in `.pt`, `.pth` or `.bin`",
+    read_by="`torch.load(weights_only=True)`, also with `mmap=True`",
+    plan=plan,
+    holds_dtype=TYPES.__contains__,
+    holds_value=can_pickle,
+    suffixes=(".pt", ".pth", ".bin"),
+    keeps_config=True,
+    plan_ranks=_plan_ranks,
+)

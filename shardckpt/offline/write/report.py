@@ -74,16 +74,16 @@ class Report:
     target: str
     format: str
     part: str
-    files: tuple[WrittenFile, ...]
-    carried: tuple[str, ...]
-    tensors: int
-    nbytes: int
-    ties: Mapping[str, str]
-    cast: Mapping[str, int]
-    left_out: tuple[str, ...]
-    warnings: tuple[str, ...]
-    seconds: Mapping[str, float]
-    dry_run: bool
+    files: tuple[WrittenFile, ...] = ()
+    carried: tuple[str, ...] = ()
+    tensors: int = 0
+    nbytes: int = 0
+    ties: Mapping[str, str] = field(default_factory=dict)
+    cast: Mapping[str, int] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    dry_run: bool = False
 
 
 class TensorInfo(NamedTuple):

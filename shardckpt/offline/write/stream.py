@@ -1,8 +1,8 @@
-"""Writing one output file: a header, then its tensors as runs and batches under a byte budget."""
+"""Stream tensors into output files, as copies and batches under a byte budget."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -10,13 +10,12 @@ from typing import NamedTuple, Protocol
 from shardckpt.boxes import Box, contiguous_blocks, full_box
 from shardckpt.dtypes import bits, nbytes
 from shardckpt.format.chunk_reader import PieceReader, ReadItem
-from shardckpt.format.encodings.safetensors import HeaderTensor, encode_header, file_order
 from shardckpt.format.reader import Reader
 from shardckpt.offline.write.numpy_casts import cast_into
 from shardckpt.offline.write.report import Meter
 from shardckpt.plan.layout.copy_plan import Batch, Copy, Take, is_scattered, steps
-from shardckpt.plan.layout.output_files import OutputTensor, PlannedFile
-from shardckpt.storage.store import Store, Writer
+from shardckpt.plan.layout.output_files import OutputTensor
+from shardckpt.storage.store import Writer
 
 _RESERVED_BYTES = 20 * 2**20
 """What the modules of a conversion add to those of `inspect`, measured as resident memory (numpy: 16 MiB)."""
@@ -86,111 +85,84 @@ class TensorPart(NamedTuple):
     box: Box
 
 
-class OutputFile(Protocol):
-    """A planned file of tensor data, in any format."""
+class TensorStream:
+    """Streams tensors of one open checkpoint into output files, under a byte budget.
 
-    @property
-    def name(self) -> str:
-        """In the target."""
+    Args:
+        reader: The open checkpoint.
+        budget: Memory that may be used.
+        meter: Counts the bytes written.
+        allow_overflow: Accept finite values that become infinite in a cast.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole file."""
+    def __init__(self, reader: Reader, budget: MemoryBudget, meter: Meter, *, allow_overflow: bool = False) -> None:
+        self._reader, self._budget, self._meter, self._allow_overflow = reader, budget, meter, allow_overflow
 
-    @property
-    def count(self) -> int:
-        """How many tensors, or parts of some, it holds."""
-
-    def write(
-        self, reader: Reader, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
-    ) -> tuple[int, ...]:
-        """Write it from start to end; the caller closes the writer.
-
-        Returns:
-            Hashes of its blocks, where the format keeps them.
+    def write_tensors(self, tensors: Sequence[OutputTensor], writer: Writer) -> None:
+        """Write full tensors back to back; bytes that do not change are copied from file to file.
 
         Raises:
             CheckpointError: The source's bytes cannot be read, or a cast overflows.
             StorageError: Reading or writing failed.
         """
+        budget = self._budget
+        plan = steps(tensors, batch_bytes=budget.batch_bytes, copy_bytes=_COPY_BYTES, wide_bytes=budget.wide_bytes)
+        self._write(plan, writer, writer)
+
+    def write_parts(self, parts: Iterable[TensorPart], sink: Sink) -> None:
+        """Write parts of tensors back to back.
+
+        Raises:
+            CheckpointError: The source's bytes cannot be read, or a cast overflows.
+            StorageError: Reading or writing failed.
+        """
+        self._write(batches(parts, self._budget.batch_bytes, self._budget.wide_bytes), sink)
+
+    def _write(self, plan: Iterable[Copy | Batch], sink: Sink, writer: Writer | None = None) -> None:
+        pieces = PieceReader(self._reader.store)
+        current: OutputTensor | None = None
+        with _WriteBehind(sink, self._budget.batch_bytes) as behind:
+            for step in plan:
+                if isinstance(step, Copy):
+                    assert writer is not None, "only whole files are copied"
+                    behind.wait()
+                    self._copy(step, writer)
+                    continue
+                if step.takes[-1].tensor is not current:
+                    pieces.forget()
+                    current = step.takes[-1].tensor
+                data = behind.buffer(step.nbytes)
+                assemble(pieces, step, data, self._allow_overflow)
+                behind.write(data)
+                self._meter.add(step.nbytes)
+
+    def _copy(self, step: Copy, writer: Writer) -> None:
+        most = self._budget.step_bytes
+        for start in range(0, step.nbytes, most):
+            size = min(most, step.nbytes - start)
+            writer.copy_from(self._reader.store, step.file, step.offset + start, size)
+            self._meter.add(size)
+
+
+Encoder = Callable[[TensorStream, Writer], tuple[int, ...]]
+"""Writes one file from start to end, without closing it; returns hashes of its blocks if the format stores them."""
 
 
 @dataclass(frozen=True, slots=True)
-class SafetensorsFile:
-    """An output file with its header.
+class OutputFile:
+    """A planned file of tensor data, in any format.
 
     Attributes:
-        name: In the target.
-        header: First bytes of the file.
-        tensors: In the order of the data.
+        name: Path in the target, with forward slashes.
+        nbytes: Bytes of the full file.
+        count: Tensors, or parts of tensors, in it.
+        encode: Writes its bytes.
     """
 
     name: str
-    header: bytes
-    tensors: tuple[OutputTensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole file."""
-        return len(self.header) + sum(t.nbytes for t in self.tensors)
-
-    @property
-    def count(self) -> int:
-        """Tensors in it."""
-        return len(self.tensors)
-
-    def write(
-        self, reader: Reader, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
-    ) -> tuple[int, ...]:
-        """Write it from start to end; the caller closes the writer.
-
-        Raises:
-            CheckpointError: The source's bytes cannot be read, or a cast overflows.
-            StorageError: Reading or writing failed.
-        """
-        write_file(reader, self, writer, budget=budget, allow_overflow=allow_overflow, meter=meter)
-        return ()
-
-
-def lay_out(file: PlannedFile, metadata: Mapping[str, str]) -> SafetensorsFile:
-    """Order a file's tensors and make its header.
-
-    Raises:
-        UnsupportedError: A type that safetensors cannot hold.
-    """
-    tensors = {t.name: t for t in file.tensors}
-    order = file_order(HeaderTensor(t.name, t.dtype, t.shape) for t in file.tensors)
-    return SafetensorsFile(
-        file.name, encode_header(order, metadata), tuple(part for p in order for part in tensors[p.name].output_parts)
-    )
-
-
-def write_file(
-    reader: Reader, file: SafetensorsFile, writer: Writer, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
-) -> None:
-    """Write a file from start to end; the caller closes the writer.
-
-    Raises:
-        CheckpointError: The source's bytes cannot be read, or a cast overflows.
-        StorageError: Reading or writing failed.
-    """
-    writer.write(file.header)
-    pieces = PieceReader(reader.store)
-    current: OutputTensor | None = None
-    with _WriteBehind(writer, budget.batch_bytes) as behind:
-        wide = budget.wide_bytes
-        for step in steps(file.tensors, batch_bytes=budget.batch_bytes, copy_bytes=_COPY_BYTES, wide_bytes=wide):
-            if isinstance(step, Copy):
-                behind.wait()
-                _copy(reader.store, step, writer, budget.step_bytes, meter)
-                continue
-            if step.takes[-1].tensor is not current:
-                pieces.forget()
-                current = step.takes[-1].tensor
-            batch = behind.buffer(step.nbytes)
-            assemble(pieces, step, batch, allow_overflow)
-            behind.write(batch)
-            meter.add(step.nbytes)
+    nbytes: int
+    count: int
+    encode: Encoder
 
 
 def iter_parts(tensors: Iterable[OutputTensor]) -> Iterator[TensorPart]:
@@ -198,28 +170,6 @@ def iter_parts(tensors: Iterable[OutputTensor]) -> Iterator[TensorPart]:
     for tensor in tensors:
         for member in tensor.output_parts:
             yield TensorPart(member, full_box(member.shape))
-
-
-def write_parts(
-    reader: Reader, parts: Iterable[TensorPart], sink: Sink, *, budget: MemoryBudget, allow_overflow: bool, meter: Meter
-) -> None:
-    """Give the bytes of parts to a sink, back to back.
-
-    Raises:
-        CheckpointError: The source's bytes cannot be read, or a cast overflows.
-        StorageError: Reading or writing failed.
-    """
-    pieces = PieceReader(reader.store)
-    current: OutputTensor | None = None
-    with _WriteBehind(sink, budget.batch_bytes) as behind:
-        for batch in batches(parts, budget.batch_bytes, budget.wide_bytes):
-            if batch.takes[-1].tensor is not current:
-                pieces.forget()
-                current = batch.takes[-1].tensor
-            data = behind.buffer(batch.nbytes)
-            assemble(pieces, batch, data, allow_overflow)
-            behind.write(data)
-            meter.add(batch.nbytes)
 
 
 def batches(parts: Iterable[TensorPart], most: int, wide: int = 0) -> Iterator[Batch]:
@@ -296,13 +246,6 @@ class _WriteBehind:
         self._thread.shutdown(wait=True)
         if kind is None:
             self.wait()
-
-
-def _copy(store: Store, step: Copy, writer: Writer, most: int, meter: Meter) -> None:
-    for start in range(0, step.nbytes, most):
-        size = min(most, step.nbytes - start)
-        writer.copy_from(store, step.file, step.offset + start, size)
-        meter.add(size)
 
 
 def assemble(pieces: PieceReader, batch: Batch, out: memoryview, allow_overflow: bool) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardckpt.format.reader import Reader
 from shardckpt.offline.write.report import Meter, WrittenFile
-from shardckpt.offline.write.stream import MemoryBudget, OutputFile
+from shardckpt.offline.write.stream import MemoryBudget, OutputFile, TensorStream
 from shardckpt.storage.publication import Publication
 
 Hashes = Mapping[str, tuple[int, ...]]
@@ -87,12 +87,11 @@ class TargetWriter:
         """
         writers = max(min(self.jobs, len(files)), 1)
         budget = MemoryBudget.share(self.max_memory, writers, is_local=self.reader.store.capabilities.is_local)
+        stream = TensorStream(self.reader, budget, self.meter, allow_overflow=self.allow_overflow)
 
         def write(file: OutputFile) -> tuple[int, ...]:
             with publication.create(file.name) as writer:
-                return file.write(
-                    self.reader, writer, budget=budget, allow_overflow=self.allow_overflow, meter=self.meter
-                )
+                return file.encode(stream, writer)
 
         if writers == 1:
             return {file.name: write(file) for file in files}

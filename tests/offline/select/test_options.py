@@ -30,7 +30,6 @@ def test_only_float_types_can_be_cast_to(text: str) -> None:
 @pytest.mark.parametrize(
     ("given_options", "message"),
     [
-        ({"to": "onnx"}, "--to"),
         ({"part": "weights"}, "--part"),
         ({"dtype": "int8"}, "--dtype"),
         ({"max_shard_size": "much"}, "no size"),

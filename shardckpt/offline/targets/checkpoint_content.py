@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import TYPES
 from shardckpt.manifest import UNREAD, Path, dotted
-from shardckpt.offline.select.lossiness import describe_lost, is_unsupported, require_allowed
+from shardckpt.offline.targets.lossiness import describe_lost, require_allowed
+from shardckpt.offline.targets.torch_archive import can_pickle
 from shardckpt.plan.layout.coverage import locate
 from shardckpt.plan.layout.output_files import OutputTensor
 
@@ -42,9 +43,10 @@ def _keep_value(value: object, path: Path) -> Mapping[Path, object]:
 
 def full_content(
     reader: Reader,
-    to: str,
+    title: str,
     *,
     allow_loss: bool,
+    holds_value: Callable[[object], bool] = can_pickle,
     placed: Callable[[Path], Path] = _keep_path,
     leaves: Callable[[object, Path], Mapping[Path, object]] = _keep_value,
 ) -> Content:
@@ -52,8 +54,9 @@ def full_content(
 
     Args:
         reader: The open checkpoint.
-        to: The format that is written.
+        title: The target, for messages.
         allow_loss: Leave out what it cannot hold.
+        holds_value: Returns True if it holds a value exactly.
         placed: Where in the target something lies.
         leaves: Which values the target makes of one that is no array, by path.
 
@@ -70,11 +73,11 @@ def full_content(
     for path, entry in manifest.objects.items():
         value = reader.load_object(entry) if entry.value is UNREAD else entry.value
         for leaf, each in leaves(value, placed(path)).items():
-            if is_unsupported(to, each):
-                lost.append(describe_lost(leaf, each))
-            else:
+            if holds_value(each):
                 values[leaf] = each
-    require_allowed(lost, to, allow_loss=allow_loss)
+            else:
+                lost.append(describe_lost(leaf, each))
+    require_allowed(lost, title, allow_loss=allow_loss)
     kept = set(paths)
     return Content(
         {placed(path): OutputTensor(dotted(path), e, e.dtype) for path, e in zip(paths, entries, strict=True)},

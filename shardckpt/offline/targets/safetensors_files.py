@@ -1,0 +1,138 @@
+"""`--to safetensors`: files that `transformers` and inference servers load, with an index; or one file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from shardckpt.dtypes import SAFETENSORS_NAMES
+from shardckpt.errors import UsageError
+from shardckpt.format.encodings.safetensors import HeaderTensor, encode_header, file_order, looks_like_safetensors
+from shardckpt.format.huggingface.index_files import (
+    OPTIMIZER,
+    OPTIMIZER_FILES_KEY,
+    PARAM_GROUPS,
+    PARAM_GROUPS_KEY,
+    SUFFIX,
+)
+from shardckpt.offline.select.group_settings import as_json
+from shardckpt.offline.targets.base import CONFIG_FILES, FRESH, SHARD, Conversion, Target, encode_json
+from shardckpt.offline.write.conversion import PlannedFiles
+from shardckpt.offline.write.stream import OutputFile, TensorStream
+from shardckpt.offline.write.target_writer import Layout
+from shardckpt.plan.layout.output_files import OutputTensor, PlannedFile, index, name_files
+from shardckpt.storage.replaceable import FileKind, FolderKind
+from shardckpt.storage.store import Writer
+
+
+def plan(conversion: Conversion) -> PlannedFiles:
+    """Plan the files of a conversion.
+
+    Raises:
+        UsageError: One file would have to hold a model and an optimizer.
+    """
+    stem = "adapter_model" if conversion.is_adapter else "model"
+    groups: dict[str, list[tuple[OutputTensor, ...]]] = {}
+    if conversion.options.part != "optim":
+        groups[stem] = conversion.split_tensors(conversion.selection.model)
+    if conversion.selection.groups is not None:
+        groups[OPTIMIZER] = conversion.split_tensors(conversion.selection.optim)
+    index_name = f"{next(iter(groups))}.safetensors.index.json"
+    if not conversion.is_file:
+        return PlannedFiles(
+            _folder_kind(stem),
+            index_name,
+            lambda unique_suffix, _: _lay_out_folder(conversion, groups, index_name, unique_suffix),
+            conversion.nbytes,
+        )
+    if len(groups) > 1:
+        raise UsageError(
+            "one file cannot hold a model and an optimizer",
+            found=conversion.target,
+            fix="Name a folder, or choose --part model or --part optim.",
+        )
+    [[tensors]] = groups.values()
+    file = PlannedFile(conversion.file_name, tensors)
+    layout = Layout((build_file(file, _metadata(conversion)),), {})
+    return PlannedFiles(_FILE, index_name, lambda *_: layout, conversion.nbytes)
+
+
+def _lay_out_folder(
+    conversion: Conversion,
+    groups: Mapping[str, list[tuple[OutputTensor, ...]]],
+    index_name: str,
+    unique_suffix: str,
+) -> Layout:
+    """Return the files of a folder.
+
+    The index is written if there are several files, if optimizer files are beside them (readers that glob would take
+    those for shards), and on stores without rename, where the index makes the result loadable.
+    """
+    metadata = _metadata(conversion)
+    files = {stem: name_files(parts, stem, unique_suffix) for stem, parts in groups.items()}
+    small = conversion.encode_config()
+    companions: dict[str, object] = {}
+    if conversion.selection.groups is not None:
+        name = f"param_groups-{unique_suffix}.json" if unique_suffix else PARAM_GROUPS
+        small[name] = encode_json(as_json(conversion.selection.groups))
+        companions = {OPTIMIZER_FILES_KEY: [f.name for f in files[OPTIMIZER]], PARAM_GROUPS_KEY: name}
+    first = next(iter(files.values()))
+    if conversion.options.part != "model" or not conversion.is_local or len(first) > 1:
+        small[index_name] = encode_json(index(first, companions))
+    return Layout(tuple(build_file(file, metadata) for part in files.values() for file in part), small)
+
+
+def _metadata(conversion: Conversion) -> dict[str, str]:
+    """Return the text of headers: that of the source, ties as `dropped: kept` (as `save_model` writes them), casts."""
+    selection = conversion.selection
+    metadata = {**conversion.reader.manifest.metadata, "format": "pt", **selection.ties}
+    casts = {t.name: t.entry.stored for t in selection.model if t.is_cast}
+    if casts:
+        kinds = set(casts.values())
+        metadata["source_dtype"] = kinds.pop() if len(kinds) == 1 else json.dumps(casts)
+    return dict(sorted(metadata.items()))
+
+
+def build_file(file: PlannedFile, metadata: Mapping[str, str]) -> OutputFile:
+    """Order a file's tensors and build its header.
+
+    Raises:
+        UnsupportedError: A dtype that safetensors cannot hold.
+    """
+    tensors = {t.name: t for t in file.tensors}
+    order = file_order(HeaderTensor(t.name, t.dtype, t.shape) for t in file.tensors)
+    header = encode_header(order, metadata)
+    parts = tuple(part for placed in order for part in tensors[placed.name].output_parts)
+
+    def encode(stream: TensorStream, writer: Writer) -> tuple[int, ...]:
+        writer.write(header)
+        stream.write_tensors(parts, writer)
+        return ()
+
+    return OutputFile(file.name, len(header) + sum(t.nbytes for t in parts), len(parts), encode)
+
+
+def _folder_kind(stem: str) -> FolderKind:
+    return FolderKind(
+        "one checkpoint of safetensors files",
+        payload=re.compile(rf"({stem}|optimizer){SHARD}\.safetensors"),
+        beside=re.compile(
+            rf"({stem}|optimizer)\.safetensors\.index\.json|param_groups{FRESH}\.json|{CONFIG_FILES.pattern}"
+        ),
+        is_one=looks_like_safetensors,
+    )
+
+
+_FILE = FileKind("a safetensors file", looks_like_safetensors)
+TARGET = Target(
+    name="safetensors",
+    title="safetensors",
+    files="`model*.safetensors`, `optimizer*.safetensors`, `param_groups.json`",
+    read_by="`transformers`, inference servers",
+    plan=plan,
+    holds_dtype=SAFETENSORS_NAMES.__contains__,
+    suffixes=(SUFFIX,),
+    keeps_config=True,
+    writes_text=True,
+)

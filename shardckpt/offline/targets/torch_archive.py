@@ -1,0 +1,42 @@
+"""Files of `torch.save`, shared by the targets that write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardckpt.errors import UnsupportedError
+from shardckpt.format.torchsave.writer import ArchiveWriter, TorchArchive, encode_archive
+from shardckpt.offline.write.stream import OutputFile, TensorPart, TensorStream
+from shardckpt.storage.store import Writer
+
+
+def archive_file(
+    name: str, archive: TorchArchive, parts: Sequence[TensorPart], count: int, head: bytes = b""
+) -> OutputFile:
+    """Return a file of `torch.save`.
+
+    Args:
+        name: Path in the target.
+        archive: Its layout.
+        parts: Content of its storages, in order.
+        count: Tensors in it.
+        head: Content of the storages before those.
+    """
+
+    def encode(stream: TensorStream, writer: Writer) -> tuple[int, ...]:
+        sink = ArchiveWriter(archive, writer.write)
+        sink.write(head)
+        stream.write_parts(parts, sink)
+        sink.close()
+        return ()
+
+    return OutputFile(name, archive.nbytes, count, encode)
+
+
+def can_pickle(value: object) -> bool:
+    """Return True if a file of `torch.save` holds a value exactly."""
+    try:
+        encode_archive(value)
+    except UnsupportedError:
+        return False
+    return True

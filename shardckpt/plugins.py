@@ -1,0 +1,113 @@
+"""Formats and targets of other distributions, found by entry point and loaded when they are needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple, TypeVar
+
+from shardckpt.errors import UsageError, escape
+
+_Kind = TypeVar("_Kind")
+
+
+class Plugin(NamedTuple):
+    """One entry point, not loaded.
+
+    Attributes:
+        name: Its name, which is the name of the format or target.
+        group: `shardckpt.formats`, for example.
+        distribution: Name and version of the distribution that installs it.
+        load: Imports it.
+    """
+
+    name: str
+    group: str
+    distribution: str
+    load: Callable[[], object]
+
+    def __str__(self) -> str:
+        return f"{self.name!r} of {self.distribution}"
+
+
+def find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...]) -> tuple[Plugin, ...]:
+    """Return the entry points of some groups, by name. Those whose names clash are left out, with a warning.
+
+    Args:
+        groups: Names of entry point groups.
+        built_in: Names that the package itself uses.
+    """
+    return _find_plugins(groups, built_in, tuple(sys.path))
+
+
+@cache
+def _find_plugins(groups: tuple[str, ...], built_in: tuple[str, ...], path: tuple[str, ...]) -> tuple[Plugin, ...]:
+    if not any(_has_entry_points(group, path) for group in groups):
+        return ()
+    from importlib.metadata import entry_points  # noqa: PLC0415  (0.03 s, which most commands can do without)
+
+    plugins: dict[str, list[Plugin]] = {}
+    for group in groups:
+        for point in entry_points(group=group):
+            owner = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown distribution"
+            plugins.setdefault(point.name, []).append(Plugin(point.name, group, owner, point.load))
+    for name, rivals in plugins.items():
+        owners = [*(["shardckpt"] if name in built_in else []), *(each.distribution for each in rivals)]
+        if len(owners) > 1:
+            warn_of_plugin(f"the name {name!r} is used by {' and by '.join(owners)}: no plugin of this name is used")
+    return tuple(
+        rivals[0] for name, rivals in sorted(plugins.items()) if len(rivals) == 1 and rivals[0].name not in built_in
+    )
+
+
+def _has_entry_points(group: str, path: tuple[str, ...]) -> bool:
+    """Return True if a distribution on a path may have entry points of a group; takes 2 ms."""
+    section = f"[{group}]".encode()
+    for folder in path:
+        try:
+            names = os.listdir(folder or ".")
+        except NotADirectoryError:
+            return True  # an archive, which `importlib.metadata` can read
+        except OSError:
+            continue
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info")):
+                try:
+                    with open(f"{folder or '.'}/{name}/entry_points.txt", "rb") as file:
+                        if section in file.read():
+                            return True
+                except OSError:
+                    continue
+    return False
+
+
+def load_plugin(plugin: Plugin, kind: type[_Kind]) -> _Kind:
+    """Import a plugin.
+
+    Args:
+        plugin: The entry point.
+        kind: What it must be an instance of; its `name` must be that of the entry point.
+
+    Raises:
+        UsageError: It cannot be imported, or is something else.
+    """
+    fix = "Update or uninstall that distribution."
+    try:
+        value = plugin.load()
+    except (Exception, SystemExit) as error:
+        what = f"the plugin {plugin} cannot be imported"
+        raise UsageError(what, found=f"{type(error).__name__}: {error}", fix=fix) from error
+    if not isinstance(value, kind):
+        raise UsageError(f"the plugin {plugin} must be a {kind.__name__}", found=type(value).__name__, fix=fix)
+    name = getattr(value, "name", None)
+    if name != plugin.name:
+        raise UsageError(f"the plugin {plugin} must have the name of its entry point", found=repr(name), fix=fix)
+    return value
+
+
+def warn_of_plugin(message: str) -> None:
+    """Warn about a plugin. Its caller goes on without it."""
+    warnings.warn(escape(message), RuntimeWarning, stacklevel=2)
