@@ -55,7 +55,7 @@ def check(
             )
         if before is not None:
             raise HookError("A communication hook is already registered")
-        if unit.phase is not Phase.IDLE or unit.has_pending_grads:
+        if unit.phase is not Phase.IDLE or unit.pending_forward_ids:
             raise HookError(
                 "A communication hook is registered before the first forward, or after a backward",
                 found=f"{unit.name} waits for its backward",

@@ -214,6 +214,8 @@ class UnitConfig:
         offload: Where shards live.
         divide_factor: What summed gradients are divided by; the number of ranks where None.
         force_sum: Divide before and after a plain sum, whatever the backend could do.
+        sync_gradients: Backward reduces gradients.
+        all_reduce: A reduction includes the all-reduce over replicas.
         zeros_for_unused: A parameter that no rank used gets a gradient of zeros.
         reductions_under_way: So many reductions of units may be under way at once.
     """
@@ -234,5 +236,11 @@ class UnitConfig:
     offload: Offload = Offload()
     divide_factor: float | None = None
     force_sum: bool = False
+    sync_gradients: bool = True
+    all_reduce: bool = True
     zeros_for_unused: bool = False
     reductions_under_way: int = 1
+
+    def stays_after_backward(self, *, is_unsynced: bool) -> bool:
+        """Return True if full parameters stay after a backward, which may have left gradients unreduced."""
+        return not self.frees_after_backward or (is_unsynced and self.keeps_while_held and not self.frees_after_forward)

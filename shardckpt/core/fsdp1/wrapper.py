@@ -47,7 +47,7 @@ from shardckpt.core.registration.flat_param import FlatParamRegistration
 from shardckpt.core.registration.orig_params import OrigParamsRegistration
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, UnshardHandle
 from shardckpt.core.runtime.mixed_precision import Buffers
-from shardckpt.core.runtime.root_state import RootState, run_forward
+from shardckpt.core.runtime.root_state import RootState
 from shardckpt.core.runtime.traversal import ShardedModule
 from shardckpt.core.setup import materialize, shared_params
 from shardckpt.core.setup.ignored import Ignored
@@ -144,7 +144,7 @@ class FullyShardedDataParallel(StateStatics):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         """Return a wrapper of a copy of the module, over the same ranks; it belongs to no root yet."""
-        if self._unit.is_attached:
+        if self._unit.root is not None:
             self._unit.reshard()
         made = object.__new__(type(self))
         memo[id(self)] = made
@@ -299,7 +299,8 @@ class FullyShardedDataParallel(StateStatics):
         """Forget earlier roots of instances whose module was wrapped again."""
         if any(each._root_state is not None for each in instances):
             for each in instances:
-                each._unit.recover()
+                if each._root_state is not None:
+                    each._root_state.recover()
                 each._unit.reshard()
             self._reset_lazy_init()
 
@@ -309,7 +310,7 @@ class FullyShardedDataParallel(StateStatics):
     @compiler_disabled_shallow
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters unsharded."""
-        return run_forward(self._ensure_root_state(), self._unit, self._fsdp_wrapped_module, args, kwargs)
+        return self._ensure_root_state().run_forward(self._unit, self._fsdp_wrapped_module, args, kwargs)
 
     def register_forward_method(self, method_name: str) -> None:
         """Run a method of the wrapped module with its parameters unsharded, when it is called on the wrapper.
@@ -321,7 +322,7 @@ class FullyShardedDataParallel(StateStatics):
         @functools.wraps(getattr(self._fsdp_wrapped_module, method_name))
         def gathered(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
             method = getattr(self._fsdp_wrapped_module, method_name)
-            return run_forward(self._ensure_root_state(), self._unit, method, args, kwargs)
+            return self._ensure_root_state().run_forward(self._unit, method, args, kwargs)
 
         setattr(self, method_name, MethodType(gathered, self))
 
@@ -340,14 +341,14 @@ class FullyShardedDataParallel(StateStatics):
                 where=self._unit.name,
             )
         self._assert_state(TrainingState.IDLE)
-        before = [unit.sync_gradients for unit in root_state.units]
+        before = [unit.config.sync_gradients for unit in root_state.units]
         for unit in root_state.units:
-            unit.set_requires_gradient_sync(False)
+            unit.configure(sync_gradients=False)
         try:
             yield
         finally:
             for unit, on in zip(root_state.units, before, strict=True):
-                unit.set_requires_gradient_sync(on)
+                unit.configure(sync_gradients=on)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -439,7 +440,7 @@ class FullyShardedDataParallel(StateStatics):
 
     def _visible_name(self, name: str) -> str:
         """Return a name without the wrapper's segment where full parameters were summoned, as torch does."""
-        return name.replace(f"{WRAPPED}.", "") if self._unit.is_checked_out else name
+        return name.replace(f"{WRAPPED}.", "") if self._unit.params.is_checked_out else name
 
     @staticmethod
     @contextmanager
@@ -567,7 +568,7 @@ class FullyShardedDataParallel(StateStatics):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FullyShardedDataParallel:
         self._unit.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._unit.is_checked_out:
+        if self._unit.params.is_checked_out:
             return self
         for registration in self._unit.registrations:
             registration.pull_user_changes()
@@ -616,7 +617,7 @@ class FullyShardedDataParallel(StateStatics):
     @property
     def training_state(self) -> TrainingState:
         """What this instance is in the middle of."""
-        if self._unit.is_checked_out:
+        if self._unit.params.is_checked_out:
             return TrainingState.SUMMON_FULL_PARAMS
         return TrainingState.IDLE if self._unit.phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
 

@@ -35,7 +35,7 @@ from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.registration.dtensor_params import DTensorRegistration, ExtensionRegistration
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit
-from shardckpt.core.runtime.root_state import RootState, run_forward
+from shardckpt.core.runtime.root_state import RootState
 from shardckpt.core.setup import materialize, shared_params
 
 _STATE = "_shardckpt_sharded"
@@ -144,9 +144,8 @@ class FSDPState:
         _check_meshes([placed for members in sets.values() for _, placed in members])
         self._move(managed)
         registrations = [self._build_registration(name, members) for members in sets.values()]
-        return FSDPUnit(
-            name, self.modules, registrations, self._options.config, mixed_precision.Buffers(self._own_modules())
-        )
+        buffers = mixed_precision.Buffers(self._own_modules())
+        return FSDPUnit(name, self.modules, registrations, self._options.config, buffers, self.device)
 
     def _own_modules(self) -> list[nn.Module]:
         """Return the modules below that no nested unit has, each once."""
@@ -302,7 +301,7 @@ class FSDPState:
         """Refuse a parameter that a unit elsewhere has: it would be trained twice, differently."""
         units = [each.unit for each in known]
         units += [each.sharding_unit for each in FullyShardedDataParallel.fsdp_modules(self.modules[0])]
-        ours = {member.identity for unit in units for member in unit.members}  # also of what is gathered already
+        ours = {member.identity for unit in units for member in unit.params.members}  # also of what is gathered already
         held = [(name, identity(p)) for name, p in self.modules[0].named_parameters() if is_held(p)]
         strange = [name for name, each in held if each not in ours]
         if strange:
@@ -358,11 +357,11 @@ class FSDPState:
 
     def reshard(self) -> None:
         """Reshard the unit."""
-        if self.unit.is_attached:
+        if self.unit.root is not None:
             self.unit.reshard()
 
     def _attach(self) -> None:
-        if not self.unit.is_attached:
+        if self.unit.root is None:
             RootState(self.unit, [(self.unit.name, self.unit)])
 
     @compiler_disabled_shallow
@@ -374,12 +373,7 @@ class FSDPState:
             args: Arguments.
             kwargs: And those by name.
         """
-        root_state = self.ensure_root_state()
-        if (
-            root_state.root is self.unit and not self.unit.registrations
-        ):  # without parameters it does not know where it is
-            args, kwargs = mixed_precision.move_tensors((args, dict(kwargs)), self.device)
-        return run_forward(root_state, self.unit, function, args, kwargs)
+        return self.ensure_root_state().run_forward(self.unit, function, args, kwargs)
 
 
 def _check_meshes(placed: Sequence[Placed]) -> None:

@@ -28,7 +28,7 @@ from shardckpt.core.params.mesh_placement import (
     mesh_info,
 )
 from shardckpt.core.policies import AllGather, MixedPrecisionPolicy, OffloadPolicy, ReduceScatter
-from shardckpt.core.runtime.fsdp_unit import FSDPUnit, UnshardHandle
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase, UnshardHandle
 from shardckpt.core.runtime.traversal import ShardedModule
 from shardckpt.errors import ShardckptError
 
@@ -280,7 +280,7 @@ class FSDPModule:
         self.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         unit = self._fsdp_state.unit
-        if not unit.is_checked_out:
+        if not unit.params.is_checked_out:
             unit.pull_user_changes()
             for registration in unit.registrations:
                 registration.register_sharded()
@@ -381,7 +381,7 @@ class FSDPModule:
         Raises:
             ArgumentError: One is not sharded.
         """
-        self._fsdp_state.unit.set_units_to_prefetch(forward=[each.unit for each in _fsdp_states(modules)])
+        self._fsdp_state.unit.units_to_prefetch[Phase.FORWARD] = [each.unit for each in _fsdp_states(modules)]
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Say what is gathered while this module's gradients are computed, instead of what came before it in forward.
@@ -392,7 +392,7 @@ class FSDPModule:
         Raises:
             ArgumentError: One is not sharded.
         """
-        self._fsdp_state.unit.set_units_to_prefetch(backward=[each.unit for each in _fsdp_states(modules)])
+        self._fsdp_state.unit.units_to_prefetch[Phase.PRE_BACKWARD] = [each.unit for each in _fsdp_states(modules)]
 
     # ---------------------------------------------------------------------------------------------- gradients
 
@@ -404,8 +404,7 @@ class FSDPModule:
             recurse: Say it to the sharded modules below as well.
         """
         for each in self._each(recurse):
-            each.unit.set_requires_gradient_sync(requires_gradient_sync)
-            each.unit.set_requires_all_reduce(requires_gradient_sync)
+            each.configure(sync_gradients=requires_gradient_sync, all_reduce=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Say whether gradients are summed over replicas too, or kept once they are summed over shards.
@@ -415,7 +414,7 @@ class FSDPModule:
             recurse: Say it to the sharded modules below as well.
         """
         for each in self._each(recurse):
-            each.unit.set_requires_all_reduce(requires_all_reduce)
+            each.configure(all_reduce=requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward is the last before the optimizer's step; only that one waits for reductions.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 from weakref import WeakMethod
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from shardckpt.core.modules.compile_guard import compiler_disabled
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -98,14 +101,25 @@ class GradientWatch:
 class Owner(Protocol):
     """Owner of a full buffer, which unshards it again after autograd saved its tensors."""
 
-    def record_saved_tensor(self) -> None:
-        """Note that a tensor in the buffer was saved by way of these hooks."""
+    @property
+    def name(self) -> str:
+        """What messages call it."""
 
     def unshard_for_backward(self) -> None:
         """Unshard the buffer."""
 
-    def modified_param_message(self) -> str:
-        """Return the message for a saved parameter that was changed since."""
+
+class BufferOwners:
+    """Owners of full buffers.
+
+    Attributes:
+        by_address: By the address of the buffer, which is unique while the buffer has storage.
+        saved: Owners of which autograd saved a tensor by way of `SavedParamHooks` in their last forward.
+    """
+
+    def __init__(self) -> None:
+        self.by_address: dict[int, Owner] = {}
+        self.saved: set[Owner] = set()
 
 
 class _Saved:
@@ -119,30 +133,40 @@ class _Saved:
         self.owner = owner
 
 
-class _Hooks:
-    """One pair of hooks: tensors of our buffers are kept by reference, all others go where they went before."""
+class SavedParamHooks:
+    """One pair of hooks: tensors of full buffers are kept by reference, all others go where they went before.
 
-    def __init__(self, find: Callable[[torch.Tensor], Owner | None], before: tuple[Pack, Unpack] | None) -> None:
-        self._find = find
+    Args:
+        owners: The owners of the buffers.
+        before: The hooks that are active outside.
+    """
+
+    def __init__(self, owners: BufferOwners, before: tuple[Pack, Unpack] | None) -> None:
+        self.owners = owners
         self._before = before
 
-    @property
-    def finder(self) -> Callable[[torch.Tensor], Owner | None]:
-        """Whose buffers these hooks know."""
-        return self._find
-
+    @compiler_disabled
     def pack(self, tensor: torch.Tensor) -> Any:
-        owner = self._find(tensor)
+        """Return what autograd keeps of a tensor."""
+        try:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            owner = self.owners.by_address.get(local.untyped_storage().data_ptr())
+        except (RuntimeError, NotImplementedError):  # tensors without a storage of their own
+            owner = None
         if owner is not None:
-            owner.record_saved_tensor()
+            self.owners.saved.add(owner)
             return _Saved(tensor.detach(), owner)
         return (tensor.detach(), tensor._version) if self._before is None else self._before[0](tensor)
 
     def unpack(self, value: Any) -> torch.Tensor:
+        """Return the tensor; unshard its owner first."""
         if isinstance(value, _Saved):
             value.owner.unshard_for_backward()
             if value.tensor._version != value.version:
-                raise RuntimeError(value.owner.modified_param_message())
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a parameter of unit {value.owner.name} was changed between its forward and its backward"
+                )
             return value.tensor
         if self._before is not None:
             return self._before[1](value)
@@ -155,18 +179,11 @@ class _Hooks:
         return tensor
 
 
-@contextmanager
-def saved_tensor_hooks(find: Callable[[torch.Tensor], Owner | None]) -> Iterator[None]:
-    """Inside, unshard a buffer again when backward reads a tensor that was saved in it.
-
-    Args:
-        find: Returns the owner of the buffer that a tensor lies in, None for all others.
-    """
+def saved_tensor_hooks(owners: BufferOwners) -> AbstractContextManager[object]:
+    """Return a context in which autograd saves full parameters so that backward unshards their buffers again."""
     before = _hooks_on_entry()
     ours = getattr(before[0], "__self__", None) if before else None
-    if not torch.is_grad_enabled() or (isinstance(ours, _Hooks) and ours.finder == find):
-        yield
-        return
-    hooks = _Hooks(find, before)
-    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-        yield
+    if not torch.is_grad_enabled() or (isinstance(ours, SavedParamHooks) and ours.owners is owners):
+        return nullcontext()
+    hooks = SavedParamHooks(owners, before)
+    return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)

@@ -1,4 +1,23 @@
-"""An FSDP unit: the buckets of one module and their hooks in forward and backward."""
+"""An FSDP unit: the parameters of one module, and the hooks that unshard, reshard and reduce them.
+
+`RootState` calls the hooks of all units below one root; a unit calls the root only if autograd reaches it by itself.
+
+| phase | hook | next phase | when |
+|---|---|---|---|
+| IDLE, FORWARD | pre_forward | FORWARD | a module of the unit is about to compute |
+| any but FORWARD | pre_forward, post_forward | the same | a checkpoint computes again in backward |
+| PRE_BACKWARD | forward_failed | PRE_BACKWARD | such a checkpoint stops early |
+| FORWARD | post_forward, finalize_forward | FORWARD | other modules of the unit, or outer calls, have not finished |
+| FORWARD | post_forward, finalize_forward | IDLE | all have, or the outermost forward ends: reshard, or keep |
+| IDLE | finalize_forward | IDLE | nothing is left to do |
+| FORWARD | forward_failed | IDLE | an exception |
+| any but FORWARD | pre_backward | PRE_BACKWARD | a gradient of an output: unshard |
+| any but FORWARD | post_backward | POST_BACKWARD | gradients are complete: reshard, and the root reduces |
+| IDLE, POST_BACKWARD | finalize_backward | IDLE | backward ends |
+| any | reset_after_error | IDLE | an exception in backward, or in the forward of the root |
+
+`TRANSITIONS` has the same as data; a test walks it.
+"""
 
 from __future__ import annotations
 
@@ -12,121 +31,240 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shardckpt.core.comm.streams import RateLimiter
 from shardckpt.core.config import UnitConfig
-from shardckpt.core.modules import autograd_hooks
-from shardckpt.core.modules.compile_guard import apply_compiler_disable, compiler_disabled
+from shardckpt.core.modules.autograd_hooks import BufferOwners
+from shardckpt.core.modules.compile_guard import apply_compiler_disable
 from shardckpt.core.modules.fqn_and_params import Name, ParamInfo
-from shardckpt.core.modules.pytree import mapped, tensors
 from shardckpt.core.params.param_bucket import Bucket
 from shardckpt.core.params.tensor_extension import ExtensionError
 from shardckpt.core.registration.base import ParamRegistration
 from shardckpt.core.runtime import mixed_precision
+from shardckpt.core.runtime.backward_order import RECOMPUTED, ForwardCall
 from shardckpt.core.runtime.mixed_precision import Buffers
-from shardckpt.errors import ShardckptError
-
-_THIS_BACKWARD = 0
-"""Forward id of what the running backward computes again, and of gradients that it gave; it ends with it."""
 
 
 class Phase(Enum):
-    """Phase of an iteration that a unit is in."""
+    """Phase of an iteration that a unit is in (torch: `TrainingState` of FSDP2)."""
 
     IDLE = auto()
     FORWARD = auto()
-    BACKWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
 
 
-class ForwardCall:
-    """One forward of a unit whose outputs require gradients.
+_BACKWARD = (Phase.PRE_BACKWARD, Phase.POST_BACKWARD)
+_OUTSIDE_FORWARD = (Phase.IDLE, *_BACKWARD)
 
-    Args:
-        unit: The unit.
-        finished_before: How many calls had finished when it began: later ones that finish before it are nested in it.
-        has_post_backward_hook: Whether an input requires gradients, so that autograd calls the post-backward hook.
-        forward_id: Number of the outermost forward that it belongs to; a backward covers the forwards it reaches.
+TRANSITIONS: frozenset[tuple[Phase, str, Phase]] = frozenset(
+    {
+        (Phase.IDLE, "pre_forward", Phase.FORWARD),
+        (Phase.FORWARD, "pre_forward", Phase.FORWARD),
+        *((phase, "pre_forward", phase) for phase in _OUTSIDE_FORWARD),
+        *((phase, "post_forward", phase) for phase in _OUTSIDE_FORWARD),
+        (Phase.FORWARD, "post_forward", Phase.FORWARD),
+        (Phase.FORWARD, "post_forward", Phase.IDLE),
+        (Phase.FORWARD, "finalize_forward", Phase.FORWARD),
+        (Phase.FORWARD, "finalize_forward", Phase.IDLE),
+        (Phase.IDLE, "finalize_forward", Phase.IDLE),
+        (Phase.FORWARD, "forward_failed", Phase.IDLE),
+        (Phase.PRE_BACKWARD, "forward_failed", Phase.PRE_BACKWARD),
+        *((phase, "pre_backward", Phase.PRE_BACKWARD) for phase in _OUTSIDE_FORWARD),
+        *((phase, "post_backward", Phase.POST_BACKWARD) for phase in _OUTSIDE_FORWARD),
+        (Phase.IDLE, "finalize_backward", Phase.IDLE),
+        (Phase.POST_BACKWARD, "finalize_backward", Phase.IDLE),
+        *((phase, "reset_after_error", Phase.IDLE) for phase in Phase),
+    }
+)
+"""Phase before, hook, phase after."""
+
+
+class UnitParams:
+    """The buckets of a unit, which are unsharded and resharded together.
+
+    Attributes:
+        registrations: The buckets, as they are registered on the modules.
+        is_registered: Whether the modules have the unsharded parameters, to compute with.
+        is_checked_out: Whether other code, such as `summon_full_params`, registers full parameters now.
+        addresses: Addresses of the unsharded buffers, unique while they have storage.
     """
 
-    def __init__(
-        self, unit: FSDPUnit, finished_before: int, has_post_backward_hook: bool = False, forward_id: int = 0
-    ) -> None:
-        self.unit = unit
-        self.finished_before = finished_before
-        self.has_post_backward_hook = has_post_backward_hook
-        self.forward_id = forward_id
-
-
-class RootSchedule(Protocol):
-    """The root as its units see it: it knows the order of all of them."""
+    def __init__(self, registrations: Sequence[ParamRegistration]) -> None:
+        self.registrations = tuple(registrations)
+        self.is_registered = False
+        self.is_checked_out = False
+        self.addresses: list[int] = []
 
     @property
-    def forward_id(self) -> int:
-        """Number of the outermost forward that began last."""
+    def active(self) -> tuple[ParamRegistration, ...]:
+        """The buckets to compute with: none while they are checked out."""
+        return () if self.is_checked_out else self.registrations
 
-    def count_finished_calls(self) -> int:
-        """Return the number of calls that finished in this forward."""
+    @property
+    def members(self) -> list[ParamInfo]:
+        """The parameters of all buckets."""
+        return [member for each in self.registrations for member in each.bucket.members]
 
-    def on_pre_forward(self, unit: FSDPUnit) -> None:
-        """Record that a unit is unsharded and computes next."""
+    @property
+    def is_unsharded(self) -> bool:
+        """Return True if all full parameters can be read."""
+        return all(each.bucket.is_unsharded for each in self.active)
 
-    def record_post_forward(self, call: ForwardCall) -> None:
-        """Record a call whose outputs require gradients."""
+    @property
+    def has_unsharded_storage(self) -> bool:
+        """Return True if some full buffer has storage, unsharded or with an all-gather pending."""
+        return any(each.bucket.has_unsharded_storage for each in self.active)
 
-    def ensure_backward_started(self) -> None:
-        """Start a backward unless one runs; units call it many times."""
+    @property
+    def requires_grad(self) -> bool:
+        """Return True if some parameter requires gradients."""
+        return any(each.bucket.requires_grad for each in self.active)
 
-    def on_pre_backward(self, call: ForwardCall) -> None:
-        """Prepare for the backward of a call: a gradient of its outputs has arrived."""
+    @contextmanager
+    def check_out(self) -> Iterator[tuple[ParamRegistration, ...]]:
+        """Yield the sharded buckets; inside, the unit computes as a module that has none of them."""
+        self.is_checked_out = True
+        try:
+            yield self.registrations
+        finally:
+            self.is_checked_out = False
 
-    def prefetch_backward_pre(self, unit: FSDPUnit) -> None:
-        """Prefetch before the gradients of a unit are computed (BACKWARD_PRE)."""
+    def set_callbacks(self, on_gradient: Callable[[], None], unshard: Callable[[], None]) -> None:
+        """Set the methods to call when a leaf gets a gradient, and when a module is recomputed by itself."""
+        for each in self.registrations:
+            each.bucket.watch.set_callback(on_gradient)
+            each.set_backward_unshard(unshard)
 
-    def on_post_backward(self, call: ForwardCall) -> None:
-        """Finish the calls that are nested in one whose gradients are complete."""
+    def rearm_watches(self) -> None:
+        """Report the next gradient of each bucket again."""
+        for each in self.registrations:
+            each.bucket.watch.rearm()
 
-    def prefetch_backward_post(self, unit: FSDPUnit) -> None:
-        """Prefetch after the gradients of a unit are computed (BACKWARD_POST)."""
+    def bind_extensions(self, unit: str, *, has_pending_grads: bool) -> bool:
+        """Gather from now on by the all-gather extensions that a user has put on local tensors.
 
-    def on_reduction_start(self, unit: FSDPUnit) -> None:
-        """Record a reduction that has started."""
+        Args:
+            unit: Name of the unit, for messages.
+            has_pending_grads: Whether a forward of the unit awaits its backward.
 
-    def record_unsharded(self, bucket: Bucket, unit: FSDPUnit) -> None:
-        """Record the address of a bucket's full buffer."""
+        Returns:
+            Whether there are new ones.
 
-    def forget_unsharded(self, address: int) -> None:
-        """Forget an address whose full buffer is freed."""
+        Raises:
+            ExtensionError: They cannot be followed, or gradients for the earlier parameters are still to come.
+        """
+        late = [each for each in self.active if each.has_unbound_extensions]
+        if not late:
+            return False
+        if has_pending_grads or any(each.bucket.has_unreduced_grads for each in late):
+            raise ExtensionError(
+                "all-gather extensions were put on local tensors while gradients are still to come",
+                where=unit,
+                found=[member.fqn for each in late for member in each.bucket.members],
+                fix="Put them there before the first forward, or after a backward that reduces gradients.",
+            )
+        self.registrations = tuple(made for each in self.registrations for made in each.bind_extensions())
+        return True
 
-    def find_unit(self, tensor: torch.Tensor) -> FSDPUnit | None:
-        """Return the unit in whose full buffer a tensor lies."""
+    def pull_user_changes(self) -> None:
+        """Pull a user's changes of the registered parameters."""
+        for each in self.active:
+            each.pull_user_changes()
+
+    def start_all_gather(self, *, full_precision: bool) -> None:
+        """Start the all-gathers of the buckets that are sharded. Collective."""
+        for each in self.active:
+            if not each.bucket.has_unsharded_storage:
+                each.pull_user_changes()
+                each.bucket.start_all_gather(full_precision=full_precision)
+
+    def wait_all_gather(self, *, keep_partial_shard: bool) -> None:
+        """Wait for the all-gathers, and register the full parameters on the modules."""
+        for each in self.active:
+            if not each.bucket.is_unsharded:
+                each.bucket.wait_all_gather(keep_partial_shard=keep_partial_shard)
+                if each.bucket.address:
+                    self.addresses.append(each.bucket.address)
+            if each.bucket.aliased:
+                each.pull_user_changes()
+            each.register_unsharded()
+        self.is_registered = True
+
+    def register_post_forward(self) -> None:
+        """Register what is kept unsharded between forward and backward, or after backward."""
+        for each in self.active:
+            each.register_post_forward()
+        self.is_registered = False
+
+    def reshard(self, *, keep_partial_shard: bool = False) -> None:
+        """Register the sharded parameters, and free the full ones.
+
+        Args:
+            keep_partial_shard: But keep the larger shard for the unshard in backward.
+        """
+        self.addresses.clear()
+        for each in self.active:
+            each.register_sharded()
+            each.bucket.reshard(keep_partial_shard=keep_partial_shard)
+        self.is_registered = False
+
+    def drop_partial_shards(self) -> None:
+        """Free the larger shards that were kept for the unshard in backward."""
+        for each in self.active:
+            each.bucket.reshard()
+
+    def start_reduction(self, config: UnitConfig, *, full_precision: bool) -> None:
+        """Start the reduce-scatters of the gradients. Collective."""
+        for each in self.active:
+            if each.bucket.requires_grad:
+                self.finish_reduction(config)
+                each.bucket.start_reduce_scatter(
+                    factor=config.divide_factor,
+                    split=config.force_sum,
+                    all_reduce=config.all_reduce,
+                    full_precision=full_precision,
+                )
+
+    @property
+    def is_reduced(self) -> bool:
+        """Return True if `finish_reduction` would return at once."""
+        return all(each.bucket.is_reduce_done for each in self.registrations)
+
+    def finish_reduction(self, config: UnitConfig) -> None:
+        """Wait for the averaged gradients, and accumulate them."""
+        for each in self.active:
+            reduced = each.bucket.wait_reduce_scatter()
+            if reduced is not None:
+                every = replace(reduced, used=(True,) * len(reduced.used))
+                each.add_gradient(every if config.zeros_for_unused else reduced)
+
+
+class RootHooks(Protocol):
+    """The root as its units see it: what they share, and the hooks for what autograd reports to one unit."""
+
+    @property
+    def limiter(self) -> RateLimiter:
+        """Limits the all-gathers of all units."""
+
+    @property
+    def owners(self) -> BufferOwners:
+        """The units of unsharded buffers, by address."""
+
+    def check_unshard_order(self, unit: FSDPUnit) -> None:
+        """Compare, in debug mode, which unit the ranks unshard next."""
+
+    def start_backward(self) -> None:
+        """Start a backward unless one runs."""
+
+    def enter_backward(self, unit: FSDPUnit, *, needs_params: bool) -> None:
+        """Prepare a unit for its backward."""
 
     def recover(self) -> None:
         """Reset after a backward that raised; autograd does not report it."""
 
-    def is_root(self, unit: FSDPUnit) -> bool:
-        """Return True if the unit is the root."""
-
-    def on_post_forward(self, unit: FSDPUnit) -> None:
-        """Record that a unit has computed."""
-
-    def check_reduce_order(self, unit: FSDPUnit) -> None:
-        """Compare, in debug mode, whose gradients ranks are about to reduce."""
-
-    def wait_for_rate_limiter(self, unit: FSDPUnit) -> None:
-        """Wait until the unit may be unsharded: resharded units that still compute hold memory."""
-
-    def record_reshard_event(self, unit: FSDPUnit) -> None:
-        """Record that the unit's memory is free once the queued computation has run."""
-
-
-class TransformError(ShardckptError, NotImplementedError):
-    """A functional transform that differentiates around a unit."""
-
-
-class DoubleBackwardError(ShardckptError, NotImplementedError):
-    """Gradients of gradients through parameters that are resharded."""
-
 
 class FSDPUnit:
-    """The buckets of one module: unsharded to compute, resharded after, reduced in backward.
+    """One module, or several, whose parameters are unsharded to compute, resharded after it, reduced in backward.
 
     Args:
         name: What messages call it.
@@ -134,6 +272,7 @@ class FSDPUnit:
         registrations: Its buckets, as they are registered on the modules.
         config: Its settings.
         buffers: Buffers that follow the unit's precision.
+        device: Where it computes if it has no parameters.
     """
 
     def __init__(
@@ -143,51 +282,41 @@ class FSDPUnit:
         registrations: Sequence[ParamRegistration],
         config: UnitConfig,
         buffers: Buffers | None = None,
+        device: torch.device | None = None,
     ) -> None:
         apply_compiler_disable()
         self._name = name
         self.modules = tuple(modules)
-        self.registrations = tuple(registrations)
+        self.params = UnitParams(registrations)
+        self.params.set_callbacks(self.on_gradient, self.unshard_for_backward)
         self.config = config
         self.buffers = buffers if buffers is not None else Buffers(())
-        self.sync_gradients = True
-        self._all_reduce = True
-        self._to_prefetch: dict[Phase, tuple[FSDPUnit, ...]] = {}
-        self._modules_run = 0
+        self._device = device
+        self.units_to_prefetch: dict[
+            Phase, Sequence[FSDPUnit]
+        ] = {}  # for FORWARD and PRE_BACKWARD; else the order decides
         self.phase = Phase.IDLE
-        self._root_schedule: RootSchedule | None = None
-        self._recorded_calls: set[ForwardCall] = set()
-        self._running_calls: list[ForwardCall] = []
-        self._pending_forward_ids: set[int] = set()  # forwards whose gradients have not been reduced
-        self._ran_backward = False
-        self._addresses: list[int] = []
-        self._has_registered_unsharded = False
+        self.root: RootHooks | None = None
+        self._running_calls = 0
+        self._modules_run = 0
+        self.open_calls: set[ForwardCall[FSDPUnit]] = set()  # recorded calls whose gradients are not complete
+        self.pending_forward_ids: set[int] = set()  # forwards whose gradients have not been reduced
         self._has_unsynced_grads = False
-        self._checked_out = False
-        self._saves_params = True  # whether autograd saves parameters by our hooks
-        self._watch_gradients()
-        self._full_precision = False  # whether the last forward computed in the stored types
+        self.full_precision = False  # whether the last forward computed in the stored types
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPUnit:
         """Return a unit of the copied modules, sharded, idle and without a root."""
-        if self.is_attached:
+        if self.root is not None:
             self.reshard()
-        made = memo[id(self)] = FSDPUnit(copy.deepcopy(self._name, memo), (), (), self.config)
+        made = memo[id(self)] = FSDPUnit(copy.deepcopy(self._name, memo), (), (), self.config, device=self._device)
         for each in self.registrations:
             each.copy_parameters(memo)
-        made.registrations = copy.deepcopy(self.registrations, memo)
-        made._watch_gradients()
+        made.params = UnitParams(copy.deepcopy(self.registrations, memo))
+        made.params.set_callbacks(made.on_gradient, made.unshard_for_backward)
         made.modules = copy.deepcopy(self.modules, memo)
         made.buffers = copy.deepcopy(self.buffers, memo)
-        made.sync_gradients, made._all_reduce = self.sync_gradients, self._all_reduce
-        made._to_prefetch = copy.deepcopy(self._to_prefetch, memo)
+        made.units_to_prefetch = copy.deepcopy(self.units_to_prefetch, memo)
         return made
-
-    def _watch_gradients(self) -> None:
-        """Call hooks for gradients and saved parameters that no call of the unit leads to."""
-        for each in self.registrations:
-            each.bucket.watch.set_callback(self.on_gradient)
-            each.set_backward_unshard(self.unshard_for_backward)
 
     # ---------------------------------------------------------------------------------------------------- facts
 
@@ -197,545 +326,231 @@ class FSDPUnit:
         return self._name.text
 
     @property
-    def module(self) -> nn.Module:
-        """The module, the first where there are several."""
-        return self.modules[0]
+    def registrations(self) -> tuple[ParamRegistration, ...]:
+        """The buckets, as they are registered on the modules."""
+        return self.params.registrations
 
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets, in their fixed order."""
-        return [each.bucket for each in self.registrations]
+        return [each.bucket for each in self.params.registrations]
 
-    @property
-    def members(self) -> list[ParamInfo]:
-        """The parameters of all buckets."""
-        return [member for each in self.registrations for member in each.bucket.members]
-
-    def restore(self) -> None:
-        """Undo the sharding; the unit is done with after that. Collective."""
-        for each in self.registrations:
-            each.restore()
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Return True if all full parameters can be read."""
-        return all(each.bucket.is_unsharded for each in self._active)
-
-    @property
-    def trainable(self) -> bool:
-        """Return True if some parameter requires gradients."""
-        return any(each.bucket.requires_grad for each in self.registrations)
-
-    @property
-    def has_pending_grads(self) -> bool:
-        """Return True if gradients of a recorded forward have not been reduced."""
-        return bool(self._pending_forward_ids)
-
-    def needs_post_backward(self, forward_ids: Set[int]) -> bool:
-        """Return True if gradients of these forwards, or of the running backward, are pending."""
-        return not self._pending_forward_ids.isdisjoint({_THIS_BACKWARD, *forward_ids})
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Return True if the running backward has reached the unit and not reduced its gradients since."""
-        return _THIS_BACKWARD in self._pending_forward_ids
-
-    @property
-    def pending_forward_ids(self) -> Set[int]:
-        """Return the forwards whose gradients have not been reduced."""
-        return self._pending_forward_ids - {_THIS_BACKWARD}
-
-    def attach(self, root_schedule: RootSchedule | None, name: str = "") -> None:
+    def attach(self, root: RootHooks | None, name: str = "") -> None:
         """Set the root of the unit, and its name below it; None for no root."""
-        self._root_schedule = root_schedule
+        self.root = root
         if name:
             self._name.become(name)
-        if root_schedule is not None and self._addresses:  # unsharded by hand, before there was this root
-            for bucket in self.buckets:
-                root_schedule.record_unsharded(bucket, self)
-
-    def set_requires_gradient_sync(self, on: bool) -> None:
-        """Set whether the next backward reduces gradients."""
-        self.sync_gradients = on
-
-    def set_requires_all_reduce(self, on: bool) -> None:
-        """Set whether a reduction includes the all-reduce over replicas."""
-        self._all_reduce = on
+        if root is not None:  # it may have been unsharded by hand, before there was this root
+            root.owners.by_address.update(dict.fromkeys(self.params.addresses, self))
 
     def configure(self, **changes: Any) -> None:
-        """Change settings.
-
-        Args:
-            changes: Fields of `UnitConfig` with their new values.
-        """
+        """Change settings: fields of `UnitConfig` with their new values."""
         self.config = replace(self.config, **changes)
 
-    def set_units_to_prefetch(
-        self, *, forward: Sequence[FSDPUnit] | None = None, backward: Sequence[FSDPUnit] | None = None
-    ) -> None:
-        """Set the units to prefetch while this one computes, in place of those that the order suggests.
-
-        Args:
-            forward: In forward; unchanged where None.
-            backward: In backward; unchanged where None.
-        """
-        for phase, units in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
-            if units is not None:
-                self._to_prefetch[phase] = tuple(units)
-
-    def get_units_to_prefetch(self, phase: Phase) -> tuple[FSDPUnit, ...] | None:
-        """Return the units to prefetch while this one computes; None if none were set."""
-        return self._to_prefetch.get(phase) or None
-
-    @property
-    def is_attached(self) -> bool:
-        """Return True if the unit has a root."""
-        return self._root_schedule is not None
-
-    @property
-    def _root(self) -> RootSchedule:
-        assert self._root_schedule is not None, "a unit computes only below a root"
-        return self._root_schedule
-
-    # ---------------------------------------------------------------------------------------- full parameters
-
-    def prefetch_unshard(self, *, full_precision: bool | None = None) -> bool:
-        """Start the all-gathers of what is not unsharded yet. Collective.
-
-        Args:
-            full_precision: In the stored types, whatever the type to compute in; where None, as the unit computes.
-
-        Returns:
-            Whether something was started.
-        """
-        self.bind_extensions()
-        if all(each.bucket.has_unsharded_storage for each in self._active):
-            return False
-        self._root.wait_for_rate_limiter(self)
-        if full_precision is None:
-            full_precision = self._full_precision if self._pending_forward_ids else self._runs_in_full_precision
-        started = False
-        for each in self._active:
-            if not each.bucket.is_unsharded:
-                each.pull_user_changes()
-                started |= each.bucket.start_all_gather(full_precision=full_precision)
-        return started
-
-    def unshard(self) -> None:
-        """All-gather the parameters and register them on the modules. Collective."""
-        self._unshard(full_precision=False)
-
-    def _unshard(self, *, full_precision: bool) -> None:
-        if self.is_unsharded and self._has_registered_unsharded:
-            return
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            torch.clear_autocast_cache()  # it keys on the leaf, whose content changes
-        self.prefetch_unshard(full_precision=full_precision)
-        for each in self._active:
-            if not each.bucket.is_unsharded:
-                each.bucket.wait_all_gather(keep_partial_shard=self._keep_partial_shard)
-                self._root.record_unsharded(each.bucket, self)
-                self._addresses.append(each.bucket.address)
-            if each.bucket.aliased:
-                each.pull_user_changes()
-            each.register_unsharded()
-        self._has_registered_unsharded = True
-
-    @property
-    def _keep_partial_shard(self) -> bool:
-        return self.config.post_forward_ranks > 0 and self.phase is Phase.FORWARD and torch.is_grad_enabled()
-
-    @property
-    def _active(self) -> tuple[ParamRegistration, ...]:
-        """The buckets to compute with: none while they are checked out."""
-        return () if self._checked_out else self.registrations
-
-    @property
-    def is_checked_out(self) -> bool:
-        """Return True if other code, such as `summon_full_params`, registers full parameters now."""
-        return self._checked_out
+    # ----------------------------------------------------------------------------------------- full parameters
 
     @contextmanager
     def check_out_params(self) -> Iterator[tuple[ParamRegistration, ...]]:
         """Yield the sharded buckets; inside, the unit computes as a module that has none of them."""
-        self.recover()
-        if self.is_attached:
+        if self.root is not None:
+            self.root.recover()
             self.reshard()
         self.pull_user_changes()
-        self._checked_out = True
-        try:
-            yield self.registrations
-        finally:
-            self._checked_out = False
+        with self.params.check_out() as registrations:
+            yield registrations
 
     def pull_user_changes(self) -> None:
         """Pull a user's changes of the registered parameters: values, dtypes, all-gather extensions."""
         self.bind_extensions()
-        for each in self._active:
-            each.pull_user_changes()
+        self.params.pull_user_changes()
 
     def bind_extensions(self) -> None:
-        """Gather from now on by the all-gather extensions that a user has put on local tensors.
+        """Gather from now on by the all-gather extensions that a user has put on local tensors."""
+        if self.params.bind_extensions(self.name, has_pending_grads=bool(self.pending_forward_ids)):
+            self.params.set_callbacks(self.on_gradient, self.unshard_for_backward)
 
-        Raises:
-            ExtensionError: They cannot be followed, or gradients for the parameters of before are still to come.
-        """
-        late = [each for each in self._active if each.has_unbound_extensions]
-        if not late:
+    def prefetch_unshard(self, *, full_precision: bool | None = None) -> None:
+        """Start the all-gathers, in the stored types or as the unit computes. Collective."""
+        assert self.root is not None, "a unit computes only below a root"
+        self.bind_extensions()
+        if all(each.bucket.has_unsharded_storage for each in self.params.active):
             return
-        if self._pending_forward_ids or any(each.bucket.has_unreduced_grads for each in late):
-            raise ExtensionError(
-                "all-gather extensions were put on local tensors while gradients are still to come",
-                where=self.name,
-                found=[member.fqn for each in late for member in each.bucket.members],
-                fix="Put them there before the first forward, or after a backward that reduces gradients.",
-            )
-        self.registrations = tuple(made for each in self.registrations for made in each.bind_extensions())
-        self._watch_gradients()
+        self.root.check_unshard_order(self)
+        if self.config.limit_gathers:
+            self.root.limiter.wait()
+        if full_precision is None:
+            full_precision = self.full_precision if self.pending_forward_ids else self.runs_in_full_precision
+        self.params.start_all_gather(full_precision=full_precision)
 
-    def recover(self) -> None:
-        """Reset after a backward that raised."""
-        if self.is_attached:
-            self._root.recover()
+    def unshard(self, *, full_precision: bool = False) -> None:
+        """All-gather the parameters and register them on the modules. Collective."""
+        params = self.params
+        if params.is_registered and params.is_unsharded:
+            return
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            torch.clear_autocast_cache()  # it keys on the leaf, whose content changes
+        self.prefetch_unshard(full_precision=full_precision)
+        keeps = self.config.post_forward_ranks > 0 and self.phase is Phase.FORWARD and torch.is_grad_enabled()
+        params.wait_all_gather(keep_partial_shard=keeps)
+        assert self.root is not None
+        for address in params.addresses:
+            self.root.owners.by_address[address] = self
 
-    def write_back(self) -> None:
-        """Write this rank's part of full parameters that a user changed to its shard."""
-        for each in self._active:
-            each.bucket.write_back()
-
-    def reshard(self, *, keep_partial_shard: bool = False) -> None:
-        """Free the full parameters; do nothing when they are freed.
+    def reshard(self, *, keep_partial_shard: bool = False, unconditionally: bool = False) -> None:
+        """Free the full parameters; do nothing if they are freed.
 
         Args:
             keep_partial_shard: But keep the larger shard for the unshard in backward.
+            unconditionally: Register the sharded parameters even if nothing seems to be unsharded.
         """
-        if self._has_registered_unsharded or any(each.bucket.has_unsharded_storage for each in self._active):
-            self._reshard(keep_partial_shard=keep_partial_shard)
-            if self.is_attached:
-                self._root.record_reshard_event(self)
-        elif not keep_partial_shard:
-            for each in self._active:
-                each.bucket.reshard()
+        params, root = self.params, self.root
+        is_unsharded = params.is_registered or params.has_unsharded_storage
+        if not (is_unsharded or unconditionally):
+            if not keep_partial_shard:
+                params.drop_partial_shards()
+            return
+        if root is not None:
+            for address in params.addresses:
+                root.owners.by_address.pop(address, None)
+        params.reshard(keep_partial_shard=keep_partial_shard)
+        if root is not None and self.config.limit_gathers and params.registrations and not unconditionally:
+            root.limiter.record_free_event(params.registrations[0].bucket.compute_device)
 
-    def _reshard(self, *, keep_partial_shard: bool = False) -> None:
-        if self.is_attached:
-            for address in self._addresses:
-                self._root.forget_unsharded(address)
-        self._addresses.clear()
-        for each in self._active:
-            each.register_sharded()
-            each.bucket.reshard(keep_partial_shard=keep_partial_shard)
-        self._has_registered_unsharded = False
-
-    # ---------------------------------------------------------------------------------------------- forward
-
-    @compiler_disabled
-    def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unshard, and register the post-backward hook in front of the inputs.
-
-        Args:
-            args: The module's arguments.
-            kwargs: And those by name.
-
-        Returns:
-            The arguments to compute with.
-        """
-        if autograd_hooks.differentiating_functionally():
-            raise TransformError(
-                "transforms of torch.func do not go through units that gather and free parameters",
-                where=self.name,
-                fix="Use backward, or a copy of the module with the full parameters of summon_full_params.",
-            )
-        again = autograd_hooks.in_backward()
-        if not again:
-            self._full_precision = self._runs_in_full_precision
-        self._cast_buffers()
-        args, kwargs = self._prepare_inputs((args, kwargs))
-        found = [t for t in tensors((args, kwargs)) if t.requires_grad] if torch.is_grad_enabled() else []
-        call = ForwardCall(
-            self,
-            0 if again else self._root.count_finished_calls(),
-            bool(found),
-            _THIS_BACKWARD if again else self._root.forward_id,
-        )
-        self._running_calls.append(call)
-        if not again:
-            self.phase = Phase.FORWARD
-            self._saves_params = not torch.is_grad_enabled()
-        if any(
-            each.bucket.has_unsharded_storage and each.bucket.differs(full_precision=self._full_precision)
-            for each in self._active
-        ):
-            self.reshard()  # kept by a forward in the other mode, or gathered ahead for one
-        self._unshard(full_precision=self._full_precision)
-        if not again:
-            self._root.on_pre_forward(self)
-        if torch.is_grad_enabled():
-            self._pending_forward_ids.add(call.forward_id)
-        if not found or not self._active:
-            return args, kwargs
-        through = iter(autograd_hooks.register_post_backward(found, lambda: self.post_backward_hook(call)))
-        return mapped((args, kwargs), lambda t: next(through) if t.requires_grad else t)  # type: ignore[no-any-return]
+    # ------------------------------------------------------------------------------------------------- forward
 
     @property
-    def _runs_in_full_precision(self) -> bool:
-        return mixed_precision.has_full_precision_eval() and not self.module.training
+    def runs_in_full_precision(self) -> bool:
+        """Return True if the unit would compute in the stored types now."""
+        return not self.modules[0].training and mixed_precision.has_full_precision_eval()
 
-    def _cast_buffers(self) -> None:
-        dtype = self.config.precision.buffer_dtype
-        if dtype is None:
+    def prepare_inputs(self, inputs: Any, *, is_root: bool) -> Any:
+        """Return arguments on the device and in the type to compute with; cast the buffers of the unit."""
+        precision, active = self.config.precision, self.params.active
+        if precision.buffer_dtype is not None:
+            if self.runs_in_full_precision:
+                self.buffers.restore()
+            else:
+                self.buffers.cast(precision.buffer_dtype)
+        if is_root:
+            device = active[0].bucket.compute_device if active else self._device
+            if device is not None and device.type not in ("cpu", "meta"):
+                inputs = mixed_precision.move_tensors(inputs, device)
+        casts = precision.cast_inputs or (precision.cast_root_inputs and is_root)
+        if not casts or precision.param_dtype is None or self.params.is_checked_out or self.runs_in_full_precision:
+            return inputs
+        return mixed_precision.cast_tensors(inputs, precision.param_dtype)
+
+    def pre_forward(self, forward_id: int) -> None:
+        """Unshard before a call, which belongs to a forward, computes. Collective."""
+        self._running_calls += 1
+        if forward_id != RECOMPUTED:
+            self.full_precision = self.runs_in_full_precision
+            self.phase = Phase.FORWARD
+        for each in self.params.active:
+            if each.bucket.has_unsharded_storage and each.bucket.differs(full_precision=self.full_precision):
+                self.reshard()  # kept by a forward in the other mode, or gathered ahead for one
+                break
+        self.unshard(full_precision=self.full_precision)
+        if torch.is_grad_enabled():
+            self.pending_forward_ids.add(forward_id)
+
+    def post_forward(self, call: ForwardCall[FSDPUnit], *, is_root: bool, is_recorded: bool) -> None:
+        """End a call, which backward may reach if it is recorded; reshard after the last one of the unit."""
+        self._running_calls -= 1
+        if is_recorded:
+            self.open_calls.add(call)
+        if call.forward_id != RECOMPUTED:
+            self._modules_run += 1
+            if self._modules_run >= len(self.modules):
+                self.finalize_forward(is_root=is_root)
+
+    def finalize_forward(self, *, is_root: bool = False) -> None:
+        """Reshard, or keep the parameters, if some module of the unit has computed and none computes now."""
+        if not self._modules_run or self._running_calls:
             return
-        if self._runs_in_full_precision:
-            self.buffers.restore()
-        else:
-            self.buffers.cast(dtype)
-
-    def _prepare_inputs(self, given: Any) -> Any:
-        """Return the arguments where the unit computes, and in the type it computes in."""
-        config = self.config.precision
-        if self._root.is_root(self) and self._active:
-            given = mixed_precision.move_tensors(given, self._active[0].bucket.compute_device)
-        wanted = config.cast_inputs or (config.cast_root_inputs and self._root.is_root(self))
-        if not wanted or config.param_dtype is None or self._runs_in_full_precision or self._checked_out:
-            return given
-        return mixed_precision.cast_tensors(given, config.param_dtype)
-
-    @compiler_disabled
-    def post_forward(self, output: Any) -> Any:
-        """Reshard, and register pre-backward hooks on the outputs.
-
-        Args:
-            output: The module's result.
-
-        Returns:
-            The result to hand on.
-        """
-        call = self._running_calls.pop()
-        again = autograd_hooks.in_backward()
-        if self.config.precision.output_dtype is not None:
-            output = mixed_precision.cast_tensors(output, self.config.precision.output_dtype)
-        found = [t for t in tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
-        for tensor in found:
-            tensor.register_hook(lambda _: self.pre_backward_hook(call))  # type: ignore[no-untyped-call]
-        if found and not again and self._active:
-            self._recorded_calls.add(call)
-            self._root.record_post_forward(call)
-        self._modules_run += not again
-        if again or self._running_calls or self._modules_run < len(self.modules):
-            return output
+        config = self.config
         self._modules_run = 0
         self.phase = Phase.IDLE
-        self._root.on_post_forward(self)
-        self._reshard_or_keep()
-        return output
+        has_backward = torch.is_grad_enabled()
+        frees = config.frees_after_forward and not (config.keeps_as_root and is_root)
+        if frees or not (has_backward or config.keeps_without_grad):
+            self.reshard(keep_partial_shard=has_backward and config.post_forward_ranks > 0)
+        else:
+            self.params.register_post_forward()
 
-    def end_root_forward(self) -> None:
-        """End the root's forward: wait no longer for modules of the unit that did not run."""
-        if self._modules_run and not self._running_calls:
-            self._modules_run = 0
-            self.phase = Phase.IDLE
-            self._reshard_or_keep()
-
-    def _reshard_or_keep(self) -> None:
-        """Reshard after forward, or register what is kept until backward."""
-        config = self.config
-        frees = config.frees_after_forward and not (config.keeps_as_root and self._root.is_root(self))
-        recorded = torch.is_grad_enabled()
-        if frees or not (recorded or config.keeps_without_grad):
-            self.reshard(keep_partial_shard=recorded and config.post_forward_ranks > 0)
-            return
-        for each in self._active:
-            each.register_post_forward()
-        self._has_registered_unsharded = False
-
-    @contextmanager
-    def save_params_by_reference(self) -> Iterator[None]:
-        """Let autograd save full parameters by reference inside, so that backward unshards them.
-
-        A checkpoint made by the module's own hooks lies inside this in forward, and around it when it computes again,
-        where it has to see what it saw.
-        """
-        if autograd_hooks.in_backward() and not self._saves_params:
-            yield
-            return
-        with autograd_hooks.saved_tensor_hooks(self._root.find_unit):
-            yield
-
-    def record_saved_tensor(self) -> None:
-        """Note that autograd saved a full parameter, which backward will unshard."""
-        self._saves_params = True
-
-    @compiler_disabled
-    def forward_failed(self) -> None:
+    def forward_failed(self, *, recomputes: bool) -> None:
         """Reset after a forward that raised; in a recomputation that is how checkpointing stops early."""
         if self._running_calls:
-            self._running_calls.pop()
+            self._running_calls -= 1
         self._modules_run = 0
-        if not autograd_hooks.in_backward() and not self._running_calls:
+        if not recomputes and not self._running_calls:
             self.phase = Phase.IDLE
             self.reshard()
 
-    # --------------------------------------------------------------------------------------------- backward
-
-    def pre_backward_hook(self, call: ForwardCall) -> None:
-        """Prepare for the backward of a call when a gradient of its outputs arrives. Collective."""
-        root = self._root
-        if torch.is_grad_enabled() and not all(bucket.aliased for bucket in self.buckets):
-            raise DoubleBackwardError(
-                "gradients of gradients would need parameters that are gone by then",
-                where=self.name,
-                found="a backward with create_graph=True",
-                fix="Compute this term with summon_full_params or a NO_SHARD unit, or without create_graph.",
-            )
-        root.ensure_backward_started()
-        root.on_pre_backward(call)
-        self.pre_backward()
-
-    def pre_backward(self) -> None:
-        """Unshard for backward, unless the settings of the unit say not to. Collective."""
-        if self.config.gathers_in_backward:
-            self.unshard_for_backward()
-            return
-        self._enter_backward()
-        self._root.prefetch_backward_pre(self)
-
-    def _enter_backward(self) -> None:
-        self.phase = Phase.BACKWARD
-        self._ran_backward = True
-        self._pending_forward_ids.add(_THIS_BACKWARD)
+    # ------------------------------------------------------------------------------------------------ backward
 
     def on_gradient(self) -> None:
         """Note a gradient of a full parameter, perhaps by way of a tensor that is not an output."""
-        if self.is_attached:
-            self._root.ensure_backward_started()
-            self._pending_forward_ids.add(_THIS_BACKWARD)
+        if self.root is not None:
+            self.root.start_backward()
+            self.pending_forward_ids.add(RECOMPUTED)
 
     def unshard_for_backward(self) -> None:
-        """Unshard to compute gradients, unless the parameters are unsharded. Collective."""
-        root = self._root
-        root.ensure_backward_started()
-        if self.phase is Phase.BACKWARD and self.is_unsharded and self._has_registered_unsharded:
-            return
-        self._enter_backward()
-        self._unshard(full_precision=self._full_precision)
-        root.prefetch_backward_pre(self)
+        """Unshard because autograd reads a saved parameter, or a module is recomputed by itself. Collective."""
+        assert self.root is not None, "a unit computes only below a root"
+        self.root.enter_backward(self, needs_params=True)
 
-    def modified_param_message(self) -> str:
-        """Return the message that a parameter was changed between forward and backward."""
-        return (
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a parameter of unit {self.name} was changed between its forward and its backward"
-        )
-
-    def run_skipped_post_backward(self, call: ForwardCall) -> None:
-        """Join the collectives of a call that gradients of this rank do not reach. Collective."""
-        self.pre_backward()
-        if call in self._recorded_calls:
-            self.post_backward_hook(call)
-
-    def post_backward_hook(self, call: ForwardCall) -> None:
-        """Finish a call: its gradients are complete; the unit's last call reduces. Collective."""
-        self._root.ensure_backward_started()
-        self._root.on_post_backward(call)
-        self._recorded_calls.discard(call)
-        if self._recorded_calls:
-            return
-        self.post_backward()
+    def pre_backward(self, *, needs_params: bool) -> bool:
+        """Unshard before gradients of the unit are computed; return False if it was prepared. Collective."""
+        params = self.params
+        if needs_params and self.phase is Phase.PRE_BACKWARD and params.is_registered and params.is_unsharded:
+            return False
+        self.phase = Phase.PRE_BACKWARD
+        self.pending_forward_ids.add(RECOMPUTED)
+        if needs_params:
+            self.unshard(full_precision=self.full_precision)
+        return True
 
     def post_backward(self, forward_ids: Set[int] | None = None) -> None:
-        """Reshard, and reduce gradients unless gradient sync is off. Collective.
-
-        Args:
-            forward_ids: Forwards that are done; all where None.
-        """
-        self._pending_forward_ids -= (
-            self._pending_forward_ids if forward_ids is None else {_THIS_BACKWARD, *forward_ids}
-        )
-        self._renew_watches()
-        self._ran_backward = True
-        self._has_unsynced_grads |= not self.sync_gradients
-        if not self._keeps_after_backward(held=not self.sync_gradients):
+        """Reshard after the gradients of some forwards, or of all, are complete."""
+        done = {RECOMPUTED, *forward_ids} if forward_ids is not None else set(self.pending_forward_ids)
+        self.pending_forward_ids -= done
+        self.params.rearm_watches()
+        self.phase = Phase.POST_BACKWARD
+        is_unsynced = not self.config.sync_gradients
+        self._has_unsynced_grads |= is_unsynced
+        if not self.config.stays_after_backward(is_unsynced=is_unsynced):
             self.reshard()
-        self.phase = Phase.IDLE
-        self._root.prefetch_backward_post(self)
-        if self.sync_gradients:
-            self._start_reduction()
-
-    def _renew_watches(self) -> None:
-        for bucket in self.buckets:
-            bucket.watch.rearm()
-
-    def _keeps_after_backward(self, *, held: bool) -> bool:
-        config = self.config
-        return not config.frees_after_backward or (held and config.keeps_while_held and not config.frees_after_forward)
-
-    def _start_reduction(self) -> None:
-        began = False
-        if any(each.bucket.requires_grad for each in self._active):
-            self._root.check_reduce_order(self)
-        for each in self._active:
-            if each.bucket.requires_grad:
-                self.finish_reduction()
-                each.bucket.start_reduce_scatter(
-                    factor=self.config.divide_factor,
-                    split=self.config.force_sum,
-                    all_reduce=self._all_reduce,
-                    full_precision=self._full_precision,
-                )
-                began = True
-        if began:
-            self._root.on_reduction_start(self)
-
-    @property
-    def is_reduced(self) -> bool:
-        """Return True if `finish_reduction` would return at once."""
-        return all(each.bucket.is_reduce_done for each in self.registrations)
-
-    def finish_reduction(self) -> None:
-        """Wait for the averaged gradients, and accumulate them."""
-        for each in self._active:
-            reduced = each.bucket.wait_reduce_scatter()
-            if reduced is not None:
-                everything = replace(reduced, used=(True,) * len(reduced.used))
-                each.add_gradient(everything if self.config.zeros_for_unused else reduced)
-
-    def prepare_gradients_for_backward(self) -> None:
-        """Take unsynced gradients back from parameters before a backward adds to them."""
-        for each in self._active:
-            each.restore_unsharded_grads()
 
     def finalize_backward(self) -> None:
-        """End a backward: forget its calls, reshard, show unsynced gradients."""
-        self._recorded_calls.clear()
-        self._renew_watches()
-        ran_backward, self._ran_backward = self._ran_backward, False
-        if self._pending_forward_ids and not ran_backward:
+        """End a backward: forget its calls, reshard, show gradients that are not reduced."""
+        self.open_calls.clear()
+        self.params.rearm_watches()
+        if self.pending_forward_ids and self.phase not in _BACKWARD:
             return  # its own backward is still to come
-        held, self._has_unsynced_grads = self._has_unsynced_grads, False
-        keeps = self._keeps_after_backward(held=held)
-        if not keeps:
+        is_unsynced, self._has_unsynced_grads = self._has_unsynced_grads, False
+        stays = self.config.stays_after_backward(is_unsynced=is_unsynced)
+        if not stays:
             self.reshard()
-        for each in self._active:
-            if held:
+        if is_unsynced:
+            for each in self.params.active:
                 each.stash_unsharded_grads()
-            if keeps:
-                each.register_post_forward()
-        self._has_registered_unsharded = False
+        if stays:
+            self.params.register_post_forward()
         self.phase = Phase.IDLE
 
     def reset_after_error(self) -> None:
         """Reset to the state before a failed iteration, without its gradients."""
-        self._recorded_calls.clear()
-        self._running_calls.clear()
-        self._modules_run = 0
-        self._pending_forward_ids.clear()
-        self._renew_watches()
-        self._has_unsynced_grads = self._ran_backward = False
+        self.open_calls.clear()
+        self.pending_forward_ids.clear()
+        self.params.rearm_watches()
+        self._running_calls = self._modules_run = 0
+        self._has_unsynced_grads = False
         try:
-            for each in self._active:
+            for each in self.params.active:
                 each.reset_after_error()
         finally:
-            self._reshard()
+            self.reshard(unconditionally=True)
             self.phase = Phase.IDLE
 
 

@@ -1,27 +1,38 @@
-"""State that units below one root share: order, prefetching, end of backward, recovery."""
+"""State that units below one root share, and the hooks that run their forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardckpt.core.comm import rank_checks
 from shardckpt.core.comm.streams import RateLimiter, gathers_await
 from shardckpt.core.config import BackwardPrefetch
 from shardckpt.core.modules import autograd_hooks
-from shardckpt.core.modules.compile_guard import compiler_disabled
+from shardckpt.core.modules.autograd_hooks import BufferOwners
+from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
 from shardckpt.core.modules.fqn_and_params import clean
-from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.runtime.fsdp_unit import ForwardCall, FSDPUnit, Phase
-from shardckpt.errors import RankError
+from shardckpt.core.modules.pytree import mapped, tensors
+from shardckpt.core.runtime import mixed_precision
+from shardckpt.core.runtime.backward_order import RECOMPUTED, BackwardOrder, ForwardCall, Step, Steps
+from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase
+from shardckpt.errors import RankError, ShardckptError
+
+
+class TransformError(ShardckptError, NotImplementedError):
+    """A functional transform that differentiates around a unit."""
+
+
+class DoubleBackwardError(ShardckptError, NotImplementedError):
+    """Gradients of gradients through parameters that are resharded."""
 
 
 class RootState:
-    """State that the units below one root share: their order, and the iteration that runs.
+    """The units below one root: their hooks, their order, and the iteration that runs.
 
     Args:
         root: The root's unit.
@@ -32,349 +43,303 @@ class RootState:
         self.root = root
         self.units = tuple(unit for _, unit in units)
         self.limiter = RateLimiter()
-        self.is_last_backward = True
+        self.owners = BufferOwners()
+        self._is_last_backward = True
         self._post_optim_event: Any = None
-        self._post_forward_order: list[ForwardCall] = []
-        self._order_index: dict[ForwardCall, int] = {}
-        self._pre_forward_order: list[FSDPUnit] = []
-        self._first_pre_forward_order: list[FSDPUnit] = []
-        self._cursor = 0
-        self._in_backward = False
-        self._has_kept_params = False
         self._forward_id = self._forward_depth = 0
-        self._active_forward_ids: set[int] = set()
-        self._unfinished_calls: list[ForwardCall] = []
-        self._unit_by_address: dict[int, FSDPUnit] = {}
+        self._first_pre_forward_order: list[FSDPUnit] = []
+        self._pre_forward_order: list[FSDPUnit] = []
+        self._calls: list[ForwardCall[FSDPUnit]] = []  # calls that require gradients, as they finished
+        self._order: BackwardOrder[FSDPUnit] | None = None  # while a backward runs
         self._reducing_units: list[FSDPUnit] = []
+        self._has_kept_params = False
         for name, unit in units:
             unit.attach(self, name)
-        self._rank_checks = self._build_rank_checks() if rank_checks.detailed() else None
-
-    def _build_rank_checks(self) -> rank_checks.Comparison:
-        """Build the checks that compare ranks in debug mode."""
-        groups = [unit.buckets[0].group if unit.buckets else None for unit in self.units]
-        shown = {parameter for unit in self.units for each in unit.registrations for parameter in each.parameters}
-        whole: dict[str, torch.Tensor] = {}
-        for module in self.root.modules:
-            whole.update((clean(name), each) for name, each in module.named_parameters() if each not in shown)
-            whole.update((clean(name), each) for name, each in module.named_buffers())
-        buckets = [("" if unit is self.root else unit.name, each) for unit in self.units for each in unit.buckets]
-        order = rank_checks.OrderCheck([unit.name for unit in self.units], groups)
-        return rank_checks.Comparison(order, rank_checks.ReplicaCheck(buckets, whole))
-
-    # ---------------------------------------------------------------------------------------------- iteration
-
-    @compiler_disabled
-    def root_pre_forward(self) -> None:
-        """Prepare an iteration before the root computes; recover from one that failed."""
-        if autograd_hooks.in_backward():
-            return
-        self.recover()
-        self._reshard_kept()
-        if self._rank_checks is not None:
-            self._rank_checks.forward_begins()
-        self._wait_for_optimizer()
-        self._first_pre_forward_order = self._first_pre_forward_order or self._pre_forward_order
-        self._post_forward_order, self._pre_forward_order, self._order_index, self._unfinished_calls = [], [], {}, []
-
-    def _reshard_kept(self) -> None:
-        """Reshard what a forward kept without a backward: parameters may have changed since."""
-        if self._has_kept_params:
-            self._has_kept_params = False
-            for unit in self.units:
-                unit.reshard()
-
-    def _wait_for_optimizer(self) -> None:
-        """Let all-gathers wait for what the optimizer wrote."""
-        event, self._post_optim_event = self._post_optim_event, None
-        for device in {bucket.compute_device for unit in self.units for bucket in unit.buckets}:
-            gathers_await(device, event)
-
-    def set_post_optim_event(self, event: Any) -> None:
-        """Set the event that all-gathers of the next iteration wait for, in place of all that is queued.
-
-        Args:
-            event: Recorded behind the optimizer's step.
-        """
-        self._post_optim_event = event
+        self._rank_checks = _build_rank_checks(root, self.units) if rank_checks.detailed() else None
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether a backward waits for all its reductions, or leaves the last ones to the next."""
-        self.is_last_backward = is_last_backward
+        self._is_last_backward = is_last_backward
 
-    @compiler_disabled
-    def forward_failed(self) -> None:
-        """Reset after a forward of the root that raised; in a recomputation checkpointing stops early that way."""
-        if not autograd_hooks.in_backward():
-            with suppress(RankError):  # the exception that is under way says more
-                self.reset_after_error()
+    def set_post_optim_event(self, event: Any) -> None:
+        """Set the event that all-gathers of the next iteration wait for, in place of all that is queued."""
+        self._post_optim_event = event
 
-    def recover(self) -> None:
-        """Reset after a backward that raised; autograd does not report it."""
-        if self._in_backward and not autograd_hooks.in_backward():
-            self.reset_after_error()
-
-    def reset_after_error(self) -> None:
-        """Reset every unit, without the gradients of the failed iteration."""
-        self._in_backward = False
-        if self._rank_checks is not None:
-            self._rank_checks.order.forget()
-        self._reducing_units = []
-        self._post_forward_order, self._pre_forward_order, self._order_index, self._unfinished_calls = [], [], {}, []
-        for unit in self.units:
-            unit.reset_after_error()
-
-    @property
-    def forward_id(self) -> int:
-        """Number of the outermost forward that began last."""
-        return self._forward_id
-
-    @contextmanager
-    def count_forward(self) -> Iterator[None]:
-        """Count nested calls of units; the outermost gets a forward id and a backward of its own."""
-        if autograd_hooks.in_backward():
-            yield
-            return
-        if not self._forward_depth:
-            self._forward_id += 1
-            if not any(unit.has_pending_grads for unit in self.units):
-                self._post_forward_order, self._order_index, self._unfinished_calls = [], {}, []
-        self._forward_depth += 1
-        try:
-            yield
-        finally:
-            self._forward_depth -= 1
-            if not self._forward_depth:
-                for unit in self.units:
-                    unit.end_root_forward()
-
-    def count_finished_calls(self) -> int:
-        """Return the number of calls that finished in this forward."""
-        return len(self._post_forward_order)
-
-    def on_pre_forward(self, unit: FSDPUnit) -> None:
-        """Record a unit that computes next, and prefetch the one that follows it if settings say so."""
-        position = len(self._pre_forward_order)
-        self._pre_forward_order.append(unit)
-        chosen = unit.get_units_to_prefetch(Phase.FORWARD)
-        if chosen is not None:
-            for each in chosen:
-                each.prefetch_unshard()
-            return
-        begun = self._first_pre_forward_order[position : position + 2]
-        if unit.config.forward_prefetch and len(begun) == 2 and begun[0] is unit:
-            begun[1].prefetch_unshard()
-
-    def record_post_forward(self, call: ForwardCall) -> None:
-        """Record the post-forward order: backward goes through it in reverse, on every rank alike."""
-        self._order_index[call] = len(self._post_forward_order)
-        self._post_forward_order.append(call)
-
-    def is_root(self, unit: FSDPUnit) -> bool:
-        """Return True if the unit is the root."""
-        return unit is self.root
-
-    def on_post_forward(self, unit: FSDPUnit) -> None:
-        """Note that parameters may be kept once the root has computed; in debug mode, compare ranks."""
-        if unit is self.root:
-            self._has_kept_params |= torch.is_grad_enabled()
-            if self._rank_checks is not None:
-                self._rank_checks.order.forward_ends()
-
-    def check_reduce_order(self, unit: FSDPUnit) -> None:
-        """Compare, in debug mode, whose gradients ranks are about to reduce."""
-        if self._rank_checks is not None:
-            self._rank_checks.order.reduces(self.units.index(unit))
-
-    def wait_for_rate_limiter(self, unit: FSDPUnit) -> None:
-        """Wait until the unit may be unsharded; in debug mode, compare which one it is on all ranks."""
+    def check_unshard_order(self, unit: FSDPUnit) -> None:
+        """Compare, in debug mode, which unit the ranks unshard next."""
         if self._rank_checks is not None:
             self._rank_checks.order.gathers(self.units.index(unit))
-        if unit.config.limit_gathers:
-            self.limiter.wait()
 
-    def record_reshard_event(self, unit: FSDPUnit) -> None:
-        """Record that the unit's memory is free once the queued computation has run."""
-        if unit.config.limit_gathers and unit.registrations:
-            self.limiter.record_free_event(unit.registrations[0].bucket.compute_device)
+    # ------------------------------------------------------------------------------------------------- forward
 
-    # ----------------------------------------------------------------------------------------------- backward
+    @compiler_disabled_shallow
+    def run_forward(
+        self, unit: FSDPUnit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a function with the unit's parameters unsharded, and return its result. Collective.
 
-    def ensure_backward_started(self) -> None:
-        """Queue the final callback when a backward starts, and prepare the gradients of all units."""
-        if self._in_backward:
-            self._finish_done_reductions()
+        Args:
+            unit: The unit.
+            function: The forward of a module, or another method.
+            args: Its arguments.
+            kwargs: And those by name.
+        """
+        try:
+            call, saved_tensor_hooks, args, kwargs = self.pre_forward(unit, args, kwargs)
+            with saved_tensor_hooks:
+                output = function(*args, **kwargs)
+            return self.post_forward(call, output)
+        except BaseException:
+            self.forward_failed(unit)
+            raise
+
+    @compiler_disabled
+    def pre_forward(
+        self, unit: FSDPUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[ForwardCall[FSDPUnit], AbstractContextManager[object], tuple[Any, ...], Mapping[str, Any]]:
+        """Unshard a unit, and register its post-backward hook in front of the inputs.
+
+        Returns:
+            The call; a context to compute in, in which autograd saves full parameters by reference; the arguments.
+        """
+        recomputes = autograd_hooks.in_backward()
+        if not recomputes:
+            self._begin_forward(unit)
+        if autograd_hooks.differentiating_functionally():
+            raise TransformError(
+                "transforms of torch.func do not go through units that gather and free parameters",
+                where=unit.name,
+                fix="Use backward, or a copy of the module with the full parameters of summon_full_params.",
+            )
+        has_backward = torch.is_grad_enabled()
+        args, kwargs = unit.prepare_inputs((args, dict(kwargs)), is_root=unit is self.root)
+        inputs = [each for each in tensors((args, kwargs)) if each.requires_grad] if has_backward else []
+        finished_before, forward_id = (0, RECOMPUTED) if recomputes else (len(self._calls), self._forward_id)
+        call = ForwardCall(unit, finished_before, bool(inputs), forward_id)
+        unit.pre_forward(forward_id)
+        if not recomputes:
+            self._prefetch_forward(unit)
+            (self.owners.saved.discard if has_backward else self.owners.saved.add)(unit)
+        if inputs and unit.params.active:
+            hooked = iter(autograd_hooks.register_post_backward(inputs, partial(self.post_backward, call)))
+            args, kwargs = mapped((args, kwargs), lambda each: next(hooked) if each.requires_grad else each)
+        if (
+            recomputes and unit not in self.owners.saved
+        ):  # hooks of a checkpoint inside the unit see what they saw before
+            return call, nullcontext(), args, kwargs
+        return call, autograd_hooks.saved_tensor_hooks(self.owners), args, kwargs
+
+    def _begin_forward(self, unit: FSDPUnit) -> None:
+        """Begin a forward: the outermost one gets a forward id, that of the root begins an iteration."""
+        self._forward_depth += 1
+        if unit is self.root:
+            self._begin_iteration()
+        if self._forward_depth == 1:
+            self.recover()
+            self._forward_id += 1
+            if not any(each.pending_forward_ids for each in self.units):
+                self._calls = []
+
+    def _begin_iteration(self) -> None:
+        """Prepare an iteration before the root computes; recover from one that failed."""
+        self.recover()
+        if self._has_kept_params:  # by a forward without a backward: they may have changed since
+            self._has_kept_params = False
+            for unit in self.units:
+                unit.reshard()
+        if self._rank_checks is not None:
+            self._rank_checks.forward_begins()
+        event, self._post_optim_event = self._post_optim_event, None
+        for device in {bucket.compute_device for unit in self.units for bucket in unit.buckets}:
+            gathers_await(device, event)  # for what the optimizer wrote
+        self._first_pre_forward_order = self._first_pre_forward_order or self._pre_forward_order
+        self._pre_forward_order, self._calls = [], []
+
+    def _prefetch_forward(self, unit: FSDPUnit) -> None:
+        """Prefetch the units that follow one in forward, if settings say so."""
+        position = len(self._pre_forward_order)
+        self._pre_forward_order.append(unit)
+        chosen = unit.units_to_prefetch.get(Phase.FORWARD)
+        if not chosen and unit.config.forward_prefetch:
+            expected = self._first_pre_forward_order[position : position + 2]
+            chosen = expected[1:] if expected[:1] == [unit] else []
+        for each in chosen or ():
+            each.prefetch_unshard()
+
+    @compiler_disabled
+    def post_forward(self, call: ForwardCall[FSDPUnit], output: Any) -> Any:
+        """Reshard a unit, and register its pre-backward hook on the outputs; return them."""
+        unit, recomputes = call.unit, call.forward_id == RECOMPUTED
+        has_backward = torch.is_grad_enabled()
+        if unit.config.precision.output_dtype is not None:
+            output = mixed_precision.cast_tensors(output, unit.config.precision.output_dtype)
+        outputs = [each for each in tensors(output) if each.requires_grad] if has_backward else []
+        for each in outputs:
+            each.register_hook(lambda _: self.pre_backward(call))  # type: ignore[no-untyped-call]
+        is_recorded = bool(outputs) and not recomputes and bool(unit.params.active)
+        if is_recorded:
+            self._calls.append(call)
+        unit.post_forward(call, is_root=unit is self.root, is_recorded=is_recorded)
+        if recomputes:
+            return output
+        if unit is self.root and unit.phase is Phase.IDLE:
+            self._has_kept_params |= has_backward
+            if self._rank_checks is not None:
+                self._rank_checks.order.forward_ends()
+        self._end_forward()
+        return output
+
+    def _end_forward(self) -> None:
+        self._forward_depth -= 1
+        if not self._forward_depth:
+            for unit in self.units:
+                unit.finalize_forward()
+
+    @compiler_disabled
+    def forward_failed(self, unit: FSDPUnit) -> None:
+        """Reset after a forward that raised; in a recomputation that is how checkpointing stops early."""
+        recomputes = autograd_hooks.in_backward()
+        unit.forward_failed(recomputes=recomputes)
+        if recomputes:
             return
-        self._in_backward = True
+        if unit is self.root:
+            with suppress(RankError):  # the exception that is under way says more
+                self.reset_after_error()
+        self._end_forward()
+
+    # ------------------------------------------------------------------------------------------------ backward
+
+    def start_backward(self) -> None:
+        """Start a backward unless one runs: queue the final callback, prepare the gradients of all units."""
+        if self._order is not None:
+            while self._reducing_units and self._reducing_units[0].params.is_reduced:  # frees their buffers early
+                self._finish_reductions(len(self._reducing_units) - 1)
+            return
+        self._order = BackwardOrder(self._calls)
         if self._rank_checks is not None:
             self._rank_checks.order.backward_begins()
-        self._active_forward_ids, self._unfinished_calls = set(), []
-        self._cursor = len(self._post_forward_order)
-        autograd_hooks.queue_backward_callback(self._post_backward_final_callback)
-        for each in self.units:
-            each.prepare_gradients_for_backward()
+        autograd_hooks.queue_backward_callback(self._finalize_backward)
+        for unit in self.units:
+            for each in unit.params.active:
+                each.restore_unsharded_grads()
 
-    def on_pre_backward(self, call: ForwardCall) -> None:
-        """Go back in the post-forward order to this call; run the calls on the way that were missed.
+    def pre_backward(self, call: ForwardCall[FSDPUnit]) -> None:
+        """Prepare for the backward of a call when a gradient of its outputs arrives. Collective."""
+        unit = call.unit
+        if torch.is_grad_enabled() and not all(bucket.aliased for bucket in unit.buckets):
+            raise DoubleBackwardError(
+                "gradients of gradients would need parameters that are gone by then",
+                where=unit.name,
+                found="a backward with create_graph=True",
+                fix="Compute this term with summon_full_params or a NO_SHARD unit, or without create_graph.",
+            )
+        self.start_backward()
+        self._run_steps(self._running_order.enter(call))
+        self.enter_backward(unit, needs_params=unit.config.gathers_in_backward)
 
-        Other ranks may have reached those, and gathered and reduced them: so does this one, at the same place.
-        """
-        place = self._order_index.get(call)
-        if place is None:
+    def enter_backward(self, unit: FSDPUnit, *, needs_params: bool) -> None:
+        """Unshard a unit for its backward if that needs the parameters; prefetch the next one. Collective."""
+        self.start_backward()
+        if unit.pre_backward(needs_params=needs_params):
+            self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
+
+    def post_backward(self, call: ForwardCall[FSDPUnit]) -> None:
+        """Finish a call when its gradients are complete; the unit's last call reduces. Collective."""
+        self.start_backward()
+        self._run_steps(self._running_order.leave(call))
+        call.unit.open_calls.discard(call)
+        if not call.unit.open_calls:
+            self._reduce(call.unit)
+
+    @property
+    def _running_order(self) -> BackwardOrder[FSDPUnit]:
+        assert self._order is not None, "a backward has started"
+        return self._order
+
+    def _run_steps(self, steps: Steps[FSDPUnit]) -> None:
+        """Run the hooks of other calls that come before a call. Collective."""
+        for step, call in steps:
+            unit = call.unit
+            if step is not Step.CLOSE:
+                self.enter_backward(unit, needs_params=unit.config.gathers_in_backward)
+            if step is Step.CLOSE or (step is Step.SKIP and call in unit.open_calls):
+                self.post_backward(call)
+
+    def _reduce(self, unit: FSDPUnit, forward_ids: set[int] | None = None) -> None:
+        """Reshard a unit and start the reduction of its gradients, unless gradient sync is off. Collective."""
+        unit.post_backward(forward_ids)
+        self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
+        if not (unit.config.sync_gradients and unit.params.requires_grad):
             return
-        self._active_forward_ids.add(call.forward_id)
-        self._run_missed_calls(place + 1)
-        self._finish_calls_above(place)
-        self._cursor = min(self._cursor, place)
-        self._defer_finish(call)
-
-    def on_post_backward(self, call: ForwardCall) -> None:
-        """Run the missed calls that are nested in this one, and finish those that began."""
-        if call.forward_id:
-            self._active_forward_ids.add(call.forward_id)
-        if call in self._order_index:
-            self._run_missed_calls(call.finished_before)
-            self._finish_calls_above(call.finished_before - 1, self._order_index[call])
-
-    def _run_missed_calls(self, place: int) -> None:
-        """Run the hooks of calls after a place that this rank's gradients did not reach. Collective."""
-        while self._cursor > place:
-            self._finish_calls_above(self._cursor - 1)
-            self._cursor -= 1
-            call = self._post_forward_order[self._cursor]
-            if call.forward_id not in self._active_forward_ids:
-                continue
-            if call.finished_before < place:  # what was reached is nested in it: it has only begun
-                call.unit.pre_backward()
-                self._defer_finish(call)
-            else:
-                call.unit.run_skipped_post_backward(call)
-
-    def _defer_finish(self, call: ForwardCall) -> None:
-        """Note a call that autograd will not finish: none of its inputs requires gradients."""
-        if not call.has_post_backward_hook and call not in self._unfinished_calls:
-            self._unfinished_calls.append(call)
-
-    def _finish_calls_above(self, place: int, limit: int | None = None) -> None:
-        """Finish the calls without a post-backward hook, once backward has passed all that is nested in them."""
-        for call in tuple(self._unfinished_calls):
-            at = self._order_index.get(call, -1)
-            if call in self._unfinished_calls and call.finished_before > place and (limit is None or at < limit):
-                self._unfinished_calls.remove(call)
-                call.unit.post_backward_hook(call)
-
-    def prefetch_backward_pre(self, unit: FSDPUnit) -> None:
-        """Prefetch what backward needs next, before the gradients of a unit are computed."""
-        chosen = unit.get_units_to_prefetch(Phase.BACKWARD)
-        if chosen is not None:
-            for each in chosen:
-                each.prefetch_unshard()
-        elif unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self._prefetch_next()
-
-    def prefetch_backward_post(self, unit: FSDPUnit) -> None:
-        """Prefetch what backward needs next, if settings say to wait for the gradients of a unit."""
-        posted = unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-        if posted and unit.get_units_to_prefetch(Phase.BACKWARD) is None:
-            self._prefetch_next()
-
-    def _prefetch_next(self) -> None:
-        ahead = (self._post_forward_order[place] for place in range(self._cursor - 1, -1, -1))
-        call = next((each for each in ahead if each.forward_id in self._active_forward_ids), None)
-        if call is not None and call.unit.config.gathers_in_backward:
-            call.unit.prefetch_unshard()
-
-    def on_reduction_start(self, unit: FSDPUnit) -> None:
-        """Record a reduction, and finish older ones beyond the number of buffers that is allowed."""
+        if self._rank_checks is not None:
+            self._rank_checks.order.reduces(self.units.index(unit))
+        unit.params.start_reduction(unit.config, full_precision=unit.full_precision)
         self._reducing_units = [*(each for each in self._reducing_units if each is not unit), unit]
         self._finish_reductions(unit.config.reductions_under_way)
 
-    def _finish_done_reductions(self) -> None:
-        """Finish reductions that are done, to free their buffers early."""
-        while self._reducing_units and self._reducing_units[0].is_reduced:
-            self._reducing_units.pop(0).finish_reduction()
+    def _prefetch_backward(self, unit: FSDPUnit, when: BackwardPrefetch) -> None:
+        """Prefetch before or after the gradients of a unit are computed, as its settings say."""
+        chosen = unit.units_to_prefetch.get(Phase.PRE_BACKWARD)
+        if chosen:
+            for each in chosen if when is BackwardPrefetch.BACKWARD_PRE else ():
+                each.prefetch_unshard()
+        elif unit.config.backward_prefetch is when:
+            call = self._running_order.find_next()
+            if call is not None and call.unit.config.gathers_in_backward:
+                call.unit.prefetch_unshard()
 
     def _finish_reductions(self, left: int) -> None:
+        """Finish the oldest reductions, to free their buffers, until a number is left."""
         while len(self._reducing_units) > left:
-            self._reducing_units.pop(0).finish_reduction()
+            unit = self._reducing_units.pop(0)
+            unit.params.finish_reduction(unit.config)
 
-    def _post_backward_final_callback(self) -> None:
+    def _finalize_backward(self) -> None:
         """End a backward: reduce the remaining gradients in the fixed order of units, reshard all."""
-        self._activate_forwards_with_gradients()
-        if self._active_forward_ids:
-            self._run_missed_calls(0)
-            self._finish_calls_above(-1)
+        order = self._running_order
         for unit in reversed(self.units):
-            if unit.needs_post_backward(self._active_forward_ids):
-                unit.post_backward(self._active_forward_ids)
-        if self.is_last_backward:
+            # Gradients came by way of tensors that are not outputs. The forward of such a tensor is not known: if none
+            # of the unit was reached, all count, so that all ranks reduce as one whose outputs were reached
+            if RECOMPUTED in unit.pending_forward_ids and order.forward_ids.isdisjoint(unit.pending_forward_ids):
+                order.forward_ids |= unit.pending_forward_ids - {RECOMPUTED}
+        self._run_steps(order.finish())
+        for unit in reversed(self.units):
+            if not unit.pending_forward_ids.isdisjoint({RECOMPUTED, *order.forward_ids}):
+                self._reduce(unit, order.forward_ids)
+        if self._is_last_backward:
             self._finish_reductions(0)
         for unit in self.units:
             unit.finalize_backward()
         if self._rank_checks is not None:
             self._rank_checks.order.backward_ends()
-        self._in_backward = False
-        self._has_kept_params &= any(unit.has_pending_grads for unit in self.units)
+        self._order = None
+        self._has_kept_params &= any(unit.pending_forward_ids for unit in self.units)
 
-    def _activate_forwards_with_gradients(self) -> None:
-        """Count a forward as reached if it gave gradients to a unit by way of tensors that are not outputs.
+    # ------------------------------------------------------------------------------------------------ recovery
 
-        Which forward of the unit such a tensor belongs to is not known: if none was reached, all count. So a rank that
-        has such gradients only reduces the same as a rank whose outputs were reached.
-        """
-        for unit in reversed(self.units):
-            if unit.is_in_backward and self._active_forward_ids.isdisjoint(unit.pending_forward_ids):
-                self._active_forward_ids |= unit.pending_forward_ids
+    def recover(self) -> None:
+        """Reset after a backward that raised; autograd does not report it."""
+        if self._order is not None and not autograd_hooks.in_backward():
+            self.reset_after_error()
 
-    # ------------------------------------------------------------------------------------------------ buffers
-
-    def record_unsharded(self, bucket: Bucket, unit: FSDPUnit) -> None:
-        """Record the unit of a full buffer by its address, which is unique while it has storage."""
-        if bucket.address:
-            self._unit_by_address[bucket.address] = unit
-
-    def forget_unsharded(self, address: int) -> None:
-        """Forget an address before other tensors get it."""
-        self._unit_by_address.pop(address, None)
-
-    @compiler_disabled
-    def find_unit(self, tensor: torch.Tensor) -> FSDPUnit | None:
-        """Return the unit in whose full buffer a tensor lies."""
-        try:
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to_local()
-            return self._unit_by_address.get(tensor.untyped_storage().data_ptr())
-        except (RuntimeError, NotImplementedError):  # tensors without a storage of their own
-            return None
+    def reset_after_error(self) -> None:
+        """Reset every unit, without the gradients of the failed iteration."""
+        self._order = None
+        if self._rank_checks is not None:
+            self._rank_checks.order.forget()
+        self._reducing_units, self._pre_forward_order, self._calls = [], [], []
+        for unit in self.units:
+            unit.reset_after_error()
 
 
-def run_forward(
-    root_state: RootState,
-    unit: FSDPUnit,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Run a function with the unit's parameters unsharded, and return its result. Collective.
-
-    Args:
-        root_state: The state of the root.
-        unit: The unit.
-        function: The forward of a module, or another method.
-        args: Its arguments.
-        kwargs: And those by name.
-    """
-    is_root = root_state.root is unit
-    if is_root:
-        root_state.root_pre_forward()
-    with root_state.count_forward():
-        try:
-            args, named = unit.pre_forward(args, dict(kwargs))
-            with unit.save_params_by_reference():
-                output = function(*args, **named)
-            return unit.post_forward(output)
-        except BaseException:
-            unit.forward_failed()
-            if is_root:
-                root_state.forward_failed()
-            raise
+def _build_rank_checks(root: FSDPUnit, units: Sequence[FSDPUnit]) -> rank_checks.Comparison:
+    """Build the checks that compare ranks in debug mode."""
+    groups = [unit.buckets[0].group if unit.buckets else None for unit in units]
+    sharded = {parameter for unit in units for each in unit.registrations for parameter in each.parameters}
+    full: dict[str, torch.Tensor] = {}
+    for module in root.modules:
+        full.update((clean(name), each) for name, each in module.named_parameters() if each not in sharded)
+        full.update((clean(name), each) for name, each in module.named_buffers())
+    buckets = [("" if unit is root else unit.name, each) for unit in units for each in unit.buckets]
+    order = rank_checks.OrderCheck([unit.name for unit in units], groups)
+    return rank_checks.Comparison(order, rank_checks.ReplicaCheck(buckets, full))

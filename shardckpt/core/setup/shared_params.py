@@ -26,16 +26,17 @@ def restore_shared_units(module: nn.Module, units: Sequence[FSDPUnit]) -> list[F
     tied = _tied(units, _users(module, units))
     if not tied:
         return []
-    reopened = [unit for unit in reversed(units) if any(member.identity in tied for member in unit.members)]
+    reopened = [unit for unit in reversed(units) if any(member.identity in tied for member in unit.params.members)]
     first: dict[Identity, nn.Parameter] = {}
     for unit in reopened:
-        members = unit.members
-        unit.restore()
+        members = unit.params.members
+        for registration in unit.registrations:
+            registration.restore()
         for member in members:
             _unify(member, first)
     _unify_registered(module, first)
     warnings.warn(
-        f"parameters used by {[type(unit.module).__name__ for unit in reopened]} are also used outside them; "
+        f"parameters used by {[type(unit.modules[0]).__name__ for unit in reopened]} are also used outside them; "
         f"the unit of {type(module).__name__} takes them over",
         stacklevel=4,
     )
@@ -46,7 +47,7 @@ def _users(module: nn.Module, units: Sequence[FSDPUnit]) -> _Users:
     """Return all places of the parameters that units hold: in the units, and registered outside them."""
     users: _Users = {}
     for unit in units:
-        for member in unit.members:
+        for member in unit.params.members:
             users.setdefault(member.identity, set()).update((id(p.module), p.attribute) for p in member.places)
     for _, inner in walk(module, is_incompatible):
         for name, parameter in inner._parameters.items():
@@ -57,7 +58,7 @@ def _users(module: nn.Module, units: Sequence[FSDPUnit]) -> _Users:
 
 def _tied(units: Sequence[FSDPUnit], users: Mapping[Identity, set[tuple[int, str]]]) -> set[Identity]:
     """Return the parameters of which some unit has not all places."""
-    members = [member for unit in units for member in unit.members]
+    members = [member for unit in units for member in unit.params.members]
     return {m.identity for m in members if {(id(p.module), p.attribute) for p in m.places} != users[m.identity]}
 
 

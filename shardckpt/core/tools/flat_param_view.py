@@ -22,7 +22,7 @@ def register_flat_params(units: Sequence[tuple[nn.Module, FSDPUnit]], name: str)
         name: Name of a flat parameter; further ones of a unit get numbers.
     """
     homes = {home: unit.registrations for home, unit in units}
-    places = [p for _, unit in units for member in unit.members for p in member.places]
+    places = [p for _, unit in units for member in unit.params.members for p in member.places]
     before = {module: dict(module._parameters) for module in [*homes, *(place.module for place in places)]}
     for _, unit in units:
         unit.reshard()

@@ -85,8 +85,9 @@ def _units(module: nn.Module, *, recurse: bool) -> list[FSDPUnit]:
 
 
 def _check_idle(unit: FSDPUnit) -> None:
-    unit.recover()
-    if unit.is_checked_out:
+    if unit.root is not None:
+        unit.root.recover()
+    if unit.params.is_checked_out:
         raise BusyError(
             "Cannot manually unshard parameters when already unsharding parameters",
             where=unit.name,
@@ -114,7 +115,7 @@ def _summon_unit(unit: FSDPUnit, options: SummonOptions) -> Iterator[None]:
 
 def _restore_param_order(unit: FSDPUnit) -> None:
     """Restore the order of parameters in their modules to that before they were sorted to buckets."""
-    places = [(member.order, place) for member in unit.members for place in member.places]
+    places = [(member.order, place) for member in unit.params.members for place in member.places]
     for _, place in sorted(places, key=lambda each: each[0]):
         registered = place.module._parameters
         if place.attribute in registered:
@@ -301,7 +302,7 @@ def _unmanaged_params(module: nn.Module, units: Sequence[FSDPUnit]) -> Iterator[
 
 def _refuse_parts(module: nn.Module, units: Sequence[FSDPUnit]) -> None:
     """Refuse a module whose parameters a unit above it has."""
-    ours = {place.module for unit in units for member in unit.members for place in member.places}
+    ours = {place.module for unit in units for member in unit.params.members for place in member.places}
     for name, each in module.named_modules():
         if each not in ours and any(map(_is_of_unit, (*each._parameters.values(), *each.__dict__.values()))):
             raise StateError(

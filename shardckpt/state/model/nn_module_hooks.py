@@ -257,7 +257,7 @@ def prepare_state(state: MutableMapping[str, Any], prefix: str, unit: FSDPUnit) 
     flats = [each.flat.data_ptr() for each in unit.registrations if isinstance(each, FlatParamRegistration)]
     for name in [name for name, value in state.items() if name.startswith(prefix) and _is_any(value, flats)]:
         del state[name]
-    compiled = list(_find_compiled(unit.module))
+    compiled = list(_find_compiled(unit.modules[0]))
     chosen: dict[str, tuple[str, Any]] = {}
     for name in [name for name in state if name.startswith(prefix)]:
         value, rest = state.pop(name), clean(name[len(prefix) :])

@@ -1,0 +1,141 @@
+"""The order of backward, which is the same on every rank whatever each rank's gradients reach.
+
+The invariant: **reduce-scatters start in the reverse order of the forward calls, on every rank.** Ranks agree on the
+forward calls, since every rank runs the same modules. They do not agree on the gradients: a rank may detach an output,
+or compute its loss from part of the outputs. So a rank that goes back from one call to an earlier one runs the hooks
+of each call in between, as the other ranks may do because of gradients.
+
+Example: units A, B and C compute one after the other, so the calls are [A, B, C]. On rank 0 no gradient reaches B:
+
+    rank 0                                        rank 1
+    C gets a gradient   enter C                   enter C
+    C is done           leave C: reduce C         leave C: reduce C
+    B gets a gradient   (nothing)                 enter B
+    B is done           (nothing)                 leave B: reduce B
+    A gets a gradient   skip B: reduce B          enter A
+                        enter A
+    A is done           leave A: reduce A         leave A: reduce A
+
+Both ranks start the same collectives in the same order: C, B, A.
+
+A call is **nested** in another if it began after the other and finished before it: its position is at least
+`finished_before` of the other, and below the other's position. An outer call is entered before the calls that are
+nested in it, and finished after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Generic, TypeVar
+
+RECOMPUTED = 0
+"""Forward id of the calls that the running backward computes again, and of the gradients that it gave."""
+
+Unit = TypeVar("Unit")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ForwardCall(Generic[Unit]):
+    """One forward call of a unit.
+
+    Attributes:
+        unit: The unit.
+        finished_before: Number of calls that had finished when it began.
+        has_post_backward_hook: Whether an input requires gradients, so that autograd calls the post-backward hook.
+        forward_id: Number of the outermost forward that it belongs to; a backward covers the forwards it reaches.
+    """
+
+    unit: Unit
+    finished_before: int = 0
+    has_post_backward_hook: bool = False
+    forward_id: int = RECOMPUTED
+
+
+class Step(Enum):
+    """The hooks of a call that a rank has to run itself."""
+
+    ENTER = auto()  # its pre-backward hook: calls that are nested in it have been reached
+    SKIP = auto()  # both hooks: no gradient of this rank reaches it
+    CLOSE = auto()  # its post-backward hook, which autograd does not call
+
+
+Steps = Iterator[tuple[Step, ForwardCall[Unit]]]
+
+
+class BackwardOrder(Generic[Unit]):
+    """The way of one backward through the forward calls; each method yields the hooks to run before it goes on.
+
+    A hook may call the methods again while the caller iterates.
+
+    Args:
+        calls: The calls whose outputs require gradients, in the order in which they finished.
+    """
+
+    def __init__(self, calls: Sequence[ForwardCall[Unit]]) -> None:
+        self.forward_ids: set[int] = set()  # forwards that this backward has reached
+        self._calls = tuple(calls)
+        self._positions = {call: position for position, call in enumerate(self._calls)}
+        self._cursor = len(self._calls)  # calls at this position and after it have been reached or skipped
+        self._unfinished: list[ForwardCall[Unit]] = []  # entered calls without a post-backward hook
+
+    def enter(self, call: ForwardCall[Unit]) -> Steps[Unit]:
+        """Go back to a call whose output has a gradient."""
+        position = self._positions.get(call)
+        if position is None:
+            return
+        self.forward_ids.add(call.forward_id)
+        yield from self._skip_after(position + 1)
+        yield from self._close_after(position)
+        self._cursor = min(self._cursor, position)
+        self._note_unfinished(call)
+
+    def leave(self, call: ForwardCall[Unit]) -> Steps[Unit]:
+        """Finish the calls that are nested in a call whose gradients are complete."""
+        if call.forward_id != RECOMPUTED:
+            self.forward_ids.add(call.forward_id)
+        position = self._positions.get(call)
+        if position is not None:
+            yield from self._skip_after(call.finished_before)
+            yield from self._close_after(call.finished_before - 1, before=position)
+
+    def finish(self) -> Steps[Unit]:
+        """Finish all calls of the forwards that were reached."""
+        if self.forward_ids:
+            yield from self._skip_after(0)
+            yield from self._close_after(-1)
+
+    def find_next(self) -> ForwardCall[Unit] | None:
+        """Return the call that backward is expected to reach next."""
+        for position in range(self._cursor - 1, -1, -1):
+            if self._calls[position].forward_id in self.forward_ids:
+                return self._calls[position]
+        return None
+
+    def _skip_after(self, position: int) -> Steps[Unit]:
+        """Go back to a position; run the hooks of the calls in between, which gradients did not reach."""
+        while self._cursor > position:
+            yield from self._close_after(self._cursor - 1)
+            self._cursor -= 1
+            call = self._calls[self._cursor]
+            if call.forward_id not in self.forward_ids:
+                continue
+            if call.finished_before < position:  # the call at the position is nested in this one, which only begins
+                yield Step.ENTER, call
+                self._note_unfinished(call)
+            else:
+                yield Step.SKIP, call
+
+    def _note_unfinished(self, call: ForwardCall[Unit]) -> None:
+        if not call.has_post_backward_hook and call not in self._unfinished:
+            self._unfinished.append(call)
+
+    def _close_after(self, position: int, before: int | None = None) -> Steps[Unit]:
+        """Close the unfinished calls that began after a position: backward has passed all that is nested in them."""
+        for call in tuple(self._unfinished):
+            if call not in self._unfinished or call.finished_before <= position:
+                continue
+            if before is None or self._positions[call] < before:
+                self._unfinished.remove(call)
+                yield Step.CLOSE, call

@@ -1,0 +1,157 @@
+"""Phases of a unit: each transition of the table happens in some scenario, and no other happens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from harness import run
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from under_test import TORCH
+
+pytestmark = pytest.mark.skipif(TORCH, reason="looks at phases of our engine")
+if not TORCH:
+    from shardckpt.core import fully_shard
+    from shardckpt.core.runtime import fsdp_unit
+    from shardckpt.core.runtime.fsdp_unit import TRANSITIONS, FSDPUnit
+
+
+@contextmanager
+def recorded() -> Iterator[set[tuple[str, str, str]]]:
+    """Yield the transitions that happen inside."""
+    found: set[tuple[str, str, str]] = set()
+
+    def record(name, method):
+        @functools.wraps(method)
+        def hook(self, *args, **kwargs):
+            before = self.phase
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                found.add((before.name, name, self.phase.name))
+
+        return hook
+
+    hooks = {name: getattr(FSDPUnit, name) for name in {hook for _, hook, _ in TRANSITIONS}}
+    try:
+        for name, method in hooks.items():
+            setattr(FSDPUnit, name, record(name, method))
+        yield found
+    finally:
+        for name, method in hooks.items():
+            setattr(FSDPUnit, name, method)
+
+
+class Layer(nn.Module):
+    """A linear layer that keeps a tensor, and may call itself, raise or detach its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x, depth: int = 0, fails: bool = False, detaches: bool = False):
+        if depth:
+            return self(x, depth - 1)
+        self.kept = self.inner.weight.sum()
+        y = self.inner(x)
+        if fails:
+            raise ValueError("forward")
+        return y.detach() if detaches else y
+
+
+class Model(nn.Module):
+    """Two layers, and two more that are one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Layer(), Layer()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x, how: str = ""):
+        if how == "repeated":
+            return self.last(self.a(self.a(x), 2))
+        if how.startswith("checkpoint"):
+            with set_checkpoint_early_stop("to the end" not in how):
+                for _ in range(2):
+                    x = checkpoint(self.a, x, use_reentrant="reentrant" in how)
+                return self.last(x)
+        if how == "kept by a call without outputs":
+            self.a(x, detaches=True)
+            return self.a.kept
+        if how == "kept, then an input":
+            self.a(x, detaches=True)
+            return self.a(x * self.a.kept)
+        if how == "fails in backward behind a unit":
+            x = x * 1
+            x.register_hook(fail)
+        if how == "pair":
+            return self.right(self.left(x))
+        if how == "half a pair":
+            return self.left(x)
+        if how == "half a pair, then an exception":
+            self.left(x)
+            raise ValueError("forward")
+        x = self.b(self.a(x, fails=how == "fails"))
+        if how == "fails in backward":
+            x.register_hook(fail)
+        return self.last(x)
+
+
+def fail(grad):
+    raise ValueError("backward")
+
+
+SCENARIOS = [
+    "",
+    "repeated",
+    "checkpoint",
+    "checkpoint, to the end",
+    "checkpoint, reentrant",
+    "pair",
+    "half a pair",
+    "half a pair, then an exception",
+    "fails",
+    "fails in backward",
+    "fails in backward behind a unit",
+    "kept by a call without outputs",
+    "kept, then an input",
+]
+
+
+def transitions_of(how: str) -> set[tuple[str, str, str]]:
+    """Return the transitions of two iterations, the second one after a possible failure."""
+
+    def body(rank, world):
+        model = Model()
+        for each in (model.a, model.b, [model.left, model.right]):
+            fully_shard(each)
+        fully_shard(model)
+        with recorded() as found:
+            try:
+                model(torch.ones(2, 4, requires_grad=True), how).sum().backward()
+            except ValueError:
+                assert "fail" in how or "exception" in how
+            model(torch.ones(2, 4)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.a.parameters())
+        return found
+
+    return run(1, body)[0]
+
+
+def test_the_table_of_phases_is_what_happens():
+    happened = set().union(*map(transitions_of, SCENARIOS))
+    allowed = {(before.name, hook, after.name) for before, hook, after in TRANSITIONS}
+    assert happened - allowed == set(), "transitions outside of the table"
+    assert allowed - happened == set(), "transitions that no scenario has"
+
+
+def test_the_docstring_shows_each_hook_of_the_table():
+    table = [line.split("|")[2].strip() for line in fsdp_unit.__doc__.splitlines() if line.startswith("| ")]
+    shown = {hook.strip() for cell in table[1:] for hook in cell.split(",")}
+    assert shown == {hook for _, hook, _ in TRANSITIONS}
