@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import faulthandler
 import functools
@@ -29,6 +28,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.profiler._cupti_monitor
 import torch.utils.serialization
+from forks import make_forks_cheap
 from stepping import keep_known_shapes, step_local_tensors
 from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -40,14 +40,13 @@ from shardckpt import core
 
 torch.manual_seed(0)  # imports what it tells devices with: here too once for all
 
+make_forks_cheap()
 FORK = multiprocessing.get_context("fork")
 # Seconds, long enough for a machine with other work: only what hangs waits for them.
 TIMEOUT = 120.0  # after which ranks that gave nothing hang
 GROUP_TIMEOUT = 20.0  # that a collective waits for the other ranks
 JOIN_TIMEOUT = 60.0  # that ranks wait for each other to begin, however short the timeout of the test's group is
 GRACE = 6.0  # that the other ranks get once one has raised
-HUGE = 2 << 20  # bytes of a huge page
-COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
 
 
 @dataclass(frozen=True)
@@ -300,45 +299,6 @@ def _outcome(rank: int, report: tuple[str, bytes] | None, folder: pathlib.Path) 
     return Outcome(rank, waits=f"{kind}:\n{stack.read_text() if stack.exists() else ''}", calls=calls)
 
 
-class Memory:
-    """The memory of this process, put on huge pages: to fork copies a table of pages, which is 512 times smaller then.
-
-    A worker that holds 0.8 GB forks and ends a rank in 6 ms instead of 34.
-    """
-
-    def __init__(self) -> None:
-        self.settled = 0
-        self.madvise = getattr(ctypes.CDLL(None), "madvise", None)
-
-    def settle(self) -> None:
-        """Do so if much has come since it was done last, where the system can."""
-        held = _resident()
-        if self.madvise is None or held < self.settled + 16 * HUGE:
-            return
-        self.settled = held
-        for start, end in huge_regions():
-            self.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), COLLAPSE)
-
-
-def _resident() -> int:
-    """Bytes of this process that are in memory; 0 where nothing tells."""
-    statm = pathlib.Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
-
-
-def huge_regions() -> Iterator[tuple[int, int]]:
-    """Start and end, in whole huge pages, of what this process has of its own and of no file."""
-    for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
-        place, rights, _, _, inode, *name = line.split()
-        start, end = (int(each, 16) for each in place.split("-"))
-        start, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
-        if rights == "rw-p" and inode == "0" and name != ["[stack]"] and start < end:
-            yield start, end
-
-
-MEMORY = Memory()
-
-
 @functools.cache
 def warm_up() -> None:
     """Shard and train once in this process, over a group that sends nothing: what torch does at first use is done.
@@ -377,8 +337,6 @@ def outcomes(
         folder = pathlib.Path(name)
         pipes, ranks = {}, []
         warm_up()
-        MEMORY.settle()
-        gc.freeze()  # what is here now is no rank's own: not counted, and its pages are not copied by collections
         for rank in range(world):
             ours, theirs = FORK.Pipe()
             process = FORK.Process(
@@ -387,7 +345,6 @@ def outcomes(
             process.start()
             theirs.close()
             pipes[rank], _ = ours, ranks.append(process)
-        gc.unfreeze()
         got = _heard(pipes, timeout)
         hanging = [ranks[rank] for rank in pipes if rank not in got]
         for process in hanging:

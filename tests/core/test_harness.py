@@ -10,7 +10,8 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HUGE, RanksError, count, huge_regions, outcomes, raised_everywhere, recorded, run, stored_bytes
+from forks import HUGE, huge_regions
+from harness import RanksError, count, outcomes, raised_everywhere, recorded, run, stored_bytes
 
 
 def test_ranks_talk_and_give_what_they_computed():
