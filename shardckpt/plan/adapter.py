@@ -41,7 +41,7 @@ class LowRank:
         a: Name of the first factor in the adapter, `rank x in`.
         b: Name of the second, `out x rank`.
         scale: What the product is multiplied with.
-        is_turned: Whether the weight lies `in x out`, as an embedding and a `Conv1D` do.
+        is_turned: Whether the weight is `in x out`, as in an embedding and a `Conv1D`.
     """
 
     weight: str
@@ -57,7 +57,7 @@ class Merge:
 
     Attributes:
         added: Weights that get products.
-        replaced: Name in the base to name in the adapter, of tensors that were trained as a whole, and of those of the
+        replaced: Name in the base to name in the adapter, of tensors that were fully trained, and of those of the
             base that the adapter brings along to add to.
     """
 
@@ -66,7 +66,7 @@ class Merge:
 
     @property
     def own(self) -> frozenset[str]:
-        """Names in the base that were trained as a whole, apart from what they are tied to."""
+        """Names of fully trained tensors in the base, without their shared names."""
         added = {each.weight for each in self.added}
         return frozenset(name for name in self.replaced if name not in added)
 
@@ -151,9 +151,11 @@ def _low_rank(
     weight = _in_base(f"{module}.weight", base, where)
     a, b = adapter[sides["A"]], adapter[sides["B"]]
     rank = a[0] if a else 0
-    told = settings.rank(module)
-    if rank < 1 or told != rank or len(b) < 2 or b[1] != rank:
-        raise FormatError(f"the factors of {module} do not fit its rank", where=where, found=f"{a}, {b}", expected=told)
+    known = settings.rank(module)
+    if rank < 1 or known != rank or len(b) < 2 or b[1] != rank:
+        raise FormatError(
+            f"the factors of {module} do not fit its rank", where=where, found=f"{a}, {b}", expected=known
+        )
     shape = base[weight]
     wanted = (b[0], *a[1:]) if not is_turned else (*a[1:], b[0])
     if shape != wanted or any(n != 1 for n in b[2:]):
@@ -189,7 +191,7 @@ class _Settings:
         """Return the rank of a module's factors."""
         rank = self._found(self._ranks, "r", module)
         if type(rank) is not int:
-            raise FormatError("the rank of an adapter is not a whole number", where=self._where, found=rank)
+            raise FormatError("the rank of an adapter must be an integer", where=self._where, found=rank)
         return rank
 
     def alpha(self, module: str) -> float:

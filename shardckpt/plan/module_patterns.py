@@ -94,7 +94,7 @@ class ModulePattern:
         steps: What matching may cost.
 
     Raises:
-        FormatError: It is no regular expression.
+        FormatError: It is not a regular expression.
         UnsupportedError: It is one of a form that is not matched in linear time here.
         UnsafeError: There are more or larger patterns than `steps` allows.
     """
@@ -215,13 +215,13 @@ class _Parser:
 
     Args:
         text: What is left of the pattern without its anchors.
-        whole: The pattern, for messages.
+        full_text: The pattern, for messages.
         where: The file, for messages.
         steps: What matching may cost.
     """
 
-    def __init__(self, text: str, whole: str, where: str, steps: MatchBudget) -> None:
-        self._text, self._whole, self._where, self._steps = text, whole, where, steps
+    def __init__(self, text: str, full_text: str, where: str, steps: MatchBudget) -> None:
+        self._text, self._pattern, self._where, self._steps = text, full_text, where, steps
         self._nodes: _Nodes = []
         self._at = 0
 
@@ -318,13 +318,13 @@ class _Parser:
         return self._text[self._at : self._at + 1]
 
     def _malformed(self) -> FormatError:
-        return FormatError("a pattern of modules is no regular expression", where=self._where, found=self._whole)
+        return FormatError("a pattern of modules must be a regular expression", where=self._where, found=self._pattern)
 
     def _refused(self) -> UnsupportedError:
         return UnsupportedError(
             "a pattern of modules is of a form that could take for ever to match",
             where=self._where,
-            found=self._whole,
+            found=self._pattern,
             expected=r"names, and parts such as [0-9]+, \d, .* and (a|b)",
             fix="Write the names of the modules in its place in adapter_config.json.",
         )

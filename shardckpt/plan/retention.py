@@ -71,11 +71,11 @@ class Retention:
         for name in ("keep_last", "keep_every", "keep_best"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"`{name}` is no number of steps", found=repr(value), expected="an integer from 1")
+                raise UsageError(f"`{name}` must be a number of steps", found=repr(value), expected="an integer from 1")
         if self.keep_for_s is not None and not (isinstance(self.keep_for_s, Real) and self.keep_for_s >= 0):
-            raise UsageError("`keep_for` is no time", found=repr(self.keep_for_s), expected="more than 0 seconds")
+            raise UsageError("`keep_for` must be a time", found=repr(self.keep_for_s), expected="more than 0 seconds")
         if self.mode not in ("min", "max"):
-            raise UsageError("there is no such mode", found=self.mode, expected="min or max")
+            raise UsageError("the mode is unknown", found=self.mode, expected="min or max")
 
     @property
     def is_needed(self) -> bool:
@@ -95,7 +95,7 @@ def parse_seconds(time: timedelta | float | str | None) -> float | None:
         time: A timedelta, seconds, or text: a number and `s`, `m`, `h`, `d` or `w`.
 
     Raises:
-        UsageError: It is no time.
+        UsageError: It is not a time.
     """
     seconds = _seconds(time)
     if seconds == 0:
@@ -110,7 +110,7 @@ def _seconds(time: timedelta | float | str | None) -> float | None:
         return time
     match = _TIME.fullmatch(time.strip())
     if not match:
-        raise UsageError("this is no time", found=repr(time), expected="a number and s, m, h, d or w, such as 7d")
+        raise UsageError("this is not a time", found=repr(time), expected="a number and s, m, h, d or w, such as 7d")
     return float(match[1]) * _SECONDS[match[2]]
 
 

@@ -156,7 +156,7 @@ class TestReferences:
         shardckpt.save(state(1, 1, 7), away / "three", base=two / "one")
         assert bases(away / "three") == {str(two / "one"): 1}
         os.rename(two / "one", two / "moved")
-        with pytest.raises(IncompleteError, match=r"base that is not there.*say where it lies now"):
+        with pytest.raises(IncompleteError, match=r"base that is missing.*pass its new path"):
             shardckpt.load(away / "three")
         into = state()
         shardckpt.load(into, away / "three", base=two / "moved")

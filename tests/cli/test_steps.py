@@ -60,7 +60,7 @@ def test_prune_knows_the_rules_that_a_checkpointer_has(tmp_path: Path) -> None:
     assert run_here("ls", tmp_path).out == "2\n3\n4\n"
     wrong = run_here("prune", tmp_path, "--keep-for", "soon")
     assert wrong.code == 2
-    assert "this is no time; found 'soon'" in wrong.err
+    assert "this is not a time; found 'soon'" in wrong.err
 
 
 def test_prune_says_what_it_leaves_in_a_removed_step(root: Path) -> None:

@@ -81,7 +81,7 @@ def changed(before: dict, how: str) -> dict:
     elif how == "number":
         made["state"] = dict(enumerate(slots.values()))
         groups[0]["params"] = list(range(len(groups[0]["params"])))
-    elif how == "no state of an optimizer":
+    elif how == "not a state of an optimizer":
         made = {"state": {"last.bias": 3}, "param_groups": [{}]}
     return made
 
@@ -94,7 +94,14 @@ def test_an_optimizer_state_that_does_not_fit_changes_nothing():
         before = copy.deepcopy(optim_state_dict(model, optim))
         held = {p: dict(optim.state[p]) for p in optim.state}
         wrong = []
-        for how in ("last.other", "last.bias/exp_avg", "step differs", "lr=0.3", "number", "no state of an optimizer"):
+        for how in (
+            "last.other",
+            "last.bias/exp_avg",
+            "step differs",
+            "lr=0.3",
+            "number",
+            "not a state of an optimizer",
+        ):
             if how == "step differs" and face != "flat":
                 continue
             bad = changed(before, how)
@@ -221,7 +228,7 @@ def test_models_under_torchs_own_wrapper_are_checked_too_before_torch_changes_an
             wrong += [] if told_rightly(rank, told, 0, "last.") else [(how, told)]
             told = refused(load_model_state_dict, model, spoiled(other, how) if rank == 1 else other)
             wrong += [] if "StateMismatchError" in told and "rank 1" in told else [(how, told)]
-        for how in ("last.other", "lr=0.3", "no state of an optimizer"):
+        for how in ("last.other", "lr=0.3", "not a state of an optimizer"):
             told = refused(load_optim_state_dict, model, optim, changed(moments, how))
             wrong += [] if how in told else [(how, told)]
             told = refused(load_optim_state_dict, model, optim, changed(moments, how) if rank == 1 else moments)

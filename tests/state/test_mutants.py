@@ -32,13 +32,13 @@ def states_go_by_position(patch: pytest.MonkeyPatch) -> None:
 
 def steps_are_shared(patch: pytest.MonkeyPatch) -> None:
     """All parameters count in one tensor."""
-    original = load_optim_state_dict._StateSetter._scalar
+    original = load_optim_state_dict._StateLoader._scalar
 
     def shared(self, held, index, name, slot):
         kept = self.__dict__.setdefault("kept", {})
         return kept.setdefault(name, original(self, held, index, name, slot))
 
-    patch.setattr(load_optim_state_dict._StateSetter, "_scalar", shared)
+    patch.setattr(load_optim_state_dict._StateLoader, "_scalar", shared)
 
 
 def errors_stay_at_home(patch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.flat_shard_check import FlatShards
 from shardckpt.state.adapters.model_index import ModelIndex
 from shardckpt.state.keys.kinds import is_sharded_tensor
-from shardckpt.state.keys.slots import LARGEST_TOLD, UnequalSteps
+from shardckpt.state.keys.slots import LARGEST_NOTE, UnequalSteps
 from shardckpt.state.local.local_shards import LocalShard, TensorShards, get_tensor_shards
 from shardckpt.state.local.optim_shards import OptimTargets, Slot, parameter_names, plan_optim_targets
 
@@ -545,7 +545,7 @@ class _LoadPlanner:
                 firsts.setdefault(value, f"{row.path[-2]}/{row.path[-1]}")
             text = ", ".join(f"{value} of {name}" for value, name in list(firsts.items())[:4])
             start = f"{dotted(path)}: differs among parameters of one flat parameter: "
-            self._problem(path, f"{start}{text}{LARGEST_TOLD}")
+            self._problem(path, f"{start}{text}{LARGEST_NOTE}")
         return (rows[values.index(max(values))],)
 
     def _number(self, entry: TensorEntry) -> Any:

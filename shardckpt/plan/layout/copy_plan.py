@@ -18,7 +18,7 @@ _FINE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A run of bytes that is taken over as it lies.
+    """A run of bytes that is copied unchanged.
 
     Attributes:
         file: Source file.
@@ -127,7 +127,7 @@ def _merge_runs(runs: Iterator[_Run]) -> Iterator[list[_Run]]:
 
 
 def _runs(tensor: OutputTensor, batch_bytes: int) -> Iterator[_Run]:
-    """Cut a tensor into contiguous ranges, in order: one a piece where every piece is one, else blocks."""
+    """Split a tensor into contiguous ranges, in order: pieces if all are contiguous, else blocks."""
     if bits(tensor.entry.stored) % 8:
         tensor = replace(tensor, entry=as_bytes(tensor.entry), dtype=as_bytes(tensor.entry).stored)
     entry = tensor.entry
@@ -148,7 +148,7 @@ def _runs(tensor: OutputTensor, batch_bytes: int) -> Iterator[_Run]:
 
 
 def is_scattered(tensor: OutputTensor) -> bool:
-    """Return True if neighbours in the tensor lie far apart in a storage."""
+    """Return True if neighbors in the tensor are far apart in a storage."""
     return any(
         isinstance(inner := p.layout.inner if isinstance(p.layout, Encoded) else p.layout, Strided)
         and list(inner.strides) != sorted(inner.strides, reverse=True)
@@ -157,9 +157,9 @@ def is_scattered(tensor: OutputTensor) -> bool:
 
 
 def as_bytes(entry: TensorEntry) -> TensorEntry:
-    """Return an array of elements narrower than a byte as an array of bytes, which can be cut anywhere.
+    """Return an array of elements narrower than a byte as an array of bytes, which can be split anywhere.
 
-    One that does not lie in one span is returned as it is: a cut between its elements may fall inside a byte.
+    An array of several spans is returned unchanged: a split between its elements may be inside a byte.
     """
     if len(entry.pieces) != 1 or not isinstance(entry.pieces[0].layout, Span):
         return entry
@@ -169,7 +169,7 @@ def as_bytes(entry: TensorEntry) -> TensorEntry:
 
 
 def _pieces_of_run(tensor: OutputTensor, box: Box, copy: Copy, most: int) -> Iterator[_Run]:
-    """Cut a long run where a batch could end; `_merge_runs` joins what is copied after all."""
+    """Split a long run where a batch could end; `_merge_runs` joins parts that are copied together."""
     at = copy.offset
     for block in contiguous_blocks(box, most):
         size = nbytes(tensor.dtype, block.volume)

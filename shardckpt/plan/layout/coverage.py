@@ -15,7 +15,7 @@ from shardckpt.manifest import Encoded, Lazy, Manifest, Piece, Span, Strided, Te
 
 _MAX_ELEMENTS = 1 << 62
 _MAX_BYTES = 1 << 62
-_NOT_WHOLE = "The save was interrupted or the copy is not whole: `shardckpt verify` lists every fault."
+_INCOMPLETE = "The save was interrupted or the copy is incomplete: `shardckpt verify` lists every fault."
 _ONE_OF_SEVERAL = "This is one file of several: put them into one folder and point at that."
 
 
@@ -60,7 +60,7 @@ class Fault:
 
 
 def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 16) -> list[Fault]:
-    """Return what keeps `entries` from being read whole, at most `limit` faults.
+    """Return the faults that keep `entries` from being read in full, at most `limit`.
 
     Works on resolved and on lazy pieces; of a lazy one only the container is checked against the file.
     """
@@ -73,7 +73,7 @@ def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 1
 
 
 def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: str) -> None:
-    """Raise unless every element of every entry lies in exactly one piece, and every piece in its file.
+    """Raise unless every element of every entry is in exactly one piece, and every piece in its file.
 
     Args:
         manifest: Says how large the files are.
@@ -84,7 +84,7 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
         IncompleteError: Elements that no file holds, or whose file is missing.
         TruncatedError: A file ends before a piece does.
         OverlapError: Elements that two pieces claim.
-        ShardckptError: They lie in another folder, and what kept that from being opened.
+        ShardckptError: They are in another folder, and the reason why it was not opened.
         FormatError: A box outside its array, or a size that cannot be.
     """
     if manifest.missing:
@@ -110,17 +110,17 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
         raise manifest.closed[base]
     if base and first.kind in ("missing file", "truncated"):
         raise kinds[first.kind](
-            f"{first.tensor} lies in a file of a base that is not there, or not whole{more}",
+            f"{first.tensor} is stored in a file of a base that is missing or incomplete{more}",
             where=where,
             found=first.detail,
             expected=f"{first.file.rpartition('/')[2]} in {base}",
-            fix="Put the base back there, or say where it lies now: base=PATH (--base PATH).",
+            fix="Put the base back there, or pass its new path: base=PATH (--base PATH).",
         )
     is_one_of_several = first.kind == "missing file" and sum(size >= 0 for size in manifest.files.values()) == 1
     raise kinds.get(first.kind, FormatError)(
         f"{first.kind}: {first.tensor} {first.box}: {first.detail}{more}",
         where=f"{where}/{first.file}" if first.file else where,
-        fix=_ONE_OF_SEVERAL if is_one_of_several else _NOT_WHOLE,
+        fix=_ONE_OF_SEVERAL if is_one_of_several else _INCOMPLETE,
     )
 
 
@@ -148,7 +148,7 @@ def locate(reader: PieceResolver, manifest: Manifest, entries: Sequence[TensorEn
 
 
 def _check_entry(manifest: Manifest, entry: TensorEntry, limit: int) -> list[Fault]:
-    if _is_plain_whole(manifest, entry) or _is_plain_tiling(manifest, entry):
+    if _is_single_span(manifest, entry) or _is_plain_tiling(manifest, entry):
         return []
     name = dotted(entry.path)
     region = full_box(entry.shape)
@@ -166,8 +166,8 @@ def _check_entry(manifest: Manifest, entry: TensorEntry, limit: int) -> list[Fau
     return found
 
 
-def _is_plain_whole(manifest: Manifest, entry: TensorEntry) -> bool:
-    """Tell, fast, that a tensor is one span of one file: most tensors of most checkpoints are."""
+def _is_single_span(manifest: Manifest, entry: TensorEntry) -> bool:
+    """Return True if a tensor is one span of one file, as most tensors of most checkpoints are."""
     if len(entry.pieces) != 1:
         return False
     box, file, layout = entry.pieces[0]
@@ -181,7 +181,7 @@ def _is_plain_whole(manifest: Manifest, entry: TensorEntry) -> bool:
 
 
 def _is_plain_tiling(manifest: Manifest, entry: TensorEntry) -> bool:
-    """Tell, fast, that a tensor's pieces are spans that form a grid or follow one another: those of ranks mostly do."""
+    """Return True if pieces are spans that form a grid or follow one another, as those of ranks mostly do."""
     shape, width = entry.shape, bits(entry.stored)
     for box, file, layout in entry.pieces:
         if (

@@ -1,4 +1,4 @@
-"""Which tensors go into which output file, under the names that Hugging Face readers look for."""
+"""Plan the output files of tensors, under the names that Hugging Face readers look for."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class PlannedFile:
 def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple[OutputTensor, ...]]:
     """Fill files greedily in order; a tensor larger than a file gets one of its own.
 
-    The rule of `split_state_dict_into_shards_factory` in huggingface_hub, so that both tools cut at the same places.
+    The rule of `split_state_dict_into_shards_factory` in huggingface_hub, so that both tools split at the same places.
 
     Args:
         tensors: In state-dict order.
@@ -116,7 +116,7 @@ def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple
 
 
 def split_as_stored(tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor, ...]]:
-    """Keep tensors together that lie whole in one source file; tensors cut over files share one more.
+    """Keep tensors of one source file together; tensors that are split over files share one more.
 
     Args:
         tensors: In state-dict order.

@@ -1,4 +1,4 @@
-"""Pieces of an array seen as another array: cut, moved, turned, with a dimension more or less. Pure."""
+"""Pieces of an array as those of another: narrowed, moved, permuted, with a dimension more or less. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def narrow(pieces: Sequence[Piece], region: Box, dtype: str) -> list[Piece]:
     Args:
         pieces: Resolved.
         region: In elements of the array.
-        dtype: Stored type, of whole bytes.
+        dtype: Stored type; an element has at least one byte.
     """
     found = []
     for piece in pieces:
@@ -86,7 +86,7 @@ def _with_strides(layout: Layout, change: Steps) -> Layout:
     """Return a layout with other strides; elements back to back stay so."""
     if isinstance(layout, Encoded):
         inner = _with_strides(layout.inner, change)
-        assert isinstance(inner, (Span, Strided)), "only those lie in a decoded stream"
+        assert isinstance(inner, (Span, Strided)), "only those are in a decoded stream"
         return layout._replace(inner=inner)
     return layout._replace(strides=change(layout.strides)) if isinstance(layout, Strided) else layout
 

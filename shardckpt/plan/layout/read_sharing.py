@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from shardckpt.plan.layout.box_codec import pack_message, unpack_message
 
 SEGMENT_BYTES = 16 << 20
-"""Bytes of a file that one rank reads for others: a few requests of a store, and whole blocks of our own format."""
+"""Bytes of a file that one rank reads for others: a few requests of a store, and full blocks of the native format."""
 
 Ids = NDArray[np.int64]
 """Numbers of segments, ascending."""

@@ -14,7 +14,7 @@ def parse_size(text: int | str) -> int:
     """Return bytes: `5GB` is decimal, `5GiB` binary, a plain number bytes.
 
     Raises:
-        UsageError: It is no size, or not positive.
+        UsageError: It is not a size, or not positive.
     """
     match = _SIZE.fullmatch(str(text).strip())
     value = 0

@@ -1,4 +1,4 @@
-"""Who writes what: every element of every array once, what several ranks hold shared out among them by bytes. Pure."""
+"""Plan a save: every element is written once; replicated boxes are divided among ranks by bytes. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardckpt.errors import IncompleteError, UsageError
 from shardckpt.manifest import Path, dotted
 
 LEAST_SHARE_BYTES = 1 << 22
-"""A box that several ranks hold is cut into parts of at least so many bytes, to share it out."""
+"""Least bytes of a part, if a replicated box is split over its ranks."""
 
 _NO_LIMIT = 1 << 62
 
@@ -27,11 +27,11 @@ class LocalTensor(NamedTuple):
     """The boxes that one rank has of one tensor.
 
     Attributes:
-        path: Where the array sits in the saved nest.
-        shape: Of the whole array, in elements.
+        path: Path of the array in the saved state.
+        shape: Of the full array, in elements.
         dtype: Torch's name of its type.
         boxes: The elements, disjoint; none where this rank holds nothing of it.
-        digest: Of the elements' bytes, where the rank can tell: ranks that hold the same boxes must agree on it.
+        digest: Of the elements' bytes, if the rank knows it: ranks with the same boxes must have the same one.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class TensorSpec(NamedTuple):
     """One tensor of the save.
 
     Attributes:
-        path: Where it sits in the saved nest.
+        path: Path in the saved state.
         shape: In elements.
         dtype: Torch's name of its type.
     """
@@ -72,7 +72,7 @@ class SavePlan:
     """Which rank writes which boxes.
 
     Attributes:
-        arrays: In the order of the first rank that holds each.
+        arrays: In the order of the lowest rank that has each.
         tasks: For each rank what it writes, in the order of the arrays.
     """
 
@@ -129,13 +129,13 @@ class _Array:
     Attributes:
         spec: What it is.
         first: The first rank that holds it.
-        holders: Box to ranks, in order.
-        digests: Boxes to rank and digest of the first rank that holds exactly these.
+        ranks_by_box: Box to ranks, in order.
+        digests: Boxes to rank and digest of the lowest rank that has exactly these.
     """
 
     spec: TensorSpec
     first: int
-    holders: dict[Box, list[int]]
+    ranks_by_box: dict[Box, list[int]]
     digests: dict[tuple[Box, ...], tuple[int, int]]
 
 
@@ -165,12 +165,12 @@ def _gather(held: Sequence[Sequence[LocalTensor]]) -> list[_Array]:
                 array = arrays[path] = _Array(TensorSpec(path, shape, dtype), rank, {}, {})
             elif array.spec != (path, shape, dtype):
                 raise _disagreement(array, rank, TensorSpec(path, shape, dtype))
-            holders = array.holders
+            ranks_by_box = array.ranks_by_box
             for box in boxes:
-                if box in holders:
-                    holders[box].append(rank)
+                if box in ranks_by_box:
+                    ranks_by_box[box].append(rank)
                 else:
-                    holders[box] = [rank]
+                    ranks_by_box[box] = [rank]
             if value is not None:
                 first, known = array.digests.setdefault(boxes, (rank, value))
                 if known != value:
@@ -204,19 +204,19 @@ def _disjoint(array: _Array) -> Iterable[tuple[Box, int, Sequence[int]]]:
     shape = array.spec.shape
     if 0 in shape:
         return ((full_box(shape), 0, (array.first,)),)
-    boxes = [box for box in array.holders if 0 not in box.size]
+    boxes = [box for box in array.ranks_by_box if 0 not in box.size]
     if len(boxes) == 1 and boxes[0] == full_box(shape):
-        return ((boxes[0], boxes[0].volume, tuple(array.holders[boxes[0]])),)
+        return ((boxes[0], boxes[0].volume, tuple(array.ranks_by_box[boxes[0]])),)
     strange = next((box for box in boxes if not len(box.offset) == len(box.size) == len(shape)), None)
     if strange is not None:
         raise _outside(array, strange)
     volumes = _volumes_of_tiling(shape, boxes)
     if volumes is not None:
-        if len(boxes) == len(array.holders):
-            return zip(boxes, volumes, array.holders.values(), strict=True)
-        return [(box, n, array.holders[box]) for box, n in zip(boxes, volumes, strict=True)]
+        if len(boxes) == len(array.ranks_by_box):
+            return zip(boxes, volumes, array.ranks_by_box.values(), strict=True)
+        return [(box, n, array.ranks_by_box[box]) for box, n in zip(boxes, volumes, strict=True)]
     if is_grid(shape, boxes):
-        return [(box, box.volume, tuple(array.holders[box])) for box in boxes]
+        return [(box, box.volume, tuple(array.ranks_by_box[box])) for box in boxes]
     outside = next((box for box in boxes if not box.within(shape)), None)
     if outside is not None:
         raise _outside(array, outside)
@@ -266,12 +266,12 @@ def _carve(array: _Array, boxes: Sequence[Box]) -> Iterator[tuple[Box, int, tupl
     taken: list[Box] = []
     for box in sorted(boxes, key=lambda b: (b.volume, b)):
         for part in cover(box, taken, limit=_NO_LIMIT).gaps:
-            yield part, part.volume, tuple(array.holders[box])
+            yield part, part.volume, tuple(array.ranks_by_box[box])
         taken.append(box)
 
 
 def _share_out(shared: Sequence[_Shared], loads: list[int]) -> Iterator[tuple[_Shared, int]]:
-    """Yield what several ranks hold and who writes it: the largest first, by the one that has least to write."""
+    """Yield replicated boxes with their writers: the largest first, to the rank with the fewest bytes."""
     queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for part in sorted(shared, key=lambda each: (-each.nbytes, each)):
         queue = queues.get(part.ranks)
@@ -287,7 +287,7 @@ def _share_out(shared: Sequence[_Shared], loads: list[int]) -> Iterator[tuple[_S
 
 
 def _parts(box: Box, dtype: str, ranks: int) -> Iterable[Box]:
-    """Cut a box that several ranks hold, where it is worth it."""
+    """Split a replicated box if it is large enough."""
     size = nbytes(dtype, box.volume)
     if size < 2 * LEAST_SHARE_BYTES or bits(dtype) % 8:
         return (box,)

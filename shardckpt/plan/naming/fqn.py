@@ -138,5 +138,5 @@ def require_matches(globs: Iterable[str], names: Sequence[str]) -> None:
             raise UsageError(
                 f"the glob {glob!r} matches no tensor",
                 found=f"{len(names)} names such as {', '.join(names[:2])}" if names else "no names at all",
-                fix="Globs match names as they are written: a model's without the key that it lies under in the file.",
+                fix="Globs match names as they are written: a model's without its key in the file.",
             )

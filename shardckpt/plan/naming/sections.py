@@ -2,7 +2,7 @@
 
 The rules: a subtree that holds `state` and `param_groups` is an optimizer; the model is the subtree `model`,
 `state_dict` or `module`, else the only other subtree with tensors, else the top level. Subtrees beside a state dict
-that lies flat at the top level are other parts. Options override.
+that is flat at the top level are other parts. Options override.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sections:
         model: Where the model is; the empty path is the top level.
         optimizers: Where optimizers are, in saved order.
         others: Every other subtree or value, which no part holds.
-        is_flat: Whether the model is a state dict at the top level, each tensor under one key: what lies deeper is not
+        is_flat: Whether the model is a state dict at the top level, each tensor under one key: deeper values are not
             of it.
     """
 
@@ -90,7 +90,7 @@ def find_key(manifest: Manifest, key: str, option: str) -> Path:
     """Return the path that a person means by `key`: keys joined by dots, `file`, or `file:keys`.
 
     Raises:
-        UsageError: Nothing lies there; the message lists what does.
+        UsageError: Nothing is stored there; the message lists what the checkpoint has.
     """
     file, _, rest = key.rpartition(":")
     wanted = {dotted((file, rest)), key} if file else {key}
@@ -100,7 +100,7 @@ def find_key(manifest: Manifest, key: str, option: str) -> Path:
                 return path[:n]
     tops = dict.fromkeys(str(path[0]) for path in _paths(manifest) if len(path) > 1)
     if not tops:
-        fix = f"All tensors of this checkpoint lie side by side: leave {option} out."
+        fix = f"All tensors of this checkpoint are at the top level: omit {option}."
         raise UsageError(f"{option} {key!r} leads nowhere", found="no parts", fix=fix)
     raise UsageError(
         f"{option} {key!r} leads nowhere", found=", ".join(list(tops)[:12]), fix="Choose one of those, or below one."
@@ -146,7 +146,7 @@ def _below_any(path: Path, roots: Iterable[Path]) -> bool:
 
 
 def _optimizers(manifest: Manifest) -> list[Path]:
-    """Return every path below which both `state` and `param_groups` lie, nested or flattened into one key."""
+    """Return every path with both `state` and `param_groups` below it, nested or flattened into one key."""
     seen: dict[Path, set[str]] = {}
     for path in _paths(manifest):
         for n, key in enumerate(path[: _DEEPEST + 1]):

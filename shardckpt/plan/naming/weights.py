@@ -27,7 +27,7 @@ def names(manifest: Manifest) -> tuple[str, ...]:
 def choose(manifest: Manifest, kind: str, model_key: str = "") -> Manifest:
     """Return the checkpoint with the weights that were asked for in the place of the model's own.
 
-    Other weights lie where a variant says, or in a subtree of their kind (`master`, `ema`), under the names of the
+    Other weights are at the path of a variant, or in a subtree of their kind (`master`, `ema`), under the names of the
     model. What has none, such as buffers and frozen parameters, stays as it is.
 
     Args:

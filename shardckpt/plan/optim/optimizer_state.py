@@ -27,7 +27,7 @@ from shardckpt.plan.optim.optim_keys import (
 from shardckpt.plan.optim.param_groups import group_by_settings, read_param_names
 
 UNITS = "units"
-"""Where a reader leaves what lies in flat parameters, below an optimizer: `[{"flat": name, "layout": JSON}, ...]`."""
+"""Where a reader stores the layouts of flat parameters, below an optimizer: `[{"flat": name, "layout": JSON}, ...]`."""
 _ALIKE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 """Slots of torch's own optimizers that are shaped like their parameter."""
 
@@ -41,9 +41,9 @@ class OptimizerState:
 
     Attributes:
         tensors: `<fqn>/<slot>` to the array.
-        scalars: FQN to slot to value, for state that is no array.
+        scalars: FQN to slot to value, for state that is not a tensor.
         groups: Parameter groups as the optimizer held them, `params` as FQNs.
-        units: Flat parameters in which they lay, where the checkpoint tells.
+        units: The layouts of flat parameters, if the checkpoint has them.
         has_groups: Whether the groups are stored as groups; otherwise parameters with equal settings make one.
         is_by_order: Whether ids got their names by the order of the model's state dict.
     """
@@ -120,7 +120,7 @@ def key_by_name(
     Raises:
         UsageError: Ids, and nothing that says which name each one is.
         AmbiguousError: Shapes match the names in no way, or in more than one.
-        FormatError: The subtree is no optimizer state.
+        FormatError: The subtree is not an optimizer's state.
         NameCollisionError: Two keys become one name.
     """
     flattened = _is_flattened(raw)
@@ -241,7 +241,7 @@ def _match_names(state: Nested, model: Mapping[str, Shape], *, keeps_order: bool
     """Name ids by the only way in which their shapes match the model's, in any order, else in the model's order.
 
     Raises:
-        AmbiguousError: There is no such way, or more than one.
+        AmbiguousError: There is none, or more than one.
     """
     shapes = _infer_shapes(state)
     lists = [list(group.get("params", ())) for group in state[GROUPS]]

@@ -12,7 +12,7 @@ from shardckpt.plan.optim.optimizer_state import OptimizerState
 from shardckpt.plan.rules.rules import Recipe, RemapPlan, SourceTensor, apply_recipe, iter_sources
 
 Same = Callable[[Sequence[TensorEntry]], bool]
-"""Tells whether small arrays hold the same bits."""
+"""Returns True if small arrays have the same bits."""
 
 _Rows = Mapping[str, Mapping[str, TensorEntry]]
 

@@ -33,15 +33,15 @@ class Match:
         is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and str(int(text)) == text
         return int(text) if is_number else None
 
-    def expand(self, template: str, more: Mapping[str, str] | None = None) -> str:
-        """Return a template with what was matched at its places.
+    def expand(self, replacement: str, more: Mapping[str, str] | None = None) -> str:
+        """Return a replacement with the matched text at its placeholders.
 
         Args:
-            template: Checked by `Pattern.check`.
+            replacement: Checked by `Pattern.check`.
             more: Places that the name does not have.
         """
         known = {**self._match.groupdict(), **(more or {})}
-        found = _PLACE.sub(lambda place: str(known[place[1]] or ""), template)
+        found = _PLACE.sub(lambda place: str(known[place[1]] or ""), replacement)
         if not self._is_regex:
             return found
         return _NUMBERED.sub(lambda group: self._match[int(group[1])] or "", found)
@@ -52,11 +52,11 @@ class Pattern:
 
     Args:
         text: A name in which `{x}` stands for one component, between dots. With any of `\ ( ) [ ] * + ? ^ $ |` in it,
-            a regular expression for the whole name, in which `{x}` may stand too.
+            a regular expression for the full name, which may contain `{x}` too.
         where: The rule, for messages.
 
     Raises:
-        UsageError: It is no regular expression.
+        UsageError: It is not a regular expression.
     """
 
     def __init__(self, text: str, where: str = "") -> None:
@@ -100,25 +100,25 @@ class Pattern:
         return frozenset(self._compiled.groupindex)
 
     def match(self, name: str) -> Match | None:
-        """Return how it fits a whole name, or None."""
+        """Return the match of a full name, or None."""
         found = self._compiled.fullmatch(name)
         return None if found is None else Match(found, self.is_regex)
 
-    def check(self, template: str, more: frozenset[str] = frozenset()) -> None:
-        """Refuse a template that speaks of places which the pattern lacks.
+    def check(self, replacement: str, more: frozenset[str] = frozenset()) -> None:
+        """Raise if a replacement names placeholders that the pattern lacks.
 
         Args:
-            template: What a tensor shall be called.
+            replacement: What a tensor shall be called.
             more: Places that are known besides.
 
         Raises:
             UsageError: It does, or is empty.
         """
-        unknown = [f"{{{name}}}" for name in _PLACE.findall(template) if name not in self.places | more]
+        unknown = [f"{{{name}}}" for name in _PLACE.findall(replacement) if name not in self.places | more]
         if self.is_regex:
-            unknown += [f"\\{n}" for n in _NUMBERED.findall(template) if int(n) > self._compiled.groups]
-        if unknown or not template:
+            unknown += [f"\\{n}" for n in _NUMBERED.findall(replacement) if int(n) > self._compiled.groups]
+        if unknown or not replacement:
             raise UsageError(
-                f"{template!r} speaks of {', '.join(unknown) or 'nothing'}, which {self.text!r} does not have",
+                f"{replacement!r} names {', '.join(unknown) or 'nothing'}, which {self.text!r} does not have",
                 where=self._where,
             )

@@ -31,7 +31,7 @@ def parse_rename(text: str) -> Rename:
     """Return the rule of `--rename FROM=TO`.
 
     Raises:
-        UsageError: There is no `=`, or FROM is no regular expression.
+        UsageError: There is no `=`, or FROM is not a regular expression.
     """
     where = f"--rename {text}"
     split = _EQUALS.search(text)
@@ -46,10 +46,10 @@ def parse_rules(text: str, where: str, config: Mapping[str, object] | None = Non
     Args:
         text: Its content.
         where: The file, for messages.
-        config: The model's `config.json`, whose whole numbers rules may name.
+        config: The model's `config.json`, whose integers rules may name.
 
     Raises:
-        UsageError: It is no TOML, or a rule is none; the message names the rule.
+        UsageError: It is not TOML, or a rule is invalid; the message names the rule.
     """
     try:
         raw = tomllib.loads(text)
@@ -66,8 +66,8 @@ def rules_text(place: str, read: Callable[[], str | None]) -> str:
     """Return the text of a file of rules, or of a set that comes with the package.
 
     Args:
-        place: Where the file lies, or the name of a set.
-        read: Returns the text of the file; None where there is none.
+        place: Path of the file, or the name of a set.
+        read: Returns the text of the file; None if it does not exist.
 
     Raises:
         UsageError: There is neither.
@@ -77,7 +77,7 @@ def rules_text(place: str, read: Callable[[], str | None]) -> str:
         return found
     own = shipped()
     if place not in own:
-        raise UsageError("no file of rules lies here", where=place, expected=f"a TOML file, or one of {', '.join(own)}")
+        raise UsageError("rules are not found", where=place, expected=f"a TOML file, or one of {', '.join(own)}")
     return own[place]
 
 
@@ -208,13 +208,13 @@ def _pattern(value: object, where: str) -> Pattern:
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str) or not value:
-        raise UsageError("no text where one belongs", where=where, found=value)
+        raise UsageError("this must be text", where=where, found=value)
     return value
 
 
 def _int(value: object, where: str) -> int:
     if type(value) is not int:
-        raise UsageError("no whole number where one belongs", where=where, found=value)
+        raise UsageError("this must be an integer", where=where, found=value)
     return value
 
 

@@ -1,7 +1,7 @@
-"""Rules that give a model's tensors other names and shapes: planned on names and shapes alone, and proven as a whole.
+"""Rules that give a model's tensors other names and shapes: planned from names and shapes alone, checked at once.
 
 A rule takes what the rules before it made. What comes out is, for every name, how it is made of the tensors of the
-checkpoint: joined, cut, turned. An optimizer's slots are made the same way.
+checkpoint: joined, split, permuted. An optimizer's slots are made the same way.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class Unstack:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Cuts tensors in one dimension.
+    """Splits tensors along one dimension.
 
     Attributes:
         source: Which.
         to: What the parts are called, in order.
         sizes: Elements of each in that dimension, or shares of them; empty for equal parts.
         dim: The dimension.
-        groups: The parts lie in as many equal runs, each of which holds a piece of every part; `EACH` for runs of one
+        groups: The parts are in as many equal runs, each with a piece of every part; `EACH` for runs of one
             element of every part.
         are_shares: Whether sizes are in proportion to one another only.
     """
@@ -286,7 +286,7 @@ def apply_recipe(recipe: Recipe, name: str, entries: Mapping[str, TensorEntry]) 
         entries: Name to tensor, for every leaf of the recipe.
 
     Raises:
-        UsageError: Its parts are of several types, or of one narrower than a byte, which cannot be cut.
+        UsageError: Its parts are of several types, or of one narrower than a byte, which cannot be split.
     """
     found = [entries[leaf.name] for leaf in iter_sources(recipe)]
     types = {(entry.stored, entry.delivered) for entry in found}
@@ -298,7 +298,7 @@ def apply_recipe(recipe: Recipe, name: str, entries: Mapping[str, TensorEntry]) 
     if isinstance(recipe, SourceTensor):
         return first._replace(path=(name,))
     if bits(first.stored) % 8:
-        raise UsageError("elements narrower than a byte cannot be cut", where=name, found=first.stored)
+        raise UsageError("elements narrower than a byte cannot be split", where=name, found=first.stored)
     return TensorEntry((name,), recipe.shape, first.stored, tuple(_pieces(recipe, entries)), first.delivered)
 
 
@@ -400,17 +400,17 @@ def _stack(rule: Stack, made: _Tensors, where: str) -> dict[str, _Tensors]:
     for name, match in _find_matches(rule.source, made):
         number = match.number(rule.over)
         if number is None:
-            raise UsageError(f"{{{rule.over}}} is no number in {name}", where=where, found=match[rule.over])
+            raise UsageError(f"{{{rule.over}}} must be a number in {name}", where=where, found=match[rule.over])
         group = groups.setdefault(match.expand(rule.to), {})
         if number in group:
             raise NameCollisionError(f"{group[number]!r} and {name!r} have one place in a stack", where=where)
         group[number] = name
     found: dict[str, _Tensors] = {}
     for to, group in groups.items():
-        absent = next((i for i in range(len(group)) if i not in group), None)
-        if absent is not None:
+        missing = next((i for i in range(len(group)) if i not in group), None)
+        if missing is not None:
             raise UsageError(
-                f"{to} would have a hole: {{{rule.over}}} = {absent} is missing", where=where, found=sorted(group)
+                f"{to} would have a hole: {{{rule.over}}} = {missing} is missing", where=where, found=sorted(group)
             )
         members = [group[i] for i in range(len(group))]
         first = _require_alike(members, made, where)
@@ -466,9 +466,9 @@ def _split_each(
     for name, match in _find_matches(rule.source, made):
         each = made[name]
         dim = _normalize_dim(rule.dim, len(each.recipe.shape), name, where)
-        cut = parts(name, match, each.recipe, dim)
-        found[name] = {to: each._replace(recipe=part) for to, part in cut}
-        if len(found[name]) < len(cut):
+        split = parts(name, match, each.recipe, dim)
+        found[name] = {to: each._replace(recipe=part) for to, part in split}
+        if len(found[name]) < len(split):
             raise NameCollisionError(f"parts of {name} would get one name", where=where)
     return found
 
@@ -483,9 +483,9 @@ def _fuse(rule: Fuse, made: _Tensors, where: str) -> dict[str, _Tensors]:
             group[number] = name
     found: dict[str, _Tensors] = {}
     for to, group in groups.items():
-        absent = [str(p) for number, p in enumerate(rule.source) if number not in group]
-        if absent:
-            raise UsageError(f"{to} would have a hole: nothing matches {absent[0]!r}", where=where)
+        missing = [str(p) for number, p in enumerate(rule.source) if number not in group]
+        if missing:
+            raise UsageError(f"{to} would have a hole: nothing matches {missing[0]!r}", where=where)
         members = [group[number] for number in range(len(rule.source))]
         twice = [member for member in members if member in found]
         if twice:
@@ -496,7 +496,7 @@ def _fuse(rule: Fuse, made: _Tensors, where: str) -> dict[str, _Tensors]:
         count = rule.groups or min(recipe.shape[dim] for recipe in recipes)
         odd = [member for member in members if count < 1 or made[member].recipe.shape[dim] % count]
         if odd:
-            raise UsageError(f"{odd[0]} does not lie in {count} groups", where=where, found=made[odd[0]].recipe.shape)
+            raise UsageError(f"{odd[0]} is not in {count} groups", where=where, found=made[odd[0]].recipe.shape)
         runs = [
             _narrow(recipe, dim, run * (recipe.shape[dim] // count), recipe.shape[dim] // count)
             for run in range(count)
@@ -550,7 +550,7 @@ def _concat(parts: Sequence[Recipe], dim: int) -> Recipe:
 
 
 def _replace_members(members: Sequence[str], to: str, made_of: RemappedTensor, made: _Tensors) -> dict[str, _Tensors]:
-    """Return what comes in the place of members: the whole in that of the first in order, nothing in the others'."""
+    """Return the replacements of members: the full tensor for the first in order, nothing for the others."""
     first = next(name for name in made if name in set(members))
     return {member: {to: made_of} if member == first else {} for member in members}
 

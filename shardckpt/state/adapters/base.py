@@ -4,7 +4,7 @@ One adapter each: `engine_flat` and `engine_dtensor` for units of the engine (th
 `dtensor` for DTensors of any other origin, torch's `fully_shard` among them, `replicated` for plain tensors.
 States of models under torch's own wrapper go through its public functions, in `torch_fsdp1`.
 
-Whatever is laid out as the parameters are (they themselves, a moment of the optimizer) passes through the same
+Tensors with the layout of the parameters (they themselves, a moment of the optimizer) pass through the same
 functions: *packed* is this rank's part of all of them together, a bucket's 1-D shard or a tensor's local part.
 """
 
@@ -99,7 +99,7 @@ class ShardingAdapter(ABC):
 
     @abstractmethod
     def placements(self) -> list[MeshPlacements | None]:
-        """Return how `to_sharded` shards each entry; None for what is whole."""
+        """Return how `to_sharded` shards each entry; None for unsharded ones."""
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
         """Return the length of each rank's part along the sharded dimension; None if there is not one such.
@@ -120,10 +120,10 @@ class ShardingAdapter(ABC):
         return self.ranks.is_first
 
     def layout_metadata(self) -> dict[str, Any]:
-        """Return the layout as plain JSON values; nothing where every rank has the whole."""
+        """Return the layout as plain JSON values; nothing if every rank has all elements."""
         return {}
 
-    # ---------------------------------------------------------------------------------------- what is here, as it lies
+    # --------------------------------------------------------------------------------------- tensors of this rank
 
     @property
     @abstractmethod
@@ -176,7 +176,7 @@ class ShardingAdapter(ABC):
         Args:
             packed: What to gather.
             staging: Memory that it passes through, in use until all entries were taken.
-            first_only: Only the first rank gets them.
+            first_only: Only rank 0 gets them.
 
         Returns:
             Tensors of their own, but for what is not sharded and may be what is held; None on the ranks that get none.
@@ -187,7 +187,7 @@ class ShardingAdapter(ABC):
         """Return each entry as a DTensor, or plain where nothing is sharded. Collective for flat layouts.
 
         Args:
-            packed: What to cut; where nothing has to travel for it, the result shares its memory.
+            packed: The values to shard; the result shares their memory if nothing is exchanged.
             staging: Memory that it passes through.
         """
 
@@ -208,7 +208,7 @@ class ShardingAdapter(ABC):
 
     @abstractmethod
     def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
-        """Copy this rank's parts of whole values that every rank has.
+        """Copy this rank's parts of full values that every rank has.
 
         Args:
             values: For each entry its value, of any type; None for those that are left alone.
@@ -227,7 +227,7 @@ class ShardingAdapter(ABC):
         """Copy this rank's parts of full values on rank 0. Collective.
 
         Args:
-            values: As for `from_full` on the first rank; None elsewhere.
+            values: As for `from_full` on rank 0; None elsewhere.
             into: As for `from_full`; None, on all ranks, for what is left alone.
             dtype: The type in which they travel: that of where they go.
             staging: Memory that they pass through.
@@ -248,7 +248,7 @@ class ShardingAdapter(ABC):
     def is_sharded_alike(self, values: Sequence[torch.Tensor | None]) -> bool:
         """Return True if these are sharded as by `to_sharded`, so that nothing has to be gathered."""
         pairs = zip(values, self.placements(), strict=True)
-        return all(value is None or _alike(value, own) for value, own in pairs)
+        return all(value is None or _is_placed_as(value, own) for value, own in pairs)
 
 
 def broadcast_from_rank0(
@@ -261,7 +261,7 @@ def broadcast_from_rank0(
         shape: Its shape.
         dtype: The type it is to have.
         device: Where it is to be.
-        value: The tensor on the first rank; None elsewhere.
+        value: The tensor on rank 0; None elsewhere.
     """
     made = torch.empty(tuple(shape), dtype=dtype, device=device)
     if value is not None:
@@ -275,8 +275,8 @@ def get_mesh_placements(tensor: torch.Tensor) -> MeshPlacements | None:
     return (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None
 
 
-def _alike(value: torch.Tensor, cut: MeshPlacements | None) -> bool:
-    return get_mesh_placements(value) == cut
+def _is_placed_as(value: torch.Tensor, placed: MeshPlacements | None) -> bool:
+    return get_mesh_placements(value) == placed
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

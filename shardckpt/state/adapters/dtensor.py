@@ -1,4 +1,4 @@
-"""DTensors of any placement that are no unit of the engine: torch's `fully_shard`, tensor parallelism, a user's own."""
+"""DTensors outside the engine, of any placement: torch's `fully_shard`, tensor parallelism, a user's own."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DTensorAdapter(ShardingAdapter):
 
     @property
     def is_sharded(self) -> bool:
-        """Return True if it is cut."""
+        """Return True if it is sharded."""
         return not all(placement.is_replicate() for placement in self._kept.placements)
 
     @property
@@ -90,14 +90,14 @@ class DTensorAdapter(ShardingAdapter):
         return chunks(self._kept.shape[placement.dim], mesh.size())
 
     def layout_metadata(self) -> dict[str, Any]:
-        """Return the rows that the ranks have, where it is cut along one dimension of one mesh's."""
+        """Return the number of rows of each rank, if one mesh dimension shards one dimension."""
         mesh, entry = self._kept.device_mesh, self.entries[0]
         if mesh.get_coordinate() is None:
             return {}
-        cuts = [(at, p) for at, p in enumerate(self._kept.placements) if not p.is_replicate()]
-        if len(cuts) != 1 or type(cuts[0][1]) is not Shard:
+        shards = [(at, p) for at, p in enumerate(self._kept.placements) if not p.is_replicate()]
+        if len(shards) != 1 or type(shards[0][1]) is not Shard:
             return {}
-        at, placement = cuts[0]
+        at, placement = shards[0]
         assert isinstance(placement, Shard)
         spec = ParamSpec(entry.name, entry.shape, str(entry.dtype).removeprefix("torch."))
         layout = DimLayout((spec,), mesh.size(at), (placement.dim % len(entry.shape),))
@@ -149,24 +149,24 @@ class DTensorAdapter(ShardingAdapter):
         *,
         first_only: bool,
     ) -> Iterable[torch.Tensor] | None:
-        """Gather to the ranks that get something, where it is cut along one direction of its mesh; else to all."""
+        """Gather to the ranks that get it, if one mesh dimension shards it; else to all."""
         kept = self._kept
         at = dtensor_rows.direction(kept) if first_only else None
-        whole = self._around(packed).full_tensor() if at is None else dtensor_rows.gather_rows(kept, at, packed)
-        return None if whole is None or (first_only and not self.ranks.is_first) else [whole]
+        full = self._around(packed).full_tensor() if at is None else dtensor_rows.gather_rows(kept, at, packed)
+        return None if full is None or (first_only and not self.ranks.is_first) else [full]
 
     def to_sharded(self, packed: torch.Tensor, staging: Staging) -> list[torch.Tensor]:  # noqa: ARG002
         """Return a DTensor around what is there: nothing travels, nothing is copied."""
         return self.parts(packed)
 
     def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
-        """Cut this rank's part."""
+        """Copy this rank's part."""
         (value,), (place,) = values, into
         if value is None or place is None:
             return
         kept = self._kept
-        cut = distribute_tensor(value.to(self.device), kept.device_mesh, kept.placements, src_data_rank=None)
-        place.copy_(cut.to_local())
+        sharded = distribute_tensor(value.to(self.device), kept.device_mesh, kept.placements, src_data_rank=None)
+        place.copy_(sharded.to_local())
 
     def from_rank0(
         self,

@@ -71,7 +71,7 @@ class EngineBucketAdapter(ShardingAdapter):
 
     @property
     def is_parallel(self) -> bool:
-        """Return True if tensor parallelism has cut parameters before the engine did."""
+        """Return True if tensor parallelism sharded parameters before the engine did."""
         return any(isinstance(leaf, DTensor) for leaf in self.bucket.unsharded_params)
 
     def layout_metadata(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class EngineBucketAdapter(ShardingAdapter):
         return concat_shards(self.bucket, [None if part is None else local(part) for part in parts], dtype, staging)
 
     def to_full(self, packed: torch.Tensor, staging: Staging, *, first_only: bool) -> Iterable[torch.Tensor] | None:
-        """Gather the whole bucket; what tensor parallelism has cut is gathered once more, everywhere."""
+        """Gather the bucket; parameters of tensor parallelism are gathered once more, everywhere."""
         found = gather_copies(self.bucket, packed, staging, first_only=first_only)
         if found is None or not self.is_parallel:
             return found if not first_only or self.ranks.is_first else None
@@ -117,7 +117,7 @@ class EngineBucketAdapter(ShardingAdapter):
         return seen.full_tensor() if isinstance(seen, DTensor) else value
 
     def _take_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """Return what the bucket has of a whole parameter."""
+        """Return the part of a full parameter that the bucket has."""
         leaf = self.bucket.unsharded_params[index]
         if not isinstance(leaf, DTensor):
             return value
@@ -125,7 +125,7 @@ class EngineBucketAdapter(ShardingAdapter):
         return distribute_tensor(value, leaf.device_mesh, leaf.placements, src_data_rank=None).to_local()
 
     def from_full(self, values: Sequence[torch.Tensor | None], into: Sequence[torch.Tensor | None]) -> None:
-        """Cut this rank's part."""
+        """Copy this rank's part."""
         own = [None if value is None else self._take_local(index, value) for index, value in enumerate(values)]
         self._take(own, into)
 
@@ -160,7 +160,7 @@ class EngineBucketAdapter(ShardingAdapter):
     def _broadcast_full(
         self, values: Sequence[torch.Tensor | None] | None, into: Sequence[torch.Tensor | None], dtype: torch.dtype
     ) -> list[torch.Tensor | None]:
-        """Return whole values that the first rank has. Collective."""
+        """Return full values that rank 0 has. Collective."""
         given = [None] * len(self.entries) if values is None else values
         return [
             None if place is None else broadcast_from_rank0(self.ranks, entry.shape, dtype, self.device, value)

@@ -1,4 +1,4 @@
-"""Units of `fully_shard`: each parameter is cut along a dimension, and is a DTensor already."""
+"""Units of `fully_shard`: each parameter is a DTensor that is sharded along one dimension."""
 
 from __future__ import annotations
 

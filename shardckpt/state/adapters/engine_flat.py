@@ -1,4 +1,4 @@
-"""Units of the wrapper: parameters end to end, cut anywhere, as one flat parameter or as 1-D views of the shard."""
+"""Units of the wrapper: flat shards, as one flat parameter or as 1-D views of the shard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 
 
 class EngineFlatAdapter(EngineBucketAdapter):
-    """A bucket laid out flat: one flat parameter, or original ones as 1-D views.
+    """A bucket with a flat layout: one flat parameter, or original ones as 1-D views.
 
     Args:
         registration: The bucket as it is registered on the modules.
@@ -55,7 +55,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
     @property
     def layout(self) -> FlatLayout:
-        """Where each entry lies in every rank's shard."""
+        """Where each entry is in every rank's shard."""
         found = self.bucket.layout
         assert isinstance(found, FlatLayout), "the wrapper lays out flat"
         return found
@@ -79,7 +79,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
     def registered(self, *, is_flat: bool) -> list[torch.Tensor]:
         """Return what is registered in the places that `show` filled: what was shown, or what was put there since."""
         if is_flat:
-            assert isinstance(self._registration, FlatParamRegistration), "only a flat parameter lies by itself"
+            assert isinstance(self._registration, FlatParamRegistration), "only a flat parameter has a home"
             places = [self._registration.home]
         else:
             places = [member.places[0] for member in self.bucket.members]
@@ -118,7 +118,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return tuple(sum(run.stop - run.start for run in self.layout.runs(r) if run.index == position) for r in ranks)
 
     def is_reporting_rank(self, position: int) -> bool:
-        """Return True on the first rank that has a part of a parameter."""
+        """Return True on the lowest rank that has a part of a parameter."""
         group = self.bucket.group
         if group.replicate is not None and group.replicate.rank() != 0:
             return False
@@ -126,7 +126,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
 
     @property
     def is_stored_as_sharded(self) -> bool:
-        """Tell that rows have to be exchanged for it."""
+        """Return False: rows have to be exchanged for it."""
         return False
 
     def layout_metadata(self) -> dict[str, Any]:
@@ -145,21 +145,21 @@ class EngineFlatAdapter(EngineBucketAdapter):
             ]
             return lambda: made
         if self.is_parallel and self._both is None:
-            cut = self._parallel(packed)
-            return lambda: cut
+            gathered = self._parallel(packed)
+            return lambda: gathered
         rows = start_flat_to_rows(packed.to(self.bucket.compute_device), self.layout, self.bucket.group.shard, staging)
         return lambda: [self._dtensor(part, index) for index, part in enumerate(rows())]
 
     def _parallel(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return what tensor parallelism cut as it cut it, gathered over the ranks of data parallelism."""
+        """Return DTensors of tensor parallelism, gathered over the ranks of data parallelism."""
         values = gather_full(self.bucket, packed).values
         return [self.bucket.wrap_unsharded(index, value.clone()) for index, value in enumerate(values)]
 
     @cached_property
     def _both(self) -> list[MeshPlacements | None] | None:
-        """How entries lie over the meshes of data and tensor parallelism together; None if these are not of one mesh.
+        """Placements over the meshes of data and tensor parallelism together; None if these are not of one mesh.
 
-        A part of tensor parallelism is cut into rows again. What it left alone lies on all of its ranks.
+        A shard of tensor parallelism is split into rows again. Its other parameters are replicated over its ranks.
         """
         inner = next(leaf.device_mesh for leaf in self.bucket.unsharded_params if isinstance(leaf, DTensor))
         found: list[MeshPlacements | None] = []
@@ -168,16 +168,16 @@ class EngineFlatAdapter(EngineBucketAdapter):
                 found.append(get_mesh_placements(leaf))
                 continue
             own = leaf.placements if isinstance(leaf, DTensor) else (Replicate(),) * inner.ndim
-            cut = None if self._mesh is None else cut_over_both(self._mesh, row_dim(spec), inner, own)
-            if cut is None or (isinstance(leaf, DTensor) and leaf.device_mesh != inner):
+            placed = None if self._mesh is None else cut_over_both(self._mesh, row_dim(spec), inner, own)
+            if placed is None or (isinstance(leaf, DTensor) and leaf.device_mesh != inner):
                 return None
-            found.append(cut)
+            found.append(placed)
         return found
 
     def _dtensor(self, part: torch.Tensor, index: int) -> torch.Tensor:
         assert self._mesh is not None
         spec = self.layout.specs[index]
-        if not spec.shape:  # a 0-dim tensor has no dimension to be cut along
+        if not spec.shape:  # a 0-dim tensor has no dimension to be split along
             return self.bucket.wrap_unsharded(index, self._scalar(part)) if self.is_parallel else self._scalar(part)
         if self.is_parallel:
             both = self._both[index] if self._both is not None else None
@@ -201,7 +201,7 @@ class EngineFlatAdapter(EngineBucketAdapter):
         return (*[Replicate()] * copies, Shard(row_dim(spec)))
 
     def placements(self) -> list[MeshPlacements | None]:
-        """Rows along the dimension that is slowest in memory, also of what tensor parallelism cut."""
+        """Rows along the dimension that is slowest in memory, also of shards of tensor parallelism."""
         if self.is_parallel:
             if self._both is not None and not self.bucket.keeps_full:
                 return self._both

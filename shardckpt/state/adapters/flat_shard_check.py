@@ -1,4 +1,4 @@
-"""Tells a rank's shard of a flat parameter from a whole tensor: without the wrapper, nothing says what lies in it.
+"""Recognize a rank's shard of a flat parameter: without the wrapper, nothing shows which elements it has.
 
 A flat parameter of `FullyShardedDataParallel` (torch's, or ours) has names and shapes only together with its wrapper.
 What is registered below the wrapper (`model.module`), what an optimizer holds, and what a state dict of an inner module
@@ -25,7 +25,7 @@ from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout
 
 _REMEMBERED = 100_000
-"""Tensors that are remembered as whole, so that the next save does not look for their flat parameter again."""
+"""Tensors that are known to be full, so that the next save does not look for their flat parameter again."""
 
 
 class FlatShardError(UsageError):
@@ -49,7 +49,7 @@ class FlatShards:
 
     @cached_property
     def _storages(self) -> frozenset[int]:
-        """Where the sharded flat parameters of this process lie.
+        """Find the memory of the sharded flat parameters of this process.
 
         Torch keeps no list of its wrappers, so that the objects of the process are gone through.
         """
@@ -79,10 +79,10 @@ class FlatShards:
         )
         if not flattened or parameter.dim() != 1:
             return False
-        return not parameter.numel() or _storage_of(parameter) in self._storages
+        return not parameter.numel() or _get_storage(parameter) in self._storages
 
     def has_tensor(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor lies in a rank's shard of a flat parameter: a parameter, or a detached one.
+        """Return True if a tensor is in a rank's shard of a flat parameter: a parameter, or a detached one.
 
         Args:
             tensor: Any tensor.
@@ -95,13 +95,13 @@ class FlatShards:
             return False
         storage = tensor.untyped_storage()
         known = (storage.data_ptr(), storage.nbytes())
-        if known in _WHOLE:
+        if known in _FULL:
             return False
         if known[0] in self._storages:
             return True
-        if len(_WHOLE) >= _REMEMBERED:
-            _WHOLE.clear()
-        _WHOLE.add(known)
+        if len(_FULL) >= _REMEMBERED:
+            _FULL.clear()
+        _FULL.add(known)
         return False
 
     def require_none(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -118,7 +118,7 @@ class FlatShards:
                 raise FlatShardError(clean(name))
 
 
-_WHOLE: set[tuple[int, int]] = set()
+_FULL: set[tuple[int, int]] = set()
 
 
 def has_peers() -> bool:
@@ -126,7 +126,7 @@ def has_peers() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
+def _get_storage(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # a class of its own, without memory of its own
@@ -135,12 +135,12 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 def _shard_of_bucket(bucket: Bucket) -> set[int]:
     is_sharded = not bucket.keeps_full and bucket.group.size > 1 and isinstance(bucket.packing.layout, FlatLayout)
-    return {_storage_of(bucket.shard)} if is_sharded else set()
+    return {_get_storage(bucket.shard)} if is_sharded else set()
 
 
 def _shard_of_handle(handle: Any) -> set[int]:
-    """Return where the shard of torch's wrapper lies; its names are private, so that they may not be there."""
+    """Return the memory of the shard of torch's wrapper; its names are private, so they may be missing."""
     flat = getattr(handle, "flat_param", None)
     shard = getattr(flat, "_local_shard", flat)  # before the first forward, the flat parameter itself
     is_sharded = getattr(handle, "uses_sharded_strategy", True)
-    return {_storage_of(shard)} if is_sharded and isinstance(shard, torch.Tensor) else set()
+    return {_get_storage(shard)} if is_sharded and isinstance(shard, torch.Tensor) else set()

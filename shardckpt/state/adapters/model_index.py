@@ -102,7 +102,7 @@ def modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def below(model: nn.Module) -> set[str]:
-    """Return under which names a wrapper has what it wraps; nothing for a module that is no wrapper."""
+    """Return the names under which a wrapper has its module; nothing for other modules."""
     is_parallel = isinstance(model, DistributedDataParallel)
     return {name for name in model._modules if not clean(name) or (is_parallel and name == "module")}
 

@@ -1,4 +1,4 @@
-"""Plain tensors, of which every rank has the whole: replicated by `DistributedDataParallel`, or by nobody."""
+"""Plain tensors with all elements on every rank, replicated by `DistributedDataParallel` or not at all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ReplicatedAdapter(ShardingAdapter):
         return self._parameter.device
 
     def placements(self) -> list[MeshPlacements | None]:
-        """It is whole."""
+        """It is not sharded."""
         return [None]
 
     @property

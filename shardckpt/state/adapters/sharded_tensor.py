@@ -23,7 +23,7 @@ Rows = dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class ShardedTensorError(ShardckptError, ValueError):
-    """A ShardedTensor is cut in a way that no DTensor is."""
+    """A ShardedTensor is sharded in a way that no DTensor is."""
 
 
 def get_local_part(value: Any) -> torch.Tensor:
@@ -58,20 +58,22 @@ def to_local_parts(values: Mapping[str, Any], found: ModelIndex) -> dict[str, An
 
 
 def to_dtensors(values: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
-    """Return values with DTensors for ShardedTensors, cut over the mesh of the model's own parameter where that fits.
+    """Return values with DTensors for ShardedTensors, over the mesh of the model's own parameter if that fits.
 
     Args:
         values: Names of the unsharded model to whatever was given.
         found: The model.
 
     Raises:
-        ShardedTensorError: One is not cut into rows as a DTensor of these ranks would be.
+        ShardedTensorError: One is not split into rows as a DTensor of these ranks would be.
     """
     if not any(map(is_sharded_tensor, values.values())):
         return dict(values)
-    cuts = get_placements(found)
+    placements = get_placements(found)
     return {
-        name: as_dtensor(name, value, cuts.get(found.aliases.get(name, name))) if is_sharded_tensor(value) else value
+        name: as_dtensor(name, value, placements.get(found.aliases.get(name, name)))
+        if is_sharded_tensor(value)
+        else value
         for name, value in values.items()
     }
 
@@ -83,10 +85,10 @@ def optim_state_to_dtensors(state: Mapping[Any, Mapping[str, Any]], found: Model
     """
     if not any(is_sharded_tensor(value) for slots in state.values() for value in slots.values()):
         return dict(state)
-    cuts = get_placements(found)
+    placements = get_placements(found)
     return {
         name: {
-            slot: as_dtensor(f"{name}/{slot}", value, cuts.get(name)) if is_sharded_tensor(value) else value
+            slot: as_dtensor(f"{name}/{slot}", value, placements.get(name)) if is_sharded_tensor(value) else value
             for slot, value in slots.items()
         }
         for name, slots in state.items()
@@ -94,52 +96,52 @@ def optim_state_to_dtensors(state: Mapping[Any, Mapping[str, Any]], found: Model
 
 
 def get_placements(found: ModelIndex) -> dict[str, MeshPlacements]:
-    """Return how the model's parameters are cut that are."""
+    """Return the meshes and placements of the model's sharded parameters."""
     return {
-        entry.name: cut
+        entry.name: placed
         for adapter in found.adapters
-        for entry, cut in zip(adapter.entries, adapter.placements(), strict=True)
-        if cut is not None
+        for entry, placed in zip(adapter.entries, adapter.placements(), strict=True)
+        if placed is not None
     }
 
 
-def as_dtensor(name: str, value: Any, cut: MeshPlacements | None) -> DTensor:
+def as_dtensor(name: str, value: Any, best: MeshPlacements | None) -> DTensor:
     """Return a ShardedTensor as a DTensor of rows: over a mesh that it fits, else over all ranks. Nothing travels.
 
     Args:
         name: Its name, for the message.
         value: The ShardedTensor.
-        cut: The mesh and the placements that would be best.
+        best: The mesh and the placements that would be best.
 
     Raises:
-        ShardedTensorError: It is cut in another way.
+        ShardedTensorError: It is sharded in another way.
     """
-    told: Rows = {
+    rows: Rows = {
         shard.placement.rank(): (tuple(shard.shard_offsets), tuple(shard.shard_sizes))
         for shard in value.metadata().shards_metadata
     }
     own = get_local_part(value)
     everyone = get_mesh(dist.group.WORLD, own.device)
     assert everyone is not None, "there are ranks, or there would be no ShardedTensor"
-    for mesh, placements in [*([cut] if cut else []), (everyone, (Shard(0),))]:
-        if told == _rows(mesh, placements, value.shape):
+    for mesh, placements in [*([best] if best else []), (everyone, (Shard(0),))]:
+        if rows == _rows(mesh, placements, value.shape):
             stride = torch.empty(value.shape, device="meta").stride()
             return DTensor.from_local(
                 own, mesh, placements, run_check=False, shape=torch.Size(value.shape), stride=stride
             )
     raise ShardedTensorError(
-        "a ShardedTensor is not cut into rows as these ranks would cut it",
+        "a ShardedTensor must be split into rows as a DTensor over these ranks",
         where=name,
-        found=", ".join(f"{size} at {at} on rank {rank}" for rank, (at, size) in sorted(told.items())[:4]),
+        found=", ".join(f"{size} at {at} on rank {rank}" for rank, (at, size) in sorted(rows.items())[:4]),
         fix="Take the state as FULL, or save it with torch.distributed.checkpoint.",
     )
 
 
 def _rows(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Rows | None:
-    """Return which rows a DTensor's ranks would have that hold it together with this one; None for another cut."""
+    """Return the box of each rank of a DTensor; None if it is not split into rows."""
     coordinate = mesh.get_coordinate()
-    whole = placements[-1] == Shard(0) and all(each.is_replicate() for each in placements[:-1])
-    if coordinate is None or not whole or not shape:
+    is_by_rows = placements[-1] == Shard(0) and all(each.is_replicate() for each in placements[:-1])
+    if coordinate is None or not is_by_rows or not shape:
         return None
     ranks = mesh.mesh[tuple(coordinate[:-1])].tolist()
     boxes = {rank: chunk_box(tuple(shape), 0, len(ranks), at) for at, rank in enumerate(ranks)}

@@ -71,7 +71,7 @@ def get_ranks(model: nn.Module) -> Ranks:
 
 
 def shapes_at_first(model: nn.Module) -> dict[str, Any]:
-    """Return what a whole state has, as tensors without memory; on the first rank. Collective: it is gathered there.
+    """Return the entries of a full state as tensors without memory; on rank 0. Collective: it is gathered there.
 
     Args:
         model: The model.
@@ -129,19 +129,19 @@ def _require_wrappers(model: nn.Module, wrapper: Any) -> None:
 
 
 def _set(wrapper: Any, model: nn.Module, settings: tuple[Any, Any, Any]) -> Any:
-    """Tell torch's wrappers what their state dicts hold, without what it says against that; return what it was."""
+    """Set the kind of state dict of torch's wrappers, without torch's warnings; return the kind before."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return wrapper.set_state_dict_type(model, *settings)
 
 
 def full_state(model: nn.Module, *, offload: bool, first_only: bool) -> dict[str, Any]:
-    """Return the whole state of a model by the names it has unsharded. Collective.
+    """Return the full state of a model by the names it has unsharded. Collective.
 
     Args:
         model: The model.
         offload: Give tensors on the CPU.
-        first_only: Give them to the first rank alone.
+        first_only: Only rank 0 gets them.
     """
     with _set_state_dict_type(model, StateKind.FULL, offload=offload, first_only=first_only):
         return {clean(name): value for name, value in model.state_dict().items()}
@@ -177,20 +177,20 @@ def put_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tu
         strict: Names that differ are errors.
     """
     with _set_state_dict_type(model, StateKind.FULL):
-        told = model.load_state_dict({clean(name): _to_full(name, v) for name, v in state.items()}, strict=strict)
-    return [clean(name) for name in told.missing_keys], [clean(name) for name in told.unexpected_keys]
+        keys = model.load_state_dict({clean(name): _to_full(name, v) for name, v in state.items()}, strict=strict)
+    return [clean(name) for name in keys.missing_keys], [clean(name) for name in keys.unexpected_keys]
 
 
 def full_optim_state(
     model: nn.Module, optim: torch.optim.Optimizer, *, offload: bool, first_only: bool
 ) -> dict[str, Any]:
-    """Return the whole state of an optimizer of such a model. Collective.
+    """Return the full state of an optimizer of such a model. Collective.
 
     Args:
         model: The model.
         optim: The optimizer.
         offload: Give tensors on the CPU.
-        first_only: Give them to the first rank alone.
+        first_only: Only rank 0 gets them.
     """
     with _set_state_dict_type(model, StateKind.FULL, offload=offload, first_only=first_only) as wrapper:
         return _clean_names(wrapper.optim_state_dict(model, optim))
@@ -261,13 +261,13 @@ def put_optim_state(model: nn.Module, optim: torch.optim.Optimizer, state: Mappi
     with validate_input(ranks, "fit a state to the optimizer", given=bool(state)) as agreed:
         state = _by_name(state, [group["params"] for group in live])
         check_form(state)
-        told = state.get("param_groups", [])
-        saved = [{**group, "params": [clean(name) for name in group["params"]]} for group in told]
+        groups = state.get("param_groups", [])
+        saved = [{**group, "params": [clean(name) for name in group["params"]]} for group in groups]
         changes = match_settings([group["params"] for group in live], saved)
         states = state.get("state", {})
         slots = [[n, s, list(getattr(v, "shape", ()))] for n, of in states.items() for s, v in of.items()]
         agreed.digest = digest([sorted(states), sorted(slots), changes])
-        agreed.broadcast_error = StateMismatchError(NEEDS_EVERY_RANK, found="one on the first rank alone")
+        agreed.broadcast_error = StateMismatchError(NEEDS_EVERY_RANK, found="one on rank 0 alone")
         if ranks.is_first:
             _refuse_unknown([*states, *(name for group in saved for name in group["params"])], known)
     groups = [{**group, **settings} for group, settings in zip(live, changes, strict=True)]

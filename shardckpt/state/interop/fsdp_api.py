@@ -48,11 +48,11 @@ def module_state_dict(module: FullyShardedDataParallel, *args: Any, **kwargs: An
 
 
 def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Let torch's recursion find a unit's parameters, and names as the wrapped module has them. Collective.
+    """Register a unit's parameters for torch's recursion, by the names of the wrapped module. Collective.
 
     Raises:
         StateMismatchError: It is a LOCAL state of another rank, or of other units.
-        ShardedTensorError: A ShardedTensor is cut in a way that no DTensor is.
+        ShardedTensorError: A ShardedTensor is sharded in a way that no DTensor is.
     """
     stale = _LOADING.pop(module, None)
     if stale is not None:  # a module above ended its load on the way
@@ -67,7 +67,7 @@ def before_load(module: FullyShardedDataParallel, state: MutableMapping[str, Any
 
 
 def _take_sharded_tensors(module: nn.Module, state: MutableMapping[str, Any], prefix: str, kind: StateKind) -> None:
-    """Replace what torch's wrapper gave without a mesh, in torch's own copy of what a user handed in."""
+    """Replace what torch's wrapper gave without a mesh, in torch's own copy of a user's state."""
     below = {name: clean(name[len(prefix) :]) for name in state if name.startswith(prefix)}
     taken = sharded_tensor.to_local_parts if kind is StateKind.LOCAL else sharded_tensor.to_dtensors
     made = taken({plain: state[name] for name, plain in below.items()}, index_model(module))
@@ -124,14 +124,16 @@ def _deprecated(name: str, instead: str = "optim_state_dict") -> None:
 def _warn_of_input(optim_input: Any) -> None:
     if optim_input is not None:
         warnings.warn(
-            "The `optim_input` argument is deprecated: the optimizer itself tells more", FutureWarning, stacklevel=4
+            "The `optim_input` argument is deprecated: the optimizer itself has more information",
+            FutureWarning,
+            stacklevel=4,
         )
 
 
 def full_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, optim_input: Any, rank0_only: bool, group: Any
 ) -> dict[str, Any]:
-    """Return the whole state of an optimizer, by names, on the CPU. Collective."""
+    """Return the full state of an optimizer, by names, on the CPU. Collective."""
     del group
     _deprecated("full_optim_state_dict")
     _warn_of_input(optim_input)
@@ -149,7 +151,7 @@ def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, gro
 def shard_full_optim_state_dict(
     full: Mapping[str, Any], model: nn.Module, optim_input: Any, optim: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Return this rank's part of a whole state that every rank has, for `load_state_dict` of the optimizer."""
+    """Return this rank's part of a full state that every rank has, for `load_state_dict` of the optimizer."""
     _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_of_input(optim_input)
     return _numbered(model, optim or _Groups.from_input(model, optim_input), full, StateKind.FULL)
@@ -166,7 +168,7 @@ def flatten_sharded_optim_state_dict(
 def scatter_full_optim_state_dict(
     full: Mapping[str, Any] | None, model: nn.Module, optim_input: Any, optim: Any, group: Any
 ) -> dict[str, Any]:
-    """Return this rank's part of a whole state that the first rank has. Collective."""
+    """Return this rank's part of a full state that rank 0 has. Collective."""
     del group
     _deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_of_input(optim_input)
@@ -203,14 +205,14 @@ def optim_state_dict(
 ) -> dict[str, Any]:
     """Return the state of an optimizer as the settings of `state_dict_type` say. Collective."""
     del group
-    told = _settings(model)
-    config = told.optim_state_dict_config
+    current = _settings(model)
+    config = current.optim_state_dict_config
     first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
     source: Any = optim if given is None else _own_state(model, optim, given)
     found = optimizer.optim_state_dict(
         model,
         source,
-        nn_module_hooks.KINDS[told.state_dict_type],
+        nn_module_hooks.KINDS[current.state_dict_type],
         offload_to_cpu=config.offload_to_cpu,
         rank0_only=first_only,
     )
@@ -229,7 +231,7 @@ def optim_state_dict_to_load(
 ) -> dict[str, Any]:
     """Return what `load_state_dict` of the optimizer takes; load it too where that is wanted. Collective.
 
-    Of a FULL state that the first rank alone has, the others may give None, as Accelerate does.
+    If rank 0 alone has a FULL state, the other ranks may pass None, as Accelerate does.
     """
     del group
     kind = nn_module_hooks.KINDS[_settings(model).state_dict_type]
@@ -266,8 +268,8 @@ def _own_state(model: nn.Module, optim: torch.optim.Optimizer, given: Mapping[st
     known |= dict(enumerate(parameter for group in optim.param_groups for parameter in group["params"]))
     kept = {known[clean(key) if isinstance(key, str) else key]: state for key, state in given["state"].items()}
     groups = [
-        {**{k: v for k, v in told.items() if k != "params"}, "params": live["params"]}
-        for told, live in zip(given.get("param_groups", optim.param_groups), optim.param_groups, strict=True)
+        {**{k: v for k, v in saved.items() if k != "params"}, "params": live["params"]}
+        for saved, live in zip(given.get("param_groups", optim.param_groups), optim.param_groups, strict=True)
     ]
     return _Groups(groups, kept)
 

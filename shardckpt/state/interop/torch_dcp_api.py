@@ -146,13 +146,13 @@ _KNOWN = {
 
 
 def register_with_torch_dcp() -> None:
-    """Let torch's functions find our wrapper, and its saver our LOCAL states; doing it again changes nothing."""
+    """Make torch's functions find our wrapper, and its saver our LOCAL states; a second call changes nothing."""
     if _torch_saved is not None:
         state_dict_saver._stateful_to_state_dict = _saved
     lacking = [name for name in _KNOWN if not hasattr(functions, name)]
     if lacking:
         warnings.warn(
-            "torch.distributed.checkpoint.state_dict of this torch cannot be told of shardckpt's wrapper: use "
+            "torch.distributed.checkpoint.state_dict of this torch cannot find shardckpt's wrapper: use "
             f"shardckpt.model_state_dict and its like ({', '.join(lacking)} not found)",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""State by names becomes the state of flat parameters, and back: whole, or one rank's part of it. Pure; copies only."""
+"""Convert a state by names to flat parameters and back: full, or one rank's part. Pure; copies only."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from shardckpt.state.keys.kinds import KEY, VERSION, get_metadata
 from shardckpt.state.keys.slots import OpaqueStateError, copy_value
 
 ORIGINALS = "originals"
-"""Under this key of an optimizer's state stands what flat parameters cannot tell: how names were grouped, and of which
+"""Key in an optimizer's state of data that flat parameters lose: the groups of names, and the slots
 names nothing was kept."""
 
 
 def flat_units(state: Mapping[str, Any]) -> tuple[FlatUnit, ...]:
-    """Return the flat parameters that a LOCAL state tells of.
+    """Return the flat parameters in the metadata of a LOCAL state.
 
     Args:
         state: Of a model or an optimizer, as `kind="LOCAL"` gave it on any rank.
 
     Raises:
-        UsageError: It tells of none.
+        UsageError: It has none.
     """
     units = tuple(_unit(each) for each in get_metadata(state).get("units", ()) if each.get("flat"))
     if not units:
         raise UsageError(
-            "the state tells of no flat parameters",
+            "the state has no metadata of flat parameters",
             expected="a LOCAL state of a model that was wrapped with use_orig_params=False",
         )
     return units
@@ -44,7 +44,7 @@ def flat_units(state: Mapping[str, Any]) -> tuple[FlatUnit, ...]:
 
 def _unit(note: Mapping[str, Any]) -> FlatUnit:
     layout = from_json(note["layout"])
-    assert isinstance(layout, FlatLayout), "flat parameters are laid out flat"
+    assert isinstance(layout, FlatLayout), "flat parameters have a flat layout"
     specs = tuple(
         replace(spec, name=entry["name"], aliases=tuple(entry["aliases"]))
         for spec, entry in zip(layout.specs, note["entries"], strict=True)
@@ -55,22 +55,22 @@ def _unit(note: Mapping[str, Any]) -> FlatUnit:
 def to_flat_parameters(state: Mapping[str, Any], units: Sequence[FlatUnit], rank: int | None = None) -> dict[str, Any]:
     """Return a state by names as the state of flat parameters.
 
-    What is in no unit stays as it is. An optimizer's state keeps, under `ORIGINALS`, what flat parameters cannot tell,
+    Other parameters stay. An optimizer's state keeps, under `ORIGINALS`, data that flat parameters lose,
     so that `to_original_parameters` gives back what went in. Its groups list flat parameters; those of a rank's part
     list the names of the unsharded model, as LOCAL states do.
 
     Args:
-        state: Whole tensors by names of the unsharded model; or an optimizer's `{"state": ..., "param_groups": ...}`.
+        state: Full tensors by names of the unsharded model; or an optimizer's `{"state": ..., "param_groups": ...}`.
         units: The flat parameters.
         rank: Which part to return, without padding, as the LOCAL state of that rank; None for all of it.
 
     Raises:
-        UsageError: Members are missing, of other shapes or of several types, or there is no such rank.
+        UsageError: Members are missing, of other shapes or of several types, or the rank does not exist.
         ConflictError: Members of one flat parameter are in groups with different settings.
         OpaqueStateError: A value is neither shaped like its parameter nor a scalar.
     """
     if rank is not None and not all(0 <= rank < unit.layout.world for unit in units):
-        raise UsageError("there is no such rank", found=rank, expected=f"below {min(u.layout.world for u in units)}")
+        raise UsageError("the rank does not exist", found=rank, expected=f"below {min(u.layout.world for u in units)}")
     made = _optim_to_flat(state, units, rank) if _is_optimizer(state) else _model_to_flat(state, units, rank)
     return made if rank is None else _with_local_metadata(made, units, rank)
 
@@ -83,7 +83,7 @@ def to_original_parameters(
     """Return a state of flat parameters by names of the unsharded model.
 
     Args:
-        states: The whole state; or the states of all ranks, in order. Padding at a part's end may be there or not.
+        states: The full state; or the states of all ranks, in order, with or without padding at the end.
         units: The flat parameters.
         groups: The names in each group of an optimizer; None for the groups that the state had by names, or for flat
             parameters that stand for all their members. Settings follow the names.
@@ -91,16 +91,16 @@ def to_original_parameters(
     Raises:
         UsageError: A flat parameter is not as long as its unit, ranks disagree, or there are more or fewer than parts.
         ConflictError: A group would have names that were saved with different settings.
-        OpaqueStateError: A value is neither laid out like its flat parameter nor a scalar.
+        OpaqueStateError: A value has neither the layout of its flat parameter nor is a scalar.
     """
     parts = [states] if isinstance(states, Mapping) else list(states)
-    whole = isinstance(states, Mapping)
+    is_full = isinstance(states, Mapping)
     for unit in units:
-        if not whole and unit.layout.world != len(parts):
+        if not is_full and unit.layout.world != len(parts):
             raise UsageError("not every rank's state is there", found=len(parts), expected=unit.layout.world)
     if _is_optimizer(parts[0]):
-        return _optim_to_originals(parts, units, whole, groups)
-    return _model_to_originals(parts, units, whole)
+        return _optim_to_originals(parts, units, is_full, groups)
+    return _model_to_originals(parts, units, is_full)
 
 
 def _is_optimizer(state: Mapping[str, Any]) -> bool:
@@ -108,7 +108,7 @@ def _is_optimizer(state: Mapping[str, Any]) -> bool:
 
 
 def _with_local_metadata(made: dict[str, Any], units: Sequence[FlatUnit], rank: int) -> dict[str, Any]:
-    """Let a rank's part say what a LOCAL state says, so that its files can be put together and loaded."""
+    """Add the metadata of a LOCAL state to a rank's part, so that its files can be merged and loaded."""
     with_metadata = OrderedDict(made)
     worlds = {unit.layout.world for unit in units}
     if len(worlds) == 1:
@@ -123,15 +123,15 @@ def _with_local_metadata(made: dict[str, Any], units: Sequence[FlatUnit], rank: 
 
 
 def _pack_flat(unit: FlatUnit, values: Mapping[str, torch.Tensor], rank: int | None) -> torch.Tensor:
-    """Lay tensors out end to end, zeros where there is none, and cut a rank's part."""
+    """Join tensors end to end, with zeros for missing ones, and return a rank's part."""
     layout = unit.layout
     for spec in layout.specs:
         if spec.name in values:
             _check(spec, values[spec.name])
     kinds = {value.dtype: name for name, value in values.items()}
     if len(kinds) > 1:
-        told = ", ".join(f"{dtype} of {name}" for dtype, name in kinds.items())
-        raise UsageError(f"parameters of {unit.name} have several types", found=told)
+        dtypes = ", ".join(f"{dtype} of {name}" for dtype, name in kinds.items())
+        raise UsageError(f"parameters of {unit.name} have several types", found=dtypes)
     [dtype], first = kinds, next(iter(values.values()))
     flat = torch.zeros(layout.numel, dtype=dtype, device=first.device)
     for spec, at in zip(layout.specs, layout.offsets, strict=True):
@@ -146,20 +146,24 @@ def _pack_flat(unit: FlatUnit, values: Mapping[str, torch.Tensor], rank: int | N
 
 def _check(spec: ParamSpec, value: torch.Tensor) -> None:
     if isinstance(value, DTensor):
-        raise UsageError("a tensor is not whole", where=spec.name, found="a DTensor", fix="Take the state as FULL.")
+        raise UsageError(
+            "a tensor must be unsharded", where=spec.name, found="a DTensor", fix="Take the state as FULL."
+        )
     if tuple(value.shape) != spec.shape:
         raise UsageError("a tensor is not as its unit says", where=spec.name, found=value.shape, expected=spec.shape)
 
 
-def _unpad(unit: FlatUnit, parts: Sequence[torch.Tensor], whole: bool, where: str) -> torch.Tensor:
+def _unpad(unit: FlatUnit, parts: Sequence[torch.Tensor], is_full: bool, where: str) -> torch.Tensor:
     """Join the parts of a flat tensor without their padding."""
     layout = unit.layout
-    lengths = [(layout.numel, layout.world * layout.chunk)] if whole else []
+    lengths = [(layout.numel, layout.world * layout.chunk)] if is_full else []
     lengths = lengths or [(layout.get_unpadded_size(rank), layout.chunk) for rank in range(layout.world)]
     for rank, (part, fitting) in enumerate(zip(parts, lengths, strict=True)):
         if part.dim() != 1 or part.numel() not in fitting:
             what = (
-                "a flat tensor is not as long as its unit" if whole else f"that of rank {rank} is not as its unit says"
+                "a flat tensor is not as long as its unit"
+                if is_full
+                else f"that of rank {rank} is not as its unit says"
             )
             raise UsageError(what, where=where, found=tuple(part.shape), expected=(fitting[0],))
     return torch.cat([part.detach()[:owned] for part, (owned, _) in zip(parts, lengths, strict=True)])
@@ -194,7 +198,7 @@ def _model_to_flat(state: Mapping[str, Any], units: Sequence[FlatUnit], rank: in
     return made
 
 
-def _model_to_originals(parts: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit], whole: bool) -> dict[str, Any]:
+def _model_to_originals(parts: Sequence[Mapping[str, Any]], units: Sequence[FlatUnit], is_full: bool) -> dict[str, Any]:
     missing = [unit.name for unit in units if not all(unit.name in part for part in parts)]
     if missing:
         raise UsageError("the state lacks flat parameters", found=", ".join(missing[:8]))
@@ -205,7 +209,7 @@ def _model_to_originals(parts: Sequence[Mapping[str, Any]], units: Sequence[Flat
             made[name] = value
             continue
         unit = unit_of[name]
-        values = _members(unit, _unpad(unit, [part[name] for part in parts], whole, name))
+        values = _members(unit, _unpad(unit, [part[name] for part in parts], is_full, name))
         for spec in unit.layout.specs:
             made.update(dict.fromkeys((spec.name, *spec.aliases), values[spec.name]))
     return made
@@ -247,20 +251,20 @@ def _opaque_error(where: str, value: Any, expected: object) -> OpaqueStateError:
 
 def _require_equal(values: Mapping[str, Any], what: str) -> Any:
     """Return a copy of the scalar that several have; one flat parameter has one."""
-    told: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.dim():
             raise _opaque_error(name, value, ())
-        told.setdefault(f"{value.dtype}: {value.item()}" if isinstance(value, torch.Tensor) else repr(value), name)
-    if len(told) > 1:
-        raise UsageError(what, found=", ".join(f"{value} of {name}" for value, name in told.items()))
+        names.setdefault(f"{value.dtype}: {value.item()}" if isinstance(value, torch.Tensor) else repr(value), name)
+    if len(names) > 1:
+        raise UsageError(what, found=", ".join(f"{value} of {name}" for value, name in names.items()))
     return copy_value(next(iter(values.values())))
 
 
 def _optim_to_originals(
     parts: Sequence[Mapping[str, Any]],
     units: Sequence[FlatUnit],
-    whole: bool,
+    is_full: bool,
     groups: Sequence[Sequence[str]] | None,
 ) -> dict[str, Any]:
     first = parts[0]
@@ -268,7 +272,7 @@ def _optim_to_originals(
     missing = originals.get("absent", {})
 
     def split(unit: FlatUnit, slot: str, _: Any) -> dict[str, Any]:
-        values = _split_slot(unit, slot, [part["state"].get(unit.name, {}) for part in parts], whole)
+        values = _split_slot(unit, slot, [part["state"].get(unit.name, {}) for part in parts], is_full)
         return {name: value for name, value in values.items() if slot not in missing.get(name, ())}
 
     state = split_slots(first["state"], units, split)
@@ -286,11 +290,11 @@ def _original_groups(
     if groups is not None:
         changes = match_settings(groups, flats)
         return [{**change, "params": list(names)} for change, names in zip(changes, groups, strict=True)]
-    told = [group["params"] for group in flats] if kept is None else kept
-    return [{**settings(group), "params": list(names)} for group, names in zip(flats, told, strict=True)]
+    names = [group["params"] for group in flats] if kept is None else kept
+    return [{**settings(group), "params": list(params)} for group, params in zip(flats, names, strict=True)]
 
 
-def _split_slot(unit: FlatUnit, slot: str, rows: Sequence[Mapping[str, Any]], whole: bool) -> dict[str, Any]:
+def _split_slot(unit: FlatUnit, slot: str, rows: Sequence[Mapping[str, Any]], is_full: bool) -> dict[str, Any]:
     """Return each member's value of a slot, from the slots of the flat parameter on each rank."""
     where = f"{unit.name}/{slot}"
     lacking = [rank for rank, row in enumerate(rows) if slot not in row]
@@ -298,7 +302,7 @@ def _split_slot(unit: FlatUnit, slot: str, rows: Sequence[Mapping[str, Any]], wh
         raise UsageError(f"rank {lacking[0]} has fewer slots of a flat parameter than rank 0", where=where)
     values = [row[slot] for row in rows]
     if isinstance(values[0], torch.Tensor) and values[0].dim():
-        return _members(unit, _unpad(unit, values, whole, where))
+        return _members(unit, _unpad(unit, values, is_full, where))
     by_rank = {f"rank {rank}": value for rank, value in enumerate(values)}
     scalar = _require_equal(by_rank, f"{where} differs among ranks")
     return {name: copy_value(scalar) for name in unit.names}

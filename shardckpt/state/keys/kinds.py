@@ -28,7 +28,7 @@ class LocalStateError(UsageError):
 class StateKind(Enum):
     """What a state dict holds.
 
-    FULL has whole tensors, SHARDED a DTensor for what is sharded, LOCAL what this rank holds, as it lies.
+    FULL has full tensors, SHARDED a DTensor for each sharded tensor, LOCAL the stored shards of this rank.
     """
 
     FULL = "FULL"
@@ -40,13 +40,13 @@ class StateKind(Enum):
         """Return the kind of a name, in any case.
 
         Raises:
-            UsageError: There is no such kind.
+            UsageError: The kind is unknown.
         """
         if isinstance(value, StateKind):
             return value
         found = cls.__members__.get(value.upper()) if isinstance(value, str) else None
         if found is None:
-            raise UsageError("this is no kind of state", found=value, expected=", ".join(cls.__members__))
+            raise UsageError("the kind of state is unknown", found=value, expected=", ".join(cls.__members__))
         return found
 
 
@@ -58,7 +58,7 @@ def get_metadata(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def require_not_local(value: Any, where: str) -> None:
-    """Refuse a nest with a LOCAL state where each name stands for one tensor: each rank has another one.
+    """Raise if a value contains a LOCAL state: under its names, each rank has other elements.
 
     Args:
         value: Anything.
@@ -85,16 +85,16 @@ def detect_kind(state: Mapping[str, Any]) -> StateKind:
     Args:
         state: Names to tensors; `_metadata` as `torch.nn.Module` sets it.
     """
-    said = get_metadata(state).get("kind")
-    if isinstance(said, str) and said in StateKind.__members__:
-        return StateKind[said]
+    kind = get_metadata(state).get("kind")
+    if isinstance(kind, str) and kind in StateKind.__members__:
+        return StateKind[kind]
     return StateKind.LOCAL if any(is_flat_part(name, value) for name, value in state.items()) else guess_kind(state)
 
 
 def guess_kind(state: Mapping[str, Any]) -> StateKind:
     """Return the kind by what is in a state, of a model or of an optimizer."""
-    is_cut = any(isinstance(value, DTensor) or is_sharded_tensor(value) for value in tensors(state))
-    return StateKind.SHARDED if is_cut else StateKind.FULL
+    is_sharded = any(isinstance(value, DTensor) or is_sharded_tensor(value) for value in tensors(state))
+    return StateKind.SHARDED if is_sharded else StateKind.FULL
 
 
 def is_sharded_tensor(value: Any) -> bool:

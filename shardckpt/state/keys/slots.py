@@ -25,7 +25,7 @@ class OpaqueStateError(ShardckptError, RuntimeError):
 
 
 PLAIN = (bool, int, float, str, type(None))
-"""What is told to ranks that do not have it themselves."""
+"""Types of values that are sent to ranks without them."""
 
 
 class Form(Enum):
@@ -42,7 +42,7 @@ class Slot:
 
     Attributes:
         form: What it is.
-        dtype: The tensor's type, as torch spells it; empty for what is no tensor.
+        dtype: The tensor's type, as torch spells it; empty for other values.
         value: A scalar's value; of a tensor that is neither, its shape where that is known.
     """
 
@@ -83,7 +83,7 @@ def ask_layout(layout: StateLayout | None, name: str, slot: str, value: torch.Te
     if answer is None or answer == "replicated" or (isinstance(answer, int) and not isinstance(answer, bool)):
         return answer
     raise OpaqueStateError(
-        "this is no way in which tensors are sharded",
+        "the answer must describe a sharding",
         where=f"{name}/{slot}",
         found=answer,
         expected="a dimension, 'replicated' or None",
@@ -91,7 +91,7 @@ def ask_layout(layout: StateLayout | None, name: str, slot: str, value: torch.Te
 
 
 def split_lengths(total: int, extents: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return how a joined tensor is cut among ranks: as its parameter, or equally where that is; None if unknown.
+    """Return how a joined tensor is split among ranks: as its parameter, or equally; None if unknown.
 
     Args:
         total: Its length along the dimension.
@@ -111,8 +111,8 @@ def copy_value(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def is_cut_alike(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    """Return True if a value lies over ranks as its parameter does: both are plain, or DTensors of the same placements.
+def is_placed_as(parameter: nn.Parameter, value: torch.Tensor) -> bool:
+    """Return True if a value is placed as its parameter: both are plain, or DTensors of the same placements.
 
     Args:
         parameter: As the optimizer holds it.
@@ -135,7 +135,7 @@ def to_slot(parameter: nn.Parameter, value: Any) -> Slot:
     dtype = str(value.dtype).removeprefix("torch.")
     if (
         value.shape == parameter.shape
-        and is_cut_alike(parameter, value)
+        and is_placed_as(parameter, value)
         and (isinstance(value, DTensor) or value.dim())
     ):
         return Slot(Form.SHAPED, dtype)
@@ -210,8 +210,8 @@ def group_by_slot(rows: Sequence[Mapping[str, Slot]]) -> list[tuple[str, Slot, s
 UnequalSteps = Literal["error", "largest"]
 """What becomes of numbers that differ among parameters of which an optimizer keeps one number."""
 
-LARGEST_TOLD = " (unequal_steps='largest' takes the largest, as if all had been trained from the first step on)"
-"""Said of such numbers."""
+LARGEST_NOTE = " (unequal_steps='largest' takes the largest, as if all had been trained from the first step on)"
+"""Added to messages about such numbers."""
 
 
 def require_way_with_steps(unequal_steps: Any) -> None:

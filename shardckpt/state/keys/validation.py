@@ -24,7 +24,7 @@ class DistributedInput:
 
     Args:
         given: Whether this rank was given a state.
-        is_first: Whether this is the first rank.
+        is_first: Whether this is rank 0.
 
     Attributes:
         digest: What has to be equal on all ranks that were given a state, in short.
@@ -56,11 +56,11 @@ class DistributedInput:
             group: The ranks.
             what: The work, for the messages.
             rows: In rank order.
-            compare: Ranks that were handed different states are an error.
+            compare: Raise if ranks were given different states.
 
         Raises:
-            StateMismatchError: Ranks were handed different states, or some of them none.
-            RankError: The first rank alone has a state, which cannot be sent to the others.
+            StateMismatchError: Ranks were given different states, or some of them none.
+            RankError: Rank 0 alone has a state, which cannot be sent to the others.
         """
         has = [row[:1] == b"1" for row in rows]
         if all(has) or not any(has):
@@ -71,7 +71,7 @@ class DistributedInput:
             raise StateMismatchError(
                 "some ranks were given a state and some none",
                 found=f"none on rank {_numbers(group, [rank for rank, each in enumerate(has) if not each])}",
-                expected="one on every rank, or on the first alone",
+                expected="one on every rank, or on rank 0 alone",
             )
         self.from_rank0 = True
         why = rows[0][1 + _DIGEST :].rstrip(b"\0").decode("utf-8", "replace")
@@ -88,7 +88,7 @@ def _compare(group: Group, digests: list[bytes]) -> None:
         raise StateMismatchError(
             "ranks were given states that differ in names, shapes, types or settings",
             found=f"another one on rank {_numbers(group, odd)} than on rank {group.global_rank(0)}",
-            fix="Nothing was changed. Give every rank the same state, or the first rank alone one.",
+            fix="Nothing was changed. Give every rank the same state, or rank 0 alone one.",
         )
 
 
@@ -106,7 +106,7 @@ def validate_input(ranks: Ranks, what: str, *, given: bool) -> Iterator[Distribu
         given: Whether this rank was given a state.
 
     Raises:
-        StateMismatchError: Ranks were handed different states, or some of them none.
+        StateMismatchError: Ranks were given different states, or some of them none.
         RankError: Another rank failed.
     """
     with ranks.group.collective(what) as piggyback:
@@ -123,10 +123,10 @@ def digest(value: Any) -> bytes:
 
 
 def check_form(given: Any) -> None:
-    """Refuse what is no state of an optimizer.
+    """Raise unless a value has the form of an optimizer's state.
 
     Args:
-        given: What was handed in.
+        given: The value.
 
     Raises:
         StateMismatchError: It is none.
@@ -137,7 +137,7 @@ def check_form(given: Any) -> None:
     fits = fits and all(isinstance(each, Mapping) for each in state.values())
     if not fits or not all(isinstance(g, Mapping) and isinstance(g.get("params"), (list, tuple)) for g in groups):
         raise StateMismatchError(
-            "this is no state of an optimizer",
+            "this is not a state of an optimizer",
             found=sorted(map(str, given))[:5] if isinstance(given, Mapping) else type(given).__name__,
             expected='{"state": {name: {slot: value}}, "param_groups": [{"params": [name, ...], ...}]}',
         )

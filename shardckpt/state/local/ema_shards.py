@@ -1,4 +1,4 @@
-"""Tensors that lie as a model's parameters lie on each rank, such as averages of them, as boxes of whole arrays."""
+"""Tensors with the sharding of a model's parameters, such as averages of them, as boxes of full arrays."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shardckpt.state.local.local_shards import LocalModel, LocalShard, TensorSha
 def map_ema_shards(model: nn.Module, found: LocalModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorShards]:
     """Return this rank's shards of some tensors, by the names of the unsharded model.
 
-    A tensor may be a DTensor, as large as the parameter is on this rank, where it then lies as that does, or whole.
+    A tensor may be a DTensor, have the shape of the parameter's local shard (and its place), or be unsharded.
 
     Args:
         model: Whose parameters they follow.
-        found: What of it lies here.
+        found: The model's shards of this rank.
         tensors: By the names of `model.named_parameters()` or `named_buffers()`, with or without what wrappers add; a
-            flat parameter's stands for all that is in it. Other names are taken as they are, and whole.
+            flat parameter's stands for all of its members. Tensors of other names are unsharded.
 
     Raises:
         UnsupportedError: A tensor of another shape than its parameter has here or anywhere.
@@ -58,7 +58,7 @@ def _array(tensor: torch.Tensor, parameter: nn.Parameter, entry: Entry, own: Ten
     if tuple(data.shape) == entry.shape:
         return TensorShards(entry.shape, data.dtype, (LocalShard(full_box(entry.shape), data),))
     raise UnsupportedError(
-        "neither the shape that the parameter has on this rank nor the one it has as a whole",
+        "neither the shape that the parameter has on this rank nor its unsharded one",
         where=entry.name,
         found=list(data.shape),
         expected=f"{list(here.shape)} or {list(entry.shape)}",
@@ -69,6 +69,6 @@ def _beside(part: torch.Tensor, here: torch.Tensor, data: torch.Tensor) -> torch
     """Return of `data` what `part` is of `here`, as a view."""
     start = (part.data_ptr() - here.data_ptr()) // here.element_size()
     if not part.numel() or not 0 <= start < here.numel():
-        assert part.numel() == here.numel(), "what lies here of a parameter is a part of it, or a copy of all"
+        assert part.numel() == here.numel(), "a rank has a part of a parameter, or a copy of all"
         return data.view(part.shape)
     return data.as_strided(part.shape, part.stride(), data.storage_offset() + start)

@@ -1,4 +1,4 @@
-"""What of a model lies on this rank, as boxes of whole arrays over views of its memory: nothing is moved or copied."""
+"""The shards of a model on this rank: boxes of full arrays over views of its memory. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LocalShard(NamedTuple):
     """Elements of a tensor that this rank has.
 
     Attributes:
-        box: Which, of the whole array.
+        box: Its box of the full array.
         tensor: They themselves, of the box's size: writing to it changes what is held.
     """
 
@@ -40,7 +40,7 @@ class TensorShards(NamedTuple):
     """A tensor, and the shards of it on this rank.
 
     Attributes:
-        shape: Of the whole array, in elements.
+        shape: Of the full array, in elements.
         dtype: Type of its elements.
         shards: Those on this rank; disjoint, may be empty.
     """
@@ -52,10 +52,10 @@ class TensorShards(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalModel:
-    """What of a model lies here.
+    """The shards of a model on this rank.
 
     Attributes:
-        found: The model, by names; None under torch's own wrapper, of which whole states alone are known.
+        found: The model, by names; None under torch's own wrapper, which gives full states only.
         arrays: Parameters and persistent buffers by the names they have unsharded.
         aliases: Other names of tied parameters, with the first.
         buffers: Which of the arrays are buffers, of which ranks may have different ones.
@@ -79,7 +79,7 @@ def get_tensor_shards(tensor: torch.Tensor) -> TensorShards:
     """Return this rank's shards of a tensor: all of a plain one, the local part of a DTensor.
 
     Raises:
-        UnsupportedError: A sum that is still spread over ranks, or a part that is no box.
+        UnsupportedError: A partial sum, or a part that is not a box.
     """
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
@@ -94,11 +94,11 @@ def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
     """Return the box of a DTensor on this rank; None if it is outside of the mesh.
 
     Args:
-        tensor: The whole.
+        tensor: The DTensor.
         own: This rank's part, where it is known.
 
     Raises:
-        UnsupportedError: A sum that is still spread over ranks, or a part that is no box.
+        UnsupportedError: A partial sum, or a part that is not a box.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -108,7 +108,7 @@ def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
     found = tuple((local(tensor) if own is None else own).shape)
     if found != box.size:
         raise UnsupportedError(
-            "a DTensor's part is not the box that its placements tell",
+            "the local tensor of a DTensor must have the box of its placements",
             found=found,
             expected=box.size,
             fix="Redistribute it to plain Shard placements first.",
@@ -132,7 +132,7 @@ def _compute_box(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, c
     """Return the box that placements leave to one rank.
 
     Args:
-        shape: Of the whole tensor, in elements.
+        shape: Of the full tensor, in elements.
         placements: One for each dimension of the mesh.
         mesh: Ranks along each.
         coordinate: Where the rank is.
@@ -149,9 +149,9 @@ def _compute_box(shape: Shape, placements: tuple[Placement, ...], mesh: Shape, c
 
 
 def _sort_by_split_order(placements: Sequence[Placement]) -> list[tuple[int, Placement]]:
-    """Return mesh dimensions in the order in which they cut.
+    """Return mesh dimensions in the order in which they split.
 
-    A strided one, which `fully_shard` makes of what tensor parallelism has cut along that dimension, cuts last.
+    A strided one, which `fully_shard` uses if tensor parallelism shards the same dimension, splits last.
     """
     return sorted(enumerate(placements), key=lambda each: hasattr(each[1], "split_factor"))
 
@@ -161,7 +161,7 @@ def get_adapter_shards(adapter: ShardingAdapter, packed: torch.Tensor) -> list[t
 
     Args:
         adapter: The adapter.
-        packed: Its values, or whatever is laid out as they are.
+        packed: Its values, or others with their layout.
     """
     if not isinstance(adapter, EngineBucketAdapter):
         (part,) = adapter.parts(packed)
@@ -181,7 +181,7 @@ def get_member_shards(adapter: EngineBucketAdapter, index: int, part: torch.Tens
     found = _iter_bucket_shards(adapter, index, part)
     if not isinstance(leaf, DTensor):
         return tuple(found)
-    box = get_box(leaf)  # tensor parallelism cut first: what the bucket has is a part of a part
+    box = get_box(leaf)  # tensor parallelism splits first: the bucket has a part of a part
     assert box is not None, "a rank that has a parameter is in its mesh"
     back = tuple(-at for at in box.offset)
     return tuple(LocalShard(shift(each.box, back), each.tensor) for each in found)
@@ -203,7 +203,7 @@ def _iter_bucket_shards(adapter: EngineBucketAdapter, index: int, part: torch.Te
 
 
 def _get_run(layout: FlatLayout, index: int, rank: int) -> tuple[int, int]:
-    """Return which elements of a parameter, in its memory order, lie in a rank's shard."""
+    """Return the elements of a parameter, in its memory order, that are in a rank's shard."""
     first, numel = layout.offsets[index], layout.specs[index].numel
     low = rank * layout.chunk
     start = max(first, low)
@@ -220,9 +220,9 @@ def _boxes(spec: ParamSpec, part: torch.Tensor, start: int, stop: int) -> Iterat
 
 
 def local_model(model: nn.Module) -> LocalModel:
-    """Return what of a model lies here. Unsharded parameters of units are freed.
+    """Return the shards of a model on this rank. Unsharded parameters of units are freed.
 
-    Collective under torch's own wrapper alone, which gives its whole state only by a gather.
+    Collective under torch's own wrapper only, which gathers its full state.
 
     Args:
         model: Sharded by either front end, by torch's `fully_shard` or wrapper, with DTensors, replicated, compiled,

@@ -1,4 +1,4 @@
-"""What of an optimizer lies on this rank, by the names of the unsharded model, and room for a state that is to come."""
+"""The shards of an optimizer's state on this rank, by names of the unsharded model; memory for a state to load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardckpt.state.adapters.base import local
 from shardckpt.state.adapters.engine_bucket import EngineBucketAdapter
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex
-from shardckpt.state.keys.slots import LARGEST_TOLD, OpaqueStateError, UnequalSteps, is_cut_alike, largest
+from shardckpt.state.keys.slots import LARGEST_NOTE, OpaqueStateError, UnequalSteps, is_placed_as, largest
 from shardckpt.state.local.local_shards import (
     LocalShard,
     TensorShards,
@@ -30,11 +30,11 @@ from shardckpt.state.optim.optim_state_dict import AdapterParams, OptimizerLike,
 
 @dataclass(frozen=True)
 class LocalOptimizer:
-    """What of an optimizer lies here.
+    """The shards of an optimizer's state on this rank.
 
     Attributes:
         arrays: By name and slot.
-        values: What is kept that is no tensor, by name and slot.
+        values: Values that are not tensors, by name and slot.
         groups: Settings of each group, with the names in it as `params`.
         names: All its parameters, in the order of the groups.
     """
@@ -46,7 +46,7 @@ class LocalOptimizer:
 
 
 def local_optimizer(found: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
-    """Return what of an optimizer lies here; nothing is moved.
+    """Return the shards of an optimizer's state on this rank; nothing is moved.
 
     Args:
         found: The model, or the models.
@@ -100,7 +100,7 @@ def _list_names(of: OptimizerParams) -> tuple[str, ...]:
 
 
 def _kept(params: AdapterParams, position: int, slot: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names that a value is of, each with what lies here of it: an array, or the value."""
+    """Yield the names of a value, each with this rank's part: an array, or the value."""
     adapter, names = params.adapter, params.names(position)
     parameter = adapter.exposed[position]
     if isinstance(value, torch.Tensor) and not _is_dense(local(value)):
@@ -126,7 +126,7 @@ def _kept(params: AdapterParams, position: int, slot: str, value: Any) -> Iterat
         yield from ((name, value) for name in names)
     else:
         raise OpaqueStateError(
-            "what the optimizer keeps is neither shaped like its parameter nor a number nor a DTensor, and nobody said "
+            "state is neither shaped like its parameter nor a number nor a DTensor, and state_layout did not return "
             "how it is sharded",
             where=f"state.{names[0]}.{slot}",
             found=tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__,
@@ -146,13 +146,13 @@ def _is_dense(own: torch.Tensor) -> bool:
 
 
 def _is_shaped(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    """Return True if a value is of its parameter's shape, and cut as that is."""
-    cut = is_cut_alike(parameter, value)
-    return value.shape == parameter.shape and cut and (isinstance(value, DTensor) or value.dim() > 0)
+    """Return True if a value has the shape and the placement of its parameter."""
+    is_placed = is_placed_as(parameter, value)
+    return value.shape == parameter.shape and is_placed and (isinstance(value, DTensor) or value.dim() > 0)
 
 
 def _shaped(params: AdapterParams, position: int, value: torch.Tensor) -> Iterator[tuple[str, TensorShards]]:
-    """Yield each entry behind an exposed parameter with what lies here of a value that is laid out as that is."""
+    """Yield each entry of an exposed parameter with this rank's part of a value that has its layout."""
     adapter = params.adapter
     if params.is_flat:
         shards = get_adapter_shards(adapter, local(value))
@@ -224,7 +224,7 @@ def plan_optim_targets(
         found: The model, or the models.
         optim: An optimizer of any part of their parameters.
         slots: The tensors that were saved, by the parameter's first name.
-        values: What was saved that is no tensor.
+        values: Saved values that are not tensors.
         groups: The saved groups, with names as `params`.
         keeps_rest: What was not saved stays as it is; otherwise it goes.
         unequal_steps: As for `load_optim_state_dict`; numbers in tensors are known to the caller alone.
@@ -251,13 +251,13 @@ def _find_params(of: OptimizerParams, names: set[str]) -> Iterator[tuple[Adapter
 
 
 def _scalars(found: ModelIndex, slots: Mapping[str, Mapping[str, Slot]]) -> set[str]:
-    """Return the slots that are numbers: of a parameter without dimensions, its shape does not tell."""
+    """Return the slots that are numbers: the shape of a 0-dim parameter does not show it."""
     entries = found.entries
-    told = {"step"}
+    numbers = {"step"}
     for name, kept in slots.items():
         if name in entries and entries[name].shape:
-            told |= {slot for slot, each in kept.items() if not each.shape}
-    return told
+            numbers |= {slot for slot, each in kept.items() if not each.shape}
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -300,17 +300,17 @@ class _TargetBuilder:
         self.targets.state[parameter] = state
 
     def _plain_values(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return what was saved that is no tensor, once for all parameters of a flat one."""
+        """Return saved values that are not tensors, once for all members of a flat parameter."""
         found: dict[str, Any] = {}
         for slot in dict.fromkeys(slot for name in names for slot in self.values.get(name, ())):
-            told = {name: self.values[name][slot] for name in names if slot in self.values.get(name, ())}
-            values = list(told.values())
+            by_name = {name: self.values[name][slot] for name in names if slot in self.values.get(name, ())}
+            values = list(by_name.values())
             top = largest(values)
             found[slot] = values[0] if top is None else top
             if any(each != values[0] for each in values) and (top is None or self.unequal_steps == "error"):
-                firsts = {value: name for name, value in reversed(told.items())}
+                firsts = {value: name for name, value in reversed(by_name.items())}
                 text = ", ".join(f"{value} of {name}" for value, name in list(firsts.items())[:4])
-                end = LARGEST_TOLD if top is not None else ""
+                end = LARGEST_NOTE if top is not None else ""
                 self.targets.problems.append(f"{slot} differs among parameters of one flat parameter: {text}{end}")
         return found
 
@@ -318,7 +318,7 @@ class _TargetBuilder:
         parameter = params.adapter.exposed[position]
         dtype = self._one_type(slot, saved)
         if isinstance(own, DTensor) and own.shape == parameter.shape and own.dtype == dtype:
-            if not _is_shaped(parameter, own):  # the optimizer keeps it cut in another way
+            if not _is_shaped(parameter, own):  # the optimizer shards it in another way
                 self.targets.arrays.append((next(iter(saved)), slot, get_tensor_shards(own)))
                 return own
         elif not (isinstance(own, torch.Tensor) and _is_shaped(parameter, own) and own.dtype == dtype):
@@ -342,7 +342,7 @@ class _TargetBuilder:
     def _other(
         self, params: AdapterParams, parameter: nn.Parameter, slot: str, saved: Mapping[str, Slot], own: Any
     ) -> Any:
-        """Take a tensor of a shape of its own into one that is there, or make one where it is known how it lies."""
+        """Load a tensor of another shape into an existing one, or into a new one if its sharding is known."""
         name, each = next(iter(saved.items()))
         if isinstance(own, torch.Tensor) and tuple(own.shape) == each.shape and own.dtype == each.dtype:
             self.targets.arrays.append((name, slot, get_tensor_shards(own)))
@@ -363,21 +363,20 @@ class _TargetBuilder:
     def _one_type(self, slot: str, saved: Mapping[str, Slot]) -> torch.dtype:
         types = {each.dtype: name for name, each in saved.items()}
         if len(types) > 1:
-            told = ", ".join(f"{dtype} of {name}" for dtype, name in types.items())
-            self.targets.problems.append(f"{slot} differs among parameters of one flat parameter: {told}")
+            dtypes = ", ".join(f"{dtype} of {name}" for dtype, name in types.items())
+            self.targets.problems.append(f"{slot} differs among parameters of one flat parameter: {dtypes}")
         return next(iter(types))
 
 
 def _beside(parameter: DTensor, each: Slot) -> DTensor:
-    """Return room for a tensor of a shape of its own: what a DTensor computes does not depend on how it is cut.
+    """Return memory for a tensor of another shape: results of a DTensor do not depend on its placement.
 
-    It is cut where its parameter is, if it has as many dimensions and is as long there; else each rank has it whole.
+    It is sharded as its parameter in dimensions of equal length, and replicated in others.
     """
     mesh, placements = parameter.device_mesh, list(parameter.placements)
-    if len(each.shape) != parameter.dim() or any(type(cut) not in (Shard, Replicate) for cut in placements):
+    if len(each.shape) != parameter.dim() or any(type(placement) not in (Shard, Replicate) for placement in placements):
         placements = [Replicate()] * mesh.ndim
-    cuts = [
-        cut if isinstance(cut, Shard) and each.shape[cut.dim] == parameter.shape[cut.dim] else Replicate()
-        for cut in placements
+    like_parameter = [
+        p if isinstance(p, Shard) and each.shape[p.dim] == parameter.shape[p.dim] else Replicate() for p in placements
     ]
-    return zeros(*each.shape, dtype=each.dtype, device_mesh=mesh, placements=cuts)
+    return zeros(*each.shape, dtype=each.dtype, device_mesh=mesh, placements=like_parameter)

@@ -18,10 +18,10 @@ def check_kind(note: Mapping[str, Any], kind: StateKind) -> list[str]:
         note: The metadata of the state; may be empty.
         kind: What it is to be.
     """
-    said = note.get("kind", kind.name)
-    if said == kind.name or StateKind.LOCAL.name not in (said, kind.name):
+    saved_kind = note.get("kind", kind.name)
+    if saved_kind == kind.name or StateKind.LOCAL.name not in (saved_kind, kind.name):
         return []
-    return [f"kind mismatch: it was taken as {said}, not as {kind.name}"]
+    return [f"kind mismatch: it was taken as {saved_kind}, not as {kind.name}"]
 
 
 def check_rank(note: Mapping[str, Any]) -> list[str]:
@@ -62,7 +62,7 @@ def check_units(note: Mapping[str, Any], found: ModelIndex) -> list[str]:
 
 
 def _index_layouts(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict[str, Mapping[str, Any]]:
-    """Return what lies over ranks, by its first name, under names of the unsharded model."""
+    """Return the sharded tensors by their first names in the unsharded model."""
 
     def plain(name: str) -> str:
         return clean(name).removeprefix(prefix)
@@ -81,7 +81,7 @@ def _index_layouts(units: Iterable[Mapping[str, Any]], prefix: str = "") -> dict
 
 
 def _without_names(param: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter of a layout without names: entries tell those of the model, a layout those of its unit."""
+    """Return a parameter of a layout without names: entries have those of the model, a layout those of its unit."""
     return {key: value for key, value in param.items() if key not in ("name", "aliases")}
 
 

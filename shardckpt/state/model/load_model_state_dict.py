@@ -1,4 +1,4 @@
-"""A state of a model put back: checked as a whole first, on every rank, then copied in adapter by adapter."""
+"""Load a model's state: check all of it on every rank, then copy it adapter by adapter."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_model_state_dict(
     Args:
         model: As for `model_state_dict`.
         state_dict: A state of any kind, with names of the unsharded model or of a wrapped one. A FULL one may be on
-            the first rank alone, while the others give an empty one. It is not changed.
+            rank 0 alone, while the others pass an empty one. It is not changed.
         kind: What it is; None to read that from it.
         strict: Names that are missing or unexpected are errors; otherwise they are returned and left alone.
 
@@ -71,13 +71,13 @@ def load_model_state_dict(
             agreed.digest, agreed.broadcast_error = given.digest, given.broadcast_error()
     if agreed.from_rank0:
         keys = _broadcast_keys(keys, group)
-    absent = {found.aliases.get(name, name) for name in keys.missing}
+    missing = {found.aliases.get(name, name) for name in keys.missing}
     staging = Staging()
     with torch.no_grad():
         for adapter in found.adapters:
-            _load(adapter, given, absent, staging, from_rank0=agreed.from_rank0)
+            _load(adapter, given, missing, staging, from_rank0=agreed.from_rank0)
     for buffer in found.buffers:
-        _load_buffer(buffer, given, absent, found.ranks if agreed.from_rank0 else None)
+        _load_buffer(buffer, given, missing, found.ranks if agreed.from_rank0 else None)
     extra = _broadcast_extra(given, group) if agreed.from_rank0 and found.extra else given.values
     for name, module in found.extra.items():
         if name in extra:
@@ -86,15 +86,15 @@ def load_model_state_dict(
 
 
 def _load_foreign(model: nn.Module, state: Mapping[str, Any], kind: StateKind | str | None, *, strict: bool) -> Keys:
-    """Put a state that every rank has into a model under torch's own wrapper; the first rank checks it for all."""
+    """Load a state that every rank has into a model under torch's own wrapper; rank 0 checks it for all."""
     expected = torch_fsdp1.shapes_at_first(model)
     ranks = torch_fsdp1.get_ranks(model)
     with validate_input(ranks, "fit a state to the model", given=bool(state)) as agreed:
         torch_fsdp1.refuse_local(detect_kind(state) if kind is None else StateKind.of(kind))
         values = {clean(name): value for name, value in state.items()}
-        told = [(name, list(getattr(v, "shape", ())), str(getattr(v, "dtype", ""))) for name, v in values.items()]
-        agreed.digest = digest(sorted(told))
-        agreed.broadcast_error = StateMismatchError(torch_fsdp1.NEEDS_EVERY_RANK, found="one on the first rank alone")
+        described = [(name, list(getattr(v, "shape", ())), str(getattr(v, "dtype", ""))) for name, v in values.items()]
+        agreed.digest = digest(sorted(described))
+        agreed.broadcast_error = StateMismatchError(torch_fsdp1.NEEDS_EVERY_RANK, found="one on rank 0 alone")
         if ranks.is_first:
             _check_foreign(values, expected, strict=strict)
     missing, unexpected = torch_fsdp1.put_state(model, state, strict=strict)
@@ -122,15 +122,15 @@ def _mismatch_error(problems: Sequence[str]) -> StateMismatchError:
 
 
 def _broadcast_extra(given: _IncomingModelState, group: Group) -> dict[str, Any]:
-    """Return the extra state that the first rank has. Collective."""
-    told = group.broadcast(given.extra_as_json() if group.rank == 0 else None)
-    return given.extra if group.rank == 0 else dict(json.loads(told))
+    """Return the extra state that rank 0 has. Collective."""
+    data = group.broadcast(given.extra_as_json() if group.rank == 0 else None)
+    return given.extra if group.rank == 0 else dict(json.loads(data))
 
 
 def _broadcast_keys(keys: Keys, group: Group) -> Keys:
-    """Return the names that the first rank found. Collective."""
-    told = group.broadcast(json.dumps([keys.missing, keys.unexpected]).encode() if group.rank == 0 else None)
-    missing, unexpected = json.loads(told)
+    """Return the names that rank 0 found. Collective."""
+    data = group.broadcast(json.dumps([keys.missing, keys.unexpected]).encode() if group.rank == 0 else None)
+    missing, unexpected = json.loads(data)
     return Keys(tuple(missing), tuple(unexpected))
 
 
@@ -171,7 +171,7 @@ class _IncomingModelState:
         return digest([self.kind.name, sorted(rows)])
 
     def broadcast_error(self) -> ShardckptError | None:
-        """Return why this cannot be a state of the first rank alone; None where it can."""
+        """Return why this cannot be a state of rank 0 alone; None if it can."""
         if self.kind is not StateKind.FULL:
             return StateMismatchError("of all ranks the first alone has a state", found=self.kind.name, expected="FULL")
         try:
@@ -204,7 +204,7 @@ class _IncomingModelState:
             return json.dumps(self.extra).encode()
         except (TypeError, ValueError) as error:
             raise StateMismatchError(
-                f"extra state that only the first rank has cannot be told to the others: {error}",
+                f"extra state of rank 0 alone cannot be sent to the other ranks: {error}",
                 where=", ".join(self.extra),
                 expected="numbers, strings, lists and dicts of them",
                 fix="Give the state to every rank.",
@@ -237,7 +237,7 @@ class _IncomingModelState:
         return found
 
     def _local_problems(self) -> list[str]:
-        """Compare layouts: what lies in a rank's shard is known by them alone."""
+        """Compare layouts: they alone show which elements a shard has."""
         problems = check_rank(self.note)
         if problems:
             return problems
@@ -275,7 +275,7 @@ def _clean_names(state: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
 
 def _misfit(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
     if not isinstance(value, torch.Tensor):
-        return [f"{name} is no tensor but {type(value).__name__}"]
+        return [f"{name} must be a tensor, got {type(value).__name__}"]
     if tuple(value.shape) != shape:
         return [f"size mismatch for {name}: found {tuple(value.shape)}, expected {shape}"]
     if value.dtype != dtype:
@@ -297,14 +297,14 @@ def _local_values(adapter: ShardingAdapter, values: Mapping[str, Any]) -> list[t
 
 
 def _load(
-    adapter: ShardingAdapter, given: _IncomingModelState, absent: set[str], staging: Staging, *, from_rank0: bool
+    adapter: ShardingAdapter, given: _IncomingModelState, missing: set[str], staging: Staging, *, from_rank0: bool
 ) -> None:
     """Put into an adapter what is given for it; entries without a value keep theirs. Collective."""
     if given.kind is StateKind.LOCAL:
         for _, value, held in _local_values(adapter, given.values):
             held.copy_(value)
         return
-    is_given = [entry.name not in absent for entry in adapter.entries]
+    is_given = [entry.name not in missing for entry in adapter.entries]
     if not any(is_given):
         return
     places = [place if on else None for place, on in zip(adapter.part_views(adapter.packed), is_given, strict=True)]
@@ -333,16 +333,16 @@ def _to_full(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _load_buffer(buffer: Buffer, given: _IncomingModelState, absent: set[str], first_of: Ranks | None) -> None:
+def _load_buffer(buffer: Buffer, given: _IncomingModelState, missing: set[str], first_of: Ranks | None) -> None:
     """Copy a buffer's value, in the type it is computed with. Collective where the first of some ranks alone has it."""
-    if not buffer.persistent or buffer.name in absent or (first_of is None and buffer.name not in given.values):
+    if not buffer.persistent or buffer.name in missing or (first_of is None and buffer.name not in given.values):
         return
     held = buffer.value
     value = given.values.get(buffer.name)
     if first_of is not None:
         value = broadcast_from_rank0(first_of, held.shape, buffer.dtype, held.device, value)
     assert value is not None
-    whole = _to_full(value).to(held.device)
+    full = _to_full(value).to(held.device)
     if isinstance(held, DTensor):
-        whole = distribute_tensor(whole, held.device_mesh, held.placements, src_data_rank=None)
-    held.copy_(whole)
+        full = distribute_tensor(full, held.device_mesh, held.placements, src_data_rank=None)
+    held.copy_(full)

@@ -31,14 +31,14 @@ def world() -> Group:
 def iter_full_state_dict(
     model: nn.Module, *, offload_to_cpu: bool = False, rank0_only: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor) of everything a state dict of the unsharded model has, one unit gathered at a time.
+    """Yield (name, full tensor) of a state dict of the unsharded model; one unit is gathered at a time.
 
     Collective: every rank has to go through to the end. A tied parameter comes once, under its first name.
 
     Args:
         model: The model.
         offload_to_cpu: Give tensors on the CPU.
-        rank0_only: Give tensors to the first rank alone; the others get none.
+        rank0_only: Give tensors to rank 0 alone; the others get none.
     """
     if torch_fsdp1.is_foreign(model):
         yield from torch_fsdp1.full_state(model, offload=offload_to_cpu, first_only=rank0_only).items()
@@ -85,17 +85,17 @@ def model_state_dict(
     Args:
         model: Sharded by either front end, by torch's `fully_shard`, with DTensors, replicated, compiled, plain; FULL
             and SHARDED also under torch's FullyShardedDataParallel.
-        kind: FULL: whole tensors. SHARDED: a DTensor for everything sharded. LOCAL: what this rank holds, as it lies,
+        kind: FULL: full tensors. SHARDED: a DTensor for each sharded tensor. LOCAL: this rank's shards as stored,
             with the layouts in `_metadata["shardckpt"]`; it can be read without model or process group.
         offload_to_cpu: Give tensors on the CPU.
-        rank0_only: With FULL, give the state to the first rank alone; the others get an empty one.
+        rank0_only: With FULL, give the state to rank 0 alone; the others get an empty one.
 
     Returns:
         Names to tensors, in the order of the unsharded model. Other names of a tied parameter have the same tensor.
         What needs neither gathering nor exchanging is the model's own memory, as in its own `state_dict`.
 
     Raises:
-        UsageError: There is no such kind, or `rank0_only` with another kind than FULL.
+        UsageError: The kind is unknown, or `rank0_only` with another kind than FULL.
         FlatShardError: A parameter is a shard of a flat parameter whose wrapper is around the model.
     """
     kind = StateKind.of(kind)

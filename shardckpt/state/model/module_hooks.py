@@ -53,13 +53,13 @@ def run_load_hooks(found: ModelIndex, values: Mapping[str, Any]) -> dict[str, An
         entry.name: nn.Parameter(torch.empty(entry.shape, dtype=entry.dtype, device="meta"), requires_grad=False)
         for entry in found.entries.values()
     }
-    whole: dict[str, torch.Tensor] = {name: shells[found.aliases.get(name, name)] for name in found.places}
-    whole |= {each.name: torch.empty_like(each.value, dtype=each.dtype, device="meta") for each in found.buffers}
+    full: dict[str, torch.Tensor] = {name: shells[found.aliases.get(name, name)] for name in found.places}
+    full |= {each.name: torch.empty_like(each.value, dtype=each.dtype, device="meta") for each in found.buffers}
     unexpected: list[str] = []
-    with _register_tensors(found, whole):
+    with _register_tensors(found, full):
         _load(found.root, {name: value for name, value in values.items() if name not in found.extra}, "", unexpected)
-        made = {name: now for name, now in _iter_registered(found) if now is not whole[name]}
-    left = [name for name in values if name in whole or name in found.extra or name in unexpected]
+        made = {name: now for name, now in _iter_registered(found) if now is not full[name]}
+    left = [name for name in values if name in full or name in found.extra or name in unexpected]
     return {**{name: values[name] for name in left}, **made}
 
 
@@ -134,8 +134,8 @@ def _iter_registered(found: ModelIndex) -> Iterator[tuple[str, torch.Tensor]]:
 def _load(module: nn.Module, values: MutableMapping[str, Any], prefix: str, unexpected: list[str]) -> None:
     """Go through a model as torch's `load_state_dict` does, assigning; what does not fit stays as it is."""
     if not below(module):
-        told: tuple[dict[str, Any], bool] = ({"assign_to_params_buffers": True}, True)
-        module._load_from_state_dict(values, prefix, *told, [], unexpected, [])
+        arguments: tuple[dict[str, Any], bool] = ({"assign_to_params_buffers": True}, True)
+        module._load_from_state_dict(values, prefix, *arguments, [], unexpected, [])
     for name, child in module._modules.items():
         if child is not None:
             inner = prefix if name in below(module) else f"{prefix}{name}."

@@ -55,12 +55,12 @@ class _ShownTensors:
     Args:
         adapters: The unit's.
         kind: What is shown.
-        first_only: Of whole tensors, whether only the first rank gets them.
+        first_only: Whether only rank 0 gets full tensors.
     """
 
     def __init__(self, adapters: Sequence[EngineFlatAdapter], kind: StateKind, *, first_only: bool = False) -> None:
         self._adapters = adapters
-        self._lying = kind is StateKind.LOCAL
+        self._is_local = kind is StateKind.LOCAL
         self.values = [self._of(adapter, kind, first_only) for adapter in adapters]
 
     @staticmethod
@@ -69,8 +69,8 @@ class _ShownTensors:
         if kind is StateKind.SHARDED:
             return adapter.to_sharded(packed, Staging())
         if kind is StateKind.FULL:
-            whole = adapter.to_full(packed, Staging(), first_only=first_only)
-            return None if whole is None else list(whole)
+            full = adapter.to_full(packed, Staging(), first_only=first_only)
+            return None if full is None else list(full)
         return None if adapter.flat_name is None else [packed[: adapter.unpadded_size]]
 
     @contextmanager
@@ -78,7 +78,7 @@ class _ShownTensors:
         """Inside, they are registered."""
         for adapter, values in zip(self._adapters, self.values, strict=True):
             if values is not None:
-                adapter.show(values, is_flat=self._lying)
+                adapter.show(values, is_flat=self._is_local)
         try:
             yield
         finally:
@@ -151,7 +151,7 @@ def _cleaned(destination: MutableMapping[str, Any], prefix: str) -> None:
 
 
 def _note_units(destination: MutableMapping[str, Any], prefix: str, adapters: Sequence[EngineFlatAdapter]) -> None:
-    """Write how a wrapper's parameters lie over ranks into `_metadata`; wrappers above and beside add theirs."""
+    """Write the layout of a wrapper's parameters into `_metadata`; other wrappers add theirs."""
     metadata = getattr(destination, "_metadata", None)
     if metadata is None:
         return
@@ -249,9 +249,9 @@ def prepare_state(state: MutableMapping[str, Any], prefix: str, unit: FSDPUnit) 
     """Rename what is under a prefix to what the recursion looks for: below the wrapper's own attribute. In place.
 
     Args:
-        state: torch's own copy of what a user handed in.
+        state: torch's own copy of a user's state.
         prefix: The wrapper's.
-        unit: Its unit. Where flat parameters themselves are handed back under their names, as torch's
+        unit: Its unit. If flat parameters themselves are given under their names, as torch's
             `set_model_state_dict` does beside the state, there is nothing to load.
     """
     flats = [each.flat.data_ptr() for each in unit.registrations if isinstance(each, FlatParamRegistration)]

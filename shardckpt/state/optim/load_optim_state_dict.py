@@ -1,4 +1,4 @@
-"""A state of an optimizer put back by names: checked as a whole first, on every rank, then parameter by parameter."""
+"""Load an optimizer's state by names: check all of it on every rank, then load it parameter by parameter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardckpt.core.modules.fqn_and_params import clean
 from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, UsageError
-from shardckpt.plan.optim.param_groups import match_settings
+from shardckpt.plan.optim.param_groups import match_settings, read_param_names
 from shardckpt.state.adapters import torch_fsdp1
 from shardckpt.state.adapters.base import Entry, ShardingAdapter, broadcast_from_rank0, get_mesh_placements, local
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
@@ -24,7 +24,7 @@ from shardckpt.state.adapters.model_index import ModelIndex, index_complete_mode
 from shardckpt.state.adapters.sharded_tensor import optim_state_to_dtensors
 from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata, tensors
 from shardckpt.state.keys.slots import (
-    LARGEST_TOLD,
+    LARGEST_NOTE,
     PLAIN,
     Form,
     OpaqueStateError,
@@ -141,12 +141,12 @@ def fit(
     optimizer's own tensors hold.
     """
     if missing not in ("skip", "zeros", "error"):
-        raise UsageError("this is no way to treat missing states", found=missing, expected="skip, zeros or error")
+        raise UsageError("`missing` must be one of three words", found=missing, expected="skip, zeros or error")
     require_way_with_steps(unequal_steps)
     reshard_all(model)
     found = index_complete_model(model)
     group = found.ranks.group
-    told = b""
+    broadcast = b""
     with validate_input(found.ranks, "fit a state to the optimizer", given=_is_given(state_dict)) as agreed:
         of = map_optimizer_params(found, optim)
         given = _IncomingOptimState.from_state_dict(
@@ -158,17 +158,17 @@ def fit(
             rows = given.check(of, missing)
             changes = match_settings(of.groups, given.groups)
             survey = pack_survey(rows).decode()
-            agreed.digest = digest([given.kind.name, missing, survey, given.cut, changes])
-            agreed.broadcast_error, told = _alone(given, rows, survey, changes)
+            agreed.digest = digest([given.kind.name, missing, survey, given.are_dtensors, changes])
+            agreed.broadcast_error, broadcast = _pack_for_broadcast(given, rows, survey, changes)
     if agreed.from_rank0:
-        told = group.broadcast(told if group.rank == 0 else None)
-        rows, changes = (rows, changes) if group.rank == 0 else _unpacked(told)
+        broadcast = group.broadcast(broadcast if group.rank == 0 else None)
+        rows, changes = (rows, changes) if group.rank == 0 else _unpack(broadcast)
     state = {}
-    setter = _StateSetter(given, agreed.from_rank0, optim.state if in_place else {})
+    loader = _StateLoader(given, agreed.from_rank0, optim.state if in_place else {})
     at = iter(rows)
     with torch.no_grad():
         for each in of.by_adapter:
-            state.update(setter.put(each, [next(at) for _ in each.adapter.entries]))
+            state.update(loader.load_state(each, [next(at) for _ in each.adapter.entries]))
     return Fitted(state, changes)
 
 
@@ -176,41 +176,41 @@ def _is_given(state: Any) -> bool:
     return not isinstance(state, Mapping) or bool(state.get("state")) or bool(state.get("param_groups"))
 
 
-def _alone(
+def _pack_for_broadcast(
     given: _IncomingOptimState, rows: Survey, survey: str, changes: Sequence[Mapping[str, Any]]
 ) -> tuple[ShardckptError | None, bytes]:
-    """Return why this cannot be the state of the first rank alone, or else what the others are told of it."""
+    """Return why this cannot be the state of rank 0 alone, or the bytes for the other ranks."""
     if given.kind is not StateKind.FULL:
-        return StateMismatchError("the first rank alone has a state", found=given.kind.name, expected="FULL"), b""
+        return StateMismatchError("rank 0 alone has a state", found=given.kind.name, expected="FULL"), b""
     objects = [name for row in rows for name, slot in row.items() if slot.form is Form.OPAQUE and not slot.dtype]
     if objects:
         return StateMismatchError(
-            "what the optimizer keeps cannot be told to the other ranks",
+            "values of the optimizer cannot be sent to the other ranks",
             where=", ".join(dict.fromkeys(objects)),
             expected="tensors, numbers and strings",
             fix="Give the state to every rank.",
         ), b""
     try:
-        return None, _packed(survey, changes)
+        return None, _pack(survey, changes)
     except UsageError as error:
         return error, b""
 
 
-def _packed(survey: str, changes: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return what the first rank found as bytes for the others."""
+def _pack(survey: str, changes: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return rank 0's findings as bytes for the others."""
     try:
         text = json.dumps([{k: _plain(v) for k, v in each.items()} for each in changes])
     except TypeError as error:
         raise UsageError(
-            f"settings of a group cannot be told to the other ranks: {error}",
+            f"settings of a group cannot be sent to the other ranks: {error}",
             expected="numbers, strings, lists, tuples and tensors",
             fix="Give the state to every rank.",
         ) from error
     return json.dumps([survey, text]).encode()
 
 
-def _unpacked(told: bytes) -> tuple[Survey, list[dict[str, Any]]]:
-    rows, text = json.loads(told)
+def _unpack(data: bytes) -> tuple[Survey, list[dict[str, Any]]]:
+    rows, text = json.loads(data)
     return unpack_survey(rows.encode()), [{k: _rich(v) for k, v in each.items()} for each in json.loads(text)]
 
 
@@ -245,7 +245,7 @@ class _IncomingOptimState:
 
     @cached_property
     def scalars(self) -> frozenset[str]:
-        """Slots that are scalars: of a parameter without dimensions, its shape does not tell."""
+        """Slots that are scalars: the shape of a 0-dim parameter does not show it."""
         entries = self.found.entries
         shaped: dict[str, bool] = {"step": False}
         for name, slots in self.state.items():
@@ -267,8 +267,8 @@ class _IncomingOptimState:
         return frozenset(slot for slot, count in counts.items() if count > 0)
 
     @cached_property
-    def cut(self) -> list[bool]:
-        """Tell of each tensor whether it is a DTensor, which makes loading it collective."""
+    def are_dtensors(self) -> list[bool]:
+        """Whether each tensor is a DTensor, whose load is collective."""
         return [isinstance(value, DTensor) for value in tensors(self.state)] if self.kind is StateKind.SHARDED else []
 
     @classmethod
@@ -283,10 +283,10 @@ class _IncomingOptimState:
     ) -> _IncomingOptimState:
         check_form(given)
         state, groups = dict(given.get("state", {})), [dict(group) for group in given.get("param_groups", [])]
-        names = _names_of_ids(groups)
-        said = detect_kind(given) if kind is None else StateKind.of(kind)
+        names = read_param_names(groups)
+        state_kind = detect_kind(given) if kind is None else StateKind.of(kind)
         return cls(
-            said,
+            state_kind,
             get_metadata(given),
             optim_state_to_dtensors({_first(names.get(key, key), found): value for key, value in state.items()}, found),
             [
@@ -299,7 +299,11 @@ class _IncomingOptimState:
         )
 
     def check(self, of: OptimizerParams, missing: Missing) -> Survey:
-        """Return what is given for every entry that the optimizer holds; refuse what does not fit."""
+        """Describe the values given for every entry of the optimizer.
+
+        Raises:
+            StateMismatchError: The state does not fit.
+        """
         problems = check_kind(self.note, self.kind)
         problems += [
             f"{name!r} is the number of a parameter, not its name" for name in self._keys() if not isinstance(name, str)
@@ -308,45 +312,37 @@ class _IncomingOptimState:
         problems += [f"Unexpected key: {name}" for name in self._keys() if isinstance(name, str) and name not in known]
         if self.kind is StateKind.LOCAL:
             problems += check_rank(self.note) or check_units(self.note, self.found)
-        rows = [row for params in of.by_adapter for row in self._rows(params, missing, problems)]
+        checks = [self._check_adapter(params, missing) for params in of.by_adapter]
+        problems += [problem for _, misfits in checks for problem in misfits]
         if problems:
             raise StateMismatchError(
                 f"the state does not fit the optimizer in {len(problems)} places: {'; '.join(problems[:50])}",
                 fix="Nothing was changed. A state with numbers needs `param_names` in its groups: see rekey.",
             )
-        return rows
+        return [row for rows, _ in checks for row in rows]
 
     def _keys(self) -> list[Any]:
         return list(dict.fromkeys([*self.state, *(name for group in self.groups for name in group["params"])]))
 
-    def _rows(self, params: AdapterParams, missing: Missing, problems: list[str]) -> Survey:
-        """Describe what is given for an adapter's entries, by what is missing too."""
-        adapter = params.adapter
+    def _check_adapter(self, params: AdapterParams, missing: Missing) -> tuple[Survey, list[str]]:
+        """Describe the values given for an adapter's entries, also for missing ones; list what does not fit."""
+        entries = params.adapter.entries
         if self.kind is StateKind.LOCAL:
-            problems += self._find_local_misfits(params)
-            return [{} for _ in adapter.entries]
-        mine = [params.is_flat or index in params.positions for index in range(len(adapter.entries))]
-        rows = [self._described(e) if on else {} for e, on in zip(adapter.entries, mine, strict=True)]
-        problems += self._misfits(params, rows)
-        slots = {name: slot for row in rows for name, slot in row.items()}
-        lacking = [e.name for e, row, on in zip(adapter.entries, rows, mine, strict=True) if on and slots and not row]
+            return [{} for _ in entries], self._find_local_misfits(params)
+        is_held = [params.is_flat or index in params.positions for index in range(len(entries))]
+        rows = [self._describe(entry) if held else {} for entry, held in zip(entries, is_held, strict=True)]
+        problems = self._find_misfits(params, rows)
+        lacking = [index for index, row in enumerate(rows) if is_held[index] and not row]
         if missing == "error":
-            problems += [
-                f"Missing state of {e.name}"
-                for e, row, on in zip(adapter.entries, rows, mine, strict=True)
-                if on and not row
-            ]
+            problems += [f"Missing state of {entries[index].name}" for index in lacking]
         if params.is_flat:
-            if self.unequal_steps == "largest":
-                rows = with_largest(rows)
-            problems += _unequal(adapter.entries, rows)
-        if missing == "zeros" and lacking:
-            zeros = {
-                name: Slot(slot.form, slot.dtype, 0 if slot.form is Form.SCALAR else None)
-                for name, slot in slots.items()
-            }
-            rows = [zeros if on and not row else row for row, on in zip(rows, mine, strict=True)]
-        return rows
+            rows = with_largest(rows) if self.unequal_steps == "largest" else rows
+            problems += _find_unequal(entries, rows)
+        if missing == "zeros":
+            slots = {name: slot for row in rows for name, slot in row.items()}
+            zeros = {n: Slot(s.form, s.dtype, 0 if s.form is Form.SCALAR else None) for n, s in slots.items()}
+            rows = [zeros if index in lacking else row for index, row in enumerate(rows)]
+        return rows, problems
 
     def get_local_slots(self, params: AdapterParams, position: int) -> Mapping[str, Any]:
         """Return what a LOCAL state has of one exposed parameter."""
@@ -356,7 +352,7 @@ class _IncomingOptimState:
     def _find_local_misfits(self, params: AdapterParams) -> list[str]:
         """Compare values of a flat parameter with its lengths, padded and not: other wrapping makes other ones."""
         if not params.is_flat or self.note:
-            return []  # the note tells whether units are the same
+            return []  # the note shows whether units are the same
         assert isinstance(params.adapter, EngineFlatAdapter)
         fitting = ((params.adapter.unpadded_size,), tuple(params.adapter.exposed[0].shape))
         return [
@@ -365,8 +361,8 @@ class _IncomingOptimState:
             if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) not in fitting
         ]
 
-    def _misfits(self, params: AdapterParams, rows: Survey) -> list[str]:
-        """Name values of shapes of their own of which nobody knows how they are cut."""
+    def _find_misfits(self, params: AdapterParams, rows: Survey) -> list[str]:
+        """List values of other shapes whose sharding is unknown."""
         found = []
         for index, (entry, row) in enumerate(zip(params.adapter.entries, rows, strict=True)):
             for slot, each in row.items():
@@ -380,7 +376,7 @@ class _IncomingOptimState:
                     continue
                 found.append(
                     f"size mismatch for {entry.name}/{slot}: found {shape}, expected {entry.shape}; "
-                    "state_layout may tell how it is sharded"
+                    "`state_layout` may return its sharding"
                 )
         return found
 
@@ -401,10 +397,10 @@ class _IncomingOptimState:
             return None
         if adapter.shard_group is None or (params.is_flat and len(adapter.entries) > 1):
             return None
-        cut = split_lengths(value.shape[answer], adapter.shard_lengths(index))
-        return None if cut is None else list(torch.split(value, list(cut), dim=answer))
+        lengths = split_lengths(value.shape[answer], adapter.shard_lengths(index))
+        return None if lengths is None else list(torch.split(value, list(lengths), dim=answer))
 
-    def _described(self, entry: Entry) -> dict[str, Slot]:
+    def _describe(self, entry: Entry) -> dict[str, Slot]:
         return {slot: self._slot(entry, slot, value) for slot, value in self.state.get(entry.name, {}).items()}
 
     def _slot(self, entry: Entry, slot: str, value: Any) -> Slot:
@@ -416,17 +412,6 @@ class _IncomingOptimState:
         if value.dim() == 0 and not value.is_complex():
             return Slot(Form.SCALAR, dtype, local(value).item())
         return Slot(Form.OPAQUE, dtype, list(value.shape))
-
-
-def _names_of_ids(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
-    """Return names for numbers, where the groups tell them."""
-    return {
-        key: name
-        for group in groups
-        if len(group.get("param_names", ())) == len(group["params"])
-        for key, name in zip(group["params"], group["param_names"], strict=True)
-        if isinstance(key, int)
-    }
 
 
 def _members(names: Sequence[Any], found: ModelIndex) -> list[Any]:
@@ -445,7 +430,7 @@ def _first(name: Any, found: ModelIndex) -> Any:
     return found.aliases.get(plain, plain)
 
 
-def _unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
+def _find_unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
     """Name scalars and types that differ among parameters that are one flat parameter now."""
     found = []
     for slot in dict.fromkeys(name for row in rows for name in row):
@@ -455,12 +440,12 @@ def _unequal(entries: Sequence[Entry], rows: Survey) -> list[str]:
                 each = row[slot]
                 values.setdefault(str(each.value) if each.form is Form.SCALAR else each.dtype, entry.name)
         if len(values) > 1:
-            told = ", ".join(f"{value} of {name}" for value, name in values.items())
-            found.append(f"{slot} differs among parameters of one flat parameter: {told}{LARGEST_TOLD}")
+            different = ", ".join(f"{value} of {name}" for value, name in values.items())
+            found.append(f"{slot} differs among parameters of one flat parameter: {different}{LARGEST_NOTE}")
     return found
 
 
-class _StateSetter:
+class _StateLoader:
     """Sets the optimizer state of one adapter after the other."""
 
     def __init__(
@@ -472,7 +457,7 @@ class _StateSetter:
         self._taken = {_address(value) for value in tensors(given.state)} - {_NOWHERE} if own else set()
         self._staging = Staging()
 
-    def put(self, params: AdapterParams, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
+    def load_state(self, params: AdapterParams, rows: Survey) -> dict[nn.Parameter, dict[str, Any]]:
         """Return what an optimizer is to keep of an adapter's parameters. Collective."""
         if self._given.kind is StateKind.LOCAL:
             return self._get_local(params)
@@ -503,13 +488,13 @@ class _StateSetter:
         adapter, dtype = params.adapter, slot.torch_dtype
         places: list[torch.Tensor | None] = [None] * len(adapter.entries)
         for position in params.positions if params.is_flat else sorted(having):
-            made[position][name] = whole = self._get_target(adapter, position, name, dtype)
+            made[position][name] = target = self._get_target(adapter, position, name, dtype)
             if not params.is_flat:
-                places[position] = local(whole.detach())
+                places[position] = local(target.detach())
                 continue
             if len(having) < len(adapter.entries):
-                whole.zero_()
-            own = enumerate(adapter.part_views(whole.detach()))
+                target.zero_()
+            own = enumerate(adapter.part_views(target.detach()))
             places = [place if index in having else None for index, place in own]
         if self._from_rank0 and not self._given.groups:
             adapter.from_rank0(None, places, dtype, self._staging)
@@ -530,7 +515,7 @@ class _StateSetter:
     def _get_target(self, adapter: ShardingAdapter, position: int, slot: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor that an optimizer keeps where it is as it has to be, else new memory.
 
-        Memory is written into once: what is given, or has been written, may lie there too.
+        Memory is written once: given or written values may share it.
         """
         parameter = adapter.exposed[position]
         own = self._own.get(parameter, {}).get(slot)
@@ -561,7 +546,7 @@ class _StateSetter:
         if params.adapter.is_sharded and not isinstance(value, DTensor):
             parts = self._given.parts(params, position, name, mine)
             if parts is None:
-                raise OpaqueStateError("nobody knows how this is sharded", where=name, found=tuple(value.shape))
+                raise OpaqueStateError("the sharding of this value is unknown", where=name, found=tuple(value.shape))
             mine = parts[0] if len(parts) == 1 else parts[dist.get_rank(params.adapter.shard_group)]
         made = mine.clone()
         return made if isinstance(made, DTensor) else made.to(params.adapter.exposed[position].device)
@@ -572,9 +557,8 @@ class _StateSetter:
             parameter = params.adapter.exposed[position]
             kept = self._given.get_local_slots(params, position)
             scalars = self._given.scalars
-            owned = (
-                params.adapter.unpadded_size if isinstance(params.adapter, EngineFlatAdapter) and params.is_flat else -1
-            )
+            adapter = params.adapter
+            owned = adapter.unpadded_size if isinstance(adapter, EngineFlatAdapter) and params.is_flat else -1
             found[parameter] = {s: _to_local(value, parameter, s in scalars, owned) for s, value in kept.items()}
         return found
 
@@ -587,7 +571,7 @@ def _has_no_part(adapter: ShardingAdapter, position: int) -> bool:
 
 
 _NOWHERE = 0
-"""Where tensors without elements lie."""
+"""The data pointers of tensors without elements."""
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -595,7 +579,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _fits(own: Any, parameter: nn.Parameter, dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
-    """Return True if a value is a tensor that lies as a parameter does."""
+    """Return True if a value is a tensor that is placed as its parameter."""
     return (
         isinstance(own, torch.Tensor)
         and type(own) in (torch.Tensor, DTensor)

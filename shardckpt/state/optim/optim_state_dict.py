@@ -96,8 +96,8 @@ class OptimizerParams:
     @property
     def shared(self) -> bytes:
         """What of this has to be equal on all ranks, in short: the parameters of which each rank has a part."""
-        cut = [each for each in self.by_adapter if each.adapter.is_sharded and each.adapter.is_everywhere]
-        return digest([each.names(at) for each in cut for at in each.positions])
+        sharded = [each for each in self.by_adapter if each.adapter.is_sharded and each.adapter.is_everywhere]
+        return digest([each.names(at) for each in sharded for at in each.positions])
 
 
 def map_optimizer_params(found: ModelIndex, optim: OptimizerLike) -> OptimizerParams:
@@ -135,9 +135,9 @@ def map_optimizer_params(found: ModelIndex, optim: OptimizerLike) -> OptimizerPa
     return OptimizerParams(tuple(params), tuple(groups))
 
 
-def _check_same(group: Group, heard: Sequence[bytes]) -> None:
-    """Refuse ranks whose optimizers have different parameters: a part of a parameter is no state of it."""
-    odd = [str(group.global_rank(rank)) for rank, each in enumerate(heard) if each != heard[0]]
+def _check_same(group: Group, digests: Sequence[bytes]) -> None:
+    """Raise if optimizers of ranks have different parameters: the state of a part of a parameter is incomplete."""
+    odd = [str(group.global_rank(rank)) for rank, each in enumerate(digests) if each != digests[0]]
     if odd:
         raise StateMismatchError(
             "the optimizers of the ranks have different ones of the parameters that the ranks share",
@@ -151,9 +151,9 @@ def gather_survey(of: OptimizerParams, optim: OptimizerLike, group: Group) -> Su
     mine = build_survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
     if all(each.is_flat or not each.adapter.is_sharded or each.adapter.has_parts_everywhere for each in of.by_adapter):
         return mine
-    tells = [each.adapter.is_reporting_rank(position) for each in of.by_adapter for position in each.positions]
-    told = pack_survey([row if mine_to_tell else {} for row, mine_to_tell in zip(mine, tells, strict=True)])
-    return merge_surveys([*(unpack_survey(each) for each in group.all_gather(told)), mine])
+    is_reporting = [each.adapter.is_reporting_rank(position) for each in of.by_adapter for position in each.positions]
+    reported = pack_survey([row if reports else {} for row, reports in zip(mine, is_reporting, strict=True)])
+    return merge_surveys([*(unpack_survey(each) for each in group.all_gather(reported)), mine])
 
 
 def optim_state_dict(
@@ -170,9 +170,9 @@ def optim_state_dict(
     Args:
         model: As for `model_state_dict`.
         optim: An optimizer of any part of its parameters.
-        kind: FULL: whole tensors. SHARDED: a DTensor for everything sharded. LOCAL: what this rank holds, as it lies.
+        kind: FULL: full tensors. SHARDED: a DTensor for each sharded tensor. LOCAL: this rank's shards as stored.
         offload_to_cpu: Give tensors on the CPU.
-        rank0_only: With FULL, give the state to the first rank alone; the others get an empty one.
+        rank0_only: With FULL, give the state to rank 0 alone; the others get an empty one.
         state_layout: Says how tensors are sharded that are not shaped like their parameter.
 
     Returns:
@@ -180,7 +180,7 @@ def optim_state_dict(
         tensor.
 
     Raises:
-        UsageError: There is no such kind, or `rank0_only` with another kind than FULL.
+        UsageError: The kind is unknown, or `rank0_only` with another kind than FULL.
         ForeignParameterError: The optimizer holds a parameter that the model does not have.
         OpaqueStateError: Nobody knows how a tensor is sharded.
         StateMismatchError: The ranks' optimizers have different ones of the sharded parameters.
@@ -203,11 +203,11 @@ def optim_state_dict(
         kept = build_survey([(parameter, optim.state.get(parameter, {})) for parameter in of.parameters])
     else:
         kept = gather_survey(of, optim, found.ranks.group)
-    getter = _StateGetter(optim, kind, rank0_only, offload_to_cpu, state_layout)
+    collector = _StateCollector(optim, kind, rank0_only, offload_to_cpu, state_layout)
     state: dict[str, dict[str, Any]] = {}
     rows = iter(kept)
     for each in of.by_adapter:
-        getter.take(each, [next(rows) for _ in each.positions], state)
+        collector.add_state(each, [next(rows) for _ in each.positions], state)
     if rank0_only and not found.ranks.is_first:
         return with_metadata(OrderedDict(state={}, param_groups=[]), kind, found)
     groups = [
@@ -217,7 +217,7 @@ def optim_state_dict(
     return with_metadata(OrderedDict(state={**ordered, **state}, param_groups=groups), kind, found)
 
 
-class _StateGetter:
+class _StateCollector:
     """Gets the optimizer state of one adapter after the other."""
 
     def __init__(
@@ -235,7 +235,9 @@ class _StateGetter:
         self._offload = offload
         self._layout = layout
 
-    def take(self, params: AdapterParams, rows: Sequence[dict[str, Slot]], state: dict[str, dict[str, Any]]) -> None:
+    def add_state(
+        self, params: AdapterParams, rows: Sequence[dict[str, Slot]], state: dict[str, dict[str, Any]]
+    ) -> None:
         """Add what the optimizers keep of an adapter's parameters. Collective."""
         for name, slot, indices in group_by_slot(rows):
             having = [params.positions[index] for index in sorted(indices)]
@@ -262,7 +264,7 @@ class _StateGetter:
         for position in having:
             own = self._own(params, position, slot)
             for name in self._names(params, position):
-                value = rows[position][slot].scalar()  # as told: ranks without a part may have counted otherwise
+                value = rows[position][slot].scalar()  # as reported: ranks without a part may have another count
                 if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor) and not self._offload:
                     value = value.to(own.device)
                 state.setdefault(name, {})[slot] = value
@@ -288,7 +290,7 @@ class _StateGetter:
         has = set(range(len(adapter.entries))) if params.is_flat else set(having)
         for index, (entry, value) in enumerate(zip(adapter.entries, self._moved(adapter, parts, found), strict=False)):
             if index in has:
-                own = value.clone() if _lies_within(value, parts[0 if params.is_flat else index]) else value
+                own = value.clone() if _is_within(value, parts[0 if params.is_flat else index]) else value
                 state.setdefault(entry.name, {})[slot] = own.cpu() if self._offload else own
 
     def _moved(
@@ -304,14 +306,13 @@ class _StateGetter:
         self, params: AdapterParams, slot: str, parts: Sequence[torch.Tensor | None], state: dict[str, dict[str, Any]]
     ) -> None:
         """Copy what is there: a flat parameter's without its padding."""
-        owned = (
-            params.adapter.unpadded_size if isinstance(params.adapter, EngineFlatAdapter) and params.is_flat else None
-        )
+        adapter = params.adapter
+        owned = adapter.unpadded_size if isinstance(adapter, EngineFlatAdapter) and params.is_flat else None
         with torch.no_grad():
             for position, part in enumerate(parts):
                 if part is not None:
-                    whole = part if self._kind is StateKind.SHARDED else local(part)
-                    own = (whole if owned is None else whole[:owned]).clone()
+                    own = part if self._kind is StateKind.SHARDED else local(part)
+                    own = (own if owned is None else own[:owned]).clone()
                     name = self._names(params, position)[0]
                     state.setdefault(name, {})[slot] = own.cpu() if self._offload else own
 
@@ -328,7 +329,7 @@ class _StateGetter:
                     state.setdefault(name, {})[slot] = value.cpu() if moves else value
 
     def _joined(self, params: AdapterParams, name: str, slot: str, found: Slot, own: Any) -> Any:
-        """Return a value of a shape of its own: as it is where that is whole, joined where it is known how."""
+        """Return a value of another shape: unchanged if it is not sharded, joined if its sharding is known."""
         if isinstance(own, DTensor):
             return own.full_tensor() if self._kind is StateKind.FULL else own.detach().clone()
         if self._kind is StateKind.LOCAL or not params.adapter.is_sharded:
@@ -341,7 +342,7 @@ class _StateGetter:
                 pieces = gather_uneven(own, found.torch_dtype, params.adapter.shard_group)
                 return torch.cat(pieces, dim=answer) if isinstance(answer, int) else pieces[0]
         raise OpaqueStateError(
-            "what the optimizer keeps is neither shaped like its parameter nor a number, and nobody said how it is "
+            "state is neither shaped like its parameter nor a number, and state_layout did not return how it is "
             "sharded",
             where=f"{name}/{slot}",
             found=tuple(own.shape) if isinstance(own, torch.Tensor) else type(own).__name__,
@@ -350,7 +351,7 @@ class _StateGetter:
         )
 
 
-def _lies_within(value: torch.Tensor, part: torch.Tensor | None) -> bool:
+def _is_within(value: torch.Tensor, part: torch.Tensor | None) -> bool:
     """Return True if a value begins in the memory of what the optimizer keeps."""
     if part is None:
         return False
@@ -366,8 +367,8 @@ def gather_uneven(own: torch.Tensor | None, dtype: torch.dtype, ranks: dist.Proc
         dtype: The type they have.
         ranks: Who takes part.
     """
-    told = TorchGroup(ranks).all_gather(b"-" if own is None else ",".join(map(str, own.shape)).encode())
-    shapes = [None if each == b"-" else torch.Size(int(n) for n in each.decode().split(",") if n) for each in told]
+    encoded = TorchGroup(ranks).all_gather(b"-" if own is None else ",".join(map(str, own.shape)).encode())
+    shapes = [None if each == b"-" else torch.Size(int(n) for n in each.decode().split(",") if n) for each in encoded]
     device = torch.device("cpu") if own is None else own.device
     padded = torch.zeros(max(shape.numel() for shape in shapes if shape is not None), dtype=dtype, device=device)
     if own is not None:

@@ -24,7 +24,7 @@ def pack(parts: Sequence[torch.Tensor], row: torch.Tensor) -> None:
 
 
 def unpack(row: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
-    """Copy what lies one behind the other to where it goes.
+    """Copy consecutive elements of a row to their places.
 
     Args:
         row: 1-D, as long as all places together.

@@ -1,4 +1,4 @@
-"""Rows of a DTensor that is cut along one direction of its mesh: gathered to rank 0, or scattered from it."""
+"""Gather rows of a DTensor to rank 0, or scatter them, if one mesh dimension shards it."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def chunks(rows: int, ranks: int) -> tuple[int, ...]:
 
 
 def direction(kept: DTensor) -> int | None:
-    """Return the one direction of its mesh that a DTensor is cut along, evenly but for the end; None if it is not so.
+    """Return the mesh dimension that shards a DTensor into rows; None if there is not exactly one.
 
     Args:
         kept: The DTensor.
     """
-    cuts = [at for at, placement in enumerate(kept.placements) if not placement.is_replicate()]
-    return cuts[0] if len(cuts) == 1 and type(kept.placements[cuts[0]]) is Shard else None
+    sharded = [at for at, placement in enumerate(kept.placements) if not placement.is_replicate()]
+    return sharded[0] if len(sharded) == 1 and type(kept.placements[sharded[0]]) is Shard else None
 
 
 def gather_rows(kept: DTensor, at: int, part: torch.Tensor) -> torch.Tensor | None:
     """Gather a tensor that is sharded as a DTensor to rank 0 of its mesh. Collective.
 
     Args:
-        kept: How it lies.
-        at: The direction that it is cut along.
+        kept: A DTensor with the placements.
+        at: The mesh dimension that shards it.
         part: This rank's rows.
 
     Returns:
-        The whole on the first rank; None elsewhere. Ranks that have copies of rows do nothing.
+        The full tensor on rank 0; None elsewhere. Ranks that have copies of rows do nothing.
     """
     mesh, place = kept.device_mesh, kept.device_mesh.get_coordinate()
     if place is None or any(where for axis, where in enumerate(place) if axis != at):
@@ -62,9 +62,9 @@ def scatter_rows(
     """Copy this rank's rows of a full tensor on rank 0 of the mesh. Collective.
 
     Args:
-        kept: How it is to lie.
-        at: The direction that it is cut along.
-        value: The whole on the first rank; None elsewhere.
+        kept: A DTensor with the target placements.
+        at: The mesh dimension that shards it.
+        value: The full tensor on rank 0; None elsewhere.
         place: Where the rows go.
         dtype: The type in which they travel.
         staging: Memory that they pass through.
@@ -87,9 +87,9 @@ def has_rows_everywhere(rows: int, ranks: int) -> bool:
 
 
 def _rows(kept: DTensor, at: int) -> tuple[int, tuple[int, ...]]:
-    """Return the dimension that is cut, and how many rows of it each rank has; the first has most."""
+    """Return the sharded dimension and the number of rows of each rank; the first has most."""
     placement = kept.placements[at]
-    assert isinstance(placement, Shard), "it is cut along this direction"
+    assert isinstance(placement, Shard), "this mesh dimension shards it"
     return placement.dim, chunks(kept.shape[placement.dim], kept.device_mesh.size(at))
 
 

@@ -24,13 +24,13 @@ def row_dim(spec: ParamSpec) -> int:
 
 @lru_cache(maxsize=4096)
 def strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor whose dimensions lie in memory in a given order; empty for row-major."""
+    """Return the strides of a tensor with a given memory order of dimensions; empty for row-major."""
     return view_in_order(torch.empty(prod(shape), device="meta"), shape, order).stride()
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A parameter cut into equal numbers of rows along its slowest dimension; later ranks may have fewer or none.
+    """A parameter split along its slowest dimension, as `torch.chunk` splits.
 
     Attributes:
         dim: The dimension, of the parameter's shape.
@@ -81,7 +81,7 @@ class Exchange:
     """What one rank gives and takes.
 
     Attributes:
-        rows: How each parameter is cut.
+        rows: How each parameter is split.
         out: For each rank that takes, what this one's flat shard gives.
         into: For each rank that gives, what this one's rows take.
         shapes: Of this rank's rows of each parameter.
@@ -122,17 +122,17 @@ def plan_exchange(layout: FlatLayout, rank: int) -> Exchange:
     ranks = range(layout.world)
     out = tuple(tuple(_spans(layout, rows, rank, getter)) for getter in ranks)
     into = tuple(tuple(_spans(layout, rows, giver, rank)) for giver in ranks)
-    shapes = tuple(cut.shape(spec, rank) for cut, spec in zip(rows, layout.specs, strict=True))
+    shapes = tuple(split.shape(spec, rank) for split, spec in zip(rows, layout.specs, strict=True))
     return Exchange(rows, out, into, shapes, {run.index: run.offset for run in _runs(layout, rank)})
 
 
 def _spans(layout: FlatLayout, rows: Sequence[Rows], giver: int, getter: int) -> list[Span]:
     found = []
     for run in _runs(layout, giver):
-        cut = rows[run.index].starts
-        start, stop = max(run.start, cut[getter]), min(run.stop, cut[getter + 1])
+        starts = rows[run.index].starts
+        start, stop = max(run.start, starts[getter]), min(run.stop, starts[getter + 1])
         if start < stop:
-            found.append(Span(run.index, run.offset + start - run.start, start - cut[getter], stop - start))
+            found.append(Span(run.index, run.offset + start - run.start, start - starts[getter], stop - start))
     return found
 
 
@@ -143,7 +143,7 @@ def _runs(layout: FlatLayout, rank: int) -> tuple[ShardRun, ...]:
 
 @lru_cache(maxsize=4096)
 def find_first_owners(layout: FlatLayout) -> dict[int, int]:
-    """Return for each parameter with elements the first rank that has some.
+    """Return for each parameter with elements the lowest rank that has some.
 
     Args:
         layout: The flat layout.
@@ -166,7 +166,7 @@ def start_flat_to_rows(
     while the rest travels.
 
     Args:
-        shard: This rank's flat shard, or anything laid out as it is: 1-D, `layout.chunk` elements.
+        shard: This rank's flat shard, or another tensor of its layout: 1-D, `layout.chunk` elements.
         layout: The flat layout.
         group: The ranks that share it; None for one.
         staging: Where what is sent is put together, in use until the end.

@@ -31,15 +31,15 @@ class Ranks:
         """Build the grid from the process groups of a model.
 
         Args:
-            groups: They may be the same, or parts of each other; where there is none, the model is everywhere.
+            groups: They may be the same, or parts of each other; without any, the model is on all ranks.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         members: dict[frozenset[int], dist.ProcessGroup] = {}
-        told = [group for group in dict.fromkeys(groups) if group is not None]
-        if told and all(group.size() == 1 for group in told):
+        given = [group for group in dict.fromkeys(groups) if group is not None]
+        if given and all(group.size() == 1 for group in given):
             return cls()
-        for group in told:
+        for group in given:
             if group.size() > 1:
                 members.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
         axes = {of: group for of, group in members.items() if not any(of < other for other in members)}

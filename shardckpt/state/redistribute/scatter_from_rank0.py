@@ -26,11 +26,11 @@ def scatter_from_rank0(
 ) -> None:
     """Fill this rank's tensors with its parts of rank 0's. Collective: one all-to-all.
 
-    Rank 0's own parts are copied while the others' travel. A rank whose tensors lie side by side receives into
+    Rank 0's own parts are copied while the others' travel. A rank whose tensors are adjacent receives into
     them; elsewhere what arrives is copied once.
 
     Args:
-        rows: On the first rank of all, for each rank of the group its parts; None elsewhere.
+        rows: On rank 0, for each rank of the group its parts; None elsewhere.
         into: This rank's tensors, of the sizes of its parts; None, on all ranks, for what is left alone.
         group: The ranks that have different parts; None for one.
         copies: Those that have the same parts as this one.
@@ -82,7 +82,7 @@ def _give(
 
 
 def _in_one_piece(places: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Return tensors that lie side by side as one, 1-D; None where they do not, or are of another type or elsewhere."""
+    """Return adjacent tensors as one, 1-D; None if they are not adjacent, of another type or elsewhere."""
     if not places:
         return torch.empty(0, dtype=dtype, device=device)
     first = places[0]

@@ -261,5 +261,5 @@ def test_an_optimizer_beside_that_is_not_read_is_not_left_out_in_silence(verb: A
 
 def test_a_glob_with_the_models_key_is_explained(tmp_path: Path) -> None:
     src = saved(tmp_path, {"model": {"w": torch.ones(2)}})
-    with pytest.raises(UsageError, match=r"found 1 names such as w.*without the key"):
+    with pytest.raises(UsageError, match=r"found 1 names such as w.*without its key"):
         shardckpt.consolidate(src, tmp_path / "out", include=["model.*"])

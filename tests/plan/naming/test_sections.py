@@ -125,7 +125,7 @@ def test_a_key_that_leads_nowhere_lists_what_there_is() -> None:
 
 
 def test_a_key_where_all_tensors_lie_side_by_side_is_to_be_left_out() -> None:
-    with pytest.raises(UsageError, match="leave --optim-key out"):
+    with pytest.raises(UsageError, match="omit --optim-key"):
         find_key(holding([("w",), ("b",)]), "optimizer.pt", "--optim-key")
 
 

@@ -140,7 +140,7 @@ def test_what_no_mesh_of_the_model_fits_is_refused_by_name():
         load_model_state_dict(other, weights)
 
     for rank, raised in enumerate(raised_everywhere(4, body)):
-        assert "not cut into rows as these ranks would cut it" in raised.message, rank
+        assert "must be split into rows as a DTensor over these ranks" in raised.message, rank
         assert raised.message.startswith(("gain:", "first.weight:", "fit a state")), rank
 
 

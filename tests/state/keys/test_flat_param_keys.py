@@ -203,7 +203,7 @@ def test_what_does_not_fit_the_units_is_refused() -> None:
     parts = [to_flat_parameters(state, two(), rank) for rank in range(2)]
     with pytest.raises(UsageError, match="lacks members of flat parameters; found b"):
         to_flat_parameters({"a": state["a"]}, two())
-    with pytest.raises(UsageError, match=r"no such rank; found 2; expected below 2"):
+    with pytest.raises(UsageError, match=r"rank does not exist; found 2; expected below 2"):
         to_flat_parameters(state, two(), 2)
     with pytest.raises(UsageError, match="not as its unit says"):
         to_flat_parameters({**state, "b": torch.ones(4)}, two())
@@ -211,7 +211,7 @@ def test_what_does_not_fit_the_units_is_refused() -> None:
         to_original_parameters(parts[:1], two())
     with pytest.raises(UsageError, match="that of rank 0 is not as its unit says"):
         to_original_parameters(parts[::-1], two())
-    with pytest.raises(UsageError, match="tells of no flat parameters"):
+    with pytest.raises(UsageError, match="has no metadata of flat parameters"):
         flat_units(state)
 
 
