@@ -55,7 +55,7 @@ class Checkpoints(TrainerCallback):
         self._handle: shardckpt.SaveHandle | None = None
 
     def resume_from(self, folder: Path) -> str | None:
-        """Return the folder for `train(resume_from_checkpoint=...)`, or None if there is no step.
+        """Return the folder for `train(resume_from_checkpoint=...)`, or None for an empty run.
 
         The Trainer needs a folder with weights and with its position, so that it skips the batches that it has already
         used. `on_train_begin` restores everything else.

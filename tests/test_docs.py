@@ -173,6 +173,13 @@ class TestPages:
         assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_decisions_are_numbered_by_one_and_by_their_titles() -> None:
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    titles = [page.read_text(encoding="utf-8").partition(". ")[0] for page in pages]
+    assert titles == [f"# {number}" for number in range(1, len(pages) + 1)]
+    assert [page.name[:4] for page in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
+
+
 class TestTheSite:
     """`make check` builds it, strictly; links to files outside docs/ lead to copies of them there."""
 

@@ -47,7 +47,7 @@ def covered(layout: Layout, boxes: dict[int, list[Box]]) -> bool:
 
 @given(layouts(), WORLDS)
 def test_the_shards_of_all_ranks_hold_every_element_once(layout, world):
-    """At another world size too: it replaces the test of `layout.moves`, which was removed (decision 26)."""
+    """At another world size too: it replaces the test of `layout.moves`, which was removed (decision 27)."""
     assert_complete(layout)
     assert_complete(layout.with_world(world))
 
