@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -175,14 +176,14 @@ class Reader:
         return self
 
     @property
-    def stored(self) -> Store:
+    def raw_store(self) -> Store:
         """The files as they lie, where `store` checks what is read from them."""
         return self.store
 
     @property
-    def unverified(self) -> Store:
+    def unverified_store(self) -> Store:
         """The files for those who want no checks: only what nothing else vouches for is checked."""
-        return self.stored
+        return self.raw_store
 
     def checksums(self) -> Iterator[Checksum]:
         """Yield the checksums that the format stores, in file order; none where it stores none."""
@@ -196,9 +197,10 @@ class Format:
     Attributes:
         name: Short name, as in `Manifest.format`.
         title: What people call it.
-        looks_for: What a source must show to be recognized, one phrase.
-        recognize: Tells how sure the format is; must not raise for foreign or hostile content.
+        looks_for: Marks of a source, one phrase for messages.
+        recognize: Returns how sure the format is; must not raise for foreign or hostile content.
         open: Opens a recognized source.
+        names: Pattern of names of which a folder of this format has at least one; None if any folder may be.
     """
 
     name: str
@@ -206,6 +208,13 @@ class Format:
     looks_for: str
     recognize: Callable[[Source], Evidence]
     open: Callable[[Source], Reader]
+    names: re.Pattern[str] | None = field(default=None, compare=False)
+
+    def may_recognize(self, source: Source) -> bool:
+        """Return True if the names in a folder allow this format; every file may be of any."""
+        if source.file is not None:
+            return True
+        return self.names is None or any(map(self.names.fullmatch, source.listing))
 
 
 def require_size(store: Store, name: str, size: int, needed: int) -> None:

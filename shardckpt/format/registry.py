@@ -182,7 +182,7 @@ def _probe(source: Source, least: Evidence = Evidence.NAME) -> Format | None:
     """Return the format that recognizes a source, by structure if any does, else None."""
     named: Format | None = None
     for candidate in iter_formats():
-        evidence = candidate.recognize(source)
+        evidence = candidate.recognize(source) if candidate.may_recognize(source) else Evidence.NONE
         if evidence is Evidence.STRUCTURE:
             return candidate
         if evidence is least and named is None:

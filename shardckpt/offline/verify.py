@@ -143,7 +143,7 @@ def _blocks(reader: Reader, checksum: Checksum, buffer: bytearray) -> Iterator[m
     """Yield the bytes that a checksum covers, a part at a time in one buffer."""
     for start in range(0, checksum.nbytes, _BLOCK_BYTES):
         block = memoryview(buffer)[: min(_BLOCK_BYTES, checksum.nbytes - start)]
-        reader.stored.read([Read(checksum.file, checksum.offset + start, block)])
+        reader.raw_store.read([Read(checksum.file, checksum.offset + start, block)])
         yield block
 
 

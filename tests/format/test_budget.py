@@ -272,10 +272,10 @@ def test_lists_of_lists_are_refused_before_they_are_made() -> None:
 
 @pytest.mark.usefixtures("small_budget")
 def test_what_could_not_be_read_back_is_not_written() -> None:
-    fine = ManifestContents("0save", (), (), nest=[{"step": n, "loss": 0.5} for n in range(50_000)])
-    assert decode_manifest(encode_manifest(fine)).nest == fine.nest
+    fine = ManifestContents("0save", (), (), tree=[{"step": n, "loss": 0.5} for n in range(50_000)])
+    assert decode_manifest(encode_manifest(fine)).tree == fine.tree
     with pytest.raises(UnsupportedError, match=r"small lists.*Save them as tensors"):
-        encode_manifest(ManifestContents("0save", (), (), nest=[[] for _ in range(200_000)]))
+        encode_manifest(ManifestContents("0save", (), (), tree=[[] for _ in range(200_000)]))
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_what_this_release_writes_is_still_the_same_byte_for_byte(step: Path) ->
     assert manifest_name(contents.save) == reader.commit.manifest
     assert encode_commit(contents.save, manifest, contents.files) == (step / COMMIT).read_bytes()
     payload = {f.name: f.nbytes for f in contents.files if f.name.endswith(".safetensors") and not f.base}
-    for described in read_described(reader.stored, payload):
+    for described in read_described(reader.raw_store, payload):
         writer = int(described.name.split("-")[1])
         model = ("model",) if (step / "model.safetensors.index.json").exists() else None
         carry = described.carry or None

@@ -307,7 +307,7 @@ class BaseCheckpoint:
         found = []
         for number, (name, start, size) in enumerate(_blocks(files)):
             if number % shares == share:
-                self._reader.stored.read([Read(name, start, buffer[:size])])
+                self._reader.raw_store.read([Read(name, start, buffer[:size])])
                 found.append(xxhash.xxh3_64_intdigest(buffer[:size]))
         return found
 

@@ -41,14 +41,14 @@ class RemappedReader(Reader):
         self._inner = inner
 
     @property
-    def stored(self) -> Store:
+    def raw_store(self) -> Store:
         """The files as they lie."""
-        return self._inner.stored
+        return self._inner.raw_store
 
     @property
-    def unverified(self) -> Store:
+    def unverified_store(self) -> Store:
         """The files for those who want no checks."""
-        return self._inner.unverified
+        return self._inner.unverified_store
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces, located."""

@@ -70,7 +70,7 @@ class CheckpointSource:
             self._reader = remap_reader(self._reader, os.fspath(rules))
         self.url = url
         self.manifest = split_flat_names(self._reader.manifest)
-        self._store = self._reader.store if verify else self._reader.unverified
+        self._store = self._reader.store if verify else self._reader.unverified_store
 
     @property
     def reader(self) -> Reader:
@@ -231,7 +231,7 @@ class CheckpointSource:
     @property
     def grain(self) -> int:
         """Bytes that are read together, however few of them are wanted: blocks, where they are checked."""
-        return BLOCK_BYTES if self._store is not self._reader.stored else 1
+        return BLOCK_BYTES if self._store is not self._reader.raw_store else 1
 
     @cached_property
     def identity(self) -> bytes:

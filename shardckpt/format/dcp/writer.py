@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardckpt.boxes import Box, Shape
-from shardckpt.dtypes import nbytes
+from shardckpt.boxes import Shape
 from shardckpt.errors import NameCollisionError
 from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName, Pairs, encode_pickle
+from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.format.torchsave.writer import ALIGNMENT, Storage, TensorValue, TorchArchive, encode_archive, lay_out
 from shardckpt.manifest import Path, dotted
 
@@ -24,27 +24,6 @@ _CLASSES = "torch.distributed.checkpoint.metadata"
 _FILE = GlobalName("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _CONTIGUOUS = 0
 """`torch.contiguous_format`, as the metadata's enumeration counts it."""
-
-
-class SliceChunk(NamedTuple):
-    """A box of a tensor that is written as a slice.
-
-    Attributes:
-        path: Where the tensor sits in the saved nest.
-        shape: Of the whole tensor, in elements.
-        dtype: Torch's name of its type.
-        box: The elements.
-    """
-
-    path: Path
-    shape: Shape
-    dtype: str
-    box: Box
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return nbytes(self.dtype, self.box.volume)
 
 
 class SliceObject(NamedTuple):
@@ -69,7 +48,7 @@ class WrittenSlice(NamedTuple):
         nbytes: Bytes.
     """
 
-    what: SliceChunk | SliceObject
+    what: PayloadChunk | SliceObject
     archive: TorchArchive | None
     offset: int
     nbytes: int
@@ -103,7 +82,7 @@ def make_object(path: Path, value: object) -> SliceObject:
 
 
 def slice_files(
-    rank: int, chunks: Sequence[SliceChunk], items: Sequence[SliceObject], *, most_bytes: int, unique_suffix: str = ""
+    rank: int, chunks: Sequence[PayloadChunk], items: Sequence[SliceObject], *, most_bytes: int, unique_suffix: str = ""
 ) -> list[SliceFile]:
     """Lay out the files of one rank.
 
@@ -122,9 +101,9 @@ def slice_files(
     def finish() -> None:
         files.append(SliceFile(f"__{rank}_{len(files)}{mark}.distcp", tuple(slices)))
 
-    everything: list[SliceChunk | SliceObject] = [*chunks, *items]
+    everything: list[PayloadChunk | SliceObject] = [*chunks, *items]
     for what in everything:
-        archive = _archive(what) if isinstance(what, SliceChunk) else None
+        archive = _archive(what) if isinstance(what, PayloadChunk) else None
         size = archive.nbytes if archive is not None else len(what.content) if isinstance(what, SliceObject) else 0
         start = at + -at % ALIGNMENT
         if slices and start + size > most_bytes:
@@ -137,7 +116,7 @@ def slice_files(
     return files
 
 
-def _archive(chunk: SliceChunk) -> TorchArchive:
+def _archive(chunk: PayloadChunk) -> TorchArchive:
     value = TensorValue(0, chunk.dtype, chunk.box.size)
     return lay_out(value, [Storage(chunk.dtype, chunk.box.volume)])
 
@@ -216,7 +195,7 @@ def _index(name: str, offset: Shape | None, number: int | None) -> GlobalCall:
     return _class("MetadataIndex", state)
 
 
-def _tensor(chunk: SliceChunk, chunks: list[object]) -> GlobalCall:
+def _tensor(chunk: PayloadChunk, chunks: list[object]) -> GlobalCall:
     layout = GlobalCall(GlobalName("torch.serialization", "_get_layout"), ("torch.strided",))
     memory = GlobalCall(GlobalName(_CLASSES, "_MEM_FORMAT_ENCODING"), (_CONTIGUOUS,))
     properties = (GlobalName("torch", chunk.dtype), layout, False, memory, False)

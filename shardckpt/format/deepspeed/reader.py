@@ -7,6 +7,7 @@ master weights rounded to the dtype of the module, as every training step rounds
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from shardckpt.boxes import Shape
@@ -256,4 +257,5 @@ FORMAT = Format(
     looks_for="*_model_states.pt and *_optim_states.pt, or a file `latest` that names their folder",
     recognize=recognize,
     open=open_source,
+    names=re.compile(r"(?s)latest|global_step.*|.*_states\.pt"),
 )

@@ -7,6 +7,7 @@ are read as what they are. Known from their layout alone: no files that Composer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 
@@ -101,4 +102,5 @@ FORMAT = Format(
     looks_for=f"{_METADATA} beside model or optim, or a *{_POINTER} file that names a checkpoint",
     recognize=recognize,
     open=open_source,
+    names=re.compile(re.escape(_METADATA)),
 )

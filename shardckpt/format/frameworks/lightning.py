@@ -6,6 +6,8 @@ The model lies under the key its user gave it (Fabric) or under `model` (Trainer
 
 from __future__ import annotations
 
+import re
+
 from shardckpt.format.dcp import reader as dcp
 from shardckpt.format.frameworks.composite import SubReader, join
 from shardckpt.format.reader import Evidence, Format, Reader, Source
@@ -42,4 +44,5 @@ FORMAT = Format(
     looks_for="meta.pt beside a .metadata file and *.distcp files",
     recognize=recognize,
     open=open_source,
+    names=re.compile(re.escape(META)),
 )

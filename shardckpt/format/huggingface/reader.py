@@ -5,6 +5,7 @@ Also what `consolidate` itself writes beside a model: `optimizer*.safetensors` a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -247,4 +248,5 @@ FORMAT = Format(
     looks_for="*.safetensors files, or model.safetensors.index.json",
     recognize=recognize,
     open=open_source,
+    names=re.compile(rf"(?s){_SHARDED_FOLDER}|.*({re.escape(SUFFIX)}|{re.escape(INDEX_SUFFIX)})"),
 )

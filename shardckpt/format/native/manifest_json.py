@@ -58,7 +58,7 @@ class ManifestContents:
         save: The save's id.
         files: Every file of the step but the manifest and `COMMIT`.
         arrays: In the order of the saved nest.
-        nest: What was saved, as tagged JSON; arrays as indexes.
+        tree: The saved state as tagged JSON; tensors as indexes. Stored under the key `nest`.
         ties: Further path of an array to its index.
         topology: Free JSON: how the ranks stood.
         about: Free text: who wrote it.
@@ -69,7 +69,7 @@ class ManifestContents:
     save: str
     files: tuple[FileRecord, ...]
     arrays: tuple[ArrayRecord, ...]
-    nest: object = None
+    tree: object = None
     ties: Mapping[Path, int] = field(default_factory=dict)
     topology: Mapping[str, object] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class ManifestContents:
         """Return what no payload header says by itself, for `lay_out(carry=...)`."""
         return {
             "arrays": [list(a.path) for a in self.arrays],
-            "nest": self.nest,
+            "nest": self.tree,
             "ties": [[list(path), index] for path, index in self.ties.items()],
             "topology": dict(self.topology),
             "about": dict(self.about),
@@ -107,7 +107,7 @@ def encode_manifest(contents: ManifestContents) -> bytes:
             **digests_json(contents.arrays),
             "ties": [[list(path), index] for path, index in contents.ties.items()],
             **_variants_json(contents.variants),
-            "nest": contents.nest,
+            "nest": contents.tree,
         }
     )
     try:
@@ -141,7 +141,7 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> ManifestC
         save=read_save(raw["save"], where),
         files=files,
         arrays=arrays,
-        nest=raw["nest"],
+        tree=raw["nest"],
         ties=read_ties(raw["ties"], [a.path for a in arrays], where),
         topology=raw["topology"],
         about=raw["about"],

@@ -42,13 +42,13 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 class PayloadChunk(NamedTuple):
-    """The part of one array that one writer writes.
+    """A box of a tensor that is written to one file.
 
     Attributes:
-        path: Where the array sits in the saved nest.
-        shape: Of the whole array, in elements.
-        dtype: Torch's name of its type.
-        box: The elements, of the whole array; written in row-major order.
+        path: Path of the tensor in the saved state.
+        shape: Full shape, in elements.
+        dtype: Name of the torch dtype.
+        box: The elements; written in row-major order.
     """
 
     path: Path

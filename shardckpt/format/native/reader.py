@@ -102,12 +102,12 @@ class NativeReader(Reader):
         super().__init__(VerifiedStore(stored, files), build_manifest(store, contents, sizes, bases))
 
     @property
-    def stored(self) -> Store:
+    def raw_store(self) -> Store:
         """The files as they lie, unchecked."""
         return self._stored
 
     @property
-    def unverified(self) -> Store:
+    def unverified_store(self) -> Store:
         """The files without the hashes; those of a folder that is not what the step was saved against with them."""
         return self._unverified
 
@@ -120,7 +120,7 @@ class NativeReader(Reader):
         Raises:
             CheckpointError: The nest does not follow the format.
         """
-        return tagged_json.decode(self.contents.nest, decode_ref, where=self.store.url)
+        return tagged_json.decode(self.contents.tree, decode_ref, where=self.store.url)
 
     def block_hashes(self) -> dict[str, tuple[int, ...]]:
         """Return the xxh3-64 of each block of each file that was saved with checksums."""
@@ -218,7 +218,7 @@ def build_manifest(
 
 def _objects(contents: ManifestContents, where: str) -> dict[Path, ObjectEntry]:
     """Return every value that is no array; a list without arrays is one value."""
-    nest = tagged_json.decode(contents.nest, where=where)
+    nest = tagged_json.decode(contents.tree, where=where)
     walk = _ValueCollector(contents, where)
     found: list[ObjectEntry] = []
     walk.add(nest, (), found)
@@ -262,4 +262,5 @@ FORMAT = Format(
     looks_for=f"a step of shardckpt ({COMMIT})",
     recognize=recognize,
     open=open_source,
+    names=re.compile(rf"{COMMIT}|{_PAYLOAD.pattern}"),
 )

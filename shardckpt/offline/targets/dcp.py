@@ -10,8 +10,9 @@ from typing import Any
 
 from shardckpt.boxes import Box, full_box
 from shardckpt.errors import NameCollisionError
-from shardckpt.format.dcp.writer import METADATA, SliceChunk, SliceFile, encode_metadata, make_object, slice_files
+from shardckpt.format.dcp.writer import METADATA, SliceFile, encode_metadata, make_object, slice_files
 from shardckpt.format.encodings.pickle_stubs import Ordered
+from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.writer import TYPES, ArchiveWriter
 from shardckpt.manifest import Path, dotted
@@ -81,7 +82,7 @@ def _holds_open_ordered_dict(value: object) -> bool:
     return isinstance(value, list) and any(map(_holds_open_ordered_dict, value))
 
 
-def _parts(arrays: Mapping[Path, OutputTensor], chunks: Iterable[SliceChunk]) -> Iterable[TensorPart]:
+def _parts(arrays: Mapping[Path, OutputTensor], chunks: Iterable[PayloadChunk]) -> Iterable[TensorPart]:
     for chunk in chunks:
         tensor = arrays[chunk.path]
         if tensor.members:
@@ -132,10 +133,10 @@ class _Slices:
             self._writer.write(bytes(offset - self._at))
             self._at = offset + nbytes
             if archive is None:
-                assert not isinstance(what, SliceChunk), "chunks have archives"
+                assert not isinstance(what, PayloadChunk), "chunks have archives"
                 self._writer.write(what.content)
                 continue
-            assert isinstance(what, SliceChunk), "objects have their bytes"
+            assert isinstance(what, PayloadChunk), "objects have their bytes"
             self._archive = ArchiveWriter(archive, self._writer.write)
             self._missing = what.nbytes
 
@@ -224,7 +225,9 @@ def _lay_out(content: Content, boxes: Boxes, max_file_bytes: int, unique_suffix:
     items = [make_object(path, value) for path, value in content.values.items()]
     files: list[SliceFile] = []
     for rank, own_boxes in enumerate(boxes):
-        chunks = [SliceChunk(path, content.arrays[path].shape, content.arrays[path].dtype, b) for path, b in own_boxes]
+        chunks = [
+            PayloadChunk(path, content.arrays[path].shape, content.arrays[path].dtype, b) for path, b in own_boxes
+        ]
         own_items = items if rank == 0 else ()
         files += slice_files(rank, chunks, own_items, most_bytes=max_file_bytes, unique_suffix=unique_suffix)
     metadata = encode_metadata(files, content.ties, content.order or tuple(content.arrays))
@@ -232,7 +235,7 @@ def _lay_out(content: Content, boxes: Boxes, max_file_bytes: int, unique_suffix:
 
 
 def _dcp_file(file: SliceFile, arrays: Mapping[Path, OutputTensor]) -> OutputFile:
-    chunks = [piece.what for piece in file.slices if isinstance(piece.what, SliceChunk)]
+    chunks = [piece.what for piece in file.slices if isinstance(piece.what, PayloadChunk)]
 
     def encode(stream: TensorStream, writer: Writer) -> tuple[int, ...]:
         sink = _Slices(file, writer)

@@ -102,7 +102,7 @@ def build_full_tree(reader: Reader, *, allow_loss: bool) -> NativeTree:
     arrays = {path: OutputTensor(dotted(path), e, e.dtype) for path, e in zip(paths, entries, strict=True)}
     if isinstance(reader, NativeReader):
         contents = reader.contents
-        return NativeTree(arrays, contents.nest, contents.ties, contents.topology, manifest.warnings, contents.variants)
+        return NativeTree(arrays, contents.tree, contents.ties, contents.topology, manifest.warnings, contents.variants)
     numbers = {path: number for number, path in enumerate(paths)}
     ties = {path: numbers[kept] for path, kept in manifest.aliases.items()}
     refs = {path: ArrayRef(numbers[manifest.aliases.get(path, path)]) for path in manifest.tensors}

@@ -11,14 +11,15 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from shardckpt.boxes import Box, full_box
 from shardckpt.errors import NameCollisionError, UnsupportedError
-from shardckpt.format.dcp.writer import SliceChunk, encode_metadata, make_object, slice_files
+from shardckpt.format.dcp.writer import encode_metadata, make_object, slice_files
+from shardckpt.format.native.payload import PayloadChunk
 from shardckpt.format.torchsave.writer import ALIGNMENT
 
 CHUNKS = [
-    SliceChunk(("model", "w"), (4, 3), "bfloat16", Box((0, 0), (2, 3))),
-    SliceChunk(("model", "w"), (4, 3), "bfloat16", Box((2, 0), (2, 3))),
-    SliceChunk(("model", "s"), (), "float32", full_box(())),
-    SliceChunk(("model", "none"), (0, 2), "int64", full_box((0, 2))),
+    PayloadChunk(("model", "w"), (4, 3), "bfloat16", Box((0, 0), (2, 3))),
+    PayloadChunk(("model", "w"), (4, 3), "bfloat16", Box((2, 0), (2, 3))),
+    PayloadChunk(("model", "s"), (), "float32", full_box(())),
+    PayloadChunk(("model", "none"), (0, 2), "int64", full_box((0, 2))),
 ]
 ITEMS = [make_object(("optim", "param_groups", 0, "lr"), 0.1)]
 
@@ -64,7 +65,7 @@ def test_the_metadata_is_what_torch_makes_of_it() -> None:
 
 
 def test_paths_that_read_alike_and_values_that_torch_refuses() -> None:
-    chunks = [SliceChunk(path, (), "float32", full_box(())) for path in (("a.b",), ("a", "b"))]
+    chunks = [PayloadChunk(path, (), "float32", full_box(())) for path in (("a.b",), ("a", "b"))]
     with pytest.raises(NameCollisionError, match=r"a\.b"):
         encode_metadata(slice_files(0, chunks, [], most_bytes=1 << 20), {})
     with pytest.raises(UnsupportedError, match="object"):

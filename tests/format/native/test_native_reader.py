@@ -437,7 +437,7 @@ def test_a_manifest_that_was_changed_is_not_the_one_that_was_committed(tmp_path:
 def test_json_that_nests_for_ever_is_refused(tmp_path: Path) -> None:
     write_step(tmp_path, state())
     reader = opened(tmp_path)
-    commit(tmp_path, replace(reader.contents, nest=1))
+    commit(tmp_path, replace(reader.contents, tree=1))
     data = (tmp_path / manifest_name(SAVE)).read_bytes().replace(b'"nest":1', b'"nest":' + b"[" * 20000 + b"]" * 20000)
     (tmp_path / manifest_name(SAVE)).write_bytes(data)
     (tmp_path / COMMIT).write_bytes(encode_commit(SAVE, data, reader.contents.files))

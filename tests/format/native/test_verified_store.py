@@ -139,10 +139,10 @@ def test_beyond_the_end_is_the_usual_error(step: Path) -> None:
 
 def test_other_files_and_calls_go_to_the_underlying_store(step: Path) -> None:
     reader = open_checkpoint(str(step))
-    assert reader.store.list() == reader.stored.list()
+    assert reader.store.list() == reader.raw_store.list()
     assert reader.store.size("COMMIT") == (step / "COMMIT").stat().st_size
-    assert reader.store.url == reader.stored.url
-    assert reader.store.capabilities == reader.stored.capabilities
+    assert reader.store.url == reader.raw_store.url
+    assert reader.store.capabilities == reader.raw_store.capabilities
     with reader.store.create("x") as writer:
         writer.write(b"1")
     buffer = bytearray(1)
@@ -152,6 +152,6 @@ def test_other_files_and_calls_go_to_the_underlying_store(step: Path) -> None:
     reader.store.delete("y")
     assert not (step / "y").exists()
     (step / "sub").mkdir()
-    assert reader.store.changed_at("sub") == reader.stored.changed_at("sub") is not None
+    assert reader.store.changed_at("sub") == reader.raw_store.changed_at("sub") is not None
     reader.store.delete_folder("sub")
     assert not (step / "sub").exists()
