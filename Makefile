@@ -1,11 +1,11 @@
-# `make demo` and `make test` start from nothing but Python and pip; the virtual environment is made once.
+# `make demo` and `make test` need only Python and pip. They create the virtual environment once.
 PYTHON ?= python3
 VENV ?= .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-# Tests start the command a hundred times: each would compile the whole package anew.
+# Tests start the command a hundred times, and each start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-repeat test-slow check format clean
@@ -19,14 +19,14 @@ WORKERS ?= 3
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
-# The whole suite N times, whatever fails, without retries; BUSY=1 keeps every core busy with a loop beside it.
+# Run the full suite N times without retries, even if tests fail. BUSY=1 runs a busy loop on every core.
 N ?= 10
 BUSY ?= 0
 test-repeat: $(STAMP)
 	$(BIN)/python tests/repeat.py --runs $(N) $(if $(filter-out 0,$(BUSY)),--busy) -- -n $(WORKERS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
-# What starts every peer of every benchmark, and the full product of what the engine may be told, of which `make test`
-# brings every three settings together: run it when a benchmark, what it measures, or the engine changed.
+# Tests of all peers of all benchmarks, and of all combinations of engine settings (`make test` covers all triples of them).
+# Run it after changes of a benchmark, of the measured code, or of the engine.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 

@@ -1,8 +1,8 @@
 """Complete the site that mkdocs builds from docs/: source files that pages link to, and the list of decisions.
 
-Pages link to files outside docs/ (`../examples/demo.py`), as one reads them in a checkout. The site gets a copy of each
-such file below `source/`, and the links are rewritten to it. A link to a file that does not exist stays as it is;
-`mkdocs build --strict` fails on it.
+Pages link to files outside docs/ (`../examples/demo.py`), so that the links work in a checkout. The site gets a copy of
+each such file below `source/`, and the links are rewritten to it. A link to a missing file is not changed, so
+`mkdocs build --strict` fails.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LINK = re.compile(r"(?<=\]\()\.\./[^)#\s]+")
 
 
 def find_source(page: str, link: str) -> str | None:
-    """Return the path in the repository of the file outside docs/ that a link leads to, or None if there is none.
+    """Return the path of the file outside docs/ that a link leads to, or None if there is no such file.
 
     Args:
-        page: Path of the page that has the link, in docs/.
-        link: The link as it stands in the page.
+        page: Path of the page, relative to docs/.
+        link: The link as written in the page.
     """
     target = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
     is_outside = not target.startswith(("docs/", "../"))

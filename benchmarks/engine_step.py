@@ -38,7 +38,7 @@ import torch._dynamo  # optimizers import it at their first step; import it once
 import torch.distributed as dist
 from llama import Block, Llama, Shape
 from ranks import LIBC, RANKS, median_ratio, read_status, return_freed_memory, run_ranks
-from results import RESULTS, machine, record
+from results import RESULTS, Lines, machine, record
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TheirPolicy
@@ -312,17 +312,8 @@ def measure_units(engines: Sequence[Engine], rounds: int) -> dict[str, tuple[flo
 # ------------------------------------------------------------------------------------------------------------ report
 
 
-class Report:
-    """The printed lines, and the limits that were exceeded."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.failed: list[str] = []
-
-    def say(self, line: str = "") -> None:
-        """Print a line and keep it for RESULTS.md."""
-        print(line, flush=True)
-        self.lines.append(line)
+class Report(Lines):
+    """The tables of steps, memory and units."""
 
     def steps(self, engines: Sequence[Engine], results: dict[str, list[Step]]) -> None:
         """Print the table of step times."""

@@ -15,6 +15,19 @@ The scripts in this folder write this file with `--record`. Their docstrings des
 """
 
 
+class Lines:
+    """The printed lines of a benchmark, and the limits that it exceeded."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.failed: list[str] = []
+
+    def say(self, line: str = "") -> None:
+        """Print a line and keep it for RESULTS.md."""
+        print(line, flush=True)
+        self.lines.append(line)
+
+
 def machine() -> str:
     """Return a line about the machine and the Python version."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -58,7 +58,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from consolidate import file_system, parse_size
 from ranks import LIBC, RANKS, median_ratio, read_status, return_freed_memory, run_ranks
-from results import RESULTS, machine, record
+from results import RESULTS, Lines, machine, record
 from safetensors.torch import save_file
 from state_dict import number
 from torch.distributed.device_mesh import DeviceMesh
@@ -641,17 +641,8 @@ def time_planning(world: int, arrays: int, *, flat: bool) -> tuple[float, int]:
 # ----------------------------------------------------------------------------------------------------------- report
 
 
-class Report:
-    """The printed lines, and the limits that were exceeded."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.failed: list[str] = []
-
-    def say(self, line: str = "") -> None:
-        """Print a line and keep it for RESULTS.md."""
-        print(line, flush=True)
-        self.lines.append(line)
+class Report(Lines):
+    """The tables of a case."""
 
     def table(self, title: str, measurements: Sequence[Measurement]) -> None:
         """Print the table of an operation, its baseline first."""

@@ -46,7 +46,7 @@ import torch._dynamo  # optimizers import it when they are created; import it on
 import torch.distributed as dist
 from llama import Block, Llama, Shape
 from ranks import LIBC, RANKS, median_ratio, read_status, return_freed_memory, run_ranks
-from results import RESULTS, machine, record
+from results import RESULTS, Lines, machine, record
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -568,17 +568,8 @@ TITLES = {
 }
 
 
-class Report:
-    """The printed lines, and the limits that were exceeded."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.failed: list[str] = []
-
-    def say(self, line: str = "") -> None:
-        """Print a line and keep it for RESULTS.md."""
-        print(line, flush=True)
-        self.lines.append(line)
+class Report(Lines):
+    """The table of a case."""
 
     def head(self, title: str) -> None:
         """Print the head of a table."""
