@@ -38,6 +38,7 @@ ARROWS: dict[str, set[str]] = {
     "checkpoint": {"state", "plan", "format", "storage", "rendezvous", "deprecation"} | LEAVES,
     "offline": {"plan", "format", "storage", "plugins"} | LEAVES,
     "offline.write.parallel": {"plan", "format", "storage", "groups"} | LEAVES,
+    "testing": {"door", "offline", "plan", "format", "storage"} | LEAVES,
     # The door names everything for type checkers and resolves each name on first use.
     "door": {"core", "state", "checkpoint", "offline", "format", "plan", "storage", "groups"} | LEAVES,
     "cli": {"door", "errors"},
@@ -75,8 +76,9 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
 # Third-party libraries and the packages that may know of them.
 LIBRARIES: dict[str, set[str]] = {
     "torch": {"rendezvous", "groups", "core", "state", "checkpoint"},
-    "fsspec": {"storage"},
+    "fsspec": {"storage", "testing"},
     "typer": {"cli"},
+    "pytest": {"testing"},
     "click": {"cli"},
     "rich": {"cli"},
     "safetensors": set(),

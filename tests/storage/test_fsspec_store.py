@@ -11,7 +11,6 @@ import boto3
 import pytest
 import s3fs
 from bucket import Bucket, Upload
-from store_suite import CONTENT, StoreSuite, put
 
 from shardckpt.errors import MissingFileError, StorageError, TargetExistsError, TruncatedError, UsageError
 from shardckpt.storage import fsspec_store, fsspec_writer, retry
@@ -19,6 +18,7 @@ from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.range_cache import BLOCK, GAP, MAX_REQUEST, WHOLE_FILE
 from shardckpt.storage.resolve_url import kind
 from shardckpt.storage.store import Read, read_bytes
+from shardckpt.testing.store_suite import CONTENT, StoreSuite, put
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ class TestMemory(RemoteSuite):
 
 
 class TestBucket(RemoteSuite):
-    tells_times = False
+    knows_times = False
 
     @pytest.fixture
     def store(self, bucket):

@@ -8,12 +8,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from store_suite import CONTENT, StoreSuite, put
 
 from shardckpt.errors import MissingFileError, NoSpaceError, StorageError, TruncatedError, UnsafeError
 from shardckpt.storage import local
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Read, read_bytes
+from shardckpt.testing.store_suite import CONTENT, StoreSuite, put
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from pathlib import Path
 import fsspec
 import pytest
 from servers import make_key
-from store_suite import put
 
 from shardckpt.errors import StorageError, UsageError
 from shardckpt.storage import retry
 from shardckpt.storage.fsspec_store import FsspecStore, connect
 from shardckpt.storage.resolve_url import kind
 from shardckpt.storage.store import read_bytes
+from shardckpt.testing.store_suite import put
 
 
 @pytest.fixture

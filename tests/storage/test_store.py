@@ -1,10 +1,10 @@
 """A wrapped store is the one beneath in everything, but for what a subclass changes."""
 
 import pytest
-from store_suite import StoreSuite, put
 
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import WrappedStore, read_bytes
+from shardckpt.testing.store_suite import StoreSuite, put
 
 
 class TestOnDisk(StoreSuite):

@@ -2,12 +2,12 @@
 
 import fsspec
 import pytest
-from store_suite import StoreSuite, put
 
 from shardckpt.errors import UnsafeError
 from shardckpt.storage.fsspec_store import FsspecStore
 from shardckpt.storage.local import LocalStore
 from shardckpt.storage.store import Listed, SubfolderStore
+from shardckpt.testing.store_suite import StoreSuite, put
 
 
 class TestOnDisk(StoreSuite):

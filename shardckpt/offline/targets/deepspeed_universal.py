@@ -28,7 +28,6 @@ from shardckpt.offline.targets.torchsave import state_dict, torch_file
 from shardckpt.offline.write.conversion import PlannedFiles
 from shardckpt.offline.write.numpy_casts import numpy_dtype
 from shardckpt.offline.write.resolve import read_blocks
-from shardckpt.offline.write.stream import OutputFile
 from shardckpt.offline.write.target_writer import Layout
 from shardckpt.plan.layout.output_files import OutputTensor
 from shardckpt.plan.optim.optim_keys import GROUPS
@@ -60,6 +59,10 @@ class _Param:
     step: OutputTensor | object
 
 
+_PlannedFile = tuple[str, object, Sequence[OutputTensor]]
+"""Path of a torch file, its value, and the tensors of its storages."""
+
+
 def plan(conversion: Conversion) -> PlannedFiles:
     """Plan the folder of a conversion.
 
@@ -69,9 +72,28 @@ def plan(conversion: Conversion) -> PlannedFiles:
     """
     reader, selection, options = conversion.reader, conversion.selection, conversion.options
     weights = master_weights(reader, options, conversion.config.config, selection)
-    files, small = lay_out(reader, selection, weights, allow_loss=options.allow_loss)
-    layout = Layout(tuple(files), small)
-    nbytes = conversion.nbytes + sum(tensor.nbytes for tensor in weights)
+    params, lost = _params(selection, weights)
+    require_allowed(lost, TARGET.title, allow_loss=options.allow_loss)
+    steps = _steps(reader, params)
+    folder = f"global_step{steps}_universal"
+    files = [
+        file for name, param in params.items() for file in _param_files(f"{folder}/{_ZERO}/{_folder_name(name)}", param)
+    ]
+    files.append((f"{folder}/{_ZERO}/optimizer_state.pt", *_optimizer_state(reader, selection, params)))
+    fields = _model_fields(reader, selection, params, steps)
+    model = {"module": state_dict(selection, selection.model), **fields}
+    files.append((f"{folder}/mp_rank_00_model_states.pt", model, selection.model))
+    small = {
+        f"{folder}/zero_pp_rank_0_mp_rank_00_model_states.pt": encode_archive({"module": {}, **fields}),
+        **{
+            f"{folder}/{_ZERO}/{_folder_name(name)}/{_STEP}.pt": encode_archive(param.step)
+            for name, param in params.items()
+            if param.step is not None and not isinstance(param.step, OutputTensor)
+        },
+        LATEST: folder.encode(),
+    }
+    layout = Layout(tuple(torch_file(*file) for file in files), small)
+    nbytes = sum(tensor.nbytes for _, _, tensors in files for tensor in tensors)
     return PlannedFiles(_KIND, LATEST, lambda *_: layout, nbytes)
 
 
@@ -118,44 +140,6 @@ def master_weights(
             )
         made.append(OutputTensor(name, tensor.entry, "float32"))
     return made
-
-
-def lay_out(
-    reader: Reader, selection: Selection, weights: Sequence[OutputTensor], *, allow_loss: bool
-) -> tuple[list[OutputFile], dict[str, bytes]]:
-    """Return the files of the target: those with tensors, and the content of the small ones.
-
-    Args:
-        reader: The source.
-        selection: What is written.
-        weights: Of every trained parameter, in float32.
-        allow_loss: Leave out what DeepSpeed would not load.
-
-    Raises:
-        UsageError: DeepSpeed would not load this: the message says why.
-        CheckpointError: The count of steps cannot be read.
-    """
-    params, lost = _params(selection, weights)
-    require_allowed(lost, TARGET.title, allow_loss=allow_loss)
-    steps = _steps(reader, params)
-    folder = f"global_step{steps}_universal"
-    files = [
-        file for name, param in params.items() for file in _param_files(f"{folder}/{_ZERO}/{_folder_name(name)}", param)
-    ]
-    files.append(_optimizer_state(f"{folder}/{_ZERO}/optimizer_state.pt", reader, selection, params))
-    told = _model_fields(reader, selection, params, steps)
-    model = {"module": state_dict(selection, selection.model), **told}
-    files.append(torch_file(f"{folder}/mp_rank_00_model_states.pt", model, selection.model))
-    small = {
-        f"{folder}/zero_pp_rank_0_mp_rank_00_model_states.pt": encode_archive({"module": {}, **told}),
-        **{
-            f"{folder}/{_ZERO}/{_folder_name(name)}/{_STEP}.pt": encode_archive(param.step)
-            for name, param in params.items()
-            if param.step is not None and not isinstance(param.step, OutputTensor)
-        },
-        LATEST: folder.encode(),
-    }
-    return files, small
 
 
 def _trained_names(selection: Selection) -> list[str]:
@@ -211,16 +195,18 @@ def _folder_name(name: str) -> str:
     return name
 
 
-def _param_files(folder: str, param: _Param) -> Iterator[OutputFile]:
+def _param_files(folder: str, param: _Param) -> Iterator[_PlannedFile]:
     for slot, tensor in {_WEIGHTS: param.weights, **param.slots}.items():
         value = {"cat_dim": 0, "param": TensorValue(0, tensor.dtype, tensor.shape)}
-        yield torch_file(f"{folder}/{slot}.pt", value, [tensor])
+        yield f"{folder}/{slot}.pt", value, [tensor]
     if isinstance(param.step, OutputTensor):
-        yield torch_file(f"{folder}/{_STEP}.pt", TensorValue(0, param.step.dtype, ()), [param.step])
+        yield f"{folder}/{_STEP}.pt", TensorValue(0, param.step.dtype, ()), [param.step]
 
 
-def _optimizer_state(name: str, reader: Reader, selection: Selection, params: Mapping[str, _Param]) -> OutputFile:
-    """Return the file of what all parameters share; stage 3 reads its groups and its steps there once more."""
+def _optimizer_state(
+    reader: Reader, selection: Selection, params: Mapping[str, _Param]
+) -> tuple[object, Sequence[OutputTensor]]:
+    """Return the content that all parameters share; stage 3 reads its groups and its steps there once more."""
     steps = [param.step for param in params.values() if isinstance(param.step, OutputTensor)][:1]
     step = TensorValue(0, steps[0].dtype, ()) if steps else next((p.step for p in params.values()), None)
     given: Sequence[Mapping[str, Any]] = (selection.groups or {}).get(GROUPS, ())
@@ -234,7 +220,7 @@ def _optimizer_state(name: str, reader: Reader, selection: Selection, params: Ma
             "param_groups": groups,
         },
     }
-    return torch_file(name, value, steps)
+    return value, steps
 
 
 def _model_fields(reader: Reader, selection: Selection, params: Mapping[str, _Param], steps: int) -> dict[str, object]:

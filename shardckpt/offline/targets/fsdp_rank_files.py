@@ -53,7 +53,9 @@ def plan_rank_files(reader: Reader, options: RankOptions, title: str) -> Planned
     split = sharded_paths(content, options.keep_whole)
     payload = tuple(_rank_file(content, split, rank, options.world_size) for rank in range(options.world_size))
     layout = Layout(payload, {})
-    files = PlannedFiles(_KIND, payload[-1].name, lambda *_: layout, sum(file.nbytes for file in payload))
+    copies = {path: 1 if path in split else options.world_size for path in content.arrays}
+    nbytes = sum(tensor.nbytes * copies[path] for path, tensor in content.arrays.items())
+    files = PlannedFiles(_KIND, payload[-1].name, lambda *_: layout, nbytes)
     return PlannedRanks(files, content.arrays, content.ties, (*reader.manifest.warnings, *content.left_out))
 
 

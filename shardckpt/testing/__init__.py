@@ -1,0 +1,11 @@
+"""Conformance suites for stores, readers and targets: subclass one in a test module. Needs pytest."""
+
+import pytest
+
+pytest.register_assert_rewrite(*(f"shardckpt.testing.{name}_suite" for name in ("reader", "store", "target")))
+
+from shardckpt.testing.reader_suite import ReaderSuite  # noqa: E402  (rewriting comes first)
+from shardckpt.testing.store_suite import StoreSuite  # noqa: E402
+from shardckpt.testing.target_suite import TargetSuite  # noqa: E402
+
+__all__ = ["ReaderSuite", "StoreSuite", "TargetSuite"]

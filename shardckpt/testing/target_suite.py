@@ -1,0 +1,198 @@
+"""What every target must do: write what it planned, all or nothing, and lose nothing without saying so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+import shardckpt
+from shardckpt.dtypes import SAFETENSORS_NAMES
+from shardckpt.errors import TargetExistsError, UsageError
+from shardckpt.format.encodings.safetensors import HeaderTensor, encode_header, file_order
+from shardckpt.offline.targets.base import Target
+from shardckpt.offline.targets.target_registry import choose_target
+from shardckpt.offline.write.numpy_casts import numpy_dtype
+
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "scalar": (),
+    "empty": (0, 3),
+    "row": (5,),
+    "layers.0.weight": (7, 3),
+    "layers.0.bias": (3,),
+    "large": (700, 600),
+}
+
+
+class TargetSuite:
+    """Tests of one `Target`. A subclass sets `target`; the target must be installed, and a format must read it.
+
+    Attributes:
+        target: The target under test.
+        options: Options that it needs, such as `{"part": "all"}`.
+        is_deterministic: Whether two conversions give the same bytes.
+    """
+
+    target: Target
+    options: Mapping[str, Any] = {}
+    is_deterministic = True
+
+    @pytest.fixture
+    def source(self, tmp_path: Path) -> Path:
+        """Return a checkpoint of a model and its optimizer."""
+        rng = np.random.default_rng(7)
+        model = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+        return write_source(tmp_path / "source", model)
+
+    def convert(self, source: Path, place: str | Path, **options: Any) -> shardckpt.Report:
+        """Convert a checkpoint to the target under test."""
+        return shardckpt.consolidate(source, place, to=self.target.name, **{**self.options, **options})
+
+    def test_it_is_installed_and_describes_itself(self) -> None:
+        assert self.target.name in shardckpt.list_targets()
+        assert choose_target(self.target.name, "out").title == self.target.title
+        assert self.target.title and self.target.files and self.target.read_by
+
+    def test_the_files_are_those_that_were_planned(self, source: Path, tmp_path: Path) -> None:
+        planned = self.convert(source, tmp_path / "out", dry_run=True)
+        assert not (tmp_path / "out").exists()
+        report = self.convert(source, tmp_path / "out")
+        if self.is_deterministic:
+            assert report.files == planned.files
+        written = read_files(tmp_path / "out")
+        assert {file.name: file.nbytes for file in report.files} | {
+            name: len(written[name]) for name in report.carried
+        } == {name: len(content) for name, content in written.items()}
+        assert sum(file.nbytes for file in report.files) >= report.nbytes
+
+    @pytest.mark.parametrize("max_shard_size", [64, "5GB"])
+    @pytest.mark.parametrize("verb", ["consolidate", "convert"])
+    def test_every_value_is_read_back(self, verb: str, max_shard_size: int | str, source: Path, tmp_path: Path) -> None:
+        convert = getattr(shardckpt, verb)
+        out = tmp_path / "out"
+        convert(source, out, to=self.target.name, **{**self.options, "max_shard_size": max_shard_size})
+        comparison = shardckpt.diff(source, out, part="model")
+        assert comparison.same, comparison
+        assert comparison.compared == len(SHAPES)
+        assert shardckpt.verify(out).ok
+
+    def test_a_cast_is_written_in_the_new_dtype(self, source: Path, tmp_path: Path) -> None:
+        if not self.target.holds_dtype("float64"):
+            pytest.skip("the target holds no float64")
+        self.convert(source, tmp_path / "out", dtype="float64")
+        differences = shardckpt.diff(source, tmp_path / "out", part="model").differences
+        assert {each.kind for each in differences} <= {"dtype"}
+
+    def test_files_side_by_side_are_the_same_as_one_after_the_other(self, source: Path, tmp_path: Path) -> None:
+        for name, jobs in (("one", 1), ("many", 3)):
+            self.convert(source, tmp_path / name, jobs=jobs, max_shard_size=64)
+        if self.is_deterministic:
+            assert read_files(tmp_path / "one") == read_files(tmp_path / "many")
+        assert shardckpt.diff(tmp_path / "one", tmp_path / "many").same
+
+    @pytest.mark.parametrize("dtype", sorted(SAFETENSORS_NAMES))
+    def test_a_dtype_is_kept_or_refused(self, dtype: str, tmp_path: Path) -> None:
+        try:
+            values = np.ones(4).astype(numpy_dtype(dtype))
+        except TypeError:
+            pytest.skip("numpy has no such type")
+        source = write_source(tmp_path / "source", {"x": values, "y": np.ones(2, np.float32)}, {"x": dtype})
+        if self.target.holds_dtype(dtype):
+            self.convert(source, tmp_path / "out")
+            assert shardckpt.diff(source, tmp_path / "out", part="model").same
+            return
+        with pytest.raises(UsageError, match=r"x, of type"):
+            self.convert(source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_only_its_own_checkpoint_is_replaced(self, source: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        self.convert(source, out)
+        with pytest.raises(TargetExistsError):
+            self.convert(source, out)
+        self.convert(source, out, overwrite=True)
+        (out / "notes.txt").write_text("mine")
+        before = read_files(out)
+        with pytest.raises(TargetExistsError, match="notes"):
+            self.convert(source, out, overwrite=True)
+        assert read_files(out) == before
+
+    def test_a_conversion_that_is_stopped_leaves_nothing(self, source: Path, tmp_path: Path) -> None:
+        class Stop(Exception):  # noqa: N818
+            """Stops the conversion."""
+
+        def stop(progress: shardckpt.Progress) -> None:
+            if progress.done_bytes > progress.total_bytes // 2:
+                raise Stop
+
+        with pytest.raises(Stop):
+            self.convert(source, tmp_path / "out", on_progress=stop)
+        assert [file.name for file in tmp_path.iterdir()] == [source.name]
+
+    def test_progress_ends_at_the_total(self, source: Path, tmp_path: Path) -> None:
+        steps: list[shardckpt.Progress] = []
+        self.convert(source, tmp_path / "out", on_progress=steps.append)
+        assert steps[-1].done_bytes == steps[-1].total_bytes
+
+    def test_a_store_without_rename_gets_the_same_checkpoint(self, source: Path) -> None:
+        place = f"memory://shardckpt-{self.target.name}"
+        try:
+            for _ in range(2):
+                self.convert(source, place, overwrite=True)
+                assert shardckpt.diff(source, place, part="model").same
+        finally:
+            fsspec.filesystem("memory").rm(place, recursive=True)
+
+    def test_any_number_of_ranks_holds_the_same(self, source: Path, tmp_path: Path) -> None:
+        if self.target.plan_ranks is None:
+            with pytest.raises(UsageError, match="reshard"):
+                shardckpt.reshard(source, tmp_path / "out", world_size=2, to=self.target.name)
+            return
+        for world_size in (1, 3):
+            out = tmp_path / str(world_size)
+            steps: list[shardckpt.Progress] = []
+            report = shardckpt.reshard(
+                source, out, world_size=world_size, to=self.target.name, allow_loss=True, on_progress=steps.append
+            )
+            assert len(report.files) >= world_size
+            assert steps[-1].done_bytes == steps[-1].total_bytes
+            assert shardckpt.diff(source, out).same
+
+
+def write_source(
+    folder: Path, model: Mapping[str, np.ndarray[Any, Any]], dtypes: Mapping[str, str] | None = None
+) -> Path:
+    """Write safetensors files of a model and of an Adam-like optimizer.
+
+    Args:
+        folder: Folder to make.
+        model: Tensors by name.
+        dtypes: Torch's names of the dtypes that differ from numpy's.
+    """
+    dtypes = dtypes or {}
+    trained = [name for name, value in model.items() if value.dtype == np.float32]
+    state = {f"{name}/exp_avg": model[name] * np.float32(2) for name in trained}
+    state |= {f"{name}/step": np.array(3, np.float32) for name in trained}
+    folder.mkdir()
+    for stem, tensors in (("model", model), ("optimizer", state)):
+        order = file_order(HeaderTensor(n, dtypes.get(n, str(t.dtype)), t.shape) for n, t in tensors.items())
+        data = b"".join(tensors[each.name].tobytes() for each in order)
+        (folder / f"{stem}.safetensors").write_bytes(encode_header(order, {"format": "pt"}) + data)
+    groups = {"param_groups": [{"lr": 0.1, "params": trained}], "non_tensor_state": {}}
+    (folder / "param_groups.json").write_text(json.dumps(groups))
+    index = {
+        "metadata": {"optimizer_files": ["optimizer.safetensors"], "param_groups": "param_groups.json"},
+        "weight_map": dict.fromkeys(model, "model.safetensors"),
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the content of all files of a folder, by path."""
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

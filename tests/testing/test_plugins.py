@@ -1,0 +1,271 @@
+"""Formats and targets of other distributions: the examples of docs/extending.md, installed, and plugins with faults."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import shardckpt
+from shardckpt.errors import FormatError, ShardckptError, UnknownFormatError, UsageError
+from shardckpt.testing import ReaderSuite, TargetSuite
+from shardckpt.testing.target_suite import write_source
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
+READER, TARGET, SUITES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+BOTH = "[shardckpt.formats]\nnpy = npy_reader:FORMAT\n[shardckpt.targets]\nnpy = npy_target:TARGET\n"
+
+
+def install(folder: Path, points: str, name: str = "npy-files", **modules: str) -> None:
+    """Write a distribution as pip would leave it."""
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(points)
+    for module, source in modules.items():
+        (folder / f"{module}.py").write_text(source)
+
+
+@pytest.fixture
+def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of installed distributions, empty."""
+    folder = tmp_path_factory.mktemp("site")
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+@pytest.fixture
+def npy(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two examples, installed."""
+    for module in ("npy_reader", "npy_target"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    install(site, BOTH, npy_reader=READER, npy_target=TARGET)
+
+
+def load(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of the example's format."""
+    place = tmp_path / "npy"
+    place.mkdir()
+    np.save(place / "0.npy", np.arange(6, dtype=np.float32).reshape(2, 3))
+    (place / "tensors.json").write_text('{"npy":{"w": "0.npy"}}')
+    return place
+
+
+@pytest.mark.usefixtures("npy")
+class TestExampleReader(ReaderSuite):
+    expected = MappingProxyType({"w": np.arange(6, dtype=np.float32).reshape(2, 3)})
+
+    @pytest.fixture(autouse=True)
+    def form_of_plugin(self, npy: None) -> None:
+        self.form = load("npy_reader", "FORMAT")
+
+    @pytest.fixture
+    def checkpoint(self, folder: Path) -> Path:
+        return folder
+
+
+@pytest.mark.usefixtures("npy")
+class TestExampleTarget(TargetSuite):
+    @pytest.fixture(autouse=True)
+    def target_of_plugin(self, npy: None) -> None:
+        self.target = load("npy_target", "TARGET")
+
+
+def test_the_examples_are_short() -> None:
+    assert max(len(re.findall(r"^.*\S", example, re.MULTILINE)) for example in (READER, TARGET)) <= 40
+
+
+def test_the_suites_on_the_page_are_those_that_run() -> None:
+    assert "class TestNpyReader(ReaderSuite)" in SUITES
+    assert "class TestNpyTarget(TargetSuite)" in SUITES
+
+
+@pytest.mark.usefixtures("npy")
+class TestInstalledPlugins:
+    def test_a_reader_serves_every_verb(self, folder: Path, tmp_path: Path) -> None:
+        assert shardckpt.inspect(folder).format == "npy"
+        report = shardckpt.consolidate(folder, tmp_path / "out")
+        assert report.format == "npy"
+        assert shardckpt.load(folder)["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+    def test_a_target_is_listed_and_written(self, tmp_path: Path) -> None:
+        save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+        assert shardckpt.list_targets()[-1] == "npy"
+        shardckpt.convert(tmp_path / "model.safetensors", tmp_path / "out", to="npy")
+        assert np.load(tmp_path / "out" / "0-0.npy").tolist() == [1, 1, 1]
+
+    def test_it_is_not_imported_for_a_checkpoint_of_a_built_in_format(self, tmp_path: Path) -> None:
+        save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+        shardckpt.consolidate(tmp_path / "model.safetensors", tmp_path / "out")
+        assert not {"npy_reader", "npy_target"} & set(sys.modules)
+
+    def test_an_unknown_target_lists_it(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="deepspeed-universal, npy"):
+            shardckpt.consolidate(tmp_path / "absent", tmp_path / "out", to="onnx")
+
+    def test_an_unknown_folder_names_what_it_looks_for(self, tmp_path: Path) -> None:
+        (tmp_path / "x.txt").write_text("x")
+        with pytest.raises(UnknownFormatError, match=r"tensors\.json with a list of npy files"):
+            shardckpt.inspect(tmp_path)
+
+
+def test_a_format_may_be_asked_first(site: Path, tmp_path: Path) -> None:
+    source = READER.replace("is_ours = ", "is_ours = 'model.safetensors' in source.files or ")
+    install(site, "[shardckpt.formats.first]\nnpy = npy_first:FORMAT\n", npy_first=source)
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises((FormatError, KeyError)):
+        shardckpt.inspect(tmp_path)
+
+
+FAULTS = {
+    "no module": ("npy = npy_absent:FORMAT", "", "cannot be imported.*ModuleNotFoundError"),
+    "an error": ("npy = npy_error:FORMAT", "1 / 0", "cannot be imported.*ZeroDivisionError"),
+    "an exit": ("npy = npy_exit:FORMAT", "raise SystemExit(3)", "cannot be imported.*SystemExit"),
+    "another type": ("npy = npy_type:FORMAT", "FORMAT = 3", "must be a (Format|Target).*found int"),
+    "another name": ("zarr = npy_name:FORMAT", None, "must have the name of its entry point"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_reader_is_a_warning_that_names_its_distribution(fault: str, site: Path, folder: Path) -> None:
+    point, source, message = FAULTS[fault]
+    module = point.split("= ")[1].split(":")[0]
+    modules = {} if source == "" else {module: READER if source is None else source}
+    install(site, f"[shardckpt.formats]\n{point}\n", "acme-formats", **modules)
+    with pytest.warns(RuntimeWarning, match=f"(?s)'{point.split()[0]}' of acme-formats 1.0.*{message}"):  # noqa: SIM117
+        with pytest.raises(UnknownFormatError):
+            shardckpt.inspect(folder)
+    save_file({"w": np.ones(3, np.float32)}, folder / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert shardckpt.inspect(folder / "model.safetensors").format == "safetensors"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_target_is_an_error_that_names_its_distribution(fault: str, site: Path, folder: Path) -> None:
+    point, source, message = FAULTS[fault]
+    name = point.split()[0]
+    module = f"target_{point.split('= ')[1].split(':')[0]}"
+    modules = {} if source == "" else {module: TARGET.replace("TARGET =", "FORMAT =") if source is None else source}
+    install(site, f"[shardckpt.targets]\n{name} = {module}:FORMAT\n", "acme-targets", **modules)
+    with pytest.raises(UsageError, match=f"(?s)'{name}' of acme-targets 1.0.*{message}"):
+        shardckpt.consolidate(folder, folder.parent / "out", to=name)
+    assert "native" in shardckpt.list_targets(for_ranks=True)
+
+
+def test_a_reader_that_fails_is_named(site: Path, folder: Path) -> None:
+    install(site, "[shardckpt.formats]\nnpy = npy_fails:FORMAT\n", npy_fails=READER.replace("text =", "1 / 0; text ="))
+    with pytest.raises(FormatError, match=r"(?s)the plugin 'npy' of npy-files 1\.0 failed to open.*ZeroDivisionError"):
+        shardckpt.inspect(folder)
+
+
+def test_a_reader_that_fails_to_look_does_not_stop_the_others(site: Path, folder: Path) -> None:
+    source = READER.replace("is_ours =", "1 / 0; is_ours =")
+    install(site, "[shardckpt.formats.first]\nnpy = npy_blind:FORMAT\n", npy_blind=source)
+    save_file({"w": np.ones(3, np.float32)}, folder / "model.safetensors")
+    with pytest.warns(RuntimeWarning, match=r"'npy' of npy-files 1\.0 failed to look"):
+        assert shardckpt.inspect(folder / "model.safetensors").format == "safetensors"
+
+
+def test_a_target_that_fails_is_named(site: Path, tmp_path: Path) -> None:
+    source = TARGET.replace("selection = conversion.selection", "1 / 0")
+    install(site, "[shardckpt.targets]\nnpy = npy_no_plan:TARGET\n", npy_no_plan=source)
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"(?s)the plugin 'npy' of npy-files 1\.0 failed to plan.*ZeroDivisionError"):
+        shardckpt.consolidate(tmp_path / "model.safetensors", tmp_path / "out", to="npy")
+
+
+def test_names_that_clash_are_refused_with_both_named(site: Path, folder: Path) -> None:
+    install(site, "[shardckpt.formats]\nnpy = one:FORMAT\ndcp = one:FORMAT\n", "acme-one", one=READER)
+    install(site, "[shardckpt.formats.first]\nnpy = two:FORMAT\n", "acme-two", two=READER)
+    with pytest.warns(RuntimeWarning) as caught, pytest.raises(UnknownFormatError):
+        shardckpt.inspect(folder)
+    messages = " ".join(str(each.message) for each in caught)
+    assert re.search(r"'npy' is used by acme-\w+ 1.0 and by acme-\w+ 1.0: no plugin of this name is used", messages)
+    assert "'dcp' is used by shardckpt and by acme-one 1.0" in messages
+
+
+MUTANTS = {
+    "another size": (
+        "tensor.nbytes, 1, encode",
+        "tensor.nbytes + 1, 1, encode",
+        "the_files_are_those_that_were_planned",
+    ),
+    "a tensor less": ("stream.write_tensors([tensor], writer)", "0", "the_files_are_those_that_were_planned"),
+    "other bytes": (
+        "stream.write_tensors([tensor], writer)",
+        "writer.write(bytes(tensor.nbytes))",
+        "every_value_is_read_back",
+    ),
+    "any file": (r"\d+(-\w+)?\.npy", ".*", "only_its_own_checkpoint_is_replaced"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_suite_finds_a_broken_target(
+    mutant: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, name = MUTANTS[mutant]
+    assert old in TARGET
+    for module in ("npy_reader", "npy_target"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    install(site, BOTH, npy_reader=READER, npy_target=TARGET.replace(old, new))
+    suite = TargetSuite()
+    suite.target = load("npy_target", "TARGET")
+    source = write_source(tmp_path / "source", {"w": np.arange(6, dtype=np.float32).reshape(2, 3)})
+    given = {"verb": "convert", "max_shard_size": "5GB"} if name == "every_value_is_read_back" else {}
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        getattr(suite, f"test_{name}")(source=source, tmp_path=tmp_path, **given)
+
+
+READER_MUTANTS = {
+    "everything is ours": ("is_ours = ", "is_ours = True or ", "it_recognizes_nothing_else"),
+    "another offset": ("Span(start", "Span(start - 4", "values_are_read_bit_by_bit"),
+    "half of a tensor": ("full_box(shape)", "full_box((1, *shape[1:]))", "every_element_is_in_the_files"),
+    "untyped errors": (
+        "except (ValueError, LookupError",
+        "except (LookupError",
+        "damaged_files_never_make_it_raise_an_untyped_error",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", READER_MUTANTS)
+def test_the_suite_finds_a_broken_reader(mutant: str, site: Path, folder: Path, tmp_path: Path) -> None:
+    old, new, name = READER_MUTANTS[mutant]
+    assert old in READER
+    install(site, "[shardckpt.formats]\n", npy_mutant=READER.replace(old, new))
+    suite = TestExampleReader()
+    suite.form = load("npy_mutant", "FORMAT")
+    sys.modules.pop("npy_mutant")
+    given = {"tmp_path": tmp_path} if name == "it_recognizes_nothing_else" else {"checkpoint": folder}
+    if name.startswith("damaged"):
+        given["content"] = b"{"  # type: ignore[assignment]
+    with pytest.raises((AssertionError, ShardckptError, ValueError)):
+        getattr(suite, f"test_{name}")(**given)
+
+
+def test_without_plugins_nothing_looks_for_them(tmp_path: Path) -> None:
+    """`importlib.metadata` takes 0.03 s to import and as long to look."""
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    code = (
+        "import sys, shardckpt\n"
+        f"shardckpt.inspect({str(tmp_path)!r})\n"
+        "print('importlib.metadata' in sys.modules, 'pytest' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
