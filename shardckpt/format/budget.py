@@ -102,7 +102,7 @@ _FEW = 64
 """Keys of a container that are not counted: those cost next to nothing."""
 
 _LARGEST_DISTINCT = 2**61 - 2
-"""Whole numbers from 0 to here hash to themselves, so that no two are alike."""
+"""Integers from 0 to this one hash to themselves, so that all hashes differ."""
 
 _WORD = 2**64 - 1
 

@@ -17,7 +17,7 @@ from shardckpt.manifest import Encoded, Piece, Span, Strided
 from shardckpt.storage.store import Read, Store
 
 _NEAR_BYTES = 4096
-"""A range this short is read whole, however little of it is needed: it is one block of a disk."""
+"""A range this short is read in full, even if little of it is needed: it is one block of a disk."""
 
 _NEAR_BYTES_OF_LARGE = 1 << 18
 """The same for large boxes of strided views: reading so much costs no more than one more call."""
@@ -37,7 +37,7 @@ class ReadItem(NamedTuple):
 
     Attributes:
         pieces: Resolved pieces of the tensor, which cover the box.
-        box: In elements of the whole tensor.
+        box: In elements of the full tensor.
         dtype: Stored type, by torch's name.
         buffer: Writable, exactly the bytes of the box; filled in row-major order.
     """
@@ -78,7 +78,7 @@ class PieceReader:
     """Fills boxes from the files of one store. Holds a decoder for each encoded piece met, until `forget`.
 
     Args:
-        store: Where the files lie.
+        store: Store of the files.
     """
 
     def __init__(self, store: Store) -> None:
@@ -90,7 +90,7 @@ class PieceReader:
 
         Args:
             wants: What is to be put together.
-            more: What else is read, as it lies.
+            more: Other reads of the same batch.
 
         Memory: besides the buffers, at most their size again, and 2 MiB for strided views, which are read in several
         batches.
@@ -98,7 +98,7 @@ class PieceReader:
         Raises:
             TruncatedError: A file ends early.
             FormatError: An encoded piece is damaged.
-            UnsupportedError: A cut through the bytes of a type narrower than a byte.
+            UnsupportedError: A box that starts inside a byte of a narrow dtype.
             StorageError: The store failed.
         """
         reads: list[Read] = [*more]
@@ -158,7 +158,7 @@ def _span_ranges(
 ) -> Iterator[tuple[memoryview, int]]:
     """Yield where the bytes of `inner` go and the byte of the file they start at.
 
-    They go to the want's own buffer wherever they lie there back to back, else to one that is scattered later.
+    They go to the want's own buffer if they are contiguous there, else to one that is scattered later.
     """
     width = bits(want.dtype)
     in_piece, in_want = shift(inner, piece.box.offset), shift(inner, want.box.offset)
@@ -172,18 +172,18 @@ def _span_ranges(
     at = flat_index(want.box.size, in_want.offset) * width
     if is_contiguous(want.box.size, in_want):
         if first % 8 or size % 8 or at % 8:
-            raise UnsupportedError(f"a cut inside a byte of {want.dtype}", where=piece.file, found=str(inner))
+            raise UnsupportedError(f"a box starts inside a byte of {want.dtype}", where=piece.file, found=str(inner))
         yield want.buffer[at // 8 : (at + size) // 8], span.offset + first // 8
         return
     if width % 8:
-        raise UnsupportedError(f"a cut inside a byte of {want.dtype}", where=piece.file, found=str(inner))
+        raise UnsupportedError(f"a box starts inside a byte of {want.dtype}", where=piece.file, found=str(inner))
     staged = np.empty(size // 8, np.uint8)
     parts.append(_StagedRead(want, in_want, staged, strides(inner.size)))
     yield memoryview(staged), span.offset + first // 8  # type: ignore[arg-type]
 
 
 def _rows(box: Box) -> Iterator[Box]:
-    """Cut a box in its first dimension that has more than one index."""
+    """Split a box in its first dimension that has more than one index."""
     dim = next(d for d, n in enumerate(box.size) if n > 1)
     for i in range(box.size[dim]):
         yield Box(
@@ -193,7 +193,7 @@ def _rows(box: Box) -> Iterator[Box]:
 
 
 def _strided_ranges(want: ReadItem, piece: Piece, layout: Strided, inner: Box) -> Iterator[tuple[_StagedRead, int]]:
-    """Yield the byte ranges of a storage that hold `inner`, cut where too much lies between its elements."""
+    """Yield the byte ranges of a storage that hold `inner`, split at large gaps between its elements."""
     width = bits(want.dtype) // 8
     near = _NEAR_BYTES if len(want.buffer) < _LARGE_BYTES else _NEAR_BYTES_OF_LARGE
     todo = [inner]
@@ -213,7 +213,7 @@ def _strided_ranges(want: ReadItem, piece: Piece, layout: Strided, inner: Box) -
 
 
 def _halves(box: Box, steps: Shape) -> tuple[Box, Box]:
-    """Cut a box in the dimension whose elements lie farthest apart."""
+    """Split a box in the dimension of the largest stride."""
     dim = max(range(len(steps)), key=lambda d: (box.size[d] - 1) * steps[d] if steps[d] else -1)
     half = box.size[dim] // 2
     low = Box(box.offset, (*box.size[:dim], half, *box.size[dim + 1 :]))

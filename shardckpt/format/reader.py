@@ -17,15 +17,15 @@ from shardckpt.storage.store import Listed, Store, read_bytes
 
 PathText = str | os.PathLike[str]
 NamedBases = PathText | Sequence[PathText] | Mapping[str, PathText]
-"""Folders that the caller names of those that a step refers to: where the one lies that is not beside the step. Or, for
-several, what the step calls each to where it lies; `NAME=PATH` says that too, and `NAME` that it lies there."""
+"""Folders of base steps that the caller names: the place of the one that is not beside the step. Or, for
+several, the step's name of each to its place; `NAME=PATH` says that too, and `NAME` alone means that place."""
 
 
 class Source:
     """What the user pointed at: a folder, or one file in it.
 
     Args:
-        store: Rooted at the folder, or at the folder that the file lies in.
+        store: Rooted at the folder, or at the folder of the file.
         file: The file's name in `store`, or None for a folder.
         bases: Folders that the caller names of those that a step refers to.
     """
@@ -43,7 +43,7 @@ class Source:
 
     @cached_property
     def listing(self) -> dict[str, Listed]:
-        """Name to entry of what lies directly in the folder; of the one file alone when a file was named."""
+        """Entries directly in the folder, by name; only the file if a file was named."""
         if self.file is not None:
             return {self.file: Listed(self.file, self.store.size(self.file), False)}
         return {entry.name: entry for entry in self.store.list()}
@@ -108,10 +108,10 @@ class ParamShapes:
 
     Attributes:
         shapes: Name to shape, in the order of the model where that is known.
-        where: Who tells, for messages.
+        where: Their source, for messages.
         aliases: Further names of a parameter to its first.
-        units: Flat parameters to their members in order, where they are told; otherwise names tell.
-        ids: Numbers of an optimizer to names, where they are told.
+        units: Flat parameters to their members in order, if known; else names decide.
+        ids: Ids of an optimizer to names, if known.
         is_ordered: Whether `shapes` is in the order of the model.
         others: The same of further models; flat parameters are of the first one that fits them.
     """
@@ -129,7 +129,7 @@ class Reader:
     """An open checkpoint: its manifest, and what is found out on demand.
 
     Args:
-        store: Where its files lie; every file name in the manifest is relative to it.
+        store: Store of its files; every file name in the manifest is relative to it.
         manifest: What it holds.
     """
 
@@ -138,7 +138,7 @@ class Reader:
         self.manifest = manifest
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces with every `Lazy` layout replaced by where the elements lie, in the same order.
+        """Return the pieces with every `Lazy` layout replaced by the place of the elements, in the same order.
 
         All containers are opened in one batch, so that a remote store can merge the reads.
 
@@ -167,7 +167,7 @@ class Reader:
         """Whether there are flat parameters whose members are unknown."""
         return False
 
-    def with_param_shapes(self, known: ParamShapes) -> Reader:  # noqa: ARG002  (most files tell shapes themselves)
+    def with_param_shapes(self, known: ParamShapes) -> Reader:  # noqa: ARG002  (most files store shapes)
         """Return a reader that knows the members of flat parameters.
 
         Raises:
@@ -177,7 +177,7 @@ class Reader:
 
     @property
     def raw_store(self) -> Store:
-        """The files as they lie, where `store` checks what is read from them."""
+        """The files without checks; `store` checks them if the format stores hashes."""
         return self.store
 
     @property

@@ -53,7 +53,7 @@ FORMATS: tuple[Format, ...] = (
 _FIRST, _LAST = "shardckpt.formats.first", "shardckpt.formats"
 """Groups of entry points: formats of other distributions that are asked before the built-in ones, and behind them."""
 
-_HOLDER = "Point at the folder or file that holds the checkpoint."
+_POINT_AT_CHECKPOINT = "Point at the folder or file that holds the checkpoint."
 _FOREIGN = (
     (
         ("_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA", "_sharding"),
@@ -67,7 +67,7 @@ _FOREIGN = (
     ),
     (
         ("mp_rank_00", "mp_rank_00_000"),
-        "an iteration of Megatron's older format, cut by tensor parallelism as only its code knows",
+        "an iteration of Megatron's older format, sharded by tensor parallelism as only its code knows",
         "Convert it with Megatron's tools/checkpoint/convert.py, or save it with --ckpt-format torch_dist.",
     ),
     (
@@ -75,10 +75,14 @@ _FOREIGN = (
         "a DeepSpeed folder without the folder of state files that `latest` names",
         "Copy that folder beside it.",
     ),
-    (("checkpoint-1", "trainer_state.json"), "a folder of a transformers Trainer without model files", _HOLDER),
-    (("COMMIT",), "a shardckpt step without its manifest and its files", _HOLDER),
+    (
+        ("checkpoint-1", "trainer_state.json"),
+        "a folder of a transformers Trainer without model files",
+        _POINT_AT_CHECKPOINT,
+    ),
+    (("COMMIT",), "a shardckpt step without its manifest and its files", _POINT_AT_CHECKPOINT),
 )
-"""Names that tell what a folder is, what that is, and what to do with it."""
+"""Names that show what a folder is, its description, and what to do with it."""
 
 _SHOWN = 8
 _AT_ONCE = 8
@@ -135,20 +139,20 @@ def _guard(form: Format, plugin: Plugin) -> Format:
 
 
 def open_source(url: str, bases: NamedBases = "") -> Source:
-    """Return what lies at a path or URL, unopened.
+    """Return the source at a path or URL, unopened.
 
     Args:
         url: The path or URL.
         bases: Folders that the caller names of those that a step refers to.
 
     Raises:
-        SourceNotFoundError: Nothing lies there.
+        SourceNotFoundError: There is nothing.
         UsageError: No filesystem for the URL's protocol.
         StorageError: The store failed.
     """
     found = kind(url)
     if found == "missing":
-        raise SourceNotFoundError("nothing lies here", where=url, fix="Check the path or URL.")
+        raise SourceNotFoundError("there is nothing here", where=url, fix="Check the path or URL.")
     if found == "file":
         parent, name = split(url)
         return Source(open_store(parent), name, bases)
@@ -175,7 +179,7 @@ def _require_format(source: Source) -> Format:
     if not source.listing:
         raise UnknownFormatError("this folder is empty", where=source.url)
     what, fix = _explanation(source)
-    raise (_suggest_nearby(source) if fix == _HOLDER else None) or _unknown_error(source, what, fix)
+    raise (_suggest_nearby(source) if fix == _POINT_AT_CHECKPOINT else None) or _unknown_error(source, what, fix)
 
 
 def _probe(source: Source, least: Evidence = Evidence.NAME) -> Format | None:
@@ -197,7 +201,7 @@ def _suggest_nearby(source: Source) -> UnknownFormatError | None:
         if form is None:
             return None
         return UnknownFormatError(
-            "this file is no checkpoint by itself, and the folder that holds it is one",
+            "this file is not a checkpoint by itself, but its folder is one",
             where=source.url,
             found=f"{source.store.url} ({form.name})",
             fix="Point at that folder.",
@@ -206,7 +210,7 @@ def _suggest_nearby(source: Source) -> UnknownFormatError | None:
     if not below:
         return None
     return UnknownFormatError(
-        "this folder is no checkpoint itself, and holds some",
+        "this folder is not a checkpoint itself, but holds some",
         where=source.url,
         found=_shorten([f"{path} ({form.name})" for path, form in below]),
         fix="Point at one of them.",
@@ -245,7 +249,7 @@ def _checkpoints_below(source: Source) -> list[tuple[str, Format]]:
 def _look_into(store: Store, depth: int, path: str) -> tuple[Format | None, list[str]]:
     """Return the format of a folder that nobody pointed at, and its folders, the last by name first.
 
-    Where it lies directly in the folder that somebody pointed at, names of files are enough.
+    If it is directly in the folder that somebody pointed at, names of files are enough.
     """
     source = Source(SubfolderStore(store, path))
     try:
@@ -263,7 +267,7 @@ class _FirstNames(WrappedStore):
         self._left = most
 
     def list(self, folder: str = "") -> list[Listed]:
-        """Return what lies in `folder`, or the first names of it."""
+        """Return the entries of `folder`, or the first names of it."""
         most = max(self._left, 0)
         if isinstance(self._store, LocalStore):
             found = list(self._store.list_first(folder, most))
@@ -320,7 +324,7 @@ def _unknown_error(source: Source, what: str, fix: str) -> UnknownFormatError:
         f"no reader recognizes this{what}",
         where=source.url,
         found=_describe_content(source),
-        expected=looked_for if fix == _HOLDER else "",
+        expected=looked_for if fix == _POINT_AT_CHECKPOINT else "",
         fix=fix,
     )
 
@@ -333,7 +337,7 @@ def open_checkpoint(url: str, bases: NamedBases = "") -> Reader:
         bases: Folders that the caller names of those that a step refers to.
 
     Raises:
-        SourceNotFoundError: Nothing lies there.
+        SourceNotFoundError: There is nothing.
         UnknownFormatError: No reader recognizes it.
         CheckpointError: It is recognized and cannot be read.
         StorageError: The store failed.
@@ -343,14 +347,17 @@ def open_checkpoint(url: str, bases: NamedBases = "") -> Reader:
 
 
 def _explanation(source: Source) -> tuple[str, str]:
-    """Return what a source looks like, where names tell, and what to do."""
+    """Return what a source looks like by its names, and what to do."""
     names = set(source.listing)
     for marks, what, fix in _FOREIGN:
         if names & set(marks):
             return f": this looks like {what}", fix
     if any(name.endswith(MANIFEST_SUFFIX) for name in names):
-        return f": this looks like the manifest of a shardckpt step without its files and {COMMIT}", _HOLDER
-    return "", _HOLDER
+        return (
+            f": this looks like the manifest of a shardckpt step without its files and {COMMIT}",
+            _POINT_AT_CHECKPOINT,
+        )
+    return "", _POINT_AT_CHECKPOINT
 
 
 def _describe_content(source: Source) -> str:

@@ -1,4 +1,4 @@
-"""The folder of a run in which no step lies: whether it may be where a run begins, or is something else."""
+"""The folder of a run without steps: whether a run may begin there, or it is something else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIX = "Name the folder that holds the steps of a run (step-00000100, ...), or l
 
 
 def require_start_of_run(url: str) -> None:
-    """Refuse to take a folder without steps for a run that has not begun, where something else lies there.
+    """Refuse to take a folder without steps for a run that has not begun, if it holds something else.
 
     Args:
         url: Path or URL of the folder.
@@ -21,12 +21,12 @@ def require_start_of_run(url: str) -> None:
     Raises:
         UnknownFormatError: It is a checkpoint, or holds some that are not steps.
         SourceNotFoundError: Its bucket does not exist.
-        UsageError: A file lies where one of its parents would be.
+        UsageError: One of its parents is a file.
         StorageError: It, or its parent, cannot be read.
     """
     found = checkpoint_in(url)
     if found:
-        raise UnknownFormatError("no step of a run lies here", where=url, found=found, fix=_FIX)
+        raise UnknownFormatError("no step of a run is here", where=url, found=found, fix=_FIX)
     path = local_path(url)
     if path is None:
         _require_bucket(url)
@@ -52,4 +52,4 @@ def _require_parent(path: str) -> None:
     while kind(parent) == "missing" and parent != os.path.dirname(parent):
         parent = os.path.dirname(parent)
     if kind(parent) == "file":
-        raise UsageError("a file lies where a folder above the run would be", where=parent, fix="Choose another.")
+        raise UsageError("a folder above the run is a file", where=parent, fix="Choose another.")

@@ -430,7 +430,7 @@ class TestCheckpointer:
         os.truncate(file, file.stat().st_size - 1)
         assert ck.steps() == ()
         fault = shardckpt.ls(str(tmp_path)).incomplete[1].fault
-        assert "files of its base are missing or cut short" in fault
+        assert "files of its base are missing or end early" in fault
         assert file.name in fault
 
     def test_a_base_that_stays_keeps_its_own_files_when_nothing_refers_to_them_any_more(self, tmp_path: Path) -> None:
@@ -494,7 +494,7 @@ class TestCheckpointer:
                 shardckpt.save(state(), two / "new", base=two / "nowhere")
             return str(caught.value)
 
-        assert all("nothing lies here" in text for text in run(2, body))
+        assert all("there is nothing here" in text for text in run(2, body))
 
     def test_links_out_of_the_run_are_no_matter(self, tmp_path: Path, tmp_path_factory) -> None:
         away = tmp_path_factory.mktemp("away")

@@ -248,7 +248,7 @@ class TestOtherFolders:
     def test_runs_below_a_url_are_told(self):
         root = f"memory://{uuid4().hex}"
         saved(Checkpointer(f"{root}/team/a"), 1)
-        with pytest.raises(UnknownFormatError, match=r"no step of a run lies here; found team/a \(a run\)"):
+        with pytest.raises(UnknownFormatError, match=r"no step of a run is here; found team/a \(a run\)"):
             Checkpointer(root).restore(state())
         assert Checkpointer(f"{root}/team/c").restore(state()) is None
 
@@ -259,7 +259,7 @@ class TestOtherFolders:
         assert (restored(ck), ck.latest()) == ((None, 0), None)
         found = run_here("ls", tmp_path)
         assert (found.code, found.out) == (2, "")
-        assert "no step of a run lies here; found config.yaml, logs" in found.err
+        assert "no step of a run is here; found config.yaml, logs" in found.err
 
     def test_a_parent_that_is_a_file_is_told(self, tmp_path):
         (tmp_path / "file").write_text("mine")

@@ -21,7 +21,7 @@ import shardckpt
 from shardckpt.format.encodings.tagged_json import ArrayRef, NamedValue
 from shardckpt.format.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.format.native.manifest_json import decode_manifest, encode_manifest
-from shardckpt.format.native.payload import KEY, lay_out
+from shardckpt.format.native.payload import KEY, plan_payloads
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.native.recovery import read_described
 from shardckpt.format.registry import open_checkpoint
@@ -116,7 +116,7 @@ def test_what_this_release_writes_is_still_the_same_byte_for_byte(step: Path) ->
         writer = int(described.name.split("-")[1])
         model = ("model",) if (step / "model.safetensors.index.json").exists() else None
         carry = described.carry or None
-        laid = lay_out(described.save, writer, described.chunks, model=model, carry=carry)
+        laid = plan_payloads(described.save, writer, described.chunks, model=model, carry=carry)
         head = (step / described.name).read_bytes()
         assert any(head.startswith(each.header) for each in laid)
 

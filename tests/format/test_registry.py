@@ -181,9 +181,7 @@ def test_what_is_known_and_not_read_says_so_and_points_nowhere_else(tmp_path: Pa
 def test_a_file_beside_a_checkpoint_names_the_folder(tmp_path: Path) -> None:
     save_file(MODEL, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(
-        UnknownFormatError, match=r"the folder that holds it is one; found .* \(safetensors\)\. Point at"
-    ):
+    with pytest.raises(UnknownFormatError, match=r"but its folder is one; found .* \(safetensors\)\. Point at"):
         open_checkpoint(str(tmp_path / "config.json"))
 
 
@@ -209,7 +207,7 @@ def test_a_long_listing_is_cut(tmp_path: Path) -> None:
 
 
 def test_nothing_there_is_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(SourceNotFoundError, match="nothing lies here"):
+    with pytest.raises(SourceNotFoundError, match="there is nothing here"):
         open_checkpoint(str(tmp_path / "none"))
 
 

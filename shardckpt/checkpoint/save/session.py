@@ -46,7 +46,7 @@ from shardckpt.format.native.partial_manifest import (
     encode_partial,
     merge_partials,
 )
-from shardckpt.format.native.payload import HF_INDEX, PayloadFile, hf_index, lay_out, new_save_id
+from shardckpt.format.native.payload import HF_INDEX, PayloadFile, hf_index, new_save_id, plan_payloads
 from shardckpt.format.native.records import FileRecord, make_record
 from shardckpt.format.native.run_directory import read_referred_files
 from shardckpt.gc_pause import gc_paused
@@ -355,7 +355,9 @@ class SaveSession:
             unchanged = hints.unchanged(rank_plan.chunks, flattened.arrays)
         kept = set(unchanged)
         chunks = [chunk for at, chunk in enumerate(rank_plan.chunks) if at not in kept]
-        payloads = lay_out(planned.response.save, self._coordinator.rank, chunks, model=planned.model, carry=carry)
+        payloads = plan_payloads(
+            planned.response.save, self._coordinator.rank, chunks, model=planned.model, carry=carry
+        )
         replicas = _hash_replicas(rank_plan, flattened) if self._options.checksums else {}
         return StagedSave(payloads, replicas, unchanged)
 

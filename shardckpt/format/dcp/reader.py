@@ -1,6 +1,6 @@
 """torch's distributed checkpoints (DCP): `.metadata` says which slice of which `.distcp` file holds which box.
 
-Written by `torch.distributed.checkpoint.save` since torch 2.0; read as of torch 2.13. A slice is a whole torch archive,
+Written by `torch.distributed.checkpoint.save` since torch 2.0; read as of torch 2.13. A slice is a full torch archive,
 or one tensor of a safetensors file (`SerializationFormat.SAFETENSORS`), or a zstd stream of an archive. Without rank
 coordination each rank leaves its own `__{rank}.metadata`, and the checkpoint is their union.
 """
@@ -79,7 +79,7 @@ def open_folder(store: Store, folder: str = "") -> Reader:
     """Open the DCP checkpoint in a folder of a store.
 
     Args:
-        store: Where it lies.
+        store: Store of the files.
         folder: Its name in the store; empty for the root. File names in the manifest begin with it.
 
     Raises:
@@ -118,7 +118,7 @@ def _load(store: Store, name: str, size: int, where: str, budget: ReadBudget) ->
 
 
 class _Stored(NamedTuple):
-    """Where a slice lies: file name in the store, bytes."""
+    """Place of a slice: file name in the store, bytes."""
 
     file: str
     offset: int
@@ -132,8 +132,8 @@ class _Union:
 
     Attributes:
         tensors: Name to global shape, dtype, and the chunks by box: a piece, or None where no slice was stored.
-        objects: Name to where its bytes lie, or None where they were not stored.
-        paths: Name to path in the nest, where known.
+        objects: Name to the place of its bytes, or None if they were not stored.
+        paths: Name to path in the saved state, if known.
         warnings: What is odd.
     """
 
@@ -171,7 +171,7 @@ class _Metadata:
         """Add what it says to `union`."""
         for name, record in self._records.items():
             if not isinstance(name, str):
-                raise FormatError("a name in the metadata is no string", where=self._where, found=_format_value(name))
+                raise FormatError("a tensor name must be a string", where=self._where, found=_format_value(name))
             if not isinstance(record, InstanceStub):
                 raise self._bad(name, "is neither a tensor nor an object", _format_value(record))
             kind = record.name.rpartition(".")[2]
@@ -199,7 +199,7 @@ class _Metadata:
             index = key.state if isinstance(key, InstanceStub) else None
             if not isinstance(index, dict) or not isinstance(info, InstanceStub) or not isinstance(info.state, dict):
                 raise FormatError(
-                    "storage_data is no map from indices to storage", where=self._where, found=_format_value(key)
+                    "storage_data must map indices to storage", where=self._where, found=_format_value(key)
                 )
             name, offset = index.get("fqn"), index.get("offset")
             if not isinstance(name, str):
@@ -411,15 +411,15 @@ def _notes(prefix: str, sizes: Mapping[str, int], names: Sequence[str], used: Ma
         yield f"{len(ranks)} rank-local metadata files beside {METADATA} are ignored"
     elif ranks and len(ranks) <= max(ranks):
         present = set(ranks)
-        absent = next(rank for rank in range(max(ranks) + 1) if rank not in present)
-        yield f"the metadata of {max(ranks) + 1 - len(ranks)} ranks is missing, first __{absent}{METADATA}"
+        gone = next(rank for rank in range(max(ranks) + 1) if rank not in present)
+        yield f"the metadata of {max(ranks) + 1 - len(ranks)} ranks is missing, first __{gone}{METADATA}"
 
 
 class DcpReader(Reader):
     """An open DCP folder. Slices are opened when `resolve` is asked for their elements.
 
     Args:
-        store: Where it lies.
+        store: Store of the files.
         manifest: What it holds; its lazy pieces know their `StoredSlice`.
         budget: What finding its elements may cost; that of its files' size where None.
     """
@@ -431,7 +431,7 @@ class DcpReader(Reader):
         self._budget = ReadBudget(sum(filter(lambda n: n > 0, manifest.files.values()))) if budget is None else budget
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces with every slice replaced by where its elements lie, in the same order.
+        """Return the pieces with every slice replaced by the place of its elements, in the same order.
 
         Raises:
             CheckpointError: A slice is damaged, or does not hold what the metadata says.

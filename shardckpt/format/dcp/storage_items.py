@@ -1,4 +1,4 @@
-"""Slices of `.distcp` files that hold tensors: opened in batches to learn where their elements lie.
+"""Slices of `.distcp` files that hold tensors: opened in batches to find the places of their elements.
 
 A slice is a complete torch archive that was written as a stream: torch leaves sizes out of the local headers, so a
 plain slice is found through the directory at its end, a compressed one by walking the head of the decoded stream.
@@ -47,7 +47,7 @@ _PICKLE_LIMITS = Limits(nbytes=_MAX_PICKLE_BYTES)
 
 
 class Blob(NamedTuple):
-    """A safetensors file that a slice lies in.
+    """A safetensors file that a slice is in.
 
     Attributes:
         header: Its header; offsets count from where the header starts.
@@ -72,7 +72,7 @@ class StoredSlice(NamedTuple):
     is_zstd: bool
 
     def is_safetensors(self, piece: Piece) -> bool:
-        """Return True if it lies in a safetensors file: torch then counts its elements alone, and no archive."""
+        """Return True if it is in a safetensors file: torch then counts its elements only, without an archive."""
         assert isinstance(piece.layout, Lazy)
         return not self.is_zstd and piece.layout.nbytes == nbytes(self.stored, piece.box.volume)
 
@@ -100,10 +100,10 @@ Blobs = dict[tuple[str, int], Blob]
 def resolve_slices(
     store: Store, files: Mapping[str, int], pieces: Sequence[Piece], blobs: Blobs, budget: ReadBudget
 ) -> list[Piece]:
-    """Return DCP pieces with every `Lazy` layout replaced by where the elements lie, in the same order.
+    """Return DCP pieces with every `Lazy` layout replaced by the place of the elements, in the same order.
 
     Args:
-        store: Where the files lie.
+        store: Store of the files.
         files: Name to size in bytes, -1 for a missing one.
         pieces: From a DCP manifest.
         blobs: Those met before; new ones are added, so that each header is read once.
@@ -135,7 +135,7 @@ def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, w
     """Check that a file is there and reaches as far as it is needed.
 
     Args:
-        store: Where it lies.
+        store: Store of the files.
         files: Name to size in bytes, -1 for a missing one.
         file: Its name.
         end: Bytes it must have.
@@ -165,7 +165,7 @@ def require_bytes(store: Store, files: Mapping[str, int], file: str, end: int, w
 def _layouts(
     store: Store, files: Mapping[str, int], opened: Sequence[OpenedSlice], blobs: Blobs, budget: ReadBudget
 ) -> list[Span | Strided | Encoded]:
-    """Return where the elements of each slice lie. `blobs` keeps the safetensors files from batch to batch."""
+    """Return the places of the elements of each slice. `blobs` keeps the safetensors files from batch to batch."""
     found: dict[int, Span | Strided | Encoded] = {}
     tensors = {i: o for i, o in enumerate(opened) if o.slice.is_safetensors(o.piece)}
     streams = {i: o for i, o in enumerate(opened) if o.slice.is_zstd}
@@ -305,7 +305,7 @@ def _storage_bytes(stub: TensorStub) -> int:
 
 
 def locate_view(stub: TensorStub, record: Span, opened: OpenedSlice) -> Span | Strided:
-    """Return where the elements of a slice lie, given the record that holds its storage.
+    """Return the place of a slice's elements, given the record that holds its storage.
 
     Raises:
         FormatError: It is not the tensor that the metadata promises, or leaves its storage.
@@ -322,7 +322,7 @@ def locate_view(stub: TensorStub, record: Span, opened: OpenedSlice) -> Span | S
     last = stub.offset + sum((n - 1) * s for n, s in zip(stub.shape, stub.strides, strict=True))
     if _storage_bytes(stub) != record.nbytes or (last + 1) * width > record.nbytes:
         raise FormatError(
-            "the slice's tensor does not lie in its storage",
+            "the slice's tensor is not inside its storage",
             where=opened.where,
             found=f"{record.nbytes} bytes",
             expected=f"{_storage_bytes(stub)} bytes that hold element {last}",
@@ -367,7 +367,7 @@ def decode_head(encoded: bytes, most: int, where: str) -> bytes:
     """Return at most `most` decoded bytes of what may be the front of a zstd stream.
 
     Raises:
-        FormatError: It is no zstd stream, or asks for a window beyond the limit.
+        FormatError: It is not a zstd stream, or needs a window beyond the limit.
     """
     try:
         reader = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(io.BytesIO(encoded))
@@ -393,7 +393,7 @@ def slice_checksums(store: Store, spans: Sequence[tuple[str, Span]]) -> Iterator
     """Yield the CRC-32 of every record of torch archives, in the order given; records without one are left out.
 
     Args:
-        store: Where the files lie.
+        store: Store of the files.
         spans: File and place of each archive.
 
     Raises:

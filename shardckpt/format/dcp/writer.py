@@ -1,7 +1,7 @@
 """Writes torch's distributed checkpoints (DCP) without torch: slices as torch archives, and `.metadata` as a pickle.
 
 As `torch.distributed.checkpoint.save` of torch 2.13 with its file system writer leaves them: a slice for every chunk
-of a tensor and for every object, one behind the other in `__{rank}_{n}.distcp`; `.metadata` says where each lies.
+of a tensor and for every object, one behind the other in `__{rank}_{n}.distcp`; `.metadata` stores the place of each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from shardckpt.boxes import Shape
 from shardckpt.errors import NameCollisionError
 from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName, Pairs, encode_pickle
 from shardckpt.format.native.payload import PayloadChunk
-from shardckpt.format.torchsave.writer import ALIGNMENT, Storage, TensorValue, TorchArchive, encode_archive, lay_out
+from shardckpt.format.torchsave.writer import (
+    ALIGNMENT,
+    Storage,
+    TensorValue,
+    TorchArchive,
+    encode_archive,
+    plan_archive,
+)
 from shardckpt.manifest import Path, dotted
 
 METADATA = ".metadata"
@@ -30,7 +37,7 @@ class SliceObject(NamedTuple):
     """An object that is written as a slice.
 
     Attributes:
-        path: Where it sits in the saved nest.
+        path: Path in the saved state.
         content: The torch archive of its value.
     """
 
@@ -60,7 +67,7 @@ class SliceFile:
 
     Attributes:
         name: In the checkpoint's folder.
-        slices: In order; what lies between them is padding.
+        slices: In order; padding is between them.
     """
 
     name: str
@@ -68,7 +75,7 @@ class SliceFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole file."""
+        """Size of the file."""
         return self.slices[-1].offset + self.slices[-1].nbytes if self.slices else 0
 
 
@@ -84,7 +91,7 @@ def make_object(path: Path, value: object) -> SliceObject:
 def slice_files(
     rank: int, chunks: Sequence[PayloadChunk], items: Sequence[SliceObject], *, most_bytes: int, unique_suffix: str = ""
 ) -> list[SliceFile]:
-    """Lay out the files of one rank.
+    """Plan the files of one rank.
 
     Args:
         rank: Which.
@@ -118,7 +125,7 @@ def slice_files(
 
 def _archive(chunk: PayloadChunk) -> TorchArchive:
     value = TensorValue(0, chunk.dtype, chunk.box.size)
-    return lay_out(value, [Storage(chunk.dtype, chunk.box.volume)])
+    return plan_archive(value, [Storage(chunk.dtype, chunk.box.volume)])
 
 
 def encode_metadata(files: Iterable[SliceFile], ties: Mapping[Path, Path], order: Iterable[Path] = ()) -> bytes:

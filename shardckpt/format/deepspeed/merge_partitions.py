@@ -167,7 +167,7 @@ def _put_slot(
     slot: str,
     lengths: Mapping[int, Collection[int]],
 ) -> bool:
-    """Add a slot of a parameter; return False if it is not laid out as its flat tensor is."""
+    """Add a slot of a parameter; return False if its layout is not that of its flat tensor."""
     path: Path = (OPTIMIZER, _STATE, param.name, slot)
     owners = [run.rank for run in param.runs if run.rank in ranks.optims] or list(ranks.optims)
     values = [value for rank in owners if (value := ranks.optims[rank].slots[param.unit].get(slot)) is not None]

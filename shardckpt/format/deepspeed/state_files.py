@@ -100,7 +100,7 @@ class PartitionOptimState:
         counts: Ranks that share each of them.
         slots: For each flat tensor, the optimizer's slots.
         base: Path of the inner optimizer's state in the file.
-        paddings: Elements after each parameter of each flat tensor; None if there is no padding between them.
+        paddings: Elements after each parameter of each flat tensor; None if they have no padding.
         starts: For each flat tensor, name to elements and first element of this rank's part, if stored.
     """
 

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint: which there are, what each is by its name, and the folder they lie in."""
+"""The files of a DeepSpeed checkpoint: their kinds, by name, and the folder that they are in."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class StateFiles:
     """The files of one checkpoint by what they hold; names are relative to the store.
 
     Attributes:
-        folder: Folder in the store that they lie in; empty for the root.
+        folder: Their folder in the store; empty for the root.
         sizes: File to its bytes.
-        models: Model-parallel rank to the file of the whole model (stages 0 to 2).
+        models: Model-parallel rank to the file of the full model (stages 0 to 2).
         parts: Place to the file of a rank's part of the model (stage 3).
         optims: Place to the file of a rank's part of the optimizer.
         layers: Layer and model-parallel rank to its file (pipelines).
@@ -71,7 +71,7 @@ def is_part(name: str) -> bool:
 
 
 def find_folder(source: Source) -> str | None:
-    """Return the folder of the state files in what was pointed at, empty for the root; None where there is none.
+    """Return the folder of the state files in a source, empty for the root; None if it has none.
 
     Raises:
         AmbiguousError: There are several, and nothing says which one is meant.
@@ -96,7 +96,7 @@ def find_folder(source: Source) -> str | None:
         )
     if len(found) > 1:
         raise AmbiguousError(
-            "several steps lie here and no file `latest` names one",
+            "several steps are here and no file `latest` names one",
             where=source.url,
             found=", ".join(found[:8]),
             fix="Point at one of those folders.",
@@ -134,7 +134,7 @@ def sort_files(store: Store, folder: str) -> StateFiles:
 
 
 def _put(found: StateFiles, name: str, path: str, url: str) -> bool:
-    """Put one file where it belongs; tell whether it belongs anywhere."""
+    """Sort one file; return True if its name is known."""
     if match := _RANK.fullmatch(name):
         place = int(match["rank"]), int(match["mp"])
         _put_once(found.optims if match["kind"] == "optim" else found.parts, place, path, url)
@@ -158,7 +158,7 @@ def _put_once(files: dict[_K, str], key: _K, path: str, url: str) -> None:
             "two files are of the same rank",
             where=url,
             found=f"{files[key]} and {path}",
-            fix="Files of two saves lie in one folder: keep those of one.",
+            fix="Keep the files of one save, and nothing else, in a folder.",
         )
     files[key] = path
 

@@ -1,7 +1,7 @@
-"""Where DeepSpeed's ZeRO cuts flat parameters: pure arithmetic on counts of elements.
+"""How DeepSpeed's ZeRO splits flat parameters: pure arithmetic on counts of elements.
 
-Stages 1 and 2 lay the parameters of a group back to back, pad the end, and give every rank an equal part of the whole.
-Stage 3 cuts each parameter by itself, and lays a rank's parts back to back.
+Stages 1 and 2 concatenate the parameters of a group, pad the end, and give every rank an equal part of the result.
+Stage 3 splits each parameter by itself, and concatenates a rank's parts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def partition_elements(total: int, world: int, alignment: int = 2) -> int:
     """Return the elements of each rank's equal part of a group (stages 1 and 2), padding included.
 
     Args:
-        total: Elements of the group's parameters, with what lies between them.
+        total: Elements of the group's parameters, padding between them included.
         world: Ranks that share the group.
         alignment: What the part is a multiple of.
     """
@@ -52,7 +52,7 @@ def lean_elements(total: int, partition: int, rank: int) -> int:
 
 
 def possible_lengths(total: int, partition: int, world: int, rank: int) -> set[int]:
-    """Return how many elements a rank's tensor may have: with its padding, without, and as older versions cut it.
+    """Return how many elements a rank's tensor may have: with padding, without, and as in older versions.
 
     Before 0.15, DeepSpeed counted all padding of a group as the last rank's. Where that is more than its part has,
     `part[:length - padding]` counts from the end, and leaves some of the padding.
@@ -71,14 +71,14 @@ def possible_lengths(total: int, partition: int, world: int, rank: int) -> set[i
 
 
 def original_order(names: Sequence[str], world: int) -> list[str]:
-    """Return the order that parameters had before `round_robin_gradients` dealt them out to the ranks.
+    """Return the order that parameters had before `round_robin_gradients` reordered them.
 
     Args:
-        names: As they lie in the flat group: every `world`-th from the first, then from the second, and so on.
+        names: In the order of the flat group: every `world`-th from index 0, then from index 1, and so on.
         world: Ranks that share the group.
     """
-    dealt = [i for rank in range(world) for i in range(rank, len(names), world)]
-    return [name for _, name in sorted(zip(dealt, names, strict=True))]
+    reordered = [i for rank in range(world) for i in range(rank, len(names), world)]
+    return [name for _, name in sorted(zip(reordered, names, strict=True))]
 
 
 def fit_partition(total: int, world: int, lengths: Mapping[int, int]) -> int | None:

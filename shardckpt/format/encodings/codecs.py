@@ -27,7 +27,7 @@ class EncodedFile(io.RawIOBase):
     """The encoded bytes of one piece as a file object.
 
     Args:
-        store: Where the file lies.
+        store: Store of the file.
         name: The file.
         offset: First encoded byte.
         nbytes: Encoded bytes.
@@ -81,7 +81,7 @@ class DecodedStream:
     """The decoded bytes of an `Encoded` layout; reading forward is cheap, reading back starts over.
 
     Args:
-        store: Where the file lies.
+        store: Store of the file.
         name: The file.
         layout: What is decoded.
 

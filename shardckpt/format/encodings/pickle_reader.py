@@ -72,7 +72,7 @@ def load(
 
     Raises:
         TruncatedError: It ends before its last opcode.
-        FormatError: It is no pickle, or a damaged one.
+        FormatError: It is not a pickle, or a damaged one.
         UnsafeError: It names something off the allow-list, would set state on something alive, or exceeds a limit.
     """
     return load_at(data, 0, where=where, persistent=persistent, limits=limits, budget=budget)[0]
@@ -99,7 +99,7 @@ def load_at(
 
     Raises:
         TruncatedError: It ends before its last opcode.
-        FormatError: It is no pickle, or a damaged one.
+        FormatError: It is not a pickle, or a damaged one.
         UnsafeError: It names something off the allow-list, would set state on something alive, or exceeds a limit.
     """
     budget = ReadBudget(len(data) - start) if budget is None else budget
@@ -302,7 +302,7 @@ class _Machine:
         return self.data[pos:end], end + 1
 
     def above_mark(self) -> list[Any]:
-        """Take what lies above the last mark off the stack, and the mark."""
+        """Pop the values above the last mark off the stack, and the mark."""
         if not self.marks:
             raise FormatError("the pickle collects values without a mark")
         mark = self.marks.pop()
@@ -788,7 +788,7 @@ def _global(machine: _Machine, pos: int) -> int:
 def _stack_global(machine: _Machine, pos: int) -> int:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
-        raise FormatError("the pickle names a global by something that is no text")
+        raise FormatError("the pickle names a global by a value that is not text")
     machine.resolve(module, name)
     return pos
 
@@ -798,7 +798,7 @@ def _reduce(machine: _Machine, pos: int) -> int:
     args = stack.pop()
     kind = stack[-1]
     if kind.__class__ is Global and kind.call is make_size and args.__class__ is tuple:
-        stack[-1] = make_size(kind, args)  # it is no container of its own
+        stack[-1] = make_size(kind, args)  # it is not a separate container
     else:
         stack[-1] = machine.call(kind, args)
     return pos

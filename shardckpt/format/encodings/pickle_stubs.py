@@ -462,7 +462,7 @@ _DCP_METADATA = (
     "_MEM_FORMAT_ENCODING",
 )
 _MULTIARRAY = ("_reconstruct", "scalar", "_frombuffer")
-_INERT: dict[str, tuple[str, ...]] = {
+_STUBBED: dict[str, tuple[str, ...]] = {
     "_io": ("BytesIO",),
     "argparse": ("Namespace",),
     "types": ("SimpleNamespace",),
@@ -550,7 +550,7 @@ def _default_names() -> dict[tuple[str, str], object]:
         names |= {(module, f"{kind}Storage"): StorageType(dtype) for kind, dtype in _STORAGES.items()}
     for module, name in (("torch", "UntypedStorage"), ("torch.storage", "UntypedStorage")):
         names[module, name] = names[module, "_" + name] = StorageType("uint8")
-    for module, members in _INERT.items():
+    for module, members in _STUBBED.items():
         names |= {(module, name): Global(f"{module}.{name}", make_stub) for name in members}
     for module, functions in _FUNCTIONS.items():
         names |= {

@@ -56,7 +56,7 @@ def read_headers(store: Store, sizes: Mapping[str, int]) -> dict[str, Header]:
     """Read the headers of several files in two rounds of requests.
 
     Args:
-        store: Where they lie.
+        store: Store of the files.
         sizes: File name to size in bytes.
 
     Raises:
@@ -112,7 +112,7 @@ def parse_header(body: bytes | bytearray, *, where: str) -> Header:
     """
     raw = parse_json(body, where=where)
     if not isinstance(raw, dict):
-        raise FormatError("the safetensors header is no JSON object", where=where)
+        raise FormatError("the safetensors header must be a JSON object", where=where)
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise FormatError("`__metadata__` does not map strings to strings", where=where)
@@ -167,7 +167,7 @@ def _finite(text: str) -> float:
 
 
 def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
@@ -250,13 +250,13 @@ def encode_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str], 
     The JSON is padded with spaces so that the data begins at a multiple of `align` bytes.
 
     Raises:
-        UnsupportedError: A type that safetensors cannot name, a name that is no text or that it keeps for itself.
+        UnsupportedError: A type that safetensors cannot name, a name that is not text or is reserved.
     """
     return join_header(encode_entries(tensors), metadata, align=align)
 
 
 def encode_entries(tensors: Sequence[HeaderTensor]) -> str:
-    """Return what a header tells of tensors, as the inner part of its JSON: all that does not change with the metadata.
+    """Return the inner part of a header's JSON, on its tensors: it does not change with the metadata.
 
     Args:
         tensors: In the order of the data.
@@ -291,7 +291,7 @@ def join_header(entries: str, metadata: Mapping[str, str], *, align: int = 8) ->
         align: Bytes at a multiple of which the data begins.
 
     Raises:
-        UnsupportedError: A name that is no text.
+        UnsupportedError: A name that is not text.
     """
     members = ([f'"__metadata__":{_json(dict(metadata))}'] if metadata else []) + ([entries] if entries else [])
     try:

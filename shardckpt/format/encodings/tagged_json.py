@@ -1,4 +1,4 @@
-"""Tagged JSON: the nest that a user saved, every plain value with its type, arrays as references. Nothing is executed.
+"""Tagged JSON: the state that a user saved, plain values with their types, tensors as references. Nothing is executed.
 
 `null`, booleans, integers below 2^63, finite floats, strings, lists and dicts with text keys stand for themselves.
 Anything else is an object of one key that begins with `$`; a dict that could be mistaken for one is written as pairs.
@@ -18,7 +18,7 @@ from shardckpt.format.budget import check_hashes
 from shardckpt.manifest import Path, dotted
 
 MAX_DEPTH = 100
-"""Containers inside one another; also what ends a nest that holds itself."""
+"""Containers inside one another; also the end of a container that holds itself."""
 
 MAX_BYTES = 1 << 24
 """Bytes of one string or byte string: more belongs into a tensor."""
@@ -49,7 +49,7 @@ _PLAIN_KEYS = (str, int, float, bool, type(None), tuple)
 
 
 class ArrayRef(NamedTuple):
-    """Stands in a nest for an array that lies in payload files.
+    """Stands in a saved state for a tensor in payload files.
 
     Attributes:
         number: Its position among the manifest's arrays.
@@ -94,7 +94,7 @@ def _as_it_is(value: ArrayRef | NamedValue) -> object:
 
 
 def encode(value: Any, path: Path = (), leaf: Leaf = _no_leaf) -> object:
-    """Return a nest as JSON can hold it.
+    """Return a saved state as JSON can hold it.
 
     Args:
         value: Containers and values.
@@ -202,7 +202,7 @@ def _shorten(value: object) -> str:
 
 
 def decode(json: object, decode_ref: DecodeRef = _as_it_is, *, where: object = "") -> object:
-    """Return the nest that `encode` was given.
+    """Return the state that was encoded.
 
     Args:
         json: As parsed.
@@ -222,7 +222,7 @@ class _Decoder:
 
     def value(self, json: object, depth: int) -> object:
         if depth > 2 * MAX_DEPTH:
-            raise FormatError("the nest is too deep", where=self._where)
+            raise FormatError("the saved state is too deep", where=self._where)
         if isinstance(json, list):
             return [self.value(v, depth + 1) for v in json]
         if not isinstance(json, dict):

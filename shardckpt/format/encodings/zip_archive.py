@@ -69,7 +69,7 @@ class ZipEntry(NamedTuple):
     Attributes:
         name: As stored, with forward slashes.
         method: 0 stored, 8 deflated; others are named only when the entry is wanted.
-        crc32: Of the decoded bytes; torch can be told not to compute it, and then stores 0.
+        crc32: Of the decoded bytes; 0 if torch was set not to compute it.
         compressed: Encoded bytes.
         size: Decoded bytes.
         header: Byte in the file where its local header starts.
@@ -92,7 +92,7 @@ class ZipArchive:
     """An open archive.
 
     Attributes:
-        place: Where it lies.
+        place: File and range of the archive.
         entries: Name to entry, in the order of the directory.
     """
 
@@ -116,12 +116,12 @@ def open_archives(store: Store, places: Sequence[ArchivePlace]) -> list[ZipArchi
     """Read the directories of archives, all of them in at most two batches of reads.
 
     Args:
-        store: Where the files lie.
-        places: Where the archives lie.
+        store: Store of the files.
+        places: Files and ranges of the archives.
 
     Raises:
         TruncatedError: A place reaches beyond the end of its file.
-        FormatError: There is no archive, or it contradicts itself.
+        FormatError: The archive is missing, or it contradicts itself.
         UnsafeError: An entry's name leaves the archive, or the directory is absurdly large.
         UnsupportedError: It is encrypted, or spread over several volumes.
         StorageError: The store failed.
@@ -160,7 +160,7 @@ def read_entries(
     """Return the decoded bytes of small entries, all in one batch of reads.
 
     Args:
-        store: Where the files lie.
+        store: Store of the files.
         wanted: The entries.
         most: Decoded bytes of one entry that are accepted; of a compressed one 64 MiB at the most.
         budgets: File to what reading it may cost; what is inflated counts there.
@@ -243,7 +243,7 @@ def _end(place: ArchivePlace, tail: bytes, where: str) -> _End:
             "the zip archive has no end record",
             where=where,
             found=f"{place.nbytes} bytes",
-            fix="It was cut off, or is no zip archive: copy it again.",
+            fix="It ends early, or is not a zip archive: copy it again.",
         )
     _, disk, first_disk, here, count, nbytes, start, _ = _END.unpack_from(tail, at)
     if disk not in (0, 0xFFFF) or first_disk not in (0, 0xFFFF) or here != count:
@@ -388,7 +388,7 @@ def _data_start(wanted: WantedEntry, head: bytes, where: str) -> int:
     """Return the byte in the file where an entry's data start, from its local header."""
     entry = wanted.entry
     if len(head) < _LOCAL.size:
-        raise TruncatedError(f"the local header of {entry.name} is cut off", where=where)
+        raise TruncatedError(f"the local header of {entry.name} ends early", where=where)
     signature, _, _, method, _, _, crc, compressed, size, n, extra = _local(head, 0)
     name = entry.name.encode()
     if signature != LOCAL_SIGNATURE or n != len(name) or head[_LOCAL.size : _LOCAL.size + n] != name:
@@ -457,12 +457,12 @@ def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) ->
 
     Args:
         front: First bytes of the archive.
-        is_wanted: Tells by its name whether an entry is the one looked for; the walk ends at its data.
+        is_wanted: Returns True for the name of the wanted entry; the walk ends at its data.
         where: What it is, for messages.
 
     Raises:
         TruncatedError: The entry starts behind `front`: ask again with more bytes.
-        FormatError: It is no archive of stored entries.
+        FormatError: It is not an archive of stored entries.
     """
     contents: dict[str, bytes] = {}
     at = 0
@@ -492,7 +492,7 @@ def walk_front(front: bytes, is_wanted: Callable[[str], bool], *, where: str) ->
 def _find_described_end(front: bytes, start: int, where: str) -> tuple[int, int]:
     """Return where the data that start at a byte end, and where the record behind them ends.
 
-    The record holds the size and the checksum of what lies in front of it; only where both fit is it one.
+    The record holds the size and the checksum of the bytes before it; both must fit.
     """
     at = front.find(_DESCRIPTOR_SIGNATURE, start)
     view, checked, checksum = memoryview(front), start, 0

@@ -1,9 +1,9 @@
-"""Folders of `Accelerator.save_state` (Accelerate 1.x), with FSDP or without, whole or sharded.
+"""Folders of `Accelerator.save_state` (Accelerate 1.x), with FSDP or without, full or sharded.
 
 With FSDP: `pytorch_model_fsdp.bin` and `optimizer.bin` (FULL), or DCP folders `pytorch_model_fsdp_0/` and
 `optimizer_0/` (SHARDED), or one file of each rank, `pytorch_model_fsdp_0_rank0.bin` (SHARDED with `use_dcp=False`, and
 LOCAL); without: `model.safetensors` or `pytorch_model.bin`. Further models and optimizers carry a
-number. Around them lie small files of the training loop, those of `transformers.Trainer` among them. Paths are `model`,
+number. Beside them are small files of the training loop, such as those of `transformers.Trainer`. Paths are `model`,
 `model_1`, ..., `optimizer`, `optimizer_1`, ..., then names.
 """
 
@@ -61,19 +61,19 @@ def open_source(source: Source) -> Reader:
     """Open a recognized source.
 
     Raises:
-        AmbiguousError: One model or optimizer lies there in two forms.
+        AmbiguousError: One model or optimizer is there in two forms.
         UnsupportedError: A model was saved rank by rank, and not as something that says which part a rank holds.
         CheckpointError: A file is damaged, refused, or of a kind that is not read.
         StorageError: The store failed.
     """
     slots, ignored = _choose_files(source)
     ranked = {name: source.listing[name].size for name in slots if _RANK_FILE.fullmatch(name)}
-    whole = {name: source.listing[name].size for name in slots if name.endswith(".bin") and name not in ranked}
-    parts = list(_parts(source, slots, {**whole, **ranked}, whole))
+    full = {name: source.listing[name].size for name in slots if name.endswith(".bin") and name not in ranked}
+    parts = list(_parts(source, slots, {**full, **ranked}, full))
     if ranked:
         parts.append(SubReader(_open_rank_files(source, slots, ranked), partial(_below, "", "")))
     beside = {name: source.listing[name].size for name in source.files if _BESIDE.fullmatch(name)}
-    warnings = [f"{', '.join(ignored[:4])} lie beside the FSDP model and are ignored"] if ignored else []
+    warnings = [f"{', '.join(ignored[:4])} are beside the FSDP model and are ignored"] if ignored else []
     return join(FORMAT.name, source.store, parts, beside, warnings, ignored)
 
 
@@ -104,7 +104,7 @@ def _open_rank_files(source: Source, slots: Mapping[str, str], sizes: Mapping[st
 
 
 def _parts(
-    source: Source, slots: Mapping[str, str], torch_files: Mapping[str, int], whole: Mapping[str, int]
+    source: Source, slots: Mapping[str, str], torch_files: Mapping[str, int], full: Mapping[str, int]
 ) -> Iterator[SubReader]:
     store = source.store
     for name, slot in slots.items():
@@ -113,9 +113,9 @@ def _parts(
             yield SubReader(dcp.open_folder(store, name), partial(_below, slot, root))
         elif name not in torch_files:
             yield SubReader(hf.open_source(Source(store, name)), partial(_below, slot, ""))
-    if whole:
-        prefixes: dict[str, Path] = {name: (slots[name],) for name in whole}
-        yield SubReader(open_files(store, whole, prefixes, FORMAT.name), partial(_below, "", ""))
+    if full:
+        prefixes: dict[str, Path] = {name: (slots[name],) for name in full}
+        yield SubReader(open_files(store, full, prefixes, FORMAT.name), partial(_below, "", ""))
 
 
 def _below(slot: str, root: str, path: Path) -> Path:
@@ -160,7 +160,7 @@ def _slot_order(slot: str) -> tuple[str, int]:
 
 def _two_forms(source: Source, slot: str, names: list[str]) -> AmbiguousError:
     return AmbiguousError(
-        f"{slot} lies here in two forms",
+        f"{slot} is here in two forms",
         where=source.url,
         found=", ".join(names),
         fix="Point at the file or folder that is meant.",

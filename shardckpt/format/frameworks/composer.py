@@ -1,6 +1,6 @@
 """Composer's checkpoints of parts, and its pointers: `model/` and `optim/` (DCP) or `model.pt` and `optim.pt`.
 
-Beside them lie `composer_metadata.json` and `resumption.pkl`, the state of the training loop. A file `*.symlink` holds
+Beside them are `composer_metadata.json` and `resumption.pkl`, the state of the training loop. A file `*.symlink` holds
 the path of the checkpoint that is meant. DCP folders `ep{}-ba{}`, and single files, keep everything below `state`: they
 are read as what they are. Known from their layout alone: no files that Composer wrote were at hand.
 """
@@ -72,7 +72,7 @@ def _below(slot: str, path: Path) -> Path:
 
 
 def _follow_pointer(source: Source, pointer: str) -> Reader:
-    """Open what a pointer names: a file or folder beside it, wherever the run that wrote it lay."""
+    """Open the file or folder beside a pointer that it names; other folders of its path do not count."""
     where = f"{source.store.url}/{pointer}"
     size = source.store.size(pointer)
     if size > _MOST_POINTER_BYTES:
@@ -86,7 +86,7 @@ def _follow_pointer(source: Source, pointer: str) -> Reader:
     name = next((part for part in reversed(parts) if part in names and part != pointer), "")
     if not name or name == "..":
         raise IncompleteError(
-            "what a pointer names does not lie beside it",
+            "the target of a pointer is not beside it",
             where=where,
             found=target[:200],
             fix="Copy it here, or point at the checkpoint itself.",

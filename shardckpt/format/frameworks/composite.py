@@ -30,7 +30,7 @@ class CompositeReader(Reader):
     """Readers that share a store. Objects in files that no reader owns are read as torch saved them, when asked.
 
     Args:
-        store: Where the files lie.
+        store: Store of the files.
         manifest: The joined one.
         owners: File to the reader that opened it.
         parts: The readers, and where their paths go.
@@ -57,7 +57,7 @@ class CompositeReader(Reader):
 
     @property
     def needs_param_shapes(self) -> bool:
-        """Whether flat parameters in one of them are such that nothing told yet what they hold."""
+        """Whether one of them has flat parameters with unknown members."""
         return any(part.reader.needs_param_shapes for part in self._parts)
 
     def with_param_shapes(self, known: ParamShapes) -> Reader:
@@ -107,7 +107,7 @@ def join(
 
     Args:
         format_name: Name of the format, for the manifest.
-        store: Where all files lie.
+        store: Store of all files.
         parts: The readers.
         beside: Files of `torch.save` that hold one object each, and their size; read when asked for, and named by file.
         warnings: More of them.

@@ -1,6 +1,6 @@
 """Sharded checkpoints of Lightning: Fabric and Trainer leave a DCP folder, and the rest of the state in `meta.pt`.
 
-The model lies under the key its user gave it (Fabric) or under `model` (Trainer); an optimizer under its key, or
+The model is under the key its user gave it (Fabric) or under `model` (Trainer); an optimizer under its key, or
 `optimizer_{i}`. A full checkpoint of either is one file of `torch.save`, and no matter of this reader.
 """
 

@@ -1,7 +1,7 @@
 """Megatron's `iter_*` folders of its distributed format (`torch_dist`): DCP, `metadata.json`, and `common.pt`.
 
 Paths are those of the DCP folder; `common.pt` is one object, read when it is asked for. Layers that Megatron stacked on
-their first axis stay stacked: rules cut them apart.
+their first axis stay stacked: rules split them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BACKEND = "sharded_backend"
 _HEAD_BYTES = 512
 _MAX_BYTES = 1 << 20
 _STACKED = re.compile(r"(.*\.)?layers\.[a-zA-Z_].*")
-"""Names of layers without a number: all of them lie in one tensor."""
+"""Names of layers without a number: all of them are in one tensor."""
 
 
 def recognize(source: Source) -> Evidence:
@@ -41,8 +41,8 @@ def open_source(source: Source) -> Reader:
         StorageError: The store failed.
     """
     size = min(source.listing[METADATA].size, _MAX_BYTES)
-    said = parse_json(read_bytes(source.store, METADATA, 0, size), where=f"{source.store.url}/{METADATA}")
-    backend = said.get(_BACKEND) if isinstance(said, dict) else None
+    metadata = parse_json(read_bytes(source.store, METADATA, 0, size), where=f"{source.store.url}/{METADATA}")
+    backend = metadata.get(_BACKEND) if isinstance(metadata, dict) else None
     if backend != "torch_dist":
         raise UnsupportedError(
             "Megatron saved this with another backend",
@@ -53,7 +53,7 @@ def open_source(source: Source) -> Reader:
         )
     part = SubReader(dcp.open_folder(source.store), _keep_path)
     stacked = [dotted(path) for path in part.reader.manifest.tensors if _STACKED.fullmatch(dotted(path))]
-    many = f"{len(stacked)} tensors hold all layers on their first axis: `unstack` of --rules cuts them"
+    many = f"{len(stacked)} tensors hold all layers on their first axis: `unstack` of --rules splits them"
     warnings = [f"{many}; the first is {stacked[0]}"] if stacked else []
     beside = {COMMON: source.listing[COMMON].size} if COMMON in source.files else {}
     return join(FORMAT.name, source.store, [part], beside, warnings)

@@ -42,7 +42,7 @@ def open_source(source: Source) -> Reader:
 
     Raises:
         IncompleteError: A rank's file is not there.
-        UnsupportedError: An item lies in files of another kind than torch's.
+        UnsupportedError: An item is in files of another kind than torch's.
         CheckpointError: A file is damaged, refused, or does not fit the others.
         StorageError: The store failed.
     """
@@ -55,8 +55,8 @@ def open_source(source: Source) -> Reader:
             found=f"{size} bytes",
             expected=f"at most {_LIMITS.nbytes}",
         )
-    said = load(read_bytes(source.store, METADATA, 0, size), where=where, limits=_LIMITS)
-    world, items = _items(said, where)
+    metadata = load(read_bytes(source.store, METADATA, 0, size), where=where, limits=_LIMITS)
+    world, items = _read_items(metadata, where)
     ranked = list(_files(items, world, source, where))
     known = {file.name for file in ranked}
     beside = {
@@ -75,24 +75,24 @@ def open_source(source: Source) -> Reader:
     return reader
 
 
-def _items(said: object, where: str) -> tuple[int, dict[str, Mapping[object, object]]]:
-    """Return the ranks that saved, and what the metadata says of each item."""
-    world = said.get("world_size") if isinstance(said, dict) else None
-    items = said.get("metadata") if isinstance(said, dict) else None
+def _read_items(metadata: object, where: str) -> tuple[int, dict[str, Mapping[object, object]]]:
+    """Return the number of ranks, and the metadata of each item."""
+    world = metadata.get("world_size") if isinstance(metadata, dict) else None
+    items = metadata.get("metadata") if isinstance(metadata, dict) else None
     if type(world) is not int or not 0 < world <= _MOST_RANKS or not isinstance(items, dict):
-        raise FormatError("the metadata names no ranks and no items", where=where, found=said)
+        raise FormatError("the metadata names no ranks and no items", where=where, found=metadata)
     if not all(isinstance(key, str) and isinstance(value, dict) for key, value in items.items()):
-        raise FormatError("the items of the metadata are no dict", where=where)
+        raise FormatError("the items of the metadata must be a dict", where=where)
     return world, {str(key): value for key, value in items.items()}
 
 
 def _files(items: Mapping[str, Mapping[object, object]], world: int, source: Source, where: str) -> Iterator[RankFile]:
     """Yield every rank's file of every item."""
     seen: set[str] = set()
-    for item, said in items.items():
-        told = said.get("rank_to_layout_info")
+    for item, fields in items.items():
+        layouts = fields.get("rank_to_layout_info")
         for rank in range(world):
-            layout = told.get(rank) if isinstance(told, dict) else None
+            layout = layouts.get(rank) if isinstance(layouts, dict) else None
             name = _name(item, rank, layout, where)
             if name not in source.listing or source.listing[name].is_folder:
                 raise IncompleteError(
@@ -115,7 +115,7 @@ def _name(item: str, rank: int, layout: object, where: str) -> str:
     name = layout.get("file_path") if isinstance(layout, dict) else None
     if not isinstance(name, str) or not name.endswith(".pt") or "/" in name:
         raise UnsupportedError(
-            f"{item!r} does not lie in files of torch.save in this folder",
+            f"{item!r} is not in files of torch.save in this folder",
             where=where,
             found=name,
             expected=f"{item}_{rank}.pt",
@@ -126,15 +126,15 @@ def _name(item: str, rank: int, layout: object, where: str) -> str:
 
 def _check_shapes(manifest: Manifest, items: Mapping[str, Mapping[object, object]], where: str) -> None:
     """Compare the global shapes of the files with those of the metadata."""
-    for item, said in items.items():
-        tensors = said.get("nested_path_to_metadata")
+    for item, fields in items.items():
+        tensors = fields.get("nested_path_to_metadata")
         for key, groups in tensors.items() if isinstance(tensors, dict) else ():
             path: Path = (item, *_keys(key, where))
             entry = manifest.tensors.get(path)
             shape = _shape(groups)
             if entry is None or (shape is not None and entry.shape != shape):
                 raise FormatError(
-                    f"{dotted(path)!r} is not as the metadata says",
+                    f"{dotted(path)!r} is not as in its metadata",
                     where=where,
                     found="nothing" if entry is None else entry.shape,
                     expected=shape or "a tensor",
@@ -143,13 +143,13 @@ def _check_shapes(manifest: Manifest, items: Mapping[str, Mapping[object, object
 
 
 def _keys(text: object, where: str) -> list[str | int]:
-    """Return the keys of a path, which stands in the metadata as a JSON list."""
+    """Return the keys of a path, which is a JSON list in the metadata."""
     try:
         keys = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         keys = None
     if not isinstance(keys, list) or not all(type(key) in (str, int) for key in keys):
-        raise FormatError("a path of the metadata is no list of keys", where=where, found=text)
+        raise FormatError("a path of the metadata must be a list of keys", where=where, found=text)
     return keys
 
 

@@ -25,7 +25,7 @@ _PICKLE_SUFFIXES = (*SUFFIXES, ".pkl")
 _SLICES_SUFFIX = ".distcp"
 """Ending of files that hold many archives in a row, for which `torch.distributed.checkpoint` has an index."""
 
-_WHOLE = re.compile(r"(pytorch_model|adapter_model)\.bin")
+_ONE_FILE = re.compile(r"(pytorch_model|adapter_model)\.bin")
 _SHARD = re.compile(r"(?P<stem>pytorch_model)-(?P<i>\d{5})-of-(?P<n>\d{5})\.bin")
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 """Folders in which Accelerate keeps sharded state, beside small torch files."""
@@ -73,7 +73,7 @@ def _any_torch(source: Source, names: Sequence[str]) -> bool:
 
 
 def _hf_names(files: Iterable[str]) -> list[str]:
-    return [n for n in files if _WHOLE.fullmatch(n) or _SHARD.fullmatch(n)]
+    return [n for n in files if _ONE_FILE.fullmatch(n) or _SHARD.fullmatch(n)]
 
 
 def _loose_names(files: Iterable[str]) -> list[str]:
@@ -99,7 +99,7 @@ def open_hf(source: Source) -> Reader:
     if missing:
         tensor = next(t for t, f in weight_map.items() if f == missing[0])
         raise IncompleteError(
-            f"{missing[0]} is missing, and with it the whole of {tensor!r}",
+            f"{missing[0]} is missing, and with it all of {tensor!r}",
             where=store.url,
             found=f"{len(chosen) - len(missing)} of {len(chosen)} files of the index",
             fix="Copy the missing files beside the others.",
@@ -115,7 +115,7 @@ def open_hf(source: Source) -> Reader:
 
 
 def _unindexed(store: Store, sizes: Mapping[str, int]) -> list[str]:
-    """Return the model's files where no index lists them: the whole one, else a full set of shards."""
+    """Return the model's files if no index lists them: the one file of all, else a full set of shards."""
     names = _hf_names(sizes)
     for name in ("pytorch_model.bin", "adapter_model.bin"):
         if name in names:
@@ -149,7 +149,7 @@ def _read_index(store: Store, name: str, size: int) -> dict[str, str]:
 def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str, str]) -> TorchReader:
     """Open shards, whose names share one space; an index says which file counts for a name.
 
-    Where the optimizer's file is among them, it lies below `optimizer`, and the shards below `model`.
+    If the optimizer's file is among them, it is below `optimizer`, and the shards below `model`.
     """
     root: Path = ("model",) if _OPTIMIZER in sizes else ()
 
@@ -186,7 +186,7 @@ def _open_shards(store: Store, sizes: Mapping[str, int], weight_map: Mapping[str
 def open_loose(source: Source) -> Reader:
     """Open a folder of `torch.save` files; where there are several, paths start with the file's name.
 
-    Files of ranks that hold LOCAL states, DTensors or ShardedTensors are one checkpoint of whole tensors.
+    Files of ranks that hold LOCAL states, DTensors or ShardedTensors are one checkpoint of full tensors.
 
     Raises:
         CheckpointError: A file is damaged, refused, or of a kind that is not read.

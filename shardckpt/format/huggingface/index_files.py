@@ -37,7 +37,7 @@ class Files:
     Attributes:
         sizes: Payload file to size in bytes, -1 for one that an index names and that is not there.
         weight_map: Tensor to file, as the indexes say; empty without one.
-        param_groups: File with the optimizer's groups; empty where there is none.
+        param_groups: File with the optimizer's groups; empty if there is none.
         warnings: What is odd, one sentence each.
         missing: Files that the numbering of the others promises.
         unread: Files of `torch.save` beside that are passed over.
@@ -67,7 +67,7 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
     """Choose the files that the indexes name, and of the rest those that no index competes with.
 
     Args:
-        store: Where they lie.
+        store: Store of the files.
         sizes: Every safetensors file of the folder, name to size in bytes.
         indexes: Every index file of the folder.
 
@@ -77,15 +77,23 @@ def choose(store: Store, sizes: Mapping[str, int], indexes: Sequence[str]) -> Fi
     """
     read = {name: _read_index(store, name) for name in indexes}
     model = [index for name, index in read.items() if not name.startswith(OPTIMIZER)]
-    told = next((index for index in (*model, *read.values()) if index.optimizer_files is not None), None)
-    used = [i for name, i in read.items() if told is None or i is told or not name.startswith(OPTIMIZER)]
-    weight_map = {key: file for index in used for key, file in index.weight_map.items()}
-    wanted = set(weight_map.values()) | set(told.optimizer_files or () if told else ())
-    loose = [n for n in sizes if n not in wanted and not (told or (model and not n.startswith(OPTIMIZER)))]
-    chosen = {name: sizes.get(name, -1) for name in sorted(wanted | set(_choose_preferred(loose)))}
-    ignored = sorted(n for n in sizes if n not in chosen)
+    # One index that lists the optimizer's files decides on all of them; without one, their names decide.
+    lists_all = next((index for index in (*model, *read.values()) if index.optimizer_files is not None), None)
+    weight_map: dict[str, str] = {}
+    for name, index in read.items():
+        if lists_all is None or index is lists_all or not name.startswith(OPTIMIZER):
+            weight_map |= index.weight_map
+    indexed = {*weight_map.values(), *((lists_all.optimizer_files or ()) if lists_all else ())}
+    loose: list[str] = []
+    if lists_all is None:
+        loose = [name for name in sizes if name not in indexed and (not model or name.startswith(OPTIMIZER))]
+    chosen = {name: sizes.get(name, -1) for name in sorted({*indexed, *_choose_preferred(loose)})}
+    if lists_all is not None:
+        groups = lists_all.param_groups
+    else:
+        groups = PARAM_GROUPS if any(name.startswith(OPTIMIZER) for name in chosen) else ""
+    ignored = sorted(name for name in sizes if name not in chosen)
     warning = f"{len(ignored)} safetensors files are not in the index and are ignored: {', '.join(ignored[:4])}"
-    groups = told.param_groups if told else PARAM_GROUPS if any(n.startswith(OPTIMIZER) for n in chosen) else ""
     return Files(chosen, weight_map, groups, (warning,) if ignored else (), tuple(islice(_holes(chosen), _MOST_HOLES)))
 
 
@@ -123,8 +131,8 @@ def _read_index(store: Store, name: str) -> _Index:
     weight_map, metadata = raw.get("weight_map"), raw.get("metadata")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise FormatError("the index has no `weight_map` from names to files", where=where)
-    told = metadata if isinstance(metadata, dict) else {}
-    listed, groups = told.get(OPTIMIZER_FILES_KEY), told.get(PARAM_GROUPS_KEY, "")
+    fields = metadata if isinstance(metadata, dict) else {}
+    listed, groups = fields.get(OPTIMIZER_FILES_KEY), fields.get(PARAM_GROUPS_KEY, "")
     files = tuple(map(str, listed)) if isinstance(listed, list) else None
     for file in {*weight_map.values(), *(files or ()), str(groups) or PARAM_GROUPS}:
         if not _is_plain(file):

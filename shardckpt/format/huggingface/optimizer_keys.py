@@ -33,10 +33,10 @@ class OptimizerFile:
     Attributes:
         keys: `names`, `ids`, `flat` or `flat-parameters`.
         groups: As it stands there; of flat parameters, with the names of the unsharded model.
-        values: State that is no array, by parameter.
+        values: State without tensors, by parameter.
         names: Names that the groups have; empty with `ids`.
-        units: Flat parameters to what lies in each, with `flat-parameters`.
-        told: The same as it stands there.
+        units: Flat parameters to their members, with `flat-parameters`.
+        units_json: The same as stored.
     """
 
     keys: str
@@ -44,7 +44,7 @@ class OptimizerFile:
     values: object
     names: frozenset[str]
     units: Mapping[str, FlatLayout] = field(default_factory=dict)
-    told: object = None
+    units_json: object = None
 
     @classmethod
     def from_json(cls, raw: Mapping[str, object], where: str) -> OptimizerFile:
@@ -65,7 +65,7 @@ class OptimizerFile:
         return cls(str(keys), groups, values, frozenset(names))
 
     def entries(self, key: str, entry: TensorEntry) -> list[tuple[Path, TensorEntry]]:
-        """Return the parameters and slots that a tensor is, and where in it each lies.
+        """Return the parameters and slots in a tensor, and the place of each.
 
         Args:
             key: The tensor's name.
@@ -103,14 +103,14 @@ class OptimizerFile:
 def _decode_exact(raw: Mapping[str, object], where: str) -> Mapping[str, object]:
     """Put values that plain JSON could not hold where they belong."""
     for pair in _list_params(raw.get(EXACT)):
-        path, told = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
+        path, value = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
         inner: object = raw
         for key in path[:-1] if isinstance(path, list) and len(path) == 3 else ():
             inner = _inside(inner, key)
         last = path[-1] if isinstance(path, list) and path else None
         if not isinstance(inner, dict) or inner is raw or not isinstance(last, str) or last not in inner:
             raise FormatError("an exact value belongs nowhere", where=where, found=str(path)[:80])
-        inner[last] = decode(told, where=where)
+        inner[last] = decode(value, where=where)
     return raw
 
 
@@ -124,8 +124,8 @@ def _from_flat_params(raw: Mapping[str, object], groups: object, values: object,
     """Return the file with names of the unsharded model for flat parameters."""
     units: dict[str, FlatLayout] = {}
     for unit in _list_params(raw.get("units")):
-        told = unit if isinstance(unit, dict) else {}
-        layout, flat = from_json(told.get("layout")), told.get("flat")
+        fields = unit if isinstance(unit, dict) else {}
+        layout, flat = from_json(fields.get("layout")), fields.get("flat")
         if not isinstance(layout, FlatLayout) or not isinstance(flat, str):
             raise FormatError("a flat parameter has no name or no flat layout", where=where, found=str(unit)[:80])
         units[flat] = layout
@@ -134,7 +134,7 @@ def _from_flat_params(raw: Mapping[str, object], groups: object, values: object,
         raise FormatError("flat parameters have a member twice, or one of too many dimensions", where=where)
     listed, originals = _list_params(groups), _list_params(raw.get("originals"))
     if len(listed) != len(originals) or not all(isinstance(group, dict) for group in listed):
-        raise FormatError("the groups of flat parameters do not tell their members", where=where)
+        raise FormatError("the groups of flat parameters do not list their members", where=where)
     named = [
         {**group, "params": params} for group, params in zip(listed, originals, strict=True) if isinstance(group, dict)
     ]

@@ -1,4 +1,4 @@
-"""Safetensors as Hugging Face lays them out: one file, shards with or without an index, adapters, DCP's own layout.
+"""Safetensors in the layouts of Hugging Face: one file, shards with or without an index, adapters, DCP's own layout.
 
 Also what `consolidate` itself writes beside a model: `optimizer*.safetensors` and `param_groups.json`.
 """
@@ -86,7 +86,7 @@ def open_source(source: Source) -> Reader:
 
 
 def _list_ignored(others: Sequence[str]) -> list[str]:
-    """Say which files of `torch.save` lie beside the safetensors: a Trainer's optimizer, or the same model again."""
+    """Return a warning on files of `torch.save` beside the safetensors: a Trainer's optimizer, or the same model."""
     shown = ", ".join(others[:_SHOWN])
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
     return [f"torch files here are ignored, name one to read it: {shown}{more}"] if others else []
@@ -96,7 +96,7 @@ def _open_files(store: Store, files: Files) -> Reader:
     sizes = files.sizes
     headers = read_headers(store, {name: size for name, size in sizes.items() if size >= 0})
     is_dcp = any(_SHARDING_INFO in header.metadata for header in headers.values())
-    tensors = _join_dcp_boxes(store, headers) if is_dcp else _whole_tensors(store, headers, files.weight_map)
+    tensors = _join_dcp_boxes(store, headers) if is_dcp else _full_tensors(store, headers, files.weight_map)
     notes = [
         f"{name} is {sizes[name] - header.data_start - header.data_bytes} bytes longer than its header says"
         for name, header in headers.items()
@@ -114,7 +114,7 @@ def _open_files(store: Store, files: Files) -> Reader:
         if not any(path[:2] == (OPTIMIZER, _STATE) for path in (*tensors, *values)):
             values[OPTIMIZER, _STATE] = {}
         if groups.units:
-            values[OPTIMIZER, "units"] = groups.told
+            values[OPTIMIZER, "units"] = groups.units_json
         objects = {path: ObjectEntry(path, value) for path, value in values.items()}
         aliases = {("model", *name): ("model", *kept) for name, kept in aliases.items()}
     return Reader(
@@ -134,7 +134,7 @@ def _open_files(store: Store, files: Files) -> Reader:
     )
 
 
-def _whole_tensors(
+def _full_tensors(
     store: Store, headers: Mapping[str, Header], weight_map: Mapping[str, str]
 ) -> dict[Path, TensorEntry]:
     tensors: dict[Path, TensorEntry] = {}
@@ -232,7 +232,7 @@ def _split_optimizer(tensors: Mapping[Path, TensorEntry], groups: OptimizerFile)
 
 
 def _state_values(values: object) -> dict[Path, object]:
-    """Return state that is no array by parameter and slot: arrays of the same parameter lie beside it."""
+    """Return state without tensors by parameter and slot; tensors of the same parameter are beside it."""
     held = {key: slots for key, slots in values.items() if isinstance(slots, dict)} if isinstance(values, dict) else {}
     return {(OPTIMIZER, _STATE, key, slot): value for key, slots in held.items() for slot, value in slots.items()}
 

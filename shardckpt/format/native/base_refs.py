@@ -1,4 +1,4 @@
-"""How a step refers to folders in which some of its bytes lie, and which of them it may have opened unasked."""
+"""How a step refers to the folders of its base steps, and which of them are opened without being named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardckpt.errors import UnsafeError, UsageError
 from shardckpt.storage.resolve_url import local_path
 
 FEATURE = "bases"
-"""What `COMMIT` asks of a reader where files of the step lie in other folders."""
+"""The feature in `COMMIT` that a reader needs if files of the step are in other folders."""
 
 _SIBLING = re.compile(r"\.\./([^/\0]+)")
 _ABSOLUTE = re.compile(r"/|[A-Za-z][A-Za-z0-9+.\-]*(://|::)")
@@ -40,13 +40,13 @@ def is_base_url(url: object) -> bool:
 
 
 def sibling(url: str) -> str | None:
-    """Return the name of a folder beside the step; None for one that lies elsewhere."""
+    """Return the name of a folder beside the step; None for one elsewhere."""
     match = _SIBLING.fullmatch(url)
     return match[1] if match and match[1] not in {".", ".."} else None
 
 
 def _parent(url: str) -> tuple[str, str]:
-    """Return the folder that a folder lies in, links resolved, and its name there."""
+    """Return the parent of a folder, links resolved, and its name there."""
     path = local_path(url)
     if path is not None:
         return os.path.split(os.path.realpath(path))
@@ -55,17 +55,17 @@ def _parent(url: str) -> tuple[str, str]:
 
 
 def resolve_base(step: str, url: str) -> str:
-    """Return where a base lies.
+    """Return the place of a base.
 
     Args:
-        step: Where the step lies.
+        step: URL of the step.
         url: As the step refers to it.
 
     Raises:
-        UnsafeError: It is no such reference.
+        UnsafeError: It is not such a reference.
     """
     if not is_base_url(url):
-        raise UnsafeError("this is no reference to a base", where=step, found=url, expected="../NAME, or absolute")
+        raise UnsafeError("this is not a reference to a base", where=step, found=url, expected="../NAME, or absolute")
     name = sibling(url)
     return url if name is None else f"{_parent(step)[0].rstrip('/')}/{name}"
 
@@ -74,8 +74,8 @@ def refer_to(step: str, base: str) -> str:
     """Return how a step refers to a base.
 
     Args:
-        step: Where the step will lie.
-        base: Where the base lies.
+        step: URL that the step will have.
+        base: URL of the base.
 
     Raises:
         UsageError: They are the same folder.
@@ -100,8 +100,8 @@ def may_open(step: str, folder: str) -> bool:
     behind a URL, and send no requests to where the caller sends none.
 
     Args:
-        step: Where the step lies.
-        folder: Where the folder lies that it refers to.
+        step: URL of the step.
+        folder: URL of the folder that it refers to.
     """
     if local_path(step) is not None or local_path(folder) is not None:
         return local_path(step) is not None and local_path(folder) is not None

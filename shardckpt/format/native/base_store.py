@@ -1,4 +1,4 @@
-"""The folders that a step refers to: which of them are opened, what lies there, and one store over all of them."""
+"""The folders that a step refers to: which of them are opened, their files, and one store over all of them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class FoundBases(NamedTuple):
     """The bases of a step that exist.
 
     Attributes:
-        places: Where each file lies, by the name that the step's reader has for it.
-        folders: In which each lies, or would.
+        places: The folder and name of each file, by the name that the step's reader has for it.
+        folders: The folder of each file, whether it is there or not.
         sizes: Of those that are there, in bytes.
-        closed: Folders that were not opened, with what whoever wants something in them is told.
-        changed: Names of files in folders that are no longer what the step was saved against, or never could tell.
+        closed: Folders that were not opened, with the error for reading files in them.
+        changed: Names of files in folders that may have changed since the step was saved.
         notes: What is odd, one sentence each.
     """
 
@@ -49,10 +49,10 @@ class FoundBases(NamedTuple):
 def find_bases(
     step: str, wanted: Mapping[str, Mapping[str, int]], named: NamedBases = "", known: Sequence[Base] = ()
 ) -> FoundBases:
-    """Look into the folders that a step refers to; one that cannot be is no error until something in it is wanted.
+    """Look into the folders that a step refers to; one that cannot be read is an error only if a file in it is read.
 
     Args:
-        step: Where the step lies.
+        step: URL of the step.
         wanted: Base, as the step refers to it, to its files.
         named: Those that the caller names; the others are opened where `may_open` lets the step choose.
         known: What the step says of them.
@@ -61,7 +61,7 @@ def find_bases(
         UnsafeError: A reference is none.
         UsageError: It is not clear which base is named.
     """
-    told = _map_named(step, list(wanted), named)
+    given = _map_named(step, list(wanted), named)
     recorded = {base.url: base for base in known}
     places: dict[str, FilePlace] = {}
     folders: dict[str, str] = {}
@@ -70,10 +70,10 @@ def find_bases(
     changed: set[str] = set()
     notes: list[str] = []
     for url, files in wanted.items():
-        where = told.get(url) or resolve_base(step, url)
+        where = given.get(url) or resolve_base(step, url)
         names = {f"{url}/{name}": name for name in files}
         folders.update(dict.fromkeys(names, where))
-        if url not in told and not may_open(step, where):
+        if url not in given and not may_open(step, where):
             closed[where] = _unnamed_error(step, where)
             continue
         try:
@@ -97,15 +97,15 @@ def _unnamed_error(step: str, folder: str) -> UsageError:
         "the checkpoint refers to a folder on another store than its own, which nobody else has named",
         where=step,
         found=folder,
-        fix="If you trust it, name it: base=PLACE (--base PLACE), where it lies or where a copy does.",
+        fix="If you trust it, name it: base=PLACE (--base PLACE), its place or that of a copy.",
     )
 
 
 def _describe_change(store: Store, sizes: Mapping[str, int], base: Base) -> str | None:
     """Describe how a base differs from what the step was saved against, None if it does not.
 
-    Nothing is said of a folder that cannot tell, of a step that was removed but for what others refer to, and of one
-    that another save has taken the place of: both leave the files.
+    Empty for a folder without hashes, for a step of which only referred files are left, and for one
+    that another save has replaced: both leave the files.
     """
     if not base.sha256 or COMMIT not in sizes:
         return ""
@@ -138,7 +138,7 @@ def _texts(named: PathText | Sequence[PathText]) -> list[str]:
 
 
 def _find_url(text: str, urls: Iterable[str]) -> str:
-    """Return what the step calls the base that a text names; empty where it tells a place alone."""
+    """Return the step's name of the base that a text names; empty if it names only a place."""
     return next((url for url in urls if f"{text}=".startswith(f"{url}=")), "")
 
 
@@ -168,7 +168,7 @@ def _only(step: str, urls: Sequence[str], place: str) -> str:
             "`base` could stand for any of several",
             where=step,
             found=", ".join(urls),
-            fix="Pass a dict from what the step calls each base to where it lies (--base NAME=PATH for each).",
+            fix="Pass a dict from the step's name of each base to its place (--base NAME=PATH for each).",
         )
     return elsewhere[0]
 
@@ -178,7 +178,7 @@ class BasedStore(WrappedStore):
 
     Args:
         store: Rooted at the step.
-        places: Where files of bases lie, by name.
+        places: Folders and names of files of bases, by name.
     """
 
     def __init__(self, store: Store, places: Mapping[str, FilePlace]) -> None:

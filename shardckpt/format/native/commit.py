@@ -141,21 +141,21 @@ def decode_commit(data: bytes, *, where: object = "") -> Commit:
         UnsupportedError: A newer version, or a feature that this release does not know, by name.
     """
     end = data.find(b"\n") + 1
-    told = data[end:]
-    if not end or len(told) < 65:
-        raise TruncatedError("the commit mark is cut short", where=where, found=f"{len(data)} bytes", fix=_REPAIR)
+    stored = data[end:]
+    if not end or len(stored) < 65:
+        raise TruncatedError("the commit mark ends early", where=where, found=f"{len(data)} bytes", fix=_REPAIR)
     expected = hashlib.sha256(data[:end]).hexdigest()
-    if told != expected.encode("ascii") + b"\n":
+    if stored != expected.encode("ascii") + b"\n":
         raise ChecksumError(
             "the commit mark does not match its own digest",
             where=where,
             found=expected,
-            expected=told[:80].decode("ascii", "replace").strip(),
+            expected=stored[:80].decode("ascii", "replace").strip(),
             fix=_REPAIR,
         )
     raw = parse_json(data[: end - 1], where=str(where))
     if not isinstance(raw, dict) or raw.get("format") != "shardckpt":
-        raise FormatError("this is no commit mark of shardckpt", where=where)
+        raise FormatError("this is not a commit mark of shardckpt", where=where)
     version = read_version(raw.get("version"), where)
     raw = read_fields(raw, {"features": list, "save": str, "manifest": list, "files": list}, where)
     features = _features(raw["features"], version, where)
@@ -286,7 +286,7 @@ def _committed_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:
         commit = read_commit(store, sizes)
     except UnsupportedError as error:
         raise TargetExistsError(
-            "this version cannot read the step that lies here, so it does not replace it",
+            "this version cannot read the step that is here, so it does not replace it",
             where=store.url,
             found=error,
             fix="Update shardckpt, choose another target, or remove the step yourself.",

@@ -13,7 +13,7 @@ from shardckpt.format.native.payload import VERSION
 from shardckpt.manifest import Path
 
 MAX_BYTES = 1 << 62
-"""A file that is said to be as large is none."""
+"""A file of this stated size does not exist."""
 
 NEWER = "Read it with a newer release of shardckpt."
 
@@ -40,14 +40,14 @@ def read_fields(value: object, kinds: Mapping[str, type], where: object) -> dict
         if name not in value:
             raise FormatError(f"the field {name!r} is missing", where=where)
         if not isinstance(value[name], kind):
-            raise field_error(f"the field {name!r} is no {kind.__name__}", value[name], "", where)
+            raise field_error(f"the field {name!r} must be a {kind.__name__}", value[name], "", where)
     return value
 
 
 def read_list(value: object, name: str, where: object) -> list[Any]:
     """Return a list. Raises FormatError for anything else."""
     if not isinstance(value, list):
-        raise field_error(f"{name!r} is no list", value, "", where)
+        raise field_error(f"{name!r} must be a list", value, "", where)
     return value
 
 
@@ -73,7 +73,7 @@ def read_path(value: object, where: object) -> Path:
     """
     for key in read_list(value, "path", where):
         if type(key) is not str and type(key) is not int:
-            raise field_error("a path is no list of texts and integers", value, "", where)
+            raise field_error("a path must be a list of texts and integers", value, "", where)
     return tuple(value)  # type: ignore[arg-type]
 
 
@@ -84,15 +84,15 @@ def plain_name(value: object, where: object) -> str:
         UnsafeError: It could mean another place.
     """
     if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
-        raise UnsafeError("this is no name of a file in the step's folder", where=where, found=format_value(value))
+        raise UnsafeError("this is not the name of a file in the step's folder", where=where, found=format_value(value))
     return value
 
 
 def read_base_url(url: object, where: object) -> str:
-    """Return how a step refers to a base. Raises UnsafeError for what is no such reference."""
+    """Return a reference to a base. Raises UnsafeError for other text."""
     if not is_base_url(url):
         raise UnsafeError(
-            "this is no reference to a base", where=where, found=format_value(url), expected="../NAME, or absolute"
+            "this is not a reference to a base", where=where, found=format_value(url), expected="../NAME, or absolute"
         )
     return str(url)
 
@@ -131,8 +131,8 @@ def read_version(value: object, where: object) -> tuple[int, int]:
 
 
 def format_value(value: object) -> str:
-    """Return a value for a message, cut where it is long."""
-    return value if isinstance(value, str) else reprlib.repr(value)  # which cuts, before it is made
+    """Return a value for a message, shortened if it is long."""
+    return value if isinstance(value, str) else reprlib.repr(value)  # which shortens before it formats
 
 
 def field_error(what: str, found: object, expected: str, where: object) -> FormatError:

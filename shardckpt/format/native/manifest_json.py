@@ -57,12 +57,12 @@ class ManifestContents:
     Attributes:
         save: The save's id.
         files: Every file of the step but the manifest and `COMMIT`.
-        arrays: In the order of the saved nest.
+        arrays: In the order of the saved state.
         tree: The saved state as tagged JSON; tensors as indexes. Stored under the key `nest`.
         ties: Further path of an array to its index.
         topology: Free JSON: how the ranks stood.
         about: Free text: who wrote it.
-        bases: Folders in which some of the files lie.
+        bases: Folders that hold some of the files.
         variants: Where further weights of a model are, with where that is; None where it was not saved.
     """
 
@@ -77,7 +77,7 @@ class ManifestContents:
     variants: Mapping[Path, Path | None] = field(default_factory=dict)
 
     def carried(self) -> dict[str, object]:
-        """Return what no payload header says by itself, for `lay_out(carry=...)`."""
+        """Return the content that payload headers lack, for `plan_payloads(carry=...)`."""
         return {
             "arrays": [list(a.path) for a in self.arrays],
             "nest": self.tree,
@@ -92,7 +92,7 @@ def encode_manifest(contents: ManifestContents) -> bytes:
     """Return the manifest's bytes.
 
     Raises:
-        UnsupportedError: The values that are no arrays are so many small lists that no reader would take them.
+        UnsupportedError: The values have so many small lists that no reader would accept them.
     """
     data = encode_canonical(
         {
@@ -130,7 +130,7 @@ def decode_manifest(data: bytes | bytearray, *, where: object = "") -> ManifestC
     """
     raw = read_fields(parse_json(data, where=str(where)), _MANIFEST_FIELDS, where)
     if raw["format"] != "shardckpt manifest":
-        raise field_error("this is no manifest", raw["format"], "shardckpt manifest", where)
+        raise field_error("this is not a manifest", raw["format"], "shardckpt manifest", where)
     read_version(raw["version"], where)
     bases = _read_bases(raw.get("bases", []), where)
     files = read_files(raw["files"], [base.url for base in bases], where)

@@ -1,4 +1,4 @@
-"""What a rank tells the one that commits: the rows of what it wrote, without the nest; and all of them together."""
+"""The part of the manifest that a rank sends to rank 0: rows of its tensors; and the merge of all parts."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def build_partial(written: Sequence[WrittenPayload]) -> PartialManifest:
             record.rows.extend((number, offset, *chunk.box.offset, *chunk.box.size))
         for chunk, digest in zip(each.payload.chunks, each.digests or (), strict=each.digests is not None):
             digests.setdefault(chunk.path, []).append(digest)
-    for path, told in digests.items():
-        found[path] = found[path]._replace(digests=b"".join(told))
+    for path, parts in digests.items():
+        found[path] = found[path]._replace(digests=b"".join(parts))
     return PartialManifest(files, tuple(found.values()))
 
 
@@ -95,7 +95,7 @@ def merge_partials(
 
     Args:
         parts: One for each writer.
-        order: Paths of the arrays as the nest refers to them, by index.
+        order: Paths of the tensors; the saved state refers to them by index.
 
     Raises:
         FormatError: Writers disagree on an array, or wrote others than those of `order`.

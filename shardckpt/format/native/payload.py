@@ -1,4 +1,4 @@
-"""Payload files of a native step: what one writer writes, laid out as ordinary safetensors files, and block hashes."""
+"""Payload files of a native step: one writer's ordinary safetensors files, and block hashes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class PayloadFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole file."""
+        """Size of the file."""
         return self.offsets[-1] + self.chunks[-1].nbytes if self.chunks else len(self.header)
 
 
@@ -95,7 +95,7 @@ def new_save_id() -> str:
     return digits.rjust(9, "0") + "".join(secrets.choice(_DIGITS) for _ in range(6))
 
 
-def lay_out(
+def plan_payloads(
     save: str,
     writer: int,
     chunks: Sequence[PayloadChunk],
@@ -109,11 +109,11 @@ def lay_out(
     Args:
         save: The save's id.
         writer: Which writer, from 0.
-        chunks: In the order of the saved nest.
+        chunks: In the order of the saved state.
         most_bytes: Bytes of data after which another file begins; a larger chunk gets a file of its own.
         model: Where the model is, when this writer writes everything: its tensors get files of their own under their
             own names, as Hugging Face's libraries read them.
-        carry: JSON that the header of the first file holds besides, so that a lost manifest can be rebuilt whole; the
+        carry: JSON that the header of the first file holds besides, so that a lost manifest can be rebuilt in full; the
             file is there then even without chunks.
 
     Raises:
@@ -161,7 +161,7 @@ def _file(chunks: Sequence[PayloadChunk], keys: _Keys) -> _File:
 
 
 def _files(chunks: Sequence[PayloadChunk], most_bytes: int) -> Iterator[list[PayloadChunk]]:
-    """Cut chunks into files, in order, and order each file so that every chunk is aligned to its type at least."""
+    """Split chunks into files, in order, and sort each file so that every chunk is aligned to its dtype at least."""
     file: list[PayloadChunk] = []
     size = 0
     for chunk in chunks:
@@ -236,7 +236,7 @@ def hf_index(payloads: Sequence[PayloadFile], model: Path) -> bytes:
     """Return the content of `model.safetensors.index.json` for the save of one writer.
 
     Args:
-        payloads: Laid out with the same `model`.
+        payloads: Planned with the same `model`.
         model: Where the model is.
     """
     n = len(model)
@@ -288,7 +288,7 @@ class ChunkHasher:
     """Hashes each chunk of a file as the file is written: the xxh3-128 of its bytes.
 
     Args:
-        payload: The file as it was laid out.
+        payload: The planned file.
     """
 
     def __init__(self, payload: PayloadFile) -> None:
@@ -311,7 +311,7 @@ class ChunkHasher:
             self._close(self._at)
 
     def digests(self) -> tuple[bytes, ...]:
-        """Return the hashes of all chunks, once the whole file was taken."""
+        """Return the hashes of all chunks, once all of the file was taken."""
         self._close(self._at)
         return tuple(self._done)
 
@@ -326,7 +326,7 @@ class FileHasher:
     """What is hashed of a file as it is written.
 
     Args:
-        payload: The file as it was laid out.
+        payload: The planned file.
         blocks: Hash its blocks.
         chunks: Hash its chunks.
     """

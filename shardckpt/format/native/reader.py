@@ -81,7 +81,7 @@ class NativeReader(Reader):
 
     Attributes:
         commit: The mark that makes the step exist.
-        contents: Its manifest as stored: files with their hashes, arrays as rows, the nest as tagged JSON.
+        contents: Its manifest as stored: files with their hashes, tensors as rows, the saved state as tagged JSON.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class NativeReader(Reader):
 
     @property
     def raw_store(self) -> Store:
-        """The files as they lie, unchecked."""
+        """The files, without checks."""
         return self._stored
 
     @property
@@ -118,7 +118,7 @@ class NativeReader(Reader):
             decode_ref: Turns array references and torch's values into what the caller wants.
 
         Raises:
-            CheckpointError: The nest does not follow the format.
+            CheckpointError: The saved state does not follow the format.
         """
         return tagged_json.decode(self.contents.tree, decode_ref, where=self.store.url)
 
@@ -191,7 +191,7 @@ def build_manifest(
         bases: What of the folders that it refers to is there.
 
     Raises:
-        CheckpointError: The nest does not follow the format, or refers to other arrays than there are.
+        CheckpointError: The saved state does not follow the format, or refers to tensors that do not exist.
     """
     files = {file.place: -1 if file.base else sizes.get(file.name, -1) for file in contents.files}
     longer = [file.name for file in contents.files if files[file.place] > file.nbytes]
@@ -217,11 +217,11 @@ def build_manifest(
 
 
 def _objects(contents: ManifestContents, where: str) -> dict[Path, ObjectEntry]:
-    """Return every value that is no array; a list without arrays is one value."""
-    nest = tagged_json.decode(contents.tree, where=where)
+    """Return every value that is not a tensor; a list without tensors is one value."""
+    tree = tagged_json.decode(contents.tree, where=where)
     walk = _ValueCollector(contents, where)
     found: list[ObjectEntry] = []
-    walk.add(nest, (), found)
+    walk.add(tree, (), found)
     return {entry.path: entry for entry in found}
 
 
@@ -232,7 +232,7 @@ class _ValueCollector:
         self._where = where
 
     def add(self, value: object, path: Path, found: list[ObjectEntry]) -> bool:
-        """Collect what lies at and below `path`; tell whether an array does."""
+        """Collect the values at and below `path`; return True if a tensor is there."""
         if isinstance(value, ArrayRef):
             self._check(value, path)
             return True
@@ -253,7 +253,9 @@ class _ValueCollector:
         if ref.number >= len(self._paths) or (
             self._paths[ref.number] != path and self._ties.get(path, -1) != ref.number
         ):
-            raise FormatError("the nest refers to an array that is another", where=self._where, found=dotted(path))
+            raise FormatError(
+                "the saved state refers to a tensor of another path", where=self._where, found=dotted(path)
+            )
 
 
 FORMAT = Format(

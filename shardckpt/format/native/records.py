@@ -59,7 +59,7 @@ class ArrayRecord(NamedTuple):
     """One array of a step.
 
     Attributes:
-        path: Where it sits in the saved nest.
+        path: Path in the saved state.
         dtype: Torch's name of its type.
         shape: In elements.
         rows: For each piece: file index, byte offset, box offset, box size.
@@ -119,7 +119,7 @@ def files_json(files: Iterable[FileRecord], bases: Sequence[str]) -> list[object
 
     Args:
         files: The files.
-        bases: Folders that some of them lie in, by index.
+        bases: Folders of some of them, by index.
     """
     number = {url: at for at, url in enumerate(bases)}
     return [
@@ -147,7 +147,7 @@ def read_files(value: object, bases: Sequence[str], where: object) -> tuple[File
 
     Args:
         value: As parsed.
-        bases: Folders that some of them may lie in.
+        bases: Folders that some of them may be in.
         where: The file, for messages.
 
     Raises:
@@ -177,7 +177,7 @@ def _read_file(entry: object, bases: Sequence[str], where: object) -> FileRecord
     try:
         hashes = struct.unpack(f">{blocks}Q", bytes.fromhex(digests))
     except (ValueError, struct.error) as error:
-        raise field_error("a hash is no hexadecimal number", digests[:40], "", where) from error
+        raise field_error("a hash is not a hexadecimal number", digests[:40], "", where) from error
     return FileRecord(plain_name(name, where), size, hashes, base)
 
 
@@ -215,7 +215,7 @@ def _read_array(entry: object, files: int, where: object) -> ArrayRecord:
         )
     width = 2 + 2 * len(shape)
     if len(rows) % width or (rows and max(rows[::width]) >= files):
-        raise FormatError(f"the pieces of {dotted(path)!r} are no rows", where=where)
+        raise FormatError(f"the pieces of {dotted(path)!r} must be rows", where=where)
     return ArrayRecord(path, dtype, shape, rows)
 
 
@@ -247,4 +247,4 @@ def _read_digests(text: object, record: ArrayRecord, where: object) -> bytes:
     try:
         return bytes.fromhex(text)
     except ValueError as error:
-        raise field_error("a digest is no hexadecimal number", text[:40], "", where) from error
+        raise field_error("a digest is not a hexadecimal number", text[:40], "", where) from error

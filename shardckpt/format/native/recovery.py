@@ -28,7 +28,7 @@ class DescribedFile:
 
     Attributes:
         name: In the step's folder.
-        nbytes: Size of the whole file.
+        nbytes: Size of the file.
         save: Id of the save it belongs to.
         chunks: In the order of the file.
         offsets: First byte of each in the file.
@@ -60,7 +60,7 @@ def read_described(store: Store, sizes: Mapping[str, int]) -> list[DescribedFile
 
 def _describe(name: str, header: Header, where: str) -> DescribedFile:
     if KEY not in header.metadata:
-        raise FormatError("this is no payload file of shardckpt", where=where, expected=f"`{KEY}` in its metadata")
+        raise FormatError("this is not a payload file of shardckpt", where=where, expected=f"`{KEY}` in its metadata")
     raw = read_fields(
         parse_json(header.metadata[KEY].encode("utf-8", "surrogatepass"), where=where),
         {"version": list, "save": str, "chunks": list},
@@ -74,8 +74,8 @@ def _describe(name: str, header: Header, where: str) -> DescribedFile:
     for chunk in chunks:
         offsets.append(at)
         at += chunk.nbytes
-    told = [(offset, offset + chunk.nbytes) for offset, chunk in zip(offsets, chunks, strict=True)]
-    if sorted(told) != sorted((begin, end) for _, _, begin, end in header.tensors.values()):
+    expected = [(offset, offset + chunk.nbytes) for offset, chunk in zip(offsets, chunks, strict=True)]
+    if sorted(expected) != sorted((begin, end) for _, _, begin, end in header.tensors.values()):
         raise FormatError("the file's own description does not fit its header", where=where)
     carry = read_fields(raw.get("carry", {}), {}, where)
     places = tuple(header.data_start + offset for offset in offsets)
@@ -96,7 +96,7 @@ def _chunk(entry: Any, where: str) -> PayloadChunk:
     if len(shape) > MAX_DIMS:
         raise UnsupportedError(f"chunk of {dotted(path)!r} has very many dimensions", where=where, found=len(shape))
     if not box.within(shape):
-        raise FormatError(f"a chunk lies outside of {dotted(path)!r}", where=where, found=str(box), expected=shape)
+        raise FormatError(f"a chunk is outside of {dotted(path)!r}", where=where, found=str(box), expected=shape)
     return PayloadChunk(path, shape, dtype, box)
 
 
@@ -122,18 +122,18 @@ def rebuild_manifest(save: str, files: Sequence[DescribedFile], where: str) -> t
     records = tuple(FileRecord(file.name, file.nbytes, None) for file in files)
     carry = next((file.carry for file in files if file.carry), None)
     if carry is None:
-        note = "the file that carried the nest is gone: values that are no tensors and tied names are lost"
+        note = "the file with the saved state is gone: values that are not tensors and tied names are lost"
         tree = tagged_json.encode(unflatten({path: ArrayRef(number) for number, path in enumerate(found)}, where))
         return ManifestContents(save, records, tuple(found.values()), tree), (note,)
-    told = read_fields(carry, {"arrays": list, "ties": list, "topology": dict, "about": dict}, where)
-    order = [read_path(path, where) for path in told["arrays"]]
+    fields = read_fields(carry, {"arrays": list, "ties": list, "topology": dict, "about": dict}, where)
+    order = [read_path(path, where) for path in fields["arrays"]]
     check_paths(order, where)
     _require_all(order, found, where)
-    ties = read_ties(told["ties"], order, where)
+    ties = read_ties(fields["ties"], order, where)
     arrays = tuple(found[path] for path in order)
-    variants = read_variants(told.get("variants", []), where)
+    variants = read_variants(fields.get("variants", []), where)
     return ManifestContents(
-        save, records, arrays, carry.get("nest"), ties, told["topology"], told["about"], variants=variants
+        save, records, arrays, carry.get("nest"), ties, fields["topology"], fields["about"], variants=variants
     ), ()
 
 
@@ -145,7 +145,7 @@ def _require_all(order: Sequence[Path], found: Mapping[Path, object], where: str
             where=where,
             found=f"{len(found)} arrays",
             expected=len(order),
-            fix="Copy the missing files into the folder; what lies in a base is known to the manifest alone.",
+            fix="Copy the missing files into the folder; only the manifest knows the files of a base.",
         )
     if len(set(order)) != len(order) or len(found) != len(order):
         raise FormatError("the files hold arrays that their save did not know", where=where)

@@ -55,17 +55,17 @@ class StepFolder:
     Attributes:
         number: The step.
         name: Of the folder.
-        save: Id of the save that wrote it; empty where there is no valid `COMMIT`.
+        save: Id of the save that wrote it; empty without a valid `COMMIT`.
         branch: How often the run had gone back to an older step before this one was saved.
         nbytes: Of its files, as they were committed.
         fault: Why it is not complete; empty where it is.
-        is_committed: A file `COMMIT` lies there, valid or not.
-        is_ours: Nothing lies there but what saves write.
+        is_committed: There is a file `COMMIT`, valid or not.
+        is_ours: All files there are files of saves.
         is_base: It was removed, but for files that other steps refer to.
         is_double: It is complete, and another folder stands for the same number.
-        is_newer: A newer version of shardckpt wrote it, so that nobody here can tell what it holds or refers to.
-        held: Name and size of the files that lie there.
-        others: Names of what lies there and no save wrote; of folders with a slash at their end. It is never removed.
+        is_newer: A newer version of shardckpt wrote it, so that its content and references are unknown.
+        held: Name and size of the files there.
+        others: Names of files that no save wrote, and of folders, with a slash at their end. They are never removed.
         own: Names of the files that were committed.
         refers: Folders beside it that it refers to, to name and size of the files there.
     """
@@ -98,17 +98,17 @@ class StepFolder:
 
     @property
     def saved(self) -> frozenset[str]:
-        """Names of the files that lie there and that saves wrote."""
+        """Names of the files there that saves wrote."""
         return frozenset(self.held).difference(self.others)
 
     @property
     def is_foreign(self) -> bool:
-        """Whether other content lies there and no file of a save, so that it is not a step, or not one any more."""
+        """Whether only other content is there and no file of a save, so that it is not a step, or not one any more."""
         return bool(self.others) and all(map(is_ignored, self.saved))
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Names of the folders that lie there."""
+        """Names of the folders there."""
         return tuple(name[:-1] for name in self.others if name.endswith("/"))
 
     @property
@@ -127,7 +127,7 @@ class Orphan:
 
     Attributes:
         name: Of the folder.
-        changed_at: When anything in it last changed, in seconds since the epoch; where the store tells no times, when
+        changed_at: When anything in it last changed, in seconds since the epoch; if the store has no times, when
             the last save into it began; None where not known.
     """
 
@@ -251,7 +251,7 @@ def _folders(store: Store) -> list[str]:
 
 
 def _other_folders(store: Store, folders: Sequence[str], steps: Iterable[StepFolder]) -> list[StepFolder]:
-    """Return what refers to others in folders that are not called like steps or lie in steps, and one level below."""
+    """Return the steps with references in folders that are not named like steps or are in steps, one level deep."""
     names = [name for name in folders if not _STEP.fullmatch(name)]
     names += [f"{step.name}/{folder}" for step in steps for folder in step.folders]
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardckpt-steps") as pool:
@@ -328,7 +328,7 @@ def _outline(run: RunDirectory) -> list[tuple[str, str, bool]]:
 
 
 def read_step(store: Store, number: int) -> StepFolder:
-    """Look at one step, in the folder that it would be saved to; where nothing lies there, it is just not complete.
+    """Look at one step, in the folder that it would be saved to; if nothing is there, it is just not complete.
 
     Args:
         store: Rooted at the run.
@@ -360,7 +360,7 @@ def _with_base(store: Store, step: StepFolder, known: Mapping[str, Mapping[str, 
             where = f"{store.url.rstrip('/')}/{step.name}"
             found = f"{folder}/{gone[0]}" + (f" and {len(gone) - 1} more" if len(gone) > 1 else "")
             return replace(
-                step, fault=str(IncompleteError("files of its base are missing or cut short", where=where, found=found))
+                step, fault=str(IncompleteError("files of its base are missing or end early", where=where, found=found))
             )
     return step
 
@@ -382,7 +382,7 @@ def read_referred_files(url: str) -> frozenset[str]:
     """Return the files in a folder of a run that something else in the run refers to, and that a new save there keeps.
 
     Args:
-        url: Where the folder lies. The run is not looked at where neither the folder nor one beside it is called like a
+        url: URL of the folder. The run is not looked at if neither the folder nor one beside it is called like a
             step, or where it holds no files of saves.
 
     Raises:
@@ -406,7 +406,7 @@ def read_referred_files(url: str) -> frozenset[str]:
 def _is_beside_steps(parent: str) -> bool:
     try:
         return any(_STEP.fullmatch(folder) for folder in _folders(open_store(parent)))
-    except StorageError:  # what lies around it cannot be looked at
+    except StorageError:  # the folders around it cannot be listed
         return False
 
 
@@ -476,7 +476,7 @@ def _missing(where: str, commit: Commit, sizes: Mapping[str, int]) -> str:
         fix = "Restore it from another copy, or write it anew with `shardckpt repair`."
     return str(
         IncompleteError(
-            f"files that were committed are missing or cut short: {', '.join(short[:_SHOWN])}{more}",
+            f"files that were committed are missing or end early: {', '.join(short[:_SHOWN])}{more}",
             where=where,
             fix=fix,
         )
@@ -484,7 +484,7 @@ def _missing(where: str, commit: Commit, sizes: Mapping[str, int]) -> str:
 
 
 def _once(steps: Sequence[StepFolder]) -> Iterator[StepFolder]:
-    """Let one folder stand for each number: the one that is complete, of several the one with the longest name."""
+    """Choose one folder for each number: the one that is complete, of several the one with the longest name."""
     best: dict[int, StepFolder] = {}
     for step in steps:
         known = best.setdefault(step.number, step)
@@ -520,7 +520,7 @@ METRIC = "metric."
 
 
 def read_metrics(store: Store, step: StepFolder) -> Mapping[str, float]:
-    """Return the numbers that were saved with a complete step, by name; none where nobody can tell.
+    """Return the numbers that were saved with a complete step, by name; none if they are unknown.
 
     Args:
         store: Rooted at the run.
@@ -559,7 +559,7 @@ def manifest_fault(store: Store, step: StepFolder) -> str:
 
 
 def with_sound_newest(run: RunDirectory, find_fault: Callable[[StepFolder], str]) -> RunDirectory:
-    """Return a run whose newest complete step was looked at more closely: what is faulty is no longer complete.
+    """Return a run after a closer look at its newest complete step: a faulty one is not complete any more.
 
     Args:
         run: As read.
@@ -613,7 +613,7 @@ def delete_steps(store: Store, run: RunDirectory, names: Collection[str]) -> lis
 
 
 def other_content(steps: Iterable[StepFolder]) -> list[str]:
-    """Return the names of what lies in steps and no save wrote, below their run.
+    """Return the names of files in steps that no save wrote, below their run.
 
     Args:
         steps: Where to look.
@@ -652,7 +652,7 @@ def delete_step(store: Store, name: str, kept: Set[str] = frozenset()) -> None:
 
 
 def _delete_saved(store: Store, step: StepFolder, kept: Set[str]) -> None:
-    """Remove the files of a step without its mark; the folder too, where nothing else lies there."""
+    """Remove the files of a step without its mark; the folder too, if it is empty then."""
     if not kept and not step.others:
         store.delete_folder(step.name)
         return
@@ -697,7 +697,7 @@ def delete_orphan(store: Store, name: str) -> bool:
 
     Args:
         store: Rooted at the run.
-        name: Of the leftover; files in it that others refer to stay.
+        name: Name of the orphan; files in it that others refer to stay.
 
     Raises:
         StorageError: The store failed.

@@ -1,4 +1,4 @@
-"""A store whose files are checked, block by block, as they are read: nothing damaged is handed out."""
+"""A store whose files are checked, block by block, as they are read: damaged bytes are never returned."""
 
 from __future__ import annotations
 
@@ -58,24 +58,24 @@ class _ReadPlan:
 
     Attributes:
         direct: Ranges that are read where they are wanted.
-        whole: Blocks among those with their bytes in order, to be hashed there.
+        complete: Blocks among those with their bytes in order, to be hashed there.
         parts: Blocks that are read elsewhere, and what is wanted of each.
     """
 
     direct: list[Read] = field(default_factory=list)
-    whole: list[tuple[_Block, list[memoryview]]] = field(default_factory=list)
+    complete: list[tuple[_Block, list[memoryview]]] = field(default_factory=list)
     parts: dict[_Block, list[_BlockPart]] = field(default_factory=dict)
 
 
 class VerifiedStore(WrappedStore):
     """Reads of hashed files are checked; everything else goes to the underlying store.
 
-    A block that is wanted whole, if by several reads, is read where it belongs and hashed there. One that is wanted in
-    part is read whole when it is met first; large parts of it go where they belong. The last one of which only small
+    A block that is wanted in full, if by several reads, is read where it belongs and hashed there. One wanted in part
+    is read in full when it is met first; large parts of it go where they belong. The last one of which only small
     parts were wanted is kept for each thread, since small reads often follow one another.
 
     Args:
-        store: Where the files lie.
+        store: Store of the files.
         files: Those with hashes.
     """
 
@@ -98,7 +98,7 @@ class VerifiedStore(WrappedStore):
             self._add(read, plan)
         self._join(plan)
         self._store.read(plan.direct)
-        for block, data in plan.whole:
+        for block, data in plan.complete:
             self._check(block, data)
         blocks = iter(plan.parts.items())
         while some := list(islice(blocks, _AT_ONCE)):
@@ -116,26 +116,26 @@ class VerifiedStore(WrappedStore):
             low, high = max(offset, start), min(end, start + size)
             target = buffer[low - offset : high - offset]
             if len(target) == size:
-                plan.whole.append(((name, number), [target]))
+                plan.complete.append(((name, number), [target]))
             elif (name, number) not in self._good or self._is_recent((name, number)):
                 plan.parts.setdefault((name, number), []).append(_BlockPart(low - start, target))
                 continue
             plan.direct.append(Read(name, low, target))
 
     def _join(self, plan: _ReadPlan) -> None:
-        """Let blocks whose parts together are all of them be read where these belong."""
-        for block in [block for block, cuts in plan.parts.items() if len(cuts) > 1 and not self._is_recent(block)]:
-            cuts = sorted(plan.parts[block], key=lambda cut: cut.start)
+        """Read blocks directly into the buffers of their parts if these are all of them."""
+        for block in [block for block, parts in plan.parts.items() if len(parts) > 1 and not self._is_recent(block)]:
+            parts = sorted(plan.parts[block], key=lambda part: part.start)
             at = 0
-            for start, target in cuts:
+            for start, target in parts:
                 if start != at:
                     break
                 at += len(target)
             else:
                 first, size = _extent(self._files[block[0]], block[1])
                 if at == size:
-                    plan.direct += [Read(block[0], first + cut.start, cut.target) for cut in cuts]
-                    plan.whole.append((block, [cut.target for cut in cuts]))
+                    plan.direct += [Read(block[0], first + part.start, part.target) for part in parts]
+                    plan.complete.append((block, [part.target for part in parts]))
                     del plan.parts[block]
 
     def _is_recent(self, block: _Block) -> bool:
@@ -143,35 +143,35 @@ class VerifiedStore(WrappedStore):
 
     def _fill(self, wanted: Sequence[tuple[_Block, Sequence[_BlockPart]]]) -> None:
         """Serve the parts of a few blocks."""
-        wanted = [(block, cuts) for block, cuts in wanted if not self._serve_recent(block, cuts)]
+        wanted = [(block, parts) for block, parts in wanted if not self._serve_recent(block, parts)]
         direct_bytes = _DIRECT_BYTES if self._store.capabilities.is_local else BLOCK_BYTES
-        laid = []
-        for ((name, number), cuts), buffer in zip(wanted, self._buffers(len(wanted)), strict=True):
-            laid.append(_place_block(cuts, buffer[: _extent(self._files[name], number)[1]], direct_bytes))
+        targets = []
+        for ((name, number), parts), buffer in zip(wanted, self._buffers(len(wanted)), strict=True):
+            targets.append(_place_block(parts, buffer[: _extent(self._files[name], number)[1]], direct_bytes))
         self._store.read(
             [
                 Read(name, number * BLOCK_BYTES + start, view)
-                for ((name, number), _), each in zip(wanted, laid, strict=True)
+                for ((name, number), _), each in zip(wanted, targets, strict=True)
                 for start, view in each.parts
             ]
         )
-        for (block, _), each in zip(wanted, laid, strict=True):
+        for (block, _), each in zip(wanted, targets, strict=True):
             self._check(block, [part.target for part in each.parts])
             for start, target in each.copied:
                 target[:] = each.data[start : start + len(target)]
             if len(each.parts) == 1:  # in memory of ours, all of it
                 self._recent.block, self._recent.data = block, each.data
 
-    def _serve_recent(self, block: _Block, cuts: Sequence[_BlockPart]) -> bool:
-        """Copy the parts of a block that is still there; tell whether it is."""
+    def _serve_recent(self, block: _Block, parts: Sequence[_BlockPart]) -> bool:
+        """Copy the parts of a block that is still there; return False if it is not."""
         if not self._is_recent(block):
             return False
-        for start, target in cuts:
+        for start, target in parts:
             target[:] = self._recent.data[start : start + len(target)]
         return True
 
     def _buffers(self, count: int) -> Sequence[memoryview]:
-        """Return memory for so many blocks, used before by this thread; the block that is kept lies elsewhere."""
+        """Return memory for so many blocks, used before by this thread; the block that is kept is elsewhere."""
         pool = self._recent.__dict__.setdefault("pool", [])
         kept = getattr(self._recent, "data", None)
         free = [each for each in pool if kept is None or kept.obj is not each.obj]
@@ -212,23 +212,23 @@ class _BlockTarget(NamedTuple):
     copied: list[_BlockPart]
 
 
-def _place_block(cuts: Sequence[_BlockPart], data: memoryview, direct_bytes: int) -> _BlockTarget:
+def _place_block(wanted: Sequence[_BlockPart], data: memoryview, direct_bytes: int) -> _BlockTarget:
     """Return where a block is read to: large parts where they are wanted, unless some overlap."""
-    ordered = sorted(cuts, key=lambda cut: cut.start)
-    ends = [0, *(cut.start + len(cut.target) for cut in ordered)]
-    if any(cut.start < end for end, cut in zip(ends, ordered, strict=False)):
+    ordered = sorted(wanted, key=lambda part: part.start)
+    ends = [0, *(part.start + len(part.target) for part in ordered)]
+    if any(part.start < end for end, part in zip(ends, ordered, strict=False)):
         return _BlockTarget([_BlockPart(0, data)], data, ordered)
-    direct = [cut for cut in ordered if len(cut.target) >= direct_bytes]
+    direct = [part for part in ordered if len(part.target) >= direct_bytes]
     parts: list[_BlockPart] = []
     at = 0
-    for cut in direct:
-        if cut.start > at:
-            parts.append(_BlockPart(at, data[at : cut.start]))
-        parts.append(cut)
-        at = cut.start + len(cut.target)
+    for part in direct:
+        if part.start > at:
+            parts.append(_BlockPart(at, data[at : part.start]))
+        parts.append(part)
+        at = part.start + len(part.target)
     if at < len(data):
         parts.append(_BlockPart(at, data[at:]))
-    return _BlockTarget(parts, data, [cut for cut in ordered if len(cut.target) < direct_bytes])
+    return _BlockTarget(parts, data, [part for part in ordered if len(part.target) < direct_bytes])
 
 
 def _extent(file: Hashed, number: int) -> tuple[int, int]:

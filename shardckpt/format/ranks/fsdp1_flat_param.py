@@ -130,7 +130,7 @@ class FlatParamUnit:
     def merge_members(
         self, builder: ManifestBuilder, parts: Fragments, below: Path, tail: Path = ()
     ) -> dict[str, TensorEntry]:
-        """Return the members, merged from 1-D tensors that are laid out as the chunks are.
+        """Return the members, merged from 1-D tensors of the layout of the chunks.
 
         Args:
             builder: Records missing files.

@@ -141,7 +141,7 @@ class _FlatOptimizer:
         return [name for names in in_order for name in names]
 
     def _describe_layout(self, key: int) -> object:
-        """Return how the state of an id is laid out over the ranks; None if it has no tensor with dimensions."""
+        """Return the layout of the state of an id over the ranks; None if it has no tensor with dimensions."""
         places = self._model.places
         for slot, contents in self._slots.get(key, {}).items():
             path = (*self._state, key, *slot)

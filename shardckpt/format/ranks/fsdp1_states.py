@@ -1,6 +1,6 @@
 """Flat parameters of torch's FSDP1: LOCAL states and the optimizers of flat shards, as ranks saved them.
 
-A file holds `{module}._flat_param`, this rank's chunk of the parameters of a unit laid end to end; with
+A file holds `{module}._flat_param`, this rank's chunk of the concatenated parameters of a unit; with
 `use_orig_params=True` also each parameter by its name, as a fragment without its shape. The files store no shapes, and
 without fragments no names: these come from metadata beside them, from another checkpoint of the model, or from the
 model that they are loaded into.

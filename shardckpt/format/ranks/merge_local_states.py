@@ -162,7 +162,7 @@ class _Unit:
     def to_json(self) -> dict[str, object]:
         """Return the layout of a flat parameter, by names of the unsharded model."""
         layout = self.first.layout
-        assert isinstance(layout, FlatLayout), "flat parameters are laid out flat"
+        assert isinstance(layout, FlatLayout), "flat parameters have flat layouts"
         specs = tuple(
             replace(spec, name=member.name, aliases=member.aliases)
             for spec, member in zip(layout.specs, self.members, strict=True)

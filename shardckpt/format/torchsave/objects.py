@@ -43,9 +43,9 @@ def read_object(store: Store, file: str, layout: Span | Encoded, budget: ReadBud
     instance of a class an `InstanceStub`.
 
     Args:
-        store: Where the file lies.
+        store: Store of the file.
         file: Its name.
-        layout: Where its bytes lie in the file.
+        layout: The place of its bytes in the file.
         budget: What reading it may cost; that of a file of its size where None.
 
     Raises:

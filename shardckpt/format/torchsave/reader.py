@@ -2,7 +2,7 @@
 
 The zip container holds `{root}/data.pkl` and one entry a storage, `{root}/data/{key}`. The legacy one is five pickles
 in a row (magic number, version, a note on the machine, the object, the keys of the storages), then for each storage
-its count of elements in 8 bytes, and its bytes. Tensors are only named where they lie; none is read here.
+its count of elements in 8 bytes, and its bytes. Only the places of tensors are found; none is read here.
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ class TorchReader(Reader):
     """Files of `torch.save`, opened.
 
     Args:
-        store: Where they lie.
+        store: Store of the files.
         manifest: What they hold.
         archives: File to its open archive, for those that are zip containers.
         notes: States in them that are one rank's.
-        shards: Path of the manifest to the rank's shard that lies there.
+        shards: Path of the manifest to the layout of the rank's shard there.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class TorchReader(Reader):
 
     @property
     def shards(self) -> Mapping[Path, ShardInfo]:
-        """Paths at which one rank's shard of an array lies."""
+        """Layouts of one rank's shards of tensors, by path."""
         return self._shards
 
     @property
@@ -166,13 +166,13 @@ class TorchReader(Reader):
         return TorchReader(self.store, manifest, self._archives)
 
     def resolve(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Find where the storages of the pieces lie, all in one batch of reads."""
+        """Find the places of the pieces' storages, all in one batch of reads."""
         self._locate_entries(pieces)
         self._check_counts(pieces)
         return [self._resolve_piece(piece) for piece in pieces]
 
     def checksums(self) -> Iterator[Checksum]:
-        """Yield the CRC-32 of every storage that lies in a zip container as it is, where torch computed them."""
+        """Yield the CRC-32 of every storage that is in a zip container uncompressed, if torch computed them."""
         for file, archive in self._archives.items():
             root = _root(archive, file)
             if not archive.entries[f"{root}/data.pkl"].crc32:
@@ -278,7 +278,7 @@ def open_files(
     """Open files of `torch.save` as one checkpoint; directories and pickles are read in batches.
 
     Args:
-        store: Where they lie.
+        store: Store of the files.
         sizes: File to size in bytes.
         prefixes: File to what the paths in it start with.
         format_name: Name of the format, for the manifest.
@@ -324,7 +324,7 @@ def open_files(
 def _single_rank_error(store: Store, tree: StateTree) -> UnsupportedError:
     path, shard = next(iter(tree.shards.items()))
     return UnsupportedError(
-        f"{dotted(path)!r} is a {shard.kind}: this is one rank's shard, where whole arrays belong",
+        f"{dotted(path)!r} is a {shard.kind}: this is one rank's shard, where full tensors belong",
         where=store.url,
         fix="Keep the files of ranks, and nothing else, in a folder of their own, and name that.",
     )
@@ -362,7 +362,7 @@ def _zip_pickles(store: Store, sizes: Mapping[str, int], opened: _OpenedFiles) -
 
 
 def _root(archive: ZipArchive, where: str) -> str:
-    """Return the folder of a zip container that everything lies in."""
+    """Return the folder of a zip container that everything is in."""
     roots = [name.removesuffix("/data.pkl") for name in archive.entries if name.count("/") == 1]
     roots = [root for root in roots if f"{root}/data.pkl" in archive.entries]
     if not roots:
@@ -387,10 +387,10 @@ def _big_endian_error(where: str, found: object) -> UnsupportedError:
 
 
 def _add_pickles(store: Store, file: str, size: int, prefix: Path, tree: StateTree) -> None:
-    """Add a file that is no zip archive; its pickles are read from a growing front, since storages may follow."""
+    """Add a file that is not a zip archive; its pickles are read from a growing front, since storages may follow."""
     where = f"{store.url}/{file}"
     front = min(_FIRST_FRONT_BYTES[store.capabilities.is_local], size)
-    spent = 0  # what a cut front cost counts for the longer one too
+    spent = 0  # the cost of a short front counts for the longer one too
     while True:
         budget = ReadBudget(size, front, where=where)
         budget.left -= spent
@@ -441,7 +441,7 @@ def _parse(raw: bytes, where: str, budget: ReadBudget) -> tuple[object, _LegacyC
 def _starts(keys: object, storages: Storages, at: int, where: str) -> tuple[dict[str, int], int]:
     """Return where the count of each storage stands, and where the last storage ends."""
     if not isinstance(keys, list):
-        raise FormatError("the keys of the storages are no list", where=where)
+        raise FormatError("the keys of the storages must be a list", where=where)
     starts: dict[str, int] = {}
     for raw in keys:
         key = raw.decode("ascii", "replace") if isinstance(raw, bytes) else raw

@@ -35,7 +35,7 @@ _NOTE, _LOCAL = "shardckpt", "LOCAL"
 _KEY_CHARACTERS = 4
 """What a key that is a number counts in a path."""
 
-_NO_STORAGE = "a tensor whose storage lies nowhere in the file"
+_NO_STORAGE = "a tensor whose storage is not in the file"
 _SHARDED = frozenset({DTENSOR, SHARDED_TENSOR})
 LEAVE_OUT = "Leave it out with --exclude, or save it dense."
 
@@ -58,7 +58,7 @@ class StorageRef:
 
 
 class View(NamedTuple):
-    """How an array lies in its storage.
+    """The layout of a tensor in its storage.
 
     Attributes:
         start: Elements from the start of the storage.
@@ -116,7 +116,7 @@ def slice_layout(layout: Lazy, first: int, size: Shape, order: Sequence[int] = (
 
 
 class RankNote(NamedTuple):
-    """What a LOCAL state of `shardckpt.state` says of itself: that it is one rank's, and how that is laid out.
+    """Metadata of a LOCAL state of `shardckpt.state`: its rank and its layout.
 
     Attributes:
         file: The file it stands in, relative to the store.
@@ -161,7 +161,7 @@ class Container(Protocol):
         """Return the bytes of a storage. Raises FormatError."""
 
     def layout(self, ref: StorageRef, view: View) -> Lazy:
-        """Return where a view of a storage lies, as far as it is known without reading."""
+        """Return the place of a view of a storage, as far as it is known without reading."""
 
 
 @dataclass(slots=True)
@@ -245,7 +245,7 @@ class _TreeBuilder:
             self._tree.objects[path] = ObjectEntry(path, value)
 
     def _holds_tensor(self, value: object) -> bool:
-        """Return True if there is a tensor in a value; each container is looked through once, however deep it lies."""
+        """Return True if there is a tensor in a value; each container is searched once, at any depth."""
         if not isinstance(value, dict | list | tuple):
             return _is_tensor(value)
         known = self._holding.get(id(value))
@@ -384,7 +384,7 @@ def _refusal(stub: TensorStub) -> str:
 
 
 def _read_declared(value: InstanceStub) -> tuple[Shape, str]:
-    """Return the shape and dtype that an unreadable tensor declares, as far as they can be told."""
+    """Return the shape and dtype that an unreadable tensor declares, as far as they are known."""
     shape: Shape = ()
     dtype = inner = ""
     for part in _flat(value.args, 3):
@@ -415,7 +415,7 @@ def _flat(values: Sequence[object], depth: int) -> Iterator[object]:
 
 
 def _spell_key(key: object) -> str:
-    """Return a key that is neither text nor a whole number as part of a path."""
+    """Return a key that is neither text nor an integer as part of a path."""
     if isinstance(key, tuple):
         return "(" + ", ".join(map(_spell_key, key)) + ")"
     if isinstance(key, Dtype | Global | InstanceStub):
@@ -435,10 +435,10 @@ class Storages:
         """Return the storage of one id.
 
         Raises:
-            FormatError: It is no id that torch writes.
+            FormatError: It is not an id that torch writes.
         """
         if not isinstance(key, tuple) or len(key) not in (5, 6) or _decode_name(key[0]) != "storage":
-            raise FormatError("the pickle refers to something that is no storage", found=key)
+            raise FormatError("the pickle refers to something that is not a storage", found=key)
         kind, name, count = key[1], _decode_name(key[2]), key[4]
         if not isinstance(kind, StorageType) or not isinstance(name, str) or type(count) is not int:
             raise FormatError("the pickle refers to a storage in an unknown way", found=key)

@@ -1,4 +1,4 @@
-"""Writes files of `torch.save` without torch: laid out to the byte first, then filled as a stream.
+"""Write files of `torch.save` without torch: plan every byte first, then write a stream.
 
 The zip container of torch 1.6 and later, which `torch.load(weights_only=True)` reads, also with `mmap=True`:
 `{root}/data.pkl`, small records, and one stored entry a storage, its data on a border of 64 bytes. An entry's checksum
@@ -22,7 +22,7 @@ from shardckpt.format.encodings.tagged_json import NamedValue
 from shardckpt.manifest import Path, dotted
 
 ALIGNMENT = 64
-"""Bytes on whose border storages lie, counted from the archive's first byte."""
+"""Bytes that the offsets of storages in the archive are multiples of."""
 
 _LOCAL = Struct("<4sHHHHHIIIHH")
 _CENTRAL = Struct("<4sHHHHHHIIIHHHHHII")
@@ -65,7 +65,7 @@ TYPES = frozenset(_STORAGES) | _UNTYPED
 
 
 class Storage(NamedTuple):
-    """Bytes that one or several tensors lie in.
+    """Bytes of one or several tensors.
 
     Attributes:
         dtype: Type of its elements, by torch's name.
@@ -129,20 +129,20 @@ class TorchArchive:
 
     Attributes:
         records: Its entries, in order.
-        nbytes: Bytes of the whole file.
+        nbytes: Size of the file.
     """
 
     records: tuple[_Record, ...]
     nbytes: int
 
 
-def lay_out(value: object, storages: Sequence[Storage] = (), *, root: str = "archive") -> TorchArchive:
+def plan_archive(value: object, storages: Sequence[Storage] = (), *, root: str = "archive") -> TorchArchive:
     """Decide where every byte of a file goes.
 
     Args:
         value: What `torch.load` is to return: plain values, containers, and `TensorValue`s.
-        storages: What the tensors lie in; their bytes are given to `ArchiveWriter` in this order.
-        root: Folder of the archive that everything lies in.
+        storages: Storages of the tensors; their bytes are given to `ArchiveWriter` in this order.
+        root: Folder of the archive that everything is in.
 
     Raises:
         UnsupportedError: A value or a type of tensor that torch would not read back; the message names its path.
@@ -182,15 +182,23 @@ def _tensor(value: TensorValue, storages: Sequence[Storage], path: Path) -> Glob
     dtype, storage = value.dtype, storages[value.storage]
     key = str(value.storage)
     steps = strides(value.shape) if value.steps is None else value.steps
-    told = (value.start, tuple(value.shape), tuple(steps), False, GlobalCall(GlobalName("collections", "OrderedDict")))
+    arguments = (
+        value.start,
+        tuple(value.shape),
+        tuple(steps),
+        False,
+        GlobalCall(GlobalName("collections", "OrderedDict")),
+    )
     if dtype in _STORAGES:
         kind = GlobalName("torch", _STORAGES[dtype])
         place = PersistentId(("storage", kind, key, "cpu", storage.elements))
-        return GlobalCall(GlobalName("torch._utils", "_rebuild_tensor_v2"), (place, *told))
+        return GlobalCall(GlobalName("torch._utils", "_rebuild_tensor_v2"), (place, *arguments))
     if dtype in _UNTYPED:
         kind = GlobalName("torch.storage", "UntypedStorage")
         place = PersistentId(("storage", kind, key, "cpu", storage.nbytes))
-        return GlobalCall(GlobalName("torch._utils", "_rebuild_tensor_v3"), (place, *told, GlobalName("torch", dtype)))
+        return GlobalCall(
+            GlobalName("torch._utils", "_rebuild_tensor_v3"), (place, *arguments, GlobalName("torch", dtype))
+        )
     raise UnsupportedError(
         f"torch has no tensors of type {dtype}", where=dotted(path), fix="Leave it out with --exclude."
     )
@@ -220,7 +228,7 @@ class ArchiveWriter:
     """Writes an archive as the bytes of its storages are given, in order and in portions of any size.
 
     Args:
-        archive: Decided by `lay_out`.
+        archive: Planned by `plan_archive`.
         write: Appends bytes to the file; called with no more than was given, and the few bytes between.
     """
 
@@ -288,13 +296,13 @@ class ArchiveWriter:
 
 
 def encode_archive(value: object) -> bytes:
-    """Return the whole archive of a value without tensors.
+    """Return the archive of a value without tensors.
 
     Raises:
         UnsupportedError: A value that torch would not read back; the message names its path.
     """
     parts: list[bytes] = []
-    ArchiveWriter(lay_out(value), lambda data: parts.append(bytes(data))).close()
+    ArchiveWriter(plan_archive(value), lambda data: parts.append(bytes(data))).close()
     return b"".join(parts)
 
 

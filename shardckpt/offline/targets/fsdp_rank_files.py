@@ -15,7 +15,7 @@ from math import prod
 from shardckpt.boxes import Shape, full_box, strides
 from shardckpt.format.encodings.pickle_writer import GlobalCall, GlobalName
 from shardckpt.format.reader import Reader
-from shardckpt.format.torchsave.writer import Storage, TensorValue, lay_out
+from shardckpt.format.torchsave.writer import Storage, TensorValue, plan_archive
 from shardckpt.manifest import Path, dotted, unflatten
 from shardckpt.offline.targets.base import PlannedRanks, RankOptions
 from shardckpt.offline.targets.checkpoint_content import Content, full_content
@@ -99,7 +99,7 @@ def _rank_file(content: Content, cut: Collection[Path], rank: int, world: int) -
         path: made[content.ties.get(path, path)] for path in content.order if content.ties.get(path, path) in made
     }
     ranks = b"".join(number.to_bytes(4, "little") for number in range(world))
-    archive = lay_out(unflatten({**leaves, **content.values}, "the checkpoint", has_lists=True), storages)
+    archive = plan_archive(unflatten({**leaves, **content.values}, "the checkpoint", has_lists=True), storages)
     return archive_file(f"rank{rank}.pt", archive, parts, len(parts), head=ranks)
 
 

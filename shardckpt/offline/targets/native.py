@@ -13,7 +13,7 @@ from shardckpt.format.encodings.tagged_json import ArrayRef, encode
 from shardckpt.format.native.commit import COMMIT, STEP, encode_commit, manifest_name
 from shardckpt.format.native.manifest_json import KEEPS_ORDER, ManifestContents, encode_manifest
 from shardckpt.format.native.partial_manifest import WrittenPayload, build_partial, merge_partials
-from shardckpt.format.native.payload import HF_INDEX, BlockHasher, PayloadChunk, PayloadFile, hf_index, lay_out
+from shardckpt.format.native.payload import HF_INDEX, BlockHasher, PayloadChunk, PayloadFile, hf_index, plan_payloads
 from shardckpt.format.native.reader import NativeReader
 from shardckpt.format.native.records import ArrayRecord, make_record
 from shardckpt.format.native.run_directory import read_referred_files
@@ -243,7 +243,7 @@ def plan_step(nest: NativeTree, writers: int, *, most_bytes: int, save: str, mod
     for writer, tasks in enumerate(plan.tasks):
         chunks = [PayloadChunk(*plan.arrays[task.array], task.box) for task in tasks]
         carry: dict[str, object] = contents.carried() if writer == 0 else {}
-        payloads.append(lay_out(save, writer, chunks, most_bytes=most_bytes, model=model, carry=carry))
+        payloads.append(plan_payloads(save, writer, chunks, most_bytes=most_bytes, model=model, carry=carry))
     return PlannedStep(contents, arrays, tuple(payloads), model)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardckpt.format.reader import Reader
 from shardckpt.format.torchsave.reader import looks_like_torch
-from shardckpt.format.torchsave.writer import TYPES, Storage, TensorValue, lay_out
+from shardckpt.format.torchsave.writer import TYPES, Storage, TensorValue, plan_archive
 from shardckpt.manifest import Path, unflatten
 from shardckpt.offline.select.selection import Selection
 from shardckpt.offline.targets.base import (
@@ -101,7 +101,7 @@ def torch_file(name: str, value: object, tensors: Sequence[OutputTensor]) -> Out
         value: What is saved, with a `TensorValue` for each tensor.
         tensors: What its storages hold, in the order of their numbers.
     """
-    archive = lay_out(value, [Storage(t.dtype, prod(t.shape)) for t in tensors])
+    archive = plan_archive(value, [Storage(t.dtype, prod(t.shape)) for t in tensors])
     return archive_file(name, archive, list(iter_parts(tensors)), len(tensors))
 
 

@@ -15,7 +15,7 @@ from shardckpt.checkpoint.save.payload_writer import iter_contents
 from shardckpt.checkpoint.save.staging import BUFFER_BYTES, BufferPool, StagingArea, buffer_size, make_buffer
 from shardckpt.checkpoint.stateful.stateful import dtype_name
 from shardckpt.errors import UsageError
-from shardckpt.format.native.payload import PayloadChunk, PayloadFile, lay_out
+from shardckpt.format.native.payload import PayloadChunk, PayloadFile, plan_payloads
 from shardckpt.state.local.local_shards import TensorShards, get_tensor_shards
 
 MIB = 1 << 20
@@ -88,7 +88,7 @@ def planned(tensors: dict[str, torch.Tensor]) -> tuple[tuple[PayloadFile, ...], 
     """Return the files of some tensors, several of them, and what they are filled from."""
     arrays = {(name,): get_tensor_shards(tensor) for name, tensor in tensors.items()}
     chunks = [PayloadChunk(path, a.shape, dtype_name(a.dtype), full_box(a.shape)) for path, a in arrays.items()]
-    return lay_out("s", 0, chunks, most_bytes=2 * MIB), arrays
+    return plan_payloads("s", 0, chunks, most_bytes=2 * MIB), arrays
 
 
 def drained(stage: StagingArea, payloads: tuple[PayloadFile, ...]) -> Iterator[bytes]:

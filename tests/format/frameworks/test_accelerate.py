@@ -143,7 +143,7 @@ class TestForms:
         save({"model": {"w": W}}, tmp_path / "pytorch_model_fsdp_0")
         torch.save({"w": W}, tmp_path / "pytorch_model_fsdp.bin")
 
-        with pytest.raises(AmbiguousError, match="model lies here in two forms"):
+        with pytest.raises(AmbiguousError, match="model is here in two forms"):
             open_(tmp_path)
 
     @pytest.mark.parametrize("name", ["pytorch_model_fsdp_rank{}.bin", "pytorch_model_fsdp_0_rank{}.bin"])

@@ -59,11 +59,11 @@ def test_a_missing_file_is_named(folder: Path) -> None:
     [
         (lambda s: s.update(world_size=1 << 40), FormatError, "names no ranks"),
         (lambda s: s.update(world_size=3), IncompleteError, "rank 2 of 'model'"),
-        (lambda s: s["metadata"].update(model=3), FormatError, "are no dict"),
+        (lambda s: s["metadata"].update(model=3), FormatError, "must be a dict"),
         (
             lambda s: s["metadata"]["model"]["rank_to_layout_info"].update({1: {"file_path": "a/../b.pt"}}),
             UnsupportedError,
-            "does not lie in files of torch.save",
+            "is not in files of torch.save",
         ),
         (
             lambda s: s["metadata"]["model"]["rank_to_layout_info"].update({1: {"file_path": "model_0.pt"}}),
@@ -73,19 +73,19 @@ def test_a_missing_file_is_named(folder: Path) -> None:
         (
             lambda s: s["metadata"]["model"]["nested_path_to_metadata"].update({'["gone"]': []}),
             FormatError,
-            "model.gone' is not as the metadata says; found nothing",
+            "model.gone' is not as in its metadata; found nothing",
         ),
         (
             lambda s: s["metadata"]["model"]["nested_path_to_metadata"].update({"[{}]": []}),
             FormatError,
-            "no list of keys",
+            "must be a list of keys",
         ),
         (
             lambda s: s["metadata"]["model"]["nested_path_to_metadata"]['["a.w"]'][0]["sharding_metadata"][
                 "data"
             ].update(global_shape=[8, 4]),
             FormatError,
-            "model.a.w' is not as the metadata says",
+            "model.a.w' is not as in its metadata",
         ),
     ],
     ids=["world", "fewer", "item", "outside", "twice", "gone", "path", "shape"],

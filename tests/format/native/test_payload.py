@@ -22,8 +22,8 @@ from shardckpt.format.native.payload import (
     PayloadChunk,
     PayloadFile,
     hf_index,
-    lay_out,
     new_save_id,
+    plan_payloads,
 )
 from shardckpt.manifest import Path as TreePath
 
@@ -73,7 +73,7 @@ def test_data_begins_aligned_and_every_chunk_is_aligned_to_its_type() -> None:
         ((64,), "int8"),
         ((), "int64"),
     ]
-    [payload] = lay_out("s", 0, [chunk((str(i),), *each) for i, each in enumerate(shapes)])
+    [payload] = plan_payloads("s", 0, [chunk((str(i),), *each) for i, each in enumerate(shapes)])
     assert len(payload.header) % DATA_ALIGNMENT == 0
     at = len(payload.header)
     for each, offset in zip(payload.chunks, payload.offsets, strict=True):
@@ -88,7 +88,7 @@ def test_data_begins_aligned_and_every_chunk_is_aligned_to_its_type() -> None:
 def test_a_file_says_itself_what_it_holds() -> None:
     boxes = [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))]
     chunks = [chunk(("model", "w"), (4, 4), box=box) for box in boxes]
-    [payload] = lay_out("save1", 3, chunks, carry={"nest": {"n": 7}})
+    [payload] = plan_payloads("save1", 3, chunks, carry={"nest": {"n": 7}})
     assert payload.name == "save1-00003-00.safetensors"
     assert payload.keys == ("model.w@0", "model.w@1")
     assert told(payload) == {
@@ -105,9 +105,9 @@ def test_a_file_says_itself_what_it_holds() -> None:
 
 def test_what_is_laid_out_again_says_what_its_own_save_is() -> None:
     chunks = [chunk(("model", "w"), (4, 4)), chunk(("model", "b"), (4,))]
-    [first] = lay_out("save1", 0, chunks, carry={"nest": {"step": 9}})
-    [again] = lay_out("save2", 5, chunks, carry={"nest": {"step": 1000}})
-    [bare] = lay_out("save3", 0, chunks)
+    [first] = plan_payloads("save1", 0, chunks, carry={"nest": {"step": 9}})
+    [again] = plan_payloads("save2", 5, chunks, carry={"nest": {"step": 1000}})
+    [bare] = plan_payloads("save3", 0, chunks)
     assert [told(each).get("carry") for each in (first, again, bare)] == [
         {"nest": {"step": 9}},
         {"nest": {"step": 1000}},
@@ -133,27 +133,27 @@ def test_paths_that_read_alike_keep_two_names() -> None:
         (),
         ("__metadata__",),
     ]
-    [payload] = lay_out("s", 0, [chunk(path, (1,)) for path in paths])
+    [payload] = plan_payloads("s", 0, [chunk(path, (1,)) for path in paths])
     assert len(set(payload.keys)) == len(paths)
     assert [tuple(row[0]) for row in told(payload)["chunks"]] == paths  # type: ignore[attr-defined]
 
 
 def test_files_are_cut_at_a_size_and_a_large_chunk_stands_alone() -> None:
     chunks = [chunk((name,), (n,), "uint8") for name, n in [("a", 60), ("b", 50), ("c", 300), ("d", 1)]]
-    payloads = lay_out("s", 0, chunks, most_bytes=100)
+    payloads = plan_payloads("s", 0, chunks, most_bytes=100)
     assert [[c.path[0] for c in p.chunks] for p in payloads] == [["a"], ["b"], ["c"], ["d"]]
     assert [p.name for p in payloads] == [f"s-00000-0{i}.safetensors" for i in range(4)]
 
 
 def test_a_writer_without_chunks_writes_nothing_unless_it_carries_the_nest() -> None:
-    assert lay_out("s", 1, []) == ()
-    [payload] = lay_out("s", 0, [], carry={"nest": None})
+    assert plan_payloads("s", 1, []) == ()
+    [payload] = plan_payloads("s", 0, [], carry={"nest": None})
     assert payload.nbytes == len(payload.header) == DATA_ALIGNMENT
 
 
 def test_one_writer_leaves_a_hugging_face_folder() -> None:
     paths: list[TreePath] = [("optim", "w"), ("model", "w"), ("model", "b.c"), ("model", "b", "c"), ("n",)]
-    payloads = lay_out("s", 0, [chunk(path, (2,)) for path in paths], model=("model",), carry={})
+    payloads = plan_payloads("s", 0, [chunk(path, (2,)) for path in paths], model=("model",), carry={})
     assert [p.keys for p in payloads] == [("optim.w@0", "n@0"), ("w", "b.c", "model.b.c@0")]
     index = json.loads(hf_index(payloads, ("model",)))
     assert index == {
@@ -164,7 +164,7 @@ def test_one_writer_leaves_a_hugging_face_folder() -> None:
 
 def test_a_type_without_a_name_is_refused_by_its_path() -> None:
     with pytest.raises(UnsupportedError, match=r"^model\.w: .*float4_e2m1fn_x2"):
-        lay_out("s", 0, [chunk(("model", "w"), (2,), "float4_e2m1fn_x2")])
+        plan_payloads("s", 0, [chunk(("model", "w"), (2,), "float4_e2m1fn_x2")])
 
 
 @pytest.mark.parametrize("step", [1, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES], ids=str)
@@ -184,5 +184,5 @@ def test_every_type_that_torch_stores_plainly_has_a_place(tmp_path: Path) -> Non
     kinds = [torch.complex32, torch.complex128, torch.float8_e4m3fn, torch.uint16, torch.bool, torch.float8_e8m0fnu]
     for kind in kinds:
         name = dtype_name(torch.empty(0, dtype=kind))
-        [payload] = lay_out("s", 0, [chunk(("t",), (3,), name)])
+        [payload] = plan_payloads("s", 0, [chunk(("t",), (3,), name)])
         assert payload.nbytes - len(payload.header) == 3 * kind.itemsize

@@ -329,6 +329,6 @@ def test_a_missing_file_is_said_to_be_missing(pattern: str, fix: str, tmp_path: 
     [file] = (tmp_path / step_name(1)).glob(pattern)
     file.unlink()
     [step] = read_run(LocalStore(str(tmp_path))).steps
-    assert f"missing or cut short: {file.name}" in step.fault
+    assert f"missing or end early: {file.name}" in step.fault
     assert fix in step.fault
     assert "found" not in step.fault

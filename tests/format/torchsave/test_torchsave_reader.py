@@ -467,7 +467,7 @@ def test_storages_of_a_wrong_size_or_missing_are_refused(tmp_path: Path) -> None
         opened(written(tmp_path, repickled(raw, b"FloatStorage", b"DoubleStorage")))
     with pytest.raises(FormatError, match="not in the file"):
         opened(written(tmp_path, repickled(raw, b"X\x01\0\0\x000", b"X\x01\0\0\x009")))
-    with pytest.raises(FormatError, match="no storage; found"):
+    with pytest.raises(FormatError, match="not a storage; found"):
         opened(written(tmp_path, repickled(raw, b"storage", b"storege")))
 
 

@@ -25,13 +25,13 @@ from shardckpt.format.torchsave.writer import (
     Storage,
     TensorValue,
     encode_archive,
-    lay_out,
+    plan_archive,
 )
 
 
 def write(value: object, storages: list[tuple[Storage, bytes]], portion: int = 7) -> bytes:
     """Return a file whose storages were given in portions of a few bytes."""
-    archive = lay_out(value, [storage for storage, _ in storages])
+    archive = plan_archive(value, [storage for storage, _ in storages])
     parts: list[bytes] = []
     writer = ArchiveWriter(archive, lambda data: parts.append(bytes(data)))
     data = b"".join(raw for _, raw in storages)
@@ -151,7 +151,7 @@ def test_what_the_safe_loader_would_refuse_is_refused_by_path(value: object) -> 
 
 def test_types_that_torch_lacks_are_refused_by_path() -> None:
     with pytest.raises(UnsupportedError, match=r"model\.w.*float4"):
-        lay_out({"model": {"w": TensorValue(0, "float4_e2m1fn", (2,))}}, [Storage("float4_e2m1fn", 2)])
+        plan_archive({"model": {"w": TensorValue(0, "float4_e2m1fn", (2,))}}, [Storage("float4_e2m1fn", 2)])
 
 
 def test_a_cycle_ends() -> None:
@@ -162,7 +162,7 @@ def test_a_cycle_ends() -> None:
 
 
 def test_the_bytes_given_must_be_the_bytes_promised() -> None:
-    archive = lay_out([TensorValue(0, "uint8", (4,))], [Storage("uint8", 4)])
+    archive = plan_archive([TensorValue(0, "uint8", (4,))], [Storage("uint8", 4)])
     writer = ArchiveWriter(archive, lambda data: None)
     writer.write(b"abc")
     with pytest.raises(ValueError, match="1 bytes of archive/data/0"):
@@ -190,7 +190,7 @@ def test_entries_and_places_beyond_four_gigabytes_use_the_wide_fields() -> None:
     size = (1 << 32) + 5
     sizes = (size, 3)
     storages = [Storage("uint8", n) for n in sizes]
-    archive = lay_out([TensorValue(i, "uint8", (n,)) for i, n in enumerate(sizes)], storages)
+    archive = plan_archive([TensorValue(i, "uint8", (n,)) for i, n in enumerate(sizes)], storages)
     first, second = (r for r in archive.records if b"/data/" in r.name)
     assert (first.is_wide, first.end - first.start) == (True, size + 24)
     assert second.header > 1 << 32

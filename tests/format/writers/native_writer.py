@@ -16,7 +16,7 @@ from shardckpt.format.encodings import tagged_json
 from shardckpt.format.native.commit import COMMIT, encode_commit, manifest_name
 from shardckpt.format.native.manifest_json import ManifestContents, encode_manifest
 from shardckpt.format.native.partial_manifest import WrittenPayload, build_partial, merge_partials
-from shardckpt.format.native.payload import HF_INDEX, BlockHasher, PayloadChunk, PayloadFile, hf_index, lay_out
+from shardckpt.format.native.payload import HF_INDEX, BlockHasher, PayloadChunk, PayloadFile, hf_index, plan_payloads
 from shardckpt.format.native.records import ArrayRecord, make_record
 from shardckpt.manifest import Path as TreePath
 
@@ -103,7 +103,7 @@ def write_step(
             if by == writer
         ]
         carry = contents.carried() if writer == 0 else None
-        laid = lay_out(save, writer, chunks, most_bytes=most_bytes, model=alone, carry=carry)
+        laid = plan_payloads(save, writer, chunks, most_bytes=most_bytes, model=alone, carry=carry)
         parts.append(build_partial([_write(folder, each, nest, checksums) for each in laid]))
     files, arrays = merge_partials(parts, list(nest.arrays))
     if alone is not None:
