@@ -211,14 +211,7 @@ class _Automaton:
 
 
 class _Parser:
-    """Takes a pattern apart into nodes.
-
-    Args:
-        text: What is left of the pattern without its anchors.
-        full_text: The pattern, for messages.
-        where: The file, for messages.
-        steps: What matching may cost.
-    """
+    """Takes a pattern apart into nodes."""
 
     def __init__(self, text: str, full_text: str, where: str, steps: MatchBudget) -> None:
         self._text, self._pattern, self._where, self._steps = text, full_text, where, steps

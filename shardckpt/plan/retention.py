@@ -120,10 +120,6 @@ def with_trusted_times(steps: Iterable[SavedStep], now: float) -> list[SavedStep
     The age of a step is taken from the times between the steps behind it, as well as from its own time, whichever makes
     it younger. A time that runs backwards, or that is longer than `PAUSE_S`, counts for nothing: a run that was paused
     and a clock that is wrong look the same.
-
-    Args:
-        steps: All of a run.
-        now: In seconds since the epoch.
     """
     found, age, later = [], 0.0, now
     for step in sorted(steps, key=_age_order, reverse=True):
@@ -172,10 +168,6 @@ def _age_order(step: SavedStep) -> tuple[int, int]:
 
 def require_metric(steps: Iterable[SavedStep], metric: str) -> None:
     """Refuse to rank steps none of which has the metric.
-
-    Args:
-        steps: The complete ones.
-        metric: Its name.
 
     Raises:
         UsageError: None has it; the message names the metrics that they have.

@@ -53,11 +53,7 @@ _Name = tuple[Path, Shape, str, int]
 
 
 def encode_rows(rows: Iterable[BoxRow]) -> bytes:
-    """Return rows as bytes.
-
-    Args:
-        rows: Each box of as many dimensions as its array.
-    """
+    """Return rows as bytes."""
     names: list[_Name] = []
     numbers = array("q")
     for path, shape, dtype, boxes in rows:

@@ -75,11 +75,6 @@ def faults(manifest: Manifest, entries: Iterable[TensorEntry], *, limit: int = 1
 def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: str) -> None:
     """Raise unless every element of every entry is in exactly one piece, and every piece in its file.
 
-    Args:
-        manifest: Says how large the files are.
-        entries: What will be read.
-        where: The checkpoint, for the message.
-
     Raises:
         IncompleteError: Elements that no file holds, or whose file is missing.
         TruncatedError: A file ends before a piece does.
@@ -126,11 +121,6 @@ def require_complete(manifest: Manifest, entries: Iterable[TensorEntry], where: 
 
 def locate(reader: PieceResolver, manifest: Manifest, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
     """Return the entries with every `Lazy` piece resolved; coverage is checked before and after.
-
-    Args:
-        reader: The open checkpoint.
-        manifest: Its manifest, or another one of the same files.
-        entries: Tensors that will be read.
 
     Raises:
         CheckpointError: Elements are missing or stored twice, or a container is damaged.

@@ -116,11 +116,7 @@ def split_by_size(tensors: Sequence[OutputTensor], max_bytes: int) -> list[tuple
 
 
 def split_as_stored(tensors: Sequence[OutputTensor]) -> list[tuple[OutputTensor, ...]]:
-    """Keep tensors of one source file together; tensors that are split over files share one more.
-
-    Args:
-        tensors: In state-dict order.
-    """
+    """Keep tensors of one source file together; tensors that are split over files share one more."""
     files: dict[str, list[OutputTensor]] = {}
     for tensor in tensors:
         sources = {piece.file for piece in tensor.entry.pieces}
@@ -148,12 +144,7 @@ def name_files(
 
 
 def index(files: Sequence[PlannedFile], more: Mapping[str, object] | None = None) -> dict[str, object]:
-    """Return the content of `*.safetensors.index.json` as transformers writes it.
-
-    Args:
-        files: The files it lists.
-        more: Further entries of its `metadata`.
-    """
+    """Return the content of `*.safetensors.index.json` as transformers writes it."""
     return {
         "metadata": {
             "total_parameters": sum(prod(t.shape) for file in files for t in file.tensors),

@@ -111,11 +111,7 @@ class BroadcastGroup(NamedTuple):
 
 
 def assign_segments(wanted: Sequence[Ids]) -> list[list[BroadcastGroup]]:
-    """Return for each rank its broadcast groups, in an order that is the same for all.
-
-    Args:
-        wanted: For each rank the segments it reads.
-    """
+    """Return for each rank its broadcast groups, in an order that is the same for all."""
     ids = np.concatenate([*wanted, np.array([], np.int64)])
     ranks = np.repeat(np.arange(len(wanted)), [len(each) for each in wanted])
     order = np.lexsort((ranks, ids))

@@ -87,9 +87,6 @@ class SavePlan:
 def plan_save(held: Sequence[Sequence[LocalTensor]]) -> SavePlan:
     """Decide which rank writes which boxes.
 
-    Args:
-        held: For each rank what it holds.
-
     Raises:
         UsageError: Ranks disagree on an array's type or shape, or hold different values where they claim the same.
         IncompleteError: Elements that no rank holds.

@@ -32,11 +32,7 @@ def clean_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def make_cleaner(names: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that cleans further names (of optimizer state) as `clean_names` cleaned these.
-
-    Args:
-        names: The model's names as stored.
-    """
+    """Return a function that cleans further names (of optimizer state) as `clean_names` cleaned these."""
     known = clean_names(names)
     strips = [name for name, new in known.items() if name != new]
     depth = min((_leading_depth(name) for name in strips), default=0)
@@ -87,9 +83,6 @@ def name_model(manifest: Manifest, found: Sections) -> NamedModel:
 
 def require_unique(renamed: Mapping[str, str]) -> None:
     """Refuse two names that become one.
-
-    Args:
-        renamed: Old name to new.
 
     Raises:
         NameCollisionError: Names both old ones and the new one.

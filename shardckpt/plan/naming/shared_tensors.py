@@ -23,12 +23,7 @@ _EMBEDDINGS = (
 
 
 def read_config_ties(config: Mapping[str, object], names: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return output embedding to input embedding, where a model's config says that they are one.
-
-    Args:
-        config: The parsed `config.json`.
-        names: Final names and their arrays.
-    """
+    """Return output embedding to input embedding, where a model's config says that they are one."""
     text = config.get("text_config")
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
     if tied is not True:

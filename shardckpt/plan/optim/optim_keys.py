@@ -106,10 +106,6 @@ def to_ids(state: Mapping[str, Any], groups: Sequence[Sequence[str]] | None = No
 def rename_params(state: Mapping[str, Any], names: Mapping[Any, Key]) -> Nested:
     """Replace every key of a nested state.
 
-    Args:
-        state: The nested state.
-        names: Each key of the state to the new one.
-
     Raises:
         NameCollisionError: Two keys with a value of the same slot become one.
     """

@@ -72,10 +72,6 @@ def to_state_paths(
     By names and by ids: `("state", parameter, slot)` and `("param_groups",)`, a list of dicts. Flattened: one key
     each, `("state.<parameter>.<slot>",)` and `("param_groups.<parameter>.<setting>",)`.
 
-    Args:
-        tensors: As selected, by the keys of `content`.
-        content: Groups and values.
-
     Raises:
         UsageError: By flat parameters, whose layouts are stored elsewhere.
     """

@@ -24,10 +24,6 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def match_settings(live: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the settings with which the parameters of each live group were saved; empty if none was.
 
-    Args:
-        live: The names in each live group.
-        saved: Groups with `params` as names.
-
     Raises:
         ConflictError: Parameters of a live group were saved in groups with different settings.
     """
@@ -44,11 +40,7 @@ def match_settings(live: Sequence[Sequence[str]], saved: Sequence[Mapping[str, A
 
 
 def group_by_settings(hypers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups of parameters with equal settings, in the order of their first members.
-
-    Args:
-        hypers: The settings of each parameter.
-    """
+    """Return groups of parameters with equal settings, in the order of their first members."""
     groups: dict[str, dict[str, Any]] = {}
     for name, values in hypers.items():
         groups.setdefault(repr(sorted(values.items())), {**values, "params": []})["params"].append(name)

@@ -18,12 +18,7 @@ _Rows = Mapping[str, Mapping[str, TensorEntry]]
 
 
 def infer_shapes(state: OptimizerState, known: Mapping[str, object]) -> dict[str, tuple[Shape, str]]:
-    """Infer the shapes of parameters that the model lacks from their largest slots.
-
-    Args:
-        state: The optimizer, by names.
-        known: Names of the model's tensors.
-    """
+    """Infer the shapes of parameters that the model lacks from their largest slots."""
     found: dict[str, tuple[Shape, str]] = {}
     for key, entry in state.tensors.items():
         name = key.rpartition("/")[0]

@@ -34,12 +34,7 @@ class Match:
         return int(text) if is_number else None
 
     def expand(self, replacement: str, more: Mapping[str, str] | None = None) -> str:
-        """Return a replacement with the matched text at its placeholders.
-
-        Args:
-            replacement: Checked by `Pattern.check`.
-            more: Places that the name does not have.
-        """
+        """Return a replacement with the matched text at its placeholders."""
         known = {**self._match.groupdict(), **(more or {})}
         found = _PLACE.sub(lambda place: str(known[place[1]] or ""), replacement)
         if not self._is_regex:
@@ -106,10 +101,6 @@ class Pattern:
 
     def check(self, replacement: str, more: frozenset[str] = frozenset()) -> None:
         """Raise if a replacement names placeholders that the pattern lacks.
-
-        Args:
-            replacement: What a tensor shall be called.
-            more: Places that are known besides.
 
         Raises:
             UsageError: It does, or is empty.

@@ -240,10 +240,6 @@ class RemapPlan:
 def plan_remap(rules: Sequence[Rule], tensors: Mapping[str, tuple[Shape, str]]) -> RemapPlan:
     """Plan which tensors the rules produce.
 
-    Args:
-        rules: In order.
-        tensors: Canonical name to shape and type, in order.
-
     Raises:
         UsageError: A rule matches nothing, or does not fit what it matches; the message names rule and tensor.
         NameCollisionError: Two tensors would get one name.

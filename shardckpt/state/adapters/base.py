@@ -102,20 +102,12 @@ class ShardingAdapter(ABC):
         """Return how `to_sharded` shards each entry; None for unsharded ones."""
 
     def shard_lengths(self, position: int) -> tuple[int, ...] | None:
-        """Return the length of each rank's part along the sharded dimension; None if there is not one such.
-
-        Args:
-            position: Which of the exposed parameters.
-        """
+        """Return the length of each rank's part along the sharded dimension; None if there is not one such."""
         del position
         return None
 
     def is_reporting_rank(self, position: int) -> bool:
-        """Return True if this rank reports the optimizer state of a parameter to the others.
-
-        Args:
-            position: Which of the exposed parameters.
-        """
+        """Return True if this rank reports the optimizer state of a parameter to the others."""
         del position
         return self.ranks.is_first
 
@@ -160,12 +152,7 @@ class ShardingAdapter(ABC):
 
     @abstractmethod
     def empty_like(self, position: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return new memory for what an optimizer keeps of an exposed parameter: any content, zeros in its padding.
-
-        Args:
-            position: Which of the exposed parameters.
-            dtype: The type it is to have.
-        """
+        """Return new memory for what an optimizer keeps of an exposed parameter: any content, zeros in its padding."""
 
     # --------------------------------------------------------------------------------------------------- out of it
 
@@ -240,29 +227,22 @@ class ShardingAdapter(ABC):
         """Copy this rank's parts of what `to_sharded` returned, on the same ranks. Collective for flat layouts.
 
         Args:
-            values: As for `from_full`; see `is_sharded_alike`.
+            values: As for `from_full`; see `are_sharded_as`.
             into: As for `from_full`.
             staging: Memory that they pass through.
         """
 
-    def is_sharded_alike(self, values: Sequence[torch.Tensor | None]) -> bool:
-        """Return True if these are sharded as by `to_sharded`, so that nothing has to be gathered."""
-        pairs = zip(values, self.placements(), strict=True)
-        return all(value is None or _is_placed_as(value, own) for value, own in pairs)
+
+def are_sharded_as(adapter: ShardingAdapter, values: Sequence[torch.Tensor | None]) -> bool:
+    """Return True if values are sharded as by `to_sharded` of an adapter, so that nothing has to be gathered."""
+    pairs = zip(values, adapter.placements(), strict=True)
+    return all(value is None or get_mesh_placements(value) == placed for value, placed in pairs)
 
 
 def broadcast_from_rank0(
     ranks: Ranks, shape: Sequence[int], dtype: torch.dtype, device: torch.device, value: torch.Tensor | None
 ) -> torch.Tensor:
-    """Broadcast a tensor from rank 0. Collective.
-
-    Args:
-        ranks: The ranks.
-        shape: Its shape.
-        dtype: The type it is to have.
-        device: Where it is to be.
-        value: The tensor on rank 0; None elsewhere.
-    """
+    """Broadcast a tensor from rank 0. Collective."""
     made = torch.empty(tuple(shape), dtype=dtype, device=device)
     if value is not None:
         made.copy_(value)
@@ -273,10 +253,6 @@ def broadcast_from_rank0(
 def get_mesh_placements(tensor: torch.Tensor) -> MeshPlacements | None:
     """Return the mesh and placements of a DTensor; None for a plain tensor."""
     return (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None
-
-
-def _is_placed_as(value: torch.Tensor, placed: MeshPlacements | None) -> bool:
-    return get_mesh_placements(value) == placed
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,13 +27,7 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 
 
 class DTensorAdapter(ShardingAdapter):
-    """One parameter that is a DTensor.
-
-    Args:
-        entry: What it is.
-        parameter: The parameter, around a DTensor.
-        ranks: The ranks that the model is on.
-    """
+    """One parameter that is a DTensor."""
 
     def __init__(self, entry: Entry, parameter: nn.Parameter, ranks: Ranks) -> None:
         super().__init__([entry], ranks)

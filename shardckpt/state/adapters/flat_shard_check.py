@@ -29,11 +29,7 @@ _REMEMBERED = 100_000
 
 
 class FlatShardError(UsageError):
-    """A rank's shard of a flat parameter is given without its wrapper.
-
-    Args:
-        where: What is given.
-    """
+    """A rank's shard of a flat parameter is given without its wrapper."""
 
     def __init__(self, where: object) -> None:
         super().__init__(
@@ -82,11 +78,7 @@ class FlatShards:
         return not parameter.numel() or _get_storage(parameter) in self._storages
 
     def has_tensor(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor is in a rank's shard of a flat parameter: a parameter, or a detached one.
-
-        Args:
-            tensor: Any tensor.
-        """
+        """Return True if a tensor is in a rank's shard of a flat parameter: a parameter, or a detached one."""
         if isinstance(tensor, DTensor) or tensor.dim() != 1 or not tensor.is_floating_point():
             return False
         if self.has_parameter(tensor):
@@ -106,9 +98,6 @@ class FlatShards:
 
     def require_none(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Refuse registered parameters that are shards of flat parameters.
-
-        Args:
-            named: Parameters that no wrapper manages, by name.
 
         Raises:
             FlatShardError: One is.

@@ -115,9 +115,6 @@ def index_model(model: nn.Module) -> ModelIndex:
 def index_complete_model(model: nn.Module) -> ModelIndex:
     """Index a model; refuse one whose wrapper, with flat parameters, is around it.
 
-    Args:
-        model: As for `index_model`.
-
     Raises:
         FlatShardError: One is.
     """
@@ -128,11 +125,7 @@ def index_complete_model(model: nn.Module) -> ModelIndex:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Reshard all units, so that the registered parameters are sharded.
-
-    Args:
-        model: As for `index_model`.
-    """
+    """Reshard all units, so that the registered parameters are sharded."""
     for unit in units(model):
         unit.reshard()
     for module in model.modules():
@@ -252,11 +245,7 @@ class _Walk:
 
 
 def get_process_groups(unit: FSDPUnit) -> list[dist.ProcessGroup | None]:
-    """Return the process groups of a unit: its shards' and its replicas'.
-
-    Args:
-        unit: The unit.
-    """
+    """Return the process groups of a unit: its shards' and its replicas'."""
     found: list[dist.ProcessGroup | None] = []
     for registration in unit.registrations:
         found += [registration.bucket.group.shard, registration.bucket.group.replicate]

@@ -13,13 +13,7 @@ from shardckpt.state.redistribute.rank_grid import Ranks
 
 
 class ReplicatedAdapter(ShardingAdapter):
-    """One parameter.
-
-    Args:
-        entry: What it is.
-        parameter: The parameter.
-        ranks: The ranks that the model is on.
-    """
+    """One parameter."""
 
     def __init__(self, entry: Entry, parameter: nn.Parameter, ranks: Ranks) -> None:
         super().__init__([entry], ranks)

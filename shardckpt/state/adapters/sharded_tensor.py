@@ -27,11 +27,7 @@ class ShardedTensorError(ShardckptError, ValueError):
 
 
 def get_local_part(value: Any) -> torch.Tensor:
-    """Return what this rank has of a ShardedTensor; of none, elements of its type.
-
-    Args:
-        value: The ShardedTensor, of one part at most on each rank.
-    """
+    """Return what this rank has of a ShardedTensor; of none, elements of its type."""
     shards = value.local_shards()
     if shards:
         found = shards[0].tensor
@@ -59,10 +55,6 @@ def to_local_parts(values: Mapping[str, Any], found: ModelIndex) -> dict[str, An
 
 def to_dtensors(values: Mapping[str, Any], found: ModelIndex) -> dict[str, Any]:
     """Return values with DTensors for ShardedTensors, over the mesh of the model's own parameter if that fits.
-
-    Args:
-        values: Names of the unsharded model to whatever was given.
-        found: The model.
 
     Raises:
         ShardedTensorError: One is not split into rows as a DTensor of these ranks would be.
@@ -107,11 +99,6 @@ def get_placements(found: ModelIndex) -> dict[str, MeshPlacements]:
 
 def as_dtensor(name: str, value: Any, best: MeshPlacements | None) -> DTensor:
     """Return a ShardedTensor as a DTensor of rows: over a mesh that it fits, else over all ranks. Nothing travels.
-
-    Args:
-        name: Its name, for the message.
-        value: The ShardedTensor.
-        best: The mesh and the placements that would be best.
 
     Raises:
         ShardedTensorError: It is sharded in another way.

@@ -39,9 +39,6 @@ def find_torch_wrapper(kind: Any) -> Any:
     """Return torch's own wrapper among the classes that a class is made of; None where it is not one of them.
 
     It is known by where it was defined: another class, such as ours, may have been put in its place in torch's modules.
-
-    Args:
-        kind: The class of a module.
     """
     found = (base for base in kind.__mro__ if (base.__module__, base.__name__) == (_HOME, _WRAPPER))
     return next(found, None)
@@ -60,22 +57,14 @@ def is_foreign(model: nn.Module) -> bool:
 
 
 def get_ranks(model: nn.Module) -> Ranks:
-    """Return the ranks of such a model.
-
-    Args:
-        model: The model.
-    """
+    """Return the ranks of such a model."""
     found: list[Any] = _find_wrappers(model)
     is_hybrid = any("HYBRID" in each.sharding_strategy.name for each in found)  # its other group is private to it
     return Ranks.from_groups([dist.group.WORLD] if is_hybrid else [each.process_group for each in found])
 
 
 def shapes_at_first(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of a full state as tensors without memory; on rank 0. Collective: it is gathered there.
-
-    Args:
-        model: The model.
-    """
+    """Return the entries of a full state as tensors without memory; on rank 0. Collective: it is gathered there."""
     found = full_state(model, offload=True, first_only=True)
     return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in found.items()}
 
@@ -136,24 +125,13 @@ def _set(wrapper: Any, model: nn.Module, settings: tuple[Any, Any, Any]) -> Any:
 
 
 def full_state(model: nn.Module, *, offload: bool, first_only: bool) -> dict[str, Any]:
-    """Return the full state of a model by the names it has unsharded. Collective.
-
-    Args:
-        model: The model.
-        offload: Give tensors on the CPU.
-        first_only: Only rank 0 gets them.
-    """
+    """Return the full state of a model by the names it has unsharded. Collective."""
     with _set_state_dict_type(model, StateKind.FULL, offload=offload, first_only=first_only):
         return {clean(name): value for name, value in model.state_dict().items()}
 
 
 def sharded_state(model: nn.Module, *, offload: bool) -> dict[str, Any]:
-    """Return the state of a model with a DTensor for everything sharded, by the names it has unsharded. Collective.
-
-    Args:
-        model: The model.
-        offload: Give tensors on the CPU.
-    """
+    """Return the state of a model with a DTensor for everything sharded, by the names it has unsharded. Collective."""
     with _set_state_dict_type(model, StateKind.SHARDED, offload=offload):
         return {clean(name): _to_dtensor(name, value) for name, value in model.state_dict().items()}
 
@@ -184,26 +162,13 @@ def put_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tu
 def full_optim_state(
     model: nn.Module, optim: torch.optim.Optimizer, *, offload: bool, first_only: bool
 ) -> dict[str, Any]:
-    """Return the full state of an optimizer of such a model. Collective.
-
-    Args:
-        model: The model.
-        optim: The optimizer.
-        offload: Give tensors on the CPU.
-        first_only: Only rank 0 gets them.
-    """
+    """Return the full state of an optimizer of such a model. Collective."""
     with _set_state_dict_type(model, StateKind.FULL, offload=offload, first_only=first_only) as wrapper:
         return _clean_names(wrapper.optim_state_dict(model, optim))
 
 
 def sharded_optim_state(model: nn.Module, optim: torch.optim.Optimizer, *, offload: bool) -> dict[str, Any]:
-    """Return the state of an optimizer of such a model with a DTensor for everything sharded. Collective.
-
-    Args:
-        model: The model.
-        optim: The optimizer.
-        offload: Give tensors on the CPU.
-    """
+    """Return the state of an optimizer of such a model with a DTensor for everything sharded. Collective."""
     with _set_state_dict_type(model, StateKind.SHARDED, offload=offload) as wrapper:
         return _clean_names(wrapper.optim_state_dict(model, optim))
 

@@ -100,13 +100,7 @@ def _names(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _members(model: nn.Module, path: str, attribute: str) -> list[str]:
-    """Return where the members of a flat parameter are; nothing where it is not one of ours.
-
-    Args:
-        model: The model.
-        path: The module that it is registered on.
-        attribute: Its name there.
-    """
+    """Return where the members of a flat parameter are; nothing where it is not one of ours."""
     parts = path.split(".") if path else []
     for depth in range(len(parts), -1, -1):
         above = model.get_submodule(".".join(parts[:depth]))

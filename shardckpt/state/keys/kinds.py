@@ -108,12 +108,7 @@ def is_sharded_tensor(value: Any) -> bool:
 
 
 def is_flat_part(name: str, value: Any) -> bool:
-    """Return True if a value is this rank's part of a flat parameter, as LOCAL states of torch's wrapper have it.
-
-    Args:
-        name: Under which it stands.
-        value: The value.
-    """
+    """Return True if a value is this rank's part of a flat parameter, as LOCAL states of torch's wrapper have it."""
     return name.rpartition(".")[2].startswith(_FLAT) and is_sharded_tensor(value)
 
 

@@ -112,24 +112,14 @@ def copy_value(value: Any) -> Any:
 
 
 def is_placed_as(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    """Return True if a value is placed as its parameter: both are plain, or DTensors of the same placements.
-
-    Args:
-        parameter: As the optimizer holds it.
-        value: What it keeps.
-    """
+    """Return True if a value is placed as its parameter: both are plain, or DTensors of the same placements."""
     if isinstance(parameter, DTensor) and isinstance(value, DTensor):
         return value.placements == parameter.placements
     return not isinstance(parameter, DTensor) and not isinstance(value, DTensor)
 
 
 def to_slot(parameter: nn.Parameter, value: Any) -> Slot:
-    """Describe one value.
-
-    Args:
-        parameter: As the optimizer holds it.
-        value: What it keeps.
-    """
+    """Describe one value."""
     if not isinstance(value, torch.Tensor):
         return Slot(Form.SCALAR, "", value) if isinstance(value, PLAIN) else Slot(Form.OPAQUE)
     dtype = str(value.dtype).removeprefix("torch.")
@@ -195,11 +185,7 @@ def merge_surveys(surveys: Sequence[Survey]) -> Survey:
 
 
 def group_by_slot(rows: Sequence[Mapping[str, Slot]]) -> list[tuple[str, Slot, set[int]]]:
-    """Return what is moved together: a slot's name, what it is, and which rows have it so.
-
-    Args:
-        rows: What is kept of each parameter.
-    """
+    """Return what is moved together: a slot's name, what it is, and which rows have it so."""
     found: dict[tuple[str, Form, str], tuple[Slot, set[int]]] = {}
     for index, row in enumerate(rows):
         for name, slot in row.items():
@@ -217,9 +203,6 @@ LARGEST_NOTE = " (unequal_steps='largest' takes the largest, as if all had been 
 def require_way_with_steps(unequal_steps: Any) -> None:
     """Check what `unequal_steps` is.
 
-    Args:
-        unequal_steps: As a user gave it.
-
     Raises:
         UsageError: It means nothing.
     """
@@ -236,11 +219,7 @@ def largest(values: Sequence[Any]) -> Any:
 
 
 def with_largest(rows: Survey) -> Survey:
-    """Return what is given of the members of one flat parameter, with the largest number where these differ.
-
-    Args:
-        rows: Of each member.
-    """
+    """Return what is given of the members of one flat parameter, with the largest number where these differ."""
     chosen: dict[str, Any] = {}
     for slot in dict.fromkeys(name for row in rows for name, each in row.items() if each.form is Form.SCALAR):
         found = largest([row[slot].value for row in rows if slot in row])

@@ -52,12 +52,6 @@ class DistributedInput:
     def decide(self, group: Group, what: str, rows: list[bytes], *, compare: bool) -> None:
         """Decide from the inputs of all ranks.
 
-        Args:
-            group: The ranks.
-            what: The work, for the messages.
-            rows: In rank order.
-            compare: Raise if ranks were given different states.
-
         Raises:
             StateMismatchError: Ranks were given different states, or some of them none.
             RankError: Rank 0 alone has a state, which cannot be sent to the others.
@@ -124,9 +118,6 @@ def digest(value: Any) -> bytes:
 
 def check_form(given: Any) -> None:
     """Raise unless a value has the form of an optimizer's state.
-
-    Args:
-        given: The value.
 
     Raises:
         StateMismatchError: It is none.

@@ -93,10 +93,6 @@ def get_tensor_shards(tensor: torch.Tensor) -> TensorShards:
 def get_box(tensor: DTensor, own: torch.Tensor | None = None) -> Box | None:
     """Return the box of a DTensor on this rank; None if it is outside of the mesh.
 
-    Args:
-        tensor: The DTensor.
-        own: This rank's part, where it is known.
-
     Raises:
         UnsupportedError: A partial sum, or a part that is not a box.
     """
@@ -157,12 +153,7 @@ def _sort_by_split_order(placements: Sequence[Placement]) -> list[tuple[int, Pla
 
 
 def get_adapter_shards(adapter: ShardingAdapter, packed: torch.Tensor) -> list[tuple[LocalShard, ...]]:
-    """Return this rank's shards of each entry of an adapter, as views.
-
-    Args:
-        adapter: The adapter.
-        packed: Its values, or others with their layout.
-    """
+    """Return this rank's shards of each entry of an adapter, as views."""
     if not isinstance(adapter, EngineBucketAdapter):
         (part,) = adapter.parts(packed)
         return [get_tensor_shards(part).shards]

@@ -48,10 +48,6 @@ class LocalOptimizer:
 def local_optimizer(found: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
     """Return the shards of an optimizer's state on this rank; nothing is moved.
 
-    Args:
-        found: The model, or the models.
-        optim: An optimizer of any part of their parameters.
-
     Raises:
         ForeignParameterError: It holds a parameter that no model has.
         OpaqueStateError: Nobody knows how a value is sharded.
@@ -75,10 +71,6 @@ def local_optimizer(found: ModelIndex, optim: OptimizerLike) -> LocalOptimizer:
 
 def parameter_names(found: ModelIndex, optim: OptimizerLike) -> list[list[str]]:
     """Return the names in each group in the order that an optimizer of the unsharded model has them in.
-
-    Args:
-        found: The model.
-        optim: An optimizer of any part of its parameters.
 
     Raises:
         ForeignParameterError: It holds a parameter that the model does not have.
@@ -195,11 +187,7 @@ class OptimTargets:
     problems: list[str]
 
     def put(self, optim: OptimizerLike) -> None:
-        """Give the optimizer the state and the settings.
-
-        Args:
-            optim: The optimizer that the targets were made for.
-        """
+        """Give the optimizer the state and the settings."""
         for parameter, state in self.state.items():
             optim.state.pop(parameter, None)
             if state:

@@ -12,12 +12,7 @@ from shardckpt.state.model.model_state_dict import units_metadata, world
 
 
 def check_kind(note: Mapping[str, Any], kind: StateKind) -> list[str]:
-    """Return the problem of a state that is LOCAL and should not be, or the reverse.
-
-    Args:
-        note: The metadata of the state; may be empty.
-        kind: What it is to be.
-    """
+    """Return the problem of a state that is LOCAL and should not be, or the reverse."""
     saved_kind = note.get("kind", kind.name)
     if saved_kind == kind.name or StateKind.LOCAL.name not in (saved_kind, kind.name):
         return []
@@ -25,11 +20,7 @@ def check_kind(note: Mapping[str, Any], kind: StateKind) -> list[str]:
 
 
 def check_rank(note: Mapping[str, Any]) -> list[str]:
-    """Return the problem of a LOCAL state that another rank saved.
-
-    Args:
-        note: The metadata of the state; may be empty.
-    """
+    """Return the problem of a LOCAL state that another rank saved."""
     group = world()
     if not note or (note.get("world"), note.get("rank")) == (group.size, group.rank):
         return []
@@ -40,12 +31,7 @@ def check_rank(note: Mapping[str, Any]) -> list[str]:
 
 
 def check_units(note: Mapping[str, Any], found: ModelIndex) -> list[str]:
-    """Return how the layouts of a LOCAL state differ from those of a model.
-
-    Args:
-        note: The metadata of the state.
-        found: The model.
-    """
+    """Return how the layouts of a LOCAL state differ from those of a model."""
     theirs = note.get("units")
     if theirs is None:
         return []

@@ -16,7 +16,7 @@ from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError
 from shardckpt.groups import Group
 from shardckpt.state.adapters import sharded_tensor, torch_fsdp1
-from shardckpt.state.adapters.base import ShardingAdapter, broadcast_from_rank0
+from shardckpt.state.adapters.base import ShardingAdapter, are_sharded_as, broadcast_from_rank0
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import Buffer, ModelIndex, index_complete_model, index_model, reshard_all
 from shardckpt.state.keys.kinds import StateKind, detect_kind, get_metadata
@@ -135,13 +135,7 @@ def _broadcast_keys(keys: Keys, group: Group) -> Keys:
 
 
 class _IncomingModelState:
-    """A state to load, by names of the unsharded model.
-
-    Args:
-        state: The state.
-        kind: Its kind; None to read that from it.
-        found: The model.
-    """
+    """A state to load, by names of the unsharded model."""
 
     def __init__(self, state: Mapping[str, Any], kind: StateKind | str | None, found: ModelIndex) -> None:
         self.kind = detect_kind(state) if kind is None else StateKind.of(kind)
@@ -313,7 +307,7 @@ def _load(
         adapter.from_rank0(values, places, adapter.entries[0].dtype, staging)
     else:
         values = _values(adapter, given, is_given)
-        if given.kind is StateKind.SHARDED and adapter.is_sharded_alike(values):
+        if given.kind is StateKind.SHARDED and are_sharded_as(adapter, values):
             adapter.from_sharded(values, places, staging)
         else:
             adapter.from_full([None if value is None else _to_full(value) for value in values], places)

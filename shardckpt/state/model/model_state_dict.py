@@ -174,13 +174,7 @@ def _ordered(tensors: Mapping[str, Any], found: ModelIndex) -> OrderedDict[str, 
 
 
 def with_metadata(made: OrderedDict[str, Any], kind: StateKind, found: ModelIndex) -> OrderedDict[str, Any]:
-    """Write the kind and layout of a state into `_metadata`, where `torch.nn.Module` keeps versions.
-
-    Args:
-        made: The state; it is changed and returned.
-        kind: What it is.
-        found: The model.
-    """
+    """Write the kind and layout of a state into `_metadata`, where `torch.nn.Module` keeps versions."""
     note: dict[str, Any] = {"version": VERSION, "kind": kind.name, "aliases": dict(found.aliases)}
     if kind is StateKind.LOCAL:
         register_with_torch_dcp()  # LOCAL states need it, with either front end

@@ -26,12 +26,7 @@ def is_bare() -> bool:
 
 
 def run_save_hooks(found: ModelIndex, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Run the model's own save methods and hooks on a state; unchanged if it has none.
-
-    Args:
-        found: The model.
-        values: Tensors by all names of the unsharded model.
-    """
+    """Run the model's own save methods and hooks on a state; unchanged if it has none."""
     if not any(_has_save_hooks(module) for module in found.root.modules()):
         return values
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
@@ -41,12 +36,7 @@ def run_save_hooks(found: ModelIndex, values: Mapping[str, Any]) -> Mapping[str,
 
 
 def run_load_hooks(found: ModelIndex, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the model's own load methods and hooks on a state; nothing is loaded.
-
-    Args:
-        found: The model.
-        values: By names of the unsharded model.
-    """
+    """Run the model's own load methods and hooks on a state; nothing is loaded."""
     if not values or not any(_has_load_hooks(module) for module in found.root.modules()):
         return dict(values)
     shells = {

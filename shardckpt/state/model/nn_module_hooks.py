@@ -200,12 +200,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 class Loading:
-    """One `load_state_dict` passing through a wrapped module: the unit's tensors are registered meanwhile.
-
-    Args:
-        module: The wrapper.
-        unit: Its unit.
-    """
+    """One `load_state_dict` passing through a wrapped module: the unit's tensors are registered meanwhile."""
 
     def __init__(self, module: StateStatics, unit: FSDPUnit) -> None:
         unit.reshard()

@@ -18,7 +18,14 @@ from shardckpt.core.params.full_params import Staging
 from shardckpt.errors import ShardckptError, UsageError
 from shardckpt.plan.optim.param_groups import match_settings, read_param_names
 from shardckpt.state.adapters import torch_fsdp1
-from shardckpt.state.adapters.base import Entry, ShardingAdapter, broadcast_from_rank0, get_mesh_placements, local
+from shardckpt.state.adapters.base import (
+    Entry,
+    ShardingAdapter,
+    are_sharded_as,
+    broadcast_from_rank0,
+    get_mesh_placements,
+    local,
+)
 from shardckpt.state.adapters.engine_flat import EngineFlatAdapter
 from shardckpt.state.adapters.model_index import ModelIndex, index_complete_model, reshard_all
 from shardckpt.state.adapters.sharded_tensor import optim_state_to_dtensors
@@ -502,7 +509,7 @@ class _StateLoader:
         values = [self._value(each, name, dtype) if at in having else None for at, each in enumerate(adapter.entries)]
         if self._from_rank0:
             adapter.from_rank0(values, places, dtype, self._staging)
-        elif self._given.kind is StateKind.SHARDED and adapter.is_sharded_alike(values):
+        elif self._given.kind is StateKind.SHARDED and are_sharded_as(adapter, values):
             adapter.from_sharded(values, places, self._staging)
         else:
             adapter.from_full([v.full_tensor() if isinstance(v, DTensor) else v for v in values], places)

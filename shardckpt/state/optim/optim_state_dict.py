@@ -103,10 +103,6 @@ class OptimizerParams:
 def map_optimizer_params(found: ModelIndex, optim: OptimizerLike) -> OptimizerParams:
     """Map an optimizer's parameters to adapters and names.
 
-    Args:
-        found: The model.
-        optim: The optimizer, of any part of its parameters.
-
     Raises:
         ForeignParameterError: One is not the model's.
     """

@@ -13,21 +13,12 @@ from shardckpt.state.redistribute.scatter_from_rank0 import scatter_from_rank0
 
 
 def chunks(rows: int, ranks: int) -> tuple[int, ...]:
-    """Return how many rows each rank has; the last ones may have fewer or none.
-
-    Args:
-        rows: How many there are.
-        ranks: Among how many ranks.
-    """
+    """Return how many rows each rank has; the last ones may have fewer or none."""
     return tuple(chunk_range(rows, ranks, rank)[1] for rank in range(ranks))
 
 
 def direction(kept: DTensor) -> int | None:
-    """Return the mesh dimension that shards a DTensor into rows; None if there is not exactly one.
-
-    Args:
-        kept: The DTensor.
-    """
+    """Return the mesh dimension that shards a DTensor into rows; None if there is not exactly one."""
     sharded = [at for at, placement in enumerate(kept.placements) if not placement.is_replicate()]
     return sharded[0] if len(sharded) == 1 and type(kept.placements[sharded[0]]) is Shard else None
 
@@ -77,12 +68,7 @@ def scatter_rows(
 
 
 def has_rows_everywhere(rows: int, ranks: int) -> bool:
-    """Return True if every rank gets some of a parameter's rows; the last ones may get none.
-
-    Args:
-        rows: How many there are.
-        ranks: Among how many ranks.
-    """
+    """Return True if every rank gets some of a parameter's rows; the last ones may get none."""
     return chunk_range(rows, ranks, ranks - 1)[1] > 0
 
 

@@ -42,12 +42,7 @@ class Rows:
 
     @classmethod
     def from_spec(cls, spec: ParamSpec, world: int) -> Rows:
-        """Split a parameter into rows.
-
-        Args:
-            spec: The parameter.
-            world: Ranks.
-        """
+        """Split a parameter into rows."""
         shape = spec.memory_shape or (1,)
         row = spec.numel // shape[0] if shape[0] else 0
         return cls(row_dim(spec), tuple(chunk_range(shape[0], world, rank)[0] * row for rank in range(world + 1)))
@@ -112,12 +107,7 @@ class Exchange:
 
 @lru_cache(maxsize=4096)
 def plan_exchange(layout: FlatLayout, rank: int) -> Exchange:
-    """Plan one rank's part of the exchange from flat shards to rows.
-
-    Args:
-        layout: The flat layout.
-        rank: Whose part.
-    """
+    """Plan one rank's part of the exchange from flat shards to rows."""
     rows = tuple(Rows.from_spec(spec, layout.world) for spec in layout.specs)
     ranks = range(layout.world)
     out = tuple(tuple(_spans(layout, rows, rank, getter)) for getter in ranks)
@@ -143,11 +133,7 @@ def _runs(layout: FlatLayout, rank: int) -> tuple[ShardRun, ...]:
 
 @lru_cache(maxsize=4096)
 def find_first_owners(layout: FlatLayout) -> dict[int, int]:
-    """Return for each parameter with elements the lowest rank that has some.
-
-    Args:
-        layout: The flat layout.
-    """
+    """Return for each parameter with elements the lowest rank that has some."""
     found: dict[int, int] = {}
     for rank in range(layout.world):
         for run in _runs(layout, rank):

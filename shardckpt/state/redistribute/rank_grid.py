@@ -67,11 +67,7 @@ class Ranks:
         return prod(axis.size() for axis in self.axes)
 
     def broadcast_from_rank0(self, tensor: torch.Tensor) -> None:
-        """Broadcast a tensor from rank 0. Collective.
-
-        Args:
-            tensor: Contiguous.
-        """
+        """Broadcast a tensor from rank 0. Collective."""
         for at, axis in enumerate(self.axes):
             if axis.size() > 1 and all(later.rank() == 0 for later in self.axes[at + 1 :]):
                 dist.broadcast(tensor.view(-1).view(torch.uint8), group=axis, group_src=0)
