@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -166,7 +167,7 @@ class ShardGroup:
         """Ranks are shared, not copied."""
         return self
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Ranks that share the bucket."""
         return self.shard.size() if self.shard is not None else 1

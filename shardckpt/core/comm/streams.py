@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -24,7 +23,7 @@ class StorageCounter:
         self.peak = 0
 
     def add(self, nbytes: int) -> None:
-        """Count bytes given (or, negative, taken back)."""
+        """Count bytes that were allocated, or freed if negative."""
         self.held += nbytes
         self.peak = max(self.peak, self.held)
 
@@ -40,17 +39,21 @@ class ResizableStorage:
     """A 1-D tensor whose storage can be freed and allocated again while views of it live on.
 
     Args:
-        numel: Elements.
+        numel: Number of elements.
         dtype: Element type.
-        device: Where it lies.
+        device: Device of the storage.
+
+    Attributes:
+        alive: Whether the storage is allocated; its content may be undefined.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = numel * dtype.itemsize
-        self._alive = True
-        self._counted = device.type != "meta"
-        self._count(self._nbytes)
+        self.alive = True
+        self._has_streams = device.type not in ("cpu", "meta")
+        self._counter = FULL_BYTES if device.type != "meta" else StorageCounter()
+        self._counter.add(self._nbytes)
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> ResizableStorage:
@@ -58,36 +61,28 @@ class ResizableStorage:
         made = cls(0, tensor.dtype, tensor.device)
         made.tensor = tensor
         made._nbytes = tensor.nbytes
-        made._count(made._nbytes)
+        made._counter.add(made._nbytes)
         return made
 
-    def _count(self, nbytes: int) -> None:
-        if self._counted:
-            FULL_BYTES.add(nbytes)
-
     def __del__(self) -> None:
-        if getattr(self, "_alive", False):
-            self._count(-self._nbytes)
-
-    @property
-    def alive(self) -> bool:
-        """Return True if the storage is allocated; its content may be undefined."""
-        return self._alive
+        if getattr(self, "alive", False):
+            self._counter.add(-self._nbytes)
 
     def allocate(self) -> None:
         """Allocate the storage, with undefined content; do nothing if it is allocated."""
-        if not self._alive:
+        if not self.alive:
             self.tensor.untyped_storage().resize_(self._nbytes)
-            self._alive = True
-            self._count(self._nbytes)
+            self.alive = True
+            self._counter.add(self._nbytes)
 
     def free(self) -> None:
         """Free the storage; do nothing if it is freed."""
-        if self._alive:
-            in_use(self.tensor)
+        if self.alive:
+            if self._has_streams:
+                in_use(self.tensor)
             self.tensor.untyped_storage().resize_(0)
-            self._alive = False
-            self._count(-self._nbytes)
+            self.alive = False
+            self._counter.add(-self._nbytes)
 
 
 def in_use(tensor: torch.Tensor) -> None:
@@ -105,14 +100,12 @@ def _gathering_stream(device: torch.device) -> Any:
     return _module(device).Stream(device, priority=-1)
 
 
-@contextmanager
-def gathering(device: torch.device) -> Iterator[None]:
-    """Inside, what is queued runs beside the computation, on a stream that all gathers of a device share."""
+def gathering(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context of the stream that all gathers of a device share, which runs beside the computation."""
     if device.type in ("cpu", "meta"):
-        yield
-        return
-    with _module(device).stream(_gathering_stream(device)):
-        yield
+        return nullcontext()
+    context: AbstractContextManager[object] = _module(device).stream(_gathering_stream(device))
+    return context
 
 
 def await_gather(device: torch.device) -> None:

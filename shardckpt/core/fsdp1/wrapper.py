@@ -310,7 +310,8 @@ class FullyShardedDataParallel(StateStatics):
     @compiler_disabled_shallow
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters unsharded."""
-        return self._ensure_root_state().run_forward(self._unit, self._fsdp_wrapped_module, args, kwargs)
+        root_state = self._root_state or self._ensure_root_state()
+        return root_state.run_forward(self._unit, self._fsdp_wrapped_module, args, kwargs)
 
     def register_forward_method(self, method_name: str) -> None:
         """Run a method of the wrapped module with its parameters unsharded, when it is called on the wrapper.

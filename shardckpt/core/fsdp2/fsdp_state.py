@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +16,7 @@ from shardckpt.core.comm.collectives import CustomCollectives, ShardGroup
 from shardckpt.core.config import UnitConfig
 from shardckpt.core.errors import ArgumentError, StateError
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
-from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
+from shardckpt.core.modules.compile_guard import compiler_disabled
 from shardckpt.core.modules.fqn_and_params import (
     Name,
     ParamInfo,
@@ -38,7 +38,8 @@ from shardckpt.core.runtime.fsdp_unit import FSDPUnit
 from shardckpt.core.runtime.root_state import RootState
 from shardckpt.core.setup import materialize, shared_params
 
-_STATE = "_shardckpt_sharded"
+STATE = "_shardckpt_sharded"
+"""Attribute of a module that has its `FSDPState`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class FullyShardOptions:
 
 def get_fsdp_state(module: nn.Module) -> FSDPState | None:
     """Return the state of a module; None if `fully_shard` was not applied to it."""
-    found: FSDPState | None = module.__dict__.get(_STATE)
+    found: FSDPState | None = module.__dict__.get(STATE)
     return found
 
 
@@ -86,7 +87,7 @@ class FSDPState:
         self._options = options
         self._comms = CustomCollectives()
         self._separate = False
-        self._root_state: RootState | None = None
+        self.root_state: RootState | None = None
         self._is_last_backward = True
         whole = self._one_module
         owners: dict[FSDPUnit, FSDPState] = {each.unit: each for each in fsdp_states_below(whole)}
@@ -96,14 +97,14 @@ class FSDPState:
                 each._rebuild_unit()
             self.unit = self._build_unit()
         for module in self.modules:
-            module.__dict__[_STATE] = self
+            module.__dict__[STATE] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPState:
         """Return a copy, which has no root yet."""
         made = object.__new__(FSDPState)
         memo[id(self)] = made
         for name, value in self.__dict__.items():
-            made.__dict__[name] = None if name == "_root_state" else copy.deepcopy(value, memo)
+            made.__dict__[name] = None if name == "root_state" else copy.deepcopy(value, memo)
         return made
 
     # ------------------------------------------------------------------------------------------------- the unit
@@ -231,24 +232,13 @@ class FSDPState:
 
     # ------------------------------------------------------------------------------------------------- running
 
-    @property
-    def root_state(self) -> RootState | None:
-        """The state of the root; None before the first forward."""
-        return self._root_state
-
     @compiler_disabled
-    def ensure_root_state(self) -> RootState:
-        """Return the state of the root; become the root if there is none.
+    def become_root(self) -> RootState:
+        """Return the state of a root that this module is from now on.
 
         Raises:
             StateError: They are several, or something below was the root of a forward before.
         """
-        if self._root_state is None:
-            self._become_root()
-        assert self._root_state is not None
-        return self._root_state
-
-    def _become_root(self) -> None:
         if len(self.modules) > 1:
             raise StateError(
                 f"FSDP requires a single root module but got {[type(each).__name__ for each in self.modules]}",
@@ -259,7 +249,7 @@ class FSDPState:
             each = get_fsdp_state(module)
             if each is not None:
                 names.setdefault(each, []).append(clean(name))
-        ran = [", ".join(name) for each, name in names.items() if each._root_state is not None]
+        ran = [", ".join(name) for each, name in names.items() if each.root_state is not None]
         if ran:
             raise StateError(
                 f"FSDP state has already been lazily initialized for {ran[0]}; "
@@ -276,7 +266,8 @@ class FSDPState:
         root_state = RootState(self.unit, [(name, each.unit) for name, each in units])
         root_state.set_is_last_backward(self._is_last_backward)
         for each in names:
-            each._root_state = root_state
+            each.root_state = root_state
+        return root_state
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether a backward waits for all its reductions; that of the root counts.
@@ -285,8 +276,8 @@ class FSDPState:
             is_last_backward: Whether it does.
         """
         self._is_last_backward = is_last_backward
-        if self._root_state is not None:
-            self._root_state.set_is_last_backward(is_last_backward)
+        if self.root_state is not None:
+            self.root_state.set_is_last_backward(is_last_backward)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Set the event that all-gathers of the next iteration wait for; ignored before the first one.
@@ -294,8 +285,8 @@ class FSDPState:
         Args:
             event: Recorded behind the optimizer's step.
         """
-        if self._root_state is not None:
-            self._root_state.set_post_optim_event(event)
+        if self.root_state is not None:
+            self.root_state.set_post_optim_event(event)
 
     def _refuse_foreign_params(self, known: Iterable[FSDPState]) -> None:
         """Refuse a parameter that a unit elsewhere has: it would be trained twice, differently."""
@@ -363,17 +354,6 @@ class FSDPState:
     def _attach(self) -> None:
         if self.unit.root is None:
             RootState(self.unit, [(self.unit.name, self.unit)])
-
-    @compiler_disabled_shallow
-    def run_forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a function of one of the modules with the parameters unsharded. Collective.
-
-        Args:
-            function: The module's forward, or another method.
-            args: Arguments.
-            kwargs: And those by name.
-        """
-        return self.ensure_root_state().run_forward(self.unit, function, args, kwargs)
 
 
 def _check_meshes(placed: Sequence[Placed]) -> None:

@@ -18,7 +18,7 @@ from shardckpt.core.config import UnitConfig
 from shardckpt.core.errors import ArgumentError, StateError
 from shardckpt.core.fsdp1.wrapper import FullyShardedDataParallel
 from shardckpt.core.fsdp2.composable_registry import register_fully_shard
-from shardckpt.core.fsdp2.fsdp_state import FSDPState, FullyShardOptions, fsdp_states_below, get_fsdp_state
+from shardckpt.core.fsdp2.fsdp_state import STATE, FSDPState, FullyShardOptions, fsdp_states_below, get_fsdp_state
 from shardckpt.core.modules.compile_guard import compiler_disabled_shallow
 from shardckpt.core.params.mesh_placement import (
     DataParallelMeshDims,
@@ -236,7 +236,9 @@ class FSDPModule:
     @compiler_disabled_shallow
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute with the parameters unsharded."""
-        return self._fsdp_state.run_forward(super().__call__, args, kwargs)  # type: ignore[misc]
+        state: FSDPState = self.__dict__.get(STATE) or self._fsdp_state
+        root_state = state.root_state or state.become_root()
+        return root_state.run_forward(state.unit, super().__call__, args, kwargs)  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and parameters as `torch.nn.Module` does, after a failed backward those of before it."""
@@ -646,7 +648,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(bound)
     def gathered(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         function = bound if method is None else functools.partial(method, self)  # a copy's own, not the original's
-        return self._fsdp_state.run_forward(function, args, kwargs)
+        state = self._fsdp_state
+        return (state.root_state or state.become_root()).run_forward(state.unit, function, args, kwargs)
 
     setattr(module, method_name, MethodType(gathered, module))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakMethod
 
@@ -35,37 +36,21 @@ def differentiating_functionally() -> bool:
     return level is not None and level.key().name in ("Grad", "Jvp")
 
 
-def _hooks_on_entry() -> tuple[Pack, Unpack] | None:
-    """Return the saved-tensor hooks that are active now: there is no public way to ask."""
-    found: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
-
-
-class _PostBackward(torch.autograd.Function):
-    """Identity; its backward, which runs once all gradients behind it are known, calls `done`."""
+class PostBackward(torch.autograd.Function):
+    """Identity, `apply(done, *tensors)`; its backward calls `done`, once all gradients behind it are known."""
 
     @staticmethod
     def forward(ctx: Any, done: Callable[[], None], *tensors: torch.Tensor) -> Any:
         """Pass the tensors on."""
         ctx.done = done
         ctx.set_materialize_grads(False)
-        return tuple(t.view_as(t) for t in tensors)
+        return tuple(map(torch.Tensor.view_as, tensors, tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Call `done` and pass the gradients on."""
         ctx.done()
         return (None, *grads)
-
-
-def register_post_backward(tensors: list[torch.Tensor], done: Callable[[], None]) -> list[torch.Tensor]:
-    """Pass tensors through an identity node that calls `done` in backward.
-
-    Args:
-        tensors: Tensors that require gradients; at least one.
-        done: Called without arguments, once a backward pass.
-    """
-    return list(_PostBackward.apply(done, *tensors))  # type: ignore[no-untyped-call]
 
 
 class GradientWatch:
@@ -122,28 +107,26 @@ class BufferOwners:
         self.saved: set[Owner] = set()
 
 
+@dataclass(frozen=True, slots=True)
 class _Saved:
-    """A saved tensor in a full buffer: the tensor, its version, and the owner that can unshard it."""
+    """A saved tensor in a full buffer, its version, and the owner that can unshard it."""
 
-    __slots__ = ("owner", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, owner: Owner) -> None:
-        self.tensor = tensor
-        self.version = tensor._version
-        self.owner = owner
+    tensor: torch.Tensor
+    version: int
+    owner: Owner
 
 
+@dataclass(frozen=True)
 class SavedParamHooks:
     """One pair of hooks: tensors of full buffers are kept by reference, all others go where they went before.
 
-    Args:
+    Attributes:
         owners: The owners of the buffers.
         before: The hooks that are active outside.
     """
 
-    def __init__(self, owners: BufferOwners, before: tuple[Pack, Unpack] | None) -> None:
-        self.owners = owners
-        self._before = before
+    owners: BufferOwners
+    before: tuple[Pack, Unpack] | None
 
     @compiler_disabled
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -155,8 +138,8 @@ class SavedParamHooks:
             owner = None
         if owner is not None:
             self.owners.saved.add(owner)
-            return _Saved(tensor.detach(), owner)
-        return (tensor.detach(), tensor._version) if self._before is None else self._before[0](tensor)
+            return _Saved(tensor.detach(), tensor._version, owner)
+        return (tensor.detach(), tensor._version) if self.before is None else self.before[0](tensor)
 
     def unpack(self, value: Any) -> torch.Tensor:
         """Return the tensor; unshard its owner first."""
@@ -168,8 +151,8 @@ class SavedParamHooks:
                     f"a parameter of unit {value.owner.name} was changed between its forward and its backward"
                 )
             return value.tensor
-        if self._before is not None:
-            return self._before[1](value)
+        if self.before is not None:
+            return self.before[1](value)
         tensor: torch.Tensor = value[0]
         if tensor._version != value[1]:
             raise RuntimeError(
@@ -181,7 +164,7 @@ class SavedParamHooks:
 
 def saved_tensor_hooks(owners: BufferOwners) -> AbstractContextManager[object]:
     """Return a context in which autograd saves full parameters so that backward unshards their buffers again."""
-    before = _hooks_on_entry()
+    before: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # has no public name
     ours = getattr(before[0], "__self__", None) if before else None
     if not torch.is_grad_enabled() or (isinstance(ours, SavedParamHooks) and ours.owners is owners):
         return nullcontext()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
@@ -82,6 +82,11 @@ class ParamLocation:
     module: nn.Module
     attribute: str
     fqn: str
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the module registers parameters as `nn.Module` does, without more that it watches."""
+        return type(self.module).__setattr__ is nn.Module.__setattr__
 
 
 class Identity:
@@ -255,7 +260,7 @@ def parameters_below(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
 def put(place: ParamLocation, value: torch.Tensor) -> None:
     """Make `value` an attribute of a module without registering it."""
     module, name = place.module, place.attribute
-    if type(module).__setattr__ is nn.Module.__setattr__:
+    if place.is_plain:
         module.__dict__[name] = value
         return
     module._parameters.pop(name, None)
@@ -267,11 +272,10 @@ def put(place: ParamLocation, value: torch.Tensor) -> None:
 
 def register(place: ParamLocation, value: nn.Parameter) -> None:
     """Make `value` the registered parameter of a module, in its old position."""
-    module, name = place.module, place.attribute
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[name] = value
+    if place.is_plain:
+        place.module._parameters[place.attribute] = value
     else:
-        setattr(module, name, value)
+        setattr(place.module, place.attribute, value)
 
 
 def find_user_param(member: ParamInfo, registered: nn.Parameter, leaf: nn.Parameter) -> nn.Parameter | None:

@@ -25,11 +25,28 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(getattr(value, each.name, None))
 
 
+def find_grad_tensors(value: Any, found: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    """Return the tensors inside a value that require gradients, in the order of `tensors`."""
+    found = [] if found is None else found
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            find_grad_tensors(each, found)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            find_grad_tensors(each, found)
+    else:
+        found.extend(each for each in tensors(value) if each.requires_grad)
+    return found
+
+
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with its tensors changed; containers are copied only where something in them was changed.
+    """Return a value with its tensors changed; containers are copied only if something in them was changed.
 
     Args:
-        value: What to look into.
+        value: The value.
         change: Returns another tensor, or the same.
     """
     if isinstance(value, torch.Tensor):
@@ -39,21 +56,24 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, Mapping):
         return _mapping(value, change)
     if isinstance(value, (tuple, list)):
-        items = [mapped(each, change) for each in value]
-        if all(a is b for a, b in zip(items, value, strict=True)):
+        items, is_changed = [], False
+        for each in value:
+            items.append(mapped(each, change))
+            is_changed |= items[-1] is not each
+        if not is_changed:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
 def _mapping(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    items = {key: mapped(each, change) for key, each in value.items()}
-    if all(items[key] is value[key] for key in items):
-        return value
-    made = copy.copy(value)
-    for key, each in items.items():
-        made[key] = each
-    return made
+    made = None
+    for key, before in tuple(value.items()):
+        after = mapped(before, change)
+        if after is not before:
+            made = copy.copy(value) if made is None else made
+            made[key] = after
+    return value if made is None else made
 
 
 def _dataclass(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -86,10 +86,8 @@ class Packing(ABC):
     def unsharded_numel(self) -> int:
         """Elements of the buffer of full parameters."""
 
-    @property
-    @abstractmethod
-    def is_direct(self) -> bool:
-        """Return True if the all-gather output is the buffer of full parameters."""
+    is_direct = True
+    """Whether the all-gather output is the buffer of full parameters."""
 
     @abstractmethod
     def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -161,11 +159,6 @@ class FlatPacking(Packing):
     def unsharded_numel(self) -> int:
         """Elements of the buffer of full parameters."""
         return self.all_gather_numel
-
-    @property
-    def is_direct(self) -> bool:
-        """Nothing is copied after a gather."""
-        return True
 
     def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return each full parameter as a view of their buffer."""
@@ -269,6 +262,7 @@ class DimPacking(Packing):
         self._boxes = [[self._layout.box(i, rank) for rank in range(world)] for i in range(len(values))]
         plain = zip(dims, self._orders, strict=True)
         self._rowwise = [dim == 0 and not order for dim, order in plain]
+        self.is_direct = world == 1 and all(self._rowwise)
 
     @property
     def layout(self) -> DimLayout:
@@ -279,11 +273,6 @@ class DimPacking(Packing):
     def unsharded_numel(self) -> int:
         """Elements of the buffer of full parameters, with the padding behind each."""
         return self.all_gather_numel
-
-    @property
-    def is_direct(self) -> bool:
-        """One rank's shard are the full parameters."""
-        return self._layout.world == 1 and all(self._rowwise)
 
     def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return each full parameter as a view of their buffer."""

@@ -150,7 +150,7 @@ class Bucket:
         self._gather_output: torch.Tensor | None = None
         self._partial_shard: torch.Tensor | None = None
         self._pending_all_gather: Pending | None = None
-        self._is_unsharded = self.aliased
+        self.is_unsharded = self.aliased
         self._comms = CustomCollectives()
         self._reducer = GradientReducer(self.packing, group, name, whole=spec.keeps_full)
         self.beginning = InitialChecksums.compute([member.fqn for member in members], values, self.local_shards)
@@ -251,11 +251,6 @@ class Bucket:
         return self._placed[index].full(value) if self._placed else value
 
     @property
-    def is_unsharded(self) -> bool:
-        """Return True if the full parameters can be read."""
-        return self._is_unsharded
-
-    @property
     def is_full_precision(self) -> bool:
         """Tell whether the full parameters are of the stored type."""
         return self._full_precision is not None or self.compute_dtype == self.dtype
@@ -318,7 +313,7 @@ class Bucket:
         if not self._offload.enabled:
             self.compute_device = shard.device
         self._full, self._full_precision_before = self._build_unsharded(trains), None
-        self._is_unsharded = self.aliased
+        self.is_unsharded = self.aliased
 
     def select(self, kind: type[Bucket], indices: Sequence[int]) -> Bucket:
         """Return a bucket of some of the members that has no values yet, and gathers and reduces as this one.
@@ -350,7 +345,7 @@ class Bucket:
                 self._build_unsharded([leaf.requires_grad for leaf in self._full.params]),
                 None,
             )
-            self._is_unsharded = self.aliased
+            self.is_unsharded = self.aliased
 
     def write_back(self) -> None:
         """Take this rank's part of the full parameters, changed by a user, as its shard."""
@@ -368,7 +363,7 @@ class Bucket:
         Returns:
             Whether there was something to start.
         """
-        if self._is_unsharded or self._pending_all_gather is not None:
+        if self.is_unsharded or self._pending_all_gather is not None:
             return False
         if full_precision and not self.is_full_precision:
             trains = [leaf.requires_grad for leaf in self._full.params]
@@ -382,7 +377,7 @@ class Bucket:
         return True
 
     def _launch_all_gather(self, buffer: ResizableStorage) -> Pending:
-        what, dtype = f"gather {self.name}", buffer.tensor.dtype
+        what, dtype = f"gather {self.name.text}", buffer.tensor.dtype
         if self.packing.is_direct:
             buffer.allocate()
             incoming = buffer.tensor
@@ -431,7 +426,7 @@ class Bucket:
             self.packing.unpack(self._gather_output, full.buffer.tensor)
             in_use(self._gather_output)
             self._gather_output = None
-        self._is_unsharded = True
+        self.is_unsharded = True
 
     def reshard(self, *, keep_partial_shard: bool = False) -> None:
         """Free the full parameters, unless they are the shard.
@@ -448,7 +443,7 @@ class Bucket:
             self._full_precision.buffer.free()
             self._full_precision = None
         self._full.buffer.free()
-        self._is_unsharded = False
+        self.is_unsharded = False
 
     # ------------------------------------------------------------------------------------------------- gradients
 

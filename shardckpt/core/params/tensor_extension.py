@@ -182,14 +182,14 @@ class ExtensionBucket(Bucket):
     @property
     def has_unsharded_storage(self) -> bool:
         """Return True if there is memory for the full parameter."""
-        return self._pending_all_gather is not None or self._is_unsharded
+        return self._pending_all_gather is not None or self.is_unsharded
 
     @property
     def address(self) -> int:
         """Address of the all-gather output; 0 while it is freed."""
         outputs = self._outputs
         return (
-            outputs.gathered[0].tensor.untyped_storage().data_ptr() if outputs is not None and self._is_unsharded else 0
+            outputs.gathered[0].tensor.untyped_storage().data_ptr() if outputs is not None and self.is_unsharded else 0
         )
 
     @property
@@ -228,7 +228,7 @@ class ExtensionBucket(Bucket):
     def start_all_gather(self, *, full_precision: bool = False) -> bool:
         """Start the all-gather of what `fsdp_pre_all_gather` returns. Collective."""
         del full_precision
-        if self._is_unsharded or self._pending_all_gather is not None:
+        if self.is_unsharded or self._pending_all_gather is not None:
             return False
         with gathering(self.compute_device):
             self._inputs, self._metadata = self._said()
@@ -289,7 +289,7 @@ class ExtensionBucket(Bucket):
                 # by way of `data`, which does not count as a change of what autograd has saved
                 behind(gathered, self._metadata, self.compute_dtype, out=self._shown.data)
         self._inputs, self._metadata = (), None
-        self._is_unsharded = True
+        self.is_unsharded = True
 
     def _leaf(self, made: torch.Tensor) -> nn.Parameter:
         stood = self._full.params[0]
@@ -306,7 +306,7 @@ class ExtensionBucket(Bucket):
         self.wait_all_gather()
         if self._outputs is not None:
             self._outputs.free()
-        self._is_unsharded = False
+        self.is_unsharded = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
         """Return a bucket of the copied parameter, which has not been gathered yet."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
+from weakref import WeakMethod
+from weakref import ref as weakref
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardckpt.core.errors import StateError
-from shardckpt.core.modules.fqn_and_params import Name
-from shardckpt.core.params.grad_accum import restore_gradient
+from shardckpt.core.modules import autograd_hooks
+from shardckpt.core.modules.fqn_and_params import Name, register
 from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.registration.placeholders import ForwardGuard
+from shardckpt.core.registration.placeholders import WAYS_OUT, NotGatheredError
 from shardckpt.errors import ShardckptError
 
 
@@ -41,7 +46,10 @@ class ParamRegistration(ABC):
 
     def _record_versions(self, shown: Sequence[torch.Tensor]) -> None:
         """Record the versions of full parameters that are kept between forward and backward."""
-        self._recorded = [] if self.bucket.aliased else [(each, each._version, each.data_ptr()) for each in shown]
+        self._recorded.clear()
+        if not self.bucket.aliased:
+            for each in shown:
+                self._recorded.append((each, each._version, each.data_ptr()))
 
     @property
     def _is_modified(self) -> bool:
@@ -123,6 +131,10 @@ class ParamRegistration(ABC):
     def register_sharded(self) -> None:
         """Register the sharded parameters on the modules."""
 
+    def has_user_changes(self) -> bool:
+        """Return False if `pull_user_changes` is known to have nothing to do before the next unshard."""
+        return self.bucket.aliased or not self.bucket.has_unsharded_storage
+
     @abstractmethod
     def pull_user_changes(self) -> None:
         """Pull a user's changes of the registered parameters: storage, dtype, device, requires_grad."""
@@ -192,86 +204,90 @@ class ParamRegistration(ABC):
         self.bucket.reset_after_error()
 
 
-class UnshardedGradMixin(ParamRegistration):
-    """Store not yet reduced gradients (no_sync) in the registered parameters, so that `zero_grad` drops them."""
+class ForwardGuard:
+    """A replacement for the forward of a module whose own parameters are sharded.
 
-    def __init__(self, bucket: Bucket, unit: Name) -> None:
-        super().__init__(bucket, unit)
-        self._reduced_grads: list[torch.Tensor | None] = []
-        self._unsharded_grads: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+    A forward that a user put in place of the module's own is left alone. One who took this for the module's own gets
+    that once the guard allows it. In backward, where a checkpoint computes again, the unit is unsharded instead.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
-        """Return the registration of a copy; gradients that are not yet reduced stay with this one."""
-        aside = self._reduced_grads, self._unsharded_grads
-        self._reduced_grads, self._unsharded_grads = [], []
-        try:
-            return super().__deepcopy__(memo)
-        finally:
-            self._reduced_grads, self._unsharded_grads = aside
+    Args:
+        module: The module.
+        unit: Name of the unit that shards its parameters.
+        fqn: Name of one of them.
+    """
+
+    def __init__(self, module: nn.Module, unit: Name, fqn: str) -> None:
+        self._module = weakref(module)
+        self._unit = unit
+        self._fqn = fqn
+        self._is_allowed = True
+        self._unshard: WeakMethod[Callable[[], None]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGuard:
+        """Return the guard of the module's copy."""
+        module = self._module()
+        copied = copy.deepcopy(module, memo)  # which has a guard, perhaps this one's copy
+        if id(self) not in memo:
+            memo[id(self)] = ForwardGuard(copied or nn.Module(), copy.deepcopy(self._unit, memo), self._fqn)
+            memo[id(self)]._is_allowed = self._is_allowed
+        found: ForwardGuard = memo[id(self)]
+        return found
+
+    def set_backward_unshard(self, unshard: Callable[[], None]) -> None:
+        """Set the method that unshards the unit in backward; the object it is bound to is not kept alive."""
+        self._unshard = WeakMethod(unshard)
+
+    def install(self, *, is_allowed: bool = False) -> None:
+        """Refuse to compute from now on, except in backward; or allow it, but unshard the unit first in backward."""
+        self._is_allowed = is_allowed
+        module = self._module()
+        if module is not None:
+            module.__dict__.setdefault("forward", self)
+
+    def remove(self) -> None:
+        """Allow the module to compute."""
+        self._is_allowed = True
+        module = self._module()
+        if module is not None and module.__dict__.get("forward") is self:
+            del module.__dict__["forward"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse; compute if the guard allows it, in backward, or if the caller uses DTensors."""
+        unshard = self._unshard() if self._unshard is not None and autograd_hooks.in_backward() else None
+        if unshard is not None:
+            unshard()
+        if self._is_allowed or any(isinstance(each, DTensor) for each in args):
+            return self.__func__(self._module(), *args, **kwargs)
+        raise NotGatheredError(
+            f"the module of parameter {self._fqn} is called outside its unit's forward, while sharded",
+            where=self._unit,
+            found=f"a call of {type(self._module()).__name__}",
+            fix=WAYS_OUT,
+        )
 
     @property
-    def has_unsharded_grads(self) -> bool:
-        """Return True if the registered parameters have unsharded, not yet reduced gradients (no_sync)."""
-        return bool(self._unsharded_grads)
+    def __func__(self) -> Any:
+        """The function behind, as bound methods have it."""
+        return type(self._module()).forward  # type: ignore[union-attr]
 
-    @abstractmethod
-    def _collect_unsharded_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return registered parameters with the unsharded gradients of the leaves."""
-
-    @abstractmethod
-    def _reset_data(self) -> None:
-        """Set the registered parameters' data to the shard again."""
-
-    @abstractmethod
-    def _drop_unsharded_grad(self, parameter: nn.Parameter) -> None:
-        """Drop the leaf gradients of a registered parameter."""
-
-    def stash_unsharded_grads(self) -> None:
-        """Move the leaves' gradients to the registered parameters."""
-        if self._unsharded_grads:
-            return
-        for parameter, grad in self._collect_unsharded_grads():
-            self._reduced_grads.append(parameter.grad)
-            parameter.grad = None
-            parameter.data = grad  # a gradient has to have its parameter's shape when it is set
-            parameter.grad = grad
-            self._unsharded_grads.append((parameter, grad, grad._version))
-        self._reset_data()
-
-    def restore_unsharded_grads(self) -> None:
-        """Move the unsharded gradients back to the leaves, or drop those that a user has dropped."""
-        shown, self._unsharded_grads = self._unsharded_grads, []
-        parked, self._reduced_grads = self._reduced_grads, []
-        for (parameter, grad, version), before in zip(shown, parked, strict=True):
-            kept = parameter.grad is grad
-            zeroed = kept and grad._version != version and not bool(grad.any())
-            if not kept:
-                self._drop_unsharded_grad(parameter)
-                if parameter.grad is not None:
-                    continue
-            parameter.grad = None
-            if kept and not zeroed and before is not None:
-                restore_gradient(parameter, before)
-
-    def reset_after_error(self) -> None:
-        """Drop the gradients of the iteration after an error, also stashed ones."""
-        shown, self._unsharded_grads = self._unsharded_grads, []
-        parked, self._reduced_grads = self._reduced_grads, []
-        try:
-            self.bucket.reset_after_error()
-        finally:
-            for (parameter, grad, _), before in zip(shown, parked, strict=True):
-                if parameter.grad is grad:
-                    parameter.grad = None
-                    if before is not None:
-                        restore_gradient(parameter, before)
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the module's own forward, for those who look at it."""
+        return inspect.signature(MethodType(self.__func__, self._module()))
 
 
 class PerParamRegistration(ParamRegistration):
-    """Register each parameter by itself, as this rank's shard of it."""
+    """Register each parameter by itself, as this rank's shard of it.
 
-    def __init__(self, bucket: Bucket, unit: Name) -> None:
+    Args:
+        bucket: The bucket.
+        unit: Name of the unit, for messages.
+        parameters: The parameters that an optimizer gets.
+    """
+
+    def __init__(self, bucket: Bucket, unit: Name, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(bucket, unit)
+        self._parameters = list(parameters)
         self._views = bucket.local_shards
         homes = {place.module: member.fqn for member in reversed(bucket.members) for place in member.places}
         self._guards = [ForwardGuard(module, unit, fqn) for module, fqn in homes.items()]
@@ -289,22 +305,66 @@ class PerParamRegistration(ParamRegistration):
     def _allow_forward(self) -> None:
         """Allow forward with the registered parameters."""
         for guard in self._guards:
-            guard.allow()
-
-    def _allow_kept_forward(self) -> None:
-        """Allow forward with the kept parameters; in backward with unsharded ones, which get the gradients."""
-        for guard in self._guards:
-            guard.allow_kept()
+            guard.remove()
 
     def _refuse_forward(self) -> None:
         """Refuse forward with shards of parameters."""
         for guard in self._guards:
-            guard.refuse()
+            guard.install()
 
     def alias_shard(self) -> None:
         """Make the registered parameters the local shards."""
         self._views = self.bucket.local_shards
         self._reset_data()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer gets."""
+        return self._parameters
+
+    def register_unsharded(self) -> None:
+        """Register the leaves."""
+        if self._recorded:
+            self._check_unmodified()
+        self._register(self.bucket.unsharded_params)
+        self._allow_forward()
+
+    def register_post_forward(self) -> None:
+        """Leave the leaves registered."""
+        self._record_versions(self.bucket.unsharded_params)
+
+    def register_sharded(self) -> None:
+        """Register the sharded parameters."""
+        if self._recorded:
+            self._write_back_changes()
+        self._register(self._parameters)
+        self._refuse_forward()
+
+    def _register(self, parameters: Sequence[nn.Parameter]) -> None:
+        for member, parameter in zip(self.bucket.members, parameters, strict=True):
+            for place in member.places:
+                if place.is_plain:
+                    place.module._parameters[place.attribute] = parameter
+                else:
+                    register(place, parameter)
+
+    def has_user_changes(self) -> bool:
+        """Return True if some parameter is not as it was registered: a cheap check before each unshard."""
+        bucket = self.bucket
+        if bucket.has_unsharded_storage and not bucket.aliased:
+            return False
+        rows = zip(bucket.members, self._parameters, bucket.unsharded_params, self._views, strict=True)
+        for member, parameter, leaf, view in rows:
+            data = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+            if type(data) is not torch.Tensor or data.__dict__:  # all-gather extensions, perhaps
+                return True
+            if parameter.requires_grad != leaf.requires_grad or _has_moved(data, view):
+                return True
+            for place in member.places:
+                registered = place.module._parameters.get(place.attribute)
+                if registered is not parameter and registered is not leaf and registered is not None:
+                    return True
+        return False
 
     @abstractmethod
     def _get_local_data(self) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardckpt.core.modules.fqn_and_params import Name, find_user_param, register
+from shardckpt.core.modules.fqn_and_params import Name, find_user_param
 from shardckpt.core.params.buffer_layout import isolate_storage
 from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient
 from shardckpt.core.params.gradient_reduction import ReducedGrad
@@ -28,7 +28,7 @@ class DTensorRegistration(PerParamRegistration):
     """
 
     def __init__(self, bucket: Bucket, unit: Name, placed: Sequence[Placed]) -> None:
-        super().__init__(bucket, unit)
+        super().__init__(bucket, unit, ())
         self._placed = tuple(placed)
         self._parameters = [self._build_parameter(i) for i in range(len(bucket.members))]
         for member in bucket.members:
@@ -54,32 +54,6 @@ class DTensorRegistration(PerParamRegistration):
         for parameter, placed, view in zip(self._parameters, self._placed, self._views, strict=True):
             made = nn.Parameter(placed.sharded(view.clone()), requires_grad=parameter.requires_grad)
             memo.setdefault(id(parameter), made)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The DTensors."""
-        return self._parameters
-
-    def _register(self, shown: Sequence[nn.Parameter]) -> None:
-        for member, parameter in zip(self.bucket.members, shown, strict=True):
-            for place in member.places:
-                register(place, parameter)
-
-    def register_unsharded(self) -> None:
-        """Register the leaves."""
-        self._check_unmodified()
-        self._register(self.bucket.unsharded_params)
-        self._allow_forward()
-
-    def register_post_forward(self) -> None:
-        """Leave the leaves registered."""
-        self._record_versions(self.bucket.unsharded_params)
-
-    def register_sharded(self) -> None:
-        """Register the DTensors."""
-        self._write_back_changes()
-        self._register(self._parameters)
-        self._refuse_forward()
 
     def _get_local_data(self) -> list[torch.Tensor]:
         with torch.no_grad():

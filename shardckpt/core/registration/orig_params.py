@@ -12,10 +12,11 @@ from shardckpt.core.modules.fqn_and_params import Name, find_user_param, registe
 from shardckpt.core.params.grad_accum import add_gradient_to, assign_gradient, copy_gradient, restore_gradient
 from shardckpt.core.params.gradient_reduction import ReducedGrad
 from shardckpt.core.params.param_bucket import Bucket
-from shardckpt.core.registration.base import PerParamRegistration, UnshardedGradMixin
+from shardckpt.core.registration.base import PerParamRegistration
+from shardckpt.core.registration.unsharded_grads import UnshardedGradRegistration
 
 
-class OrigParamsRegistration(PerParamRegistration, UnshardedGradMixin):
+class OrigParamsRegistration(PerParamRegistration, UnshardedGradRegistration):
     """Keep the user's own parameters registered; while sharded each is a 1-D view of its part of the shard.
 
     Args:
@@ -24,54 +25,35 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradMixin):
     """
 
     def __init__(self, bucket: Bucket, unit: Name) -> None:
-        super().__init__(bucket, unit)
-        self._originals = [member.parameter for member in bucket.members]
+        super().__init__(bucket, unit, [member.parameter for member in bucket.members])
         self._grads_before: list[torch.Tensor | None] | None = None
         self.register_sharded()
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The user's parameters."""
-        return self._originals
-
-    def register_unsharded(self) -> None:
-        """Register the leaves."""
-        self._check_unmodified()
-        for member, leaf in zip(self.bucket.members, self.bucket.unsharded_params, strict=True):
-            for place in member.places:
-                register(place, leaf)
-        self._allow_forward()
-
     def register_post_forward(self) -> None:
         """Register the user's parameters with full shapes."""
-        for original, full in zip(self._originals, self.bucket.unsharded_tensors, strict=True):
+        for original, full in zip(self._parameters, self.bucket.unsharded_tensors, strict=True):
             original.data = full
-        self._record_versions(self._originals)
-        self._register_params()
-        self._allow_kept_forward()
+        self._record_versions(self._parameters)
+        self._register(self._parameters)
+        for guard in self._guards:
+            guard.install(is_allowed=True)
 
     def register_sharded(self) -> None:
         """Register the user's parameters as views of the shard."""
         self._write_back_changes()
         self._reset_data()
-        self._register_params()
-        self._refuse_forward()
+        super().register_sharded()
 
     def _refuse_forward(self) -> None:
         if not self.bucket.keeps_full:
             super()._refuse_forward()
 
-    def _register_params(self) -> None:
-        for member, original in zip(self.bucket.members, self._originals, strict=True):
-            for place in member.places:
-                register(place, original)
-
     def pull_user_changes(self) -> None:
         """Pull parameters that a user registered, and their data."""
         for index, member in enumerate(self.bucket.members):
-            given = find_user_param(member, self._originals[index], self.bucket.unsharded_params[index])
+            given = find_user_param(member, self._parameters[index], self.bucket.unsharded_params[index])
             if given is not None and not isinstance(given, DTensor):
-                self._originals[index] = given
+                self._parameters[index] = given
         super().pull_user_changes()
 
     @property
@@ -79,20 +61,20 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradMixin):
         places = [member.places[0] for member in self.bucket.members] if self._recorded else []
         registered = [place.module._parameters.get(place.attribute) for place in places]
         return super()._is_replaced or any(
-            each is not ours for each, ours in zip(registered, self._originals, strict=False) if each is not None
+            each is not ours for each, ours in zip(registered, self._parameters, strict=False) if each is not None
         )
 
     def _get_local_data(self) -> list[torch.Tensor]:
-        return [original.data for original in self._originals]
+        return [original.data for original in self._parameters]
 
     def _reset_data(self) -> None:
-        for original, view in zip(self._originals, self._views, strict=True):
+        for original, view in zip(self._parameters, self._views, strict=True):
             original.data = view
 
     def add_gradient(self, reduced: ReducedGrad) -> None:
         """Add each parameter's part to its gradient; nothing for what no rank used or what it has no part of."""
         parts = self.bucket.split_shard(reduced.gradient)
-        for original, view, grad, used in zip(self._originals, self._views, parts, reduced.used, strict=True):
+        for original, view, grad, used in zip(self._parameters, self._views, parts, reduced.used, strict=True):
             if not used or grad.numel() == 0:
                 continue
             if original.grad is None:
@@ -101,11 +83,11 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradMixin):
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Return this rank's shard of each parameter's gradient; the full one if it is not yet reduced."""
-        return [original.grad for original in self._originals]
+        return [original.grad for original in self._parameters]
 
     def set_gradients(self, parts: Sequence[torch.Tensor | None]) -> None:
         """Set each parameter's gradient; of those that this rank has no part of there is none."""
-        for original, part in zip(self._originals, parts, strict=True):
+        for original, part in zip(self._parameters, parts, strict=True):
             copy_gradient(original, part if part is not None and part.numel() else None)
 
     def register_summoned(
@@ -113,19 +95,19 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradMixin):
     ) -> list[nn.Parameter]:
         """Give the user's parameters their full shapes."""
         self._grads_before = None if gradients is None else self.gradients()
-        for index, (original, value) in enumerate(zip(self._originals, values, strict=True)):
+        for index, (original, value) in enumerate(zip(self._parameters, values, strict=True)):
             if gradients is not None:
                 original.grad = None
             original.data = value
             if gradients is not None:
                 assign_gradient(original, gradients[index])
-        self._register_params()
+        self._register(self._parameters)
         self._allow_forward()
         return [self._register_full(index, grads=gradients is not None) for index in range(len(values))]
 
     def _register_full(self, index: int, *, grads: bool) -> nn.Parameter:
         """Register a full parameter: as a DTensor if it was one."""
-        original = self._originals[index]
+        original = self._parameters[index]
         value = self.wrap_unsharded(index, original.data)
         if not isinstance(value, DTensor):
             return original
@@ -140,7 +122,7 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradMixin):
     def unregister_summoned(self) -> None:
         """Make the user's parameters views of the shard again, with their earlier gradients."""
         grads_before, self._grads_before = self._grads_before, None
-        for index, (original, view) in enumerate(zip(self._originals, self._views, strict=True)):
+        for index, (original, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if grads_before is not None:
                 original.grad = None
             original.data = view
@@ -149,14 +131,14 @@ class OrigParamsRegistration(PerParamRegistration, UnshardedGradMixin):
                 restore_gradient(original, before)
             elif original.grad is not None and original.grad.shape != view.shape and not self.has_unsharded_grads:
                 original.grad = None  # made inside, by a backward of the full parameters
-        self._register_params()
+        self._register(self._parameters)
         self._refuse_forward()
 
     def _collect_unsharded_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        pairs = zip(self._originals, self.bucket.unsharded_gradients(), strict=True)
+        pairs = zip(self._parameters, self.bucket.unsharded_gradients(), strict=True)
         return [(original, grad) for original, grad in pairs if grad is not None]
 
     def _drop_unsharded_grad(self, parameter: nn.Parameter) -> None:
-        for original, leaf in zip(self._originals, self.bucket.unsharded_params, strict=True):
+        for original, leaf in zip(self._parameters, self.bucket.unsharded_params, strict=True):
             if original is parameter:
                 leaf.grad = None

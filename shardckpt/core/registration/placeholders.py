@@ -1,20 +1,14 @@
-"""Guards and placeholders of sharded modules: for a forward, and for a full parameter."""
+"""Placeholders for the full parameters of sharded modules."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
-from weakref import WeakMethod
-from weakref import ref as weakref
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from shardckpt.core.modules import autograd_hooks
 from shardckpt.core.modules.fqn_and_params import Name
 from shardckpt.errors import ShardckptError
 
@@ -24,86 +18,6 @@ class NotGatheredError(ShardckptError, RuntimeError):
 
 
 WAYS_OUT = "Call the unit itself, or gather it: register_fsdp_forward_method, summon_full_params or unshard."
-
-
-class ForwardGuard:
-    """A replacement for the forward of a module whose own parameters are sharded.
-
-    A forward that a user put in place of the module's own is left alone. One who took this for the module's own gets
-    that once the guard allows it. In backward, where a checkpoint computes again, the unit is unsharded instead.
-
-    Args:
-        module: The module.
-        unit: Name of the unit that shards its parameters.
-        fqn: Name of one of them.
-    """
-
-    def __init__(self, module: nn.Module, unit: Name, fqn: str) -> None:
-        self._module = weakref(module)
-        self._unit = unit
-        self._fqn = fqn
-        self._is_allowed = True
-        self._unshard: WeakMethod[Callable[[], None]] | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGuard:
-        """Return the guard of the module's copy."""
-        module = self._module()
-        copied = copy.deepcopy(module, memo)  # which has a guard, perhaps this one's copy
-        if id(self) not in memo:
-            memo[id(self)] = ForwardGuard(copied or nn.Module(), copy.deepcopy(self._unit, memo), self._fqn)
-            memo[id(self)]._is_allowed = self._is_allowed
-        found: ForwardGuard = memo[id(self)]
-        return found
-
-    def set_backward_unshard(self, unshard: Callable[[], None]) -> None:
-        """Set the method that unshards the unit in backward; the object it is bound to is not kept alive."""
-        self._unshard = WeakMethod(unshard)
-
-    def refuse(self) -> None:
-        """Refuse to compute from now on, except in backward."""
-        self._is_allowed = False
-        self._put()
-
-    def allow_kept(self) -> None:
-        """Allow the module to compute with its registered parameters; in backward unshard the unit first."""
-        self._is_allowed = True
-        self._put()
-
-    def _put(self) -> None:
-        module = self._module()
-        if module is not None:
-            module.__dict__.setdefault("forward", self)
-
-    def allow(self) -> None:
-        """Allow the module to compute: remove the guard."""
-        self._is_allowed = True
-        module = self._module()
-        if module is not None and module.__dict__.get("forward") is self:
-            del module.__dict__["forward"]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse; compute if the guard allows it, in backward, or if the caller uses DTensors."""
-        unshard = self._unshard() if self._unshard is not None and autograd_hooks.in_backward() else None
-        if unshard is not None:
-            unshard()
-        if self._is_allowed or any(isinstance(each, DTensor) for each in args):
-            return self.__func__(self._module(), *args, **kwargs)
-        raise NotGatheredError(
-            f"the module of parameter {self._fqn} is called outside its unit's forward, while sharded",
-            where=self._unit,
-            found=f"a call of {type(self._module()).__name__}",
-            fix=WAYS_OUT,
-        )
-
-    @property
-    def __func__(self) -> Any:
-        """The function behind, as bound methods have it."""
-        return type(self._module()).forward  # type: ignore[union-attr]
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """That of the module's own forward, for those who look at it."""
-        return inspect.signature(MethodType(self.__func__, self._module()))
 
 
 _READABLE = frozenset({"__get__", "size", "dim", "numel", "nelement", "stride", "is_floating_point", "element_size"})

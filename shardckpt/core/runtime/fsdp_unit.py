@@ -84,21 +84,17 @@ class UnitParams:
 
     Attributes:
         registrations: The buckets, as they are registered on the modules.
+        active: The buckets to compute with: none while they are checked out.
         is_registered: Whether the modules have the unsharded parameters, to compute with.
         is_checked_out: Whether other code, such as `summon_full_params`, registers full parameters now.
         addresses: Addresses of the unsharded buffers, unique while they have storage.
     """
 
     def __init__(self, registrations: Sequence[ParamRegistration]) -> None:
-        self.registrations = tuple(registrations)
+        self.registrations = self.active = tuple(registrations)
         self.is_registered = False
         self.is_checked_out = False
         self.addresses: list[int] = []
-
-    @property
-    def active(self) -> tuple[ParamRegistration, ...]:
-        """The buckets to compute with: none while they are checked out."""
-        return () if self.is_checked_out else self.registrations
 
     @property
     def members(self) -> list[ParamInfo]:
@@ -123,11 +119,11 @@ class UnitParams:
     @contextmanager
     def check_out(self) -> Iterator[tuple[ParamRegistration, ...]]:
         """Yield the sharded buckets; inside, the unit computes as a module that has none of them."""
-        self.is_checked_out = True
+        self.is_checked_out, self.active = True, ()
         try:
             yield self.registrations
         finally:
-            self.is_checked_out = False
+            self.is_checked_out, self.active = False, self.registrations
 
     def set_callbacks(self, on_gradient: Callable[[], None], unshard: Callable[[], None]) -> None:
         """Set the methods to call when a leaf gets a gradient, and when a module is recomputed by itself."""
@@ -163,20 +159,29 @@ class UnitParams:
                 found=[member.fqn for each in late for member in each.bucket.members],
                 fix="Put them there before the first forward, or after a backward that reduces gradients.",
             )
-        self.registrations = tuple(made for each in self.registrations for made in each.bind_extensions())
+        self.registrations = self.active = tuple(made for each in self.registrations for made in each.bind_extensions())
         return True
 
-    def pull_user_changes(self) -> None:
-        """Pull a user's changes of the registered parameters."""
+    def has_user_changes(self) -> bool:
+        """Return True if there may be changes to pull before an unshard."""
+        is_changed = False
         for each in self.active:
-            each.pull_user_changes()
+            is_changed |= each.has_user_changes()
+        return is_changed
 
-    def start_all_gather(self, *, full_precision: bool) -> None:
-        """Start the all-gathers of the buckets that are sharded. Collective."""
+    def find_sharded_buckets(self) -> list[Bucket]:
+        """Return the buckets that an unshard has to gather."""
+        sharded = []
         for each in self.active:
             if not each.bucket.has_unsharded_storage:
+                sharded.append(each.bucket)
+        return sharded
+
+    def pull_user_changes(self, *, all_buckets: bool = False) -> None:
+        """Pull a user's changes of the registered parameters, of buckets that are unsharded only if all are asked."""
+        for each in self.active:
+            if all_buckets or each.has_user_changes():
                 each.pull_user_changes()
-                each.bucket.start_all_gather(full_precision=full_precision)
 
     def wait_all_gather(self, *, keep_partial_shard: bool) -> None:
         """Wait for the all-gathers, and register the full parameters on the modules."""
@@ -185,8 +190,6 @@ class UnitParams:
                 each.bucket.wait_all_gather(keep_partial_shard=keep_partial_shard)
                 if each.bucket.address:
                     self.addresses.append(each.bucket.address)
-            if each.bucket.aliased:
-                each.pull_user_changes()
             each.register_unsharded()
         self.is_registered = True
 
@@ -241,6 +244,10 @@ class UnitParams:
 
 class RootHooks(Protocol):
     """The root as its units see it: what they share, and the hooks for what autograd reports to one unit."""
+
+    @property
+    def compares_ranks(self) -> bool:
+        """Whether debug mode is on."""
 
     @property
     def limiter(self) -> RateLimiter:
@@ -362,7 +369,7 @@ class FSDPUnit:
     def pull_user_changes(self) -> None:
         """Pull a user's changes of the registered parameters: values, dtypes, all-gather extensions."""
         self.bind_extensions()
-        self.params.pull_user_changes()
+        self.params.pull_user_changes(all_buckets=True)
 
     def bind_extensions(self) -> None:
         """Gather from now on by the all-gather extensions that a user has put on local tensors."""
@@ -372,15 +379,20 @@ class FSDPUnit:
     def prefetch_unshard(self, *, full_precision: bool | None = None) -> None:
         """Start the all-gathers, in the stored types or as the unit computes. Collective."""
         assert self.root is not None, "a unit computes only below a root"
-        self.bind_extensions()
-        if all(each.bucket.has_unsharded_storage for each in self.params.active):
+        if self.params.has_user_changes():
+            self.bind_extensions()
+            self.params.pull_user_changes()
+        sharded = self.params.find_sharded_buckets()
+        if not sharded:
             return
-        self.root.check_unshard_order(self)
+        if self.root.compares_ranks:
+            self.root.check_unshard_order(self)
         if self.config.limit_gathers:
             self.root.limiter.wait()
         if full_precision is None:
             full_precision = self.full_precision if self.pending_forward_ids else self.runs_in_full_precision
-        self.params.start_all_gather(full_precision=full_precision)
+        for bucket in sharded:
+            bucket.start_all_gather(full_precision=full_precision)
 
     def unshard(self, *, full_precision: bool = False) -> None:
         """All-gather the parameters and register them on the modules. Collective."""

@@ -13,10 +13,10 @@ from shardckpt.core.comm import rank_checks
 from shardckpt.core.comm.streams import RateLimiter, gathers_await
 from shardckpt.core.config import BackwardPrefetch
 from shardckpt.core.modules import autograd_hooks
-from shardckpt.core.modules.autograd_hooks import BufferOwners
+from shardckpt.core.modules.autograd_hooks import BufferOwners, PostBackward
 from shardckpt.core.modules.compile_guard import compiler_disabled, compiler_disabled_shallow
 from shardckpt.core.modules.fqn_and_params import clean
-from shardckpt.core.modules.pytree import mapped, tensors
+from shardckpt.core.modules.pytree import find_grad_tensors, mapped
 from shardckpt.core.runtime import mixed_precision
 from shardckpt.core.runtime.backward_order import RECOMPUTED, BackwardOrder, ForwardCall, Step, Steps
 from shardckpt.core.runtime.fsdp_unit import FSDPUnit, Phase
@@ -55,7 +55,8 @@ class RootState:
         self._has_kept_params = False
         for name, unit in units:
             unit.attach(self, name)
-        self._rank_checks = _build_rank_checks(root, self.units) if rank_checks.detailed() else None
+        self.compares_ranks = rank_checks.detailed()
+        self._rank_checks = _build_rank_checks(root, self.units) if self.compares_ranks else None
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether a backward waits for all its reductions, or leaves the last ones to the next."""
@@ -113,7 +114,7 @@ class RootState:
             )
         has_backward = torch.is_grad_enabled()
         args, kwargs = unit.prepare_inputs((args, dict(kwargs)), is_root=unit is self.root)
-        inputs = [each for each in tensors((args, kwargs)) if each.requires_grad] if has_backward else []
+        inputs = find_grad_tensors((args, kwargs)) if has_backward else []
         finished_before, forward_id = (0, RECOMPUTED) if recomputes else (len(self._calls), self._forward_id)
         call = ForwardCall(unit, finished_before, bool(inputs), forward_id)
         unit.pre_forward(forward_id)
@@ -121,7 +122,7 @@ class RootState:
             self._prefetch_forward(unit)
             (self.owners.saved.discard if has_backward else self.owners.saved.add)(unit)
         if inputs and unit.params.active:
-            hooked = iter(autograd_hooks.register_post_backward(inputs, partial(self.post_backward, call)))
+            hooked = iter(PostBackward.apply(partial(self.post_backward, call), *inputs))  # type: ignore[no-untyped-call]
             args, kwargs = mapped((args, kwargs), lambda each: next(hooked) if each.requires_grad else each)
         if (
             recomputes and unit not in self.owners.saved
@@ -135,14 +136,19 @@ class RootState:
         if unit is self.root:
             self._begin_iteration()
         if self._forward_depth == 1:
-            self.recover()
+            if self._order is not None:
+                self.recover()
             self._forward_id += 1
-            if not any(each.pending_forward_ids for each in self.units):
+            for each in self.units:
+                if each.pending_forward_ids:
+                    break
+            else:
                 self._calls = []
 
     def _begin_iteration(self) -> None:
         """Prepare an iteration before the root computes; recover from one that failed."""
-        self.recover()
+        if self._order is not None:
+            self.recover()
         if self._has_kept_params:  # by a forward without a backward: they may have changed since
             self._has_kept_params = False
             for unit in self.units:
@@ -150,8 +156,12 @@ class RootState:
         if self._rank_checks is not None:
             self._rank_checks.forward_begins()
         event, self._post_optim_event = self._post_optim_event, None
-        for device in {bucket.compute_device for unit in self.units for bucket in unit.buckets}:
-            gathers_await(device, event)  # for what the optimizer wrote
+        devices: set[torch.device] = set()
+        for unit in self.units:
+            for each in unit.params.registrations:
+                devices.add(each.bucket.compute_device)
+        for device in devices:
+            gathers_await(device, event)  # for the values that the optimizer wrote
         self._first_pre_forward_order = self._first_pre_forward_order or self._pre_forward_order
         self._pre_forward_order, self._calls = [], []
 
@@ -173,7 +183,7 @@ class RootState:
         has_backward = torch.is_grad_enabled()
         if unit.config.precision.output_dtype is not None:
             output = mixed_precision.cast_tensors(output, unit.config.precision.output_dtype)
-        outputs = [each for each in tensors(output) if each.requires_grad] if has_backward else []
+        outputs = find_grad_tensors(output) if has_backward else []
         for each in outputs:
             each.register_hook(lambda _: self.pre_backward(call))  # type: ignore[no-untyped-call]
         is_recorded = bool(outputs) and not recomputes and bool(unit.params.active)

@@ -1,0 +1,89 @@
+"""Gradients that are not reduced yet (no_sync), stored in the registered parameters."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardckpt.core.modules.fqn_and_params import Name
+from shardckpt.core.params.grad_accum import restore_gradient
+from shardckpt.core.params.param_bucket import Bucket
+from shardckpt.core.registration.base import ParamRegistration
+
+
+class UnshardedGradRegistration(ParamRegistration):
+    """Store not yet reduced gradients (no_sync) in the registered parameters, so that `zero_grad` drops them."""
+
+    def __init__(self, bucket: Bucket, unit: Name) -> None:
+        super().__init__(bucket, unit)
+        self._reduced_grads: list[torch.Tensor | None] = []
+        self._unsharded_grads: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamRegistration:
+        """Return the registration of a copy; gradients that are not yet reduced stay with this one."""
+        aside = self._reduced_grads, self._unsharded_grads
+        self._reduced_grads, self._unsharded_grads = [], []
+        try:
+            return super().__deepcopy__(memo)
+        finally:
+            self._reduced_grads, self._unsharded_grads = aside
+
+    @property
+    def has_unsharded_grads(self) -> bool:
+        """Return True if the registered parameters have unsharded, not yet reduced gradients (no_sync)."""
+        return bool(self._unsharded_grads)
+
+    @abstractmethod
+    def _collect_unsharded_grads(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Return registered parameters with the unsharded gradients of the leaves."""
+
+    @abstractmethod
+    def _reset_data(self) -> None:
+        """Set the registered parameters' data to the shard again."""
+
+    @abstractmethod
+    def _drop_unsharded_grad(self, parameter: nn.Parameter) -> None:
+        """Drop the leaf gradients of a registered parameter."""
+
+    def stash_unsharded_grads(self) -> None:
+        """Move the leaves' gradients to the registered parameters."""
+        if self._unsharded_grads:
+            return
+        for parameter, grad in self._collect_unsharded_grads():
+            self._reduced_grads.append(parameter.grad)
+            parameter.grad = None
+            parameter.data = grad  # a gradient has to have its parameter's shape when it is set
+            parameter.grad = grad
+            self._unsharded_grads.append((parameter, grad, grad._version))
+        self._reset_data()
+
+    def restore_unsharded_grads(self) -> None:
+        """Move the unsharded gradients back to the leaves, or drop those that a user has dropped."""
+        shown, self._unsharded_grads = self._unsharded_grads, []
+        parked, self._reduced_grads = self._reduced_grads, []
+        for (parameter, grad, version), before in zip(shown, parked, strict=True):
+            kept = parameter.grad is grad
+            zeroed = kept and grad._version != version and not bool(grad.any())
+            if not kept:
+                self._drop_unsharded_grad(parameter)
+                if parameter.grad is not None:
+                    continue
+            parameter.grad = None
+            if kept and not zeroed and before is not None:
+                restore_gradient(parameter, before)
+
+    def reset_after_error(self) -> None:
+        """Drop the gradients of the iteration after an error, also stashed ones."""
+        shown, self._unsharded_grads = self._unsharded_grads, []
+        parked, self._reduced_grads = self._reduced_grads, []
+        try:
+            self.bucket.reset_after_error()
+        finally:
+            for (parameter, grad, _), before in zip(shown, parked, strict=True):
+                if parameter.grad is grad:
+                    parameter.grad = None
+                    if before is not None:
+                        restore_gradient(parameter, before)
