@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
 from shardckpt.errors import SourceNotFoundError, UnknownFormatError, UsageError
+from shardckpt.format.apply_retention import apply_retention
 from shardckpt.format.native.commit import COMMIT
 from shardckpt.format.native.run_directory import (
     RunDirectory,
     StepFolder,
-    delete_orphan,
-    delete_steps,
-    find_orphans,
     manifest_fault,
-    other_content,
     read_metrics,
     read_run,
     read_run_to_remove,
@@ -26,7 +23,7 @@ from shardckpt.format.native.run_directory import (
 )
 from shardckpt.format.run_start import require_start_of_run
 from shardckpt.offline.verify import verify as verification
-from shardckpt.plan.retention import Retention, SavedStep, is_expired, parse_seconds, steps_to_delete
+from shardckpt.plan.retention import Retention, SavedStep, parse_seconds
 from shardckpt.storage.resolve_url import kind, open_store
 from shardckpt.storage.store import Store
 
@@ -171,22 +168,20 @@ def prune(
         )
         for step in run.steps
     ]
-    gone = set(steps_to_delete(facts, rules, now=now))
-    removed = [step for step in run.complete if step.number in gone]
-    dead = [left.name for left in find_orphans(store, run) if is_expired(left.changed_at, now)]
-    going = [step for step in run.steps if step.number in gone and (step.is_complete or step.is_double)]
-    left = other_content(going)
-    if not dry_run:
-        left = delete_steps(store, run, [step.name for step in going])
-        dead = [name for name in dead if delete_orphan(store, name)]
+    deleted = apply_retention(store, run, facts, rules, now=now, is_complete=_is_complete, dry_run=dry_run)
+    names = {step.name for step in deleted.steps} | {*deleted.orphans}
     return Pruned(
         root,
-        removed=_infos(store, removed),
-        kept=_infos(store, [step for step in run.complete if step.number not in gone]),
-        incomplete=_infos(store, [s for s in run.incomplete if not (_goes_along(s, gone) or s.name in dead)]),
-        leftovers=tuple(dead),
-        other_content=tuple(left),
+        removed=_infos(store, [step for step in run.complete if step.name in names]),
+        kept=_infos(store, [step for step in run.complete if step.name not in names]),
+        incomplete=_infos(store, [step for step in run.incomplete if step.name not in names]),
+        leftovers=deleted.orphans,
+        other_content=deleted.other_content,
     )
+
+
+def _is_complete(step: StepFolder) -> bool:
+    return step.is_complete
 
 
 def _sound_run(store: Store, *, verify: bool) -> RunDirectory:
@@ -201,11 +196,6 @@ def _sound_run(store: Store, *, verify: bool) -> RunDirectory:
         faulty = {step.save for step in run.complete} - {step.save for step in sound.complete}
         if not faulty or faulty <= {step.save for step in read_run(open_store(store.url)).complete}:
             return sound
-
-
-def _goes_along(step: StepFolder, removed: Collection[int]) -> bool:
-    """Return True if a step is removed with the one that it doubles."""
-    return step.is_double and step.number in removed
 
 
 def _damage(store: Store, step: StepFolder) -> str:

@@ -13,9 +13,9 @@ from native_writer import write_step
 from shardckpt_cli import exits
 
 from shardckpt import Checkpointer
+from shardckpt.format import apply_retention
 from shardckpt.format.native.payload import new_save_id
 from shardckpt.format.native.run_directory import step_name
-from shardckpt.offline import prune
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_prune_that_is_interrupted_does_not_say_that_nothing_was_done(root: Path
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prune, "delete_steps", interrupted)
+    monkeypatch.setattr(apply_retention, "delete_steps", interrupted)
     monkeypatch.setattr(exits, "_interrupt_messages", exits._interrupt_messages[:1])
     found = run_here("prune", root, "--keep-last", "1")
     assert found.code == 130

@@ -5,24 +5,19 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from shardckpt.checkpoint.run.step_finder import SHOWN, StepFinder
 from shardckpt.errors import CheckpointError, StorageError, UsageError, escape
+from shardckpt.format.apply_retention import apply_retention
 from shardckpt.format.native.run_directory import (
     StepFolder,
-    delete_orphan,
-    delete_steps,
-    find_orphans,
     read_metrics,
     read_run,
 )
 from shardckpt.plan.retention import (
     Retention,
     SavedStep,
-    is_expired,
     require_metric,
-    steps_to_delete,
     with_trusted_times,
 )
 from shardckpt.storage.store import Store
@@ -66,16 +61,19 @@ class StepRetention:
             SavedStep(step.number, is_good[step.name], step.saved_at, self._read_metrics(store, step), step.branch)
             for step in run.steps
         ]
-        gone = set(steps_to_delete(with_trusted_times(facts, now), self._rules, now=now, protected={saved}))
-        removed = {step.name for step in run.steps if step.number in gone and (is_good[step.name] or step.is_double)}
-        stay = delete_steps(store, run, removed)
-        if stay:
+        deleted = apply_retention(
+            store,
+            run,
+            with_trusted_times(facts, now),
+            self._rules,
+            now=now,
+            is_complete=lambda step: is_good[step.name],
+            protected={saved},
+        )
+        if deleted.other_content:
+            stay = deleted.other_content
             shown = ", ".join(map(escape, stay[:SHOWN])) + (", ..." if len(stay) > SHOWN else "")
             warnings.warn(f"removed steps hold content that no save wrote, which was left there: {shown}", stacklevel=5)
-        kept = replace(run, steps=tuple(step for step in run.steps if step.name not in removed))
-        for left in find_orphans(store, kept):
-            if is_expired(left.changed_at, now):
-                delete_orphan(store, left.name)
 
     def _read_metrics(self, store: Store, step: StepFolder) -> Mapping[str, float]:
         """Return the metrics of a step; those of a save never change, so each manifest is read once."""

@@ -1,0 +1,71 @@
+"""Delete the steps of a run that no rule keeps, and what dead saves left. For `Checkpointer` and `prune` alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+
+from shardckpt.format.native.run_directory import (
+    RunDirectory,
+    StepFolder,
+    delete_orphan,
+    delete_steps,
+    find_orphans,
+    other_content,
+)
+from shardckpt.plan.retention import Retention, SavedStep, is_expired, steps_to_delete
+from shardckpt.storage.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """What was deleted, or with `dry_run` would be.
+
+    Attributes:
+        steps: Folders of steps, doubles of deleted steps included.
+        orphans: Names of folders that dead saves had left.
+        other_content: Names of content in these steps that no save wrote; it stays.
+    """
+
+    steps: tuple[StepFolder, ...]
+    orphans: tuple[str, ...]
+    other_content: tuple[str, ...]
+
+
+def apply_retention(
+    store: Store,
+    run: RunDirectory,
+    steps: Iterable[SavedStep],
+    rules: Retention,
+    *,
+    now: float,
+    is_complete: Callable[[StepFolder], bool],
+    protected: Collection[int] = (),
+    dry_run: bool = False,
+) -> Deleted:
+    """Delete the steps that no rule keeps, then expired orphans.
+
+    Args:
+        store: Rooted at the run.
+        run: As read.
+        steps: The same steps as the rules see them.
+        rules: Which steps are kept.
+        now: In seconds since the epoch.
+        is_complete: Returns True if a step can be loaded. Of the others, only doubles of deleted steps are deleted.
+        protected: Steps that stay whatever the rules say.
+        dry_run: Delete nothing.
+
+    Raises:
+        UsageError: `keep_best` goes by a metric that no complete step has.
+        UnsupportedError: A newer version wrote a step of the run.
+        StorageError: The store failed.
+    """
+    numbers = set(steps_to_delete(steps, rules, now=now, protected=protected))
+    deleted = [step for step in run.steps if step.number in numbers and (step.is_double or is_complete(step))]
+    if dry_run:
+        orphans = [left.name for left in find_orphans(store, run) if is_expired(left.changed_at, now)]
+        return Deleted(tuple(deleted), tuple(orphans), tuple(other_content(deleted)))
+    content = delete_steps(store, run, [step.name for step in deleted])
+    kept = replace(run, steps=tuple(step for step in run.steps if step not in deleted))
+    expired = [left.name for left in find_orphans(store, kept) if is_expired(left.changed_at, now)]
+    return Deleted(tuple(deleted), tuple(n for n in expired if delete_orphan(store, n)), tuple(content))
