@@ -67,7 +67,7 @@ def rekey_state(
 def to_state_paths(
     tensors: Iterable[OutputTensor], content: Mapping[str, Any]
 ) -> tuple[dict[Path, OutputTensor], dict[Path, object]]:
-    """Return tensors and values by their paths below the optimizer.
+    """Return tensors, in their order, and values by their paths below the optimizer.
 
     By names and by ids: `("state", parameter, slot)` and `("param_groups",)`, a list of dicts. Flattened: one key
     each, `("state.<parameter>.<slot>",)` and `("param_groups.<parameter>.<setting>",)`.
@@ -84,12 +84,15 @@ def to_state_paths(
     def key(name: str) -> Key:
         return int(name) if keys == "ids" else name
 
-    rows = {key(name): slots for name, slots in _group_tensors(tensors).items()}
+    by_path: dict[Path, OutputTensor] = {}
+    for tensor in tensors:
+        name, _, slot = tensor.name.rpartition("/")
+        by_path[STATE, key(name), slot] = tensor
     values = {key(name): slots for name, slots in content[VALUES].items()}
-    by_path = to_paths({STATE: values, GROUPS: content[GROUPS]})
-    if rows:
-        by_path.pop((STATE,), None)
-    return {(STATE, name, slot): tensor for name, slots in rows.items() for slot, tensor in slots.items()}, by_path
+    value_by_path = to_paths({STATE: values, GROUPS: content[GROUPS]})
+    if by_path:
+        value_by_path.pop((STATE,), None)
+    return by_path, value_by_path
 
 
 def _group_tensors(tensors: Iterable[OutputTensor]) -> dict[str, dict[str, OutputTensor]]:

@@ -11,7 +11,7 @@ from shardckpt.errors import UsageError
 from shardckpt.layout import FlatLayout, ParamSpec
 from shardckpt.manifest import Encoded, Piece, Span, Strided, TensorEntry
 from shardckpt.plan.layout.output_files import OutputTensor
-from shardckpt.plan.optim.output_keys import rekey_state
+from shardckpt.plan.optim.output_keys import rekey_state, to_state_paths
 
 SHAPES = {"a": (2, 3), "b": (3,), "other": (4,)}
 
@@ -105,3 +105,13 @@ def test_steps_that_are_not_one_and_the_same_are_refused() -> None:
     )
     with pytest.raises(UsageError, match="flat/step: members of one flat parameter differ; found a/step and b/step"):
         rekey_state([tensor("a", "step", ()), moved], content(), "flat-parameters", units=units())
+
+
+@pytest.mark.parametrize("keys", ["names", "ids", "flat"])
+def test_tensors_keep_their_order_though_slots_of_parameters_are_mixed(keys: Any) -> None:
+    """Files of torch.save number their storages in this order."""
+    given = [tensor("b"), tensor("a"), tensor("b", "v"), tensor("a", "v")]
+    rekeyed, settings = rekey_state(given, content({"lr": 1, "params": ["a", "b"]}), keys)
+    by_path, _ = to_state_paths(rekeyed, settings)
+    assert list(by_path.values()) == list(rekeyed)
+    assert [output.entry for output in rekeyed] == [output.entry for output in given]
