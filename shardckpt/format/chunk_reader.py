@@ -99,7 +99,6 @@ class PieceReader:
             TruncatedError: A file ends early.
             FormatError: An encoded piece is damaged.
             UnsupportedError: A box that starts inside a byte of a narrow dtype.
-            StorageError: The store failed.
         """
         reads: list[Read] = [*more]
         parts: list[_StagedRead] = []

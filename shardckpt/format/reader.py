@@ -59,11 +59,7 @@ class Source:
         return sorted(name for name, entry in self.listing.items() if entry.is_folder)
 
     def head(self, name: str, nbytes: int = 64) -> bytes:
-        """Return the first bytes of a file, fewer where it is shorter; kept, so that each probe may ask.
-
-        Raises:
-            StorageError: The store failed.
-        """
+        """Return the first bytes of a file, fewer where it is shorter; kept, so that each probe may ask."""
         known = self._heads.get(name)
         if known is None or len(known) < nbytes:
             entry = self.listing.get(name)
@@ -144,7 +140,6 @@ class Reader:
 
         Raises:
             CheckpointError: A container is damaged, or does not hold what the manifest says.
-            StorageError: The store failed.
         """
         return list(pieces)
 
@@ -153,7 +148,6 @@ class Reader:
 
         Raises:
             CheckpointError: It is damaged or refused.
-            StorageError: The store failed.
         """
         return entry.value
 

@@ -148,7 +148,6 @@ def open_source(url: str, bases: NamedBases = "") -> Source:
     Raises:
         SourceNotFoundError: There is nothing.
         UsageError: No filesystem for the URL's protocol.
-        StorageError: The store failed.
     """
     found = kind(url)
     if found == "missing":
@@ -291,8 +290,6 @@ def checkpoint_in(url: str) -> str:
     Args:
         url: Path or URL of the folder; need not exist.
 
-    Raises:
-        StorageError: The store failed.
     """
     if kind(url) != "folder":
         return ""
@@ -340,7 +337,6 @@ def open_checkpoint(url: str, bases: NamedBases = "") -> Reader:
         SourceNotFoundError: There is nothing.
         UnknownFormatError: No reader recognizes it.
         CheckpointError: It is recognized and cannot be read.
-        StorageError: The store failed.
     """
     source = open_source(url, bases)
     return detect(source).open(source)

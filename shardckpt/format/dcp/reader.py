@@ -66,7 +66,6 @@ def open_source(source: Source) -> Reader:
     Raises:
         CheckpointError: The metadata is damaged, unsafe, or missing.
         UsageError: The source is one file of a folder.
-        StorageError: The store failed.
     """
     if source.file is not None:
         raise UsageError(
@@ -84,7 +83,6 @@ def open_folder(store: Store, folder: str = "") -> Reader:
 
     Raises:
         CheckpointError: The metadata is damaged, unsafe, or missing.
-        StorageError: The store failed.
     """
     prefix = f"{folder}/" if folder else ""
     sizes = {e.name[len(prefix) :]: e.size for e in store.list(folder) if not e.is_folder}
@@ -435,7 +433,6 @@ class DcpReader(Reader):
 
         Raises:
             CheckpointError: A slice is damaged, or does not hold what the metadata says.
-            StorageError: The store failed.
         """
         return resolve_slices(self.store, self.manifest.files, pieces, self._blobs, self._budget)
 
@@ -444,7 +441,6 @@ class DcpReader(Reader):
 
         Raises:
             CheckpointError: It is damaged or refused, or was never stored.
-            StorageError: The store failed.
         """
         if entry.value is not UNREAD:
             return entry.value
@@ -462,7 +458,6 @@ class DcpReader(Reader):
 
         Raises:
             CheckpointError: A slice is damaged.
-            StorageError: The store failed.
         """
         spans: list[tuple[str, Span]] = [
             (piece.file, Span(piece.layout.offset, piece.layout.nbytes))

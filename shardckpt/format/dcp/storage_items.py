@@ -112,7 +112,6 @@ def resolve_slices(
     Raises:
         IncompleteError: A file is missing, or holds another chunk in place of the one that was promised.
         CheckpointError: A slice is damaged, or does not hold what the metadata says.
-        StorageError: The store failed.
     """
     out = list(pieces)
     lazy = ((i, piece) for i, piece in enumerate(pieces) if isinstance(piece.layout, Lazy))
@@ -398,7 +397,6 @@ def slice_checksums(store: Store, spans: Sequence[tuple[str, Span]]) -> Iterator
 
     Raises:
         CheckpointError: An archive is damaged.
-        StorageError: The store failed.
     """
     rest = iter(spans)
     while batch := list(islice(rest, _BATCH)):

@@ -67,7 +67,6 @@ def open_source(source: Source) -> Reader:
         UnsupportedError: It is sharded in a way that is not read: tensor parallelism, versions before 0.3.17.
         UsageError: The source is one file of a folder.
         CheckpointError: Files are of different saves, or one is damaged, refused or missing.
-        StorageError: The store failed.
     """
     if source.file is not None:
         raise UsageError(

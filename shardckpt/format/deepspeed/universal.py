@@ -43,7 +43,6 @@ def open_source(source: Source) -> Reader:
     Raises:
         IncompleteError: A parameter has no weights.
         CheckpointError: A file is damaged, refused, or not as DeepSpeed writes it.
-        StorageError: The store failed.
     """
     folder = _folder(source)
     assert folder is not None, "only recognized sources are opened"

@@ -76,7 +76,6 @@ def find_folder(source: Source) -> str | None:
     Raises:
         AmbiguousError: There are several, and nothing says which one is meant.
         IncompleteError: `latest` names one that is not there.
-        StorageError: The store failed.
     """
     if source.file is not None:
         return None
@@ -122,7 +121,6 @@ def sort_files(store: Store, folder: str) -> StateFiles:
 
     Raises:
         FormatError: Two files are of the same rank.
-        StorageError: The store failed.
     """
     entries = [entry for entry in store.list(folder) if not entry.is_folder]
     found = StateFiles(folder)

@@ -124,7 +124,6 @@ def open_archives(store: Store, places: Sequence[ArchivePlace]) -> list[ZipArchi
         FormatError: The archive is missing, or it contradicts itself.
         UnsafeError: An entry's name leaves the archive, or the directory is absurdly large.
         UnsupportedError: It is encrypted, or spread over several volumes.
-        StorageError: The store failed.
     """
     most = _TAIL[store.capabilities.is_local]
     tails = _read(store, [(p.file, p.offset + p.nbytes - min(most, p.nbytes), min(most, p.nbytes)) for p in places])
@@ -148,7 +147,6 @@ def locate(store: Store, wanted: Sequence[WantedEntry]) -> list[int]:
 
     Raises:
         FormatError: A local header contradicts the directory.
-        StorageError: The store failed.
     """
     heads = _read(store, [(w.file, w.entry.header, _LOCAL.size + len(w.entry.name.encode())) for w in wanted])
     return [_data_start(w, head, f"{store.url}/{w.file}") for w, head in zip(wanted, heads, strict=True)]
@@ -170,7 +168,6 @@ def read_entries(
         ChecksumError: Its bytes differ from its checksum.
         UnsafeError: It is larger than `most`.
         UnsupportedError: A compression method other than deflate.
-        StorageError: The store failed.
     """
     extents = []
     for file, entry in wanted:

@@ -64,7 +64,6 @@ def open_source(source: Source) -> Reader:
         AmbiguousError: One model or optimizer is there in two forms.
         UnsupportedError: A model was saved rank by rank, and not as something that says which part a rank holds.
         CheckpointError: A file is damaged, refused, or of a kind that is not read.
-        StorageError: The store failed.
     """
     slots, ignored = _choose_files(source)
     ranked = {name: source.listing[name].size for name in slots if _RANK_FILE.fullmatch(name)}

@@ -48,7 +48,6 @@ def open_source(source: Source) -> Reader:
 
     Raises:
         CheckpointError: A part is damaged, refused or missing, or a pointer leads nowhere.
-        StorageError: The store failed.
     """
     if source.file is not None:
         return _follow_pointer(source, source.file)

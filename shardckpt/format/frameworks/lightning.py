@@ -28,7 +28,6 @@ def open_source(source: Source) -> Reader:
 
     Raises:
         CheckpointError: The metadata is damaged or unsafe.
-        StorageError: The store failed.
     """
     part = SubReader(dcp.open_folder(source.store), _keep_path)
     return join(FORMAT.name, source.store, [part], {META: source.listing[META].size})

@@ -38,7 +38,6 @@ def open_source(source: Source) -> Reader:
     Raises:
         UnsupportedError: It is of another backend than `torch_dist`.
         CheckpointError: The metadata is damaged, unsafe, or missing.
-        StorageError: The store failed.
     """
     size = min(source.listing[METADATA].size, _MAX_BYTES)
     metadata = parse_json(read_bytes(source.store, METADATA, 0, size), where=f"{source.store.url}/{METADATA}")

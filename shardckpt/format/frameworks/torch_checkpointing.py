@@ -44,7 +44,6 @@ def open_source(source: Source) -> Reader:
         IncompleteError: A rank's file is not there.
         UnsupportedError: An item is in files of another kind than torch's.
         CheckpointError: A file is damaged, refused, or does not fit the others.
-        StorageError: The store failed.
     """
     size = source.listing[METADATA].size
     where = f"{source.store.url}/{METADATA}"

@@ -86,7 +86,6 @@ def open_hf(source: Source) -> Reader:
     Raises:
         IncompleteError: A file or a tensor that the index names is missing.
         CheckpointError: A file is damaged, refused, or of a kind that is not read.
-        StorageError: The store failed.
     """
     store = source.store
     sizes = {e.name: e.size for e in store.list() if not e.is_folder}
@@ -190,7 +189,6 @@ def open_loose(source: Source) -> Reader:
 
     Raises:
         CheckpointError: A file is damaged, refused, or of a kind that is not read.
-        StorageError: The store failed.
     """
     names = _loose_names(source.files)
     sizes = {name: source.listing[name].size for name in names}
@@ -210,7 +208,6 @@ def open_file(source: Source) -> Reader:
 
     Raises:
         CheckpointError: It is damaged, refused, or of a kind that is not read.
-        StorageError: The store failed.
     """
     assert source.file is not None, "only single files are recognized"
     sizes = {source.file: source.listing[source.file].size}

@@ -68,7 +68,6 @@ def open_source(source: Source) -> Reader:
 
     Raises:
         CheckpointError: A header or an index is damaged, or a file that the names promise is missing.
-        StorageError: The store failed.
     """
     if source.file is not None:
         if source.file.endswith(INDEX_SUFFIX):

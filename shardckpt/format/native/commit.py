@@ -221,7 +221,6 @@ def read_commit(store: Store, sizes: Mapping[str, int]) -> Commit:
     Raises:
         IncompleteError: There is none.
         CheckpointError: It is damaged, or of a newer format.
-        StorageError: The store failed.
     """
     if COMMIT not in sizes:
         raise IncompleteError(
@@ -243,7 +242,6 @@ def read_contents(store: Store, sizes: Mapping[str, int], commit: Commit) -> Man
     Raises:
         IncompleteError: It is not there.
         CheckpointError: It is not the one that was committed, or does not follow the format.
-        StorageError: The store failed.
     """
     where = f"{store.url}/{commit.manifest}"
     if commit.manifest not in sizes:
@@ -278,7 +276,6 @@ def _committed_names(store: Store, sizes: Mapping[str, int]) -> Collection[str]:
 
     Raises:
         TargetExistsError: A newer version wrote it, and nobody here knows what it holds.
-        StorageError: The store failed.
     """
     if COMMIT not in sizes:
         return ()

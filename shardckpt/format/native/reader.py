@@ -56,7 +56,6 @@ def open_source(source: Source) -> NativeReader:
         ChecksumError: `COMMIT` or the manifest is damaged.
         UnsupportedError: It is of a newer version, or needs a feature that this release does not know.
         CheckpointError: It does not follow the format.
-        StorageError: The store failed.
     """
     store = source.store
     entries = source.listing.values() if source.file is None else store.list()

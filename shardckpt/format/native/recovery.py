@@ -52,7 +52,6 @@ def read_described(store: Store, sizes: Mapping[str, int]) -> list[DescribedFile
 
     Raises:
         CheckpointError: A header is damaged, or is none of ours.
-        StorageError: The store failed.
     """
     headers = read_headers(store, sizes)
     return [_describe(name, header, f"{store.url}/{name}") for name, header in headers.items()]

@@ -334,8 +334,6 @@ def read_step(store: Store, number: int) -> StepFolder:
         store: Rooted at the run.
         number: The step.
 
-    Raises:
-        StorageError: The store failed.
     """
     return _with_bases(store, [_read_step(store, number, step_name(number))])[0]
 
@@ -385,8 +383,6 @@ def read_referred_files(url: str) -> frozenset[str]:
         url: URL of the folder. The run is not looked at if neither the folder nor one beside it is called like a
             step, or where it holds no files of saves.
 
-    Raises:
-        StorageError: The store failed.
     """
     try:
         parent, name = split(url)
@@ -508,7 +504,6 @@ def read_about(store: Store, step: StepFolder) -> Mapping[str, str]:
 
     Raises:
         CheckpointError: The manifest is damaged.
-        StorageError: The store failed.
     """
     inside = SubfolderStore(store, step.name)
     sizes = _sizes(inside.list())
@@ -526,8 +521,6 @@ def read_metrics(store: Store, step: StepFolder) -> Mapping[str, float]:
         store: Rooted at the run.
         step: The step.
 
-    Raises:
-        StorageError: The store failed.
     """
     try:
         about = read_about(store, step)
@@ -548,8 +541,6 @@ def manifest_fault(store: Store, step: StepFolder) -> str:
         store: Rooted at the run.
         step: The step.
 
-    Raises:
-        StorageError: The store failed.
     """
     try:
         read_about(store, step)
@@ -677,8 +668,6 @@ def find_orphans(store: Store, run: RunDirectory) -> tuple[Orphan, ...]:
         store: Rooted at the run.
         run: As read.
 
-    Raises:
-        StorageError: The store failed.
     """
     unfinished = [step.name for step in run.steps if step.is_unfinished and not step.is_base]
     return tuple(Orphan(name, _read_change_time(store, name)) for name in (*run.partial, *unfinished))
@@ -699,8 +688,6 @@ def delete_orphan(store: Store, name: str) -> bool:
         store: Rooted at the run.
         name: Name of the orphan; files in it that others refer to stay.
 
-    Raises:
-        StorageError: The store failed.
     """
     root = local_path(store.url)
     if root is not None and _PARTIAL.fullmatch(name):

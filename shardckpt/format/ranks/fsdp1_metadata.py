@@ -33,7 +33,6 @@ def read_metadata(store: Store, sizes: Mapping[str, int]) -> ParamShapes | None:
     Raises:
         FormatError: A file is damaged, or two contradict each other.
         UnsafeError: A file is larger than any such metadata.
-        StorageError: The store failed.
     """
     names = sorted(name for name in sizes if _NAME.fullmatch(name))
     for name in names:

@@ -51,7 +51,6 @@ def read_object(store: Store, file: str, layout: Span | Encoded, budget: ReadBud
     Raises:
         UnsafeError: It names something that could run code, or is larger than any object should be.
         FormatError: It is damaged, or something else.
-        StorageError: The store failed.
     """
     where = f"{store.url}/{file}, object at byte {layout.offset}"
     budget = ReadBudget(layout.nbytes) if budget is None else budget

@@ -286,7 +286,6 @@ def open_files(
 
     Raises:
         CheckpointError: A file is damaged, refused, or of a kind that is not read.
-        StorageError: The store failed.
     """
     opened = _OpenedFiles()
     zips = _zips(store, sizes)
